@@ -1,0 +1,40 @@
+"""mindspeed-cp: context parallelism for very long and very uneven sequences.
+
+A plan says who holds which tokens, who sends which keys and values to whom, and who computes which tile; everything else
+runs, times, proves or draws that plan. Importing this package does not import torch; `context_parallel_attention` does,
+when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+from mindspeed_cp.layout import Documents, Layout
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan
+
+if TYPE_CHECKING:
+    from mindspeed_cp.engine import context_parallel_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionConfig",
+    "ConfigError",
+    "Documents",
+    "Layout",
+    "PeerError",
+    "Plan",
+    "PlanError",
+    "Topology",
+    "build_plan",
+    "context_parallel_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "context_parallel_attention":
+        from mindspeed_cp.engine import context_parallel_attention
+
+        return context_parallel_attention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,80 @@
+"""What is in the packed batch: the documents and their lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError
+
+MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
+
+
+class Documents:
+    """The lengths of the documents of one packed batch, back to back.
+
+    Tokens are numbered 0 .. tokens-1 over the whole batch; positions restart at 0 in every document::
+
+        lengths   [ 5000 | 37 |  1200 ]
+        offsets   0     5000  5037   6237
+
+    Two objects with equal lengths are equal and hash alike, so they can key a cache of plans.
+
+    Args:
+        lengths: token count of each document; zero is allowed, and so is an empty batch.
+
+    Raises:
+        ConfigError: a length is negative or no whole number, or the batch has more than 2**31 - 1 tokens.
+    """
+
+    def __init__(self, lengths: Iterable[int] | np.ndarray) -> None:
+        values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
+        if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
+            raise ConfigError(
+                f"document lengths must be a flat list of whole numbers, not {values.dtype} of shape {values.shape}"
+            )
+        own = values.astype(np.int64)
+        if own.size and own.min() < 0:
+            bad = int(np.argmin(own))
+            raise ConfigError(f"document {bad} has length {own[bad]}; lengths must be 0 or more")
+        if own.sum() > MAX_TOKENS:
+            raise ConfigError(f"the batch has {own.sum()} tokens; at most {MAX_TOKENS} fit, so split the batch")
+        own.setflags(write=False)
+        self._lengths = own
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Token counts, int64 [documents], read-only."""
+        return self._lengths
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """First token of each document and, last, the number of tokens: int64 [documents + 1], read-only."""
+        out = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
+        out.setflags(write=False)
+        return out
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the whole batch."""
+        return int(self.offsets[-1])
+
+    def document_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Document that holds each token number; empty documents hold none."""
+        return np.searchsorted(self.offsets, tokens, "right") - 1
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Documents) and np.array_equal(self._lengths, other._lengths)
+
+    def __hash__(self) -> int:
+        return hash(self._lengths.tobytes())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self._lengths[:6]))
+        more = f", ... {len(self)} in all" if len(self) > 6 else ""
+        return f"Documents([{shown}{more}], tokens={self.tokens})"

@@ -1,0 +1,202 @@
+"""Who holds which tokens and which heads, and how a tensor is cut accordingly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError, PlanError
+from mindspeed_cp.layout.documents import Documents
+
+SPAN = np.dtype([(name, np.int64) for name in ("rank", "doc", "start", "stop")])
+
+
+class Span(NamedTuple):
+    """Tokens start .. stop-1 (batch numbering) of one document, held by one rank."""
+
+    rank: int
+    doc: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """For every rank: spans of documents in ascending token order, and one range of heads.
+
+    Laws, proved by :meth:`check` and by the tests:
+
+    * every (token, head) is held exactly once; only kv heads may be held more often (`replicated`);
+    * the spans of a rank ascend, so a rank's rows of one document are one run in which positions increase;
+    * ``unshard([shard(x, r) for r in range(ranks)]) == x``.
+
+    Attributes:
+        documents: the batch.
+        ranks: context-parallel ranks.
+        spans: records of dtype SPAN sorted by (rank, start); never empty spans.
+        heads: int64 [ranks, 2], first and last-plus-one head of each rank, or None for all heads on every rank.
+    """
+
+    documents: Documents
+    ranks: int
+    spans: np.ndarray
+    heads: np.ndarray | None = None
+
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """spans[bounds[r] : bounds[r + 1]] belong to rank r; int64 [ranks + 1]."""
+        return np.searchsorted(self.spans["rank"], np.arange(self.ranks + 1))
+
+    def of(self, rank: int) -> np.ndarray:
+        """The rank's spans (records)."""
+        return self.spans[self.bounds[rank] : self.bounds[rank + 1]]
+
+    def spans_of(self, rank: int) -> Iterator[Span]:
+        """The rank's spans, one object each, for reading and printing."""
+        return (Span(*map(int, s)) for s in self.of(rank))
+
+    @cached_property
+    def token_counts(self) -> np.ndarray:
+        """Rows of each rank, int64 [ranks]."""
+        ends = np.concatenate([[0], np.cumsum(self.spans["stop"] - self.spans["start"])])
+        return ends[self.bounds[1:]] - ends[self.bounds[:-1]]
+
+    def tokens(self, rank: int) -> np.ndarray:
+        """Token number of each local row, int64 [t], ascending."""
+        s = self.of(rank)
+        return expand(s["start"], s["stop"] - s["start"])
+
+    def document_ids(self, rank: int) -> np.ndarray:
+        """Document of each local row, int64 [t]."""
+        s = self.of(rank)
+        return np.repeat(s["doc"], s["stop"] - s["start"])
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Position of each local row in its document, int64 [t]."""
+        s = self.of(rank)
+        return expand(s["start"] - self.documents.offsets[s["doc"]], s["stop"] - s["start"])
+
+    def cu_seqlens(self, rank: int) -> np.ndarray:
+        """Cumulative local rows per document, int32 [documents + 1]; a document with no row here adds nothing."""
+        s = self.of(rank)
+        rows = np.bincount(s["doc"], weights=s["stop"] - s["start"], minlength=len(self.documents))
+        return np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+
+    def head_range(self, rank: int, heads: int) -> tuple[int, int]:
+        """First and last-plus-one head of the rank, of `heads` in all."""
+        return (0, heads) if self.heads is None else (int(self.heads[rank, 0]), int(self.heads[rank, 1]))
+
+    def with_heads(self, heads: np.ndarray) -> Layout:
+        """The same tokens with a range of heads for each rank, [ranks, 2]."""
+        return replace(self, heads=np.asarray(heads, np.int64).reshape(self.ranks, 2))
+
+    def same_as(self, other: Layout) -> bool:
+        """True when both give every rank the same rows and heads."""
+        if self is other:
+            return True
+        same_heads = (self.heads is None and other.heads is None) or (
+            self.heads is not None and other.heads is not None and np.array_equal(self.heads, other.heads)
+        )
+        return self.ranks == other.ranks and same_heads and np.array_equal(self.spans, other.spans)
+
+    def shard(self, x: Any, rank: int) -> Any:
+        """The rank's rows (and heads) of x.
+
+        Args:
+            x: numpy array or torch tensor [tokens, ...]; [tokens, heads, ...] when the layout splits heads.
+            rank: context-parallel rank.
+
+        Returns:
+            [t, ...], a copy; differentiable for a tensor that requires gradients.
+
+        Raises:
+            ConfigError: x has another number of tokens, or the rank does not exist.
+        """
+        self._check_rank(rank)
+        if len(x) != self.documents.tokens:
+            raise ConfigError(f"shard: x has {len(x)} rows, but the documents have {self.documents.tokens} tokens")
+        rows = x[self.tokens(rank)]
+        return rows if self.heads is None else rows[:, self.heads[rank, 0] : self.heads[rank, 1]]
+
+    def unshard(self, parts: Sequence[Any], heads: int | None = None) -> Any:
+        """The inverse of :meth:`shard`.
+
+        Args:
+            parts: one array or tensor [t, ...] for every rank, in the order of ranks.
+            heads: heads in all; needed only when the layout splits heads.
+
+        Returns:
+            [tokens, ...] of the type of the parts.
+
+        Raises:
+            ConfigError: a part is missing or has another number of rows than the layout.
+        """
+        if len(parts) != self.ranks:
+            raise ConfigError(f"unshard: {len(parts)} parts for {self.ranks} ranks")
+        for rank, (part, rows) in enumerate(zip(parts, self.token_counts, strict=True)):
+            if len(part) != rows:
+                raise ConfigError(f"unshard: the part of rank {rank} has {len(part)} rows, the layout has {rows}")
+        if self.heads is not None and heads is None:
+            raise ConfigError("unshard: this layout splits heads, so the number of heads must be given")
+        tail = tuple(parts[0].shape[1:]) if self.heads is None else (heads, *parts[0].shape[2:])
+        shape = (self.documents.tokens, *tail)
+        first = parts[0]
+        out = np.empty(shape, first.dtype) if isinstance(first, np.ndarray) else first.new_empty(shape)
+        for rank, part in enumerate(parts):
+            if self.heads is None:
+                out[self.tokens(rank)] = part
+            else:
+                out[self.tokens(rank), self.heads[rank, 0] : self.heads[rank, 1]] = part
+        return out
+
+    def check(self, heads: int | None = None, replicated: bool = False) -> None:
+        """Raise PlanError unless the laws hold.
+
+        Args:
+            heads: heads in all, for layouts that split them.
+            replicated: True where a (token, head) may be held by several ranks (kv heads).
+        """
+        s, offsets = self.spans, self.documents.offsets
+        bad = np.flatnonzero(
+            (s["rank"] < 0) | (s["rank"] >= self.ranks) | (s["doc"] < 0) | (s["doc"] >= len(self.documents))
+        )
+        if len(bad):
+            raise PlanError(f"layout: span {Span(*map(int, s[bad[0]]))} names a rank or document that does not exist")
+        outside = (s["start"] < offsets[s["doc"]]) | (s["stop"] > offsets[s["doc"] + 1]) | (s["stop"] <= s["start"])
+        if outside.any():
+            raise PlanError(f"layout: {Span(*map(int, s[np.argmax(outside)]))} is empty or leaves its document")
+        behind = (s["rank"][1:] < s["rank"][:-1]) | (
+            (s["rank"][1:] == s["rank"][:-1]) & (s["start"][1:] < s["stop"][:-1])
+        )
+        if behind.any():
+            at = Span(*map(int, s[1 + int(np.argmax(behind))]))
+            raise PlanError(f"layout: rank {at.rank}: {at} does not follow the span before it in token order")
+        held = np.zeros((self.documents.tokens + 1, 1 if heads is None else heads + 1), np.int64)
+        for rank in range(self.ranks):
+            mine = self.of(rank)
+            first, last = (0, 1) if heads is None else self.head_range(rank, heads)
+            np.add.at(held, (mine["start"], slice(first, last)), 1)
+            np.add.at(held, (mine["stop"], slice(first, last)), -1)
+        times = np.cumsum(held, 0)[:-1, : 1 if heads is None else heads]
+        wrong = np.argwhere(times < 1 if replicated else times != 1)
+        if len(wrong):
+            token, head = map(int, wrong[0])
+            raise PlanError(
+                f"layout: token {token} (document {int(self.documents.document_of(np.asarray(token)))}), head {head} "
+                f"is held by {int(times[token, head])} ranks, not by one"
+            )
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise ConfigError(f"rank {rank} does not exist: this layout has ranks 0 to {self.ranks - 1}")
+
+
+def expand(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """The numbers of several runs in a row: expand([5, 0], [2, 1]) == [5, 6, 0]."""
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(first - ends + count, count) + np.arange(total, dtype=np.int64)

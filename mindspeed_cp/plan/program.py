@@ -1,0 +1,128 @@
+"""Plan and Program: what each rank sends and computes, step by step.  Frozen data; no torch, no algorithm by name.
+
+A rank sees numbered SLOTS of key/value rows. Slot 0 is its own shard, the others are receive buffers; each slot has a
+gradient slot of the same shape. One step of a program, on every rank::
+
+    post      fetch and reduce messages with start == step
+    compute   the step's tiles, while messages travel
+    finish    messages with done == step, reduces first: a reduce is ADDED to the gradient of its target rows;
+              a fetch that lands replaces its target rows and starts their gradient at zero
+
+Steps are global numbers and messages have one global order, in which every rank issues its sends and its receives. The
+first unfinished message is then at the head of both ends' queues: nothing can dead-lock, even if sends block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_cp.layout import Documents, Layout
+from mindspeed_cp.plan.config import AttentionConfig, Topology
+from mindspeed_cp.plan.records import TILE, Messages
+from mindspeed_cp.plan.tiles import pairs, tiles_between
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One direction (forward or backward) of a plan.
+
+    Attributes:
+        steps: number of steps.
+        capacity: rows of every slot, int64 [ranks, slots].
+        q_layout: where queries are.
+        mask: mask of the attention; with the contents it determines the tiles.
+        contents: records of dtype CONTENT sorted by (rank, step, slot): what a slot holds when it is computed.
+        spans: records of dtype SPAN that contents refer to, ascending in token order inside one content.
+        fetch: messages that carry keys and values.
+        reduce: messages that carry gradients of keys and values (backward only).
+    """
+
+    steps: int
+    capacity: np.ndarray
+    q_layout: Layout
+    mask: str
+    contents: np.ndarray
+    spans: np.ndarray
+    fetch: Messages
+    reduce: Messages
+
+    @property
+    def ranks(self) -> int:
+        """Context-parallel ranks."""
+        return len(self.capacity)
+
+    def contents_of(self, rank: int) -> np.ndarray:
+        """Contents (records) of one rank, in the order of steps."""
+        lo, hi = np.searchsorted(self.contents["rank"], [rank, rank + 1])
+        return self.contents[lo:hi]
+
+    def spans_in(self, content: np.ndarray) -> np.ndarray:
+        """Spans (records) of one content."""
+        return self.spans[content["first"] : content["first"] + content["count"]]
+
+    def tiles(self, rank: int) -> np.ndarray:
+        """Tiles of one rank, records of dtype TILE sorted by (step, slot, q_row); derived anew at every call."""
+        q_spans = self.q_layout.of(rank)
+        found = []
+        for content in self.contents_of(rank):
+            tiles = tiles_between(q_spans, self.spans_in(content), self.q_layout.documents, self.mask)
+            tiles["step"], tiles["slot"] = content["step"], content["slot"]
+            found.append(tiles)
+        return np.concatenate(found) if found else np.empty(0, TILE)
+
+    def work(self, rank: int) -> np.ndarray:
+        """Visible (query, key) pairs of each step, int64 [steps]."""
+        tiles = self.tiles(rank)
+        out = np.zeros(self.steps, np.int64)
+        np.add.at(out, tiles["step"], pairs(tiles))
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything that one attention layer does with one packed batch, on every rank, forward and backward.
+
+    Compared and hashed by identity, so that what is derived from a plan can be cached beside it.
+
+    Attributes:
+        algorithm: name of the builder, for people; nothing acts on it.
+        attention: what is computed.
+        topology: where it runs.
+        layout: what the caller holds, all heads.
+        q_layout: where queries are computed.
+        kv_layout: where slot 0 of keys and values is.
+        forward: the forward program.
+        backward: the backward program.
+    """
+
+    algorithm: str
+    attention: AttentionConfig
+    topology: Topology
+    layout: Layout
+    q_layout: Layout
+    kv_layout: Layout
+    forward: Program
+    backward: Program
+
+    @property
+    def documents(self) -> Documents:
+        """The batch."""
+        return self.layout.documents
+
+    @property
+    def ranks(self) -> int:
+        """Context-parallel ranks."""
+        return self.layout.ranks
+
+    def work(self) -> np.ndarray:
+        """Visible (query, key) pairs of every rank and forward step, int64 [ranks, steps]."""
+        return np.stack([self.forward.work(rank) for rank in range(self.ranks)])
+
+    def __repr__(self) -> str:
+        sent = int(self.forward.fetch.items["rows"].sum())
+        return (
+            f"Plan({self.algorithm}, {self.ranks} ranks, {len(self.documents)} documents, {self.documents.tokens} tokens, "
+            f"{self.forward.steps} forward steps, {sent} key/value rows sent)"
+        )
