@@ -1,0 +1,123 @@
+"""Makes or refreshes the virtual environment of `make train` and `make test`.  Standard library only.
+
+    python requirements/environment.py .venv --torch-index URL
+
+Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt), then this package, editable.
+torch comes first, and as its CPU build: on Linux x86-64 any other way brings several gigabytes of CUDA libraries.
+
+Two makes at once are safe: the second waits for the first, then finds nothing left to do. A run that was stopped
+half-way leaves no stamp, so the next one goes on. The stamp holds a digest of all that the environment depends on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements"
+INPUTS = [REQUIREMENTS / name for name in ("torch.txt", "base.txt", "dev.txt", "environment.py")]
+INPUTS += [ROOT / "pyproject.toml", ROOT / "setup.py"]
+STAMP = "installed"  # the Makefile knows this name
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("environment", type=Path, help="folder of the virtual environment")
+    parser.add_argument("--torch-index", required=True, help="package index that has CPU builds of torch")
+    arguments = parser.parse_args()
+    environment: Path = arguments.environment.resolve()
+    environment.mkdir(parents=True, exist_ok=True)
+    stamp = environment / STAMP
+    wanted = digest()
+    with locked(environment):
+        if stamp.is_file() and stamp.read_text() == wanted:
+            stamp.touch()
+            return 0
+        stamp.unlink(missing_ok=True)
+        try:
+            install(environment, arguments.torch_index)
+        except subprocess.CalledProcessError as error:
+            command = " ".join(map(str, error.cmd))
+            print(f"environment: `{command}` failed (exit code {error.returncode})", file=sys.stderr)
+            return 1
+        stamp.write_text(wanted)
+    return 0
+
+
+def digest() -> str:
+    """Of the requirements, the package's declaration, the Python and the place, which an editable install remembers."""
+    state = hashlib.sha256(f"{sys.version} {sys.executable} {ROOT}".encode())
+    for path in INPUTS:
+        state.update(path.read_bytes())
+    return state.hexdigest() + "\n"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `folder`; the system lets go of it even if this process is killed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"environment: waiting for another make that is filling {folder}", flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def install(environment: Path, torch_index: str) -> None:
+    version = ".".join(map(str, sys.version_info[:3]))
+    print(f"environment: filling {environment} for Python {version} (a few minutes the first time)", flush=True)
+    python = environment / "bin" / "python"
+    if not usable(python):
+        subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", environment], check=True)
+    install_torch(python, torch_index)
+    pip(python, "-r", REQUIREMENTS / "dev.txt")
+    # The build needs setuptools alone, which is pinned and installed by now; isolation would fetch another one.
+    pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT)
+
+
+def usable(python: Path) -> bool:
+    """True if `python` is an interpreter of the same version as this one and has pip."""
+    code = "import sys, pip; print(sys.version)"
+    try:
+        answer = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True)
+    except OSError:
+        return False
+    return answer.returncode == 0 and answer.stdout.rstrip("\n") == sys.version
+
+
+def install_torch(python: Path, torch_index: str) -> None:
+    """From pip's own configuration if that offers a CPU build, else with PyTorch's index of CPU builds beside it.
+
+    With both at hand pip takes the CPU build: "2.13.0+cpu" sorts after "2.13.0". Where only the default build can be
+    had (macOS has no other, or the index is out of reach) that one is installed: it works on CPU as well.
+    """
+    pin = next(line for line in (REQUIREMENTS / "torch.txt").read_text().splitlines() if line.startswith("torch=="))
+    constraints = ("-c", REQUIREMENTS / "base.txt")
+    try:
+        pip(python, *constraints, f"{pin}+cpu", quiet_failure=True)
+    except subprocess.CalledProcessError:
+        print(f"environment: pip's own sources have no {pin}+cpu; looking at {torch_index} too", flush=True)
+        pip(python, *constraints, "--extra-index-url", torch_index, pin)
+
+
+def pip(python: Path, *arguments: str | Path, quiet_failure: bool = False) -> None:
+    command = [python, "-I", "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check", *arguments]
+    own = {name: value for name, value in os.environ.items() if name not in ("PIP_USER", "PIP_TARGET", "PIP_PREFIX")}
+    errors = subprocess.DEVNULL if quiet_failure else None
+    subprocess.run(command, check=True, cwd=ROOT, env=own, stdin=subprocess.DEVNULL, stderr=errors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
