@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
 from mindspeed_cp.layout import Documents, Layout
-from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan, verify_plan
 
 if TYPE_CHECKING:
     from mindspeed_cp.engine import context_parallel_attention
@@ -29,6 +29,7 @@ __all__ = [
     "Topology",
     "build_plan",
     "context_parallel_attention",
+    "verify_plan",
 ]
 
 

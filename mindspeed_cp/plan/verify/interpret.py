@@ -1,0 +1,179 @@
+"""Fourth part of the proof: both programs are run for all ranks on 64-bit numbers in place of tensors.
+
+Every key token has a random number b, every query token a random number a. "Attention" is a sum modulo 2**64: a query row
+adds the b of each key it is computed against, a key row's gradient adds the a of each query. In the end every query row
+must hold the sum over the keys that the mask lets it see, and every key row, at its owner, the sum over the queries that
+see it. A missing, doubled, stale or misrouted row changes a sum; a wrong plan passes with probability about 2**-64 a row.
+
+Tiles are read as a kernel reads them, by row numbers; what is expected comes from positions: so both are proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mindspeed_cp.errors import PlanError
+from mindspeed_cp.layout import Documents, expand
+from mindspeed_cp.plan.program import Plan, Program
+from mindspeed_cp.plan.records import CAUSAL, Messages
+from mindspeed_cp.plan.verify.structure import describe_message
+
+EMPTY, IN_FLIGHT = -1, -2
+
+
+def expected_sums(documents: Documents, mask: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every token the sum of b over the keys that it sees, and of a over the queries that see it; uint64 [tokens]."""
+    doc = np.repeat(np.arange(len(documents)), documents.lengths)
+    first, last = documents.offsets[doc], documents.offsets[doc + 1]
+    token = np.arange(documents.tokens)
+    sum_a, sum_b = prefix_sums(a), prefix_sums(b)
+    if mask == "causal":
+        return sum_b[token + 1] - sum_b[first], sum_a[last] - sum_a[token]
+    return sum_b[last] - sum_b[first], sum_a[last] - sum_a[first]
+
+
+def prefix_sums(x: np.ndarray) -> np.ndarray:
+    """out[i] = x[0] + .. + x[i-1] modulo 2**64; one entry more than x."""
+    out = np.zeros(len(x) + 1, np.uint64)
+    np.cumsum(x, dtype=np.uint64, out=out[1:])
+    return out
+
+
+@dataclass
+class Interpreter:
+    """Runs one program on numbers.
+
+    Attributes:
+        plan, program, name: what is run.
+        tiles: for every rank its tiles.
+        a, b: numbers of the queries and of the keys, uint64 [tokens].
+        out: after `run`, for every rank the sums of its query rows.
+        gradient: after `run`, for every rank and slot the sums of its key rows.
+    """
+
+    plan: Plan
+    program: Program
+    name: str
+    tiles: Sequence[np.ndarray]
+    a: np.ndarray
+    b: np.ndarray
+    out: list[np.ndarray] = field(default_factory=list)
+    gradient: list[list[np.ndarray]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        program, ranks = self.program, range(self.program.ranks)
+        self._held = [[np.full(rows, EMPTY) for rows in program.capacity[rank]] for rank in ranks]
+        self.gradient = [[np.zeros(rows, np.uint64) for rows in program.capacity[rank]] for rank in ranks]
+        self._queries = [prefix_sums(self.a[program.q_layout.tokens(rank)]) for rank in ranks]
+        self._rise = [np.zeros(len(q), np.uint64) for q in self._queries]  # changes of `out` from one row to the next
+        self._flying: dict[tuple[str, int], np.ndarray] = {}
+        self._blocks: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        for rank in ranks:
+            self._held[rank][0] = self.plan.kv_layout.tokens(rank)
+
+    def run(self) -> None:
+        """Run all steps.
+
+        Raises:
+            PlanError: a slot does not hold what the plan says when it is computed.
+        """
+        program = self.program
+        self.out = [np.zeros(int(rows), np.uint64) for rows in program.q_layout.token_counts]
+        cells = [np.searchsorted(t["step"], np.arange(program.steps + 1)) for t in self.tiles]
+        contents = [program.contents_of(rank) for rank in range(program.ranks)]
+        for step in range(program.steps):
+            for kind, messages, index in self._at("start", step):
+                self._post(kind, messages, index)
+            for rank in range(program.ranks):
+                tiles = self.tiles[rank][cells[rank][step] : cells[rank][step + 1]]
+                mine = contents[rank]
+                for content in mine[mine["step"] == step]:
+                    sums = self._check_content(rank, content)
+                    self._compute(rank, int(content["slot"]), tiles[tiles["slot"] == content["slot"]], sums)
+            for kind, messages, index in self._at("done", step):
+                self._finish(kind, messages, index)
+        for rank, rise in enumerate(self._rise):
+            self.out[rank] += np.cumsum(rise[:-1], dtype=np.uint64)
+
+    def _at(self, when: str, step: int) -> Iterator[tuple[str, Messages, int]]:
+        """Messages that start or are done in a step, reduces first."""
+        for kind, messages in (("reduce", self.program.reduce), ("fetch", self.program.fetch)):
+            for index in np.flatnonzero(messages.items[when] == step):
+                yield kind, messages, int(index)
+
+    def _post(self, kind: str, messages: Messages, index: int) -> None:
+        item, (src, dst) = messages.items[index], messages.rows_of(index)
+        source = self._held if kind == "fetch" else self.gradient
+        self._flying[kind, index] = source[item["src"]][item["src_slot"]][src]
+        if kind == "fetch":
+            self._held[item["dst"]][item["dst_slot"]][dst] = IN_FLIGHT
+
+    def _finish(self, kind: str, messages: Messages, index: int) -> None:
+        item, (_, dst) = messages.items[index], messages.rows_of(index)
+        payload = self._flying.pop((kind, index))
+        gradient = self.gradient[item["dst"]][item["dst_slot"]]
+        if kind == "reduce":
+            np.add.at(gradient, dst, payload)
+            return
+        if (payload < 0).any():
+            raise PlanError(
+                f"{self.name}: rank {item['src']}, step {item['start']}: {describe_message(kind, item)} sends rows that hold nothing "
+                "or are still being received"
+            )
+        self._held[item["dst"]][item["dst_slot"]][dst] = payload
+        gradient[dst] = 0
+
+    def _check_content(self, rank: int, content: np.ndarray) -> np.ndarray:
+        """Prefix sums of b over the rows that the content claims, once the slot is seen to hold just them."""
+        key = int(content["first"]), int(content["count"])
+        if key not in self._blocks:
+            spans = self.program.spans_in(content)
+            tokens = expand(spans["start"], spans["stop"] - spans["start"])
+            if (np.diff(tokens) <= 0).any() or (len(tokens) and (tokens[0] < 0 or tokens[-1] >= len(self.b))):
+                raise PlanError(
+                    f"{self.name}: rank {rank}, step {content['step']}: contents of slot {content['slot']} do not ascend in token order"
+                )
+            self._blocks[key] = tokens, prefix_sums(self.b[tokens])
+        tokens, sums = self._blocks[key]
+        held = self._held[rank][int(content["slot"])]
+        if len(tokens) > len(held) or not np.array_equal(held[: len(tokens)], tokens):
+            self._refuse_content(rank, content, tokens, held)
+        return sums
+
+    def _refuse_content(self, rank: int, content: np.ndarray, tokens: np.ndarray, held: np.ndarray) -> None:
+        where = f"{self.name}: rank {rank}, step {content['step']}: slot {content['slot']}"
+        if len(tokens) > len(held):
+            raise PlanError(f"{where} has {len(held)} rows, but the plan puts {len(tokens)} into it")
+        row = int(np.argmax(held[: len(tokens)] != tokens))
+        names = {EMPTY: "nothing", IN_FLIGHT: "a row still being received"}
+        found = names.get(int(held[row]), f"token {held[row]}")
+        raise PlanError(f"{where}, row {row}: the plan says token {tokens[row]}, but the messages leave {found} there")
+
+    def _compute(self, rank: int, slot: int, tiles: np.ndarray, keys: np.ndarray) -> None:
+        """A full tile adds one number to a run of rows: two entries of a table of changes. A causal tile needs one number
+        for each of its rows and keys."""
+        out, gradient = self.out[rank], self.gradient[rank][slot]
+        queries, rise = self._queries[rank], self._rise[rank]
+        rise_k = np.zeros(len(gradient) + 1, np.uint64)
+        full = tiles[tiles["mask"] != CAUSAL]
+        _change(rise, full["q_row"], full["q_rows"], keys[full["k_row"] + full["k_rows"]] - keys[full["k_row"]])
+        _change(rise_k, full["k_row"], full["k_rows"], queries[full["q_row"] + full["q_rows"]] - queries[full["q_row"]])
+
+        causal = tiles[tiles["mask"] == CAUSAL]
+        q, n, k = causal["q_row"], causal["q_rows"], causal["k_row"]
+        past = causal["k_rows"] - n  # keys that every query of the tile sees
+        rows = expand(q, n)
+        np.add.at(out, rows, keys[expand(k + past + 1, n)] - keys[np.repeat(k, n)])
+        _change(rise_k, k, past, queries[q + n] - queries[q])
+        np.add.at(gradient, expand(k + past, n), queries[np.repeat(q + n, n)] - queries[rows])
+        if len(tiles):
+            gradient += np.cumsum(rise_k[:-1], dtype=np.uint64)
+
+
+def _change(rise: np.ndarray, first: np.ndarray, rows: np.ndarray, value: np.ndarray) -> None:
+    """Add value to rows first .. first + rows - 1, as changes from row to row."""
+    np.add.at(rise, first, value)
+    np.subtract.at(rise, first + rows, value)
