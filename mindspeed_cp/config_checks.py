@@ -1,0 +1,95 @@
+"""Checks that need more than one setting, made when the settings are read and when the number of ranks is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mindspeed_cp.config_errors import bad_value
+from mindspeed_cp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mindspeed_cp.config import Settings
+
+
+def check(settings: Settings) -> None:
+    """Raise the error of the first pair of settings that do not fit together."""
+    _check_heads(settings)
+    _check_tensor_parallel(settings)
+    _check_schedule(settings)
+
+
+def data_parallel_size(settings: Settings, world_size: int) -> int:
+    """How many replicas `world_size` ranks make.
+
+    ConfigError if they do not make whole replicas, or if the batch does not divide among them.
+    """
+    train, suite = settings.train, settings.context_parallel_suite
+    size = settings.model_parallel_size
+    product = (
+        f"tensor_model_parallel_size {train.tensor_model_parallel_size} "
+        f"* pipeline_model_parallel_size {train.pipeline_model_parallel_size} "
+        f"* context_parallel_size {suite.context_parallel_size} = {size}"
+    )
+    if world_size < 1 or world_size % size:
+        raise ConfigError(
+            f"{world_size} ranks do not fit the settings: one replica needs {product}; "
+            f"start {size}, or a multiple of it"
+        )
+    replicas = world_size // size
+    if train.global_batch_size % replicas:
+        fitting = -(-train.global_batch_size // replicas) * replicas
+        raise bad_value(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"must be a multiple of the {replicas} replicas that {world_size} ranks make ({product}); "
+            f"use {fitting}, or {size} ranks",
+        )
+    return replicas
+
+
+def _check_heads(settings: Settings) -> None:
+    model = settings.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.kv_channels is None and model.hidden_size % heads:
+        near = max(1, round(model.hidden_size / heads)) * heads
+        rule = f"must be a multiple of model.num_attention_heads = {heads}, or give model.kv_channels; nearest: {near}"
+        raise bad_value("model.hidden_size", model.hidden_size, rule)
+    if groups is not None and heads % groups:
+        valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        rule = f"must divide model.num_attention_heads = {heads}; valid: {valid}"
+        raise bad_value("model.num_query_groups", groups, rule)
+    if model.position_embedding_type == "rope" and model.head_dim % 2:
+        key, value = (
+            ("model.kv_channels", model.kv_channels) if model.kv_channels else ("model.hidden_size", model.hidden_size)
+        )
+        rule = (
+            f"gives heads of {model.head_dim} channels, and rotary positions need an even number; "
+            "or set model.position_embedding_type to none"
+        )
+        raise bad_value(key, value, rule)
+
+
+def _check_tensor_parallel(settings: Settings) -> None:
+    train, model = settings.train, settings.model
+    if train.pipeline_model_parallel_size != 1:
+        rule = "is not in this version; valid: 1 (train.tensor_model_parallel_size splits the model too)"
+        raise bad_value("train.pipeline_model_parallel_size", train.pipeline_model_parallel_size, rule)
+    size = train.tensor_model_parallel_size
+    for key, value in (
+        ("model.num_attention_heads", model.num_attention_heads),
+        ("model.num_query_groups", model.kv_heads),
+        ("model.ffn_hidden_size", model.ffn_size),
+    ):
+        if value % size:
+            raise bad_value("train.tensor_model_parallel_size", size, f"must divide {key} = {value}")
+
+
+def _check_schedule(settings: Settings) -> None:
+    train = settings.train
+    if train.min_lr > train.lr:
+        raise bad_value("train.min_lr", train.min_lr, f"must be at most train.lr = {train.lr:g}")
+    name = "train.lr_decay_iters" if train.lr_decay_iters else "train.train_iters"
+    decay = train.lr_decay_iters or train.train_iters
+    if train.lr_warmup_iters >= decay:
+        rule = f"must be less than {name} = {decay}; use 0 for no warm-up"
+        raise bad_value("train.lr_warmup_iters", train.lr_warmup_iters, rule)

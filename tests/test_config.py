@@ -1,0 +1,224 @@
+"""Settings: what is accepted, and that whatever is wrong is one line with the key, its value and what is valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_cp.config import LATER_ALGORITHMS, LATER_KEYS, Settings, SuiteSettings, load_settings
+from mindspeed_cp.config_checks import data_parallel_size
+from mindspeed_cp.config_reference import reference_yaml
+from mindspeed_cp.config_sections import ModelSettings
+from mindspeed_cp.errors import ConfigError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path, overrides)
+    line = str(caught.value)
+    assert "\n" not in line and "Traceback" not in line and len(line) < 700
+    return line
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_settings(write(tmp_path, "")) == Settings()
+    assert load_settings(write(tmp_path, "train:\nmodel: {}\n")) == Settings()
+
+
+def test_values_come_from_the_file_and_overrides_win(tmp_path: Path) -> None:
+    path = write(tmp_path, "train:\n  lr: 3e-4\n  seed: 7\n")
+    settings = load_settings(path, ["train.lr=1E-2", "model.num_query_groups=2", "checkpoint.resume=false"])
+    assert (settings.train.lr, settings.train.seed) == (1e-2, 7)
+    assert settings.model.num_query_groups == 2
+    assert settings.checkpoint.resume is False
+
+
+def test_yaml_1_2_floats_are_numbers(tmp_path: Path) -> None:
+    for text, value in (("1e-3", 1e-3), ("5E2", 500.0), (".5", 0.5), ("2", 2.0), ("3.", 3.0)):
+        assert load_settings(write(tmp_path, f"train: {{lr: {text}}}")).train.lr == value
+
+
+def test_the_reference_file_lists_every_key_with_its_default() -> None:
+    path = CONFIGS / "reference.yaml"
+    assert path.read_text(encoding="utf-8") == reference_yaml(), (
+        "run: python -m mindspeed_cp.config_reference > configs/reference.yaml"
+    )
+    assert load_settings(path) == Settings()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_settings_file_of_the_repository_is_valid(path: Path) -> None:
+    load_settings(path)
+
+
+def test_settings_survive_json(tmp_path: Path) -> None:
+    settings = load_settings(CONFIGS / "reference.yaml", ["train.lr=1", "model.num_query_groups=4"])
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train:\n  lr: fast", ["settings.yaml:2: ", 'train.lr = "fast"', "a number > 0"]),
+        ("train:\n  lr: -1", ["train.lr = -1", "a number > 0"]),
+        ("train: {lr: .nan}", ["train.lr = NaN", "a number > 0"]),
+        ("train: {lr: .inf}", ["train.lr = Infinity"]),
+        ("model: {num_layers: 2.5}", ["model.num_layers = 2.5", "an integer >= 1"]),
+        ("model: {num_layers: '2'}", ['model.num_layers = "2"', "an integer >= 1"]),
+        ("model: {num_layers: true}", ["model.num_layers = true", "an integer >= 1"]),
+        ("model: {num_query_groups: 0}", ["model.num_query_groups = 0", "an integer >= 1 or null"]),
+        ("model: {swiglu: 1}", ["model.swiglu = 1", "true or false"]),
+        ("model: {normalization: batch}", ['model.normalization = "batch"', "one of RMSNorm, LayerNorm"]),
+        ("output: {folder: ''}", ["output.folder", '""', "text"]),
+        ("data: {seq_length: 1}", ["data.seq_length = 1", "an integer >= 2"]),
+        ("train: 3", ["train = 3", "must be a section", "train_iters"]),
+        ("trian: {lr: 1}", ["trian: unknown key", "did you mean train?", "context_parallel_suite"]),
+        ("train:\n  lrr: 1", [":2: train.lrr: unknown key", "did you mean train.lr?", "valid: train_iters"]),
+        ("train: {learning_rate: 1}", ["did you mean train.lr?"]),
+        ("train: {num_layers: 1}", ["train.num_layers: unknown key", "did you mean model.num_layers?"]),
+        ("num_layers: 1", ["did you mean model.num_layers?"]),
+        ("train: {lr: 1, lr: 2}", ["train.lr is given twice"]),
+        ("train: {lr: [1", ["settings.yaml:1:", "not valid YAML"]),
+        ("train:\n\tlr: 1", ["settings.yaml:2:1", "not valid YAML"]),
+        ("- train", ["must be a mapping", "a list"]),
+        ("1: 2", ["the key '1' must be text"]),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: list[str]) -> None:
+    line = error(write(tmp_path, text))
+    for part in expected:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {hidden_size: 100}", ["model.hidden_size = 100", "num_attention_heads = 8", "nearest: 96"]),
+        ("model: {num_query_groups: 3}", ["model.num_query_groups = 3", "valid: 1, 2, 4, 8"]),
+        ("model: {kv_channels: 3}", ["model.kv_channels = 3", "even", "position_embedding_type"]),
+        ("train: {tensor_model_parallel_size: 3}", ["tensor_model_parallel_size = 3", "num_attention_heads = 8"]),
+        ("train: {pipeline_model_parallel_size: 2}", ["pipeline_model_parallel_size = 2", "valid: 1"]),
+        ("train: {min_lr: 1.0}", ["train.min_lr = 1.0", "train.lr = 0.001"]),
+        ("train: {lr_warmup_iters: 100}", ["train.lr_warmup_iters = 100", "less than train.train_iters = 100"]),
+    ],
+)
+def test_settings_that_do_not_fit_together(tmp_path: Path, text: str, expected: list[str]) -> None:
+    line = error(write(tmp_path, text))
+    for part in expected:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.lr=fast", "--set: train.lr"),
+        ("train.lrr=1", "did you mean train.lr?"),
+        ("train.lr", "must be KEY=VALUE"),
+        ("=1", "must be KEY=VALUE"),
+        ("train.lr.x=1", "train.lr is a value, not a section"),
+        ("train.lr=[", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_told_as_one(tmp_path: Path, override: str, expected: str) -> None:
+    line = error(write(tmp_path, "train: {lr: 1}"), override)
+    assert "--set" in line and expected in line
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "no such file" in error(tmp_path / "missing.yaml")
+    assert "cannot be read" in error(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xff\xfe")
+    assert "not UTF-8" in error(tmp_path / "latin.yaml")
+    (tmp_path / "control.yaml").write_bytes(b"a: \x00")
+    assert "not valid YAML" in error(tmp_path / "control.yaml")
+
+
+@pytest.mark.parametrize("name", ["ring", "p2p", "megatron_cp_algo"])
+def test_the_ring_has_three_names(name: str) -> None:
+    assert SuiteSettings(algorithm=name).algorithm == "ring"
+    assert SuiteSettings(**{"cp_comm_type": name}).algorithm == "ring"
+    assert SuiteSettings(**{"cp_comm_type": name, "algorithm": "ring"}).algorithm == "ring"
+
+
+@pytest.mark.parametrize("name", LATER_ALGORITHMS)
+def test_algorithms_of_later_versions_say_so(name: str) -> None:
+    for key in ("algorithm", "cp_comm_type"):
+        with pytest.raises(ConfigError, match=f'{key} = "{name}"'.replace("+", r"\+")) as caught:
+            SuiteSettings(**{key: name})
+        assert "not in this version" in str(caught.value) and "valid: ring, p2p, megatron_cp_algo" in str(caught.value)
+
+
+def test_one_algorithm_under_two_keys_must_agree() -> None:
+    with pytest.raises(ConfigError, match="not in this version"):
+        SuiteSettings(**{"cp_comm_type": "a2a", "algorithm": "ring"})
+    with pytest.raises(ConfigError, match="unknown algorithm; did you mean ring"):
+        SuiteSettings(algorithm="rign")
+    with pytest.raises(ConfigError, match="one algorithm per layer"):
+        SuiteSettings(**{"cp_comm_type": ["p2p", "p2p"]})
+
+
+@pytest.mark.parametrize("key", LATER_KEYS)
+def test_keys_of_megatron_that_would_do_nothing_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} = 4"):
+        SuiteSettings(**{key: 4})
+    assert SuiteSettings(**{key: None}) == SuiteSettings()
+
+
+def test_sections_are_frozen_and_refuse_in_python_too() -> None:
+    with pytest.raises(ConfigError, match="num_layers = 0: must be an integer >= 1"):
+        ModelSettings(num_layers=0)
+    with pytest.raises(ConfigError, match="unknown key"):
+        SuiteSettings(**{"context_parallel": 2})
+    with pytest.raises(Exception, match="frozen"):
+        Settings().train.lr = 1.0  # type: ignore[misc]
+
+
+def test_the_suite_alone_and_inside_megatrons_yaml(tmp_path: Path) -> None:
+    expected = SuiteSettings(context_parallel_size=4)
+    assert SuiteSettings.from_yaml(write(tmp_path, "context_parallel_size: 4\ncp_comm_type: p2p\n")) == expected
+    megatron = "language_model: {num_layers: 24}\nmodel_parallel: {context_parallel_size: 4}\nseed: 1\n"
+    assert SuiteSettings.from_yaml(write(tmp_path, megatron + "context_parallel_suite:\n")) == expected
+    same = write(tmp_path, megatron + "context_parallel_suite: {context_parallel_size: 4}")
+    assert SuiteSettings.from_yaml(same) == expected
+    assert SuiteSettings.from_yaml(same, ["context_parallel_suite.verify_plans=true"]).verify_plans
+    assert SuiteSettings.from_yaml(CONFIGS / "reference.yaml") == SuiteSettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "model_parallel: {context_parallel_size: 4}\ncontext_parallel_suite:\n  context_parallel_size: 2",
+            ":3: .* = 4",
+        ),
+        ("model_parallel: {context_parallel_size: 4}", "no section context_parallel_suite"),
+        ("context_parallel_suite: 3", "must be a section"),
+        ("context_parallel_suite:\n  algorithm: auto", ":2: context_parallel_suite.algorithm = .auto.: is not in this"),
+        ("context_parallel_size: x", ":1: context_parallel_size = .x.: must be an integer >= 1"),
+    ],
+)
+def test_a_wrong_suite_section(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        SuiteSettings.from_yaml(write(tmp_path, text))
+
+
+def test_ranks_must_make_whole_replicas_and_share_the_batch() -> None:
+    settings = Settings(
+        train={"global_batch_size": 6, "tensor_model_parallel_size": 2},  # type: ignore[arg-type]
+        context_parallel_suite={"context_parallel_size": 2},  # type: ignore[arg-type]
+    )
+    assert [data_parallel_size(settings, n) for n in (4, 8, 12)] == [1, 2, 3]
+    for ranks in (0, 1, 2, 6):
+        with pytest.raises(ConfigError, match=rf"^{ranks} ranks .* = 4; start 4"):
+            data_parallel_size(settings, ranks)
+    with pytest.raises(ConfigError, match="global_batch_size = 6: must be a multiple of the 4 replicas .* use 8"):
+        data_parallel_size(settings, 16)
