@@ -1,0 +1,1 @@
+"""The tests mirror the packages; a package themselves, so that tests/megatron cannot stand in for megatron."""
