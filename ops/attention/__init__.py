@@ -1,0 +1,20 @@
+"""The attention operator: contract, backends, and the dense fp64 reference."""
+
+from mindspeed_cp.ops.attention.backends import BACKENDS, backend_for, backend_named
+from mindspeed_cp.ops.attention.contract import AttentionBackend, BackwardState, ForwardState, Lowered
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
+from mindspeed_cp.ops.attention.reference import dense_attention, dense_packed_attention
+
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "BackwardState",
+    "ForwardState",
+    "Lowered",
+    "attention",
+    "attention_backward",
+    "backend_for",
+    "backend_named",
+    "dense_attention",
+    "dense_packed_attention",
+]

@@ -1,0 +1,87 @@
+"""The contract of the attention operator, which every backend fulfils.
+
+TND layout: rows of all documents back to back, [rows, heads, dim]; statistics are lse = log(sum(exp(scores))), fp32
+[rows, heads]. A backend gets the tiles of a rank and turns them into as few kernel calls as it can, once for a plan; it
+then adds each (step, slot) to fp32 accumulators. The backward takes the GLOBAL out and lse, so that the parts of a
+distributed attention are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_cp.plan import AttentionConfig
+
+#: (step, slot) -> what the backend made of the tiles there; opaque to the caller.
+Lowered = Mapping[tuple[int, int], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """What the forward reads and updates.
+
+    Attributes:
+        q: [t, heads, head_dim].
+        out: fp32 [t, heads, head_dim_v], starts at 0.
+        lse: fp32 [t, heads], starts at -inf.
+    """
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class BackwardState:
+    """What the backward reads and updates.
+
+    Attributes:
+        q: [t, heads, head_dim].
+        out: [t, heads, head_dim_v] of q's type: the complete attention output, over all ranks.
+        lse: fp32 [t, heads], complete.
+        dout: [t, heads, head_dim_v], gradient of out.
+        dq: fp32 [t, heads, head_dim], starts at 0.
+    """
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dq: Tensor
+
+
+class AttentionBackend(Protocol):
+    """An implementation of attention for one kind of device."""
+
+    name: str
+
+    def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
+        """Raise ConfigError, naming setting, value, valid values and alternative, for what is not supported."""
+
+    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig) -> Lowered:
+        """Kernel calls for the tiles (records of dtype TILE, in the order they run) of a rank with `rows` queries."""
+
+    def lower_backward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig) -> Lowered:
+        """The same for the backward."""
+
+    def forward(self, calls: Sequence[Any], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor) -> None:
+        """Add the tiles of one (step, slot) to state.out and state.lse.
+
+        Args:
+            calls: of that (step, slot).
+            attention: what is computed.
+            state: accumulators.
+            k: the slot's keys [slot rows, kv heads, head_dim].
+            v: the slot's values [slot rows, kv heads, head_dim_v].
+        """
+
+    def backward(
+        self, calls: Sequence[Any], attention: AttentionConfig, state: BackwardState, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """Add the gradients of the tiles of one (step, slot) to state.dq, dk and dv (fp32, of the slot's shape)."""
