@@ -1,0 +1,53 @@
+"""mindspeed-cp inside Megatron-core: core attention, rotary positions, batches, loss, and a CPU mode for CI.
+
+::
+
+    spec = install(get_gpt_layer_local_spec(normalization="RMSNorm"), suite)     # suite: section context_parallel_suite
+    model = install_model(GPTModel(config, spec, ..., position_embedding_type="rope"))
+
+    plan = build_plan(row.documents, Topology(1, cp), attention_config(config))  # per micro-batch
+    batch, params = planned_batch({"tokens": ..., "labels": ..., "loss_mask": ...}, plan, cp_rank)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+    return losses, partial(loss_function, batch["loss_mask"])                    # what a forward_step returns
+
+Importing this package imports megatron.core (seconds) and patches nothing.
+"""
+
+from __future__ import annotations
+
+from mindspeed_cp.megatron.imports import megatron_imports
+
+with megatron_imports():
+    from mindspeed_cp.megatron.batch import PlannedBatchParams, planned_batch, planned_params, shift_labels, slice_batch
+    from mindspeed_cp.megatron.compat import megatron_compat
+    from mindspeed_cp.megatron.core_attention import PlannedAttention
+    from mindspeed_cp.megatron.cpu_mode import megatron_on_cpu
+    from mindspeed_cp.megatron.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
+    from mindspeed_cp.megatron.model import install_model
+    from mindspeed_cp.megatron.rotary import PlannedRotary
+    from mindspeed_cp.megatron.settings import Suite, attention_config, check_model_config, check_suite, rows_multiple
+    from mindspeed_cp.megatron.spec import install
+
+__all__ = [
+    "GlobalLoss",
+    "PlannedAttention",
+    "PlannedBatchParams",
+    "PlannedRotary",
+    "Suite",
+    "attention_config",
+    "check_model_config",
+    "check_suite",
+    "check_tokens_per_step",
+    "global_loss",
+    "install",
+    "install_model",
+    "loss_function",
+    "megatron_compat",
+    "megatron_imports",
+    "megatron_on_cpu",
+    "planned_batch",
+    "planned_params",
+    "rows_multiple",
+    "shift_labels",
+    "slice_batch",
+]

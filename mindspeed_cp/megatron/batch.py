@@ -1,0 +1,261 @@
+"""A micro-batch on its way into Megatron: labels, a rank's rows, and the parameters that carry its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from mindspeed_cp import ConfigError, Documents, Plan
+
+FORMATS = ("thd", "sbhd")
+
+
+class RotaryTripwire:
+    """Stands in PackedSeqParams.cp_group, which only Megatron's own rotary modules read: they would rotate by positions
+    of Megatron's zig-zag, before PlannedAttention could object."""
+
+    def size(self) -> int:
+        raise ConfigError(
+            "this model still has Megatron's rotary module, whose positions do not follow the plan; call "
+            "mindspeed_cp.megatron.install_model(model) once after building the model"
+        )
+
+    rank = size
+
+
+@dataclass
+class PlannedBatchParams(PackedSeqParams):
+    """PackedSeqParams that carry one micro-batch's plan; Megatron hands them unchanged to every attention layer.
+
+    Make them with :func:`planned_params` or :func:`planned_batch`. Megatron's own fields hold the whole batch's
+    documents (cu_seqlens before sharding), as in Megatron.
+
+    Attributes:
+        plan: who holds, sends and computes what.
+        rank: context-parallel rank whose rows these are.
+        batch_size: b of "sbhd"; 1 for "thd".
+        padding: rows added at the end of each of the b rows, outside every document: their attention output is zero.
+        tables: what layers share about this micro-batch, by the module that made it (rotary cos and sin); dies with
+            either.
+    """
+
+    plan: Plan | None = None
+    rank: int = 0
+    batch_size: int = 1
+    padding: int = 0
+    tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the plan on this rank, over the whole batch, without padding."""
+        assert self.plan is not None
+        return int(self.plan.layout.token_counts[self.rank])
+
+    @property
+    def length(self) -> int:
+        """Rows of each of the b rows on this rank, without padding."""
+        return self.rows // self.batch_size
+
+    def to_rows(self, x: Tensor, name: str) -> Tensor:
+        """[s, b, heads, dim] or, for "thd", [t, heads, dim] -> the plan's rows [rows, heads, dim], without padding.
+
+        Raises:
+            ConfigError: the shape is not that of this rank's rows.
+        """
+        length = self.length
+        expected = [length + self.padding] if self.qkv_format == "thd" else [length + self.padding, self.batch_size]
+        if list(x.shape[:-2]) != expected:
+            shape = ", ".join([*map(str, expected), "heads", "dim"])
+            raise ConfigError(
+                f"{name} has shape {list(x.shape)}, but in format {self.qkv_format!r} rank {self.rank} of the plan has "
+                f"[{shape}], {self.padding} rows of padding included; slice the batch with the same plan, rank and "
+                "options as its parameters: planned_batch does both"
+            )
+        if self.qkv_format == "thd":
+            return x[:length]
+        return x[:length].transpose(0, 1).reshape(self.rows, *x.shape[2:])
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """The rows back in Megatron's shape: [t, heads * dim] or [s, b, heads * dim]; padding is zero."""
+        if self.qkv_format == "thd":
+            out = x.flatten(1)
+        else:
+            out = x.reshape(self.batch_size, self.length, x.shape[1] * x.shape[2]).transpose(0, 1)
+        if self.padding:
+            out = torch.cat([out, out.new_zeros(self.padding, *out.shape[1:])])
+        return out
+
+
+def planned_params(
+    plan: Plan, rank: int, qkv_format: str = "thd", *, batch_size: int | None = None, rows_multiple: int = 1
+) -> PlannedBatchParams:
+    """The ``packed_seq_params`` of one micro-batch, for one context-parallel rank.
+
+    Args:
+        plan: the micro-batch's plan (``build_plan``).
+        rank: this context-parallel rank.
+        qkv_format: "thd", one packed row, or "sbhd", `batch_size` rows of equal length.
+        batch_size: rows of "sbhd"; default: one for every document. Each row holds whole documents.
+        rows_multiple: pad this rank's rows to a multiple of this (``rows_multiple(config)`` under sequence
+            parallelism).
+
+    Raises:
+        ConfigError: the rank, format or batch size does not fit the plan.
+    """
+    if qkv_format not in FORMATS:
+        raise ConfigError(f"qkv_format is {qkv_format!r}; valid: {', '.join(FORMATS)}")
+    if not 0 <= rank < plan.ranks:
+        raise ConfigError(
+            f"rank is {rank}, but the plan has ranks 0 to {plan.ranks - 1}; give the rank in the context-parallel group"
+        )
+    if rows_multiple < 1:
+        raise ConfigError(f"rows_multiple is {rows_multiple}; valid: 1 or more, see rows_multiple(config)")
+    if qkv_format == "thd":
+        if batch_size not in (None, 1):
+            raise ConfigError(
+                f"batch_size is {batch_size} for qkv_format 'thd'; valid: 1, all documents packed into one row"
+            )
+        batch_size = 1
+    elif batch_size is None:
+        batch_size = len(plan.documents)
+    length = _rows_per_sequence(plan, rank, batch_size)
+    borders = torch.from_numpy(plan.documents.offsets.astype(np.int32))
+    longest = int(plan.documents.lengths.max(initial=0))
+    return PlannedBatchParams(
+        qkv_format=qkv_format,
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        cp_group=RotaryTripwire(),
+        plan=plan,
+        rank=rank,
+        batch_size=batch_size,
+        padding=-length % rows_multiple,
+    )
+
+
+def _rows_per_sequence(plan: Plan, rank: int, batch_size: int) -> int:
+    """Local rows of each sequence; ConfigError unless sequences are whole documents with equally many rows here."""
+    tokens, rows = plan.documents.tokens, int(plan.layout.token_counts[rank])
+    if batch_size == 1:
+        return rows
+    if batch_size < 1 or tokens % batch_size:
+        raise ConfigError(
+            f"batch_size is {batch_size}, but the plan has {tokens} tokens; valid: a divisor of that, or qkv_format "
+            "'thd'"
+        )
+    length = tokens // batch_size
+    borders = np.arange(batch_size + 1) * length
+    if not np.isin(borders, plan.documents.offsets).all():
+        raise ConfigError(
+            f"batch_size is {batch_size}, but sequences of {length} tokens would cut a document of the plan; use "
+            "qkv_format 'thd', which packs documents of any length into one row"
+        )
+    counts = np.diff(np.searchsorted(plan.layout.tokens(rank), borders))
+    if counts.min() != counts.max():
+        raise ConfigError(
+            f"rank {rank} holds {counts.tolist()} rows of the {batch_size} sequences, and 'sbhd' needs equally many; "
+            "use qkv_format 'thd', which packs documents of any length into one row"
+        )
+    return int(counts[0])
+
+
+def slice_batch(
+    batch: Mapping[str, Tensor | np.ndarray],
+    plan: Plan,
+    rank: int,
+    qkv_format: str = "thd",
+    *,
+    batch_size: int | None = None,
+    rows_multiple: int = 1,
+) -> dict[str, Tensor]:
+    """This rank's rows of a micro-batch, and their positions.
+
+    Args:
+        batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T], [1, T] or, for "sbhd",
+            [batch_size, S]; labels shifted already (:func:`shift_labels`).
+        plan, rank, qkv_format, batch_size, rows_multiple: as for :func:`planned_params`.
+
+    Returns:
+        The same keys, each [1, t] or [batch_size, s], and "position_ids" (int64), which restart in every document.
+        Padding rows, if any, are zero everywhere, loss_mask included.
+
+    Raises:
+        ConfigError: a tensor does not have the plan's tokens, or the batch brings its own positions or mask.
+    """
+    return _slice(batch, planned_params(plan, rank, qkv_format, batch_size=batch_size, rows_multiple=rows_multiple))
+
+
+def planned_batch(
+    batch: Mapping[str, Tensor | np.ndarray],
+    plan: Plan,
+    rank: int,
+    qkv_format: str = "thd",
+    *,
+    batch_size: int | None = None,
+    rows_multiple: int = 1,
+) -> tuple[dict[str, Tensor], PlannedBatchParams]:
+    """:func:`slice_batch` and :func:`planned_params` in one: they always fit each other."""
+    params = planned_params(plan, rank, qkv_format, batch_size=batch_size, rows_multiple=rows_multiple)
+    return _slice(batch, params), params
+
+
+def _slice(batch: Mapping[str, Tensor | np.ndarray], params: PlannedBatchParams) -> dict[str, Tensor]:
+    for name in ("position_ids", "attention_mask"):
+        if batch.get(name) is not None:
+            raise ConfigError(f"the batch brings its own {name}; leave it out: the documents of the plan determine it")
+    assert params.plan is not None
+    layout, total = params.plan.layout, params.plan.documents.tokens
+    rows = torch.from_numpy(layout.tokens(params.rank))
+    out = {}
+    for name, value in batch.items():
+        if value is None:
+            continue
+        whole = torch.as_tensor(value)
+        shapes = [[total], [params.batch_size, total // params.batch_size]]
+        if list(whole.shape) not in shapes:
+            raise ConfigError(
+                f"{name} has shape {list(whole.shape)}, but the plan has {total} tokens; valid: {shapes[0]} or "
+                f"{shapes[1]}"
+            )
+        out[name] = _padded(whole.reshape(-1)[rows.to(whole.device)], params)
+    device = next(iter(out.values())).device if out else torch.device("cpu")
+    out["position_ids"] = _padded(torch.from_numpy(layout.positions(params.rank)).to(device), params)
+    return out
+
+
+def _padded(rows: Tensor, params: PlannedBatchParams) -> Tensor:
+    return torch.nn.functional.pad(rows.reshape(params.batch_size, params.length), (0, params.padding))
+
+
+def shift_labels(tokens: Tensor | np.ndarray, documents: Documents) -> tuple[Tensor, Tensor]:
+    """Labels and loss mask of whole documents; do this before slicing, since a rank does not hold its rows' successors.
+
+    Args:
+        tokens: token numbers [T] (or any shape with T elements in the order of the documents).
+        documents: the documents' lengths, T tokens together.
+
+    Returns:
+        (labels, loss_mask), both of the shape of tokens: labels[i] = tokens[i + 1] inside a document; the last token of
+        a document predicts nothing, its label is 0 and its loss_mask 0.0; loss_mask is float32.
+
+    Raises:
+        ConfigError: the number of tokens differs.
+    """
+    whole = torch.as_tensor(tokens)
+    if whole.numel() != documents.tokens:
+        raise ConfigError(f"tokens has {whole.numel()} elements, but the documents have {documents.tokens} tokens")
+    last = torch.from_numpy(documents.offsets[1:][documents.lengths > 0] - 1).to(whole.device)
+    labels = whole.reshape(-1).roll(-1)
+    labels[last] = 0
+    mask = torch.ones(whole.numel(), dtype=torch.float32, device=whole.device)
+    mask[last] = 0.0
+    return labels.reshape(whole.shape), mask.reshape(whole.shape)

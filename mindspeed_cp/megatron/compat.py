@@ -1,0 +1,109 @@
+"""What must be patched in which version of Megatron-core: the only file that knows, and nothing happens on import.
+
+=====================================  ==========  ==========================================
+what breaks                            versions    here
+=====================================  ==========  ==========================================
+MoE without Transformer Engine:        0.16        the missing name is bound to None, as 0.17
+NameError te_general_gemm                          does
+MLA without Transformer Engine:        0.16        HAVE_TE is set to False, as it is
+isinstance() of a mock
+MoE on the CPU: split sizes stay       all         CPU tensors are converted like CUDA ones
+tensors and all_to_all_single fails
+cp_comm_type as a list: IndexError     0.15, 0.16  not patched: check_model_config refuses
+                                                   lists, one algorithm serves all layers
+=====================================  ==========  ==========================================
+
+What 0.17 and later changed is simply not used: get_batch_on_this_cp_rank and the other batch helpers (other arguments,
+or gone, from 0.18), Megatron's rotary slicing, and pg_collection.hcp (absent when unset).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+import torch
+
+from mindspeed_cp.megatron.imports import check_version, parse_version
+from mindspeed_cp.megatron.swap import ABSENT, replaced
+
+_ALL = ((0, 0), (10**6, 0))
+_0_16 = ((0, 16), (0, 17))
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of a Megatron-core module.
+
+    Attributes:
+        module: dotted name.
+        name: attribute.
+        versions: first (major, minor) that needs it, and first that does not.
+        needed: of the present value (or the absent marker) and whether Transformer Engine is installed.
+        new: the replacement, made from the present value.
+    """
+
+    module: str
+    name: str
+    versions: tuple[tuple[int, int], tuple[int, int]]
+    needed: Callable[[Any, bool], bool]
+    new: Callable[[Any], Any]
+
+
+def _converts_cpu_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+            return tensor.numpy()
+        return original(tensor, as_numpy, record_stream)
+
+    return maybe_move_tensor_to_cpu
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", _0_16,
+        needed=lambda value, has_te: value is ABSENT, new=lambda value: None,
+    ),
+    Patch(
+        "megatron.core.transformer.multi_latent_attention", "HAVE_TE", _0_16,
+        needed=lambda value, has_te: value is True and not has_te, new=lambda value: False,
+    ),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _ALL,
+        needed=lambda value, has_te: value is not ABSENT, new=_converts_cpu_tensors,
+    ),
+)  # fmt: skip
+
+
+@contextmanager
+def megatron_compat() -> Iterator[list[str]]:
+    """Apply, inside this block, the patches that the installed Megatron-core needs; all are undone on exit.
+
+    Needed for mixture-of-experts models without Transformer Engine and on the CPU; harmless otherwise. May be nested.
+
+    Yields:
+        The dotted names that were patched.
+
+    Raises:
+        ConfigError: the installed version is not supported.
+    """
+    check_version(megatron.core.__version__)
+    version = parse_version(megatron.core.__version__)
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    applied = []
+    with ExitStack() as stack:
+        for patch in PATCHES:
+            first, end = patch.versions
+            if not first <= version < end:
+                continue
+            module = importlib.import_module(patch.module)
+            value = getattr(module, patch.name, ABSENT)
+            if patch.needed(value, has_te):
+                stack.enter_context(replaced(module, patch.name, patch.new(value)))
+                applied.append(f"{patch.module}.{patch.name}")
+        yield applied

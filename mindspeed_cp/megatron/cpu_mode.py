@@ -1,0 +1,151 @@
+"""megatron_on_cpu: run unmodified Megatron-core where there is no accelerator.  For CPU runs, tests and CI only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mindspeed_cp.megatron.swap import replaced
+
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Inside this block, what Megatron-core asks of CUDA happens on the CPU: model, DDP, optimizers, schedules,
+    recompute.
+
+    For CPU runs, tests and CI: never for training on an accelerator. No Megatron module is changed. Two things are, and
+    both are undone on exit, errors included:
+
+    * every torch function with a CUDA device among its arguments runs on the CPU (one TorchFunctionMode; it acts on the
+      entering thread only, which is why this must be the main thread, the one that trains);
+    * the few functions of torch.cuda that Megatron-core calls by attribute (current_device, streams, events, random
+      state) are replaced.
+
+    Random state is that of the CPU, so Megatron's random tracker, activation recompute and dropout work as on a device.
+    Entering it again inside itself does nothing more. Enter it before building the model::
+
+        with megatron_on_cpu(), megatron_compat():
+            initialize_model_parallel(context_parallel_size=2)
+            ...
+
+    Raises:
+        RuntimeError: entered in another thread than the main one.
+    """
+    present: Any = torch.cuda.Stream
+    if present is _Stream:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "megatron_on_cpu was entered in a side thread; enter it in the main thread, around the whole training"
+        )
+    with ExitStack() as stack:
+        for owner, name, value in _shims():
+            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(_CudaMeansCpu())
+        yield
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Replaces CUDA devices among the arguments of torch functions."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = {k: _CPU if _is_cuda(v) else v for k, v in kwargs.items()} if kwargs else {}
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if any(_is_cuda(x) for x in args):
+            args = tuple(_CPU if _is_cuda(x) else x for x in args)
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            # Megatron's optimizers sort parameters by names such as torch.cuda.FloatTensor.
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _is_cuda(x: object) -> bool:
+    if isinstance(x, str):
+        return x == "cuda" or x.startswith("cuda:")
+    return isinstance(x, torch.device) and x.type == "cuda"
+
+
+class _Stream:
+    """Stream and event at once: on the CPU everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _done(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    synchronize = wait = wait_stream = wait_event = record = _done
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Stream) -> float:
+        return 0.0
+
+
+class _AnyIndex:
+    """torch.cuda.default_generators: on every device the CPU's generator."""
+
+    def __getitem__(self, index: object) -> torch.Generator:
+        return torch.default_generator
+
+
+class _AtOnce(list[Any]):
+    """torch.cuda's queue of calls that wait for CUDA to start, which it never does here: Megatron's random tracker sets
+    its
+    state through it. Such a call runs at once; kept, it would pile up with every recomputed layer."""
+
+    def append(self, item: tuple[Callable[[], None], Any]) -> None:
+        item[0]()
+
+
+def _shims() -> list[tuple[Any, str, Any]]:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(new)
+
+    def seed(value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
+    stream = _Stream()
+    cuda = torch.cuda
+    return [
+        (cuda, "current_device", lambda: _CPU),
+        (cuda, "set_device", nothing),
+        (cuda, "synchronize", nothing),
+        (cuda, "empty_cache", nothing),
+        (cuda, "Stream", _Stream),
+        (cuda, "Event", _Stream),
+        (cuda, "current_stream", lambda *a: stream),
+        (cuda, "default_stream", lambda *a: stream),
+        (cuda, "stream", lambda *a: nullcontext()),
+        (cuda, "set_stream", nothing),
+        (cuda, "get_rng_state", state),
+        (cuda.random, "get_rng_state", state),
+        (cuda, "set_rng_state", set_state),
+        (cuda, "manual_seed", seed),
+        (cuda, "default_generators", _AnyIndex()),
+        (cuda, "_queued_calls", _AtOnce()),
+    ]

@@ -1,0 +1,68 @@
+"""Importing Megatron-core: without its known noise, with one clear line if it is missing or too old."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mindspeed_cp.errors import ConfigError
+
+OLDEST = (0, 15)  # core attention is built with pg_collection since then
+NEWEST_RUN = (0, 19)  # newest minor version this package was run with; later ones are let through
+RECOMMENDED = "0.16.1"
+
+# What Megatron-core says on import where Transformer Engine and Apex are absent.  Neither is needed here.
+_KNOWN_NOISE = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "The following imports from `dynamic_context.py` will be removed",
+    "`torch.jit.script_method` is deprecated",
+    "The 'megatron.core.transformer.custom_layers.transformer_engine'",
+)
+
+
+@contextmanager
+def megatron_imports() -> Iterator[None]:
+    """Import Megatron-core modules inside this block.
+
+    Silences only the warnings that Megatron-core is known to give on import without Transformer Engine and Apex; all
+    others, and these ones outside the block, come through::
+
+        with megatron_imports():
+            from megatron.core.models.gpt.gpt_model import GPTModel
+
+    Raises:
+        ImportError: megatron-core is not installed.
+        ConfigError: its version is older than 0.15.
+    """
+    with warnings.catch_warnings():
+        for text in _KNOWN_NOISE:
+            warnings.filterwarnings("ignore", message=text)
+        try:
+            import megatron.core
+
+            check_version(megatron.core.__version__)
+            yield
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.split(".")[0] != "megatron":
+                raise
+            raise ImportError(
+                f"mindspeed_cp.megatron needs megatron-core ({error.name} is missing): pip install "
+                f"megatron-core=={RECOMMENDED}"
+            ) from error
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """(0, 16) of "0.16.1", "0.16.0rc0.dev1" and the like."""
+    major, minor = text.split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+
+
+def check_version(text: str) -> None:
+    """Raise ConfigError for a Megatron-core that is too old."""
+    if parse_version(text) < OLDEST:
+        raise ConfigError(
+            f"megatron-core is {text}; valid: {OLDEST[0]}.{OLDEST[1]} or later, since core attention is given its "
+            f"process groups only from then on; use {RECOMMENDED} (or 0.17 and later on Python 3.12)"
+        )

@@ -1,0 +1,81 @@
+"""install_model: one call that sets up a built model for planned batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.transformer.attention import Attention
+from torch import nn
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.core_attention import PlannedAttention
+from mindspeed_cp.megatron.rotary import PlannedRotary
+
+ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
+
+
+def install_model(model: ModelT) -> ModelT:
+    """Let rotary positions come from the plan of each batch; needed once for every model built from an installed spec.
+
+    Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, and tells every PlannedAttention about
+    it. Models with learned positions or none need the call too: it is what says so. Calling it again changes nothing.
+
+    Args:
+        model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ConfigError: the model has no planned attention, some other attention, or rotary positions that a plan cannot
+        give.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    found = sum([_install_chunk(chunk) for chunk in chunks])
+    if not found:
+        raise ConfigError(
+            "install_model: the model has no planned attention; build it from install(spec, suite), the spec with "
+            "planned attention"
+        )
+    return model
+
+
+def _install_chunk(chunk: nn.Module) -> int:
+    """Install one model; how many planned attentions it has."""
+    attentions = []
+    for name, module in chunk.named_modules():
+        if isinstance(module, PlannedAttention):
+            attentions.append(module)
+        elif isinstance(module, Attention) and not isinstance(module.core_attention, PlannedAttention):
+            raise ConfigError(
+                f"install_model: {name}.core_attention is {type(module.core_attention).__name__}; valid: "
+                "PlannedAttention in every layer, from install(spec, suite)"
+            )
+    rotary = _replace_rotary(chunk)
+    for attention in attentions:
+        attention.use_rotary(rotary)
+    return len(attentions)
+
+
+def _replace_rotary(chunk: nn.Module) -> PlannedRotary | None:
+    """Replace Megatron's rotary module, in place; None if the model has none."""
+    found: dict[int, PlannedRotary] = {}
+    places = [(parent, name, child) for parent in chunk.modules() for name, child in parent.named_children()]
+    for parent, name, child in places:
+        if isinstance(parent, (PlannedRotary, PlannedAttention)):
+            continue
+        if isinstance(child, (RotaryEmbedding, MultimodalRotaryEmbedding)):
+            if type(child) is not RotaryEmbedding:
+                raise ConfigError(
+                    f"install_model: the model's {name} is a {type(child).__name__}; valid: RotaryEmbedding "
+                    "(position_embedding_type 'rope', with rope_scaling if wanted), or no rotary positions"
+                )
+            child = PlannedRotary(child)
+            setattr(parent, name, child)
+        if isinstance(child, PlannedRotary):
+            found[id(child)] = child
+    if len(found) > 1:
+        raise ConfigError(f"install_model: the model has {len(found)} rotary modules; valid: one, shared by all layers")
+    return next(iter(found.values()), None)

@@ -1,0 +1,96 @@
+"""install: a Megatron spec in which every self attention runs the plan of its micro-batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.core_attention import PlannedAttention
+from mindspeed_cp.megatron.settings import Suite, check_suite
+
+SpecT = TypeVar("SpecT")
+
+
+def install(spec: SpecT, suite: Suite) -> SpecT:
+    """A copy of a spec whose self attentions are :class:`PlannedAttention`.
+
+    The given spec stays as it is, and installing twice is the same as installing once (with the second call's suite).
+    Call :func:`install_model` on the model that is built from the result; it sets up rotary positions::
+
+        spec = install(get_gpt_layer_local_spec(normalization="RMSNorm"), suite)
+        model = install_model(GPTModel(config, spec, ..., position_embedding_type="rope"))
+
+    Args:
+        spec: a layer's ModuleSpec (``get_gpt_layer_local_spec()``), a TransformerBlockSubmodules with ``layer_specs``
+            (``get_gpt_decoder_block_spec()``), or a ModuleSpec of a block that holds one.
+        suite: the section ``context_parallel_suite`` of the settings.
+
+    Raises:
+        ConfigError: a setting is not valid, a layer attends in a way that no plan covers, or the spec has no self
+        attention.
+    """
+    check_suite(suite)
+    new = copy.deepcopy(spec)
+    layers = _layers(new)
+    replaced = sum(
+        [_replace(layer, f"layer {i}" if len(layers) > 1 else "the layer", suite) for i, layer in enumerate(layers)]
+    )
+    if not replaced:
+        raise ConfigError(
+            f"install: found no self attention with a core_attention in this spec ({_name(spec)}, {len(layers)} "
+            "layers); valid: a transformer layer's ModuleSpec or TransformerBlockSubmodules with layer_specs, such as "
+            "get_gpt_layer_local_spec() and get_gpt_decoder_block_spec() return"
+        )
+    return new
+
+
+def _layers(spec: Any) -> list[Any]:
+    """The layer specs of a layer, of a block's submodules or of a block."""
+    for holder in (spec, getattr(spec, "submodules", None)):
+        layers = getattr(holder, "layer_specs", None)
+        if layers is not None:
+            return list(layers)
+    return [spec]
+
+
+def _replace(layer: Any, where: str, suite: Suite) -> int:
+    """Put PlannedAttention into one layer spec, in place; how many attentions were replaced (0 or 1)."""
+    parts = getattr(layer, "submodules", None)
+    cross = getattr(parts, "cross_attention", None)
+    if getattr(getattr(cross, "submodules", None), "core_attention", None) is not None:
+        raise ConfigError(
+            f"install: {where} has cross attention ({_name(cross)}); valid: self attention only, a decoder without "
+            "encoder"
+        )
+    attention = getattr(parts, "self_attention", None)
+    if attention is None:
+        return 0
+    module = get_module(attention)
+    if module is IdentityOp:
+        return 0
+    inner: Any = getattr(attention, "submodules", None)
+    if getattr(inner, "core_attention", None) is None:
+        raise ConfigError(
+            f"install: {where} mixes tokens by {_name(attention)}, which has no core_attention to replace; valid: "
+            "SelfAttention, since only softmax attention is planned"
+        )
+    if isinstance(module, type) and issubclass(module, MultiLatentAttention):
+        raise ConfigError(
+            f"install: {where} uses {_name(attention)}, which rotates by Megatron's own zig-zag positions inside its "
+            "projection; valid: SelfAttention (multi_latent_attention=False)"
+        )
+    if isinstance(module, type) and not issubclass(module, Attention):
+        raise ConfigError(f"install: {where} uses {_name(attention)}; valid: SelfAttention or a class derived from it")
+    inner.core_attention = ModuleSpec(module=PlannedAttention, params={"suite": suite})
+    return 1
+
+
+def _name(spec: Any) -> str:
+    module = spec.module if isinstance(spec, ModuleSpec) else spec
+    return getattr(module, "__name__", type(module).__name__)
