@@ -1,0 +1,39 @@
+"""A corpus in memory, and what the tests need to look at rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mindspeed_cp.data import PackedRow, PackedStream
+
+
+class ListCorpus:
+    """Documents of given lengths whose tokens are all different: token j of document i is 10**6 * i + j."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = np.array(lengths, np.int64)
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        stop = int(self.lengths[document]) if stop is None else stop
+        return 10**6 * document + np.arange(start, stop)
+
+    def all_tokens(self) -> Counter[int]:
+        return Counter(np.concatenate([self.tokens(i) for i in range(len(self.lengths))]).tolist())
+
+
+def first_epoch(stream: PackedStream) -> Iterator[PackedRow]:
+    while (row := next(stream)) and stream.epoch == 0:
+        yield row
+
+
+def same(a: PackedRow, b: PackedRow) -> bool:
+    return (
+        a.index == b.index
+        and a.documents == b.documents
+        and np.array_equal(a.tokens, b.tokens)
+        and np.array_equal(a.labels, b.labels)
+        and np.array_equal(a.loss_mask, b.loss_mask)
+    )

@@ -1,0 +1,291 @@
+"""Corpora: found, measured, read, and every bad input told in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp.data import EOD, detokenize, open_corpus
+from mindspeed_cp.data.files import FileCorpus
+from mindspeed_cp.errors import ConfigError
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    path.write_bytes(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
+    return path
+
+
+def contents(corpus: FileCorpus) -> list[bytes]:
+    return [detokenize(corpus.tokens(i)) for i in range(len(corpus))]
+
+
+def refusal(source: str | Path, **options: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        open_corpus(source, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- the standard library ---------------------------------------------------------------------------------------------
+
+
+def test_stdlib_is_every_py_file_of_the_standard_library_as_bytes() -> None:
+    corpus = open_corpus("stdlib")
+    root = Path(sysconfig.get_path("stdlib"))
+    assert len(corpus) > 500 and corpus.lengths.sum() > 5_000_000
+    names = [corpus.name(i) for i in range(len(corpus))]
+    assert str(root / "json" / "decoder.py") in names and str(root / "os.py") in names
+    assert not [name for name in names if "site-packages" in name or "__pycache__" in name]
+    number = names.index(str(root / "os.py"))
+    assert detokenize(corpus.tokens(number)) == (root / "os.py").read_bytes()
+
+
+def test_stdlib_is_the_same_twice_and_opens_in_under_a_second() -> None:
+    start = time.perf_counter()
+    one = open_corpus("stdlib")
+    assert time.perf_counter() - start < 1.0
+    two = open_corpus("stdlib")
+    assert np.array_equal(one.lengths, two.lengths)
+    assert [one.name(i) for i in range(len(one))] == [two.name(i) for i in range(len(two))]
+
+
+def test_opening_reads_no_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a text file was opened")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert open_corpus(tmp_path).lengths.tolist() == [4]
+
+
+def test_the_data_packages_do_not_import_torch() -> None:
+    code = "import sys, mindspeed_cp.data; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ).returncode
+        == 0
+    )
+
+
+# --- text files -------------------------------------------------------------------------------------------------------
+
+
+@given(names=st.sets(st.text("abcXYZ012", min_size=1, max_size=4), min_size=1, max_size=8), data=st.data())
+@settings(max_examples=25)
+def test_a_folder_is_its_files_sorted_by_path_whatever_they_hold(
+    names: set[str], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("corpus")
+    expected = {}
+    for name in names:
+        inside = data.draw(st.sampled_from(["", "b/", "b/c/"])) + name + ".txt"
+        expected[inside] = data.draw(st.binary(max_size=40))
+        (root / inside).parent.mkdir(parents=True, exist_ok=True)
+        (root / inside).write_bytes(expected[inside])
+    corpus = open_corpus(root)
+    assert contents(corpus) == [expected[inside] for inside in sorted(expected)]
+    assert corpus.lengths.tolist() == [len(expected[inside]) + 1 for inside in sorted(expected)]
+
+
+def test_an_empty_file_is_a_document_of_one_token(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    corpus = open_corpus(tmp_path)
+    assert corpus.lengths.tolist() == [1] and corpus.tokens(0).tolist() == [EOD]
+
+
+def test_files_that_are_no_text_are_read_as_bytes(tmp_path: Path) -> None:
+    content = bytes(range(256)) + b"\xff\xfe\x00\x00"
+    (tmp_path / "binary.txt").write_bytes(content)
+    assert contents(open_corpus(tmp_path)) == [content]
+
+
+def test_hidden_and_other_files_are_left_out_and_suffixes_choose(tmp_path: Path) -> None:
+    for name in ("a.txt", ".hidden.txt", "b.md", "c.TXT", ".git/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert contents(open_corpus(tmp_path)) == [b"a.txt", b"c.TXT"]
+    assert contents(open_corpus(tmp_path, suffixes=[".md"])) == [b"b.md"]
+    assert contents(open_corpus(tmp_path / "a.txt")) == [b"a.txt"]
+    assert contents(open_corpus(str(tmp_path / "b.md"), suffixes=[".md"])) == [b"b.md"]
+
+
+def test_links_are_followed_and_a_folder_that_holds_itself_ends(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.txt").write_text("x")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "loop").symlink_to(tmp_path / "data")
+    assert contents(open_corpus(tmp_path / "data")) == [b"x"]
+
+
+# --- JSON lines -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=12),
+    ascii_only=st.booleans(),
+)
+@settings(max_examples=50)
+def test_a_jsonl_file_has_one_document_per_line(
+    texts: list[str], ascii_only: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("corpus") / "lines.jsonl"
+    path.write_text("\n".join(json.dumps({"id": 1, "text": text}, ensure_ascii=ascii_only) for text in texts), "utf-8")
+    corpus = open_corpus(path)
+    assert contents(corpus) == [text.encode() for text in texts]
+    assert corpus.lengths.tolist() == [len(text.encode()) + 1 for text in texts]
+
+
+def test_blank_lines_are_no_documents_and_names_count_them(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": ""}\n\n')
+    corpus = open_corpus(path)
+    assert contents(corpus) == [b"a", b""]
+    assert [corpus.name(0), corpus.name(1)] == [f"{path}:1", f"{path}:4"]
+
+
+def test_text_and_jsonl_files_stand_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("two")
+    write_lines(tmp_path / "a.jsonl", ["zero", "one"])
+    write_lines(tmp_path / "c.jsonl", [])
+    assert contents(open_corpus(tmp_path)) == [b"zero", b"one", b"two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"text": "cut', "is no JSON"),
+        (b"{'text': 'quotes'}", "is no JSON"),
+        (b'{"text": "\xff"}', "is no JSON"),
+        (b'{"body": "x"}', "has the keys ['body']"),
+        (b'{"text": 3}', "has the keys ['text']"),
+        (b'["text"]', "is a JSON list"),
+        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+        (b"[" * 100_000, "is no JSON"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_line(line: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    message = refusal(path)
+    assert message.startswith(f"{path}:3: ") and says in message and '"text"' in message
+
+
+# --- parts of a document ----------------------------------------------------------------------------------------------
+
+
+@given(text=st.text("aé\n", max_size=12), a=st.integers(0, 30), b=st.integers(0, 30))
+@settings(max_examples=100)
+def test_a_part_is_a_slice_of_the_whole(text: str, a: int, b: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("corpus")
+    (root / "t.txt").write_bytes(text.encode())
+    write_lines(root / "u.jsonl", ["other", text])
+    corpus = open_corpus(root)
+    for document in (0, 2):
+        whole = corpus.tokens(document)
+        start, stop = sorted((a % (len(whole) + 1), b % (len(whole) + 1)))
+        assert corpus.tokens(document, start, stop).tolist() == whole[start:stop].tolist()
+
+
+def test_a_part_that_is_not_there_raises(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    corpus = open_corpus(tmp_path)
+    for arguments in ((1,), (-1,), (0, 0, 5), (0, 3, 2), (0, -1)):
+        with pytest.raises(IndexError):
+            corpus.tokens(*arguments)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_source_is_named_with_what_is_valid(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in message and "no such file or folder" in message and "'stdlib'" in message
+    assert "names nothing" in refusal(" ")
+
+
+def test_an_empty_corpus_is_named(tmp_path: Path) -> None:
+    (tmp_path / "readme.md").write_text("x")
+    message = refusal(tmp_path)
+    assert str(tmp_path) in message and ".txt or .jsonl" in message
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    message = refusal(tmp_path)
+    assert str(tmp_path) in message and "no document" in message
+
+
+def test_a_file_of_another_suffix_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_text("x")
+    message = refusal(tmp_path / "x.parquet")
+    assert "x.parquet" in message and "'.parquet'" in message and ".txt or .jsonl" in message
+
+
+@pytest.mark.parametrize("suffix", ["txt", ".TXT", ""])
+def test_a_suffix_is_lower_case_with_a_dot(suffix: str, tmp_path: Path) -> None:
+    assert repr(suffix) in refusal(tmp_path, suffixes=[suffix])
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    assert "gone.txt: is a link to nothing" in refusal(tmp_path)
+
+
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:  # the superuser, who may run these tests, may list every folder
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert refusal(tmp_path) == f"corpus {tmp_path}: cannot be listed (Permission denied)"
+
+
+def test_names_that_are_no_utf8_can_be_printed(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff.jsonl"
+    with open(path, "wb") as file:
+        file.write(b"broken\n")
+    refusal(tmp_path).encode("utf-8")
+
+
+# --- a corpus that changes under the run ------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["a.txt", "a.jsonl"])
+def one_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / request.param
+    path.write_bytes(b'{"text": "abcdef"}\n')
+    return path
+
+
+def test_a_file_that_disappears_raises(one_file: Path) -> None:
+    corpus = open_corpus(one_file)
+    one_file.unlink()
+    with pytest.raises(ConfigError, match=r"a\.(txt|jsonl): cannot be read"):
+        corpus.tokens(0)
+
+
+@pytest.mark.parametrize("content", [b'{"text": "abc"}\n', b'{"text": "abcdef"}\n{"text": "more"}\n', b""])
+def test_a_file_of_another_size_raises(one_file: Path, content: bytes) -> None:
+    corpus = open_corpus(one_file)
+    one_file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.(txt|jsonl): has changed"):
+        corpus.tokens(0)
+
+
+def test_a_file_of_the_same_size_written_later_raises(one_file: Path) -> None:
+    corpus = open_corpus(one_file)
+    before = one_file.stat().st_mtime_ns
+    one_file.write_bytes(b'{"text": "ABCDEF"}\n')
+    os.utime(one_file, ns=(before + 1_000_000, before + 1_000_000))
+    with pytest.raises(ConfigError, match=r"a\.(txt|jsonl): has changed"):
+        corpus.tokens(0)

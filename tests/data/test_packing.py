@@ -1,0 +1,130 @@
+"""Packing: which pieces make up each row."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_cp.data.packing import Packer, cut, epoch_order
+
+lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
+packers = st.builds(
+    Packer,
+    lengths_lists.map(lambda lengths: np.array(lengths, np.int64)),
+    context=st.integers(1, 24),
+    seed=st.integers(0, 3),
+    lookahead=st.integers(1, 20),
+)
+
+
+def rows_of_epoch(packer: Packer) -> list[np.ndarray]:
+    """All rows of the epoch that begins with the next row; the packer ends up one row into the one after it."""
+    rows = [packer.next_row()]
+    epoch = packer.epoch
+    while True:
+        row = packer.next_row()
+        if packer.epoch != epoch:
+            return rows
+        rows.append(row)
+
+
+def pieces_of_epoch(packer: Packer, epoch: int) -> list[tuple[int, int, int]]:
+    order = epoch_order(len(packer.lengths), packer.seed, epoch)
+    return [tuple(piece) for piece in cut(packer.lengths, order, packer.context).tolist()]
+
+
+@given(st.integers(0, 200), st.integers(0, 2**40), st.integers(0, 5))
+def test_the_order_of_an_epoch_is_a_permutation(documents: int, seed: int, epoch: int) -> None:
+    assert sorted(epoch_order(documents, seed, epoch).tolist()) == list(range(documents))
+
+
+def test_the_order_depends_on_seed_and_epoch_and_never_changes_between_releases() -> None:
+    assert epoch_order(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+    orders = {tuple(epoch_order(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+@given(lengths_lists, st.integers(1, 24), st.integers(0, 3))
+def test_pieces_are_the_documents_cut_at_the_context(lengths: list[int], context: int, seed: int) -> None:
+    order = epoch_order(len(lengths), seed, 0)
+    expected = [
+        (document, start, min(context, lengths[document] - start))
+        for document in order.tolist()
+        for start in range(0, lengths[document], context)
+    ]
+    assert [tuple(piece) for piece in cut(np.array(lengths), order, context).tolist()] == expected
+
+
+@given(packers)
+def test_every_epoch_holds_every_token_exactly_once(packer: Packer) -> None:
+    packed = [piece for row in rows_of_epoch(packer) for piece in row.tolist()]
+    tokens = [(document, start + i) for document, start, length in packed for i in range(length)]
+    assert sorted(tokens) == [(document, i) for document, length in enumerate(packer.lengths) for i in range(length)]
+
+
+@given(packers)
+def test_no_row_is_empty_or_longer_than_the_context(packer: Packer) -> None:
+    for row in (packer.next_row() for _ in range(100)):
+        assert len(row) and (row["length"] > 0).all() and row["length"].sum() <= packer.context
+
+
+@given(packers)
+def test_a_row_begins_with_the_oldest_piece_and_no_piece_that_waits_would_still_fit(packer: Packer) -> None:
+    ages = {piece: age for age, piece in enumerate(pieces_of_epoch(packer, 0))}
+    ordered = list(ages)
+    left = set(ages)
+    while left:
+        row = [tuple(piece) for piece in packer.next_row().tolist()]
+        assert row[0] == min(left, key=ages.__getitem__)
+        left -= set(row)
+        room = packer.context - sum(piece[2] for piece in row)
+        waiting = [ordered[age] for age in packer.state_dict()["waiting"]]
+        assert set(waiting) == set(sorted(left, key=ages.__getitem__)[: len(waiting)])
+        assert all(piece[2] > room for piece in waiting)
+        assert len(waiting) == min(packer.lookahead, len(left))
+
+
+@given(packers)
+def test_each_further_piece_is_the_longest_that_fits_among_those_that_wait(packer: Packer) -> None:
+    left = pieces_of_epoch(packer, 0)  # by age
+    while left:
+        row = [tuple(piece) for piece in packer.next_row().tolist()]
+        left.remove(row[0])
+        room = packer.context - row[0][2]
+        for piece in row[1:]:
+            fitting = [other for other in left[: packer.lookahead] if other[2] <= room]
+            assert piece == max(fitting, key=lambda other: other[2])  # the oldest of equal ones: max takes the first
+            left.remove(piece)
+            room -= piece[2]
+
+
+@given(packers, st.integers(0, 60))
+def test_a_packer_goes_on_exactly_from_a_state_that_went_through_json(packer: Packer, rows: int) -> None:
+    for _ in range(rows):
+        packer.next_row()
+    state = json.loads(json.dumps(packer.state_dict()))
+    other = Packer(packer.lengths, packer.context, packer.seed, packer.lookahead)
+    other.load_state_dict(state)
+    for _ in range(40):
+        assert np.array_equal(packer.next_row(), other.next_row())
+        assert packer.state_dict() == other.state_dict()
+
+
+def test_looking_ahead_fills_rows_better_than_taking_documents_in_turn() -> None:
+    lengths = np.random.Generator(np.random.PCG64(1)).lognormal(6, 1, 3000).astype(np.int64) + 1
+
+    def fill(lookahead: int) -> float:
+        rows = rows_of_epoch(Packer(lengths, 4096, 0, lookahead))
+        return sum(int(row["length"].sum()) for row in rows) / (len(rows) * 4096)
+
+    assert fill(64) > 0.99 > fill(1)
+
+
+@pytest.mark.parametrize("documents", [200_000])
+def test_a_large_epoch_begins_at_once(documents: int) -> None:
+    packer = Packer(np.full(documents, 1000), 8192, 0, 64)
+    assert len(packer.next_row()) == 8

@@ -1,0 +1,222 @@
+"""Streams of packed rows: the laws that training relies on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp.data import EOD, VOCAB_SIZE, PackedStream, open_corpus
+from mindspeed_cp.errors import ConfigError
+from tests.data.corpora import ListCorpus, first_epoch, same
+
+corpora = st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(any).map(ListCorpus)
+contexts = st.integers(2, 24)
+seeds = st.integers(0, 3)
+lookaheads = st.integers(1, 12)
+
+
+@given(corpora, contexts, seeds, lookaheads)
+def test_every_token_of_every_document_appears_exactly_once_per_epoch(
+    corpus: ListCorpus, context: int, seed: int, lookahead: int
+) -> None:
+    stream = PackedStream(corpus, context, seed, lookahead=lookahead)
+    seen: list[Counter[int]] = [Counter(), Counter()]
+    row = next(stream)
+    while stream.epoch < 2:
+        seen[stream.epoch].update(row.tokens.tolist())
+        row = next(stream)
+    assert seen == [corpus.all_tokens(), corpus.all_tokens()]
+
+
+@given(corpora, contexts, seeds)
+def test_a_row_is_whole_documents_of_at_most_the_context(corpus: ListCorpus, context: int, seed: int) -> None:
+    for number, row in enumerate(first_epoch(PackedStream(corpus, context, seed))):
+        assert row.index == number
+        assert 0 < len(row.tokens) == row.documents.tokens <= context
+        for start, stop in zip(row.documents.offsets[:-1], row.documents.offsets[1:], strict=True):
+            document, first = divmod(int(row.tokens[start]), 10**6)
+            length = int(corpus.lengths[document])
+            assert row.tokens[start:stop].tolist() == corpus.tokens(document, first, first + stop - start).tolist()
+            if length <= context:
+                assert (first, stop - start) == (0, length)  # a document that fits is never cut
+            else:
+                assert first % context == 0 and stop - start == min(context, length - first)
+
+
+@given(corpora, contexts, seeds)
+def test_labels_are_the_next_token_of_the_same_document_and_the_last_one_has_no_loss(
+    corpus: ListCorpus, context: int, seed: int
+) -> None:
+    for row in first_epoch(PackedStream(corpus, context, seed)):
+        assert row.tokens.dtype == row.labels.dtype == np.int64 and row.loss_mask.dtype == np.float32
+        assert row.tokens.shape == row.labels.shape == row.loss_mask.shape
+        last = set((row.documents.offsets[1:] - 1).tolist())
+        for i in range(len(row.tokens)):
+            assert row.loss_mask[i] == (i not in last)
+            assert row.labels[i] == (EOD if i in last else row.tokens[i + 1])
+
+
+@given(corpora, contexts, seeds, st.integers(1, 5))
+def test_the_rows_do_not_depend_on_the_number_of_replicas(
+    corpus: ListCorpus, context: int, seed: int, replicas: int
+) -> None:
+    alone = list(islice(PackedStream(corpus, context, seed), 6 * replicas))
+    streams = [PackedStream(corpus, context, seed, replica, replicas) for replica in range(replicas)]
+    together = [next(stream) for _ in range(6) for stream in streams]
+    assert all(same(a, b) for a, b in zip(alone, together, strict=True))
+    assert all(stream.state_dict() == streams[0].state_dict() for stream in streams)
+    assert len({stream.fill for stream in streams}) == 1
+
+
+@given(corpora, contexts, seeds, lookaheads, st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
+def test_a_stream_goes_on_exactly_at_any_point_and_with_any_number_of_replicas(
+    corpus: ListCorpus, context: int, seed: int, lookahead: int, rows: int, before: int, after: int
+) -> None:
+    saved = PackedStream(corpus, context, seed, before - 1, before, lookahead=lookahead)
+    for _ in range(rows):
+        next(saved)
+    state = json.loads(json.dumps(saved.state_dict()))
+    alone = PackedStream(corpus, context, seed, lookahead=lookahead)
+    expected = list(islice(alone, rows * before, rows * before + 3 * after))
+    for replica in range(after):
+        resumed = PackedStream(corpus, context, seed, replica, after, lookahead=lookahead)
+        next(resumed)  # what it did before must not matter
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        for row, want in zip(islice(resumed, 3), expected[replica::after], strict=True):
+            assert same(row, want)
+    assert resumed.state_dict() == alone.state_dict()
+
+
+def test_the_state_is_small_however_large_the_corpus() -> None:
+    stream = PackedStream(ListCorpus([100] * 20_000), 1000, 0)
+    for _ in range(50):
+        next(stream)
+    assert len(json.dumps(stream.state_dict())) < 1000
+
+
+@given(corpora, contexts)
+def test_cut_documents_counts_those_longer_than_the_context(corpus: ListCorpus, context: int) -> None:
+    stream = PackedStream(corpus, context, 0)
+    assert stream.cut_documents == sum(length > context for length in corpus.lengths)
+
+
+@given(corpora, contexts, st.integers(1, 3))
+def test_fill_is_the_part_of_the_context_that_tokens_take(corpus: ListCorpus, context: int, replicas: int) -> None:
+    stream = PackedStream(corpus, context, 0, replicas=replicas)
+    assert stream.fill == 0.0
+    for _ in range(5):
+        next(stream)
+    rows = list(islice(PackedStream(corpus, context, 0), 5 * replicas))
+    assert stream.fill == pytest.approx(sum(len(row.tokens) for row in rows) / (len(rows) * context))
+
+
+def test_another_seed_and_another_epoch_give_another_order() -> None:
+    corpus = ListCorpus([5] * 40)
+    first = [row.tokens.tolist() for row in first_epoch(PackedStream(corpus, 20, 0))]
+    assert first != [row.tokens.tolist() for row in first_epoch(PackedStream(corpus, 20, 1))]
+    stream = PackedStream(corpus, 20, 0)
+    epochs = [[next(stream).tokens.tolist() for _ in first] for _ in range(2)]
+    assert epochs[0] == first != epochs[1]
+
+
+def test_the_standard_library_packs_well_and_keeps_inside_the_vocabulary() -> None:
+    stream = PackedStream(open_corpus("stdlib"), 8192, seed=0)
+    for row in islice(stream, 50):
+        assert row.tokens.min() >= 0 and row.tokens.max() < VOCAB_SIZE
+        assert row.labels.min() >= 0 and row.labels.max() < VOCAB_SIZE
+    assert stream.fill > 0.97
+    assert stream.cut_documents > 0
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"context": 1}, "context = 1: must be 2 or more"),
+        ({"context": 0}, "context = 0"),
+        ({"seed": -1}, "seed = -1: must be 0 or more"),
+        ({"lookahead": 0}, "lookahead = 0: must be 1 or more"),
+        ({"replica": 2, "replicas": 2}, "replica = 2: must be 0 or more and less than replicas = 2"),
+        ({"replica": -1}, "replica = -1"),
+        ({"replicas": 0}, "replicas = 0"),
+    ],
+)
+def test_an_argument_out_of_range_is_named(arguments: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        PackedStream(ListCorpus([5]), **{"context": 8, "seed": 0, **arguments})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_a_corpus_without_tokens_is_refused(lengths: list[int]) -> None:
+    with pytest.raises(ConfigError, match="no tokens"):
+        PackedStream(ListCorpus(lengths), 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"context": 9}, "context = 9: the saved run had 8"),
+        ({"seed": 1}, "seed = 1: the saved run had 0"),
+        ({"lookahead": 5}, "lookahead = 5: the saved run had 64"),
+        ({"corpus": ListCorpus([5, 7])}, "corpus = this one: the saved run had another"),
+    ],
+)
+def test_a_state_of_other_rows_is_refused(other: dict[str, Any], name: str) -> None:
+    own: dict[str, Any] = {"corpus": ListCorpus([5, 6]), "context": 8, "seed": 0}
+    state = PackedStream(**own).state_dict()
+    with pytest.raises(ConfigError) as error:
+        PackedStream(**{**own, **other}).load_state_dict(state)
+    assert name in str(error.value)
+
+
+def test_an_incomplete_state_is_refused() -> None:
+    stream = PackedStream(ListCorpus([5, 6]), 8, 0)
+    state = stream.state_dict()
+    del state["waiting"], state["rows"]
+    with pytest.raises(ConfigError, match="lacks rows, waiting"):
+        stream.load_state_dict(state)
+
+
+def test_a_row_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(str(number) * 9)
+    expected = list(islice(PackedStream(open_corpus(tmp_path), 10, 0, replicas=2), 3))
+    stream = PackedStream(open_corpus(tmp_path), 10, 0, replicas=2)
+    assert same(next(stream), expected[0])
+    state = stream.state_dict()
+    path = tmp_path / f"{chr(expected[1].tokens[0])}.txt"
+    path.rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        next(stream)
+    assert stream.state_dict() == state
+    (tmp_path / "away").rename(path)
+    assert same(next(stream), expected[1]) and same(next(stream), expected[2])
+
+
+def test_a_corpus_that_gives_other_lengths_than_it_promised_is_refused() -> None:
+    class Lying(ListCorpus):
+        def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+            return np.zeros(1, np.int64)
+
+    with pytest.raises(ConfigError, match=r"shape \[1\] for the 5 tokens"):
+        next(PackedStream(Lying([5]), 8, 0))
+
+
+@settings(max_examples=5)
+@given(st.integers(2, 5))
+def test_numpy_numbers_as_arguments_still_give_a_json_state(context: int) -> None:
+    stream = PackedStream(ListCorpus([5]), np.int64(context), np.int64(0))  # type: ignore[arg-type]
+    next(stream)
+    json.dumps(stream.state_dict())
