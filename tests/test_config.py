@@ -220,5 +220,5 @@ def test_ranks_must_make_whole_replicas_and_share_the_batch() -> None:
     for ranks in (0, 1, 2, 6):
         with pytest.raises(ConfigError, match=rf"^{ranks} ranks .* = 4; start 4"):
             data_parallel_size(settings, ranks)
-    with pytest.raises(ConfigError, match="global_batch_size = 6: must be a multiple of the 4 replicas .* use 8"):
+    with pytest.raises(ConfigError, match=r"global_batch_size = 6: must be a multiple of the 4 replicas .* use 8"):
         data_parallel_size(settings, 16)

@@ -1,0 +1,175 @@
+"""The command line: mindspeed-cp train | plan | doctor.
+
+Bad input gives one line on standard error and exit code 2; a run that failed for another reason exits with 1.  Commands
+import what they need when they are called: `--help` and `plan` never import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+
+BAD_INPUT, FAILED, STOPPED = 2, 1, 130
+
+app = typer.Typer(
+    name="mindspeed-cp",
+    help="Context parallelism for long, packed sequences in Megatron-core: train, look at plans, check a machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="Settings, a YAML file; configs/reference.yaml lists every key.")],
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Local ranks. Default: one replica, tensor * context parallel size.", show_default=False),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; may be repeated.", show_default=False
+        ),
+    ] = None,
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on from the newest checkpoint, or refuse if there is one.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+) -> int:
+    """Train a GPT with Megatron-core on packed documents.
+
+    Starts its own local ranks. Under torchrun (or any launcher that sets RANK and WORLD_SIZE) it is one rank:
+    torchrun --nproc-per-node 4 -m mindspeed_cp.cli train CONFIG
+    """
+    from mindspeed_cp.config import load_settings
+
+    wanted = list(overrides or ())
+    if resume is not None:
+        wanted.append(f"checkpoint.resume={'true' if resume else 'false'}")
+    if as_json:
+        wanted.append("output.progress=none")
+    settings = load_settings(config, wanted)
+    from mindspeed_cp.train.launch import run_under_launcher, start_local_ranks
+
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if nproc is not None:
+            raise ConfigError(f"--nproc {nproc}: the launcher has set the number of ranks; leave --nproc out")
+        return run_under_launcher(settings, as_json=as_json)
+    return start_local_ranks(settings, nproc, as_json=as_json)
+
+
+@app.command()
+def plan(
+    lengths: Annotated[
+        str | None, typer.Option(help="Document lengths in tokens, such as 5000,37,1200.", show_default=False)
+    ] = None,
+    lengths_file: Annotated[
+        Path | None,
+        typer.Option(help="File of lengths: numbers in text or JSON, or an .npy or .npz array.", show_default=False),
+    ] = None,
+    cp: Annotated[
+        int | None,
+        typer.Option("--cp", min=1, help="Context-parallel ranks of one node. Default: 4.", show_default=False),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.", show_default=False)] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of each node.", show_default=False)] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads. Default: as many as query heads.", show_default=False)
+    ] = None,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 64,
+    mask: Annotated[str, typer.Option(help="causal or full.")] = "causal",
+    algorithm: Annotated[str, typer.Option(help="ring, or one of its other names p2p and megatron_cp_algo.")] = "ring",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Option of the algorithm, such as layout=contiguous.", show_default=False
+        ),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Prove the plan.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw the rank x step map of tiles.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show how a packed batch is split over ranks: layout, tiles of every step, balance."""
+    from mindspeed_cp.cli_plan import plan_options, read_lengths, topology, write_plan
+    from mindspeed_cp.plan import AttentionConfig, build_plan
+
+    batch = read_lengths(lengths, lengths_file)
+    attention = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, mask=mask)
+    made = build_plan(batch, topology(cp, nodes, ranks_per_node), attention, algorithm, **plan_options(option or ()))
+    write_plan(made, verify=verify, png=png, as_json=as_json)
+    return 0
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> int:
+    """Check this machine: versions, devices, backends, and the attention operator against the fp64 reference."""
+    from mindspeed_cp.doctor import examine, write_report
+
+    report = examine()
+    write_report(report, as_json=as_json)
+    return 0 if report["ok"] else FAILED
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; errors of the user are printed as one line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result: Any = app(given, prog_name="mindspeed-cp", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except (ConfigError, PlanError) as error:
+        return _say(str(error), BAD_INPUT)
+    except PeerError as error:
+        return _say(str(error), FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("stopped", STOPPED)
+    except BrokenPipeError:  # the reader of our output has gone, as in `mindspeed-cp plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        usage = getattr(
+            error, "format_message", None
+        )  # typer's and click's usage errors, whichever of the two is inside
+        if usage is None:
+            raise
+        return _usage_error(error, usage())
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run())
+
+
+def _usage_error(error: Exception, text: str) -> int:
+    command = getattr(getattr(error, "ctx", None), "command_path", "mindspeed-cp")
+    if type(error).__name__ == "NoArgsIsHelpError":  # `mindspeed-cp` alone: the help is the message
+        print(text)
+        return BAD_INPUT
+    return _say(f"{text.rstrip('.')}; see {command} --help", BAD_INPUT)
+
+
+def _say(text: str, code: int) -> int:
+    print("error: " + " ".join(text.split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()
