@@ -54,9 +54,9 @@ class AttentionConfig:
     """
 
     heads: int
-    kv_heads: int | None = None
+    kv_heads: int = None  # type: ignore[assignment]  # filled in: heads
     head_dim: int = 128
-    head_dim_v: int | None = None
+    head_dim_v: int = None  # type: ignore[assignment]  # filled in: head_dim
     mask: str = "causal"
     window: tuple[int, int] | None = None
     alibi: bool = False

@@ -9,7 +9,7 @@ from mindspeed_cp.plan.records import CAUSAL, FULL, TILE
 
 
 def tiles_between(q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents, mask: str) -> np.ndarray:
-    """Tiles of a rank's queries against the keys in one slot.
+    r"""Tiles of a rank's queries against the keys in one slot.
 
     Both lists of spans ascend in token order, so what a query sees of a slot is one run of rows. A zig-zag rank has two
     chunks, lo and hi, of a document; neighbouring chunks whose tiles make one rectangle become one tile::

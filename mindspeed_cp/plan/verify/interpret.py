@@ -105,14 +105,14 @@ class Interpreter:
                 yield kind, messages, int(index)
 
     def _post(self, kind: str, messages: Messages, index: int) -> None:
-        item, (src, dst) = messages.items[index], messages.rows_of(index)
+        item, (src, dst) = messages.items[index], _rows(messages, index)
         source = self._held if kind == "fetch" else self.gradient
-        self._flying[kind, index] = source[item["src"]][item["src_slot"]][src]
+        self._flying[kind, index] = source[item["src"]][item["src_slot"]][src].copy()
         if kind == "fetch":
             self._held[item["dst"]][item["dst_slot"]][dst] = IN_FLIGHT
 
     def _finish(self, kind: str, messages: Messages, index: int) -> None:
-        item, (_, dst) = messages.items[index], messages.rows_of(index)
+        item, (_, dst) = messages.items[index], _rows(messages, index)
         payload = self._flying.pop((kind, index))
         gradient = self.gradient[item["dst"]][item["dst_slot"]]
         if kind == "reduce":
@@ -171,6 +171,14 @@ class Interpreter:
         np.add.at(gradient, expand(k + past, n), queries[np.repeat(q + n, n)] - queries[rows])
         if len(tiles):
             gradient += np.cumsum(rise_k[:-1], dtype=np.uint64)
+
+
+def _rows(messages: Messages, index: int) -> tuple[np.ndarray | slice, np.ndarray | slice]:
+    """Rows of a message at its source and at its target: slices where they are one run."""
+    if messages.items["count"][index] != 1:
+        return messages.rows_of(index)
+    src, dst, rows = map(int, messages.runs_of(index)[0])
+    return slice(src, src + rows), slice(dst, dst + rows)
 
 
 def _change(rise: np.ndarray, first: np.ndarray, rows: np.ndarray, value: np.ndarray) -> None:

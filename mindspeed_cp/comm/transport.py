@@ -1,0 +1,151 @@
+"""Point-to-point transfers between the ranks of a group, posted together and finished one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_cp.errors import ConfigError, PeerError
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One tensor to one peer, or from it.
+
+    Attributes:
+        tensor: contiguous; sent, or written. The caller leaves it alone until the transfer is finished.
+        peer: rank in the group.
+        sends: True to send, False to receive.
+        tag: the same number on both sides; tells transfers between the same two ranks apart.
+        what: for error messages.
+    """
+
+    tensor: Tensor
+    peer: int
+    sends: bool
+    tag: int
+    what: str
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when it is finished: on the CPU when the bytes are there, on a device when its stream waits for them.
+
+        Raises:
+            PeerError: the peer died, or did not answer within the time-out.
+        """
+
+
+class Transport:
+    """Transfers over one process group.
+
+    All transfers of a step are posted before any is waited for, in the plan's order, so sends and receives run at the same
+    time and a ring of any size, odd ones too, makes progress. On gloo each transfer is an operation of its own. On NCCL and
+    HCCL those of a step are one coalesced launch (`batch_isend_irecv`), which those libraries need for a send and a receive
+    between the same two ranks to run side by side; it runs on the group's own streams, which wait for the tensors that the
+    current stream has written, and `wait` makes the current stream wait for it: the host never blocks.
+
+    Args:
+        group: process group; None for the default group.
+        timeout: seconds until a peer that does not answer is given up (gloo; NCCL and HCCL use the group's own time-out).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        if timeout <= 0:
+            raise ConfigError(f"timeout is {timeout} seconds; valid: more than 0")
+        self.group = group if group is not None else dist.group.WORLD
+        self.timeout = timeout
+        self._limit = timedelta(seconds=timeout)
+        self._rank = dist.get_rank(self.group)
+        self._global = dist.get_process_group_ranks(self.group)
+        self._coalesce = dist.get_backend(self.group) != "gloo"
+
+    def post(self, transfers: Sequence[Transfer]) -> list[Pending]:
+        """Start transfers; one object to wait for each, in the same order.
+
+        Raises:
+            PeerError: a peer is known to be gone.
+        """
+        if self._coalesce:
+            return self._post_coalesced(transfers)
+        return [self._post_one(t) for t in transfers]
+
+    def _post_one(self, transfer: Transfer) -> Pending:
+        peer = self._global[transfer.peer]
+        start = dist.isend if transfer.sends else dist.irecv
+        try:
+            return _Work(self, transfer, start(transfer.tensor, peer, self.group, transfer.tag))
+        except RuntimeError as error:
+            raise self.failure(transfer, error) from error
+
+    def _post_coalesced(self, transfers: Sequence[Transfer]) -> list[Pending]:
+        if not transfers:
+            return []
+        operations = [
+            dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self._global[t.peer], self.group, t.tag)
+            for t in transfers
+        ]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self.failure(transfers[0], error) from error
+        # One object for the whole launch, or one each, depending on the library.
+        return [_Work(self, t, works[min(i, len(works) - 1)]) for i, t in enumerate(transfers)]
+
+    def wait(self, transfer: Transfer, work: Any) -> None:
+        """Wait for one work object; see :class:`Pending`."""
+        try:
+            work.wait() if self._coalesce else work.wait(self._limit)
+        except RuntimeError as error:
+            raise self.failure(transfer, error) from error
+
+    def failure(self, transfer: Transfer, error: RuntimeError) -> PeerError:
+        """The error that names the peer."""
+        text = " ".join(str(error).split())
+        late = "timed out" in text.lower() or "timeout" in text.lower()
+        why = f"no answer within {self.timeout:g} s" if late else f"the connection failed ({text[:160]})"
+        side = "sending to" if transfer.sends else "receiving from"
+        return PeerError(
+            f"rank {self._rank}: {side} rank {transfer.peer} (global rank {self._global[transfer.peer]}), {transfer.what}: {why}"
+        )
+
+
+class _Work:
+    """A transfer under way; keeps the tensor alive."""
+
+    __slots__ = ("_transfer", "_transport", "_work")
+
+    def __init__(self, transport: Transport, transfer: Transfer, work: Any) -> None:
+        self._transport, self._transfer, self._work = transport, transfer, work
+
+    def wait(self) -> None:
+        self._transport.wait(self._transfer, self._work)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks of the group; 1 when torch.distributed is not initialised and no group is given."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in the group; 0 when torch.distributed is not initialised and no group is given."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0
+    return dist.get_rank(group)
+
+
+def staging(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """A buffer for `rows` rows of the shape of `like` [rows, heads, dim]."""
+    return like.new_empty((rows, *like.shape[1:]), dtype=dtype)

@@ -1,0 +1,141 @@
+"""One rank's agenda: what it posts, computes and finishes in each step.  Made once for a plan and cached beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_cp.errors import PlanError
+from mindspeed_cp.ops.attention import AttentionBackend
+from mindspeed_cp.plan import Messages, Plan, Program
+
+Rows = slice | Tensor
+
+
+@dataclass(frozen=True)
+class Post:
+    """One message as one of its two ends sees it.
+
+    Attributes:
+        number: tells this message from all others of the program.
+        reduces: a gradient travels, not keys and values.
+        sends: this rank sends.
+        peer: the other rank.
+        slot: of this rank.
+        rows: of that slot; a slice when they are one run.
+        count: how many rows.
+        what: for error messages.
+    """
+
+    number: int
+    reduces: bool
+    sends: bool
+    peer: int
+    slot: int
+    rows: Rows
+    count: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank does in one step.
+
+    Attributes:
+        posts: messages to post, in the plan's order.
+        compute: (slot, calls) pairs.
+        finish: numbers of the messages to finish: reduces first.
+    """
+
+    posts: Sequence[Post]
+    compute: Sequence[tuple[int, Sequence[Any]]]
+    finish: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """What one rank does in one direction.
+
+    Attributes:
+        steps: one entry for each step.
+        capacity: rows of each slot.
+        summed: for each slot whether it needs a gradient.
+    """
+
+    steps: Sequence[Step]
+    capacity: Sequence[int]
+    summed: Sequence[bool]
+
+
+_known: WeakKeyDictionary[Plan, dict[tuple[int, str, str], Agenda]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def agenda_of(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> Agenda:
+    """The agenda, made at the first call and kept as long as the plan lives.
+
+    Args:
+        plan: the plan.
+        rank: context-parallel rank.
+        direction: "forward" or "backward".
+        backend: lowers the tiles.
+    """
+    with _lock:
+        mine = _known.setdefault(plan, {})
+    key = rank, direction, backend.name
+    if key not in mine:
+        mine[key] = _make(plan, rank, direction, backend)
+    return mine[key]
+
+
+def prepare(plan: Plan, rank: int, backend: AttentionBackend) -> None:
+    """Make both agendas now, for instance in the thread that loads data."""
+    for direction in ("forward", "backward"):
+        agenda_of(plan, rank, direction, backend)
+
+
+def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> Agenda:
+    if not (plan.layout.same_as(plan.q_layout) and plan.layout.same_as(plan.kv_layout)):
+        raise PlanError("the plan computes in another layout than the caller's; this version of the engine does not redistribute")
+    program: Program = getattr(plan, direction)
+    lower = backend.lower_forward if direction == "forward" else backend.lower_backward
+    lowered = lower(program.tiles(rank), int(plan.q_layout.token_counts[rank]), plan.attention)
+    posts: list[list[Post]] = [[] for _ in range(program.steps)]
+    finish: list[list[int]] = [[] for _ in range(program.steps)]
+    for kind, messages in (("reduce", program.reduce), ("fetch", program.fetch)):
+        for index in messages.involving(rank).tolist():
+            post = _post(messages, index, kind, rank)
+            posts[int(messages.items["start"][index])].append(post)
+            finish[int(messages.items["done"][index])].append(post.number)
+    slots = range(program.capacity.shape[1])
+    steps = [
+        Step(posts[s], [(slot, lowered[s, slot]) for slot in slots if (s, slot) in lowered], finish[s])
+        for s in range(program.steps)
+    ]
+    summed = np.zeros(len(slots), bool)
+    summed[0] = True
+    summed[program.contents_of(rank)["slot"]] = True
+    summed[program.reduce.items["dst_slot"][program.reduce.items["dst"] == rank]] = True
+    return Agenda(steps, program.capacity[rank].tolist(), summed.tolist())
+
+
+def _post(messages: Messages, index: int, kind: str, rank: int) -> Post:
+    item = messages.items[index]
+    sends = bool(item["src"] == rank)
+    here, there = ("src", "dst") if sends else ("dst", "src")
+    runs = messages.runs_of(index)
+    if len(runs) == 1:
+        first = int(runs[here + "_row"][0])
+        rows: Rows = slice(first, first + int(item["rows"]))
+    else:
+        rows = torch.from_numpy(messages.rows_of(index)[0 if sends else 1])
+    number = 2 * index + (kind == "reduce")
+    what = f"{'dK and dV' if kind == 'reduce' else 'K and V'}, step {item['start']}, {item['rows']} rows"
+    return Post(number, kind == "reduce", sends, int(item[there]), int(item[here + "_slot"]), rows, int(item["rows"]), what)
