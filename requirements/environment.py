@@ -82,7 +82,9 @@ def install(environment: Path, torch_index: str) -> None:
     if not usable(python):
         subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", environment], check=True)
     install_torch(python, torch_index)
+    print("environment: installing the pinned packages of requirements/", flush=True)
     pip(python, "-r", REQUIREMENTS / "dev.txt")
+    print("environment: installing mindspeed-cp, editable", flush=True)
     # The build needs setuptools alone, which is pinned and installed by now; isolation would fetch another one.
     pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT)
 
@@ -105,6 +107,7 @@ def install_torch(python: Path, torch_index: str) -> None:
     """
     pin = next(line for line in (REQUIREMENTS / "torch.txt").read_text().splitlines() if line.startswith("torch=="))
     constraints = ("-c", REQUIREMENTS / "base.txt")
+    print(f"environment: installing {pin}, CPU build", flush=True)
     try:
         pip(python, *constraints, f"{pin}+cpu", quiet_failure=True)
     except subprocess.CalledProcessError:
@@ -113,7 +116,8 @@ def install_torch(python: Path, torch_index: str) -> None:
 
 
 def pip(python: Path, *arguments: str | Path, quiet_failure: bool = False) -> None:
-    command = [python, "-I", "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check", *arguments]
+    """Runs `pip install`, which prints nothing but errors."""
+    command = [python, "-I", "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check", *arguments]
     own = {name: value for name, value in os.environ.items() if name not in ("PIP_USER", "PIP_TARGET", "PIP_PREFIX")}
     errors = subprocess.DEVNULL if quiet_failure else None
     subprocess.run(command, check=True, cwd=ROOT, env=own, stdin=subprocess.DEVNULL, stderr=errors)

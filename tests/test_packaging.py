@@ -1,0 +1,86 @@
+"""What is installed: the operators inside the package, and nothing under their generic names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("ops", "ascend_kernels")
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "ops").is_dir(), reason="a source distribution holds real folders in place of the links"
+)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what setuptools reads, links kept as links."""
+    copy = tmp_path_factory.mktemp("packaging") / "checkout"
+    copy.mkdir()
+    for name in ("mindspeed_cp", *LINKED):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def build(checkout: Path, kind: str) -> Path:
+    """The "wheel" or "sdist" of a checkout, made as pip makes it."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return checkout / "dist" / done.stdout.split()[-1]
+
+
+def sources(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_the_links_are_relative_and_lead_to_the_top_folders(name: str) -> None:
+    link = ROOT / "mindspeed_cp" / name
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name and (link / "__init__.py").is_file()
+
+
+def test_a_wheel_holds_the_linked_packages_and_one_top_level_name(checkout: Path) -> None:
+    with zipfile.ZipFile(build(checkout, "wheel")) as wheel:
+        names = wheel.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"mindspeed_cp"}
+    for name in LINKED:
+        inside = {f"mindspeed_cp/{name}/{source}" for source in sources(ROOT / name)}
+        assert inside and inside <= set(names)
+    assert "mindspeed_cp/py.typed" in names
+
+
+def test_a_wheel_made_from_a_source_distribution_is_the_same(checkout: Path, tmp_path: Path) -> None:
+    with tarfile.open(build(checkout, "sdist")) as archive:
+        archive.extractall(tmp_path)
+    (unpacked,) = tmp_path.iterdir()
+    assert not (unpacked / "mindspeed_cp" / "ops").is_symlink()
+    wheels = [build(checkout, "wheel"), build(unpacked, "wheel")]
+    names = [sorted(name for name in zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
+    assert names[0] == names[1]
+
+
+def test_a_checkout_that_lost_its_links_is_refused(checkout: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkout, broken, symlinks=True)
+    (broken / "mindspeed_cp" / "ops").unlink()
+    (broken / "mindspeed_cp" / "ops").write_text("../ops")  # what git writes where links are not allowed
+    done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=broken, capture_output=True, text=True)
+    assert done.returncode == 1 and "must be a link to ../ops" in done.stderr and "core.symlinks=true" in done.stderr
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_nothing_is_installed_under_a_generic_name(name: str, tmp_path: Path) -> None:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is not None)"
+    assert subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path).returncode == 0
