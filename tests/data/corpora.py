@@ -6,8 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 
 from mindspeed_cp.data import PackedRow, PackedStream
+
+#: For property tests: a machine that does something else meanwhile must not fail them.
+law = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class ListCorpus:

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp.data import EOD, VOCAB_SIZE, detokenize, tokenize
+from tests.data.corpora import law
 
 
+@law
 @given(st.binary(max_size=300))
 def test_detokenize_is_the_inverse_of_tokenize(content: bytes) -> None:
     tokens = tokenize(content)

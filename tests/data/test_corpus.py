@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mindspeed_cp.data import EOD, detokenize, open_corpus
 from mindspeed_cp.data.files import FileCorpus
 from mindspeed_cp.errors import ConfigError
+from tests.data.corpora import law
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
@@ -83,7 +84,7 @@ def test_the_data_packages_do_not_import_torch() -> None:
 
 
 @given(names=st.sets(st.text("abcXYZ012", min_size=1, max_size=4), min_size=1, max_size=8), data=st.data())
-@settings(max_examples=25)
+@settings(law, max_examples=25)
 def test_a_folder_is_its_files_sorted_by_path_whatever_they_hold(
     names: set[str], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -137,7 +138,7 @@ def test_links_are_followed_and_a_folder_that_holds_itself_ends(tmp_path: Path) 
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=12),
     ascii_only=st.booleans(),
 )
-@settings(max_examples=50)
+@settings(law, max_examples=50)
 def test_a_jsonl_file_has_one_document_per_line(
     texts: list[str], ascii_only: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -187,7 +188,7 @@ def test_a_broken_line_is_named_by_file_and_line(line: bytes, says: str, tmp_pat
 
 
 @given(text=st.text("aé\n", max_size=12), a=st.integers(0, 30), b=st.integers(0, 30))
-@settings(max_examples=100)
+@settings(law, max_examples=100)
 def test_a_part_is_a_slice_of_the_whole(text: str, a: int, b: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("corpus")
     (root / "t.txt").write_bytes(text.encode())

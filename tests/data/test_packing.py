@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp.data.packing import Packer, cut, epoch_order
+from tests.data.corpora import law
 
 lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
 packers = st.builds(
@@ -37,6 +38,7 @@ def pieces_of_epoch(packer: Packer, epoch: int) -> list[tuple[int, int, int]]:
     return [tuple(piece) for piece in cut(packer.lengths, order, packer.context).tolist()]
 
 
+@law
 @given(st.integers(0, 200), st.integers(0, 2**40), st.integers(0, 5))
 def test_the_order_of_an_epoch_is_a_permutation(documents: int, seed: int, epoch: int) -> None:
     assert sorted(epoch_order(documents, seed, epoch).tolist()) == list(range(documents))
@@ -48,6 +50,7 @@ def test_the_order_depends_on_seed_and_epoch_and_never_changes_between_releases(
     assert len(orders) == 9
 
 
+@law
 @given(lengths_lists, st.integers(1, 24), st.integers(0, 3))
 def test_pieces_are_the_documents_cut_at_the_context(lengths: list[int], context: int, seed: int) -> None:
     order = epoch_order(len(lengths), seed, 0)
@@ -59,6 +62,7 @@ def test_pieces_are_the_documents_cut_at_the_context(lengths: list[int], context
     assert [tuple(piece) for piece in cut(np.array(lengths), order, context).tolist()] == expected
 
 
+@law
 @given(packers)
 def test_every_epoch_holds_every_token_exactly_once(packer: Packer) -> None:
     packed = [piece for row in rows_of_epoch(packer) for piece in row.tolist()]
@@ -66,12 +70,14 @@ def test_every_epoch_holds_every_token_exactly_once(packer: Packer) -> None:
     assert sorted(tokens) == [(document, i) for document, length in enumerate(packer.lengths) for i in range(length)]
 
 
+@law
 @given(packers)
 def test_no_row_is_empty_or_longer_than_the_context(packer: Packer) -> None:
     for row in (packer.next_row() for _ in range(100)):
         assert len(row) and (row["length"] > 0).all() and row["length"].sum() <= packer.context
 
 
+@law
 @given(packers)
 def test_a_row_begins_with_the_oldest_piece_and_no_piece_that_waits_would_still_fit(packer: Packer) -> None:
     ages = {piece: age for age, piece in enumerate(pieces_of_epoch(packer, 0))}
@@ -88,6 +94,7 @@ def test_a_row_begins_with_the_oldest_piece_and_no_piece_that_waits_would_still_
         assert len(waiting) == min(packer.lookahead, len(left))
 
 
+@law
 @given(packers)
 def test_each_further_piece_is_the_longest_that_fits_among_those_that_wait(packer: Packer) -> None:
     left = pieces_of_epoch(packer, 0)  # by age
@@ -102,6 +109,7 @@ def test_each_further_piece_is_the_longest_that_fits_among_those_that_wait(packe
             room -= piece[2]
 
 
+@law
 @given(packers, st.integers(0, 60))
 def test_a_packer_goes_on_exactly_from_a_state_that_went_through_json(packer: Packer, rows: int) -> None:
     for _ in range(rows):

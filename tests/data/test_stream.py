@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp.data import EOD, VOCAB_SIZE, PackedStream, open_corpus
 from mindspeed_cp.errors import ConfigError
-from tests.data.corpora import ListCorpus, first_epoch, same
+from tests.data.corpora import ListCorpus, first_epoch, law, same
 
 corpora = st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(any).map(ListCorpus)
 contexts = st.integers(2, 24)
@@ -23,6 +23,7 @@ seeds = st.integers(0, 3)
 lookaheads = st.integers(1, 12)
 
 
+@law
 @given(corpora, contexts, seeds, lookaheads)
 def test_every_token_of_every_document_appears_exactly_once_per_epoch(
     corpus: ListCorpus, context: int, seed: int, lookahead: int
@@ -36,6 +37,7 @@ def test_every_token_of_every_document_appears_exactly_once_per_epoch(
     assert seen == [corpus.all_tokens(), corpus.all_tokens()]
 
 
+@law
 @given(corpora, contexts, seeds)
 def test_a_row_is_whole_documents_of_at_most_the_context(corpus: ListCorpus, context: int, seed: int) -> None:
     for number, row in enumerate(first_epoch(PackedStream(corpus, context, seed))):
@@ -51,6 +53,7 @@ def test_a_row_is_whole_documents_of_at_most_the_context(corpus: ListCorpus, con
                 assert first % context == 0 and stop - start == min(context, length - first)
 
 
+@law
 @given(corpora, contexts, seeds)
 def test_labels_are_the_next_token_of_the_same_document_and_the_last_one_has_no_loss(
     corpus: ListCorpus, context: int, seed: int
@@ -64,6 +67,7 @@ def test_labels_are_the_next_token_of_the_same_document_and_the_last_one_has_no_
             assert row.labels[i] == (EOD if i in last else row.tokens[i + 1])
 
 
+@law
 @given(corpora, contexts, seeds, st.integers(1, 5))
 def test_the_rows_do_not_depend_on_the_number_of_replicas(
     corpus: ListCorpus, context: int, seed: int, replicas: int
@@ -76,6 +80,7 @@ def test_the_rows_do_not_depend_on_the_number_of_replicas(
     assert len({stream.fill for stream in streams}) == 1
 
 
+@law
 @given(corpora, contexts, seeds, lookaheads, st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
 def test_a_stream_goes_on_exactly_at_any_point_and_with_any_number_of_replicas(
     corpus: ListCorpus, context: int, seed: int, lookahead: int, rows: int, before: int, after: int
@@ -103,12 +108,14 @@ def test_the_state_is_small_however_large_the_corpus() -> None:
     assert len(json.dumps(stream.state_dict())) < 1000
 
 
+@law
 @given(corpora, contexts)
 def test_cut_documents_counts_those_longer_than_the_context(corpus: ListCorpus, context: int) -> None:
     stream = PackedStream(corpus, context, 0)
     assert stream.cut_documents == sum(length > context for length in corpus.lengths)
 
 
+@law
 @given(corpora, contexts, st.integers(1, 3))
 def test_fill_is_the_part_of_the_context_that_tokens_take(corpus: ListCorpus, context: int, replicas: int) -> None:
     stream = PackedStream(corpus, context, 0, replicas=replicas)
@@ -214,7 +221,7 @@ def test_a_corpus_that_gives_other_lengths_than_it_promised_is_refused() -> None
         next(PackedStream(Lying([5]), 8, 0))
 
 
-@settings(max_examples=5)
+@settings(law, max_examples=5)
 @given(st.integers(2, 5))
 def test_numpy_numbers_as_arguments_still_give_a_json_state(context: int) -> None:
     stream = PackedStream(ListCorpus([5]), np.int64(context), np.int64(0))  # type: ignore[arg-type]
