@@ -1,10 +1,10 @@
 # The two commands:  make train   and   make test.   Both make the virtual environment .venv first if it is missing.
 #
-#   make train ARGS="--nproc 2 --set train.steps=50"     arguments go to `mindspeed-cp train`
+#   make train ARGS="--nproc 2 --set train.train_iters=50"     arguments go to `mindspeed-cp train`
 #   make train CONFIG=my.yaml                            another configuration
 #   make test ARGS="tests/data -k packing"               arguments go to pytest
-#   make PYTHON=/path/to/python3.11 test                 another Python (3.10, 3.11 or 3.12)
-#   make TORCH_INDEX=https://mirror/whl/cpu test         another index of CPU builds of torch
+#   make test PYTHON=python3.12 VENV=.venv-3.12          another Python (3.10, 3.11 or 3.12), its own environment
+#   make test TORCH_INDEX=https://mirror/whl/cpu         another index of CPU builds of torch
 
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
