@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine [--tokens 16384] [--ranks 2] [--repeat 9] [--skip-packed] [--json FILE]
 
-Ideal: the same kernel once for every document on an equal share of the heads, on all ranks at once; no communication, no
-merge, no conversion. Engine and ideal are timed in turn, barrier to barrier, and compared as a ratio of medians, because the
-speed of shared machines drifts. Every rank runs one thread.
+Ideal: the same kernel once for every document on an equal share of the heads, on all ranks at once; no communication,
+no merge, no conversion. Engine and ideal are timed in turn, barrier to barrier, and compared as a ratio of medians,
+because the speed of shared machines drifts. Every rank runs one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ HEADS, DIM = 8, 64
 
 
 def packed_lengths(tokens: int) -> list[int]:
-    """A row of documents with the lognormal lengths of Megatron's parametric set (mean 1024, sigma 1.5, 128 to 8192)."""
+    """A row of documents with the lognormal lengths of Megatron's parametric set (mean 1024, sigma 1.5, 128 to
+    8192)."""
     rng = np.random.default_rng(3)
     row: list[int] = []
     while sum(row) < tokens:
@@ -44,7 +45,10 @@ def ideal(lengths: list[int], share: int, backward: bool) -> Callable[[], None]:
     """The flash kernel once per document, on 1/share of the heads."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    rows = [[torch.randn(n, HEADS // share, DIM, dtype=torch.bfloat16).transpose(0, 1)[None] for _ in range(4)] for n in lengths]
+    rows = [
+        [torch.randn(n, HEADS // share, DIM, dtype=torch.bfloat16).transpose(0, 1)[None] for _ in range(4)]
+        for n in lengths
+    ]
 
     def run() -> None:
         for q, k, v, dout in rows:
@@ -59,7 +63,9 @@ def engine(lengths: list[int], ranks: int, rank: int, backward: bool) -> Callabl
     """This rank's share through the planned ring."""
     plan = build_plan(Documents(lengths), Topology(1, ranks), AttentionConfig(HEADS, HEADS, DIM))
     rows = int(plan.layout.token_counts[rank])
-    q, k, v, dout = (torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, requires_grad=backward and i < 3) for i in range(4))
+    q, k, v, dout = (
+        torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, requires_grad=backward and i < 3) for i in range(4)
+    )
 
     def run() -> None:
         out = context_parallel_attention(q, k, v, plan)
@@ -96,7 +102,8 @@ def worker(rank: int, folder: str, ranks: int, cases: dict[str, list[int]], repe
             rows.append(
                 {
                     "case": title, "direction": "forward+backward" if backward else "forward",
-                    "ideal_ms": medians["ideal"], "engine_ms": medians["engine"], "efficiency": medians["ideal"] / medians["engine"],
+                    "ideal_ms": medians["ideal"], "engine_ms": medians["engine"],
+                    "efficiency": medians["ideal"] / medians["engine"],
                     "best_over_best": min(times["ideal"]) / min(times["engine"]),
                 }
             )  # fmt: skip
@@ -153,14 +160,23 @@ def latency(rank: int, folder: str, results: str) -> None:
     q, k, v = (torch.randn(16, HEADS, DIM) for _ in range(3))
 
     def exchange() -> None:
-        works = [dist.isend(t, 1 - rank, tag=i) for i, t in enumerate(out)] + [dist.irecv(t, 1 - rank, tag=i) for i, t in enumerate(into)]
+        works = [dist.isend(t, 1 - rank, tag=i) for i, t in enumerate(out)] + [
+            dist.irecv(t, 1 - rank, tag=i) for i, t in enumerate(into)
+        ]
         for work in works:
             work.wait()
 
     alone = median_us(exchange, 200)
     ring = median_us(lambda: context_parallel_attention(q, k, v, plan), 200)
     if rank == 0:
-        Path(results).write_text(json.dumps([{"what": "gloo alone: K and V both ways, 2 ranks", "us": alone}, {"what": "engine, forward, ring of 2 (two steps, with gloo)", "us": ring}]))
+        Path(results).write_text(
+            json.dumps(
+                [
+                    {"what": "gloo alone: K and V both ways, 2 ranks", "us": alone},
+                    {"what": "engine, forward, ring of 2 (two steps, with gloo)", "us": ring},
+                ]
+            )
+        )
     dist.destroy_process_group()
 
 
@@ -188,7 +204,8 @@ def main() -> None:
     print(f"bf16, {HEADS} heads x {DIM}, {args.tokens} tokens, {args.ranks} ranks x 1 thread, medians of {args.repeat}")
     for row in figures["efficiency"]:
         print(
-            f"{row['case']:22} {row['direction']:17} ideal {row['ideal_ms']:8.1f} ms, engine {row['engine_ms']:8.1f} ms, "
+            f"{row['case']:22} {row['direction']:17} ideal {row['ideal_ms']:8.1f} ms, engine "
+            f"{row['engine_ms']:8.1f} ms, "
             f"efficiency {row['efficiency']:.2f} (best over best {row['best_over_best']:.2f})"
         )
     if args.json:

@@ -1,8 +1,8 @@
 """mindspeed-cp: context parallelism for very long and very uneven sequences.
 
-A plan says who holds which tokens, who sends which keys and values to whom, and who computes which tile; everything else
-runs, times, proves or draws that plan. Importing this package does not import torch; `context_parallel_attention` does,
-when it is first asked for.
+A plan says who holds which tokens, who sends which keys and values to whom, and who computes which tile; everything
+else runs, times, proves or draws that plan. Importing this package does not import torch;
+`context_parallel_attention` does, when it is first asked for.
 """
 
 from __future__ import annotations

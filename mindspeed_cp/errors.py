@@ -1,4 +1,5 @@
-"""The errors that users meet.  Each carries one clear line: what is wrong, its value, what is valid, what to use instead."""
+"""The errors that users meet.  Each carries one clear line: what is wrong, its value, what is valid, what to use
+instead."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ class ConfigError(ValueError):
 
 
 class PlanError(ValueError):
-    """A plan is wrong: it would not compute exact attention, or would not run.  Names the rank, the step and the tile or message."""
+    """A plan is wrong: it would not compute exact attention, or would not run.  Names the rank, the step and the tile
+    or message."""
 
 
 class PeerError(RuntimeError):

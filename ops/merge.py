@@ -9,9 +9,9 @@ from torch import Tensor
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial result into fp32 accumulators, in place.
 
-    With w = exp(part_lse) / (exp(lse) + exp(part_lse)): out becomes out + w (part - out), lse the log of the sum of both
-    exponentials (Milakov and Gimelshein 2018; Dao 2023). Nothing overflows, and rows that have seen no key (lse -inf) on
-    either or both sides stay exact: no NaN arises.
+    With w = exp(part_lse) / (exp(lse) + exp(part_lse)): out becomes out + w (part - out), lse the log of the sum of
+    both exponentials (Milakov and Gimelshein 2018; Dao 2023). Nothing overflows, and rows that have seen no key (lse
+    -inf) on either or both sides stay exact: no NaN arises.
 
     Args:
         out: fp32 [t, heads, dim], updated.

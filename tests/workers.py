@@ -1,4 +1,4 @@
-"""A pool of gloo processes that tests share: started once, one thread each, with time-outs and the worker's own error."""
+"""A pool of gloo processes that tests share: started once, one thread each, with time-outs and the worker's error."""
 
 from __future__ import annotations
 

@@ -49,15 +49,17 @@ class Pending(Protocol):
 class Transport:
     """Transfers over one process group.
 
-    All transfers of a step are posted before any is waited for, in the plan's order, so sends and receives run at the same
-    time and a ring of any size, odd ones too, makes progress. On gloo each transfer is an operation of its own. On NCCL and
-    HCCL those of a step are one coalesced launch (`batch_isend_irecv`), which those libraries need for a send and a receive
-    between the same two ranks to run side by side; it runs on the group's own streams, which wait for the tensors that the
-    current stream has written, and `wait` makes the current stream wait for it: the host never blocks.
+    All transfers of a step are posted before any is waited for, in the plan's order, so sends and receives run at the
+    same time and a ring of any size, odd ones too, makes progress. On gloo each transfer is an operation of its own. On
+    NCCL and HCCL those of a step are one coalesced launch (`batch_isend_irecv`), which those libraries need for a
+    send and a receive between the same two ranks to run side by side; it runs on the group's own streams, which wait
+    for the tensors that the current stream has written, and `wait` makes the current stream wait for it: the host
+    never blocks.
 
     Args:
         group: process group; None for the default group.
-        timeout: seconds until a peer that does not answer is given up (gloo; NCCL and HCCL use the group's own time-out).
+        timeout: seconds until a peer that does not answer is given up (gloo; NCCL and HCCL use the group's own
+        time-out).
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -116,7 +118,8 @@ class Transport:
         why = f"no answer within {self.timeout:g} s" if late else f"the connection failed ({text[:160]})"
         side = "sending to" if transfer.sends else "receiving from"
         return PeerError(
-            f"rank {self._rank}: {side} rank {transfer.peer} (global rank {self._global[transfer.peer]}), {transfer.what}: {why}"
+            f"rank {self._rank}: {side} rank {transfer.peer} (global rank {self._global[transfer.peer]}), "
+            f"{transfer.what}: {why}"
         )
 
 

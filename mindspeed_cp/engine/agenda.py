@@ -103,7 +103,9 @@ def prepare(plan: Plan, rank: int, backend: AttentionBackend) -> None:
 
 def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> Agenda:
     if not (plan.layout.same_as(plan.q_layout) and plan.layout.same_as(plan.kv_layout)):
-        raise PlanError("the plan computes in another layout than the caller's; this version of the engine does not redistribute")
+        raise PlanError(
+            "the plan computes in another layout than the caller's; this version of the engine does not redistribute"
+        )
     program: Program = getattr(plan, direction)
     lower = backend.lower_forward if direction == "forward" else backend.lower_backward
     lowered = lower(program.tiles(rank), int(plan.q_layout.token_counts[rank]), plan.attention)
@@ -138,4 +140,6 @@ def _post(messages: Messages, index: int, kind: str, rank: int) -> Post:
         rows = torch.from_numpy(messages.rows_of(index)[0 if sends else 1])
     number = 2 * index + (kind == "reduce")
     what = f"{'dK and dV' if kind == 'reduce' else 'K and V'}, step {item['start']}, {item['rows']} rows"
-    return Post(number, kind == "reduce", sends, int(item[there]), int(item[here + "_slot"]), rows, int(item["rows"]), what)
+    return Post(
+        number, kind == "reduce", sends, int(item[there]), int(item[here + "_slot"]), rows, int(item["rows"]), what
+    )

@@ -50,7 +50,9 @@ def context_parallel_attention(
     runner = backend_for(q.device.type, backend)
     size = group_size(group)
     if size != plan.ranks:
-        raise ConfigError(f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size")
+        raise ConfigError(
+            f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size"
+        )
     rank = group_rank(group)
     _check(q, k, v, plan, rank, runner)
     transport = Transport(group, timeout) if size > 1 else None
@@ -60,7 +62,14 @@ def context_parallel_attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, transport: Transport | None, backend: AttentionBackend
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        rank: int,
+        transport: Transport | None,
+        backend: AttentionBackend,
     ) -> Tensor:
         attention = plan.attention
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -97,7 +106,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, backend: Atte
     shapes = (("q", q, a.heads, a.head_dim), ("k", k, a.kv_heads, a.head_dim), ("v", v, a.kv_heads, a.head_dim_v))
     for name, x, heads, width in shapes:
         if tuple(x.shape) != (rows, heads, width):
-            raise ConfigError(f"rank {rank}: {name} has shape {list(x.shape)}; the plan gives this rank [{rows}, {heads}, {width}]")
+            raise ConfigError(
+                f"rank {rank}: {name} has shape {list(x.shape)}; the plan gives this rank [{rows}, {heads}, {width}]"
+            )
         if x.dtype != q.dtype or x.device != q.device:
-            raise ConfigError(f"rank {rank}: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must agree")
+            raise ConfigError(
+                f"rank {rank}: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must agree"
+            )
     backend.check(a, q.dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from mindspeed_cp.comm import Pending, Transfer, Transport, staging
 from mindspeed_cp.engine.agenda import Agenda, Post
 
-Compute = Callable[[int, object], None]
+Compute = Callable[[int, Any], None]
 
 
 class Run:
@@ -32,7 +33,10 @@ class Run:
         found = self._gradients[slot]
         if found is None:
             k, v = self.k[slot], self.v[slot]
-            found = self._gradients[slot] = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+            found = self._gradients[slot] = (
+                torch.zeros_like(k, dtype=torch.float32),
+                torch.zeros_like(v, dtype=torch.float32),
+            )
         return found
 
     def steps(self, compute: Compute) -> None:
@@ -60,7 +64,7 @@ class Run:
             for land in landed:  # after every send of the step is out: a landing may reuse the rows that were sent
                 land()
 
-    def _post(self, posts: list[Post] | tuple[Post, ...]) -> dict[int, tuple[list[Pending], Callable[[], None] | None]]:
+    def _post(self, posts: Sequence[Post]) -> dict[int, tuple[list[Pending], Callable[[], None] | None]]:
         assert self._transport is not None, "a plan for one rank has no messages"
         transfers: list[Transfer] = []
         landings: list[Callable[[], None] | None] = []
@@ -68,7 +72,8 @@ class Run:
             pair, land = self._outgoing(post) if post.sends else self._incoming(post)
             landings.append(land)
             transfers.extend(
-                Transfer(tensor, post.peer, post.sends, 2 * post.number + part, post.what) for part, tensor in enumerate(pair)
+                Transfer(tensor, post.peer, post.sends, 2 * post.number + part, post.what)
+                for part, tensor in enumerate(pair)
             )
         pending = self._transport.post(transfers)
         return {post.number: (pending[2 * i : 2 * i + 2], landings[i]) for i, post in enumerate(posts)}

@@ -41,7 +41,8 @@ def zigzag(documents: Documents, ranks: int, groups: Groups | None = None) -> La
 
 
 def contiguous(documents: Documents, ranks: int, groups: Groups | None = None) -> Layout:
-    """Every document in G equal runs, G the ranks that share it; member i takes run i, floor(i*L/G) .. floor((i+1)*L/G).
+    """Every document in G equal runs, G the ranks that share it; member i takes run i, floor(i*L/G) ..
+    floor((i+1)*L/G).
 
     Balanced for full masks; under a causal mask the last rank does about twice the mean. Arguments and errors as for
     :func:`zigzag`.
@@ -104,9 +105,7 @@ def _on_all_ranks(documents: Documents, ranks: int, chunks: int, chunks_of) -> L
     return Layout(documents, ranks, _joined(flat[flat["stop"] > flat["start"]]))
 
 
-def _members(
-    documents: Documents, ranks: int, groups: Groups
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _members(documents: Documents, ranks: int, groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """For each (document, member): document, number of the member in its group, size of the group, rank."""
     _check_ranks(ranks)
     if len(groups) != len(documents):
@@ -120,7 +119,9 @@ def _members(
         twice = np.flatnonzero(key[1:] == key[:-1])
     bad = np.flatnonzero((rank_of < 0) | (rank_of >= ranks))
     if (size == 0).any() or len(bad) or len(twice):
-        at = int(np.argmax(size == 0)) if (size == 0).any() else int(doc[bad[0]] if len(bad) else key[twice[0]] // ranks)
+        at = (
+            int(np.argmax(size == 0)) if (size == 0).any() else int(doc[bad[0]] if len(bad) else key[twice[0]] // ranks)
+        )
         raise ConfigError(
             f"groups: document {at} has group {[int(r) for r in groups[at]]}; "
             f"a group needs one or more distinct ranks out of 0 to {ranks - 1}"

@@ -179,8 +179,9 @@ class Layout:
         for rank in range(self.ranks):
             mine = self.of(rank)
             first, last = (0, 1) if heads is None else self.head_range(rank, heads)
-            np.add.at(held, (mine["start"], slice(first, last)), 1)
-            np.add.at(held, (mine["stop"], slice(first, last)), -1)
+            columns = held[:, first:last]
+            np.add.at(columns, mine["start"], 1)
+            np.add.at(columns, mine["stop"], -1)
         times = np.cumsum(held, 0)[:-1, : 1 if heads is None else heads]
         wrong = np.argwhere(times < 1 if replicated else times != 1)
         if len(wrong):

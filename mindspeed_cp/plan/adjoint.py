@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import replace
 
@@ -13,14 +12,15 @@ from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import Messages
 
 Place = tuple[int, int]  # rank, slot
+Intervals = tuple[np.ndarray, np.ndarray]  # first and last-plus-one row of runs
 
 
 def adjoint(forward: Program) -> Program:
     """The same fetches and tiles, and every fetch mirrored into a reduce.
 
     The gradient of rows that a message brought goes back to where they came from in the step after its last addend: the
-    last step in which the slot is computed before it is filled again, and the last gradient that comes back from ranks
-    to which the rows were passed on. Relays therefore sum what they served before they send.
+    last step in which the slot is computed before these rows are received again, and the last gradient that comes back
+    from ranks to which they were passed on. Relays therefore sum what they served before they send.
 
     Args:
         forward: a program whose every received row has one source (fetches form a forest, its roots in slots 0).
@@ -29,40 +29,58 @@ def adjoint(forward: Program) -> Program:
         The backward program; its steps follow the forward's, as many more as the last gradients need.
 
     Raises:
-        PlanError: a slot is filled again before the gradient of what it held can be complete.
+        PlanError: rows are received again before the gradient of what was in them can be complete.
     """
     items = forward.fetch.items
-    fills: dict[Place, list[int]] = defaultdict(list)  # steps in which something lands, ascending
-    for rank, slot, done in np.unique(np.stack([items["dst"], items["dst_slot"], items["done"]], 1), axis=0).tolist():
-        fills[rank, slot].append(done)
-    reads: dict[Place, list[int]] = defaultdict(list)  # steps in which a slot is computed, ascending
-    contents = forward.contents[np.argsort(forward.contents["step"], kind="stable")]
-    for step, rank, slot in zip(*(contents[name].tolist() for name in ("step", "rank", "slot")), strict=True):
-        reads[rank, slot].append(step)
+    arrivals: dict[Place, list[int]] = defaultdict(list)  # messages into a slot, by done
+    departures: dict[Place, list[int]] = defaultdict(list)  # messages out of a slot
+    by_done = np.argsort(items["done"], kind="stable").tolist()
+    for index in by_done:
+        arrivals[int(items["dst"][index]), int(items["dst_slot"][index])].append(index)
+        departures[int(items["src"][index]), int(items["src_slot"][index])].append(index)
+    reads: dict[Place, list[int]] = defaultdict(list)  # steps in which a slot is computed
+    for content in forward.contents:
+        reads[int(content["rank"]), int(content["slot"])].append(int(content["step"]))
 
-    returned: dict[tuple[int, int, int], int] = {}  # (rank, slot, fill) -> last step in which a gradient comes back to it
     start = np.zeros(len(items), np.int64)
-    for index in np.argsort(-items["done"], kind="stable").tolist():  # children first: they start after their parent is done
-        item = items[index]
-        place, done = (int(item["dst"]), int(item["dst_slot"])), int(item["done"])
-        later = fills[place][bisect_right(fills[place], done) :]
-        expiry = later[0] if later else None
-        used = reads[place]
-        last_read = bisect_right(used, expiry if expiry is not None else forward.steps)
-        computed = used[last_read - 1] if last_read and used[last_read - 1] > done else done
-        start[index] = 1 + max(computed, returned.get((*place, done), done))
-        if expiry is not None and start[index] > expiry:
+    for index in reversed(by_done):  # children before parents: they start after their parent is done
+        place, done = (int(items["dst"][index]), int(items["dst_slot"][index])), int(items["done"][index])
+        rows = _rows(forward.fetch, index, "dst")
+        again = next(
+            (
+                int(items["done"][i])
+                for i in arrivals[place]
+                if items["done"][i] > done and _meet(rows, _rows(forward.fetch, i, "dst"))
+            ),
+            None,
+        )
+        end = forward.steps if again is None else again
+        computed = [step for step in reads[place] if done < step <= end]
+        returned = [
+            int(start[i])
+            for i in departures[place]
+            if done < items["start"][i] <= end and _meet(rows, _rows(forward.fetch, i, "src"))
+        ]
+        start[index] = 1 + max([done, *computed, *returned])
+        if again is not None and start[index] > again:
             raise PlanError(
-                f"adjoint: rank {place[0]}: slot {place[1]}, filled in step {done}, is filled again in step {expiry}, but its "
-                f"gradient is complete only in step {start[index]}; the plan needs another slot"
+                f"adjoint: rank {place[0]}: rows of slot {place[1]}, received in step {done}, are received again "
+                f"in step {again}, "
+                f"but their gradient is complete only in step {start[index]}; the plan needs another slot"
             )
-        source = int(item["src"]), int(item["src_slot"])
-        parent = bisect_left(fills[source], int(item["start"]))
-        if parent:
-            key = (*source, fills[source][parent - 1])
-            returned[key] = max(returned.get(key, 0), int(start[index]))
 
     mirrored = forward.fetch.reversed()
     mirrored.items["start"] = mirrored.items["done"] = start
     steps = max(forward.steps, int(start.max()) + 1 if len(start) else 0)
     return replace(forward, steps=steps, reduce=Messages(mirrored.items, mirrored.runs).sorted(forward.ranks))
+
+
+def _rows(messages: Messages, index: int, side: str) -> Intervals:
+    runs = messages.runs_of(index)
+    first = np.sort(runs[side + "_row"])
+    return first, np.sort(runs[side + "_row"] + runs["rows"])
+
+
+def _meet(a: Intervals, b: Intervals) -> bool:
+    """True when two sets of runs, each without overlaps of its own, have a row in common."""
+    return bool((np.searchsorted(a[0], b[1], "left") > np.searchsorted(a[1], b[0], "right")).any())

@@ -80,7 +80,7 @@ class AttentionConfig:
         for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"attention.{name} is {getattr(self, name)}; valid: 1 or more")
-        if self.heads % self.kv_heads:  # type: ignore[operator]
+        if self.heads % self.kv_heads:
             raise ConfigError(
                 f"attention.kv_heads is {self.kv_heads}; valid: a divisor of attention.heads, which is {self.heads}"
             )

@@ -123,6 +123,7 @@ class Plan:
     def __repr__(self) -> str:
         sent = int(self.forward.fetch.items["rows"].sum())
         return (
-            f"Plan({self.algorithm}, {self.ranks} ranks, {len(self.documents)} documents, {self.documents.tokens} tokens, "
+            f"Plan({self.algorithm}, {self.ranks} ranks, {len(self.documents)} documents, {self.documents.tokens} "
+            "tokens, "
             f"{self.forward.steps} forward steps, {sent} key/value rows sent)"
         )

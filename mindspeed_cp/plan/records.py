@@ -23,11 +23,12 @@ def record(names: str) -> np.dtype:
 #: first k_rows - q_rows + i + 1 rows of the tile's keys.
 TILE = record("step slot q_row q_rows k_row k_rows mask")
 
-#: From its landing to the next one, slot `slot` of `rank` holds spans[first : first + count]; `step` is when it is computed.
+#: From its landing to the next one, slot `slot` of `rank` holds spans[first : first + count]; `step` is when it is
+#: computed.
 CONTENT = record("step rank slot first count")
 
-#: `rows` rows, runs[first : first + count], of slot src_slot at src go to slot dst_slot at dst. Posted when step `start`
-#: begins, finished when step `done` ends.
+#: `rows` rows, runs[first : first + count], of slot src_slot at src go to slot dst_slot at dst. Posted when step
+#: `start` begins, finished when step `done` ends.
 MESSAGE = record("start done src dst src_slot dst_slot first count rows")
 
 #: `rows` rows from src_row of the source slot on go to dst_row of the target slot on.

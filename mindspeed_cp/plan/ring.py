@@ -1,8 +1,8 @@
 """The ring: blocks of keys and values travel one rank per step, through two receive buffers in turn.
 
-Rank r of n, step s: computes against the block of rank (r - s) mod n, sends that block on to r + 1 and receives the next
-one from r - 1 at the same time. In the backward the gradient of a block follows it one step behind, collecting every
-rank's part on its way, and so ends at its owner::
+Rank r of n, step s: computes against the block of rank (r - s) mod n, sends that block on to r + 1 and receives the
+next one from r - 1 at the same time. In the backward the gradient of a block follows it one step behind, collecting
+every rank's part on its way, and so ends at its owner::
 
     step           0        1        2        3        4
     rank r holds   r        r-1      r-2      r-3                   (4 ranks)
@@ -55,7 +55,13 @@ def build_ring(documents: Documents, topology: Topology, attention: AttentionCon
     fetch = _messages(hop, at, (at + 1) % n, slot, 1 + hop % 2, rows[block], travels)
     home = hop == last[block]
     reduce = _messages(
-        hop + 1, at, np.where(home, block, (at + 1) % n), slot, np.where(home, 0, 1 + hop % 2), rows[block], present & (hop > 0)
+        hop + 1,
+        at,
+        np.where(home, block, (at + 1) % n),
+        slot,
+        np.where(home, 0, 1 + hop % 2),
+        rows[block],
+        present & (hop > 0),
     )
     forward_steps = int(contents["step"].max()) + 1 if len(contents) else 1
     backward_steps = max(forward_steps, int(reduce.items["done"].max()) + 1 if len(reduce) else 0)
@@ -66,13 +72,26 @@ def build_ring(documents: Documents, topology: Topology, attention: AttentionCon
 
 
 def _messages(
-    step: np.ndarray, src: np.ndarray, dst: np.ndarray, src_slot: np.ndarray, dst_slot: np.ndarray, rows: np.ndarray, keep: np.ndarray
+    step: np.ndarray,
+    src: np.ndarray,
+    dst: np.ndarray,
+    src_slot: np.ndarray,
+    dst_slot: np.ndarray,
+    rows: np.ndarray,
+    keep: np.ndarray,
 ) -> Messages:
     """Whole blocks, each one run from row 0 to row 0, posted and finished in one step."""
     items, runs = np.zeros(int(keep.sum()), MESSAGE), np.zeros(int(keep.sum()), RUN)
-    for name, column in zip(("start", "src", "dst", "src_slot", "dst_slot", "rows"), (step, src, dst, src_slot, dst_slot, rows), strict=True):
+    for name, column in zip(
+        ("start", "src", "dst", "src_slot", "dst_slot", "rows"), (step, src, dst, src_slot, dst_slot, rows), strict=True
+    ):
         items[name] = column[keep]
-    items["done"], items["first"], items["count"], runs["rows"] = items["start"], np.arange(len(items)), 1, items["rows"]
+    items["done"], items["first"], items["count"], runs["rows"] = (
+        items["start"],
+        np.arange(len(items)),
+        1,
+        items["rows"],
+    )
     order = np.lexsort((items["src"], items["start"]))
     return Messages(items[order], runs)
 
@@ -80,8 +99,8 @@ def _messages(
 def _last_hop(layout: Layout, mask: str) -> np.ndarray:
     """For every block the number of hops to the last rank whose queries see any of it, int64 [ranks].
 
-    A causal query sees a block of its document when the block starts before the query's last token. Long documents settle
-    nearly every pair, so documents are taken longest first until all pairs are settled.
+    A causal query sees a block of its document when the block starts before the query's last token. Long documents
+    settle nearly every pair, so documents are taken longest first until all pairs are settled.
     """
     n, documents = layout.ranks, layout.documents
     sees = np.eye(n, dtype=bool)  # [rank, block]

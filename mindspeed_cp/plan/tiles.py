@@ -46,7 +46,7 @@ def tiles_between(q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents
     if mask == "causal":
         last = rows_before(q_spans["stop"])
         own = last - rows_before(q_spans["start"])
-        if ((own != 0) & (own != q_len)).any():
+        if ((own != 0) & (own != q_len)).any():  # some queries lie partly in the slot; after one cut none does
             return tiles_between(_cut(q_spans, k_spans), k_spans, documents, mask)
     else:
         last = rows_before(documents.offsets[q_spans["doc"] + 1])
@@ -60,8 +60,8 @@ def tiles_between(q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents
 
 
 def _joined(tiles: np.ndarray, doc: np.ndarray) -> np.ndarray:
-    """A tile continues the one before it when its rows follow and it sees the same keys (full) or, for a causal one, just
-    its own keys more. (A causal tile that follows a full one is left alone: no kernel has that shape.)"""
+    """A tile continues the one before it when its rows follow and it sees the same keys (full) or, for a causal one,
+    just its own keys more. (A causal tile that follows a full one is left alone: no kernel has that shape.)"""
     if len(tiles) < 2:
         return tiles
     before, after = tiles[:-1], tiles[1:]
@@ -80,7 +80,8 @@ def _joined(tiles: np.ndarray, doc: np.ndarray) -> np.ndarray:
 
 
 def _cut(q_spans: np.ndarray, k_spans: np.ndarray) -> np.ndarray:
-    """The same queries, cut where a span of keys begins or ends, so that each piece is in the slot wholly or not at all."""
+    """The same queries, cut where a span of keys begins or ends, so that each piece is in the slot wholly or not at
+    all."""
     edges = np.unique(np.concatenate([k_spans["start"], k_spans["stop"], q_spans["start"], q_spans["stop"]]))
     lo = np.searchsorted(edges, q_spans["start"])
     pieces = np.searchsorted(edges, q_spans["stop"]) - lo

@@ -28,5 +28,8 @@ def backend_for(device_type: str, name: str | None = None) -> AttentionBackend:
     """
     backend = backend_named(device_type if name is None else name)
     if backend.name != device_type:
-        raise ConfigError(f"backend {backend.name!r} does not run on tensors of device {device_type!r}; valid: {device_type!r}, or None")
+        raise ConfigError(
+            f"backend {backend.name!r} does not run on tensors of device {device_type!r}; valid: {device_type!r}, "
+            "or None"
+        )
     return backend

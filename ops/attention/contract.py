@@ -70,7 +70,9 @@ class AttentionBackend(Protocol):
     def lower_backward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig) -> Lowered:
         """The same for the backward."""
 
-    def forward(self, calls: Sequence[Any], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor) -> None:
+    def forward(
+        self, calls: Sequence[Any], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
+    ) -> None:
         """Add the tiles of one (step, slot) to state.out and state.lse.
 
         Args:
@@ -82,6 +84,13 @@ class AttentionBackend(Protocol):
         """
 
     def backward(
-        self, calls: Sequence[Any], attention: AttentionConfig, state: BackwardState, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor
+        self,
+        calls: Sequence[Any],
+        attention: AttentionConfig,
+        state: BackwardState,
+        k: Tensor,
+        v: Tensor,
+        dk: Tensor,
+        dv: Tensor,
     ) -> None:
         """Add the gradients of the tiles of one (step, slot) to state.dq, dk and dv (fp32, of the slot's shape)."""

@@ -48,7 +48,9 @@ class CpuAttention:
         q, k, v = _same_width(q, k, v)
         scale = attention.softmax_scale
         for call in calls:
-            part, part_lse = _FLASH(_heads_first(q[call.q]), _heads_first(k[call.k]), _heads_first(v[call.k]), 0.0, call.causal, scale=scale)
+            part, part_lse = _FLASH(
+                _heads_first(q[call.q]), _heads_first(k[call.k]), _heads_first(v[call.k]), 0.0, call.causal, scale=scale
+            )
             part, part_lse = part[0].transpose(0, 1)[..., :width], part_lse[0].transpose(0, 1)
             if call.first:
                 out[call.q], lse[call.q] = part, part_lse
@@ -123,7 +125,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel wants one head_dim for q, k and v: the narrower side gets zeros, which change neither scores nor outputs."""
+    """The kernel wants one head_dim for q, k and v: the narrower side gets zeros, which change neither scores nor
+    outputs."""
     if q.shape[-1] == v.shape[-1]:
         return q, k, v
     width = max(q.shape[-1], v.shape[-1])

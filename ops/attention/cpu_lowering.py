@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mindspeed_cp.plan import CAUSAL
 
-#: Backward tiles of at most this many rows and keys are computed in groups: the flash backward has a fixed cost for every
-#: (tile, head), 65 us where it was measured, which only larger tiles outweigh (benchmarks/kernels_cpu.py).
+#: Backward tiles of at most this many rows and keys are computed in groups: the flash backward has a fixed cost for
+#: every (tile, head), 65 us where it was measured, which only larger tiles outweigh (benchmarks/kernels_cpu.py).
 SMALL = 64
 
 #: Scores of one group for one head: 2**16 in fp32 are 256 KiB a head, so a group of all heads stays in the caches.
@@ -110,7 +110,9 @@ def _group(tiles: np.ndarray) -> Group:
     q_rows = tiles["q_row"][:, None] + np.minimum(i, tiles["q_rows"][:, None] - 1)
     k_rows = tiles["k_row"][:, None] + np.minimum(j, tiles["k_rows"][:, None] - 1)
     past = np.where(tiles["mask"] == CAUSAL, tiles["k_rows"] - tiles["q_rows"], k)[:, None, None]
-    sees = (i[:, None] < tiles["q_rows"][:, None, None]) & (j < tiles["k_rows"][:, None, None]) & (j <= past + i[:, None])
+    sees = (
+        (i[:, None] < tiles["q_rows"][:, None, None]) & (j < tiles["k_rows"][:, None, None]) & (j <= past + i[:, None])
+    )
     hidden = torch.zeros(len(tiles), 1, q, k).masked_fill_(torch.from_numpy(~sees)[:, None], float("-inf"))
-    flat = (torch.from_numpy(x.astype(np.int64).reshape(-1)) for x in (q_rows, k_rows))
-    return Group(*flat, (len(tiles), q, k), hidden)
+    q_flat, k_flat = (torch.from_numpy(x.astype(np.int64).reshape(-1)) for x in (q_rows, k_rows))
+    return Group(q_flat, k_flat, (len(tiles), q, k), hidden)

@@ -104,13 +104,23 @@ def _problem(
     config = AttentionConfig(q.shape[1], k.shape[1], q.shape[2], v.shape[2], mask=mask, scale=scale)
     cu_q, cu_k = (np.asarray(x, np.int64) for x in (cu_seqlens_q, cu_seqlens_kv))
     for name, cu, rows in (("cu_seqlens_q", cu_q, len(q)), ("cu_seqlens_kv", cu_k, len(k))):
-        if cu.ndim != 1 or len(cu) != len(cu_q) or not len(cu) or cu[0] != 0 or cu[-1] != rows or (np.diff(cu) < 0).any():
+        if (
+            cu.ndim != 1
+            or len(cu) != len(cu_q)
+            or not len(cu)
+            or cu[0] != 0
+            or cu[-1] != rows
+            or (np.diff(cu) < 0).any()
+        ):
             raise ConfigError(f"{name} must rise from 0 to {rows}, one entry more than sequences, alike for q and kv")
     n_q, n_k = np.diff(cu_q), np.diff(cu_k)
     short = np.flatnonzero((n_k < n_q) & (n_k > 0)) if mask == "causal" else np.zeros(0, int)
     if len(short):
         i = short[0]
-        raise ConfigError(f"sequence {i} has {n_q[i]} queries and {n_k[i]} keys; a causal mask needs as many keys, or none, or use mask='full'")
+        raise ConfigError(
+            f"sequence {i} has {n_q[i]} queries and {n_k[i]} keys; a causal mask needs as many keys, or none, or "
+            "use mask='full'"
+        )
     keep = (n_q > 0) & (n_k > 0)
     tiles = np.zeros(int(keep.sum()), TILE)
     for name, column in (("q_row", cu_q[:-1]), ("q_rows", n_q), ("k_row", cu_k[:-1]), ("k_rows", n_k)):

@@ -1,4 +1,5 @@
-"""Dense attention in fp64: the yardstick of every test, and of `mindspeed-cp doctor`.  Quadratic memory; small inputs only."""
+"""Dense attention in fp64: the yardstick of every test, and of `mindspeed-cp doctor`.  Quadratic memory; small inputs
+only."""
 
 from __future__ import annotations
 

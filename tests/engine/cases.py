@@ -38,7 +38,12 @@ class Case:
     def inputs(self) -> list[torch.Tensor]:
         """q, k, v and dout of the whole batch."""
         generator = torch.Generator().manual_seed(self.seed)
-        shapes = ((self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim_v), (self.heads, self.head_dim_v))
+        shapes = (
+            (self.heads, self.head_dim),
+            (self.kv_heads, self.head_dim),
+            (self.kv_heads, self.head_dim_v),
+            (self.heads, self.head_dim_v),
+        )
         return [torch.randn(sum(self.lengths), *shape, generator=generator).to(self.dtype) for shape in shapes]
 
     def reference(self) -> list[torch.Tensor]:
@@ -58,7 +63,9 @@ def run(rank: int, group: Any, case: Case) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def errors(case: Case, results: list[list[torch.Tensor]], reference: list[torch.Tensor]) -> dict[str, tuple[float, float]]:
+def errors(
+    case: Case, results: list[list[torch.Tensor]], reference: list[torch.Tensor]
+) -> dict[str, tuple[float, float]]:
     """For out, dq, dk and dv: the largest error over the largest reference value (1 at least), and the relative L2 error."""
     plan = case.plan()
     out = {}

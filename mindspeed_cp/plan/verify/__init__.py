@@ -24,7 +24,8 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     * every (token, head) is held once by the caller's layout and by the layout of queries, and at least once by that of
       keys and values; kv heads serve the query heads beside them;
     * every number refers to a step, slot, row and rank that exists; messages are in one global order;
-    * every visible (query, key) pair is computed exactly once and no other pair is; in the backward every key's gradient
+    * every visible (query, key) pair is computed exactly once and no other pair is; in the backward every key's
+    gradient
       comes back to its owner with every query's part exactly once (:mod:`.interpret`);
     * no stale, empty or half-received row is computed or sent; no row is received while it is read, sent or received
       again; no gradient is sent while it is still summed (:mod:`.lifetimes`);
@@ -44,7 +45,10 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     plan.layout.check()
     _check_heads(plan)
     if plan.topology.ranks != plan.ranks or plan.q_layout.ranks != plan.ranks or plan.kv_layout.ranks != plan.ranks:
-        raise PlanError(f"the layouts have {plan.ranks}, {plan.q_layout.ranks} and {plan.kv_layout.ranks} ranks, the topology {plan.topology.ranks}")
+        raise PlanError(
+            f"the layouts have {plan.ranks}, {plan.q_layout.ranks} and {plan.kv_layout.ranks} ranks, the topology "
+            f"{plan.topology.ranks}"
+        )
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64) for _ in range(2))
     see = expected_sums(plan.documents, attention.mask, a, b)
@@ -67,10 +71,10 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
             wrong = np.flatnonzero(run.out[rank] != see[0][plan.q_layout.tokens(rank)])
             if len(wrong):
                 refuse_query(plan, program, name, rank, int(wrong[0]), tiles[rank])
-            if name == "backward":
-                wrong = np.flatnonzero(run.gradient[rank][0] != see[1][plan.kv_layout.tokens(rank)])
-                if len(wrong):
-                    refuse_gradient(plan, program, rank, int(wrong[0]), tiles, (a, b))
+        for rank in range(plan.ranks) if name == "backward" else ():
+            wrong = np.flatnonzero(run.gradient[rank][0] != see[1][plan.kv_layout.tokens(rank)])
+            if len(wrong):
+                refuse_gradient(plan, program, rank, int(wrong[0]), tiles, (a, b))
     if max_bytes is not None:
         check_memory(plan, max_bytes, bytes_per_element)
 
@@ -95,10 +99,12 @@ def _rows_held(program: Program, rank: int) -> dict[tuple[int, int], int]:
 
 def _check_heads(plan: Plan) -> None:
     attention = plan.attention
-    kv_heads = attention.kv_heads or attention.heads
+    kv_heads = attention.kv_heads
     group = attention.heads // kv_heads
     plan.q_layout.check(attention.heads if plan.q_layout.heads is not None else None)
-    plan.kv_layout.check(kv_heads if plan.kv_layout.heads is not None else None, replicated=plan.kv_layout.heads is not None)
+    plan.kv_layout.check(
+        kv_heads if plan.kv_layout.heads is not None else None, replicated=plan.kv_layout.heads is not None
+    )
     for rank in range(plan.ranks):
         (a, b), (c, d) = plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, kv_heads)
         if b > a and (c * group > a or d * group < b):
@@ -107,4 +113,7 @@ def _check_heads(plan: Plan) -> None:
         for messages in (program.fetch, program.reduce):
             for item in messages.items if plan.kv_layout.heads is not None else ():
                 if (plan.kv_layout.heads[item["src"]] != plan.kv_layout.heads[item["dst"]]).any():  # type: ignore[index]
-                    raise PlanError(f"rank {item['src']}, step {item['start']}: keys and values go to rank {item['dst']}, which has other heads")
+                    raise PlanError(
+                        f"rank {item['src']}, step {item['start']}: keys and values go to rank {item['dst']}, "
+                        "which has other heads"
+                    )

@@ -34,14 +34,25 @@ def refuse_query(plan: Plan, program: Program, name: str, rank: int, row: int, t
         where = "; ".join(f"step {t['step']}, {describe_tile(t)}" for t in by)
         if not first <= key < last:
             other, at = _place(plan, key)
-            raise PlanError(f"{name}: rank {rank}: {query} sees key {at} of document {other}, which its mask hides: {where}")
+            raise PlanError(
+                f"{name}: rank {rank}: {query} sees key {at} of document {other}, which its mask hides: {where}"
+            )
         if len(by) > 1:
-            raise PlanError(f"{name}: rank {rank}: {query} sees key {key - first} of its document {len(by)} times: {where}")
+            raise PlanError(
+                f"{name}: rank {rank}: {query} sees key {key - first} of its document {len(by)} times: {where}"
+            )
     missing = next(key for key in range(first, last) if key not in seen)
     holder = next(r for r in range(plan.ranks) if missing in plan.kv_layout.tokens(r))
     near = [c for c in program.contents_of(rank) if _holds(program, c, missing)]
-    when = f"step {near[0]['step']}, where slot {near[0]['slot']} holds it" if near else "any step: it is never brought there"
-    raise PlanError(f"{name}: rank {rank}: {query} does not see key {missing - first} of its document, owned by rank {holder}, in {when}")
+    when = (
+        f"step {near[0]['step']}, where slot {near[0]['slot']} holds it"
+        if near
+        else "any step: it is never brought there"
+    )
+    raise PlanError(
+        f"{name}: rank {rank}: {query} does not see key {missing - first} of its document, owned by rank "
+        f"{holder}, in {when}"
+    )
 
 
 def _holds(program: Program, content: np.ndarray, token: int) -> bool:
@@ -49,11 +60,18 @@ def _holds(program: Program, content: np.ndarray, token: int) -> bool:
     return bool(((spans["start"] <= token) & (token < spans["stop"])).any())
 
 
-def refuse_gradient(plan: Plan, program: Program, rank: int, row: int, tiles: Sequence[np.ndarray], numbers: tuple[np.ndarray, np.ndarray]) -> None:
+def refuse_gradient(
+    plan: Plan,
+    program: Program,
+    rank: int,
+    row: int,
+    tiles: Sequence[np.ndarray],
+    numbers: tuple[np.ndarray, np.ndarray],
+) -> None:
     """Raise PlanError for a key row whose gradient is not the sum over the queries that see it.
 
-    The program is run once for every rank with the numbers of all other ranks' queries at zero: that shows whose part is
-    lost or counted twice on the way.
+    The program is run once for every rank with the numbers of all other ranks' queries at zero: that shows whose part
+    is lost or counted twice on the way.
     """
     token = int(plan.kv_layout.tokens(rank)[row])
     doc, position = _place(plan, token)
@@ -69,12 +87,22 @@ def refuse_gradient(plan: Plan, program: Program, rank: int, row: int, tiles: Se
         if got == want:
             continue
         steps = [int(c["step"]) for c in program.contents_of(computing) if _holds(program, c, token)]
-        what = "is lost" if got == 0 else "comes back more than once" if _multiple(got, want) else "is not what it should be"
+        what = (
+            "is lost"
+            if got == 0
+            else "comes back more than once"
+            if _multiple(got, want)
+            else "is not what it should be"
+        )
         raise PlanError(
-            f"backward: rank {computing}, step {steps[0] if steps else 'none'}: its part of the gradient of {key} {what} on the way to "
+            f"backward: rank {computing}, step {steps[0] if steps else 'none'}: its part of the gradient of {key} "
+            f"{what} on the way to "
             "the owner; see the reduces that leave the slot it is computed in"
         )
-    raise PlanError(f"backward: rank {rank}, step {program.steps - 1}: the gradient of {key} is wrong, though every rank's part is right")
+    raise PlanError(
+        f"backward: rank {rank}, step {program.steps - 1}: the gradient of {key} is wrong, though every rank's "
+        "part is right"
+    )
 
 
 def _multiple(got: np.uint64, want: np.uint64) -> bool:

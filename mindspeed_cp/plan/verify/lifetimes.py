@@ -1,5 +1,5 @@
-"""Second part of the proof: no row is received while it is read, sent or received once more; no gradient leaves while it
-is still summed."""
+"""Second part of the proof: no row is received while it is read, sent or received once more; no gradient leaves while
+it is still summed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Intervals = tuple[np.ndarray, np.ndarray]  # first and last-plus-one address of 
 def check_lifetimes(program: Program, tiles: Sequence[np.ndarray], name: str) -> None:
     """Raise PlanError naming rank, step and slot of the first row that is used in two ways at once.
 
-    All slots of all ranks are laid one behind the other, so that a row is one address and every conflict is an overlap of
-    two intervals in some step.
+    All slots of all ranks are laid one behind the other, so that a row is one address and every conflict is an
+    overlap of two intervals in some step.
 
     Args:
         program: the program, structurally sound.
@@ -33,17 +33,17 @@ def check_lifetimes(program: Program, tiles: Sequence[np.ndarray], name: str) ->
         flying = _flying(fetches, step)
         received, sent = flying["dst"], flying["src"]
         read = _select(reads, reads["step"] == step)
-        space.refuse_twice(received, name, step, "received by two messages at once")
-        space.refuse_overlap(received, sent, name, step, "received while it is being sent")
-        space.refuse_overlap(received, read, name, step, "received while a tile reads it")
+        space.refuse_twice(received, name, step, "is received by two messages at once")
+        space.refuse_overlap(received, sent, name, step, "is received while it is being sent")
+        space.refuse_overlap(received, read, name, step, "is received while a tile reads it")
 
         leaving = _flying(reduces, step)["src"]
         landing = _select(reduces["dst"], reduces["done"] == step)
-        space.refuse_overlap(leaving, read, name, step, "gradient sent while a tile still adds to it")
-        space.refuse_overlap(leaving, landing, name, step, "gradient sent while another one is added to it")
+        space.refuse_overlap(leaving, read, name, step, "has its gradient sent while a tile still adds to it")
+        space.refuse_overlap(leaving, landing, name, step, "has its gradient sent while another one is added to it")
         reset = _select(fetches["dst"], fetches["done"] == step)
         staying = _select(reduces["src"], (reduces["start"] <= step) & (step < reduces["done"]))
-        space.refuse_overlap(staying, reset, name, step, "gradient sent while a landing fetch starts it anew")
+        space.refuse_overlap(staying, reset, name, step, "has its gradient sent while a landing fetch starts it anew")
 
 
 class _Addresses:
@@ -66,7 +66,8 @@ class _Addresses:
         return out
 
     def of_tiles(self, tiles: Sequence[np.ndarray]) -> dict:
-        """Rows read by tiles; tiles of a step are mostly neighbours, so runs that touch are joined by `_overlap`'s sort."""
+        """Rows read by tiles; tiles of a step are mostly neighbours, so runs that touch are joined by `_overlap`'s
+        sort."""
         first = np.concatenate([self.address(rank, t["slot"], t["k_row"]) for rank, t in enumerate(tiles)])
         rows = np.concatenate([t["k_rows"] for t in tiles])
         return {"step": np.concatenate([t["step"] for t in tiles]), 0: first, 1: first + rows}
@@ -92,7 +93,7 @@ class _Addresses:
     def _refuse(self, address: int, name: str, step: int, why: str) -> None:
         place = int(np.searchsorted(self.base, address, "right")) - 1
         rank, slot = divmod(place, self.slots)
-        raise PlanError(f"{name}: rank {rank}, step {step}: row {address - int(self.base[place])} of slot {slot} is {why}")
+        raise PlanError(f"{name}: rank {rank}, step {step}: row {address - int(self.base[place])} of slot {slot} {why}")
 
 
 def _flying(messages: dict, step: int) -> dict[str, Intervals]:

@@ -8,17 +8,20 @@ from mindspeed_cp.errors import PlanError
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages, record
 
-#: Bytes of one rank: K/V receive buffers, fp32 gradients of K/V, staging of messages in flight (its largest step), total.
+#: Bytes of one rank: K/V receive buffers, fp32 gradients of K/V, staging of messages in flight (its largest step),
+#: total.
 PEAK = record("kv gradients staging total")
 
 
 def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.ndarray:
-    """Bytes of communication buffers of every rank: what the engine allocates beside the caller's tensors and the kernels'
-    own results.
+    """Bytes of communication buffers of every rank: what the engine allocates beside the caller's tensors and the
+    kernels' own results.
 
     * kv: slots 1 and up, K and V, for the whole program;
-    * gradients (backward): dK and dV in fp32 of every slot that is computed or receives a reduce, for the whole program;
-    * staging: a send of several runs is gathered, a fetch of several runs and every reduce is received apart; the largest
+    * gradients (backward): dK and dV in fp32 of every slot that is computed or receives a reduce, for the whole
+    program;
+    * staging: a send of several runs is gathered, a fetch of several runs and every reduce is received apart; the
+    largest
       sum over the messages in flight in one step.
 
     Args:
@@ -30,9 +33,9 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
         Records of dtype PEAK [ranks].
     """
     program: Program = getattr(plan, direction)
-    kv_heads = plan.attention.kv_heads or plan.attention.heads
+    kv_heads = plan.attention.kv_heads
     held = np.array([np.subtract(*plan.kv_layout.head_range(r, kv_heads)[::-1]) for r in range(plan.ranks)])
-    width = held * (plan.attention.head_dim + (plan.attention.head_dim_v or plan.attention.head_dim))
+    width = held * (plan.attention.head_dim + plan.attention.head_dim_v)
     out = np.zeros(plan.ranks, PEAK)
     out["kv"] = program.capacity[:, 1:].sum(1) * width * bytes_per_element
     if direction == "backward":
@@ -66,6 +69,7 @@ def check_memory(plan: Plan, max_bytes: int, bytes_per_element: int) -> None:
         if peak["total"][rank] > max_bytes:
             p = peak[rank]
             raise PlanError(
-                f"{direction}: rank {rank}: buffers take {p['total']} bytes ({p['kv']} keys and values, {p['gradients']} gradients, "
+                f"{direction}: rank {rank}: buffers take {p['total']} bytes ({p['kv']} keys and values, "
+                f"{p['gradients']} gradients, "
                 f"{p['staging']} staging), more than the bound of {max_bytes}"
             )

@@ -14,8 +14,8 @@ def check_queues(program: Program, name: str) -> None:
 
     A rank posts the messages of a step (reduces, then fetches, in the plan's order) and enters the next step when those
     due in this one are finished. A message moves when it is at the head of its sender's queue of sends and of its
-    receiver's queue of receives: that is synchronous sending with one stream for each direction, the strictest transport
-    there is.
+    receiver's queue of receives: that is synchronous sending with one stream for each direction, the strictest
+    transport there is.
 
     Raises:
         PlanError: some rank never finishes; names rank, step and the message that it waits for.

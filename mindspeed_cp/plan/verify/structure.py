@@ -13,7 +13,8 @@ def describe_tile(tile: np.ndarray) -> str:
     """A tile in words."""
     mask = MASK_NAMES.get(int(tile["mask"]), f"unknown mask {tile['mask']}")
     q, k = int(tile["q_row"]), int(tile["k_row"])
-    return f"{mask} tile of q rows {q}..{q + tile['q_rows'] - 1} and rows {k}..{k + tile['k_rows'] - 1} of slot {tile['slot']}"
+    q_last, k_last = q + int(tile["q_rows"]) - 1, k + int(tile["k_rows"]) - 1
+    return f"{mask} tile of q rows {q}..{q_last} and rows {k}..{k_last} of slot {tile['slot']}"
 
 
 def describe_message(kind: str, item: np.ndarray) -> str:
@@ -27,7 +28,12 @@ def describe_message(kind: str, item: np.ndarray) -> str:
 def check_program(plan: Plan, program: Program, name: str) -> None:
     """Raise PlanError unless steps, slots, rows and runs of messages and contents exist."""
     ranks = plan.ranks
-    if program.steps < 1 or program.capacity.ndim != 2 or len(program.capacity) != ranks or not program.capacity.shape[1]:
+    if (
+        program.steps < 1
+        or program.capacity.ndim != 2
+        or len(program.capacity) != ranks
+        or not program.capacity.shape[1]
+    ):
         raise PlanError(f"{name}: {program.steps} steps and capacity {program.capacity.shape} for {ranks} ranks")
     wrong = np.flatnonzero(program.capacity[:, 0] != plan.kv_layout.token_counts)
     if len(wrong):
@@ -67,12 +73,15 @@ def _check_messages(program: Program, messages: Messages, name: str) -> None:
     ):
         if not ok.all():
             item = items[int(np.argmin(ok))]
-            raise PlanError(f"{name}: rank {item['src']}, step {item['start']}: {describe_message('message', item)}: {why}")
+            raise PlanError(
+                f"{name}: rank {item['src']}, step {item['start']}: {describe_message('message', item)}: {why}"
+            )
     late = np.flatnonzero(np.diff(items["start"]) < 0)
     if len(late):
         item = items[late[0] + 1]
         raise PlanError(
-            f"{name}: rank {item['src']}, step {item['start']}: {describe_message('message', item)} comes after a message of a "
+            f"{name}: rank {item['src']}, step {item['start']}: {describe_message('message', item)} comes after a "
+            "message of a "
             "later step; ranks would issue sends and receives in different orders and could dead-lock"
         )
     owner, flat = messages.flat_runs
@@ -81,7 +90,8 @@ def _check_messages(program: Program, messages: Messages, name: str) -> None:
     if (flat["rows"] <= 0).any() or (total != items["rows"]).any():
         item = items[int(np.argmax(total != items["rows"]))]
         raise PlanError(
-            f"{name}: rank {item['src']}, step {item['start']}: {describe_message('message', item)} counts other rows than its runs"
+            f"{name}: rank {item['src']}, step {item['start']}: {describe_message('message', item)} counts other "
+            "rows than its runs"
         )
     for side in ("src", "dst"):
         room = program.capacity[items[side][owner], items[side + "_slot"][owner]]
@@ -102,19 +112,33 @@ def _check_contents(program: Program, name: str) -> None:
     ok &= (contents["count"] > 0) & (contents["first"] + contents["count"] <= len(spans))
     if not ok.all():
         bad = contents[int(np.argmin(ok))]
-        raise PlanError(f"{name}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} refer to what is not there")
+        raise PlanError(
+            f"{name}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} refer to what is not there"
+        )
     keys = np.stack([contents["rank"], contents["step"], contents["slot"]], 1)
     order = (np.diff(keys[:, 0]) > 0) | (
-        (np.diff(keys[:, 0]) == 0) & ((np.diff(keys[:, 1]) > 0) | ((np.diff(keys[:, 1]) == 0) & (np.diff(keys[:, 2]) > 0)))
+        (np.diff(keys[:, 0]) == 0)
+        & ((np.diff(keys[:, 1]) > 0) | ((np.diff(keys[:, 1]) == 0) & (np.diff(keys[:, 2]) > 0)))
     )
     if not order.all():
         bad = contents[int(np.argmin(order)) + 1]
         raise PlanError(
-            f"{name}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} are out of order or given twice"
+            f"{name}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} are out of order or "
+            "given twice"
         )
+    _, distinct = np.unique(np.stack([contents["first"], contents["count"]], 1), axis=0, return_index=True)
+    for content in contents[distinct]:
+        held = program.spans_in(content)
+        if (held["stop"] <= held["start"]).any() or (held["start"][1:] < held["stop"][:-1]).any():
+            raise PlanError(
+                f"{name}: rank {content['rank']}, step {content['step']}: contents of slot {content['slot']} do "
+                "not ascend in token order"
+            )
 
 
-def check_tiles(program: Program, rank: int, tiles: np.ndarray, rows_held: dict[tuple[int, int], int], name: str) -> None:
+def check_tiles(
+    program: Program, rank: int, tiles: np.ndarray, rows_held: dict[tuple[int, int], int], name: str
+) -> None:
     """Raise PlanError unless every tile lies in the rank's queries and in what the slot holds at its step.
 
     Args:
@@ -128,7 +152,9 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, rows_held: dict[
     key = tiles["step"] * program.capacity.shape[1] + tiles["slot"]
     known, inverse = np.unique(key, return_inverse=True)
     pairs = [divmod(int(k), program.capacity.shape[1]) for k in known]
-    held = np.array([rows_held.get(pair, 0) for pair in pairs], np.int64)[inverse] if len(tiles) else np.zeros(0, np.int64)
+    held = (
+        np.array([rows_held.get(pair, 0) for pair in pairs], np.int64)[inverse] if len(tiles) else np.zeros(0, np.int64)
+    )
     ok = (tiles["q_row"] >= 0) & (tiles["q_rows"] > 0) & (tiles["q_row"] + tiles["q_rows"] <= q_rows)
     ok &= (tiles["k_row"] >= 0) & (tiles["k_rows"] > 0) & (tiles["k_row"] + tiles["k_rows"] <= held)
     ok &= np.isin(tiles["mask"], list(MASK_NAMES)) & ((tiles["mask"] != CAUSAL) | (tiles["k_rows"] >= tiles["q_rows"]))
@@ -136,10 +162,13 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, rows_held: dict[
         bad = tiles[int(np.argmin(ok))]
         rows = held[int(np.argmin(ok))]
         raise PlanError(
-            f"{name}: rank {rank}, step {bad['step']}: {describe_tile(bad)}: the rank has {q_rows} q rows, the slot holds {rows} "
+            f"{name}: rank {rank}, step {bad['step']}: {describe_tile(bad)}: the rank has {q_rows} q rows, the "
+            f"slot holds {rows} "
             "rows in that step, and a causal tile has at least as many keys as queries"
         )
     back = np.flatnonzero(np.diff(tiles["step"]) < 0)
     if len(back):
         bad = tiles[back[0] + 1]
-        raise PlanError(f"{name}: rank {rank}, step {bad['step']}: {describe_tile(bad)} comes after a tile of a later step")
+        raise PlanError(
+            f"{name}: rank {rank}, step {bad['step']}: {describe_tile(bad)} comes after a tile of a later step"
+        )

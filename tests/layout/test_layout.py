@@ -1,0 +1,196 @@
+"""Laws of layouts, for any lengths and rank counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_cp.errors import ConfigError, PlanError
+from mindspeed_cp.layout import SPAN, Documents, Layout, contiguous, equal_tokens, expand, from_spans, zigzag
+
+lengths = st.lists(st.integers(0, 60), max_size=8)
+ranks = st.integers(1, 9)
+builders = st.sampled_from([zigzag, contiguous, equal_tokens])
+
+
+@given(lengths, ranks, builders)
+def test_every_token_is_held_once_in_ascending_order(lengths, ranks, build):
+    layout = build(Documents(lengths), ranks)
+    layout.check()
+    held = [layout.tokens(rank) for rank in range(ranks)]
+    assert sorted(np.concatenate(held).tolist()) == list(range(sum(lengths)))
+    assert all((np.diff(tokens) > 0).all() for tokens in held)
+    assert [len(tokens) for tokens in held] == layout.token_counts.tolist()
+
+
+@given(lengths, ranks, builders)
+def test_unshard_is_the_inverse_of_shard_for_numpy_and_torch(lengths, ranks, build):
+    layout = build(Documents(lengths), ranks)
+    x = np.random.default_rng(0).standard_normal((sum(lengths), 3))
+    assert np.array_equal(layout.unshard([layout.shard(x, rank) for rank in range(ranks)]), x)
+    t = torch.from_numpy(x)
+    assert torch.equal(layout.unshard([layout.shard(t, rank) for rank in range(ranks)]), t)
+
+
+@given(lengths, ranks)
+def test_zigzag_takes_chunk_i_and_its_mirror(lengths, ranks):
+    documents = Documents(lengths)
+    layout = zigzag(documents, ranks)
+    for rank in range(ranks):
+        expected: list[int] = []
+        for offset, length in zip(documents.offsets.tolist(), lengths, strict=False):
+            for chunk in sorted({rank, 2 * ranks - 1 - rank}):
+                expected.extend(
+                    range(offset + chunk * length // (2 * ranks), offset + (chunk + 1) * length // (2 * ranks))
+                )
+        assert layout.tokens(rank).tolist() == expected
+
+
+@given(lengths, ranks)
+def test_zigzag_is_balanced_to_two_tokens_a_document(lengths, ranks):
+    counts = zigzag(Documents(lengths), ranks).token_counts
+    assert counts.max() - counts.min() <= 2 * len(lengths)
+
+
+@given(lengths, ranks)
+def test_equal_tokens_differ_by_one(lengths, ranks):
+    counts = equal_tokens(Documents(lengths), ranks).token_counts
+    assert counts.max() - counts.min() <= 1
+
+
+@given(lengths, ranks, builders)
+def test_positions_documents_and_cumulative_lengths_agree_with_tokens(lengths, ranks, build):
+    documents = Documents(lengths)
+    layout = build(documents, ranks)
+    for rank in range(ranks):
+        tokens, ids = layout.tokens(rank), layout.document_ids(rank)
+        assert np.array_equal(ids, documents.document_of(tokens))
+        assert np.array_equal(layout.positions(rank), tokens - documents.offsets[ids])
+        cu = layout.cu_seqlens(rank)
+        assert cu.dtype == np.int32 and len(cu) == len(lengths) + 1
+        assert np.array_equal(np.diff(cu), np.bincount(ids, minlength=len(lengths)))
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.randoms(use_true_random=False),
+    st.sampled_from([zigzag, contiguous]),
+)
+def test_groups_keep_documents_on_their_ranks(lengths, ranks, random, build):
+    groups = [random.sample(range(ranks), random.randint(1, ranks)) for _ in lengths]
+    layout = build(Documents(lengths), ranks, groups)
+    layout.check()
+    for rank in range(ranks):
+        assert set(layout.document_ids(rank)) <= {doc for doc, group in enumerate(groups) if rank in group}
+
+
+@given(lengths, ranks)
+def test_groups_of_all_ranks_are_the_default(lengths, ranks):
+    documents = Documents(lengths)
+    for build in (zigzag, contiguous):
+        assert build(documents, ranks).same_as(build(documents, ranks, [range(ranks)] * len(lengths)))
+
+
+def test_three_tokens_on_eight_ranks():
+    layout = zigzag(Documents([3]), 8)
+    layout.check()
+    assert layout.token_counts.sum() == 3 and (layout.token_counts == 0).sum() >= 5
+
+
+def test_shard_and_unshard_are_differentiable():
+    layout = zigzag(Documents([7, 0, 5]), 3)
+    x = torch.randn(12, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: layout.unshard([layout.shard(t, rank) for rank in range(3)]), x)
+
+
+@given(lengths, st.integers(1, 4), st.integers(1, 4))
+def test_layouts_that_split_heads_round_trip(lengths, ranks, heads):
+    documents = Documents(lengths)
+    everything = np.concatenate([zigzag(documents, 1).of(0)] * ranks)
+    everything["rank"] = np.repeat(np.arange(ranks), len(everything) // ranks)
+    cuts = np.arange(ranks + 1) * heads // ranks
+    layout = Layout(documents, ranks, everything).with_heads(np.stack([cuts[:-1], cuts[1:]], 1))
+    layout.check(heads)
+    x = np.random.default_rng(0).standard_normal((sum(lengths), heads, 2))
+    assert np.array_equal(layout.unshard([layout.shard(x, rank) for rank in range(ranks)], heads), x)
+
+
+def test_spans_that_touch_become_one():
+    spans = np.array([(0, 0, 3, 5), (0, 0, 0, 3), (1, 0, 5, 5), (1, 0, 5, 9)], SPAN)
+    layout = from_spans(Documents([9]), 2, spans)
+    assert [tuple(s) for s in layout.spans_of(0)] == [(0, 0, 0, 5)] and [tuple(s) for s in layout.spans_of(1)] == [
+        (1, 0, 5, 9)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spans", "says"),
+    [
+        ([(0, 0, 0, 4), (1, 0, 5, 9)], "token 4"),
+        ([(0, 0, 0, 5), (1, 0, 4, 9)], "held by 2 ranks"),
+        ([(0, 0, 0, 9), (2, 0, 0, 1)], "does not exist"),
+        ([(0, 0, 0, 10), (1, 0, 4, 9)], "leaves its document"),
+        ([(0, 0, 4, 9), (0, 0, 0, 4)], "rank 0"),
+    ],
+)
+def test_broken_layouts_are_refused(spans, says):
+    with pytest.raises(PlanError, match=says):
+        Layout(Documents([9]), 2, np.array(spans, SPAN)).check()
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ([3, -1], "document 1 has length -1"),
+        ([[1, 2]], "flat list"),
+        ([1.5], "whole numbers"),
+        ([2**31], "split the batch"),
+    ],
+)
+def test_bad_lengths_are_refused(bad, says):
+    with pytest.raises(ConfigError, match=says):
+        Documents(bad)
+
+
+def test_bad_arguments_are_refused():
+    documents = Documents([5, 6])
+    layout = zigzag(documents, 2)
+    with pytest.raises(ConfigError, match="10 rows, but the documents have 11 tokens"):
+        layout.shard(np.zeros(10), 0)
+    with pytest.raises(ConfigError, match="rank 2 does not exist"):
+        layout.shard(np.zeros(11), 2)
+    with pytest.raises(ConfigError, match="1 parts for 2 ranks"):
+        layout.unshard([np.zeros(5)])
+    with pytest.raises(ConfigError, match="part of rank 1 has 9 rows"):
+        layout.unshard([layout.shard(np.zeros(11), 0), np.zeros(9)])
+    with pytest.raises(ConfigError, match="ranks is 0"):
+        zigzag(documents, 0)
+    for groups in ([[0], []], [[0], [1, 1]], [[0], [2]]):
+        with pytest.raises(ConfigError, match="document 1 has group"):
+            zigzag(documents, 2, groups)
+    with pytest.raises(ConfigError, match="1 groups for 2 documents"):
+        zigzag(documents, 2, [[0]])
+
+
+def test_documents_compare_and_hash_by_their_lengths():
+    assert Documents([1, 0, 2]) == Documents(np.array([1, 0, 2], np.int32)) != Documents([1, 2])
+    assert len({Documents([4, 4]), Documents([4, 4]), Documents([8])}) == 2
+    with pytest.raises(ValueError):
+        Documents([1]).lengths[0] = 2
+
+
+def test_expand_lists_runs():
+    assert expand(np.array([5, 0, 9]), np.array([2, 1, 0])).tolist() == [5, 6, 0]
+    assert expand(np.zeros(0, int), np.zeros(0, int)).tolist() == []
+
+
+def test_layouts_do_not_import_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, mindspeed_cp, mindspeed_cp.plan; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)

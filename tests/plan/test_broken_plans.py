@@ -1,0 +1,206 @@
+"""Deliberately broken plans are refused, each with an error that names the rank and the step."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_cp import AttentionConfig, Documents, Plan, PlanError, Topology, build_plan, verify_plan
+from mindspeed_cp.plan import Messages, Program
+from mindspeed_cp.plan.verify.queues import check_queues
+from tests.plan.forests import forest_plan
+
+LENGTHS = [50, 3, 64]
+
+
+def ring() -> Plan:
+    return build_plan(Documents(LENGTHS), Topology(1, 4), AttentionConfig(4, 2))
+
+
+def change(plan: Plan, direction: str, **fields: Any) -> Plan:
+    return replace(plan, **{direction: replace(getattr(plan, direction), **fields)})
+
+
+def edit(plan: Plan, direction: str, kind: str, index: int, **columns: int) -> Plan:
+    """Add to columns of one message."""
+    messages: Messages = getattr(getattr(plan, direction), kind)
+    items = messages.items.copy()
+    for name, by in columns.items():
+        items[name][index] += by
+    return change(plan, direction, **{kind: Messages(items, messages.runs)})
+
+
+def without(plan: Plan, direction: str, kind: str, index: int) -> Plan:
+    messages: Messages = getattr(getattr(plan, direction), kind)
+    return change(plan, direction, **{kind: Messages(np.delete(messages.items, index), messages.runs)})
+
+
+def twice(plan: Plan, direction: str, kind: str, index: int) -> Plan:
+    messages: Messages = getattr(getattr(plan, direction), kind)
+    return change(
+        plan, direction, **{kind: Messages(np.insert(messages.items, index, messages.items[index]), messages.runs)}
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class OtherTiles(Program):
+    """A program whose tiles at one rank are not what its contents give."""
+
+    at: int = 0
+    index: int = 0
+    columns: tuple[tuple[str, int], ...] = ()
+    drop: bool = False
+    repeat: bool = False
+
+    def tiles(self, rank: int) -> np.ndarray:
+        tiles = super().tiles(rank)
+        if rank != self.at:
+            return tiles
+        if self.drop:
+            return np.delete(tiles, self.index)
+        if self.repeat:
+            return np.insert(tiles, self.index, tiles[self.index])
+        for name, by in self.columns:
+            tiles[name][self.index] += by
+        return tiles
+
+
+def tiles(plan: Plan, direction: str, at: int, index: int, **how: Any) -> Plan:
+    program = getattr(plan, direction)
+    fields = {name: getattr(program, name) for name in Program.__dataclass_fields__}
+    columns = tuple((k, v) for k, v in how.items() if k not in ("drop", "repeat"))
+    flags = {k: v for k, v in how.items() if k in ("drop", "repeat")}
+    return replace(plan, **{direction: OtherTiles(**fields, at=at, index=index, columns=columns, **flags)})
+
+
+def contents(plan: Plan, direction: str, index: int, **columns: int) -> Plan:
+    table = getattr(plan, direction).contents.copy()
+    for name, by in columns.items():
+        table[name][index] += by
+    return change(plan, direction, contents=table)
+
+
+def late(plan: Plan) -> Plan:
+    """A block lands one step after it is computed."""
+    return edit(plan, "forward", "fetch", 0, done=1)
+
+
+def runs_past_the_slot(plan: Plan) -> Plan:
+    runs = plan.forward.fetch.runs.copy()
+    runs["dst_row"][2] += 1
+    return change(plan, "forward", fetch=Messages(plan.forward.fetch.items, runs))
+
+
+def permuted_rows(plan: Plan) -> Plan:
+    """One message puts its rows in another order: the sums of the slot stay what they were, their places do not."""
+    fetch = plan.forward.fetch
+    items, runs = fetch.items.copy(), fetch.runs
+    half = int(items["rows"][0]) // 2
+    rest = int(items["rows"][0]) - half
+    extra = np.array([(0, rest, half), (half, 0, rest)], runs.dtype)
+    items["first"][0], items["count"][0] = len(runs), 2
+    return change(plan, "forward", fetch=Messages(items, np.concatenate([runs, extra])))
+
+
+BROKEN = {
+    # tiles
+    "a tile leaves out a key": (lambda p: tiles(p, "forward", 1, 3, k_rows=-1), r"rank 1: query .* does not see key .* step 1"),
+    "a tile leaves out a query": (lambda p: tiles(p, "forward", 2, 4, q_rows=-1), r"rank 2: query .* does not see key .* in step 1"),
+    "a tile sees the future": (lambda p: tiles(p, "forward", 0, 0, mask=-1), r"rank 0: query .* sees key .* which its mask hides: step 0"),
+    "a tile reads other keys": (lambda p: tiles(p, "forward", 3, 4, k_row=1), r"rank 3: query .* step \d"),
+    "a tile is missing": (lambda p: tiles(p, "forward", 2, 1, drop=True), r"rank 2: query .* does not see key .* step 0"),
+    "a tile is computed twice": (lambda p: tiles(p, "backward", 1, 2, repeat=True), r"backward: rank 1: query .* 2 times: step \d.*; step \d"),
+    "a tile leaves its slot": (lambda p: tiles(p, "forward", 1, 2, k_rows=99), r"rank 1, step 1: full tile of q rows .* and rows 0..104 of slot 1"),
+    "a tile of a slot that holds nothing": (lambda p: tiles(p, "forward", 1, 4, slot=1), r"rank 1, step 2: .* the slot holds 0 rows"),
+    "a causal tile with fewer keys than queries": (lambda p: tiles(p, "forward", 1, 2, mask=1), r"rank 1, step 1: .* a causal tile has at least as many"),
+    "tiles out of order": (lambda p: tiles(p, "forward", 1, 2, step=2), r"rank 1, step \d"),
+    # fetches
+    "a fetch is missing": (lambda p: without(p, "forward", "fetch", 2), r"rank 3, step 1: slot 1, row 0: the plan says token \d+, but the messages leave nothing"),
+    "a fetch goes to another rank": (lambda p: edit(p, "forward", "fetch", 1, dst=1), r"rank \d, step 0"),
+    "a fetch comes from another rank": (lambda p: edit(p, "forward", "fetch", 5, src=1), r"rank \d, step 1"),
+    "a fetch goes to its own rank": (lambda p: edit(p, "forward", "fetch", 1, dst=-1), r"rank 1, step 0: .* does not send to itself"),
+    "a fetch lands too late": (late, r"rank 1, step 1: row 0 of slot 1 is received while"),
+    "a fetch lands where a tile reads": (lambda p: edit(p, "forward", "fetch", 4, dst_slot=-1), r"rank \d, step 1: row 0 of slot 1 is received while"),
+    "a fetch lands in the rank's own rows": (lambda p: edit(p, "forward", "fetch", 1, dst_slot=-1), r"rank 2, step 0: a fetch targets slot 0"),
+    "rows are received twice at once": (lambda p: twice(p, "forward", "fetch", 3), r"rank 0, step 0: row 0 of slot 1 is received by two messages"),
+    "rows are sent before they have come": (lambda p: edit(p, "forward", "fetch", 4, start=-1, done=-1), r"rank \d, step 0"),
+    "rows land in another order": (permuted_rows, r"rank 1, step 1: slot 1, row 0: the plan says token"),
+    "a message is not in global order": (lambda p: edit(p, "forward", "fetch", 1, start=1, done=1), r"rank \d, step 0: .* comes after a message of a later step"),
+    "a message ends before it starts": (lambda p: edit(p, "forward", "fetch", 5, done=-1), r"rank \d, step 1: .* before it starts"),
+    "a message ends after the program": (lambda p: edit(p, "forward", "fetch", 11, done=5), r"rank \d, step 2: .* steps go from 0 to 3"),
+    "a message counts other rows than its runs": (lambda p: edit(p, "forward", "fetch", 1, rows=1), r"rank 1, step 0: .* counts other rows"),
+    "runs leave the slot": (runs_past_the_slot, r"rank \d, step \d: .* leaves the \d+ rows of slot"),
+    "runs that do not exist": (lambda p: edit(p, "forward", "fetch", 1, first=99), r"rank 1, step 0: .* runs do not exist"),
+    # reduces
+    "a reduce is missing": (lambda p: without(p, "backward", "reduce", 5), r"backward: rank \d, step \d: its part of the gradient of key .* is lost"),
+    "a reduce is sent twice": (lambda p: twice(p, "backward", "reduce", 9), r"backward: rank \d, step \d: its part of the gradient of key .* more than once"),
+    "a reduce comes from another slot": (lambda p: edit(p, "backward", "reduce", 0, src_slot=-1), r"backward: rank \d, step \d: its part of the gradient"),
+    "a reduce leaves while it is summed": (lambda p: edit(p, "backward", "reduce", 0, start=-1, done=-1), r"backward: rank 0, step 1: row 0 of slot 1 has its gradient sent while a tile still adds"),
+    "a reduce leaves too late": (lambda p: edit(p, "backward", "reduce", 3, start=1, done=1), r"backward: rank \d, step \d"),
+    "a forward with gradients": (lambda p: change(p, "forward", reduce=p.backward.reduce), r"forward: rank \d, step 2: a forward has no gradients"),
+    # contents, slots, layouts
+    "contents of another block": (lambda p: contents(p, "forward", 5, first=1), r"rank 1, step 1: contents of slot 1 do not ascend"),
+    "contents that do not exist": (lambda p: contents(p, "forward", 5, count=99), r"rank 1, step 1: contents of slot \d refer"),
+    "contents given twice": (lambda p: contents(p, "forward", 5, step=-1, slot=-1), r"rank 1, step 0: contents of slot 0 .* given twice"),
+    "a slot that is too small": (lambda p: change(p, "forward", capacity=p.forward.capacity - np.array([0, 1, 0])), r"rank \d, step \d: .* leaves the \d+ rows of slot 1"),
+    "slot 0 of another size": (lambda p: change(p, "forward", capacity=p.forward.capacity + np.array([1, 0, 0])), r"rank 0, step 0: slot 0 has"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_plans_are_refused(kind):
+    breaking, says = BROKEN[kind]
+    plan = ring()
+    verify_plan(plan)
+    with pytest.raises(PlanError) as error:
+        verify_plan(breaking(plan))
+    text = str(error.value)
+    assert re.search(says, text), text
+    assert re.search(r"rank \d", text) and "\n" not in text
+
+
+def test_a_layout_that_holds_a_token_twice_is_refused():
+    plan = ring()
+    spans = plan.layout.spans.copy()
+    spans["stop"][0] += 1
+    with pytest.raises(PlanError, match="held by 2 ranks"):
+        verify_plan(replace(plan, layout=replace(plan.layout, spans=spans)))
+
+
+def test_kv_heads_that_do_not_serve_the_query_heads_are_refused():
+    plan = build_plan(Documents([10]), Topology(1, 2), AttentionConfig(4, 2))
+    everything = np.array([(0, 0, 0, 10), (1, 0, 0, 10)], plan.layout.spans.dtype)
+    held = replace(plan.layout, spans=everything)
+    q_layout, kv_layout = held.with_heads(np.array([[0, 2], [2, 4]])), held.with_heads(np.array([[1, 2], [0, 1]]))
+    with pytest.raises(PlanError, match="rank 0: kv heads 1 to 1 do not serve query heads 0 to 1"):
+        verify_plan(replace(plan, q_layout=q_layout, kv_layout=kv_layout))
+
+
+def test_a_mask_that_differs_between_plan_and_program_is_refused():
+    with pytest.raises(PlanError, match="forward: the program's mask is full"):
+        verify_plan(change(ring(), "forward", mask="full"))
+
+
+def test_a_relay_that_sends_before_it_has_summed_is_refused():
+    plan = forest_plan(LENGTHS, 5, AttentionConfig(4), seed=3)
+    verify_plan(plan)
+    refused = 0
+    for index in range(len(plan.backward.reduce)):
+        items = plan.backward.reduce.items.copy()
+        items["start"][index] -= 1
+        items["done"][index] -= 1
+        order = np.argsort(items["start"], kind="stable")
+        with pytest.raises(PlanError, match=r"rank \d, step \d"):
+            verify_plan(change(plan, "backward", reduce=Messages(items[order], plan.backward.reduce.runs)))
+        refused += 1
+    assert refused >= 10
+
+
+def test_queues_find_a_rank_that_waits_for_what_is_never_posted():
+    broken = edit(ring(), "forward", "fetch", 11, start=1)
+    with pytest.raises(PlanError, match=r"rank \d, step 2: dead-lock.*waits for fetch of \d+ rows from rank 3"):
+        check_queues(broken.forward, "forward")

@@ -1,0 +1,138 @@
+"""Random plans are proved, tiles are what a brute-force mask says, and plans have the shapes that DESIGN promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Topology, build_plan, verify_plan
+from mindspeed_cp.layout import SPAN
+from mindspeed_cp.plan import CAUSAL, adjoint, algorithm_name, peak_bytes
+from mindspeed_cp.plan.tiles import pairs, tiles_between
+from tests.plan.forests import forest_plan
+
+lengths = st.lists(st.integers(0, 70), max_size=8)
+ranks = st.integers(1, 9)
+masks = st.sampled_from(["causal", "full"])
+
+
+@settings(max_examples=400, deadline=None)
+@given(lengths, ranks, masks, st.sampled_from(["zigzag", "contiguous"]))
+def test_random_rings_are_proved(lengths, ranks, mask, layout):
+    verify_plan(build_plan(Documents(lengths), Topology(1, ranks), AttentionConfig(4, mask=mask), layout=layout))
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths, ranks, masks, st.integers(0, 10**6))
+def test_random_forests_and_their_derived_backward_are_proved(lengths, ranks, mask, seed):
+    verify_plan(forest_plan(lengths, ranks, AttentionConfig(4, mask=mask), seed))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths, ranks, masks)
+def test_tiles_cover_just_the_visible_pairs(lengths, ranks, mask):
+    documents = Documents(lengths)
+    plan = build_plan(documents, Topology(1, ranks), AttentionConfig(4, mask=mask))
+    doc = documents.document_of(np.arange(documents.tokens))
+    visible = doc[:, None] == doc[None, :]
+    if mask == "causal":
+        visible &= np.arange(documents.tokens)[:, None] >= np.arange(documents.tokens)[None, :]
+    seen = np.zeros_like(visible, int)
+    for rank in range(ranks):
+        queries = plan.layout.tokens(rank)
+        contents = {(c["step"], c["slot"]): plan.forward.spans_in(c) for c in plan.forward.contents_of(rank)}
+        for tile in plan.forward.tiles(rank):
+            spans = contents[tile["step"], tile["slot"]]
+            keys = np.concatenate([np.arange(s["start"], s["stop"]) for s in spans])
+            for i in range(tile["q_rows"]):
+                stop = tile["k_row"] + tile["k_rows"] - (tile["q_rows"] - 1 - i if tile["mask"] == CAUSAL else 0)
+                seen[queries[tile["q_row"] + i], keys[tile["k_row"] : stop]] += 1
+    assert np.array_equal(seen, visible.astype(int))
+    assert plan.work().sum() == visible.sum()
+
+
+def test_a_zigzag_ring_needs_one_tile_per_document_and_step():
+    plan = build_plan(Documents([640, 320]), Topology(1, 4), AttentionConfig(4))
+    for rank in range(4):
+        tiles = plan.forward.tiles(rank)
+        assert tiles["step"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert (tiles["mask"] == CAUSAL).tolist() == [True, True] + [False] * 6
+
+
+def test_a_zigzag_ring_is_balanced_in_every_step():
+    work = build_plan(Documents([4096]), Topology(1, 8), AttentionConfig(4)).work()
+    assert (work.max(0) - work.min(0) <= 0.01 * work.mean(0)).all()
+
+
+def test_tiles_cut_queries_that_lie_partly_in_the_slot():
+    documents = Documents([20])
+    q, k = np.array([(0, 0, 4, 16)], SPAN), np.array([(0, 0, 0, 8)], SPAN)
+    tiles = tiles_between(q, k, documents, "causal")
+    assert pairs(tiles).sum() == sum(min(i + 1, 8) for i in range(4, 16))
+
+
+def test_two_builds_are_equal():
+    a, b = (build_plan(Documents([100, 3, 57]), Topology(1, 5), AttentionConfig(4)) for _ in range(2))
+    for x, y in ((a.forward, b.forward), (a.backward, b.backward)):
+        assert np.array_equal(x.contents, y.contents) and np.array_equal(x.fetch.items, y.fetch.items)
+        assert np.array_equal(x.reduce.items, y.reduce.items) and np.array_equal(x.reduce.runs, y.reduce.runs)
+
+
+def test_blocks_stop_after_the_last_rank_that_sees_them():
+    # One-token documents live on one rank each: nothing has to travel.
+    plan = build_plan(Documents([1] * 7), Topology(1, 4), AttentionConfig(4))
+    assert len(plan.forward.fetch) == len(plan.backward.reduce) == 0
+    verify_plan(plan)
+
+
+def test_full_masks_send_every_block_everywhere():
+    plan = build_plan(Documents([64]), Topology(1, 4), AttentionConfig(4, mask="full"))
+    assert plan.forward.fetch.items["rows"].sum() == 3 * 64
+
+
+def test_the_ring_refuses_the_derived_backward_for_want_of_slots():
+    plan = build_plan(Documents([64]), Topology(1, 5), AttentionConfig(4))
+    with pytest.raises(PlanError, match="needs another slot"):
+        adjoint(plan.forward)
+
+
+def test_peak_bytes_count_slots_gradients_and_staging():
+    plan = build_plan(Documents([64]), Topology(1, 4), AttentionConfig(8, 2, 16, 32))
+    width, rows = 2 * (16 + 32), 16
+    forward, backward = peak_bytes(plan, "forward")[0], peak_bytes(plan, "backward")[0]
+    assert (forward["kv"], forward["gradients"], forward["staging"]) == (2 * rows * width * 2, 0, 0)
+    assert (backward["kv"], backward["gradients"], backward["staging"]) == (
+        2 * rows * width * 2,
+        3 * rows * width * 4,
+        rows * width * 4,
+    )
+    verify_plan(plan, max_bytes=int(backward["total"]))
+    with pytest.raises(PlanError, match="backward: rank 0: buffers take"):
+        verify_plan(plan, max_bytes=int(backward["total"]) - 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), algorithm="rings"), "algorithm is 'rings'; valid in this version: ring"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), window=3), "option 'window' is not one of algorithm 'ring'; valid: layout"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), layout="striped"), "valid: zigzag, contiguous"),
+        (lambda: AttentionConfig(6, 4), "kv_heads is 4; valid: a divisor of attention.heads, which is 6"),
+        (lambda: AttentionConfig(0), "heads is 0; valid: 1 or more"),
+        (lambda: AttentionConfig(4, mask="sparse"), "mask is 'sparse'; valid: causal, full"),
+        (lambda: AttentionConfig(4, window=(3, 0)), "no sliding window"),
+        (lambda: AttentionConfig(4, alibi=True), "no ALiBi"),
+        (lambda: AttentionConfig(4, dropout=0.1), "no attention dropout, use 0.0"),
+        (lambda: AttentionConfig(4, scale=float("nan")), "scale is nan"),
+        (lambda: Topology(0, 4), "Topology.nodes is 0"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(build, says):
+    with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
+        build()
+
+
+def test_algorithms_answer_to_megatrons_and_mindspeeds_names():
+    assert [algorithm_name(n) for n in ("ring", "p2p", "megatron_cp_algo")] == ["ring"] * 3
