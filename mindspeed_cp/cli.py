@@ -112,7 +112,9 @@ def plan(
     from mindspeed_cp.plan import AttentionConfig, build_plan
 
     batch = read_lengths(lengths, lengths_file)
-    attention = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, mask=mask)
+    attention = AttentionConfig(
+        heads=heads, kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim, mask=mask
+    )
     made = build_plan(batch, topology(cp, nodes, ranks_per_node), attention, algorithm, **plan_options(option or ()))
     write_plan(made, verify=verify, png=png, as_json=as_json)
     return 0

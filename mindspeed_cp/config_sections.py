@@ -100,7 +100,7 @@ class TrainSettings(Section):
     global_batch_size: Count = Field(
         default=4, description="packed rows in a step, over all replicas; a row is a micro-batch"
     )
-    lr: Positive = Field(default=1e-3, description="highest learning rate")
+    lr: Annotated[float, Field(gt=0, le=1000)] = Field(default=1e-3, description="highest learning rate")
     min_lr: NotNegative = Field(default=0.0, description="learning rate at the end of the decay")
     lr_decay_style: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="shape of the decay")
     lr_warmup_iters: Natural = Field(default=0, description="steps of linear warm-up")

@@ -68,7 +68,7 @@ def test_settings_survive_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("train:\n  lr: fast", ["settings.yaml:2: ", 'train.lr = "fast"', "a number > 0"]),
+        ("train:\n  lr: fast", ["settings.yaml:2: ", 'train.lr = "fast"', "a number > 0 and <= 1000"]),
         ("train:\n  lr: -1", ["train.lr = -1", "a number > 0"]),
         ("train: {lr: .nan}", ["train.lr = NaN", "a number > 0"]),
         ("train: {lr: .inf}", ["train.lr = Infinity"]),

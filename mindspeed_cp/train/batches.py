@@ -1,0 +1,108 @@
+"""Packed rows -> planned micro-batches of this rank, made ahead of time in a thread.
+
+Packing, planning and slicing need a few milliseconds of NumPy for each row and nothing that the model computes, so they
+are done while the model computes.  All ranks of a replica make the same rows and the same plans by themselves: nothing
+is sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.data import PackedRow, PackedStream
+from mindspeed_cp.megatron import PlannedBatchParams, planned_batch
+from mindspeed_cp.plan import AttentionConfig, Topology, build_plan, verify_plan
+from mindspeed_cp.train.world import World
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed row, as this rank sees it.
+
+    Attributes:
+        batch: tokens, labels, loss_mask and position_ids, each [1, t].
+        params: carries the row's plan to every layer.
+        tokens, documents: of the whole row, over all ranks.
+        work: visible (query, key) pairs of this rank.
+        state: of the data stream behind this row.
+    """
+
+    batch: dict[str, Tensor]
+    params: PlannedBatchParams
+    tokens: int
+    documents: int
+    work: int
+    state: dict[str, Any]
+
+
+class Batches:
+    """An endless iterator over micro-batches; a context manager, which ends its thread.
+
+    Args:
+        stream: rows of this replica, standing where training goes on.
+        settings: of the run.
+        attention: what a layer computes on one tensor-parallel rank.
+        world: this rank's place.
+    """
+
+    def __init__(self, stream: PackedStream, settings: Settings, attention: AttentionConfig, world: World) -> None:
+        self._stream, self._attention, self._world = stream, attention, world
+        self._suite = settings.context_parallel_suite
+        self._topology = Topology(1, world.cp)
+        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(settings.train.prefetch)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="mindspeed-cp-batches", daemon=True)
+
+    def __enter__(self) -> Batches:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():  # it may be waiting for a place in the queue
+            try:
+                self._ready.get(timeout=0.05)
+            except queue.Empty:
+                continue
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch.  What went wrong while it was made is raised here."""
+        made = self._ready.get()
+        if isinstance(made, BaseException):
+            raise made
+        return made
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._ready.put(self._make(next(self._stream)))
+        except BaseException as error:  # handed to the thread that trains
+            self._ready.put(error)
+
+    def _make(self, row: PackedRow) -> MicroBatch:
+        plan = build_plan(row.documents, self._topology, self._attention, self._suite.algorithm)
+        # Every rank has the same plans: the ranks of a context-parallel group take turns to prove them.
+        if self._suite.verify_plans and row.index // self._world.replicas % self._world.cp == self._world.cp_rank:
+            verify_plan(plan)
+        rank = self._world.cp_rank
+        batch, params = planned_batch(
+            {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask}, plan, rank
+        )
+        return MicroBatch(
+            batch=batch,
+            params=params,
+            tokens=row.documents.tokens,
+            documents=len(row.documents),
+            work=int(plan.forward.work(rank).sum()),
+            state=self._stream.state_dict(),
+        )

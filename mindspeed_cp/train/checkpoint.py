@@ -1,0 +1,158 @@
+"""State on disk: Megatron's distributed checkpoints, written aside and renamed when they are complete.
+
+A checkpoint is either there as a whole or not at all: shards are written to a hidden folder and made durable, the
+folder is renamed, and only then does `latest` name it.  What a crash leaves behind is removed by the next save.
+run.json beside the shards tells everything that is no tensor, readable without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.train.checkpoint_writer import InProcessSave
+from mindspeed_cp.train.files import RunFiles, sync_folder, write_json, write_text
+from mindspeed_cp.train.identity import identity
+from mindspeed_cp.train.model import Parts
+from mindspeed_cp.train.resume import read_run
+from mindspeed_cp.train.world import World
+
+with megatron_imports():
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+# What torch says to Megatron while a checkpoint is read.
+_KNOWN_NOISE = ("`load_state_dict` is deprecated", "Please use DTensor instead")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a step.
+
+    Attributes:
+        step: optimizer steps done.
+        tokens: tokens trained on so far, over all ranks.
+        seconds: time spent in steps so far.
+        data: state of the data stream.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    data: dict[str, Any] | None = None
+
+
+def save(files: RunFiles, parts: Parts, progress: Progress, settings: Settings, world: World) -> Path:
+    """Write a checkpoint; every rank calls it.  Returns its folder."""
+    final = files.checkpoint(progress.step)
+    aside = final.with_name(f".saving-{final.name}")
+    if world.is_first:
+        for left in files.checkpoints.glob(".saving-*"):
+            shutil.rmtree(left)
+        aside.mkdir(parents=True)
+    world.barrier()
+    state = {**_state(parts, is_loading=False), "rng": _random_state(world)}
+    dist_checkpointing.save(state, str(aside), sharded_strategy=InProcessSave())
+    world.barrier()
+    if world.is_first:
+        write_json(
+            aside / "run.json",
+            {
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "seconds": progress.seconds,
+                "data": progress.data,
+                "ranks": world.size,
+                "identity": identity(settings),
+            },
+        )
+        _make_durable(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(aside, final)
+        sync_folder(files.checkpoints)
+        write_text(files.latest, final.name + "\n")
+        _prune(files, settings.checkpoint.keep)
+    world.barrier()
+    return final
+
+
+def load(folder: Path, parts: Parts, world: World) -> Progress:
+    """Fill model, optimizer, schedule and random state from a checkpoint; every rank calls it.
+
+    The number of ranks may differ from that of the run that wrote it; random states are then those of the seed.
+    """
+    run = read_run(folder)
+    wanted = _state(parts, is_loading=True)
+    if run["ranks"] == world.size:
+        wanted["rng"] = _random_state(world)
+    try:
+        with warnings.catch_warnings():
+            for text in _KNOWN_NOISE:
+                warnings.filterwarnings("ignore", message=text, category=FutureWarning)
+            found = dist_checkpointing.load(wanted, str(folder))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{folder}: cannot be read: {error}; remove it, and name an older one in `latest`") from None
+    parts.gpt.load_state_dict(found["model"], strict=True)
+    parts.optimizer.load_state_dict(found["optimizer"])
+    parts.optimizer.reload_model_params()
+    parts.schedule.load_state_dict(found["schedule"])
+    if "rng" in found:
+        _set_random_state(found["rng"])
+    return Progress(step=run["step"], tokens=run["tokens"], seconds=run["seconds"], data=run["data"])
+
+
+def _state(parts: Parts, *, is_loading: bool) -> dict[str, Any]:
+    """What is saved and loaded, with where each part of it belongs."""
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+    model = parts.gpt.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+    optimizer = parts.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer, "schedule": parts.schedule.state_dict()}
+
+
+def _random_state(world: World) -> ShardedObject:
+    """The random state of this rank."""
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("rng", state, (world.size,), (world.rank,), replica_id=0)
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _make_durable(folder: Path) -> None:
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _prune(files: RunFiles, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, each renamed first, so that no half of one has a proper name."""
+    for old in sorted(files.checkpoints.glob("iter_*"))[:-keep]:
+        gone = old.with_name(f".saving-{old.name}")
+        os.replace(old, gone)
+        shutil.rmtree(gone)

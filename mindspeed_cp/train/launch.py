@@ -1,0 +1,189 @@
+"""Starting the ranks of this machine, and saying in one line how they ended.
+
+torch's elastic agent starts and watches the processes.  What it would print about a failure is replaced by the one line
+that matters: the error of the rank that failed first, or which rank was killed by which signal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.config_checks import data_parallel_size
+from mindspeed_cp.data import open_corpus
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.files import RunFiles
+from mindspeed_cp.train.memory import check_memory
+from mindspeed_cp.train.resume import checkpoint_to_resume
+from mindspeed_cp.train.worker import BAD_INPUT, FAILED, OK, explain, leave, run_rank
+
+
+def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -> int:
+    """Train with `nproc` ranks on this machine (default: one replica).
+
+    Returns:
+        0 when the run is complete or was stopped on request, 1 when a rank died; failures of the input raise.
+
+    Raises:
+        ConfigError: found before any rank is started, or by a rank.
+    """
+    ranks = settings.model_parallel_size if nproc is None else nproc
+    preflight(settings, ranks)
+    restarts = settings.train.max_restarts
+    for attempt in range(restarts + 1):
+        code, line = _launch(settings, ranks, as_json=as_json)
+        if code == BAD_INPUT:
+            raise ConfigError(line)
+        if code == OK:
+            if line:
+                print(line)
+            return OK
+        if attempt < restarts:
+            print(f"{line}; starting all ranks again ({attempt + 1} of {restarts})", file=sys.stderr)
+            resumed = settings.checkpoint.model_copy(update={"resume": True})
+            settings = settings.model_copy(update={"checkpoint": resumed})
+    print(f"error: {line}", file=sys.stderr)
+    return FAILED
+
+
+def preflight(settings: Settings, ranks: int) -> None:
+    """Find what is wrong before ranks are started and before torch is imported.  Raises ConfigError."""
+    data_parallel_size(settings, ranks)
+    check_memory(settings, ranks)
+    open_corpus(settings.data.corpus)
+    checkpoint_to_resume(settings)
+    RunFiles(Path(settings.output.folder)).make()
+
+
+def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
+    """Be one rank of torchrun or the like; of errors that all ranks have, the first rank tells."""
+    try:
+        run_rank(settings, as_json=as_json)
+    except Exception as error:
+        kind, line, code = explain(error)
+        if kind == "bug":
+            raise
+        if kind == "peer" or os.environ["RANK"] == "0":
+            print(f"error: {' '.join(line.split())}", file=sys.stderr)
+        leave(code)
+    return OK
+
+
+def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str]:
+    """Start all ranks and wait for them: exit code, and the line to say."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    records = tempfile.mkdtemp(prefix="mindspeed-cp-")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"mindspeed-cp-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a store inside this process, on a port that the system picks
+        local_addr="localhost",
+        max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",
+        logs_specs=DefaultLogsSpecs(log_dir=records),
+    )
+    arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
+    try:
+        with _quiet_agent(), _relay_signals() as asked:
+            try:
+                elastic_launch(config, sys.executable)(*arguments)
+                return OK, ""
+            except ChildFailedError as error:
+                return _verdict(error.failures, asked)
+    finally:
+        shutil.rmtree(records, ignore_errors=True)
+
+
+def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
+    """Exit code and line for what the agent saw: bad input first, then a killed rank, a mistake, a lost peer."""
+    kinds: dict[str, tuple[int, str]] = {}
+    for rank, failure in sorted(failures.items()):
+        message = failure.message if isinstance(failure.message, dict) else {}
+        kind = message.get("extraInfo", {}).get("kind", "killed" if failure.exitcode < 0 else "bug")
+        if kind == "killed" and failure.exitcode == -signal.SIGTERM:
+            kind = "terminated"
+        kinds.setdefault(kind, (rank, message.get("message") or _end(failure)))
+    for kind in ("input", "killed", "bug", "peer", "terminated"):
+        if kind not in kinds:
+            continue
+        rank, text = kinds[kind]
+        if kind == "input":
+            return BAD_INPUT, text
+        if kind == "terminated" and asked:
+            return OK, f"stopped by {asked[0]} before the first step; nothing was written"
+        if kind in ("killed", "terminated"):
+            text = (
+                f"rank {rank} {text}, and the other ranks were stopped; "
+                "the same command goes on from the newest checkpoint"
+            )
+        elif kind == "bug":
+            text = f"rank {rank} failed: {text}"
+        return FAILED, text
+    raise AssertionError("the agent reported a failure without failures")
+
+
+def _end(failure: Any) -> str:
+    if failure.exitcode >= 0:
+        return f"(process {failure.pid}) ended with exit code {failure.exitcode}"
+    return f"(process {failure.pid}) was killed by {failure.signal_name()}"
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The agent logs every signal that it sends; the one line of this module says it better."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before, handler = logger.propagate, logging.NullHandler()
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def _relay_signals() -> Iterator[list[str]]:
+    """Hand SIGTERM and SIGINT on to the ranks as SIGTERM and wait for them to end; a second SIGINT ends them at once.
+
+    Yields:
+        The names of the signals that came.
+    """
+    asked: list[str] = []
+
+    def relay(number: int, frame: FrameType | None) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(signal.Signals(number).name)
+        for process in _ranks():
+            process.terminate()
+
+    before = {number: signal.signal(number, relay) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ranks() -> list[Any]:
+    """Processes that this one started."""
+    import psutil
+
+    return psutil.Process().children()

@@ -1,0 +1,182 @@
+"""Settings -> Megatron's GPT with planned attention, its DDP wrapper, its optimizer and its schedule."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.data import VOCAB_SIZE
+from mindspeed_cp.megatron import attention_config, install, install_model, megatron_imports
+from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.train.world import World
+
+with megatron_imports():
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+NOT_CLIPPED = 1e30  # clipping to this changes nothing, and Megatron measures the norm only where it clips
+VOCAB_MULTIPLE = 16  # padding must not depend on the tensor-parallel size, or the loss would
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training step works with.
+
+    Attributes:
+        config: Megatron's settings of the model.
+        attention: what one layer of a tensor-parallel rank computes: the third input of build_plan.
+        gpt: the bare model, for checkpoints.
+        wrapped: the model in Megatron's DDP.
+        optimizer, schedule: Megatron's.
+        parameters: weights of the whole model, over all tensor-parallel ranks; shared ones counted once.
+    """
+
+    config: TransformerConfig
+    attention: AttentionConfig
+    gpt: nn.Module
+    wrapped: nn.Module
+    optimizer: Any
+    schedule: OptimizerParamScheduler
+    parameters: int
+
+
+def padded_vocabulary(tp: int) -> int:
+    """Rows of the embedding: byte values and the end-of-document token, filled up so that tp ranks can share them."""
+    multiple = math.lcm(VOCAB_MULTIPLE, tp)
+    return -(-VOCAB_SIZE // multiple) * multiple
+
+
+def build(settings: Settings, world: World) -> Parts:
+    """Build everything; equal weights on all ranks, whatever their number.
+
+    Raises:
+        ConfigError: Megatron or planned attention cannot honour a setting.
+    """
+    train, model = settings.train, settings.model
+    torch.manual_seed(train.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
+    config = transformer_config(settings)
+    spec = install(get_gpt_layer_local_spec(normalization=model.normalization), settings.context_parallel_suite)
+    gpt = GPTModel(
+        config,
+        spec,
+        vocab_size=padded_vocabulary(world.tp),
+        max_sequence_length=settings.data.seq_length,
+        position_embedding_type=model.position_embedding_type,
+        rotary_base=model.rotary_base,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+    )
+    install_model(gpt)
+    gpt.to(world.device)
+    wrapped = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=train.use_distributed_optimizer
+        ),
+        Float16Module(config, gpt) if train.bf16 else gpt,
+    )
+    wrapped.broadcast_params()
+    optimizer = get_megatron_optimizer(optimizer_config(settings), [wrapped])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = wrapped.no_sync
+    config.grad_scale_func = optimizer.scale_loss
+    return Parts(
+        config=config,
+        attention=attention_config(config),
+        gpt=gpt,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        schedule=_schedule(settings, optimizer),
+        parameters=_count(gpt, world.tp),
+    )
+
+
+def transformer_config(settings: Settings) -> TransformerConfig:
+    """Megatron's settings of the model."""
+    model, train = settings.model, settings.train
+    dtype = torch.bfloat16 if train.bf16 else torch.float32
+    whole_layers = model.recompute_granularity == "full"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's warning on its own default
+        return TransformerConfig(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.kv_heads,
+            kv_channels=model.head_dim,
+            ffn_hidden_size=model.ffn_size,
+            normalization=model.normalization,
+            gated_linear_unit=model.swiglu,
+            activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+            add_bias_linear=model.add_bias_linear,
+            init_method_std=model.init_method_std,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            recompute_granularity=model.recompute_granularity,
+            recompute_method="uniform" if whole_layers else None,
+            recompute_num_layers=1 if whole_layers else None,
+            bf16=train.bf16,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            tensor_model_parallel_size=train.tensor_model_parallel_size,
+            context_parallel_size=settings.context_parallel_suite.context_parallel_size,
+            calculate_per_token_loss=True,
+            use_cpu_initialization=True,  # draws whole matrices: the same for any number of ranks
+            gradient_accumulation_fusion=False,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+        )
+
+
+def optimizer_config(settings: Settings) -> OptimizerConfig:
+    """Megatron's settings of Adam."""
+    train = settings.train
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_eps,
+        clip_grad=train.clip_grad or NOT_CLIPPED,
+        bf16=train.bf16,
+        params_dtype=torch.bfloat16 if train.bf16 else torch.float32,
+        use_distributed_optimizer=train.use_distributed_optimizer,
+    )
+
+
+def _schedule(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
+    train = settings.train
+    steps = train.lr_decay_iters or train.train_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=train.lr_warmup_iters,
+        lr_decay_steps=steps,
+        lr_decay_style=train.lr_decay_style,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )
+
+
+def _count(gpt: nn.Module, tp: int) -> int:
+    """Weights of the whole model; a matrix that tensor-parallel ranks share is on each of them a part."""
+    return sum(p.numel() * (tp if getattr(p, "tensor_model_parallel", False) else 1) for p in gpt.parameters())

@@ -1,0 +1,42 @@
+"""A request to stop: it is remembered when it comes and obeyed after the step that is under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Inside this context, SIGTERM and SIGINT (the second one aside) only set `reason`; main thread only."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._parent = os.getppid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop, for people; None: go on."""
+        if self._reason is None and os.getppid() != self._parent:
+            self._reason = "the launcher has died"
+        return self._reason
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._reason is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._reason = signal.Signals(number).name

@@ -1,0 +1,121 @@
+"""One rank: joins the others, trains, and turns whatever goes wrong into one line and an exit code.
+
+`mindspeed-cp train` starts it as `python -m mindspeed_cp.train.worker SETTINGS-AS-JSON`; under torchrun the command
+line calls `run_rank`.  Importing this module imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+
+OK, FAILED, BAD_INPUT = 0, 1, 2
+_LOST = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "gloo", "store")
+_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def run_rank(settings: Settings, *, as_json: bool) -> None:
+    """Train as the rank that the environment says; the first rank prints the summary.
+
+    Raises:
+        ConfigError: bad input, or a loss that is no number.
+        PeerError: another rank died; names it where that can be found out.
+    """
+    from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
+    from mindspeed_cp.report.console import print_tables
+    from mindspeed_cp.train.loop import train
+    from mindspeed_cp.train.peers import name_lost_peers
+    from mindspeed_cp.train.summary import stopped_line, summary_table
+    from mindspeed_cp.train.world import join
+
+    with megatron_on_cpu(), megatron_compat(), join(settings) as world:
+        try:
+            summary = train(settings, world)
+        except (PeerError, RuntimeError) as error:
+            if _is_memory(error):
+                raise _too_large(settings, world.rank) from None
+            if isinstance(error, PeerError) or is_lost_peer(error):
+                raise name_lost_peers(world, error) from None
+            raise
+        except MemoryError:
+            raise _too_large(settings, world.rank) from None
+    if summary is None:
+        return
+    if as_json:
+        print(json.dumps(summary), flush=True)
+        return
+    print_tables([summary_table(summary)])
+    line = stopped_line(summary)
+    if line is not None:
+        print(line, flush=True)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """True for what torch.distributed raises when another process is gone or silent."""
+    from torch.distributed import DistError
+
+    text = str(error).lower()
+    return isinstance(error, DistError) or any(part in text for part in _LOST)
+
+
+def explain(error: BaseException) -> tuple[str, str, int]:
+    """Kind, one line and exit code of what ended a rank."""
+    if isinstance(error, (ConfigError, PlanError)):
+        return "input", str(error), BAD_INPUT
+    if isinstance(error, PeerError):
+        return "peer", str(error), FAILED
+    return "bug", f"{type(error).__name__}: {error}", FAILED
+
+
+def main() -> None:
+    """Entry point of a rank that `mindspeed-cp train` started."""
+    settings = Settings.model_validate_json(sys.argv[1])
+    try:
+        run_rank(settings, as_json="--json" in sys.argv[2:])
+    except BaseException as error:
+        kind, line, code = explain(error)
+        if kind == "bug":
+            traceback.print_exc()
+        _record(kind, line)
+        leave(code)
+
+
+def leave(code: int) -> None:
+    """End this process now: after an error, other threads and process groups may wait for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _record(kind: str, line: str) -> None:
+    """Tell the launcher, by the file that torch's elastic agent reads."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message: dict[str, Any] = {
+            "message": " ".join(line.split()),
+            "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time())), "kind": kind},
+        }
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+
+
+def _is_memory(error: BaseException) -> bool:
+    return any(part in str(error).lower() for part in _MEMORY)
+
+
+def _too_large(settings: Settings, rank: int) -> ConfigError:
+    return ConfigError(
+        f"data.seq_length = {settings.data.seq_length}: does not fit, rank {rank} ran out of memory; use less, more "
+        "context_parallel_suite.context_parallel_size on more machines, or model.recompute_granularity: full"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Where a rank stands: its process groups and its place in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.config_checks import data_parallel_size
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron import megatron_imports
+
+with megatron_imports():
+    from megatron.core import parallel_state
+
+JOIN_SECONDS = 300.0  # until every rank has to be there; ranks import Megatron before they join
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank among all of them.
+
+    Attributes:
+        rank, size: of all ranks.
+        device: where this rank computes.
+        replicas, replica: data-parallel ranks, and which of them this is.
+        cp, cp_rank: context-parallel ranks, and which of them this is.
+        tp: tensor-parallel ranks; ranks with the same rank // tp hold the same tokens.
+        store: the key-value store through which the ranks found each other.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    replicas: int
+    replica: int
+    cp: int
+    cp_rank: int
+    tp: int
+    store: dist.Store
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that prints and writes."""
+        return self.rank == 0
+
+    def gather(self, values: list[float]) -> torch.Tensor:
+        """The numbers of every rank, fp64 [size, numbers]; every rank must call it with as many."""
+        own = torch.tensor(values, dtype=torch.float64)
+        out = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(out, own)
+        return torch.stack(out)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.gather([0.0])
+
+
+@contextmanager
+def join(settings: Settings, environment: Mapping[str, str] | None = None) -> Iterator[World]:
+    """Join the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, and make Megatron's process groups.
+
+    Raises:
+        ConfigError: the number of ranks does not fit the settings, or the environment is not that of a launcher.
+    """
+    given = os.environ if environment is None else environment
+    rank, size, local_size = (_number(given, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    replicas = data_parallel_size(settings, size)
+    torch.set_num_threads(settings.train.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_size))
+    timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
+    joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
+    store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        train, cp = settings.train, settings.context_parallel_suite.context_parallel_size
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=train.tensor_model_parallel_size,
+            context_parallel_size=cp,
+            distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+        )
+        yield World(
+            rank=rank,
+            size=size,
+            device=torch.device("cpu"),
+            replicas=replicas,
+            replica=parallel_state.get_data_parallel_rank(),
+            cp=cp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            tp=train.tensor_model_parallel_size,
+            store=store,
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    default = "1" if name == "LOCAL_WORLD_SIZE" else ""
+    text = environment.get(name, default)
+    if not text.isdigit():
+        raise ConfigError(
+            f"{name} = {text!r} in the environment: a launcher such as torchrun sets it to a whole number"
+        )
+    return int(text)
