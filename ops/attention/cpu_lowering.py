@@ -65,9 +65,11 @@ def lower(tiles: np.ndarray, rows: int, small: int) -> Lowering:
         small: tiles of at most this many rows and keys are grouped; 0 for none.
     """
     out: Lowering = {}
+    if not len(tiles):
+        return out
     touched = np.zeros(rows, bool)
     key = np.stack([tiles["step"], tiles["slot"]], 1)
-    starts = np.flatnonzero(np.append(True, (key[1:] != key[:-1]).any(1))) if len(tiles) else np.zeros(0, np.int64)
+    starts = np.flatnonzero(np.append(True, (key[1:] != key[:-1]).any(1)))
     for first, last in zip(starts, np.append(starts[1:], len(tiles)), strict=True):
         part = tiles[first:last]
         calls = out.setdefault((int(part["step"][0]), int(part["slot"][0])), [])

@@ -3,6 +3,8 @@ only."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -56,12 +58,12 @@ def dense_packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """:func:`dense_attention` of a whole packed batch in token order, one document at a time."""
     outs, statistics = [], []
-    for a, b in zip(documents.offsets[:-1].tolist(), documents.offsets[1:].tolist(), strict=True):
+    borders = documents.offsets.tolist() if len(documents) else [0, 0]
+    for a, b in pairwise(borders):
         document, position = torch.zeros(b - a, dtype=torch.int64), torch.arange(b - a)
         out, lse = dense_attention(
             q[a:b], k[a:b], v[a:b], document, document, position, position, mask=mask, scale=scale
         )
         outs.append(out)
         statistics.append(lse)
-    empty = q.new_zeros(0, q.shape[1], v.shape[-1]).double(), q.new_zeros(0, q.shape[1]).double()
-    return torch.cat([empty[0], *outs]), torch.cat([empty[1], *statistics])
+    return torch.cat(outs), torch.cat(statistics)

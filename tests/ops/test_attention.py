@@ -1,0 +1,149 @@
+"""The attention operator and its backward against the dense fp64 reference, on every backend of this machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents
+from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, dense_attention, dense_packed_attention
+from mindspeed_cp.ops.attention.cpu_lowering import SMALL, Call, Group, lower
+from mindspeed_cp.plan import CAUSAL, FULL, TILE
+
+SHAPES = [(4, 4, 32, 32), (8, 2, 32, 32), (6, 3, 24, 16), (4, 1, 16, 40), (1, 1, 1, 1)]  # heads, kv heads, head_dim, head_dim_v
+LENGTHS = [[5, 37, 0, 130, 300], [1] * 20, [3, 60, 64, 65, 20, 9], [], [0, 0], [2 * SMALL + 1]]
+
+
+def compare(got, want, dtype):
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert a.shape == b.shape, name
+        if b.numel():
+            assert torch.isfinite(a).all() and (a.double() - b).abs().max() <= limit * max(1.0, b.abs().max()), name
+
+
+def tensors(rows_q, rows_k, shape, dtype, seed=0):
+    heads, kv_heads, d, dv = shape
+    g = torch.Generator().manual_seed(seed)
+    sizes = ((rows_q, heads, d), (rows_k, kv_heads, d), (rows_k, kv_heads, dv), (rows_q, heads, dv))
+    return [torch.randn(*s, generator=g).to(dtype) for s in sizes]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_forward_and_backward(lengths, shape, mask, dtype, backend):
+    documents = Documents(lengths)
+    q, k, v, dout = tensors(documents.tokens, documents.tokens, shape, dtype)
+    cu = documents.offsets
+    out, lse = attention(q, k, v, cu, cu, mask=mask, backend=backend)
+    grads = attention_backward(dout, q, k, v, out, lse, cu, cu, mask=mask, backend=backend)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    want, want_lse = dense_packed_attention(*leaves, documents, mask=mask)
+    compare([out, lse, *grads], [want.detach(), want_lse.detach(), *torch.autograd.grad(want, leaves, dout.double())], dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), max_size=5), st.integers(0, 99))
+def test_keys_in_two_parts_with_the_global_lse_give_the_whole_gradient(pairs, seed):
+    """What a ring does: each part's backward sees the complete out and lse."""
+    shape = (4, 2, 16, 16)
+    rows_q, first = sum(q for q, _ in pairs), [k for _, k in pairs]
+    cu_q, cu_1 = np.cumsum([0] + [q for q, _ in pairs]), np.cumsum([0, *first])
+    q, k1, v1, dout = tensors(rows_q, int(cu_1[-1]), shape, torch.float32, seed)
+    _, k2, v2, _ = tensors(rows_q, rows_q, shape, torch.float32, seed + 1)
+    parts = [attention(q, k1, v1, cu_q, cu_1, mask="full"), attention(q, k2, v2, cu_q, cu_q, mask="causal")]
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(o * (part - lse).exp()[..., None] for o, part in parts)
+    got = [
+        attention_backward(dout, q, k1, v1, out, lse, cu_q, cu_1, mask="full"),
+        attention_backward(dout, q, k2, v2, out, lse, cu_q, cu_q, mask="causal"),
+    ]
+    leaves = [x.double().requires_grad_() for x in (q, k1, v1, k2, v2)]
+    doc_q, doc_1 = (torch.from_numpy(np.repeat(np.arange(len(pairs)), np.diff(cu))) for cu in (cu_q, cu_1))
+    pos = torch.cat([torch.arange(n) for n, _ in pairs]) if pairs else torch.zeros(0, dtype=torch.int64)
+    keys, values = torch.cat([leaves[1], leaves[3]]), torch.cat([leaves[2], leaves[4]])
+    want, _ = dense_attention(leaves[0], keys, values, doc_q, torch.cat([doc_1, doc_q]), pos, torch.cat([torch.full_like(doc_1, -1), pos]))
+    dq, dk1, dv1, dk2, dv2 = torch.autograd.grad(want, leaves, dout.double())
+    for a, b in ((out, want), (got[0][0] + got[1][0], dq), (got[0][1], dk1), (got[0][2], dv1), (got[1][1], dk2), (got[1][2], dv2)):
+        assert torch.allclose(a.double(), b, atol=1e-5, rtol=1e-5)
+
+
+def test_queries_without_keys_give_zero_and_minus_infinity():
+    q, k, v, dout = tensors(7, 4, (2, 2, 8, 8), torch.float32)
+    cu_q, cu_k = [0, 3, 7], [0, 0, 4]
+    out, lse = attention(q, k, v, cu_q, cu_k)
+    assert (out[:3] == 0).all() and (lse[:3] == float("-inf")).all() and torch.isfinite(lse[3:]).all()
+    for grad in attention_backward(dout, q, k, v, out, lse, cu_q, cu_k):
+        assert torch.isfinite(grad).all()
+    reference, reference_lse = dense_attention(
+        q.requires_grad_(), k, v, torch.tensor([0] * 3 + [1] * 4), torch.ones(4), torch.tensor([0, 1, 2, 0, 1, 2, 3]), torch.arange(4)
+    )
+    assert torch.allclose(out.double(), reference, atol=1e-6) and (reference_lse[:3] == float("-inf")).all()
+    assert torch.isfinite(torch.autograd.grad(reference.sum(), q)[0]).all()
+
+
+def test_causal_masks_are_aligned_bottom_right():
+    q, k, v, _ = tensors(3, 8, (2, 1, 8, 8), torch.float32)
+    out, _ = attention(q, k, v, [0, 3], [0, 8])
+    want, _ = dense_attention(q, k, v, torch.zeros(3), torch.zeros(8), torch.arange(3) + 5, torch.arange(8))
+    assert torch.allclose(out.double(), want, atol=1e-6)
+
+
+def test_scale_is_used_and_defaults_to_the_head_dim():
+    q, k, v, _ = tensors(5, 5, (2, 2, 16, 16), torch.float32)
+    assert torch.equal(attention(q, k, v, [0, 5], [0, 5])[0], attention(q, k, v, [0, 5], [0, 5], scale=0.25)[0])
+    want, _ = dense_packed_attention(q, k, v, Documents([5]), scale=0.7)
+    assert torch.allclose(attention(q, k, v, [0, 5], [0, 5], scale=0.7)[0].double(), want, atol=1e-6)
+
+
+def tile(q_row, q_rows, k_row, k_rows, mask, step=0, slot=0):
+    return np.array([(step, slot, q_row, q_rows, k_row, k_rows, mask)], TILE)
+
+
+def test_one_call_per_tile_and_the_first_on_its_rows_stores():
+    tiles = np.concatenate([tile(0, 200, 0, 200, CAUSAL), tile(200, 90, 200, 90, CAUSAL), tile(0, 200, 0, 80, FULL, 1, 1)])
+    calls = lower(tiles, 290, small=0)
+    assert [c.first for c in calls[0, 0]] == [True, True] and [c.causal for c in calls[0, 0]] == [True, True]
+    assert calls[1, 1] == [Call(slice(0, 200), slice(0, 80), False, False)]
+
+
+def test_small_backward_tiles_are_grouped_by_size_and_no_group_is_large():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, SMALL + 1, 2000)
+    rows = np.cumsum([0, *sizes])
+    tiles = np.concatenate([tile(r, n, r, n, CAUSAL) for r, n in zip(rows, sizes, strict=False)])
+    calls = lower(tiles, int(rows[-1]), small=SMALL)[0, 0]
+    assert all(isinstance(c, Group) for c in calls) and sum(c.shape[0] for c in calls) == 2000
+    assert len(calls) < 100 and max(c.hidden.numel() for c in calls) <= 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(k=torch.zeros(5, 3, 8)), "k .* do not fit q"),
+        (dict(v=torch.zeros(4, 2, 8)), "do not fit"),
+        (dict(q=torch.zeros(5, 8)), r"q has shape \(5, 8\)"),
+        (dict(q=torch.zeros(5, 2, 8, dtype=torch.float64)), "k is torch.float32 .* they must agree"),
+        (dict(cu_seqlens_q=[0, 4]), "cu_seqlens_q must rise from 0 to 5"),
+        (dict(cu_seqlens_q=[0, 3, 5]), "alike for q and kv"),
+        (dict(cu_seqlens_q=[0, 2, 5], cu_seqlens_kv=[0, 4, 5]), "sequence 1 has 3 queries and 1 keys"),
+        (dict(mask="window"), "mask is 'window'"),
+        (dict(backend="npu"), "backend is 'npu'; valid in this version: cpu"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(change, says):
+    q = torch.zeros(5, 2, 8)
+    arguments = dict(q=q, k=q, v=q, cu_seqlens_q=[0, 5], cu_seqlens_kv=[0, 5]) | change
+    with pytest.raises(ConfigError, match=says):
+        attention(**arguments)
+
+
+def test_types_that_the_kernel_does_not_have_are_refused():
+    with pytest.raises(ConfigError, match=r"dtype is torch.float64; the cpu backend supports float32, bfloat16, float16"):
+        BACKENDS["cpu"].check(AttentionConfig(4), torch.float64)
