@@ -1,0 +1,100 @@
+"""Transfers between real processes on gloo: rings of any size, and peers that die or do not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from mindspeed_cp.comm import Transfer, Transport
+from mindspeed_cp.errors import ConfigError, PeerError
+from tests.workers import WorkerError, Workers
+
+
+def ring(rank, group, size, rounds, rows):
+    """Each round passes everybody's block on; returns what this rank holds in the end."""
+    transport = Transport(group, 30)
+    held = [torch.full((rows, 2), float(rank)), torch.empty(rows, 2)]
+    for step in range(rounds):
+        sending, receiving = held[step % 2], held[(step + 1) % 2]
+        pending = transport.post(
+            [Transfer(sending, (rank + 1) % size, True, step, "block"), Transfer(receiving, (rank - 1) % size, False, step, "block")]
+        )
+        for transfer in pending:
+            transfer.wait()
+    return held[rounds % 2]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_rings_of_any_size_turn(workers, size):
+    results = workers.run(size, ring, size, size + 1, 50_000)  # blocks far larger than any socket buffer
+    for rank, block in enumerate(results):
+        assert (block == (rank - size - 1) % size).all()
+
+
+def exchange_with_tags(rank, group):
+    transport = Transport(group, 30)
+    out, into = [torch.full((3,), 10.0 * rank + i) for i in range(4)], [torch.empty(3) for _ in range(4)]
+    receives = [Transfer(into[i], 1 - rank, False, i, "") for i in (2, 0, 3, 1)]
+    for pending in transport.post([*(Transfer(t, 1 - rank, True, i, "") for i, t in enumerate(out)), *receives]):
+        pending.wait()
+    return [float(t[0]) for t in into]
+
+
+def test_tags_tell_transfers_of_one_pair_apart(workers):
+    assert workers.run(2, exchange_with_tags) == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
+
+
+def wait_for_silence(rank, group):
+    if rank:
+        time.sleep(4)
+        return None
+    transport = Transport(group, 1.0)
+    start = time.monotonic()
+    [pending] = transport.post([Transfer(torch.empty(4), 1, False, 7, "K and V, step 3, 4 rows")])
+    try:
+        pending.wait()
+    except PeerError as error:
+        return str(error), time.monotonic() - start
+    return None
+
+
+def test_a_silent_peer_is_named_within_the_timeout():
+    workers = Workers()  # of its own: a failed group cannot be used again
+    try:
+        text, seconds = workers.run(2, wait_for_silence)[0]
+    finally:
+        workers.close()
+    assert "rank 0: receiving from rank 1 (global rank 1), K and V, step 3, 4 rows: no answer within 1 s" in text
+    assert seconds < 3
+
+
+def meet_a_dead_peer(rank, group):
+    transport = Transport(group, 20)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        for step in range(100):
+            for pending in transport.post([Transfer(torch.empty(9), 1, False, step, "K and V, step 0, 9 rows")]):
+                pending.wait()
+    except PeerError as error:
+        raise RuntimeError(f"{error} after {time.monotonic() - start:.0f} s") from None
+
+
+def test_a_dead_peer_is_named_at_once():
+    workers = Workers()
+    with pytest.raises(WorkerError) as error:
+        workers.run(2, meet_a_dead_peer, timeout=40)
+    text = str(error.value)
+    assert "rank 1: the process died" in text
+    assert "rank 0: receiving from rank 1 (global rank 1), K and V, step 0, 9 rows: the connection failed" in text
+    assert any(f"after {s} s" in text for s in range(10))
+
+
+def test_a_timeout_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="timeout is 0 seconds; valid: more than 0"):
+        Transport(None, 0)
