@@ -42,6 +42,7 @@ class PlannedBatchParams(PackedSeqParams):
         rank: context-parallel rank whose rows these are.
         batch_size: b of "sbhd"; 1 for "thd".
         padding: rows added at the end of each of the b rows, outside every document: their attention output is zero.
+            Not needed for any document's length, only for `rows_multiple` and for a rank that holds no token.
         tables: what layers share about this micro-batch, by the module that made it (rotary cos and sin); dies with
             either.
     """
@@ -128,18 +129,20 @@ def planned_params(
     length = _rows_per_sequence(plan, rank, batch_size)
     borders = torch.from_numpy(plan.documents.offsets.astype(np.int32))
     longest = int(plan.documents.lengths.max(initial=0))
-    return PlannedBatchParams(
+    params = PlannedBatchParams(
         qkv_format=qkv_format,
         cu_seqlens_q=borders,
         cu_seqlens_kv=borders,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        cp_group=RotaryTripwire(),
         plan=plan,
         rank=rank,
         batch_size=batch_size,
-        padding=-length % rows_multiple,
+        # Megatron's own attention cannot reshape a tensor without rows, so a rank that holds no token gets padding too.
+        padding=-length % rows_multiple if length else rows_multiple,
     )
+    params.cp_group = RotaryTripwire()  # no field of Megatron 0.15, whose rotary module reads none
+    return params
 
 
 def _rows_per_sequence(plan: Plan, rank: int, batch_size: int) -> int:

@@ -3,7 +3,7 @@
 =====================================  ==========  ==========================================
 what breaks                            versions    here
 =====================================  ==========  ==========================================
-MoE without Transformer Engine:        0.16        the missing name is bound to None, as 0.17
+MoE without Transformer Engine:        0.15, 0.16  the missing name is bound to None, as 0.17
 NameError te_general_gemm                          does
 MLA without Transformer Engine:        0.16        HAVE_TE is set to False, as it is
 isinstance() of a mock
@@ -34,6 +34,7 @@ from mindspeed_cp.megatron.swap import ABSENT, replaced
 
 _ALL = ((0, 0), (10**6, 0))
 _0_16 = ((0, 16), (0, 17))
+_TO_0_16 = ((0, 0), (0, 17))
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _converts_cpu_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES = (
     Patch(
-        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", _0_16,
+        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", _TO_0_16,
         needed=lambda value, has_te: value is ABSENT, new=lambda value: None,
     ),
     Patch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -139,7 +138,6 @@ class PlannedAttention(MegatronModule):
         plan = params.plan
         assert plan is not None
         q, k, v = params.to_rows(query, "query"), params.to_rows(key, "key"), params.to_rows(value, "value")
-        self._check_heads(q, k, v)
         if self.rotary is not None and self.rotates:
             q, k = self.rotary.rotate(q, params), self.rotary.rotate(k, params)
         out = context_parallel_attention(
@@ -147,7 +145,7 @@ class PlannedAttention(MegatronModule):
             k,
             v,
             plan,
-            group=self.cp_group if plan.ranks > 1 else None,
+            group=self.cp_group,
             backend=None if self.suite.backend == "auto" else self.suite.backend,
             timeout=self.suite.timeout_seconds,
         )
@@ -205,19 +203,6 @@ class PlannedAttention(MegatronModule):
                 "micro-batches differ in rows"
             )
         return given
-
-    def _check_heads(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        a = self.attention
-        expected: dict[str, tuple[Any, ...]] = {
-            "query": (a.heads, a.head_dim),
-            "key": (a.kv_heads, a.head_dim),
-            "value": (a.kv_heads, a.head_dim_v),
-        }
-        for (name, shape), x in zip(expected.items(), (q, k, v), strict=True):
-            if tuple(x.shape[1:]) != shape:
-                raise ConfigError(
-                    f"{name} has [heads, dim] = {list(x.shape[1:])}, but layer {self.layer_number} has {list(shape)}"
-                )
 
 
 def _computes_the_same(a: AttentionConfig, b: AttentionConfig) -> bool:

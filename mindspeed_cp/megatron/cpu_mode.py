@@ -61,6 +61,8 @@ class _CudaMeansCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device and any(_is_cuda(x) for x in (*args, *(kwargs or {}).values())):
+            return _CPU
         kwargs = {k: _CPU if _is_cuda(v) else v for k, v in kwargs.items()} if kwargs else {}
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
@@ -79,8 +81,8 @@ def _is_cuda(x: object) -> bool:
     return isinstance(x, torch.device) and x.type == "cuda"
 
 
-class _Stream:
-    """Stream and event at once: on the CPU everything has already happened."""
+class _Event:
+    """On the CPU everything has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -88,16 +90,22 @@ class _Stream:
     def _done(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    synchronize = wait = wait_stream = wait_event = record = _done
-
-    def record_event(self, event: _Stream | None = None) -> _Stream:
-        return event or self
+    synchronize = wait = record = _done
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: _Stream) -> float:
+    def elapsed_time(self, end: _Event) -> float:
         return 0.0
+
+
+class _Stream(_Event):
+    """Work of a stream is done where it is given."""
+
+    wait_stream = wait_event = _Event._done
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
 
 
 class _AnyIndex:
@@ -117,8 +125,10 @@ class _AtOnce(list[Any]):
 
 
 def _shims() -> list[tuple[Any, str, Any]]:
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
+    def nothing() -> Callable[..., None]:
+        return lambda *args, **kwargs: (
+            None
+        )  # one of its own for each name: torch.compile's tables refuse two names of one
 
     def state(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
@@ -133,15 +143,15 @@ def _shims() -> list[tuple[Any, str, Any]]:
     cuda = torch.cuda
     return [
         (cuda, "current_device", lambda: _CPU),
-        (cuda, "set_device", nothing),
-        (cuda, "synchronize", nothing),
-        (cuda, "empty_cache", nothing),
+        (cuda, "set_device", nothing()),
+        (cuda, "synchronize", nothing()),
+        (cuda, "empty_cache", nothing()),
         (cuda, "Stream", _Stream),
-        (cuda, "Event", _Stream),
-        (cuda, "current_stream", lambda *a: stream),
-        (cuda, "default_stream", lambda *a: stream),
-        (cuda, "stream", lambda *a: nullcontext()),
-        (cuda, "set_stream", nothing),
+        (cuda, "Event", _Event),
+        (cuda, "current_stream", lambda *args: stream),
+        (cuda, "default_stream", lambda *args: stream),
+        (cuda, "stream", lambda *args: nullcontext()),
+        (cuda, "set_stream", nothing()),
         (cuda, "get_rng_state", state),
         (cuda.random, "get_rng_state", state),
         (cuda, "set_rng_state", set_state),

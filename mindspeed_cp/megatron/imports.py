@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from mindspeed_cp.errors import ConfigError
 
 OLDEST = (0, 15)  # core attention is built with pg_collection since then
-NEWEST_RUN = (0, 19)  # newest minor version this package was run with; later ones are let through
 RECOMMENDED = "0.16.1"
 
 # What Megatron-core says on import where Transformer Engine and Apex are absent.  Neither is needed here.
 _KNOWN_NOISE = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "absl.logging is not installed",  # 0.17
     "The following imports from `dynamic_context.py` will be removed",
     "`torch.jit.script_method` is deprecated",
     "The 'megatron.core.transformer.custom_layers.transformer_engine'",
@@ -60,7 +60,7 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def check_version(text: str) -> None:
-    """Raise ConfigError for a Megatron-core that is too old."""
+    """Raise ConfigError for a Megatron-core that is too old.  Run with 0.15.3 to 0.19.2; later ones are let through."""
     if parse_version(text) < OLDEST:
         raise ConfigError(
             f"megatron-core is {text}; valid: {OLDEST[0]}.{OLDEST[1]} or later, since core attention is given its "

@@ -52,6 +52,8 @@ class PlannedRotary(nn.Module):
         Returns:
             [rows, heads, dim], as Megatron's own (unfused) rotation gives it, to the bit.
         """
+        if not len(x):
+            return x
         tables = params.tables.setdefault(self, {})
         key = (x.device, x.dtype)
         if key not in tables:

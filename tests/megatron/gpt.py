@@ -1,0 +1,249 @@
+"""A two-layer GPT on Megatron-core, trained for one step: with planned attention on tp x cp ranks, and as plain Megatron.
+
+Everything here is a module-level function of picklable arguments, so that the pool of workers can run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mindspeed_cp import Documents, Topology, build_plan
+from mindspeed_cp.megatron import (
+    attention_config,
+    global_loss,
+    install,
+    install_model,
+    loss_function,
+    megatron_compat,
+    megatron_imports,
+    megatron_on_cpu,
+    planned_batch,
+    rows_multiple,
+    shift_labels,
+)
+
+with megatron_imports():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCABULARY = 96
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What the settings of the suite look like to the Megatron package."""
+
+    context_parallel_size: int = 1
+    algorithm: str = "ring"
+    backend: str = "auto"
+    timeout_seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step.
+
+    Attributes:
+        batches: documents' lengths of each micro-batch, dealt to data-parallel ranks in turn.
+        qkv_format: "thd" or "sbhd" (one sequence for each document, all equally long).
+        carried: whether packed_seq_params are passed.
+        masked: fraction of tokens, from the start of the batch, whose loss does not count.
+        optimizer: "float32" or "distributed" to take a step; None to stop at the gradients.
+        model: arguments of GPTModel (rotary_base and the like).
+        config: arguments of TransformerConfig.
+    """
+
+    batches: tuple[tuple[int, ...], ...]
+    qkv_format: str = "thd"
+    carried: bool = True
+    masked: float = 0.0
+    optimizer: str | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step gives, the same on every rank: global mean loss, counted tokens, and gradients (float32, whole, divided
+    by the count) or, after an optimizer's step, its gradient norm and the new weights."""
+
+    loss: float
+    tokens: int
+    tensors: dict[str, np.ndarray]
+    norm: float = 0.0
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Megatron in this process: a world of one rank, one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with megatron():
+            yield
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def megatron(tp: int = 1, cp: int = 1) -> Iterator[None]:
+    """Megatron's groups on the CPU, over the default process group; gone afterwards."""
+    with megatron_on_cpu(), megatron_compat():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+        try:
+            tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def transformer_config(tp: int = 1, cp: int = 1, **changes: Any) -> TransformerConfig:
+    """Two layers, grouped queries, RoPE's widths; no dropout."""
+    settings: dict[str, Any] = dict(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
+        tensor_model_parallel_size=tp, context_parallel_size=cp, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, normalization="RMSNorm", add_bias_linear=False, pipeline_dtype=torch.float32,
+        calculate_per_token_loss=True, init_method_std=0.2, cuda_graph_scope=[],
+    )  # fmt: skip
+    return TransformerConfig(**{**settings, **changes})
+
+
+class ParallelRMSNorm(torch.nn.RMSNorm):
+    """Megatron's own norm refuses sequence parallelism where Transformer Engine and Apex are absent."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def layer_spec(config: TransformerConfig) -> Any:
+    """Megatron's local spec of the model's layers."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if not config.sequence_parallel:
+        return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ParallelRMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=ParallelRMSNorm)
+
+
+def build(config: TransformerConfig, spec: Any, **arguments: Any) -> GPTModel:
+    """A GPT whose weights depend on the seed alone, whatever the parallel layout."""
+    torch.manual_seed(7)
+    settings = {"position_embedding_type": "rope", "max_sequence_length": 256, **arguments}
+    return GPTModel(config, spec, vocab_size=VOCABULARY, **settings)
+
+
+def data(case: Case, index: int) -> tuple[Documents, dict[str, torch.Tensor]]:
+    """Tokens, shifted labels and loss mask of one micro-batch, the same on every rank."""
+    documents = Documents(case.batches[index])
+    tokens = torch.randint(0, VOCABULARY, (documents.tokens,), generator=torch.Generator().manual_seed(index))
+    labels, mask = shift_labels(tokens, documents)
+    mask[: int(case.masked * documents.tokens)] = 0.0
+    return documents, {"tokens": tokens, "labels": labels, "loss_mask": mask}
+
+
+def planned(case: Case, tp: int = 1, cp: int = 1) -> Outcome:
+    """One step with planned attention through Megatron's DDP, schedule and gradient finalisation."""
+    config = transformer_config(tp, cp, **case.config)
+    suite = Suite(context_parallel_size=cp)
+    model = install_model(build(config, install(layer_spec(config), suite), **case.model))
+    distributed = case.optimizer == "distributed"
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    ddp = DistributedDataParallel(config, ddp_config, model)
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = None
+    if case.optimizer is not None:
+        # A large eps: the step then depends smoothly on gradients that are all but zero.
+        settings = OptimizerConfig(lr=0.1, adam_eps=0.1, clip_grad=1.0, use_distributed_optimizer=distributed)
+        optimizer = get_megatron_optimizer(settings, [ddp])
+    ddp.zero_grad_buffer()
+    mine = range(
+        parallel_state.get_data_parallel_rank(), len(case.batches), parallel_state.get_data_parallel_world_size()
+    )
+    reports = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, case, config),
+        data_iterator=iter(mine),
+        model=[ddp],
+        num_microbatches=len(mine),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    norm = 0.0
+    if optimizer is not None:
+        norm = float(optimizer.step()[1])
+    loss = global_loss(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    tensors = {
+        name: _whole(p, p.detach() if optimizer is not None else p.main_grad) for name, p in model.named_parameters()
+    }
+    return Outcome(loss.mean, loss.tokens, tensors, norm)
+
+
+def _forward_step(case: Case, config: TransformerConfig, batches: Iterator[int], model: torch.nn.Module) -> Any:
+    documents, whole = data(case, next(batches))
+    cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    plan = build_plan(documents, Topology(1, cp), attention_config(config))
+    batch, params = planned_batch(whole, plan, rank, case.qkv_format, rows_multiple=rows_multiple(config))
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=params if case.carried else None,
+    )
+    return losses, partial(loss_function, batch["loss_mask"])
+
+
+def _whole(parameter: torch.nn.Parameter, local: torch.Tensor) -> np.ndarray:
+    """A parameter's tensor gathered over tensor-parallel ranks."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        local = torch.cat(parts, dim=parameter.partition_dim)  # type: ignore[attr-defined]
+    return local.float().numpy().copy()
+
+
+def plain(case: Case) -> Outcome:
+    """The same step by Megatron's own DotProductAttention and RoPE on one rank, every document alone: the oracle."""
+    config = transformer_config(**case.config)
+    model = build(config, layer_spec(config), **case.model)
+    total, count = torch.zeros(()), 0
+    for index in range(len(case.batches)):
+        documents, whole = data(case, index)
+        for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
+            if stop == start:
+                continue
+            tokens, labels, mask = (whole[name][None, start:stop] for name in ("tokens", "labels", "loss_mask"))
+            hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)[None, None]
+            losses = model(tokens, torch.arange(stop - start)[None], hidden, labels=labels)
+            total = total + (losses * mask).sum()
+            count += int(mask.sum())
+    total.backward()
+    gradients = {name: (p.grad / max(count, 1)).numpy().copy() for name, p in model.named_parameters()}
+    return Outcome(float(total.detach()) / max(count, 1), count, gradients)
+
+
+def on_ranks(rank: int, group: dist.ProcessGroup | None, tp: int, cp: int, cases: list[Case]) -> list[Outcome]:
+    """What the pool of workers runs: several cases, one set of Megatron's groups."""
+    with megatron(tp, cp):
+        return [planned(case, tp, cp) for case in cases]

@@ -1,0 +1,138 @@
+"""A rank's share of a micro-batch, and the parameters that carry its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
+from mindspeed_cp.megatron import PlannedBatchParams, planned_batch, planned_params, shift_labels, slice_batch
+
+ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
+LENGTHS = [7, 0, 1, 12, 5]
+
+
+def plan_of(lengths: list[int], ranks: int) -> Plan:
+    return build_plan(Documents(lengths), Topology(1, ranks), ATTENTION)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 5), st.integers(1, 4))
+def test_slices_put_together_are_the_batch(lengths: list[int], ranks: int, multiple: int) -> None:
+    plan = plan_of(lengths, ranks)
+    tokens = torch.arange(1, plan.documents.tokens + 1)
+    parts = []
+    for rank in range(ranks):
+        batch, params = planned_batch({"tokens": tokens}, plan, rank, rows_multiple=multiple)
+        rows = params.rows
+        assert batch["tokens"].shape == batch["position_ids"].shape == (1, rows + params.padding)
+        assert (rows + params.padding) % multiple == 0 and rows + params.padding > 0
+        assert not batch["tokens"][0, rows:].any() and not batch["position_ids"][0, rows:].any()
+        assert batch["position_ids"][0, :rows].tolist() == plan.layout.positions(rank).tolist()
+        parts.append(batch["tokens"][0, :rows])
+    assert torch.equal(plan.layout.unshard(parts), tokens)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_sbhd_gives_every_sequence_its_own_row(rank: int) -> None:
+    plan = plan_of([13, 13], 3)
+    tokens = torch.arange(26).reshape(2, 13)
+    batch = slice_batch({"tokens": tokens.numpy()}, plan, rank, "sbhd")
+    assert torch.equal(batch["position_ids"][0], batch["position_ids"][1])
+    assert torch.equal(batch["tokens"], batch["position_ids"] + torch.tensor([[0], [13]]))
+
+
+def test_sbhd_rows_may_hold_several_documents() -> None:
+    plan = plan_of([8, 4, 4, 8], 2)
+    batch, params = planned_batch({"tokens": torch.arange(24)}, plan, 0, "sbhd", batch_size=2)
+    assert params.batch_size == 2 and batch["tokens"].shape == (2, 6)
+    assert (batch["tokens"][0] < 12).all() and (batch["tokens"][1] >= 12).all()
+
+
+def test_rows_of_a_tensor_and_back() -> None:
+    params = planned_params(plan_of([13, 13], 2), 1, "sbhd", rows_multiple=4)
+    x = torch.randn(params.length + params.padding, 2, 4, 8)
+    rows = params.to_rows(x, "query")
+    assert torch.equal(rows[: params.length], x[: params.length, 0])
+    back = params.from_rows(rows)
+    assert torch.equal(back[: params.length], x[: params.length].flatten(2))
+    assert back.shape == x.flatten(2).shape and not back[params.length :].any()
+
+
+def test_parameters_describe_the_whole_batch_as_megatron_does() -> None:
+    params = planned_params(plan_of(LENGTHS, 2), 0)
+    assert params.cu_seqlens_q.dtype == torch.int32
+    assert params.cu_seqlens_q.tolist() == [0, 7, 7, 8, 20, 25]
+    assert (params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format) == (12, 12, "thd")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(qkv_format="bshd"), "qkv_format is 'bshd'; valid: thd, sbhd"),
+        (dict(rank=2), "rank is 2, but the plan has ranks 0 to 1"),
+        (dict(rank=-1), "rank is -1"),
+        (dict(rows_multiple=0), "rows_multiple is 0; valid: 1 or more"),
+        (dict(batch_size=2), "batch_size is 2 for qkv_format 'thd'"),
+        (dict(qkv_format="sbhd", batch_size=4), "valid: a divisor"),
+        (dict(qkv_format="sbhd", batch_size=0), "valid: a divisor"),
+        (dict(qkv_format="sbhd"), "would cut a document"),
+    ],
+)
+def test_what_does_not_fit_the_plan_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned_params(plan_of(LENGTHS, 2), **{"rank": 0, **arguments})
+
+
+def test_sequences_of_unequal_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holds \[\d, \d\] rows of the 2 sequences.*use qkv_format 'thd'"):
+        planned_params(plan_of([3, 3, 5, 1], 2), 0, "sbhd", batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": torch.zeros(24)}, r"tokens has shape \[24\], but the plan has 25 tokens"),
+        ({"tokens": torch.zeros(25, 1)}, r"tokens has shape \[25, 1\]"),
+        ({"tokens": torch.zeros(25), "position_ids": torch.zeros(25)}, "brings its own position_ids"),
+        ({"attention_mask": torch.zeros(1, 1, 25, 25)}, "brings its own attention_mask"),
+    ],
+)
+def test_a_batch_that_is_not_the_plans_is_refused(batch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        slice_batch(batch, plan_of(LENGTHS, 2), 0)
+
+
+def test_a_tensor_of_other_rows_is_refused() -> None:
+    params = planned_params(plan_of(LENGTHS, 2), 1)
+    with pytest.raises(ConfigError, match=r"query has shape \[99, 4, 8\].*rank 1 of the plan has \[\d+, heads, dim\]"):
+        params.to_rows(torch.zeros(99, 4, 8), "query")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=6))
+def test_labels_are_the_next_token_of_the_same_document(lengths: list[int]) -> None:
+    documents = Documents(lengths)
+    tokens = np.arange(10, 10 + documents.tokens)
+    labels, mask = shift_labels(tokens, documents)
+    expected_labels, expected_mask = [], []
+    for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
+        own = tokens[start:stop].tolist()
+        expected_labels += [*own[1:], *([0] if own else [])]
+        expected_mask += [*([1.0] * (len(own) - 1)), *([0.0] if own else [])]
+    assert labels.tolist() == expected_labels
+    assert mask.tolist() == expected_mask and mask.dtype == torch.float32
+
+
+def test_shift_labels_refuses_another_number_of_tokens() -> None:
+    with pytest.raises(ConfigError, match="tokens has 3 elements, but the documents have 4 tokens"):
+        shift_labels(torch.zeros(3), Documents([4]))
+
+
+def test_parameters_without_a_plan_are_plain_megatron_parameters() -> None:
+    assert PlannedBatchParams(qkv_format="thd").plan is None

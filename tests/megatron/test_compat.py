@@ -1,0 +1,96 @@
+"""Versions of Megatron-core: what is patched, where, and that nothing is on import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError
+from mindspeed_cp.megatron import install, install_model, megatron_compat, megatron_imports
+from mindspeed_cp.megatron.compat import PATCHES
+from mindspeed_cp.megatron.imports import check_version, parse_version
+from mindspeed_cp.megatron.swap import replaced
+from tests.megatron.gpt import Case, Suite, build, layer_spec, on_ranks, one_rank, planned, transformer_config
+from tests.megatron.ranks import MegatronRanks
+
+with megatron_imports():
+    import megatron.core
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+IS_0_16 = parse_version(megatron.core.__version__) == (0, 16)
+MIXTURE = dict(
+    num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32, moe_router_load_balancing_type="none",
+    moe_token_dispatcher_type="alltoall",
+)  # fmt: skip
+
+
+def test_patches_are_applied_on_call_and_undone() -> None:
+    before = [vars(module).copy() for module in (moe_utils, multi_latent_attention, token_dispatcher)]
+    with megatron_compat() as outer, megatron_compat() as inner:
+        assert set(inner) <= set(outer)
+        if IS_0_16:
+            assert outer == [f"{patch.module}.{patch.name}" for patch in PATCHES]
+            assert moe_utils.te_general_gemm is None and multi_latent_attention.HAVE_TE is False
+        sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)
+        assert sizes.tolist() == [1, 2] and not isinstance(sizes, torch.Tensor)
+    assert before == [vars(module) for module in (moe_utils, multi_latent_attention, token_dispatcher)]
+
+
+@pytest.mark.parametrize("text", ["0.14.0", "0.13.1", "0.1.0"])
+def test_old_versions_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"megatron-core is {text}; valid: 0\.15 or later.*use 0\.16\.1"):
+        check_version(text)
+
+
+def test_versions_are_read() -> None:
+    assert parse_version("0.16.1") == (0, 16)
+    assert parse_version("0.16.0rc0.dev12") == (0, 16)
+    assert parse_version("1.2") == (1, 2)
+    check_version("0.19.2")
+
+
+@pytest.mark.skipif(not IS_0_16, reason="only 0.16 forgets the name")
+def test_a_mixture_of_experts_needs_the_patch() -> None:
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with one_rank():  # which applies the patches
+        config = transformer_config(**MIXTURE)
+        model = install_model(build(config, install(layer_spec(config), Suite())))
+        model(tokens, tokens, None)
+        with replaced(moe_utils, "te_general_gemm", None):
+            del moe_utils.te_general_gemm
+            with pytest.raises(NameError, match="te_general_gemm"):
+                model(tokens, tokens, None)
+            moe_utils.te_general_gemm = None
+
+
+def test_a_mixture_of_experts_is_the_same_on_two_ranks(ranks: MegatronRanks) -> None:
+    case = Case(((37, 0, 5, 64), (9, 2)), config=MIXTURE)
+    with one_rank():
+        expected = planned(case)
+    for outcomes in ranks.run(2, on_ranks, 1, 2, [case]):
+        assert outcomes[0].loss == pytest.approx(expected.loss, rel=1e-5)
+        for name, tensor in expected.tensors.items():
+            assert abs(outcomes[0].tensors[name] - tensor).max() <= 1e-5 * abs(tensor).max(), name
+
+
+def test_importing_says_nothing_and_patches_nothing() -> None:
+    program = """
+import torch
+before = {name: id(value) for name, value in vars(torch.cuda).items()}
+import mindspeed_cp.megatron
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+assert all(id(getattr(torch.cuda, name)) == value for name, value in before.items())
+assert token_dispatcher.maybe_move_tensor_to_cpu.__module__.startswith("megatron.core")
+import megatron.core
+if megatron.core.__version__.startswith("0.16"):
+    assert not hasattr(moe_utils, "te_general_gemm") and multi_latent_attention.HAVE_TE
+import torch.distributed
+assert not torch.distributed.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

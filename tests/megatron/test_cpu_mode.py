@@ -1,0 +1,105 @@
+"""The CPU mode: Megatron's CUDA calls work inside it and nothing is left of it outside."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp.megatron import megatron_imports, megatron_on_cpu
+from tests.megatron.gpt import one_rank
+
+with megatron_imports():
+    from megatron.core import tensor_parallel
+
+NAMES = sorted(name for name in vars(torch.cuda) if not name.startswith("__"))
+
+
+def snapshot() -> dict[str, int]:
+    values = {name: getattr(torch.cuda, name) for name in NAMES}
+    return {name: id(value) for name, value in values.items()} | {"rng": id(torch.cuda.random.get_rng_state)}
+
+
+def test_cuda_devices_are_the_cpu_inside() -> None:
+    with megatron_on_cpu():
+        x = torch.ones(3, device="cuda")
+        assert x.device.type == "cpu" and x.cuda() is x
+        assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+        assert torch.empty(2, device=torch.device("cuda", 0), pin_memory=True).device.type == "cpu"
+        assert x.to("cuda:0").device.type == "cpu"
+        assert x.type() == "torch.cuda.FloatTensor" and x.type(torch.float64).dtype == torch.float64
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            event = stream.record_event()
+        event.synchronize()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+    assert x.type() == "torch.FloatTensor"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_undone(fails: bool) -> None:
+    before = snapshot()
+    try:
+        with megatron_on_cpu():
+            assert snapshot() != before
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert snapshot() == before
+
+
+def test_nested_blocks_are_one() -> None:
+    with megatron_on_cpu():
+        outer = snapshot()
+        with megatron_on_cpu():
+            assert snapshot() == outer
+            assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+        assert snapshot() == outer
+        assert torch.ones(1, device="cuda").device.type == "cpu"
+
+
+def test_a_side_thread_is_refused() -> None:
+    errors: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with megatron_on_cpu():
+                pass
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "enter it in the main thread" in str(errors[0])
+
+
+def test_megatrons_random_tracker_works() -> None:
+    with one_rank():
+        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        start = torch.get_rng_state()
+        with tracker.fork():
+            first = torch.rand(4)
+        assert torch.equal(torch.get_rng_state(), start)
+        with tracker.fork():
+            assert not torch.equal(torch.rand(4), first)
+
+
+def test_recompute_repeats_dropout_and_queues_nothing() -> None:
+    waiting = len(torch.cuda._queued_calls)
+
+    def dropped(x: torch.Tensor) -> Any:
+        return torch.nn.functional.dropout(x, 0.5)
+
+    with one_rank():
+        x = torch.ones(1000, requires_grad=True)
+        out = tensor_parallel.checkpoint(dropped, False, x)
+        torch.rand(10)
+        out.sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, out.detach())
+    assert len(torch.cuda._queued_calls) == waiting

@@ -1,0 +1,138 @@
+"""A GPT with planned attention: the same loss, gradients and steps on any number of ranks, and as plain Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.megatron.gpt import Case, Outcome, on_ranks, one_rank, plain, planned
+from tests.megatron.ranks import MegatronRanks
+from tests.workers import WorkerError
+
+RAGGED = (37, 0, 5, 1, 64, 2, 23, 11)  # divisible by nothing, empty, shorter than the ranks
+MORE = (3, 50, 1, 1, 0, 7)
+ROPE = dict(rotary_percent=0.5, rotary_base=500, rope_scaling=True, seq_len_interpolation_factor=2.0)
+
+CASES = {
+    "packed": Case((RAGGED,)),
+    "two micro-batches": Case((RAGGED, MORE)),
+    "sbhd": Case(((29, 29),), qkv_format="sbhd"),
+    "sbhd without parameters": Case(((24, 24),), qkv_format="sbhd", carried=False),
+    "selective recompute": Case(
+        (RAGGED,), config=dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+    ),
+    "full recompute": Case(
+        (RAGGED,), config=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    ),
+    "uneven mask": Case((RAGGED, MORE), masked=0.6),
+    "nothing counts": Case((RAGGED,), masked=1.0),
+    "ranks without tokens": Case(((1, 1), (1, 2, 1), RAGGED)),
+    "every option of RoPE": Case((RAGGED,), model=ROPE, config=dict(rotary_interleaved=True)),
+    "layers without RoPE": Case((RAGGED,), config=dict(no_rope_freq=[0, 1])),
+    "learned positions": Case((RAGGED,), model=dict(position_embedding_type="learned_absolute")),
+    "float32 optimizer": Case((RAGGED, MORE), optimizer="float32"),
+    "distributed optimizer": Case((RAGGED, MORE), optimizer="distributed"),
+}
+SEQUENCE_PARALLEL = Case((RAGGED, MORE, (1, 2, 1)), config=dict(sequence_parallel=True))
+LAYOUTS = {"cp2": (1, 2), "cp3": (1, 3), "tp2 x cp2": (2, 2)}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Outcome]:
+    """Every case on one rank, with planned attention."""
+    with one_rank():
+        return {name: planned(case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def oracle() -> dict[str, Outcome]:
+    """Every case by Megatron's own attention and rotary positions, each document alone."""
+    with one_rank():
+        return {name: plain(case) for name, case in CASES.items() if case.optimizer is None}
+
+
+@pytest.fixture(scope="module")
+def parallel(ranks: MegatronRanks) -> Callable[[str], list[dict[str, Outcome]]]:
+    """Every case on the ranks of a layout, run once for all tests: the outcomes of every rank."""
+    done: dict[str, list[dict[str, Outcome]]] = {}
+    failed: dict[str, WorkerError] = {}
+
+    def run(layout: str) -> list[dict[str, Outcome]]:
+        if layout in failed:
+            raise failed[layout]
+        if layout not in done:
+            tp, cp = LAYOUTS[layout]
+            try:
+                outcomes = ranks.run(tp * cp, on_ranks, tp, cp, list(CASES.values()))
+            except WorkerError as error:
+                failed[layout] = error
+                raise
+            done[layout] = [dict(zip(CASES, each, strict=True)) for each in outcomes]
+        return done[layout]
+
+    return run
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    """Same count, loss, gradients or weights, each tensor to 1e-5 of its largest element."""
+    assert found.tokens == expected.tokens
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+    assert found.norm == pytest.approx(expected.norm, rel=1e-5)
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        np.testing.assert_allclose(
+            found.tensors[name], tensor, rtol=0, atol=1e-5 * max(1e-8, float(np.abs(tensor).max())), err_msg=name
+        )
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.optimizer is None])
+def test_one_rank_equals_megatrons_own_attention(
+    name: str, reference: dict[str, Outcome], oracle: dict[str, Outcome]
+) -> None:
+    assert_equal(reference[name], oracle[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_equals_one_rank(
+    layout: str,
+    name: str,
+    parallel: Callable[[str], list[dict[str, Outcome]]],
+    reference: dict[str, Outcome],
+) -> None:
+    for outcomes in parallel(layout):
+        assert_equal(outcomes[name], reference[name])
+
+
+def test_sequence_parallelism_pads_each_rank_not_each_document(ranks: MegatronRanks) -> None:
+    with one_rank():
+        expected = planned(Case(SEQUENCE_PARALLEL.batches))
+    for outcomes in ranks.run(4, on_ranks, 2, 2, [SEQUENCE_PARALLEL]):
+        assert_equal(outcomes[0], expected)
+
+
+def test_data_parallel_replicas_with_unequal_counts_share_one_mean(
+    ranks: MegatronRanks, reference: dict[str, Outcome]
+) -> None:
+    names = ["two micro-batches", "uneven mask", "distributed optimizer"]
+    for outcomes in ranks.run(4, on_ranks, 1, 2, [CASES[name] for name in names]):
+        for name, outcome in zip(names, outcomes, strict=True):
+            assert_equal(outcome, reference[name])
+
+
+def test_nothing_that_counts_gives_zeros(reference: dict[str, Outcome]) -> None:
+    outcome = reference["nothing counts"]
+    assert (outcome.loss, outcome.tokens) == (0.0, 0)
+    assert all(not tensor.any() for tensor in outcome.tensors.values())
+
+
+def test_the_cases_can_tell_positions_and_borders_apart(reference: dict[str, Outcome]) -> None:
+    """The comparisons above would be worth nothing if the model hardly looked at positions or other tokens."""
+    packed = reference["packed"].loss
+    assert abs(reference["every option of RoPE"].loss - packed) > 1e-3
+    assert abs(reference["layers without RoPE"].loss - packed) > 1e-3
+    with one_rank():
+        merged = planned(Case(((sum(RAGGED),),)))
+    assert abs(merged.loss - packed) > 1e-3

@@ -1,0 +1,139 @@
+"""Rotary positions from the layout: Megatron's own numbers, on any rank, and no way to forget them."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
+from mindspeed_cp.megatron import PlannedRotary, install, install_model, megatron_imports, planned_batch, planned_params
+from tests.megatron.gpt import Case, Suite, build, data, layer_spec, planned, transformer_config
+
+with megatron_imports():
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+LENGTHS = [37, 0, 5, 1, 64, 2]
+ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "base": dict(rotary_base=500),
+    "percent": dict(rotary_percent=0.5),
+    "interleaved": dict(rotary_interleaved=True),
+    "interpolated": dict(seq_len_interpolation_factor=3.0),
+    "llama3 scaling": dict(rope_scaling=True, rope_scaling_factor=4.0, rotary_base=500000),
+    "all": dict(
+        rotary_base=77,
+        rotary_percent=0.25,
+        rotary_interleaved=True,
+        seq_len_interpolation_factor=2.0,
+        rope_scaling=True,
+    ),
+}
+
+
+def megatron_rotary(**options: Any) -> Any:
+    return RotaryEmbedding(16, **{"rotary_percent": 1.0, "use_cpu_initialization": True, **options})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rotation_is_megatrons_to_the_bit(variant: str, dtype: torch.dtype, alone: None) -> None:
+    source = megatron_rotary(**VARIANTS[variant])
+    config = transformer_config(rotary_interleaved=source.rotary_interleaved)
+    documents = Documents(LENGTHS)
+    x = torch.randn(documents.tokens, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    borders = torch.tensor(sorted({*documents.offsets.tolist()}), dtype=torch.int32)  # Megatron wants no empty document
+    expected = apply_rotary_pos_emb(x, source(64, packed_seq=True), config, cu_seqlens=borders)
+    assert not torch.equal(expected, x)
+    for ranks in (1, 3):
+        plan = build_plan(documents, Topology(1, ranks), ATTENTION)
+        rotary = PlannedRotary(source)
+        parts = [rotary.rotate(plan.layout.shard(x, rank), planned_params(plan, rank)) for rank in range(ranks)]
+        assert torch.equal(plan.layout.unshard(parts), expected)
+        assert parts[0].dtype == dtype
+
+
+def test_tables_are_made_once_for_a_micro_batch_and_die_with_the_model() -> None:
+    rotary = PlannedRotary(megatron_rotary())
+    params = planned_params(build_plan(Documents(LENGTHS), Topology(1, 1), ATTENTION), 0)
+    x = torch.randn(params.rows, 2, 16)
+    with torch.inference_mode():
+        rotary.rotate(x, params)
+    first = params.tables[rotary][(x.device, x.dtype)]
+    y = x.clone().requires_grad_()
+    rotary.rotate(y, params).sum().backward()  # tables made in inference mode would not be allowed here
+    assert params.tables[rotary][(x.device, x.dtype)] is first
+    del rotary
+    gc.collect()
+    assert not len(params.tables)
+
+
+def test_old_checkpoints_with_frequencies_load() -> None:
+    rotary = PlannedRotary(megatron_rotary())
+    assert not rotary.state_dict()
+    rotary.load_state_dict({"inv_freq": torch.ones(8)}, strict=True)
+
+
+@pytest.mark.parametrize("position_embedding", ["rope", "learned_absolute", "none"])
+@pytest.mark.parametrize("qkv_format", ["thd", "sbhd"])
+def test_a_model_without_install_model_fails_at_its_first_batch(
+    qkv_format: str, position_embedding: str, alone: None
+) -> None:
+    config = transformer_config()
+    model = build(config, install(layer_spec(config), Suite()), position_embedding_type=position_embedding)
+    case = Case(((9, 9),))
+    documents, whole = data(case, 0)
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
+    batch, params = planned_batch(whole, build_plan(documents, Topology(1, 1), attention), 0, qkv_format)
+    call = (batch["tokens"], batch["position_ids"], None)
+    with pytest.raises(ConfigError, match=r"call mindspeed_cp.megatron.install_model"):
+        model(*call, packed_seq_params=params)
+    with pytest.raises(ConfigError, match=r"call mindspeed_cp.megatron.install_model"):
+        model(batch["tokens"].reshape(2, 9), batch["position_ids"].reshape(2, 9), None)
+    assert install_model(model) is model
+    assert install_model([model])[0] is model
+    model(*call, packed_seq_params=params)
+
+
+def test_installing_a_model_twice_changes_nothing(alone: None) -> None:
+    config = transformer_config()
+    model = install_model(build(config, install(layer_spec(config), Suite())))
+    rotary = model.rotary_pos_emb
+    assert install_model(model).rotary_pos_emb is rotary
+    assert all(layer.self_attention.core_attention.rotary is rotary for layer in model.decoder.layers)
+
+
+def test_rotary_positions_that_no_plan_gives_are_refused(alone: None) -> None:
+    config = transformer_config()
+    for name, value in dict(
+        yarn_rotary_scaling_factor=2.0, yarn_original_max_position_embeddings=64, yarn_beta_fast=32.0, yarn_beta_slow=1.0,
+        yarn_mscale=1.0, yarn_mscale_all_dim=0.0, yarn_correction_range_round_to_int=True,
+    ).items():  # fmt: skip
+        setattr(config, name, value)
+    model = build(config, install(layer_spec(config), Suite()), position_embedding_type="yarn")
+    with pytest.raises(ConfigError, match="rotary_pos_emb is a YarnRotaryEmbedding; valid: RotaryEmbedding"):
+        install_model(model)
+
+
+def test_generation_is_refused(alone: None) -> None:
+    with pytest.raises(ConfigError, match="generate with a model built from the original spec"):
+        PlannedRotary(megatron_rotary()).get_rotary_seq_len(object(), None, None, None, None)
+
+
+def test_positions_restart_in_every_document(alone: None) -> None:
+    """Two equal documents in one row: the loss of both is that of one alone."""
+    once = planned(Case(((40,),)))
+    documents, whole = data(Case(((40,),)), 0)
+    config = transformer_config()
+    model = install_model(build(config, install(layer_spec(config), Suite())))
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
+    plan = build_plan(Documents([40, 40]), Topology(1, 1), attention)
+    batch, params = planned_batch({name: torch.cat([x, x]) for name, x in whole.items()}, plan, 0)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+    assert torch.equal(losses[0, :40], losses[0, 40:])
+    assert float((losses * batch["loss_mask"]).sum() / 78) == pytest.approx(once.loss, rel=1e-6)
+    assert documents.tokens == 40

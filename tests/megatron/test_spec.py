@@ -1,0 +1,128 @@
+"""install: what it replaces, what it leaves alone, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_cp import ConfigError
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.megatron import PlannedAttention, install, install_model, megatron_imports
+from tests.megatron.gpt import Suite, build, layer_spec, transformer_config
+
+with megatron_imports():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+SUITE = Suite()
+
+
+def core(layer: Any) -> Any:
+    return layer.submodules.self_attention.submodules.core_attention
+
+
+def test_a_layer_spec_is_copied_and_its_core_attention_replaced() -> None:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    new = install(spec, SUITE)
+    assert core(new).module is PlannedAttention
+    assert core(new).params == {"suite": SUITE}
+    assert core(spec) is DotProductAttention
+    assert new.submodules.self_attention.module is spec.submodules.self_attention.module
+    assert repr(new.submodules.mlp) == repr(spec.submodules.mlp)
+
+
+def test_every_layer_of_a_block_is_replaced(alone: None) -> None:
+    config = transformer_config(num_layers=3)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    new = install(block, SUITE)
+    assert [core(layer).module for layer in new.layer_specs] == [PlannedAttention] * 3
+    assert [core(layer) for layer in block.layer_specs] == [DotProductAttention] * 3
+    held = install(ModuleSpec(module=TransformerBlock, submodules=block), SUITE)
+    assert [core(layer).module for layer in held.submodules.layer_specs] == [PlannedAttention] * 3
+
+
+def test_layers_without_attention_stay_as_they_are(alone: None) -> None:
+    block = get_gpt_decoder_block_spec(transformer_config(), use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_specs[0] = ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules())
+    new = install(block, SUITE)
+    assert new.layer_specs[0].submodules.self_attention is IdentityOp
+    assert core(new.layer_specs[1]).module is PlannedAttention
+
+
+def test_installing_twice_is_installing_once_with_the_later_suite() -> None:
+    once = install(get_gpt_layer_local_spec(), SUITE)
+    twice = install(once, replace(SUITE, timeout_seconds=5.0))
+    assert core(twice).module is PlannedAttention
+    assert core(twice).params["suite"].timeout_seconds == 5.0
+    assert core(once).params["suite"].timeout_seconds == 60.0
+
+
+def test_the_settings_of_the_suite_serve_as_they_are(alone: None) -> None:
+    spec = install(get_gpt_layer_local_spec(normalization="RMSNorm"), SuiteSettings())
+    model = install_model(build(transformer_config(), spec))
+    assert model.decoder.layers[1].self_attention.core_attention.suite == SuiteSettings()
+
+
+def test_a_model_has_no_new_state(alone: None) -> None:
+    config = transformer_config()
+    ours = install_model(build(config, install(layer_spec(config), SUITE)))
+    theirs = build(config, layer_spec(config))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours.sharded_state_dict().keys() == theirs.sharded_state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SimpleNamespace(),
+        ModuleSpec(module=TransformerLayer),
+        ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules()),
+    ],
+)
+def test_a_spec_without_attention_is_refused(spec: Any) -> None:
+    with pytest.raises(ConfigError, match=r"found no self attention .* valid: a transformer layer's ModuleSpec"):
+        install(spec, SUITE)
+
+
+def test_attention_that_no_plan_covers_is_refused() -> None:
+    mla = get_gpt_layer_local_spec(multi_latent_attention=True)
+    with pytest.raises(ConfigError, match=r"the layer uses MLASelfAttention.*valid: SelfAttention"):
+        install(mla, SUITE)
+
+    linear = get_gpt_layer_local_spec()
+    linear.submodules.self_attention = ModuleSpec(module=TransformerLayer, submodules=SimpleNamespace(conv=None))
+    with pytest.raises(ConfigError, match="mixes tokens by TransformerLayer"):
+        install(linear, SUITE)
+
+    crossed = get_gpt_layer_local_spec()
+    inner = CrossAttentionSubmodules(
+        linear_q=None, linear_kv=None, core_attention=DotProductAttention, linear_proj=None
+    )
+    crossed.submodules.cross_attention = ModuleSpec(module=CrossAttention, submodules=inner)
+    with pytest.raises(ConfigError, match="cross attention"):
+        install(crossed, SUITE)
+
+
+def test_the_layer_at_fault_is_named(alone: None) -> None:
+    block = get_gpt_decoder_block_spec(transformer_config(), use_transformer_engine=False)
+    block.layer_specs[1] = copy.deepcopy(block.layer_specs[1])
+    block.layer_specs[1].submodules.self_attention = get_gpt_layer_local_spec(
+        multi_latent_attention=True
+    ).submodules.self_attention
+    with pytest.raises(ConfigError, match="layer 1 uses MLASelfAttention"):
+        install(block, SUITE)
+
+
+def test_install_model_refuses_a_model_from_another_spec(alone: None) -> None:
+    config = transformer_config()
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.0\.self_attention\.core_attention is DotProductAttention"):
+        install_model(build(config, layer_spec(config)))
