@@ -22,6 +22,7 @@ import torch
 from mindspeed_cp.config import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.train import optimizer_state
 from mindspeed_cp.train.checkpoint_writer import InProcessSave
 from mindspeed_cp.train.files import RunFiles, sync_folder, write_json, write_text
 from mindspeed_cp.train.identity import identity
@@ -95,6 +96,7 @@ def load(folder: Path, parts: Parts, world: World) -> Progress:
     The number of ranks may differ from that of the run that wrote it; random states are then those of the seed.
     """
     run = read_run(folder)
+    optimizer_state.prepare_to_load(parts.optimizer)
     wanted = _state(parts, is_loading=True)
     if run["ranks"] == world.size:
         wanted["rng"] = _random_state(world)
@@ -106,8 +108,7 @@ def load(folder: Path, parts: Parts, world: World) -> Progress:
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{folder}: cannot be read: {error}; remove it, and name an older one in `latest`") from None
     parts.gpt.load_state_dict(found["model"], strict=True)
-    parts.optimizer.load_state_dict(found["optimizer"])
-    parts.optimizer.reload_model_params()
+    optimizer_state.load(parts.optimizer, found["optimizer"])
     parts.schedule.load_state_dict(found["schedule"])
     if "rng" in found:
         _set_random_state(found["rng"])

@@ -1,0 +1,244 @@
+"""Training: the same curve for every way of splitting the work, and after every way of interrupting it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.files import read_metrics
+from tests.train.nursery import Nursery, RankError
+
+
+def tiny(corpus: Path, folder: Path, **changes: Any) -> Settings:
+    """Settings of a tiny model; `train__lr=...` changes settings.train.lr."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2},
+        "data": {"corpus": str(corpus), "seq_length": 517},
+        "train": {"train_iters": 20, "global_batch_size": 4, "lr": 3e-3, "lr_warmup_iters": 3, "min_lr": 1e-4},
+        "checkpoint": {"save_interval": 0},
+        "output": {"folder": str(folder), "progress": "none"},
+        "context_parallel_suite": {"timeout_seconds": 60.0},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        values[section][name] = value
+    return Settings(**values)
+
+
+def train_here(settings: str) -> dict[str, Any]:
+    """In a rank: train; the first rank's metrics and summary."""
+    from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
+    from mindspeed_cp.train.loop import train
+    from mindspeed_cp.train.world import join
+
+    parsed = Settings.model_validate_json(settings)
+    with megatron_on_cpu(), megatron_compat(), join(parsed) as world:
+        summary = train(parsed, world)
+    return {"lines": read_metrics(Path(parsed.output.folder) / "metrics.jsonl"), "summary": summary}
+
+
+def curve(nursery: Nursery, settings: Settings, ranks: int) -> list[dict[str, Any]]:
+    """Metrics of a run with `ranks` ranks."""
+    return nursery.run(ranks, train_here, settings.model_dump_json())[0]["lines"]
+
+
+def values(lines: list[dict[str, Any]], key: str = "loss") -> list[float]:
+    return [line[key] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def reference(nursery: Nursery, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """20 steps of one rank, in fp32."""
+    return curve(nursery, tiny(corpus, tmp_path_factory.mktemp("one")), 1)
+
+
+def assert_same_curve(lines: list[dict[str, Any]], reference: list[dict[str, Any]], tolerance: float = 1e-4) -> None:
+    assert values(lines, "step") == values(reference[: len(lines)], "step")
+    assert values(lines) == pytest.approx(values(reference[: len(lines)]), abs=tolerance, rel=0)
+    assert values(lines, "grad_norm") == pytest.approx(values(reference[: len(lines)], "grad_norm"), rel=1e-3)
+    for key in ("tokens", "documents", "lr"):
+        assert values(lines, key) == values(reference[: len(lines)], key)
+
+
+def test_the_model_learns(reference: list[dict[str, Any]]) -> None:
+    losses = values(reference)
+    assert losses[0] == pytest.approx(math.log(272), abs=0.2)
+    assert losses[-1] < losses[0] - 1.5
+    assert max(values(reference, "documents")) > 20, "rows of this corpus must be packed from many documents"
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_20_steps_give_the_same_loss_at_every_cp(
+    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], cp: int
+) -> None:
+    settings = tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=cp)
+    lines = curve(nursery, settings, cp)
+    assert len(lines) == 20
+    assert_same_curve(lines, reference)
+    assert all(1 <= line["imbalance"] < 1.5 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (3, {"context_parallel_suite__context_parallel_size": 3, "context_parallel_suite__verify_plans": True}),
+        (4, {"context_parallel_suite__context_parallel_size": 2}),  # two replicas
+        (2, {"train__tensor_model_parallel_size": 2}),
+        (4, {"train__tensor_model_parallel_size": 2, "context_parallel_suite__context_parallel_size": 2}),
+        (2, {"train__use_distributed_optimizer": True, "context_parallel_suite__context_parallel_size": 2}),
+        (2, {"model__recompute_granularity": "selective", "context_parallel_suite__context_parallel_size": 2}),
+        (2, {"model__recompute_granularity": "full", "context_parallel_suite__context_parallel_size": 2}),
+    ],
+    ids=["cp3", "dp2-cp2", "tp2", "tp2-cp2", "distributed-optimizer", "recompute-selective", "recompute-full"],
+)
+def test_the_way_of_splitting_does_not_change_the_curve(
+    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], ranks: int, changes: dict[str, Any]
+) -> None:
+    settings = tiny(corpus, tmp_path, train__train_iters=6, train__lr_decay_iters=20, **changes)
+    assert_same_curve(curve(nursery, settings, ranks), reference)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"train__bf16": True}, {"train__use_distributed_optimizer": True}],
+    ids=["fp32", "bf16", "distributed-optimizer"],
+)
+def test_a_resumed_run_goes_on_exactly(nursery: Nursery, corpus: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    common = {"context_parallel_suite__context_parallel_size": 2, "train__lr_decay_iters": 12, **changes}
+    whole = curve(nursery, tiny(corpus, tmp_path / "whole", train__train_iters=10, **common), 2)
+    folder = tmp_path / "parts"
+    first = tiny(corpus, folder, train__train_iters=6, **common, checkpoint__save_interval=2, checkpoint__keep=2)
+    curve(nursery, first, 2)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        *("iter_0000004", "iter_0000006", "latest"),
+    ]
+    (folder / "checkpoints" / "latest").write_text("iter_0000004\n")  # metrics of steps 5 and 6 must be replaced
+    parts = curve(nursery, tiny(corpus, folder, train__train_iters=10, **common), 2)
+    for key in ("step", "loss", "grad_norm", "lr", "tokens", "documents"):
+        assert values(parts, key) == values(whole, key), key
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed-optimizer"])
+def test_a_run_may_go_on_with_another_number_of_ranks(
+    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], distributed: bool
+) -> None:
+    step = 0
+    for ranks, changes in (
+        (2, {"context_parallel_suite__context_parallel_size": 2}),
+        (1, {}),
+        (4, {"context_parallel_suite__context_parallel_size": 2, "train__tensor_model_parallel_size": 2}),
+    ):
+        step += 3
+        changes |= {"train__lr_decay_iters": 20, "train__use_distributed_optimizer": distributed}
+        settings = tiny(corpus, tmp_path, train__train_iters=step, **changes)
+        lines = curve(nursery, settings, ranks)
+        assert len(lines) == step
+    assert_same_curve(lines, reference)
+
+
+def test_a_finished_run_has_nothing_left_to_do(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    settings = tiny(corpus, tmp_path, train__train_iters=2, train__lr_warmup_iters=0)
+    lines = curve(nursery, settings, 1)
+    [again] = nursery.run(1, train_here, settings.model_dump_json())
+    assert again["lines"] == lines and again["summary"]["step"] == 2 and again["summary"]["tokens_per_s"] is None
+
+
+def test_the_summary_names_speed_balance_cuts_and_files(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    settings = tiny(
+        corpus, tmp_path, train__train_iters=3, train__lr_warmup_iters=0, data__seq_length=256,
+        context_parallel_suite__context_parallel_size=2,
+    )  # fmt: skip
+    found = nursery.run(2, train_here, settings.model_dump_json())
+    summary, lines = found[0]["summary"], found[0]["lines"]
+    assert found[1]["summary"] is None
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    lengths = [len(json.loads(line)["text"].encode()) + 1 for line in corpus.read_text().splitlines()]
+    assert summary["cut_documents"] == sum(n > 256 for n in lengths) > 0
+    assert summary["tokens"] == sum(values(lines, "tokens"))
+    assert summary["tokens_per_s"] == pytest.approx(summary["tokens"] / sum(values(lines, "seconds")))
+    assert summary["imbalance"] >= 1
+    for key in ("metrics", "loss_png", "checkpoint"):
+        assert Path(summary[key]).exists()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def nan_on_one_rank(settings: str) -> str:
+    """In a rank: the third micro-batch of rank 1 has a loss that is no number."""
+    from mindspeed_cp.train.batches import Batches, MicroBatch
+
+    made = Batches._make
+
+    def poisoned(self: Batches, row: Any) -> MicroBatch:
+        micro = made(self, row)
+        if row.index == 10 and self._world.rank == 1:
+            micro.batch["loss_mask"][0, 0] = float("nan")
+        return micro
+
+    Batches._make = poisoned  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as caught:
+        train_here(settings)
+    return str(caught.value)
+
+
+def test_a_loss_that_is_no_number_stops_all_ranks_and_names_one(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    settings = tiny(corpus, tmp_path, checkpoint__save_interval=1, context_parallel_suite__context_parallel_size=2)
+    errors = nursery.run(2, nan_on_one_rank, settings.model_dump_json())
+    for line in errors:
+        assert line.startswith("step 3: the loss is NaN on rank 1 of 2") and "\n" not in line
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "iter_0000002\n"
+    assert not list((tmp_path / "checkpoints").glob(".saving*"))
+
+
+def dies_while_saving(settings: str) -> str:
+    """In a rank: the second checkpoint fails half-way."""
+    from mindspeed_cp.train import checkpoint
+
+    write = checkpoint.write_json
+    calls = []
+
+    def failing(path: Path, value: Any) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        write(path, value)
+
+    checkpoint.write_json = failing
+    with pytest.raises(OSError, match="No space left"):
+        train_here(settings)
+    return "failed as it should"
+
+
+def test_a_checkpoint_that_cannot_be_finished_is_never_named(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    common = {"train__lr_decay_iters": 20, "checkpoint__save_interval": 1}
+    settings = tiny(corpus, tmp_path, train__train_iters=3, **common)
+    nursery.run(1, dies_while_saving, settings.model_dump_json())
+    checkpoints = tmp_path / "checkpoints"
+    assert (checkpoints / "latest").read_text() == "iter_0000001\n"
+    assert sorted(path.name for path in checkpoints.glob("iter*")) == ["iter_0000001"]
+    assert len(curve(nursery, settings, 1)) == 3, "the run goes on from the checkpoint before"
+    assert not list(checkpoints.glob(".saving*"))
+
+
+def wrong_input(settings: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train_here(settings)
+    return str(caught.value)
+
+
+def test_ranks_refuse_what_does_not_fit(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    settings = tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=2)
+    [line] = nursery.run(1, wrong_input, settings.model_dump_json())
+    assert line.startswith("1 ranks do not fit the settings")
+    with pytest.raises(RankError, match="NameError"):
+        nursery.run(1, _a_mistake)
+
+
+def _a_mistake() -> None:
+    raise NameError("so that RankError is known to be raised")
