@@ -1,0 +1,54 @@
+"""How long plans take: building one, one rank's tiles, and the proof.
+
+    python -m benchmarks.plan [--documents 1000] [--ranks 8 64] [--repeat 7] [--prove-up-to 8]
+
+Documents have lognormal lengths (about 926 tokens on average: 1,000 of them are 926K tokens). Medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, verify_plan
+
+
+def median_ms(run: Callable[[], object], repeat: int) -> float:
+    """Median milliseconds of a call, after one to warm up."""
+    run()
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--prove-up-to", type=int, default=8, help="prove plans of at most this many ranks")
+    args = parser.parse_args()
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(500), 1.2, args.documents), 1, 200_000).astype(int)
+    documents, attention = Documents(lengths), AttentionConfig(8)
+    print(f"{len(documents)} documents, {documents.tokens} tokens, medians of {args.repeat}")
+    for ranks in args.ranks:
+        topology = Topology(1, ranks)
+        plan = build_plan(documents, topology, attention)
+        build = median_ms(lambda topology=topology: build_plan(documents, topology, attention), args.repeat)  # type: ignore[misc]
+        tiles = median_ms(lambda plan=plan, rank=ranks // 2: plan.forward.tiles(rank), args.repeat)  # type: ignore[misc]
+        count = len(plan.forward.tiles(ranks // 2))
+        line = f"ring, {ranks:3} ranks: build {build:7.1f} ms, one rank's tiles {tiles:7.1f} ms ({count} tiles)"
+        if ranks <= args.prove_up_to:
+            line += f", proof of all ranks {median_ms(lambda plan=plan: verify_plan(plan), args.repeat):7.0f} ms"  # type: ignore[misc]
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
