@@ -73,6 +73,9 @@ class Nursery:
 
 def _serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+
     import mindspeed_cp.train.loop  # noqa: F401
 
     pipe.send("ready")

@@ -20,7 +20,7 @@ def tiny(corpus: Path, folder: Path, **changes: Any) -> Settings:
     values: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2},
         "data": {"corpus": str(corpus), "seq_length": 517},
-        "train": {"train_iters": 20, "global_batch_size": 4, "lr": 3e-3, "lr_warmup_iters": 3, "min_lr": 1e-4},
+        "train": {"train_iters": 20, "global_batch_size": 2, "lr": 3e-3, "lr_warmup_iters": 3, "min_lr": 1e-4},
         "checkpoint": {"save_interval": 0},
         "output": {"folder": str(folder), "progress": "none"},
         "context_parallel_suite": {"timeout_seconds": 60.0},
@@ -176,7 +176,7 @@ def nan_on_one_rank(settings: str) -> str:
 
     def poisoned(self: Batches, row: Any) -> MicroBatch:
         micro = made(self, row)
-        if row.index == 10 and self._world.rank == 1:
+        if row.index == 5 and self._world.rank == 1:
             micro.batch["loss_mask"][0, 0] = float("nan")
         return micro
 

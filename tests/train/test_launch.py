@@ -1,0 +1,227 @@
+"""The command `train` as people run it: real processes, killed, stopped, misled, and what it says then."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.errors import PeerError
+from mindspeed_cp.train.files import read_metrics
+from tests.train.nursery import Nursery, RankError
+from tests.train.test_training import curve, tiny, train_here, values
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = [sys.executable, "-m", "mindspeed_cp.cli", "train"]
+
+
+def write(settings: Settings, folder: Path) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(settings.model_dump_json())  # JSON is YAML
+    return path
+
+
+class Run:
+    """`mindspeed-cp train` in the background."""
+
+    def __init__(self, *command: object) -> None:
+        self.process = subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+        """Poll until the condition holds; its value."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = condition()
+            if found:
+                return found
+            if self.process.poll() is not None:
+                pytest.fail(f"ended with {self.process.returncode} before {what}: {self.process.communicate()}")
+            time.sleep(0.02)
+        pytest.fail(f"no {what} within {seconds} s")
+
+    def ranks(self) -> list[psutil.Process]:
+        return [p for p in psutil.Process(self.process.pid).children() if "mindspeed_cp.train.worker" in p.cmdline()]
+
+    def end(self, seconds: float = 60) -> tuple[int, str, list[str]]:
+        """Exit code, output, and lines on standard error."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err.splitlines()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            family = [self.process.pid, *(p.pid for p in self.ranks())]
+            for pid in family:
+                os.kill(pid, signal.SIGKILL)
+            self.process.communicate()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    """Start a run that is certain to end with the test."""
+    runs: list[Run] = []
+
+    def begin(*command: object) -> Run:
+        runs.append(Run(*command))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def test_kill_then_stop_then_finish_gives_the_curve_of_an_uninterrupted_run(
+    nursery: Nursery, corpus: Path, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    long: dict[str, Any] = {
+        "train__train_iters": 60,
+        "context_parallel_suite__context_parallel_size": 2,
+        "checkpoint__save_interval": 5,
+    }
+    folder = tmp_path / "interrupted"
+    path = write(tiny(corpus, folder, **long), tmp_path)
+
+    def steps() -> int:
+        return len(read_metrics(folder / "metrics.jsonl"))
+
+    run = start(*COMMAND, path)  # 1: one of the ranks is killed
+    run.wait_for(lambda: steps() >= 6, "step 6")
+    victim = run.ranks()[1].pid
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    code, _, errors = run.end()
+    assert time.monotonic() - began < 30
+    assert code == 1
+    assert len(errors) == 1, errors
+    assert errors[0].startswith(f"error: rank 1 (process {victim}) was killed by SIGKILL")
+    assert "the same command goes on" in errors[0]
+    before = int((folder / "checkpoints" / "latest").read_text().removeprefix("iter_"))
+    assert 5 <= before < 60
+
+    run = start(*COMMAND, path)  # 2: the same command goes on, and is asked to stop
+    run.wait_for(lambda: steps() >= before + 6, f"step {before + 6}")
+    run.process.terminate()
+    code, out, errors = run.end()
+    assert (code, errors) == (0, []), (out, errors)
+    stopped = int((folder / "checkpoints" / "latest").read_text().removeprefix("iter_"))
+    assert before < stopped < 60 and stopped == steps()
+    assert f"stopped by SIGTERM after step {stopped}" in out and "imbalance" in out
+    assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+
+    settings = tiny(corpus, folder, **long)  # 3: to the end
+    parts = curve(nursery, settings, 2)
+    whole = curve(nursery, tiny(corpus, tmp_path / "whole", **long), 2)
+    assert len(whole) == 60
+    for key in ("step", "loss", "grad_norm", "lr", "tokens", "documents"):
+        assert values(parts, key) == values(whole, key), key
+
+
+def test_a_rank_that_refuses_ends_the_run_with_its_one_line(
+    corpus: Path, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    settings = tiny(corpus, tmp_path / "run", model__init_method_std=1e38)
+    code, out, errors = start(*COMMAND, write(settings, tmp_path), "--json").end()
+    assert (code, out) == (2, "")
+    assert len(errors) == 1 and errors[0].startswith("error: step 1: the loss is NaN on rank 0 of 1"), errors
+    assert not (tmp_path / "run" / "checkpoints" / "latest").exists()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+def test_torchrun_starts_the_ranks_too(corpus: Path, tmp_path: Path, start: Callable[..., Run]) -> None:
+    settings = tiny(
+        corpus, tmp_path / "run", train__train_iters=3, train__lr_warmup_iters=0,
+        context_parallel_suite__context_parallel_size=2,
+    )  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    code, out, errors = start(*torchrun, "-m", "mindspeed_cp.cli", "train", write(settings, tmp_path), "--json").end()
+    assert code == 0, errors
+    summary = json.loads(out)
+    assert summary["step"] == 3 and summary["stopped_by"] is None
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def dies_in_step_3(settings: str) -> str:
+    """In a rank: rank 1 kills itself while the others wait for it."""
+    from mindspeed_cp.train.batches import Batches, MicroBatch
+    from mindspeed_cp.train.worker import run_rank
+
+    made = Batches._make
+
+    def fatal(self: Batches, row: Any) -> MicroBatch:
+        if row.index == 4 and self._world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made(self, row)
+
+    Batches._make = fatal  # type: ignore[method-assign]
+    try:
+        run_rank(Settings.model_validate_json(settings), as_json=False)
+    except PeerError as error:
+        raise RuntimeError(f"as it should: {error}") from None
+    raise AssertionError("the death of rank 1 was not noticed")
+
+
+def test_survivors_name_the_dead_rank(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    settings = tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=3)
+    with pytest.raises(RankError) as caught:
+        nursery.run(3, dies_in_step_3, settings.model_dump_json(), timeout=30)
+    text = str(caught.value)
+    assert "rank 1: the process died" in text
+    for rank in (0, 2):
+        assert f"as it should: rank {rank} lost rank 1: dead, or silent" in text
+
+
+def test_two_runs_never_share_a_folder(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    from mindspeed_cp.train.files import RunFiles
+
+    files = RunFiles(tmp_path)
+    files.make()
+    settings = tiny(corpus, tmp_path)
+    with files.locked(), pytest.raises(RankError, match="another run is using it"):
+        nursery.run(1, train_here, settings.model_dump_json())
+
+
+def test_input_is_checked_before_ranks_are_started(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, nursery: Nursery
+) -> None:
+    from mindspeed_cp import cli
+    from mindspeed_cp.train import launch
+
+    def started(*arguments: object, **options: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "_launch", started)
+    folder = tmp_path / "run"
+    curve(nursery, tiny(corpus, folder, train__train_iters=1, train__lr_warmup_iters=0, train__min_lr=0.0), 1)
+    good = tiny(corpus, folder, train__train_iters=1, train__lr_warmup_iters=0, train__min_lr=0.0)
+    path = write(good, tmp_path)
+    for arguments, expected in (
+        (["--nproc", "3", "--set", "context_parallel_suite.context_parallel_size=2"], "3 ranks do not fit"),
+        (["--nproc", "4"], "train.global_batch_size = 2: must be a multiple of the 4 replicas"),
+        (["--set", "data.corpus=/no/such/corpus"], "/no/such/corpus"),
+        (["--set", f"data.corpus={tmp_path}/none.txt"], "none.txt"),
+        (["--set", "data.seq_length=900000000"], "data.seq_length = 900000000: does not fit"),
+        (["--no-resume"], "checkpoint.resume = false"),
+        (
+            ["--set", "train.lr=0.5", "--set", "model.num_layers=3"],
+            "model.num_layers was 2 and is 3; train.lr was 0.003",
+        ),
+        (["--set", "output.folder=/proc/run"], "output.folder = /proc/run: cannot be made"),
+    ):
+        assert cli.run(["train", str(path), *arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
+        assert expected in captured.err
+    (folder / "checkpoints" / "latest").write_text("iter_0000099\n")
+    assert cli.run(["train", str(path)]) == 2
+    assert "iter_0000099: is not a complete checkpoint" in capsys.readouterr().err
