@@ -200,7 +200,8 @@ class PlannedAttention(MegatronModule):
         ):
             raise ConfigError(
                 "variable_seq_lengths is False; valid with pipeline parallelism and packed rows: True, since "
-                "micro-batches differ in rows"
+                "micro-batches differ in rows (Megatron then asks for moe_token_dispatcher_type='alltoall', experts "
+                "or not)"
             )
         return given
 

@@ -58,16 +58,20 @@ class _CudaMeansCpu(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> Any:  # every torch call passes here, so nothing is looked at twice
+        kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.device and any(_is_cuda(x) for x in (*args, *(kwargs or {}).values())):
-            return _CPU
-        kwargs = {k: _CPU if _is_cuda(v) else v for k, v in kwargs.items()} if kwargs else {}
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        if any(_is_cuda(x) for x in args):
-            args = tuple(_CPU if _is_cuda(x) else x for x in args)
+        if func is torch.device:
+            return _CPU if any(map(_is_cuda, (*args, *kwargs.values()))) else func(*args, **kwargs)
+        if kwargs:
+            kwargs = {name: _CPU if _is_cuda(x) else x for name, x in kwargs.items()}
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        for x in args:
+            if (type(x) is str or type(x) is torch.device) and _is_cuda(x):
+                args = tuple(_CPU if _is_cuda(x) else x for x in args)
+                break
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
             # Megatron's optimizers sort parameters by names such as torch.cuda.FloatTensor.

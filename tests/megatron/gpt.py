@@ -41,6 +41,7 @@ with megatron_imports():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -165,7 +166,10 @@ def planned(case: Case, tp: int = 1, cp: int = 1) -> Outcome:
     """One step with planned attention through Megatron's DDP, schedule and gradient finalisation."""
     config = transformer_config(tp, cp, **case.config)
     suite = Suite(context_parallel_size=cp)
-    model = install_model(build(config, install(layer_spec(config), suite), **case.model))
+    model: torch.nn.Module = build(config, install(layer_spec(config), suite), **case.model)
+    if config.bf16:
+        model = Float16Module(config, model)
+    install_model(model)
     distributed = case.optimizer == "distributed"
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     ddp = DistributedDataParallel(config, ddp_config, model)
@@ -180,7 +184,7 @@ def planned(case: Case, tp: int = 1, cp: int = 1) -> Outcome:
         parallel_state.get_data_parallel_rank(), len(case.batches), parallel_state.get_data_parallel_world_size()
     )
     reports = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, case, config),
+        forward_step_func=partial(forward_step, case, config),
         data_iterator=iter(mine),
         model=[ddp],
         num_microbatches=len(mine),
@@ -193,12 +197,14 @@ def planned(case: Case, tp: int = 1, cp: int = 1) -> Outcome:
         norm = float(optimizer.step()[1])
     loss = global_loss(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
     tensors = {
-        name: _whole(p, p.detach() if optimizer is not None else p.main_grad) for name, p in model.named_parameters()
+        name.removeprefix("module."): _whole(p, p.detach() if optimizer is not None else p.main_grad)
+        for name, p in model.named_parameters()
     }
     return Outcome(loss.mean, loss.tokens, tensors, norm)
 
 
-def _forward_step(case: Case, config: TransformerConfig, batches: Iterator[int], model: torch.nn.Module) -> Any:
+def forward_step(case: Case, config: TransformerConfig, batches: Iterator[int], model: torch.nn.Module) -> Any:
+    """What Megatron's schedule calls for every micro-batch."""
     documents, whole = data(case, next(batches))
     cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     plan = build_plan(documents, Topology(1, cp), attention_config(config))

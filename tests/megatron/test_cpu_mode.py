@@ -28,7 +28,8 @@ def test_cuda_devices_are_the_cpu_inside() -> None:
         assert x.device.type == "cpu" and x.cuda() is x
         assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
         assert torch.empty(2, device=torch.device("cuda", 0), pin_memory=True).device.type == "cpu"
-        assert x.to("cuda:0").device.type == "cpu"
+        assert x.to("cuda:0").device.type == "cpu" and x.to(device="cuda").device.type == "cpu"
+        assert torch.device(type="cuda", index=1) == torch.device("cpu") and torch.device("meta").type == "meta"
         assert x.type() == "torch.cuda.FloatTensor" and x.type(torch.float64).dtype == torch.float64
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):

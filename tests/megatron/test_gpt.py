@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from tests.megatron.gpt import Case, Outcome, on_ranks, one_rank, plain, planned
 from tests.megatron.ranks import MegatronRanks
@@ -120,6 +121,15 @@ def test_data_parallel_replicas_with_unequal_counts_share_one_mean(
     for outcomes in ranks.run(4, on_ranks, 1, 2, [CASES[name] for name in names]):
         for name, outcome in zip(names, outcomes, strict=True):
             assert_equal(outcome, reference[name])
+
+
+def test_bf16_differs_by_its_rounding_alone(ranks: MegatronRanks, reference: dict[str, Outcome]) -> None:
+    bf16 = Case((RAGGED,), config=dict(bf16=True, params_dtype=torch.bfloat16))
+    for outcomes in ranks.run(2, on_ranks, 1, 2, [bf16]):
+        assert outcomes[0].loss != reference["packed"].loss
+        assert outcomes[0].loss == pytest.approx(reference["packed"].loss, rel=2e-3)
+        for name, tensor in reference["packed"].tensors.items():
+            assert np.abs(outcomes[0].tensors[name] - tensor).max() <= 0.05 * np.abs(tensor).max(), name
 
 
 def test_nothing_that_counts_gives_zeros(reference: dict[str, Outcome]) -> None:

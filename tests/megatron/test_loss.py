@@ -18,7 +18,7 @@ def test_the_three_values_are_sum_count_and_report() -> None:
     losses = torch.tensor([[1.0, 2.0, 4.0, 8.0]], requires_grad=True)
     mask = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
     total, count, report = loss_function(mask, losses)
-    assert (float(total), int(count)) == (13.0, 3)
+    assert (total.item(), count.item()) == (13.0, 3)
     assert count.dtype == torch.int32 and total.dtype == torch.float32
     assert report["lm loss"].tolist() == [13.0, 3.0] and not report["lm loss"].requires_grad
     total.backward()
@@ -28,7 +28,7 @@ def test_the_three_values_are_sum_count_and_report() -> None:
 def test_a_rank_without_tokens_gives_zeros() -> None:
     losses = torch.zeros(1, 0, requires_grad=True)
     total, count, report = loss_function(torch.zeros(1, 0), losses)
-    assert (float(total), int(count), report["lm loss"].tolist()) == (0.0, 0, [0.0, 0.0])
+    assert (total.item(), count.item(), report["lm loss"].tolist()) == (0.0, 0, [0.0, 0.0])
     total.backward()
     assert global_loss([report]) == (0.0, 0)
     assert global_loss([]) == (0.0, 0)

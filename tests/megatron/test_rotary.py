@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
-from mindspeed_cp.megatron import PlannedRotary, install, install_model, megatron_imports, planned_batch, planned_params
-from tests.megatron.gpt import Case, Suite, build, data, layer_spec, planned, transformer_config
+from mindspeed_cp.megatron import (
+    PlannedRotary,
+    attention_config,
+    install,
+    install_model,
+    megatron_imports,
+    planned_batch,
+    planned_params,
+)
+from tests.megatron.gpt import Case, Suite, build, data, layer_spec, megatron, planned, transformer_config
+from tests.megatron.ranks import MegatronRanks
 
 with megatron_imports():
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -97,6 +106,28 @@ def test_a_model_without_install_model_fails_at_its_first_batch(
     assert install_model(model) is model
     assert install_model([model])[0] is model
     model(*call, packed_seq_params=params)
+
+
+def forgotten(rank: int, group: None) -> list[str]:
+    """What a model without install_model says on two ranks to rows that do not fit Megatron's zig-zag."""
+    said = []
+    with megatron(cp=2):
+        config = transformer_config(cp=2)
+        model = build(config, install(layer_spec(config), Suite(context_parallel_size=2)))
+        documents, whole = data(Case(((9, 9),)), 0)
+        plan = build_plan(documents, Topology(1, 2), attention_config(config))
+        for qkv_format in ("thd", "sbhd"):
+            batch, params = planned_batch(whole, plan, rank, qkv_format)
+            try:
+                model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params)
+            except ConfigError as error:
+                said.append(str(error))
+    return said
+
+
+def test_forgetting_install_model_is_said_before_megatron_trips_over_it(ranks: MegatronRanks) -> None:
+    for said in ranks.run(2, forgotten):
+        assert len(said) == 2 and all("still has Megatron's rotary module" in text for text in said)
 
 
 def test_installing_a_model_twice_changes_nothing(alone: None) -> None:

@@ -1,0 +1,90 @@
+"""Pipeline stages: rows of every micro-batch differ, every stage rotates by the plan, the last one knows the loss."""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp.megatron import (
+    global_loss,
+    install,
+    install_model,
+    megatron_compat,
+    megatron_imports,
+    megatron_on_cpu,
+)
+from tests.megatron.gpt import Case, Suite, build, forward_step, layer_spec, transformer_config
+from tests.megatron.ranks import MegatronRanks
+
+with megatron_imports():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+CASE = Case(((37, 0, 5, 1, 64), (3, 50, 1, 1, 0, 7), (11, 2)))
+
+
+def run_stage(rank: int, group: None, cp: int, stages: int) -> tuple[bool, float, int, float]:
+    """(is this the last stage, loss, tokens, sum of squared gradients of this stage)."""
+    with megatron_on_cpu(), megatron_compat():
+        parallel_state.initialize_model_parallel(context_parallel_size=cp, pipeline_model_parallel_size=stages)
+        try:
+            tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+            config = transformer_config(
+                cp=cp,
+                pipeline_model_parallel_size=stages,
+                variable_seq_lengths=stages > 1,
+                moe_token_dispatcher_type="alltoall",
+            )
+            first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+            spec = install(layer_spec(config), Suite(context_parallel_size=cp))
+            model = install_model(build(config, spec, pre_process=first, post_process=last))
+            fill(model)
+            ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+            config.finalize_model_grads_func = finalize_model_grads
+            ddp.zero_grad_buffer()
+            reports = get_forward_backward_func()(
+                forward_step_func=partial(forward_step, CASE, config),
+                data_iterator=iter(range(len(CASE.batches))),
+                model=[ddp],
+                num_microbatches=len(CASE.batches),
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            loss = global_loss(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
+            squares = sum(float(p.main_grad.double().square().sum()) for p in model.parameters())  # type: ignore[misc]
+            return last, loss.mean, loss.tokens, squares
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def fill(model: Any) -> None:
+    """Weights that depend on the layer's number in the whole model, not on the stage that holds it."""
+    offset = model.decoder.layers[0].layer_number - 1
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(int(parts[2]) + offset)
+        if parameter.dim() > 1:
+            generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
+            torch.nn.init.normal_(parameter, 0.0, 0.2, generator=generator)
+
+
+def test_two_stages_of_two_ranks_equal_one_rank(ranks: MegatronRanks) -> None:
+    [(_, loss, tokens, squares)] = ranks.run(1, run_stage, 1, 1)
+    found = ranks.run(4, run_stage, 2, 2)
+    assert [last for last, *_ in found] == [False, False, True, True]
+    for last, *outcome in found:
+        if last:
+            assert outcome[:2] == [pytest.approx(loss, rel=1e-5), tokens]
+    assert found[0][3] + found[2][3] == pytest.approx(squares, rel=1e-5)
+    assert found[0][3] == pytest.approx(found[1][3], rel=1e-6)
