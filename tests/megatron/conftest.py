@@ -29,7 +29,7 @@ def alone() -> Iterator[None]:
 # What Megatron-core says about itself in every one of these tests, and nobody here can change.
 _NOISE = (
     "MLP requires ffn_hidden_size",
-    "Warning: tp_group is None",
+    "Warning. tp_group is None",
     "If you are using transformer_engine as the transformer implementation",
     "`torch.distributed.*` is deprecated",
 )
