@@ -74,7 +74,7 @@ class _Lines:
 class _Bar:
     def __init__(self, step: int, steps: int) -> None:
         columns = (
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}"),
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
         )  # fmt: skip
         self._progress = Progress(*columns, console=Console(force_terminal=True), speed_estimate_period=120)

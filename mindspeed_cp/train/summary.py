@@ -14,6 +14,8 @@ from mindspeed_cp.report.text import Table, count
 from mindspeed_cp.train.checkpoint import Progress
 from mindspeed_cp.train.files import RunFiles, write_json
 
+LAST_STEPS = 10  # a single step's loss depends on its documents
+
 
 def summarize_run(
     settings: Settings,
@@ -46,7 +48,7 @@ def summarize_run(
         "steps": settings.train.train_iters,
         "stopped_by": reason,
         "first_loss": lines[0]["loss"] if lines else None,
-        "last_loss": lines[-1]["loss"] if lines else None,
+        "last_loss": float(np.mean([line["loss"] for line in lines[-LAST_STEPS:]])) if lines else None,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
         "tokens_per_s": tokens / seconds if seconds else None,
@@ -71,7 +73,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     """The summary as people read it."""
     rows = [("steps", f"{summary['step']:,} of {summary['steps']:,}")]
     if summary["last_loss"] is not None:
-        rows.append(("loss", f"{summary['first_loss']:.4f} at first, {summary['last_loss']:.4f} at last"))
+        last = min(LAST_STEPS, summary["step"])
+        text = (
+            f"{summary['first_loss']:.3f} in the first step, {summary['last_loss']:.3f} on average in the last {last}"
+        )
+        rows.append(("loss", text))
     rows.append(("tokens", f"{count(summary['tokens'])} in {summary['documents']:,} documents and pieces"))
     if summary["tokens_per_s"] is not None:
         rows.append(("speed", f"{summary['tokens_per_s']:,.0f} tokens/s"))

@@ -1,0 +1,237 @@
+"""The parts of training that need no ranks: memory, identity, files, stopping, what is shown, the launcher's verdict."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+from mindspeed_cp.train.display import open_display
+from mindspeed_cp.train.files import RunFiles, keep_metrics, read_metrics, write_text
+from mindspeed_cp.train.identity import check_same_run, identity
+from mindspeed_cp.train.launch import _verdict
+from mindspeed_cp.train.memory import check_memory, least_bytes
+from mindspeed_cp.train.stop import StopRequest
+from mindspeed_cp.train.summary import stopped_line, summary_table
+from mindspeed_cp.train.worker import explain, is_lost_peer
+
+
+def changed(**sections: dict[str, Any]) -> Settings:
+    return Settings(**sections)  # type: ignore[arg-type]
+
+
+# memory
+
+
+def test_a_model_that_fits_is_let_through() -> None:
+    check_memory(Settings(), 4, available=8 * 2**30)
+
+
+def test_a_context_that_does_not_fit_is_told_with_one_that_does() -> None:
+    available = 2**30
+    settings = changed(data={"seq_length": 10**7})
+    with pytest.raises(ConfigError, match=r"data\.seq_length = 10000000: does not fit.*use at most (\d+)") as caught:
+        check_memory(settings, 2, available)
+    fits = int(str(caught.value).split("use at most ")[1].split(",")[0])
+    check_memory(changed(data={"seq_length": fits}), 2, available)
+    with pytest.raises(ConfigError):
+        check_memory(changed(data={"seq_length": fits + 2}), 2, available)
+
+
+def test_a_model_that_does_not_fit_is_told_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"model\.num_layers = 400: the model does not fit"):
+        check_memory(changed(model={"num_layers": 400}), 1, available=2**30)
+
+
+@pytest.mark.parametrize(
+    "less",
+    [
+        {"context_parallel_suite": {"context_parallel_size": 2}},
+        {"train": {"tensor_model_parallel_size": 2}},
+        {"train": {"bf16": True}},
+        {"model": {"recompute_granularity": "full"}},
+        {"model": {"num_query_groups": 1}},
+    ],
+    ids=lambda less: next(iter(next(iter(less.values())))),
+)
+def test_what_saves_memory_lowers_the_bound(less: dict[str, Any]) -> None:
+    assert least_bytes(changed(**less), 1e6) < least_bytes(Settings(), 1e6)
+
+
+# identity
+
+
+def test_what_changes_the_numbers_binds_a_checkpoint() -> None:
+    saved = identity(Settings())
+    check_same_run(Settings(), saved, "iter_1")
+    with pytest.raises(
+        ConfigError, match=r"model\.hidden_size was 256 and is 128; .*train\.seed was 1234 and is 1"
+    ) as caught:
+        check_same_run(changed(model={"hidden_size": 128}, train={"seed": 1}), saved, "iter_1")
+    assert str(caught.value).startswith("iter_1 belongs to other settings: ")
+    with pytest.raises(ConfigError, match=r"train\.lr_decay_iters \(null: train\.train_iters\) was 100 and is 200"):
+        check_same_run(changed(train={"train_iters": 200}), saved, "iter_1")
+
+
+def test_what_does_not_change_the_numbers_may_change() -> None:
+    saved = identity(Settings())
+    other = changed(
+        model={"recompute_granularity": "full", "num_query_groups": 8, "kv_channels": 32},
+        train={"tensor_model_parallel_size": 2, "prefetch": 7, "train_iters": 300, "lr_decay_iters": 100},
+        checkpoint={"save_interval": 3},
+        output={"folder": "elsewhere"},
+        context_parallel_suite={"context_parallel_size": 4, "verify_plans": True},
+    )
+    check_same_run(other, saved, "iter_1")
+    constant = identity(changed(train={"lr_decay_style": "constant"}))
+    check_same_run(changed(train={"lr_decay_style": "constant", "train_iters": 300}), constant, "iter_1")
+
+
+# files
+
+
+def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == [] and keep_metrics(path, 5) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')  # a crash cut the last line
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert keep_metrics(path, 2) == [{"step": 1}, {"step": 2}]
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest"
+    write_text(path, "old\n")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_text(path, "new\n")
+    assert path.read_text() == "old\n"
+
+
+def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "run")
+    files.make()
+    with files.locked(), pytest.raises(ConfigError, match="another run is using it"), files.locked():
+        pass
+    with files.locked():
+        pass
+
+
+# stopping
+
+
+def test_signals_are_remembered_and_the_second_interrupt_is_obeyed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert stop.reason is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_launcher_that_dies_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopRequest() as stop:
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert stop.reason == "the launcher has died"
+
+
+# what is shown
+
+LINE = {"step": 10, "loss": 2.5, "tokens_per_s": 12345.6, "imbalance": 1.01, "grad_norm": 0.5, "lr": 1e-3}
+
+
+def test_lines_are_printed_at_the_interval_and_at_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    display = open_display("auto", 0, 25, 10)  # standard output is no terminal here
+    for step in range(1, 26):
+        display.step({**LINE, "step": step})
+    display.note("hello")
+    display.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == ["1/25", "10/25", "20/25", "25/25"]
+    assert "loss 2.5000  12,346 tokens/s  imbalance 1.010" in lines[0] and lines[-1] == "hello"
+
+
+def test_a_bar_shows_the_same_figures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    display = open_display("bar", 3, 25, 10)
+    display.step(LINE)
+    display.note("hello")
+    display.close()
+    out = capsys.readouterr().out
+    for part in ("10/25", "loss 2.5000", "12,346 tokens/s", "imbalance 1.010", "hello"):
+        assert part in out
+
+
+def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    display = open_display("none", 0, 25, 1)
+    display.step(LINE)
+    display.note("hello")
+    display.close()
+    assert capsys.readouterr().out == ""
+
+
+SUMMARY: dict[str, Any] = {
+    "step": 7, "steps": 9, "stopped_by": "SIGTERM", "first_loss": 5.5, "last_loss": 2.25, "tokens": 10**6,
+    "tokens_per_s": 8000.0, "imbalance": 1.02, "documents": 321, "corpus_documents": 1790, "cut_documents": 12,
+    "cut_pieces": 40, "context": 4096, "metrics": "runs/a/metrics.jsonl", "loss_png": "runs/a/loss.png",
+    "checkpoint": "runs/a/checkpoints/iter_0000007",
+}  # fmt: skip
+
+
+def test_the_summary_names_everything() -> None:
+    text = " ".join(cell for row in summary_table(SUMMARY).rows for cell in row)
+    for part in ("7 of 9", "5.500", "2.250", "8,000 tokens/s", "1.020", "12 of 1,790", "40 pieces", "runs/a/loss.png"):
+        assert part in text
+    line = stopped_line(SUMMARY)
+    assert line is not None and "SIGTERM after step 7" in line and "iter_0000007" in line
+    assert stopped_line({**SUMMARY, "stopped_by": None}) is None
+    empty = {**SUMMARY, "step": 0, "last_loss": None, "tokens_per_s": None, "loss_png": None, "checkpoint": None}
+    assert summary_table(empty).rows
+
+
+# errors and the launcher's verdict
+
+
+def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
+    assert explain(ConfigError("a")) == ("input", "a", 2)
+    assert explain(PlanError("b")) == ("input", "b", 2)
+    assert explain(PeerError("c")) == ("peer", "c", 1)
+    assert explain(KeyError("d")) == ("bug", "KeyError: 'd'", 1)
+    assert is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1"))
+    assert not is_lost_peer(RuntimeError("shape mismatch"))
+
+
+def failure(code: int, kind: str | None = None, text: str = "") -> SimpleNamespace:
+    message: object = {"message": text, "extraInfo": {"kind": kind}} if kind else "Signal 9 received"
+    name = signal.Signals(-code).name if code < 0 else "<N/A>"
+    return SimpleNamespace(exitcode=code, pid=100, message=message, signal_name=lambda: name)
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked", "code", "expected"),
+    [
+        ({0: failure(1, "peer", "lost rank 1"), 1: failure(-9)}, [], 1, "rank 1 (process 100) was killed by SIGKILL"),
+        ({0: failure(2, "input", "bad lr"), 1: failure(1, "peer", "lost rank 0")}, [], 2, "bad lr"),
+        ({0: failure(1, "peer", "lost rank 1"), 1: failure(1, "bug", "KeyError")}, [], 1, "rank 1 failed: KeyError"),
+        ({0: failure(-15), 1: failure(1, "peer", "lost rank 0")}, [], 1, "lost rank 0"),
+        ({0: failure(-15), 1: failure(-15)}, [], 1, "rank 0 (process 100) was killed by SIGTERM"),
+        ({0: failure(-15), 1: failure(-15)}, ["SIGTERM"], 0, "stopped by SIGTERM before the first step"),
+        ({2: failure(-11), 3: failure(-15)}, [], 1, "rank 2 (process 100) was killed by SIGSEGV"),
+        ({1: failure(3)}, [], 1, "rank 1 failed: (process 100) ended with exit code 3"),
+    ],
+)
+def test_the_verdict_names_the_cause(failures: dict[int, Any], asked: list[str], code: int, expected: str) -> None:
+    found, line = _verdict(failures, asked)
+    assert found == code and expected in line and "\n" not in line
