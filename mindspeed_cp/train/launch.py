@@ -85,6 +85,8 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to: ranks are all here
     records = tempfile.mkdtemp(prefix="mindspeed-cp-")
     config = LaunchConfig(
         min_nodes=1,
@@ -111,7 +113,7 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str]
 
 
 def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
-    """Exit code and line for what the agent saw: bad input first, then a killed rank, a mistake, a lost peer."""
+    """Exit code and line for what the agent saw: the likeliest cause first, what follows from another failure last."""
     kinds: dict[str, tuple[int, str]] = {}
     for rank, failure in sorted(failures.items()):
         message = failure.message if isinstance(failure.message, dict) else {}
@@ -119,7 +121,7 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
         if kind == "killed" and failure.exitcode == -signal.SIGTERM:
             kind = "terminated"
         kinds.setdefault(kind, (rank, message.get("message") or _end(failure)))
-    for kind in ("input", "killed", "bug", "peer", "terminated"):
+    for kind in ("input", "killed", "files", "bug", "peer", "terminated"):
         if kind not in kinds:
             continue
         rank, text = kinds[kind]

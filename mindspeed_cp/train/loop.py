@@ -128,7 +128,7 @@ def _steps(
             if writer is not None:
                 writer.draw()
         if result.stop:
-            return progress, saved, stop.reason or "another rank was asked to stop"
+            return progress, saved, stop.reason or "a signal to another rank"
     return progress, saved, None
 
 

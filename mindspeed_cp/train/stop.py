@@ -31,9 +31,9 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, for people; None: go on."""
+        """What asks to stop, as in "stopped by ..."; None: go on."""
         if self._reason is None and os.getppid() != self._parent:
-            self._reason = "the launcher has died"
+            self._reason = "the death of the launcher"
         return self._reason
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -71,6 +71,8 @@ def explain(error: BaseException) -> tuple[str, str, int]:
         return "input", str(error), BAD_INPUT
     if isinstance(error, PeerError):
         return "peer", str(error), FAILED
+    if isinstance(error, OSError) and error.filename is not None:
+        return "files", f"{error.filename}: {error.strerror}", FAILED
     return "bug", f"{type(error).__name__}: {error}", FAILED
 
 

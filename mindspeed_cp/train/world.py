@@ -72,7 +72,7 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     given = os.environ if environment is None else environment
     rank, size, local_size = (_number(given, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     replicas = data_parallel_size(settings, size)
-    torch.set_num_threads(settings.train.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_size))
+    torch.set_num_threads(settings.train.threads_per_rank or max(1, _cores() // local_size))
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
     store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
@@ -98,6 +98,11 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -144,7 +144,7 @@ def test_signals_are_remembered_and_the_second_interrupt_is_obeyed() -> None:
 def test_a_launcher_that_dies_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopRequest() as stop:
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert stop.reason == "the launcher has died"
+        assert stop.reason == "the death of the launcher"
 
 
 # what is shown
@@ -208,6 +208,7 @@ def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
     assert explain(ConfigError("a")) == ("input", "a", 2)
     assert explain(PlanError("b")) == ("input", "b", 2)
     assert explain(PeerError("c")) == ("peer", "c", 1)
+    assert explain(OSError(28, "No space left on device", "a.txt")) == ("files", "a.txt: No space left on device", 1)
     assert explain(KeyError("d")) == ("bug", "KeyError: 'd'", 1)
     assert is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1"))
     assert not is_lost_peer(RuntimeError("shape mismatch"))
