@@ -7,6 +7,7 @@ that matters: the error of the rank that failed first, or which rank was killed 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -115,12 +116,16 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str]
 def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
     """Exit code and line for what the agent saw: the likeliest cause first, what follows from another failure last."""
     kinds: dict[str, tuple[int, str]] = {}
-    for rank, failure in sorted(failures.items()):
+    when: dict[str, float] = {}
+    for rank, failure in sorted(failures.items(), key=lambda item: (item[1].timestamp, item[0])):
         message = failure.message if isinstance(failure.message, dict) else {}
         kind = message.get("extraInfo", {}).get("kind", "killed" if failure.exitcode < 0 else "bug")
         if kind == "killed" and failure.exitcode == -signal.SIGTERM:
             kind = "terminated"
         kinds.setdefault(kind, (rank, message.get("message") or _end(failure)))
+        when.setdefault(kind, failure.timestamp)
+    if when.get("peer", math.inf) < when.get("killed", -math.inf):
+        del kinds["killed"]  # silent, not dead: the others gave it up, and then the agent had to kill it
     for kind in ("input", "killed", "files", "bug", "peer", "terminated"):
         if kind not in kinds:
             continue

@@ -214,21 +214,29 @@ def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
     assert not is_lost_peer(RuntimeError("shape mismatch"))
 
 
-def failure(code: int, kind: str | None = None, text: str = "") -> SimpleNamespace:
+def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0) -> SimpleNamespace:
     message: object = {"message": text, "extraInfo": {"kind": kind}} if kind else "Signal 9 received"
     name = signal.Signals(-code).name if code < 0 else "<N/A>"
-    return SimpleNamespace(exitcode=code, pid=100, message=message, signal_name=lambda: name)
+    return SimpleNamespace(exitcode=code, pid=100, message=message, timestamp=seconds, signal_name=lambda: name)
 
 
 @pytest.mark.parametrize(
     ("failures", "asked", "code", "expected"),
     [
         ({0: failure(1, "peer", "lost rank 1"), 1: failure(-9)}, [], 1, "rank 1 (process 100) was killed by SIGKILL"),
+        (
+            {0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9)},
+            [],
+            1,
+            "rank 1 (process 100) was killed by SIGKILL",
+        ),
+        ({0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9, seconds=30)}, [], 1, "lost rank 1"),
         ({0: failure(2, "input", "bad lr"), 1: failure(1, "peer", "lost rank 0")}, [], 2, "bad lr"),
         ({0: failure(1, "peer", "lost rank 1"), 1: failure(1, "bug", "KeyError")}, [], 1, "rank 1 failed: KeyError"),
         ({0: failure(-15), 1: failure(1, "peer", "lost rank 0")}, [], 1, "lost rank 0"),
         ({0: failure(-15), 1: failure(-15)}, [], 1, "rank 0 (process 100) was killed by SIGTERM"),
         ({0: failure(-15), 1: failure(-15)}, ["SIGTERM"], 0, "stopped by SIGTERM before the first step"),
+        ({0: failure(-9, seconds=30), 2: failure(-9)}, [], 1, "rank 2 (process 100) was killed by SIGKILL"),
         ({2: failure(-11), 3: failure(-15)}, [], 1, "rank 2 (process 100) was killed by SIGSEGV"),
         ({1: failure(3)}, [], 1, "rank 1 failed: (process 100) ended with exit code 3"),
     ],
