@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Elements of `out` merged at a time: 1 MiB in fp32, so that the converted part stays in the cache of one core.
+CHUNK = 1 << 18
+
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial result into fp32 accumulators, in place.
@@ -19,6 +22,12 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         part: [t, heads, dim], any floating type.
         part_lse: fp32 [t, heads].
     """
+    rows = max(1, CHUNK // max(1, out[0].numel())) if len(out) else 1
+    for part_of in zip(*(x.split(rows) for x in (out, lse, part, part_lse)), strict=True):
+        _merge_chunk(*part_of)
+
+
+def _merge_chunk(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     weight = torch.sigmoid(part_lse - lse)
     torch.nan_to_num_(weight, nan=0.0)  # -inf - -inf: no key on either side
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))

@@ -67,11 +67,13 @@ class Agenda:
         steps: one entry for each step.
         capacity: rows of each slot.
         summed: for each slot whether it needs a gradient.
+        covered: every query of the rank sees a key.
     """
 
     steps: Sequence[Step]
     capacity: Sequence[int]
     summed: Sequence[bool]
+    covered: bool
 
 
 _known: WeakKeyDictionary[Plan, dict[tuple[int, str, str], Agenda]] = WeakKeyDictionary()
@@ -108,7 +110,8 @@ def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> A
         )
     program: Program = getattr(plan, direction)
     lower = backend.lower_forward if direction == "forward" else backend.lower_backward
-    lowered = lower(program.tiles(rank), int(plan.q_layout.token_counts[rank]), plan.attention)
+    tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
+    lowered = lower(tiles, rows, plan.attention)
     posts: list[list[Post]] = [[] for _ in range(program.steps)]
     finish: list[list[int]] = [[] for _ in range(program.steps)]
     for kind, messages in (("reduce", program.reduce), ("fetch", program.fetch)):
@@ -125,7 +128,15 @@ def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> A
     summed[0] = True
     summed[program.contents_of(rank)["slot"]] = True
     summed[program.reduce.items["dst_slot"][program.reduce.items["dst"] == rank]] = True
-    return Agenda(steps, program.capacity[rank].tolist(), summed.tolist())
+    return Agenda(steps, program.capacity[rank].tolist(), summed.tolist(), _covers(tiles, rows))
+
+
+def _covers(tiles: np.ndarray, rows: int) -> bool:
+    """True when every q row is in some tile."""
+    rise = np.zeros(rows + 1, np.int64)
+    np.add.at(rise, tiles["q_row"], 1)
+    np.subtract.at(rise, tiles["q_row"] + tiles["q_rows"], 1)
+    return bool((np.cumsum(rise)[:-1] > 0).all())
 
 
 def _post(messages: Messages, index: int, kind: str, rank: int) -> Post:

@@ -73,8 +73,10 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         attention = plan.attention
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        run = Run(agenda_of(plan, rank, "forward", backend), k, v, transport)
-        out = q.new_zeros((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
+        agenda = agenda_of(plan, rank, "forward", backend)
+        run = Run(agenda, k, v, transport)
+        empty = q.new_empty if agenda.covered else q.new_zeros  # the first tile of a row is stored, not added
+        out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
         state = ForwardState(q, out, lse)
         run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))

@@ -33,7 +33,7 @@ class Program:
         capacity: rows of every slot, int64 [ranks, slots].
         q_layout: where queries are.
         mask: mask of the attention; with the contents it determines the tiles.
-        contents: records of dtype CONTENT sorted by (rank, step, slot): what a slot holds when it is computed.
+        contents: records of dtype CONTENT sorted by (rank, step, slot, row): which rows of which slots are computed.
         spans: records of dtype SPAN that contents refer to, ascending in token order inside one content.
         fetch: messages that carry keys and values.
         reduce: messages that carry gradients of keys and values (backward only).
@@ -69,6 +69,7 @@ class Program:
         for content in self.contents_of(rank):
             tiles = tiles_between(q_spans, self.spans_in(content), self.q_layout.documents, self.mask)
             tiles["step"], tiles["slot"] = content["step"], content["slot"]
+            tiles["k_row"] += content["row"]
             found.append(tiles)
         return np.concatenate(found) if found else np.empty(0, TILE)
 

@@ -23,9 +23,9 @@ def record(names: str) -> np.dtype:
 #: first k_rows - q_rows + i + 1 rows of the tile's keys.
 TILE = record("step slot q_row q_rows k_row k_rows mask")
 
-#: From its landing to the next one, slot `slot` of `rank` holds spans[first : first + count]; `step` is when it is
-#: computed.
-CONTENT = record("step rank slot first count")
+#: In step `step`, rank `rank` computes against rows `row` and on of slot `slot`, which hold
+#: spans[first : first + count]. Several contents of one step and slot are several parts of it.
+CONTENT = record("step rank slot row first count")
 
 #: `rows` rows, runs[first : first + count], of slot src_slot at src go to slot dst_slot at dst. Posted when step
 #: `start` begins, finished when step `done` ends.

@@ -9,6 +9,9 @@ every rank's part on its way, and so ends at its owner::
     sends on       K,V      K,V      K,V
     and            .        .        dK,dV    dK,dV    dK,dV        of the block computed one step before
 
+Half of a rank's own block is computed in step 0, while the first block comes in; in the backward the other half is kept
+for the last step, in which the last gradients travel home.
+
 A block stops travelling after the last rank that sees any of it; its gradient then goes to the owner in one message.
 """
 
@@ -42,10 +45,10 @@ def build_ring(documents: Documents, topology: Topology, attention: AttentionCon
     slot = np.where(hop == 0, 0, 1 + (hop - 1) % 2)
     present = (hop <= last[block]) & (rows[block] > 0)
 
-    contents = np.empty(int(present.sum()), CONTENT)
+    contents = np.zeros(int(present.sum()), CONTENT)
     contents["step"], contents["rank"], contents["slot"] = hop[present], at[present], slot[present]
     contents["first"], contents["count"] = held.bounds[block[present]], np.diff(held.bounds)[block[present]]
-    contents = contents[np.lexsort((contents["slot"], contents["step"], contents["rank"]))]
+    contents = _sorted(contents)
 
     capacity = np.zeros((n, 3), np.int64)
     np.maximum.at(capacity, (at[present], slot[present]), rows[block[present]])
@@ -65,10 +68,70 @@ def build_ring(documents: Documents, topology: Topology, attention: AttentionCon
     )
     forward_steps = int(contents["step"].max()) + 1 if len(contents) else 1
     backward_steps = max(forward_steps, int(reduce.items["done"].max()) + 1 if len(reduce) else 0)
-    shared = (held, attention.mask, contents, held.spans, fetch)
-    forward = Program(forward_steps, capacity, *shared, Messages.none())
-    backward = Program(backward_steps, capacity, *shared, reduce)
+    forward = Program(forward_steps, capacity, held, attention.mask, contents, held.spans, fetch, Messages.none())
+    computed = contents, held.spans
+    if len(reduce):
+        computed = _own_block_in_two_halves(held, attention.mask, contents, backward_steps - 1)
+    backward = Program(backward_steps, capacity, held, attention.mask, *computed, fetch, reduce)
     return Plan("ring", attention, topology, held, held, held, forward, backward)
+
+
+def _own_block_in_two_halves(
+    held: Layout, mask: str, contents: np.ndarray, last_step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Contents, and the spans they refer to, in which every rank computes about half of its own block in the last step.
+
+    The last gradients travel home in that step, and would otherwise have no work to hide behind. The own block is cut
+    in one place, at the row where its work is halved; the half point lies inside a span when the rank has few of them.
+    """
+    rows, spans = held.spans["stop"] - held.spans["start"], held.spans
+    group = np.flatnonzero(np.append(True, (np.diff(spans["rank"]) != 0) | (np.diff(spans["doc"]) != 0)))
+    size = np.diff(np.append(group, len(spans)))  # spans of one rank and document
+    own = np.repeat(np.add.reduceat(rows, group), size)  # rows of the rank in the span's document
+    before = np.cumsum(rows) - rows
+    after = own - (before - np.repeat(before[group], size))  # queries at or after the first key of the span
+    work = rows * after - rows * (rows - 1) // 2 if mask == "causal" else rows * own
+    done = np.concatenate([[0], np.cumsum(work)])
+
+    cut_spans, cut_tokens, parts = [], [], []
+    for rank in range(held.ranks):
+        lo, hi = int(held.bounds[rank]), int(held.bounds[rank + 1])
+        if lo == hi:
+            continue
+        half = (int(done[lo]) + int(done[hi])) // 2
+        at = min(int(np.searchsorted(done, half, "right")) - 1, hi - 1)
+        missing, n = half - int(done[at]), int(rows[at])
+        if mask == "causal":  # x keys of the span are seen x * after - x * (x - 1) / 2 times
+            row = int(after[at] - np.sqrt(max(0, int(after[at]) ** 2 - 2 * missing)))
+        else:
+            row = missing // int(own[at])
+        row = 0 if row < n // 8 else n if row > n - n // 8 else row
+        if 0 < row < n:
+            cut_spans.append(at)
+            cut_tokens.append(int(spans["start"][at]) + row)
+        spans_before = at - lo + (row > 0)
+        first = lo + len(cut_spans) - (0 < row < n)
+        count = hi - lo + (0 < row < n)
+        rows_before = int(before[at] - before[lo]) + row
+        parts += [
+            (0, rank, 0, 0, first, spans_before),
+            (last_step, rank, 0, rows_before, first + spans_before, count - spans_before),
+        ]
+
+    table = np.insert(spans, np.array(cut_spans, np.int64) + 1, spans[cut_spans])
+    where = np.array(cut_spans, np.int64) + np.arange(len(cut_spans))
+    table["stop"][where], table["start"][where + 1] = cut_tokens, cut_tokens
+    shifted = contents[contents["slot"] > 0].copy()
+    shifted["count"] += np.searchsorted(cut_spans, shifted["first"] + shifted["count"]) - np.searchsorted(
+        cut_spans, shifted["first"]
+    )
+    shifted["first"] += np.searchsorted(cut_spans, shifted["first"])
+    halves = np.array(parts, CONTENT)
+    return _sorted(np.concatenate([halves[halves["count"] > 0], shifted])), table
+
+
+def _sorted(contents: np.ndarray) -> np.ndarray:
+    return contents[np.lexsort([contents[name] for name in ("row", "slot", "step", "rank")])]
 
 
 def _messages(

@@ -28,7 +28,8 @@ class ForwardState:
 
     Attributes:
         q: [t, heads, head_dim].
-        out: fp32 [t, heads, head_dim_v], starts at 0.
+        out: fp32 [t, heads, head_dim_v]; rows that no tile has touched hold anything (the caller zeroes those that
+            none will touch), so the first tile of a row is stored and not added.
         lse: fp32 [t, heads], starts at -inf.
     """
 

@@ -19,7 +19,7 @@ def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed
     documents = Documents(lengths)
     layout = zigzag(documents, ranks)
     share = rng.integers(0, max(1, ranks // 2), ranks)  # slot 1 + share[b] carries block b
-    contents: list[tuple[int, int, int, int, int]] = []
+    contents: list[tuple[int, ...]] = []
     spans: list[np.ndarray] = [layout.spans]
     count = len(layout.spans)
     held: dict[tuple[int, int], np.ndarray] = {}  # (rank, slot) -> its spans in token order
@@ -54,7 +54,7 @@ def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed
         if not len(own):
             continue
         step = int(rng.integers(0, 4)) if slot == 0 else landed[rank, slot] + 1 + int(rng.integers(0, 2))
-        contents.append((step, rank, slot, count, len(own)))
+        contents.append((step, rank, slot, 0, count, len(own)))
         spans.append(own)
         count += len(own)
     table = np.array(contents, CONTENT)

@@ -62,7 +62,7 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
         check_program(plan, program, name)
         tiles = _tiles(program, known)
         for rank in range(plan.ranks):
-            check_tiles(program, rank, tiles[rank], _rows_held(program, rank), name)
+            check_tiles(program, rank, tiles[rank], name)
         check_lifetimes(program, tiles, name)
         check_queues(program, name)
         run = Interpreter(plan, program, name, tiles, a, b)
@@ -87,14 +87,6 @@ def _tiles(program: Program, known: dict[int, list[np.ndarray]]) -> list[np.ndar
     if key not in known:
         known[key] = [program.tiles(rank) for rank in range(program.ranks)]
     return known[key]
-
-
-def _rows_held(program: Program, rank: int) -> dict[tuple[int, int], int]:
-    out = {}
-    for content in program.contents_of(rank):
-        spans = program.spans_in(content)
-        out[int(content["step"]), int(content["slot"])] = int((spans["stop"] - spans["start"]).sum())
-    return out
 
 
 def _check_heads(plan: Plan) -> None:

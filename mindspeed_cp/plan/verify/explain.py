@@ -21,13 +21,16 @@ def refuse_query(plan: Plan, program: Program, name: str, rank: int, row: int, t
     doc, position = _place(plan, token)
     first = int(documents.offsets[doc])
     last = token + 1 if program.mask == "causal" else int(documents.offsets[doc + 1])
-    contents = {(int(c["step"]), int(c["slot"])): c for c in program.contents_of(rank)}
+    contents = program.contents_of(rank)
     seen: dict[int, list[np.ndarray]] = {}
     for tile in tiles[(tiles["q_row"] <= row) & (row < tiles["q_row"] + tiles["q_rows"])]:
-        spans = program.spans_in(contents[int(tile["step"]), int(tile["slot"])])
+        same = (contents["step"] == tile["step"]) & (contents["slot"] == tile["slot"])
+        content = contents[same & (contents["row"] <= tile["k_row"])][-1]
+        spans = program.spans_in(content)
         tokens = expand(spans["start"], spans["stop"] - spans["start"])
+        k_row = int(tile["k_row"] - content["row"])
         hidden = int(tile["q_row"] + tile["q_rows"] - 1) - row if tile["mask"] == CAUSAL else 0
-        for key in tokens[tile["k_row"] : tile["k_row"] + tile["k_rows"] - hidden].tolist():
+        for key in tokens[k_row : k_row + tile["k_rows"] - hidden].tolist():
             seen.setdefault(key, []).append(tile)
     query = f"query {position} of document {doc} (row {row})"
     for key, by in seen.items():

@@ -2,9 +2,9 @@
 
 Every key token has a random number b, every query token a random number a. "Attention" is a sum modulo 2**64: a query
 row adds the b of each key it is computed against, a key row's gradient adds the a of each query. In the end every
-query row must hold the sum over the keys that the mask lets it see, and every key row, at its owner, the sum over the queries
-that see it. A missing, doubled, stale or misrouted row changes a sum; a wrong plan passes with probability about
-2**-64 a row.
+query row must hold the sum over the keys that the mask lets it see, and every key row, at its owner, the sum over the
+queries that see it. A missing, doubled, stale or misrouted row changes a sum; a wrong plan passes with probability
+about 2**-64 a row.
 
 Tiles are read as a kernel reads them, by row numbers; what is expected comes from positions: so both are proved.
 """
@@ -93,8 +93,10 @@ class Interpreter:
                 tiles = self.tiles[rank][cells[rank][step] : cells[rank][step + 1]]
                 mine = contents[rank]
                 for content in mine[mine["step"] == step]:
-                    sums = self._check_content(rank, content)
-                    self._compute(rank, int(content["slot"]), tiles[tiles["slot"] == content["slot"]], sums)
+                    sums, first = self._check_content(rank, content), int(content["row"])
+                    inside = (tiles["k_row"] >= first) & (tiles["k_row"] < first + len(sums) - 1)
+                    of = tiles[inside & (tiles["slot"] == content["slot"])]
+                    self._compute(rank, int(content["slot"]), of, sums, first)
             for kind, messages, index in self._at("done", step):
                 self._finish(kind, messages, index)
         for rank, rise in enumerate(self._rise):
@@ -123,8 +125,7 @@ class Interpreter:
         if (payload < 0).any():
             raise PlanError(
                 f"{self.name}: rank {item['src']}, step {item['start']}: {describe_message(kind, item)} sends "
-                "rows that hold nothing "
-                "or are still being received"
+                "rows that hold nothing or are still being received"
             )
         self._held[item["dst"]][item["dst_slot"]][dst] = payload
         gradient[dst] = 0
@@ -137,35 +138,43 @@ class Interpreter:
             tokens = expand(spans["start"], spans["stop"] - spans["start"])
             self._blocks[key] = tokens, prefix_sums(self.b[tokens])
         tokens, sums = self._blocks[key]
-        held = self._held[rank][int(content["slot"])]
-        if len(tokens) > len(held) or not np.array_equal(held[: len(tokens)], tokens):
+        first = int(content["row"])
+        held = self._held[rank][int(content["slot"])][first : first + len(tokens)]
+        if not np.array_equal(held, tokens):
             self._refuse_content(rank, content, tokens, held)
         return sums
 
     def _refuse_content(self, rank: int, content: np.ndarray, tokens: np.ndarray, held: np.ndarray) -> None:
         where = f"{self.name}: rank {rank}, step {content['step']}: slot {content['slot']}"
+        first = int(content["row"])
         if len(tokens) > len(held):
-            raise PlanError(f"{where} has {len(held)} rows, but the plan puts {len(tokens)} into it")
-        row = int(np.argmax(held[: len(tokens)] != tokens))
+            raise PlanError(f"{where} has {first + len(held)} rows, but the plan puts {first + len(tokens)} into it")
+        row = int(np.argmax(held != tokens))
         names = {EMPTY: "nothing", IN_FLIGHT: "a row still being received"}
         found = names.get(int(held[row]), f"token {held[row]}")
-        raise PlanError(f"{where}, row {row}: the plan says token {tokens[row]}, but the messages leave {found} there")
+        raise PlanError(
+            f"{where}, row {first + row}: the plan says token {tokens[row]}, but the messages leave {found} there"
+        )
 
-    def _compute(self, rank: int, slot: int, tiles: np.ndarray, keys: np.ndarray) -> None:
-        """A full tile adds one number to a run of rows: two entries of a table of changes. A causal tile needs one
-        number for each of its rows and keys."""
+    def _compute(self, rank: int, slot: int, tiles: np.ndarray, keys: np.ndarray, first: int) -> None:
+        """Tiles that read rows `first` and on of a slot, whose prefix sums are `keys`.
+
+        A full tile adds one number to a run of rows: two entries of a table of changes. A causal tile needs one
+        number for each of its rows and keys.
+        """
         out, gradient = self.out[rank], self.gradient[rank][slot]
         queries, rise = self._queries[rank], self._rise[rank]
         rise_k = np.zeros(len(gradient) + 1, np.uint64)
         full = tiles[tiles["mask"] != CAUSAL]
-        _change(rise, full["q_row"], full["q_rows"], keys[full["k_row"] + full["k_rows"]] - keys[full["k_row"]])
+        at = full["k_row"] - first
+        _change(rise, full["q_row"], full["q_rows"], keys[at + full["k_rows"]] - keys[at])
         _change(rise_k, full["k_row"], full["k_rows"], queries[full["q_row"] + full["q_rows"]] - queries[full["q_row"]])
 
         causal = tiles[tiles["mask"] == CAUSAL]
         q, n, k = causal["q_row"], causal["q_rows"], causal["k_row"]
         past = causal["k_rows"] - n  # keys that every query of the tile sees
         rows = expand(q, n)
-        np.add.at(out, rows, keys[expand(k + past + 1, n)] - keys[np.repeat(k, n)])
+        np.add.at(out, rows, keys[expand(k - first + past + 1, n)] - keys[np.repeat(k - first, n)])
         _change(rise_k, k, past, queries[q + n] - queries[q])
         np.add.at(gradient, expand(k + past, n), queries[np.repeat(q + n, n)] - queries[rows])
         if len(tiles):

@@ -115,16 +115,17 @@ def _check_contents(program: Program, name: str) -> None:
         raise PlanError(
             f"{name}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} refer to what is not there"
         )
-    keys = np.stack([contents["rank"], contents["step"], contents["slot"]], 1)
-    order = (np.diff(keys[:, 0]) > 0) | (
-        (np.diff(keys[:, 0]) == 0)
-        & ((np.diff(keys[:, 1]) > 0) | ((np.diff(keys[:, 1]) == 0) & (np.diff(keys[:, 2]) > 0)))
-    )
-    if not order.all():
-        bad = contents[int(np.argmin(order)) + 1]
+    keys = [contents[name] for name in ("row", "slot", "step", "rank")]
+    order = np.lexsort(keys)
+    same = np.all([np.diff(key) == 0 for key in keys[1:]], axis=0)  # another part of the same slot in the same step
+    rows = _content_rows(program)
+    overlap = same & (contents["row"][1:] < contents["row"][:-1] + rows[:-1])
+    bad_order = np.flatnonzero((order[1:] != order[:-1] + 1) | overlap) if len(order) else np.zeros(0, np.int64)
+    if len(bad_order):
+        bad = contents[bad_order[0] + 1]
         raise PlanError(
-            f"{name}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} are out of order or "
-            "given twice"
+            f"{name}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} are out of order or given "
+            "twice"
         )
     _, distinct = np.unique(np.stack([contents["first"], contents["count"]], 1), axis=0, return_index=True)
     for content in contents[distinct]:
@@ -136,35 +137,42 @@ def _check_contents(program: Program, name: str) -> None:
             )
 
 
-def check_tiles(
-    program: Program, rank: int, tiles: np.ndarray, rows_held: dict[tuple[int, int], int], name: str
-) -> None:
+def _content_rows(program: Program) -> np.ndarray:
+    """Rows of each content, int64 [contents]."""
+    ends = np.concatenate([[0], np.cumsum(program.spans["stop"] - program.spans["start"])])
+    return ends[program.contents["first"] + program.contents["count"]] - ends[program.contents["first"]]
+
+
+def check_tiles(program: Program, rank: int, tiles: np.ndarray, name: str) -> None:
     """Raise PlanError unless every tile lies in the rank's queries and in what the slot holds at its step.
 
     Args:
         program: the program.
         rank: rank that computes the tiles.
         tiles: records of dtype TILE.
-        rows_held: rows that the contents of (step, slot) have.
         name: "forward" or "backward".
     """
     q_rows = int(program.q_layout.token_counts[rank])
-    key = tiles["step"] * program.capacity.shape[1] + tiles["slot"]
-    known, inverse = np.unique(key, return_inverse=True)
-    pairs = [divmod(int(k), program.capacity.shape[1]) for k in known]
+    lo, hi = np.searchsorted(program.contents["rank"], [rank, rank + 1])
+    contents, rows = program.contents[lo:hi], _content_rows(program)[lo:hi]
+    # The content that a tile reads is the last one of its step and slot that begins at or before the tile's keys.
+    scale = int(program.capacity.max(initial=0)) + 2
+    places = (contents["step"] * program.capacity.shape[1] + contents["slot"]) * scale
+    slots = (tiles["step"] * program.capacity.shape[1] + tiles["slot"]) * scale
+    at = np.searchsorted(places + contents["row"], slots + np.clip(tiles["k_row"], 0, scale - 1), "right") - 1
+    known = (at >= 0) & (places[np.maximum(at, 0)] == slots) if len(contents) else np.zeros(len(tiles), bool)
     held = (
-        np.array([rows_held.get(pair, 0) for pair in pairs], np.int64)[inverse] if len(tiles) else np.zeros(0, np.int64)
+        np.where(known, (contents["row"] + rows)[np.maximum(at, 0)], 0) if len(contents) else np.zeros(len(tiles), int)
     )
     ok = (tiles["q_row"] >= 0) & (tiles["q_rows"] > 0) & (tiles["q_row"] + tiles["q_rows"] <= q_rows)
     ok &= (tiles["k_row"] >= 0) & (tiles["k_rows"] > 0) & (tiles["k_row"] + tiles["k_rows"] <= held)
     ok &= np.isin(tiles["mask"], list(MASK_NAMES)) & ((tiles["mask"] != CAUSAL) | (tiles["k_rows"] >= tiles["q_rows"]))
     if not ok.all():
         bad = tiles[int(np.argmin(ok))]
-        rows = held[int(np.argmin(ok))]
+        last = held[int(np.argmin(ok))]
         raise PlanError(
             f"{name}: rank {rank}, step {bad['step']}: {describe_tile(bad)}: the rank has {q_rows} q rows, the "
-            f"slot holds {rows} "
-            "rows in that step, and a causal tile has at least as many keys as queries"
+            f"slot holds rows up to {last} in that step, and a causal tile has at least as many keys as queries"
         )
     back = np.flatnonzero(np.diff(tiles["step"]) < 0)
     if len(back):
