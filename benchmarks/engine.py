@@ -4,7 +4,8 @@
 
 Ideal: the same kernel once for every document on an equal share of the heads, on all ranks at once; no communication,
 no merge, no conversion. Engine and ideal are timed in turn, barrier to barrier, and compared as a ratio of medians,
-because the speed of shared machines drifts. Every rank runs one thread and keeps freed memory, as training on the CPU does.
+because the speed of shared machines drifts. Every rank runs one thread and keeps freed memory, as training on the CPU
+does.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ _BYTES = 2**31 - 1  # the largest int that mallopt takes
 def keep_freed_memory() -> bool:
     """Tell glibc to keep large freed blocks instead of giving them back to the kernel.
 
-    Attention on the CPU frees and allocates the same buffers of tens of megabytes in every layer. By default each of them
-    is mapped anew and paid for page by page, which costs a ring step several percent of its time; devices have a caching
-    allocator for the same reason. The process then holds its peak memory until it ends. Training on the CPU and the
+    Attention on the CPU frees and allocates the same buffers of tens of megabytes in every layer. By default each of
+    them is mapped anew and paid for page by page, which costs a ring step several percent of its time; devices have a
+    caching allocator for the same reason. The process then holds its peak memory until it ends. Training on the CPU and the
     benchmarks call this once in every rank; a program of your own may do the same.
 
     Returns:

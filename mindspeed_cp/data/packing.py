@@ -1,10 +1,11 @@
 """Which pieces of which documents make up each row: pure decisions from lengths alone.
 
-An epoch shuffles all documents, cuts the ones that are longer than the context, and packs the pieces into rows::
+Documents longer than the context are cut; an epoch shuffles all pieces, so that one long document does not fill many
+rows in a row, and packs them into rows::
 
-    documents, shuffled     a: 5 tokens   b: 11       c: 2    d: 3           context 8
-    pieces                  a[0:5]   b[0:8]   b[8:11]   c[0:2]   d[0:3]
-    rows                    [ a[0:5] | b[8:11] ]   [ b[0:8] ]   [ c[0:2] | d[0:3] ]
+    documents               a: 5 tokens   b: 11       c: 2    d: 3           context 8
+    pieces, shuffled        a[0:5]   c[0:2]   b[8:11]   b[0:8]   d[0:3]
+    rows                    [ a[0:5] | b[8:11] ]   [ c[0:2] | d[0:3] ]   [ b[0:8] ]
 
 A row begins with the piece that has waited longest, so that none waits for ever, and is filled with the longest pieces
 that fit, taken from the next `lookahead` pieces. Rows never mix epochs: every epoch holds every token exactly once.
@@ -21,21 +22,21 @@ import numpy as np
 PIECE = np.dtype([("document", np.int64), ("start", np.int64), ("length", np.int64)])
 
 
-def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the documents in an epoch: a permutation, int64 [documents].
+def epoch_order(pieces: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the pieces in an epoch: a permutation, int64 [pieces].
 
     Sorted by raw PCG64 numbers: NumPy promises these for all its releases, but not what `Generator.permutation` makes
     of them, and a run must resume in the same order under another NumPy.
     """
-    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(documents), kind="stable")
+    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(pieces), kind="stable")
 
 
-def cut(lengths: np.ndarray, order: np.ndarray, context: int) -> np.ndarray:
-    """The documents in `order`, cut into pieces of `context` tokens and a remainder: PIECE [pieces]."""
-    counts = -(-lengths[order] // context)
+def cut(lengths: np.ndarray, context: int) -> np.ndarray:
+    """All documents, cut into pieces of `context` tokens and a remainder: PIECE [pieces], in their order."""
+    counts = -(-lengths // context)
     first = np.repeat(np.cumsum(counts) - counts, counts)  # number of the first piece of the same document
     pieces = np.empty(int(counts.sum()), PIECE)
-    pieces["document"] = np.repeat(order, counts)
+    pieces["document"] = np.repeat(np.arange(len(lengths)), counts)
     pieces["start"] = (np.arange(len(pieces)) - first) * context
     pieces["length"] = np.minimum(lengths[pieces["document"]] - pieces["start"], context)
     return pieces
@@ -57,7 +58,8 @@ class Packer:
 
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
-        self._pieces = cut(self.lengths, epoch_order(len(self.lengths), self.seed, epoch), self.context)
+        pieces = cut(self.lengths, self.context)
+        self._pieces = pieces[epoch_order(len(pieces), self.seed, epoch)]
         self._next = 0  # first piece of the epoch that does not wait yet
         self._waiting: dict[int, None] = {}  # pieces by number, that is, by age
         self._by_length: list[tuple[int, int]] = []  # (length, -piece), ascending: of equal lengths the oldest is last

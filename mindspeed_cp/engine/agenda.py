@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,13 +66,11 @@ class Agenda:
     Attributes:
         steps: one entry for each step.
         capacity: rows of each slot.
-        summed: for each slot whether it needs a gradient.
         covered: every query of the rank sees a key.
     """
 
     steps: Sequence[Step]
     capacity: Sequence[int]
-    summed: Sequence[bool]
     covered: bool
 
 
@@ -115,8 +113,9 @@ def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> A
     posts: list[list[Post]] = [[] for _ in range(program.steps)]
     finish: list[list[int]] = [[] for _ in range(program.steps)]
     for kind, messages in (("reduce", program.reduce), ("fetch", program.fetch)):
+        one_run = {side: messages.is_one_run(side) for side in ("src", "dst")}
         for index in messages.involving(rank).tolist():
-            post = _post(messages, index, kind, rank)
+            post = _post(messages, index, kind, rank, one_run)
             posts[int(messages.items["start"][index])].append(post)
             finish[int(messages.items["done"][index])].append(post.number)
     slots = range(program.capacity.shape[1])
@@ -124,11 +123,7 @@ def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> A
         Step(posts[s], [(slot, lowered[s, slot]) for slot in slots if (s, slot) in lowered], finish[s])
         for s in range(program.steps)
     ]
-    summed = np.zeros(len(slots), bool)
-    summed[0] = True
-    summed[program.contents_of(rank)["slot"]] = True
-    summed[program.reduce.items["dst_slot"][program.reduce.items["dst"] == rank]] = True
-    return Agenda(steps, program.capacity[rank].tolist(), summed.tolist(), _covers(tiles, rows))
+    return Agenda(steps, program.capacity[rank].tolist(), _covers(tiles, rows))
 
 
 def _covers(tiles: np.ndarray, rows: int) -> bool:
@@ -139,13 +134,12 @@ def _covers(tiles: np.ndarray, rows: int) -> bool:
     return bool((np.cumsum(rise)[:-1] > 0).all())
 
 
-def _post(messages: Messages, index: int, kind: str, rank: int) -> Post:
+def _post(messages: Messages, index: int, kind: str, rank: int, one_run: Mapping[str, np.ndarray]) -> Post:
     item = messages.items[index]
     sends = bool(item["src"] == rank)
     here, there = ("src", "dst") if sends else ("dst", "src")
-    runs = messages.runs_of(index)
-    if len(runs) == 1:
-        first = int(runs[here + "_row"][0])
+    if one_run[here][index]:
+        first = int(messages.runs_of(index)[here + "_row"][0])
         rows: Rows = slice(first, first + int(item["rows"]))
     else:
         rows = torch.from_numpy(messages.rows_of(index)[0 if sends else 1])

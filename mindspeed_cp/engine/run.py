@@ -81,7 +81,12 @@ class Run:
     def _outgoing(self, post: Post) -> tuple[tuple[Tensor, Tensor], None]:
         """Rows to send: in place when they are one run, else gathered."""
         k, v = self.gradient(post.slot) if post.reduces else (self.k[post.slot], self.v[post.slot])
-        return (k[post.rows], v[post.rows]), None
+        if isinstance(post.rows, slice):
+            return (k[post.rows], v[post.rows]), None
+        pair = staging(k, post.count, k.dtype), staging(v, post.count, v.dtype)
+        for source, target in zip((k, v), pair, strict=True):
+            torch.index_select(source, 0, post.rows, out=target)
+        return pair, None
 
     def _incoming(self, post: Post) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
         """Where rows arrive, and what to do when they have: keys and values of one run arrive in place."""

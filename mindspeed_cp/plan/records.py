@@ -35,6 +35,11 @@ MESSAGE = record("start done src dst src_slot dst_slot first count rows")
 RUN = record("src_row dst_row rows")
 
 
+def sorted_contents(contents: np.ndarray) -> np.ndarray:
+    """Contents in the order that a program has them: by rank, step, slot and row."""
+    return contents[np.lexsort([contents[name] for name in ("row", "slot", "step", "rank")])]
+
+
 @dataclass(frozen=True, eq=False)
 class Messages:
     """Messages in their one global order, in which every rank issues its sends and its receives.
@@ -70,6 +75,15 @@ class Messages:
         """(message number, run) of every run of every message, in the order of messages."""
         owner = np.repeat(np.arange(len(self.items)), self.items["count"])
         return owner, self.runs[expand(self.items["first"], self.items["count"])]
+
+    def is_one_run(self, side: str) -> np.ndarray:
+        """For every message whether its rows at one side ("src" or "dst") follow each other, bool [messages]."""
+        owner, runs = self.flat_runs
+        row = runs[side + "_row"]
+        broken = (owner[1:] == owner[:-1]) & (row[1:] != row[:-1] + runs["rows"][:-1])
+        out = np.ones(len(self.items), bool)
+        out[owner[1:][broken]] = False
+        return out
 
     def involving(self, rank: int) -> np.ndarray:
         """Numbers of the messages that the rank sends or receives, in order."""

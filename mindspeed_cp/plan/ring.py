@@ -9,10 +9,11 @@ every rank's part on its way, and so ends at its owner::
     sends on       K,V      K,V      K,V
     and            .        .        dK,dV    dK,dV    dK,dV        of the block computed one step before
 
-Half of a rank's own block is computed in step 0, while the first block comes in; in the backward the other half is kept
-for the last step, in which the last gradients travel home.
+What no other rank sees stays at home: under a causal mask the second chunks of rank 0, which is half of its block. A
+block stops travelling after the last rank that sees any of it; its gradient then goes to the owner in one message.
 
-A block stops travelling after the last rank that sees any of it; its gradient then goes to the owner in one message.
+In the backward, half of a rank's own block is computed in step 0, while the first block comes in, and half in the last
+step, in which the last gradients travel home.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ import numpy as np
 
 from mindspeed_cp.layout import Documents, Layout, contiguous, zigzag
 from mindspeed_cp.plan.config import AttentionConfig, Topology
+from mindspeed_cp.plan.halves import own_block_in_two_halves
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.records import CONTENT, MESSAGE, RUN, Messages
+from mindspeed_cp.plan.records import CONTENT, MESSAGE, RUN, Messages, sorted_contents
+from mindspeed_cp.plan.visibility import last_hop, seen_elsewhere
 
 LAYOUTS = {"zigzag": zigzag, "contiguous": contiguous}
+
+#: A block is trimmed to what others see when that spares at least this share of it: rows that leave from many places
+#: have to be gathered first, which a few rows less are not worth.
+TRIM = 1 / 8
 
 
 def build_ring(documents: Documents, topology: Topology, attention: AttentionConfig, layout: str = "zigzag") -> Plan:
@@ -37,101 +44,82 @@ def build_ring(documents: Documents, topology: Topology, attention: AttentionCon
         layout: "zigzag" (balanced under a causal mask) or "contiguous" (balanced under a full mask), per document.
     """
     held = LAYOUTS[layout](documents, topology.ranks)
-    n, rows = topology.ranks, held.token_counts
-    last = _last_hop(held, attention.mask)  # [block]: hops after which no rank sees the block
+    n, mask = topology.ranks, attention.mask
+    spans, first, count, rows, leaving = _travelling(held, mask)
+    last = last_hop(held, mask)  # [block]: hops after which no rank sees the block
 
     hop, block = np.divmod(np.arange(n * n), n)  # block b is at rank b + hop in step `hop`
-    at = (block + hop) % n
-    slot = np.where(hop == 0, 0, 1 + (hop - 1) % 2)
-    present = (hop <= last[block]) & (rows[block] > 0)
+    at, after = (block + hop) % n, (block + hop + 1) % n
+    slot, next_slot = np.where(hop == 0, 0, 1 + (hop - 1) % 2), 1 + hop % 2
+    present = (hop <= last[block]) & (held.token_counts[block] > 0)
 
     contents = np.zeros(int(present.sum()), CONTENT)
+    b, own = block[present], hop[present] == 0
     contents["step"], contents["rank"], contents["slot"] = hop[present], at[present], slot[present]
-    contents["first"], contents["count"] = held.bounds[block[present]], np.diff(held.bounds)[block[present]]
-    contents = _sorted(contents)
+    contents["first"] = np.where(own, held.bounds[b], first[b])
+    contents["count"] = np.where(own, np.diff(held.bounds)[b], count[b])
+    contents = sorted_contents(contents)
 
     capacity = np.zeros((n, 3), np.int64)
     np.maximum.at(capacity, (at[present], slot[present]), rows[block[present]])
-    capacity[:, 0] = rows
+    capacity[:, 0] = held.token_counts
 
     travels = present & (hop < last[block])
-    fetch = _messages(hop, at, (at + 1) % n, slot, 1 + hop % 2, rows[block], travels)
-    home = hop == last[block]
-    reduce = _messages(
-        hop + 1,
-        at,
-        np.where(home, block, (at + 1) % n),
-        slot,
-        np.where(home, 0, 1 + hop % 2),
-        rows[block],
-        present & (hop > 0),
-    )
+    fetch = _messages(hop, at, after, slot, next_slot, block, travels, rows, leaving, sends_home=np.zeros(n * n, bool))
+    home, moved = hop == last[block], present & (hop > 0)
+    to, to_slot = np.where(home, block, after), np.where(home, 0, next_slot)
+    reduce = _messages(hop + 1, at, to, slot, to_slot, block, moved, rows, leaving, sends_home=home)
+
     forward_steps = int(contents["step"].max()) + 1 if len(contents) else 1
     backward_steps = max(forward_steps, int(reduce.items["done"].max()) + 1 if len(reduce) else 0)
-    forward = Program(forward_steps, capacity, held, attention.mask, contents, held.spans, fetch, Messages.none())
-    computed = contents, held.spans
+    forward = Program(forward_steps, capacity, held, mask, contents, spans, fetch, Messages.none())
     if len(reduce):
-        computed = _own_block_in_two_halves(held, attention.mask, contents, backward_steps - 1)
-    backward = Program(backward_steps, capacity, held, attention.mask, *computed, fetch, reduce)
+        contents, spans = own_block_in_two_halves(held, mask, contents, spans, backward_steps - 1)
+    backward = Program(backward_steps, capacity, held, mask, contents, spans, fetch, reduce)
     return Plan("ring", attention, topology, held, held, held, forward, backward)
 
 
-def _own_block_in_two_halves(
-    held: Layout, mask: str, contents: np.ndarray, last_step: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Contents, and the spans they refer to, in which every rank computes about half of its own block in the last step.
+def _travelling(
+    held: Layout, mask: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[int, np.ndarray]]:
+    """What of each block travels.
 
-    The last gradients travel home in that step, and would otherwise have no work to hide behind. The own block is cut
-    in one place, at the row where its work is halved; the half point lies inside a span when the rank has few of them.
+    Returns:
+        A table of spans that begins with the layout's; for every block the first span, the number of spans and the rows
+        that travel; and for the trimmed blocks the runs of those rows: in slot 0 (src_row) and while travelling
+        (dst_row).
     """
-    rows, spans = held.spans["stop"] - held.spans["start"], held.spans
-    group = np.flatnonzero(np.append(True, (np.diff(spans["rank"]) != 0) | (np.diff(spans["doc"]) != 0)))
-    size = np.diff(np.append(group, len(spans)))  # spans of one rank and document
-    own = np.repeat(np.add.reduceat(rows, group), size)  # rows of the rank in the span's document
-    before = np.cumsum(rows) - rows
-    after = own - (before - np.repeat(before[group], size))  # queries at or after the first key of the span
-    work = rows * after - rows * (rows - 1) // 2 if mask == "causal" else rows * own
-    done = np.concatenate([[0], np.cumsum(work)])
+    spans, bounds = held.spans, held.bounds
+    length = spans["stop"] - spans["start"]
+    seen = seen_elsewhere(held, mask)
+    rows = held.token_counts.copy()
+    kept = np.zeros(held.ranks, np.int64)
+    np.add.at(kept, spans["rank"], np.where(seen, length, 0))
+    first, count = bounds[:-1].copy(), np.diff(bounds)
+    tables, size, leaving = [spans], len(spans), {}
+    row = np.cumsum(length) - length
+    for block in np.flatnonzero((kept > 0) & (rows - kept >= TRIM * rows)).tolist():
+        lo, hi = bounds[block], bounds[block + 1]
+        mine = np.flatnonzero(seen[lo:hi]) + lo
+        first[block], count[block], rows[block] = size, len(mine), kept[block]
+        tables.append(spans[mine])
+        size += len(mine)
+        runs = np.zeros(len(mine), RUN)
+        runs["src_row"], runs["rows"] = row[mine] - row[lo], length[mine]
+        runs["dst_row"] = np.cumsum(length[mine]) - length[mine]
+        leaving[block] = _joined(runs)
+    return np.concatenate(tables), first, count, rows, leaving
 
-    cut_spans, cut_tokens, parts = [], [], []
-    for rank in range(held.ranks):
-        lo, hi = int(held.bounds[rank]), int(held.bounds[rank + 1])
-        if lo == hi:
-            continue
-        half = (int(done[lo]) + int(done[hi])) // 2
-        at = min(int(np.searchsorted(done, half, "right")) - 1, hi - 1)
-        missing, n = half - int(done[at]), int(rows[at])
-        if mask == "causal":  # x keys of the span are seen x * after - x * (x - 1) / 2 times
-            row = int(after[at] - np.sqrt(max(0, int(after[at]) ** 2 - 2 * missing)))
-        else:
-            row = missing // int(own[at])
-        row = 0 if row < n // 8 else n if row > n - n // 8 else row
-        if 0 < row < n:
-            cut_spans.append(at)
-            cut_tokens.append(int(spans["start"][at]) + row)
-        spans_before = at - lo + (row > 0)
-        first = lo + len(cut_spans) - (0 < row < n)
-        count = hi - lo + (0 < row < n)
-        rows_before = int(before[at] - before[lo]) + row
-        parts += [
-            (0, rank, 0, 0, first, spans_before),
-            (last_step, rank, 0, rows_before, first + spans_before, count - spans_before),
-        ]
 
-    table = np.insert(spans, np.array(cut_spans, np.int64) + 1, spans[cut_spans])
-    where = np.array(cut_spans, np.int64) + np.arange(len(cut_spans))
-    table["stop"][where], table["start"][where + 1] = cut_tokens, cut_tokens
-    shifted = contents[contents["slot"] > 0].copy()
-    shifted["count"] += np.searchsorted(cut_spans, shifted["first"] + shifted["count"]) - np.searchsorted(
-        cut_spans, shifted["first"]
+def _joined(runs: np.ndarray) -> np.ndarray:
+    """Runs that continue each other on both sides become one."""
+    follows = (runs["src_row"][1:] == runs["src_row"][:-1] + runs["rows"][:-1]) & (
+        runs["dst_row"][1:] == runs["dst_row"][:-1] + runs["rows"][:-1]
     )
-    shifted["first"] += np.searchsorted(cut_spans, shifted["first"])
-    halves = np.array(parts, CONTENT)
-    return _sorted(np.concatenate([halves[halves["count"] > 0], shifted])), table
-
-
-def _sorted(contents: np.ndarray) -> np.ndarray:
-    return contents[np.lexsort([contents[name] for name in ("row", "slot", "step", "rank")])]
+    start = np.flatnonzero(np.append(True, ~follows))
+    out = runs[start]
+    out["rows"] = np.add.reduceat(runs["rows"], start)
+    return out
 
 
 def _messages(
@@ -140,45 +128,29 @@ def _messages(
     dst: np.ndarray,
     src_slot: np.ndarray,
     dst_slot: np.ndarray,
-    rows: np.ndarray,
+    block: np.ndarray,
     keep: np.ndarray,
+    rows: np.ndarray,
+    leaving: dict[int, np.ndarray],
+    sends_home: np.ndarray,
 ) -> Messages:
-    """Whole blocks, each one run from row 0 to row 0, posted and finished in one step."""
+    """What travels of a block, posted and finished in one step: one run, except where a trimmed block leaves slot 0 of
+    its owner, and where its gradient comes back there."""
     items, runs = np.zeros(int(keep.sum()), MESSAGE), np.zeros(int(keep.sum()), RUN)
-    for name, column in zip(
-        ("start", "src", "dst", "src_slot", "dst_slot", "rows"), (step, src, dst, src_slot, dst_slot, rows), strict=True
-    ):
+    columns = {"start": step, "done": step, "src": src, "dst": dst, "src_slot": src_slot, "dst_slot": dst_slot}
+    for name, column in columns.items():
         items[name] = column[keep]
-    items["done"], items["first"], items["count"], runs["rows"] = (
-        items["start"],
-        np.arange(len(items)),
-        1,
-        items["rows"],
-    )
+    items["rows"] = runs["rows"] = rows[block[keep]]
+    items["first"], items["count"] = np.arange(len(items)), 1
+    total, extra = len(runs), [runs]
+    at_owner = (items["src_slot"] == 0) | sends_home[keep]
+    for index in np.flatnonzero(at_owner & np.isin(block[keep], list(leaving))).tolist():
+        own = leaving[int(block[keep][index])]
+        if items["src_slot"][index]:  # back home: the same runs, the other way
+            own = own.copy()
+            own["src_row"], own["dst_row"] = own["dst_row"].copy(), own["src_row"].copy()
+        items["first"][index], items["count"][index] = total, len(own)
+        extra.append(own)
+        total += len(own)
     order = np.lexsort((items["src"], items["start"]))
-    return Messages(items[order], runs)
-
-
-def _last_hop(layout: Layout, mask: str) -> np.ndarray:
-    """For every block the number of hops to the last rank whose queries see any of it, int64 [ranks].
-
-    A causal query sees a block of its document when the block starts before the query's last token. Long documents
-    settle nearly every pair, so documents are taken longest first until all pairs are settled.
-    """
-    n, documents = layout.ranks, layout.documents
-    sees = np.eye(n, dtype=bool)  # [rank, block]
-    spans = layout.spans
-    first = np.full((len(documents), n), documents.tokens)
-    final = np.full((len(documents), n), -1)
-    np.minimum.at(first, (spans["doc"], spans["rank"]), spans["start"])
-    np.maximum.at(final, (spans["doc"], spans["rank"]), spans["stop"])
-    for doc in np.argsort(-documents.lengths, kind="stable"):
-        if documents.lengths[doc] == 0 or sees.all():
-            break
-        if mask == "causal":
-            sees |= first[doc][None, :] < final[doc][:, None]
-        else:
-            held = final[doc] >= 0
-            sees |= held[None, :] & held[:, None]
-    hops = (np.arange(n)[:, None] - np.arange(n)[None, :]) % n
-    return np.where(sees, hops, 0).max(axis=0)
+    return Messages(items[order], np.concatenate(extra))

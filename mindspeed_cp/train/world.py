@@ -15,6 +15,7 @@ from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import data_parallel_size
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.ops.host_memory import keep_freed_memory
 
 with megatron_imports():
     from megatron.core import parallel_state
@@ -72,6 +73,7 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     given = os.environ if environment is None else environment
     rank, size, local_size = (_number(given, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     replicas = data_parallel_size(settings, size)
+    keep_freed_memory()
     torch.set_num_threads(settings.train.threads_per_rank or max(1, _cores() // local_size))
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     joining = max(timeout, timedelta(seconds=JOIN_SECONDS))

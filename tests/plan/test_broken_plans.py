@@ -143,7 +143,7 @@ BROKEN = {
     "a reduce leaves too late": (lambda p: edit(p, "backward", "reduce", 3, start=1, done=1), r"backward: rank \d, step \d"),
     "a forward with gradients": (lambda p: change(p, "forward", reduce=p.backward.reduce), r"forward: rank \d, step 2: a forward has no gradients"),
     # contents, slots, layouts
-    "contents of another block": (lambda p: contents(p, "forward", 5, first=1), r"rank 1, step 1: contents of slot 1 do not ascend"),
+    "contents of another block": (lambda p: contents(p, "forward", 6, first=1), r"rank 1, step 2: contents of slot 2 do not ascend"),
     "contents that do not exist": (lambda p: contents(p, "forward", 5, count=99), r"rank 1, step 1: contents of slot \d refer"),
     "contents given twice": (lambda p: contents(p, "forward", 5, step=-1, slot=-1), r"rank 1, step 0: contents of slot 0 .* given twice"),
     "a slot that is too small": (lambda p: change(p, "forward", capacity=p.forward.capacity - np.array([0, 1, 0])), r"rank \d, step \d: .* leaves the \d+ rows of slot 1"),

@@ -136,3 +136,20 @@ def test_bad_input_is_refused(build, says):
 
 def test_algorithms_answer_to_megatrons_and_mindspeeds_names():
     assert [algorithm_name(n) for n in ("ring", "p2p", "megatron_cp_algo")] == ["ring"] * 3
+
+
+def test_the_first_rank_of_a_causal_ring_sends_only_what_others_see():
+    plan = build_plan(Documents([64]), Topology(1, 4), AttentionConfig(4))
+    sent = plan.forward.fetch.items
+    assert sent["rows"][(sent["src"] - sent["start"]) % 4 == 0].tolist() == [8, 8, 8]  # block 0: its first chunk
+    assert sent["rows"][(sent["src"] - sent["start"]) % 4 != 0].tolist() == [16] * 9
+
+
+def test_half_of_the_own_block_waits_for_the_last_gradients():
+    for lengths in ([4096], [700, 20, 3000, 5, 900]):
+        for mask in ("causal", "full"):
+            backward = build_plan(Documents(lengths), Topology(1, 4), AttentionConfig(4, mask=mask)).backward
+            for rank in range(4):
+                work, own = backward.work(rank), backward.tiles(rank)
+                own_work = pairs(own[own["slot"] == 0]).sum()
+                assert work[0] + work[-1] == own_work and 0.3 * own_work < work[-1] < 0.7 * own_work

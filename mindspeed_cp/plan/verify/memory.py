@@ -45,7 +45,7 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
         summed[program.reduce.items["dst"], program.reduce.items["dst_slot"]] = True
         out["gradients"] = (program.capacity * summed).sum(1) * width * 4
     staged = np.zeros((program.steps, plan.ranks), np.int64)
-    _add_staging(staged, program.fetch, bytes_per_element, receive_apart=program.fetch.items["count"] > 1)
+    _add_staging(staged, program.fetch, bytes_per_element, receive_apart=~program.fetch.is_one_run("dst"))
     _add_staging(staged, program.reduce, 4, receive_apart=np.ones(len(program.reduce), bool))
     out["staging"] = staged.max(0) * width
     out["total"] = out["kv"] + out["gradients"] + out["staging"]
@@ -53,9 +53,9 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
 
 
 def _add_staging(staged: np.ndarray, messages: Messages, size: int, receive_apart: np.ndarray) -> None:
-    for item, apart in zip(messages.items, receive_apart, strict=True):
+    for item, gathered, apart in zip(messages.items, ~messages.is_one_run("src"), receive_apart, strict=True):
         steps = slice(item["start"], item["done"] + 1)
-        if item["count"] > 1:
+        if gathered:
             staged[steps, item["src"]] += item["rows"] * size
         if apart:
             staged[steps, item["dst"]] += item["rows"] * size
