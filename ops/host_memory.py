@@ -14,8 +14,8 @@ def keep_freed_memory() -> bool:
 
     Attention on the CPU frees and allocates the same buffers of tens of megabytes in every layer. By default each of
     them is mapped anew and paid for page by page, which costs a ring step several percent of its time; devices have a
-    caching allocator for the same reason. The process then holds its peak memory until it ends. Training on the CPU and the
-    benchmarks call this once in every rank; a program of your own may do the same.
+    caching allocator for the same reason. The process then holds its peak memory until it ends. Training on the CPU and
+    the benchmarks call this once in every rank; a program of your own may do the same.
 
     Returns:
         True where it took effect: Linux with glibc.
