@@ -191,6 +191,10 @@ def main() -> None:
     parser.add_argument("--skip-packed", action="store_true")
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args()
+    if args.ranks < 1 or HEADS % args.ranks:
+        parser.error(
+            f"--ranks is {args.ranks}; valid: a divisor of the {HEADS} heads, so that the ideal's shares are equal"
+        )
     cases = {"one causal document": [args.tokens]}
     if not args.skip_packed:
         cases["packed documents"] = packed_lengths(args.tokens)

@@ -6,7 +6,7 @@ import ctypes
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_BYTES = 2**31 - 1  # the largest int that mallopt takes
+_LIMITS = 2**31 - 1, 2**25  # the largest int that mallopt takes; what glibc's manual calls the largest threshold
 
 
 def keep_freed_memory() -> bool:
@@ -25,4 +25,5 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _BYTES))
+    mapped = any(mallopt(_M_MMAP_THRESHOLD, limit) for limit in _LIMITS)
+    return bool(mallopt(_M_TRIM_THRESHOLD, _LIMITS[0])) and mapped

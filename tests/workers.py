@@ -101,6 +101,8 @@ def _serve(rank: int, folder: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN: whoever reads it is found
+    torch.utils.deterministic.fill_uninitialized_memory = True
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, WORLD + 1)}
     pipe.send("ready")

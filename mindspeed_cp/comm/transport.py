@@ -59,18 +59,29 @@ class Transport:
     Args:
         group: process group; None for the default group.
         timeout: seconds until a peer that does not answer is given up (gloo; NCCL and HCCL use the group's own
-        time-out).
+            time-out).
+        device: of the tensors; a group may serve several kinds of device by several libraries.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: float = DEFAULT_TIMEOUT,
+        device: torch.device | None = None,
+    ) -> None:
         if timeout <= 0:
             raise ConfigError(f"timeout is {timeout} seconds; valid: more than 0")
-        self.group = group if group is not None else dist.group.WORLD
+        world = group if group is not None else dist.group.WORLD
+        if world is None:
+            raise ConfigError("torch.distributed is not initialised; call init_process_group first, or give a group")
+        self.group: dist.ProcessGroup = world
         self.timeout = timeout
         self._limit = timedelta(seconds=timeout)
         self._rank = dist.get_rank(self.group)
         self._global = dist.get_process_group_ranks(self.group)
-        self._coalesce = dist.get_backend(self.group) != "gloo"
+        # Not dist.get_backend: it says "undefined" or "cpu:gloo" for groups that serve several kinds of device.
+        library = self.group._get_backend(device if device is not None else torch.device("cpu"))
+        self._coalesce = library.name().lower() != "gloo"
 
     def post(self, transfers: Sequence[Transfer]) -> list[Pending]:
         """Start transfers; one object to wait for each, in the same order.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import PlanError
-from mindspeed_cp.ops.attention import AttentionBackend
+from mindspeed_cp.ops.attention import AttentionBackend, backend_for
 from mindspeed_cp.plan import Messages, Plan, Program
 
 Rows = slice | Tensor
@@ -66,12 +66,12 @@ class Agenda:
     Attributes:
         steps: one entry for each step.
         capacity: rows of each slot.
-        covered: every query of the rank sees a key.
+        stores_all_rows: the first result of every query is stored, so accumulators need not start at zero.
     """
 
     steps: Sequence[Step]
     capacity: Sequence[int]
-    covered: bool
+    stores_all_rows: bool
 
 
 _known: WeakKeyDictionary[Plan, dict[tuple[int, str, str], Agenda]] = WeakKeyDictionary()
@@ -95,10 +95,21 @@ def agenda_of(plan: Plan, rank: int, direction: str, backend: AttentionBackend) 
     return mine[key]
 
 
-def prepare(plan: Plan, rank: int, backend: AttentionBackend) -> None:
-    """Make both agendas now, for instance in the thread that loads data."""
+def prepare(plan: Plan, rank: int, backend: str | None = None, device_type: str = "cpu") -> None:
+    """Make both agendas of a rank now, for instance in the thread that loads data, and not in the first layer's call.
+
+    Args:
+        plan: the plan.
+        rank: context-parallel rank.
+        backend: as for :func:`mindspeed_cp.context_parallel_attention`.
+        device_type: of the tensors that will come, "cpu".
+
+    Raises:
+        ConfigError: no such backend serves that device.
+    """
+    runner = backend_for(device_type, backend)
     for direction in ("forward", "backward"):
-        agenda_of(plan, rank, direction, backend)
+        agenda_of(plan, rank, direction, runner)
 
 
 def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> Agenda:
@@ -123,15 +134,23 @@ def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> A
         Step(posts[s], [(slot, lowered[s, slot]) for slot in slots if (s, slot) in lowered], finish[s])
         for s in range(program.steps)
     ]
-    return Agenda(steps, program.capacity[rank].tolist(), _covers(tiles, rows))
+    return Agenda(steps, program.capacity[rank].tolist(), _stores_all_rows(tiles, rows))
 
 
-def _covers(tiles: np.ndarray, rows: int) -> bool:
-    """True when every q row is in some tile."""
-    rise = np.zeros(rows + 1, np.int64)
-    np.add.at(rise, tiles["q_row"], 1)
-    np.subtract.at(rise, tiles["q_row"] + tiles["q_rows"], 1)
-    return bool((np.cumsum(rise)[:-1] > 0).all())
+def _stores_all_rows(tiles: np.ndarray, rows: int) -> bool:
+    """True when every q row is in some tile, and every tile finds its rows all untouched or all touched: then the first
+    result of every row is stored, and what its memory held before does not matter."""
+    touched = np.zeros(rows, bool)
+    left = rows
+    for first, count in zip(tiles["q_row"].tolist(), tiles["q_rows"].tolist(), strict=True):
+        if not left:
+            break
+        seen = int(np.count_nonzero(touched[first : first + count]))
+        if seen not in (0, count):
+            return False
+        touched[first : first + count] = True
+        left -= count - seen
+    return not left
 
 
 def _post(messages: Messages, index: int, kind: str, rank: int, one_run: Mapping[str, np.ndarray]) -> Post:

@@ -26,10 +26,12 @@ def context_parallel_attention(
     backend: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Tensor:
-    """Exact attention over all ranks of a plan; every rank of the group calls it with its own rows.
+    """Exact attention over all ranks of a plan; every rank of the group calls it with its own rows, and every rank runs
+    its backward, one without tokens too: keys and values, and their gradients, pass through all of them.
 
     Differentiable once; may be run again by activation recompute, and its backward may run again with
-    ``retain_graph=True``. out, lse, dq, dk and dv are summed in fp32 over all steps and rounded once.
+    ``retain_graph=True``. out, lse, dq, dk and dv are summed in fp32 over all steps and rounded to q's type in the end
+    (the cpu backend's kernel rounds the part of each call as well, see docs/decisions.md).
 
     Args:
         q: this rank's rows in plan.layout, [t, heads, head_dim].
@@ -38,24 +40,33 @@ def context_parallel_attention(
         plan: from :func:`mindspeed_cp.build_plan`, the same on every rank.
         group: the context-parallel ranks; default: all processes.
         backend: of the attention operator; default: by the device of q.
-        timeout: seconds until a peer that does not answer is given up.
+        timeout: seconds until a peer that does not answer in one transfer is given up; on gloo. NCCL and HCCL use the
+            time-out of their group.
 
     Returns:
         [t, heads, head_dim_v] of q's type.
 
     Raises:
         ConfigError: a shape, a type, the group or the backend does not fit the plan.
-        PeerError: a peer died or did not answer within `timeout`; names it.
+        PlanError: the plan computes in another layout than the caller's.
+        PeerError: the neighbour that this rank waited for died or did not answer within `timeout`; names it. That one
+            may itself have been waiting for another.
     """
+    if timeout <= 0:
+        raise ConfigError(f"timeout is {timeout} seconds; valid: more than 0")
     runner = backend_for(q.device.type, backend)
     size = group_size(group)
+    if size < 0:
+        raise ConfigError(
+            "this process is not in the group; only the group's own ranks call context_parallel_attention"
+        )
     if size != plan.ranks:
         raise ConfigError(
             f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size"
         )
     rank = group_rank(group)
     _check(q, k, v, plan, rank, runner)
-    transport = Transport(group, timeout) if size > 1 else None
+    transport = Transport(group, timeout, q.device) if size > 1 else None
     return _Attention.apply(q, k, v, plan, rank, transport, runner)
 
 
@@ -75,11 +86,12 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         agenda = agenda_of(plan, rank, "forward", backend)
         run = Run(agenda, k, v, transport)
-        empty = q.new_empty if agenda.covered else q.new_zeros  # the first tile of a row is stored, not added
+        empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
         out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
         state = ForwardState(q, out, lse)
-        run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
+        with torch.autocast(q.device.type, enabled=False):  # accumulators are fp32 whatever autocast says
+            run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = plan, rank, transport, backend
@@ -97,7 +109,8 @@ class _Attention(torch.autograd.Function):
         def compute(slot: int, calls: Any) -> None:
             backend.backward(calls, attention, state, run.k[slot], run.v[slot], *run.gradient(slot))
 
-        run.steps(compute)
+        with torch.autocast(q.device.type, enabled=False):
+            run.steps(compute)
         dk, dv = run.gradient(0)
         return state.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 

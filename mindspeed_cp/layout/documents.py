@@ -30,15 +30,20 @@ class Documents:
     """
 
     def __init__(self, lengths: Iterable[int] | np.ndarray) -> None:
-        values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
+        try:
+            values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
+        except (TypeError, ValueError):
+            raise ConfigError(f"document lengths must be a flat list of whole numbers, not {lengths!r}") from None
         if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
             raise ConfigError(
                 f"document lengths must be a flat list of whole numbers, not {values.dtype} of shape {values.shape}"
             )
+        bad = np.flatnonzero((values < 0) | (values > MAX_TOKENS))
+        if len(bad):
+            raise ConfigError(
+                f"document {bad[0]} has length {values[bad[0]]}; lengths are 0 to {MAX_TOKENS}, split longer documents"
+            )
         own = values.astype(np.int64)
-        if own.size and own.min() < 0:
-            bad = int(np.argmin(own))
-            raise ConfigError(f"document {bad} has length {own[bad]}; lengths must be 0 or more")
         if own.sum() > MAX_TOKENS:
             raise ConfigError(f"the batch has {own.sum()} tokens; at most {MAX_TOKENS} fit, so split the batch")
         own.setflags(write=False)

@@ -140,6 +140,12 @@ class Layout:
         for rank, (part, rows) in enumerate(zip(parts, self.token_counts, strict=True)):
             if len(part) != rows:
                 raise ConfigError(f"unshard: the part of rank {rank} has {len(part)} rows, the layout has {rows}")
+            tail_at = 1 if self.heads is None else 2
+            if part.shape[tail_at:] != parts[0].shape[tail_at:] or part.dtype != parts[0].dtype:
+                raise ConfigError(
+                    f"unshard: the part of rank {rank} is {part.dtype} {list(part.shape)}, that of rank 0 "
+                    f"{parts[0].dtype} {list(parts[0].shape)}; types and all but the rows must agree"
+                )
         if self.heads is not None and heads is None:
             raise ConfigError("unshard: this layout splits heads, so the number of heads must be given")
         tail = tuple(parts[0].shape[1:]) if self.heads is None else (heads, *parts[0].shape[2:])
@@ -179,6 +185,8 @@ class Layout:
         for rank in range(self.ranks):
             mine = self.of(rank)
             first, last = (0, 1) if heads is None else self.head_range(rank, heads)
+            if heads is not None and not 0 <= first <= last <= heads:
+                raise PlanError(f"layout: rank {rank}: heads {first} to {last - 1} are not among the {heads} heads")
             columns = held[:, first:last]
             np.add.at(columns, mine["start"], 1)
             np.add.at(columns, mine["stop"], -1)

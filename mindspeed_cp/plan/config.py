@@ -23,17 +23,14 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"Topology.{name} is {getattr(self, name)}; valid: 1 or more")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"Topology.{name} is {value!r}; valid: a whole number, 1 or more")
 
     @property
     def ranks(self) -> int:
         """Context-parallel ranks in all."""
         return self.nodes * self.ranks_per_node
-
-    def node_of(self, rank: int) -> int:
-        """Node of a rank."""
-        return rank // self.ranks_per_node
 
 
 @dataclass(frozen=True)
@@ -78,16 +75,19 @@ class AttentionConfig:
     def check(self) -> None:
         """Raise ConfigError, naming the setting, its value and what is valid."""
         for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"attention.{name} is {getattr(self, name)}; valid: 1 or more")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"attention.{name} is {value!r}; valid: a whole number, 1 or more")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"attention.kv_heads is {self.kv_heads}; valid: a divisor of attention.heads, which is {self.heads}"
             )
         if self.mask not in MASKS:
             raise ConfigError(f"attention.mask is {self.mask!r}; valid: {', '.join(MASKS)}")
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ConfigError(f"attention.scale is {self.scale}; valid: a finite number, or None for head_dim ** -0.5")
+        if self.scale is not None and not (isinstance(self.scale, (int, float)) and 0 < self.scale < math.inf):
+            raise ConfigError(
+                f"attention.scale is {self.scale!r}; valid: a finite number above 0, or None: head_dim ** -0.5"
+            )
         if self.window is not None:
             raise ConfigError(
                 f"attention.window is {self.window}; this version has no sliding window, so use None: a whole document "

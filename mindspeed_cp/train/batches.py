@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.data import PackedRow, PackedStream
+from mindspeed_cp.engine import prepare
 from mindspeed_cp.megatron import PlannedBatchParams, planned_batch
 from mindspeed_cp.plan import AttentionConfig, Topology, build_plan, verify_plan
 from mindspeed_cp.train.world import World
@@ -95,6 +96,7 @@ class Batches:
         if self._suite.verify_plans and row.index // self._world.replicas % self._world.cp == self._world.cp_rank:
             verify_plan(plan)
         rank = self._world.cp_rank
+        prepare(plan, rank, None if self._suite.backend == "auto" else self._suite.backend, self._world.device.type)
         batch, params = planned_batch(
             {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask}, plan, rank
         )

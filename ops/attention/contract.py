@@ -1,7 +1,7 @@
 """The contract of the attention operator, which every backend fulfils.
 
-TND layout: rows of all documents back to back, [rows, heads, dim]; statistics are lse = log(sum(exp(scores))), fp32
-[rows, heads]. A backend gets the tiles of a rank and turns them into as few kernel calls as it can, once for a plan; it
+TND layout: rows of all documents back to back, [rows, heads, dim], the last dimension contiguous; statistics are
+lse = log(sum(exp(scores))), fp32 [rows, heads]. A backend gets the tiles of a rank and turns them into as few kernel calls as it can, once for a plan; it
 then adds each (step, slot) to fp32 accumulators. The backward takes the GLOBAL out and lse, so that the parts of a
 distributed attention are exact.
 """
@@ -28,8 +28,8 @@ class ForwardState:
 
     Attributes:
         q: [t, heads, head_dim].
-        out: fp32 [t, heads, head_dim_v]; rows that no tile has touched hold anything (the caller zeroes those that
-            none will touch), so the first tile of a row is stored and not added.
+        out: fp32 [t, heads, head_dim_v]; zero, or anything where every tile finds its rows all untouched or all
+            touched: a tile on untouched rows is stored, not merged.
         lse: fp32 [t, heads], starts at -inf.
     """
 

@@ -12,6 +12,7 @@ from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState
 from mindspeed_cp.plan import CAUSAL, FULL, TILE, AttentionConfig
 
 
+@torch.no_grad()
 def attention(
     q: Tensor,
     k: Tensor,
@@ -23,7 +24,8 @@ def attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences; sequence i of q meets sequence i of k and v.
+    """Attention of packed sequences; sequence i of q meets sequence i of k and v. Not differentiable: its gradient is
+    :func:`attention_backward`, and :func:`mindspeed_cp.context_parallel_attention` is the function for autograd.
 
     Args:
         q: [tq, heads, head_dim].
@@ -47,10 +49,12 @@ def attention(
     out = q.new_zeros(len(q), q.shape[1], v.shape[-1], dtype=torch.float32)
     lse = q.new_full((len(q), q.shape[1]), float("-inf"), dtype=torch.float32)
     calls = runner.lower_forward(tiles, len(q), config).get((0, 0), ())
+    q, k, v = (_dense(x) for x in (q, k, v))
     runner.forward(calls, config, ForwardState(q, out, lse), k, v)
     return out.to(q.dtype), lse
 
 
+@torch.no_grad()
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -74,14 +78,33 @@ def attention_backward(
 
     Returns:
         dq, dk and dv in fp32, of the shapes of q, k and v; dq is this part's share.
+
+    Raises:
+        ConfigError: as for :func:`attention`, or dout, out or lse do not fit q and v.
     """
     config, tiles = _problem(q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale)
     runner = backend_for(q.device.type, backend)
     runner.check(config, q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    rows = len(q), q.shape[1]
+    for name, x, shape, dtype in (
+        ("dout", dout, (*rows, v.shape[2]), q.dtype),
+        ("out", out, (*rows, v.shape[2]), q.dtype),
+        ("lse", lse, rows, torch.float32),
+    ):
+        if tuple(x.shape) != shape or x.dtype != dtype or x.device != q.device:
+            raise ConfigError(
+                f"{name} is {x.dtype} {list(x.shape)} on {x.device}; valid: {dtype} {list(shape)} on {q.device}"
+            )
+    q, k, v, out, dout = (_dense(x) for x in (q, k, v, out, dout))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     calls = runner.lower_backward(tiles, len(q), config).get((0, 0), ())
     runner.backward(calls, config, BackwardState(q, out, lse, dout, dq), k, v, dk, dv)
     return dq, dk, dv
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Kernels read the last dimension as contiguous, whatever its stride says."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _problem(

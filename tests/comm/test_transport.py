@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -93,6 +95,17 @@ def test_a_dead_peer_is_named_at_once():
     assert "rank 1: the process died" in text
     assert "rank 0: receiving from rank 1 (global rank 1), K and V, step 0, 9 rows: the connection failed" in text
     assert any(f"after {s} s" in text for s in range(10))
+
+
+@pytest.mark.parametrize("backend", ["", '"gloo", ', '"cpu:gloo", '])
+def test_gloo_is_found_however_the_group_was_made(backend, tmp_path):
+    """A group made without naming a backend serves several kinds of device, and says "undefined" when asked."""
+    code = (
+        "import torch.distributed as dist; from mindspeed_cp.comm import Transport\n"
+        f"dist.init_process_group({backend}init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "assert Transport(None, 1.0)._coalesce is False"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_timeout_of_nothing_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -13,6 +14,7 @@ from mindspeed_cp import (
     AttentionConfig,
     ConfigError,
     Documents,
+    PeerError,
     PlanError,
     Topology,
     build_plan,
@@ -24,6 +26,7 @@ from mindspeed_cp.ops.attention import backend_named
 from mindspeed_cp.plan import peak_bytes
 from tests.engine.cases import Case
 from tests.plan.forests import forest_plan
+from tests.workers import Workers
 
 CASE = Case((61, 0, 130, 5), 3, heads=4, kv_heads=2)
 
@@ -101,10 +104,10 @@ def forest(rank, group, lengths, size, mask, seed):
     return worst
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(6), 34, 46])
 def test_plans_with_relays_and_shared_slots_run_too(workers, seed):
     """The engine knows no algorithm: plans that no builder makes are exact as well."""
-    size, mask = 2 + seed, ("causal", "full")[seed % 2]
+    size, mask = 2 + seed % 6, ("causal", "full")[seed % 2]
     assert max(workers.run(size, forest, [40, 3, 0, 97, 16], size, mask, seed)) <= 1e-5
 
 
@@ -158,6 +161,47 @@ def test_the_engine_allocates_what_the_plan_says(workers):
         )  # staging comes and goes: counted apart, one message a step
 
 
+def test_autocast_changes_nothing():
+    case = Case((30, 20, 200), 1)
+    plan, leaves, dout = local(0, case)
+    plain = context_parallel_attention(*leaves, plan)
+    want = torch.autograd.grad(plain, leaves, dout)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = context_parallel_attention(*leaves, plan)
+        got = torch.autograd.grad(out, leaves, dout)
+    assert torch.equal(plain, out) and all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_a_timeout_of_nothing_is_refused():
+    x = torch.zeros(13, 4, 16)
+    with pytest.raises(ConfigError, match="timeout is -1 seconds"):
+        context_parallel_attention(x, x, x, Case((9, 4), 1).plan(), timeout=-1)
+
+
+def attend_alone(rank, group, case):
+    """All ranks but rank 2 take part."""
+    if rank == 2:
+        time.sleep(6)
+        return None
+    plan, leaves, _ = local(rank, case)
+    start = time.monotonic()
+    try:
+        context_parallel_attention(*leaves, plan, group, timeout=1.5)
+    except PeerError as error:
+        return str(error), time.monotonic() - start
+    return None
+
+
+def test_a_silent_rank_is_named_by_its_neighbour_and_everybody_ends():
+    workers = Workers()
+    try:
+        results = workers.run(4, attend_alone, Case((300,), 4))
+    finally:
+        workers.close()
+    assert "receiving from rank 2 (global rank 2), K and V, step 0" in results[3][0]
+    assert all("no answer within 1.5 s" in results[r][0] and results[r][1] < 5 for r in (0, 1, 3))
+
+
 def test_one_rank_needs_no_process_group():
     case = Case((9, 4), 1)
     plan, leaves, dout = local(0, case)
@@ -179,7 +223,8 @@ def test_agendas_are_made_once_and_go_with_their_plan():
     cpu = backend_named("cpu")
     first = agenda.agenda_of(plan, 0, "forward", cpu)
     assert agenda.agenda_of(plan, 0, "forward", cpu) is first
-    agenda.prepare(plan, 0, cpu)
+    agenda.prepare(plan, 0)
+    assert agenda.agenda_of(plan, 0, "forward", cpu) is first
     gone = weakref.ref(plan)
     del plan, first
     gc.collect()

@@ -144,6 +144,46 @@ def test_bad_input_is_refused(change, says):
         attention(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(dout=torch.zeros(4, 2, 8)), r"dout is torch.float32 \[4, 2, 8\] .* valid: torch.float32 \[5, 2, 8\]"),
+        (dict(out=torch.zeros(5, 2, 8, dtype=torch.bfloat16)), "out is torch.bfloat16"),
+        (dict(lse=torch.zeros(2, 5)), r"lse is torch.float32 \[2, 5\]"),
+    ],
+)
+def test_bad_input_of_the_backward_is_refused(change, says):
+    q = torch.zeros(5, 2, 8)
+    arguments = dict(dout=q, q=q, k=q, v=q, out=q, lse=q[..., 0], cu_seqlens_q=[0, 5], cu_seqlens_kv=[0, 5]) | change
+    with pytest.raises(ConfigError, match=says):
+        attention_backward(**arguments)
+
+
+def test_any_strides_give_the_same():
+    q, k, v, dout = tensors(137, 137, (4, 2, 16, 16), torch.float32)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout)]
+    out, lse = attention(q, k, v, [0, 137], [0, 137])
+    other, other_lse = attention(*turned[:3], [0, 137], [0, 137])
+    assert torch.equal(out, other) and torch.equal(lse, other_lse)
+    want = attention_backward(dout, q, k, v, out, lse, [0, 137], [0, 137])
+    got = attention_backward(turned[3], *turned[:3], out.transpose(1, 2).contiguous().transpose(1, 2), lse, [0, 137], [0, 137])
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_the_operator_leaves_no_graph():
+    q = torch.zeros(5, 2, 8, requires_grad=True)
+    out, lse = attention(q, q, q, [0, 5], [0, 5])
+    assert not out.requires_grad and not lse.requires_grad
+
+
+def test_keeping_freed_memory_says_whether_it_took_effect():
+    import platform
+
+    from mindspeed_cp.ops.host_memory import keep_freed_memory
+
+    assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
+
+
 def test_types_that_the_kernel_does_not_have_are_refused():
     with pytest.raises(ConfigError, match=r"dtype is torch.float64; the cpu backend supports float32, bfloat16, float16"):
         BACKENDS["cpu"].check(AttentionConfig(4), torch.float64)

@@ -106,6 +106,31 @@ def permuted_rows(plan: Plan) -> Plan:
     return change(plan, "forward", fetch=Messages(items, np.concatenate([runs, extra])))
 
 
+def swapped_home(plan: Plan) -> Plan:
+    """Two rows of the last gradient that comes home change places: keys that the same queries see."""
+    reduce = plan.backward.reduce
+    items, runs = reduce.items.copy(), reduce.runs
+    last = len(items) - 1
+    src, dst = reduce.rows_of(last)
+    dst = dst.copy()
+    dst[[0, 1]] = dst[[1, 0]]
+    extra = np.zeros(len(src), runs.dtype)
+    extra["src_row"], extra["dst_row"], extra["rows"] = src, dst, 1
+    items["first"][last], items["count"][last] = len(runs), len(src)
+    return change(plan, "backward", reduce=Messages(items, np.concatenate([runs, extra])))
+
+
+def other_documents(plan: Plan) -> Plan:
+    """The caller's layout has one more document than the layouts that are computed."""
+    return replace(plan, layout=build_plan(Documents([*LENGTHS, 5]), Topology(1, 4), AttentionConfig(4, 2)).layout)
+
+
+def other_queries(plan: Plan) -> Plan:
+    """The backward's queries lie elsewhere than the plan says."""
+    layout = build_plan(plan.documents, Topology(1, 4), AttentionConfig(4, 2), layout="contiguous").layout
+    return change(plan, "backward", q_layout=layout)
+
+
 BROKEN = {
     # tiles
     "a tile leaves out a key": (lambda p: tiles(p, "forward", 1, 3, k_rows=-1), r"rank 1: query .* does not see key .* step 1"),
@@ -142,6 +167,7 @@ BROKEN = {
     "a reduce leaves while it is summed": (lambda p: edit(p, "backward", "reduce", 0, start=-1, done=-1), r"backward: rank 0, step 1: row 0 of slot 1 has its gradient sent while a tile still adds"),
     "a reduce leaves too late": (lambda p: edit(p, "backward", "reduce", 3, start=1, done=1), r"backward: rank \d, step \d"),
     "a forward with gradients": (lambda p: change(p, "forward", reduce=p.backward.reduce), r"forward: rank \d, step 2: a forward has no gradients"),
+    "a reduce adds rows in another order": (swapped_home, r"backward: rank \d, step \d: its part of the gradient"),
     # contents, slots, layouts
     "contents of another block": (lambda p: contents(p, "forward", 6, first=1), r"rank 1, step 2: contents of slot 2 do not ascend"),
     "contents that do not exist": (lambda p: contents(p, "forward", 5, count=99), r"rank 1, step 1: contents of slot \d refer"),
@@ -161,6 +187,21 @@ def test_broken_plans_are_refused(kind):
     text = str(error.value)
     assert re.search(says, text), text
     assert re.search(r"rank \d", text) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("breaking", "says"),
+    [
+        (other_documents, "q_layout: it is of Documents.*, the caller's layout of Documents"),
+        (other_queries, "backward: the program's queries are laid out in another way"),
+        (lambda p: replace(p, layout=p.layout.with_heads(np.tile([0, 4], (4, 1)))), "the caller holds all heads"),
+        (lambda p: replace(p, topology=Topology(1, 5)), "layout: it has 4 ranks, the topology 5"),
+        (lambda p: change(p, "forward", capacity=-p.forward.capacity), r"rank 0, step 0: slot 0 has -\d+ rows"),
+    ],
+)
+def test_layouts_and_programs_that_do_not_belong_together_are_refused(breaking, says):
+    with pytest.raises(PlanError, match=says):
+        verify_plan(breaking(ring()))
 
 
 def test_a_layout_that_holds_a_token_twice_is_refused():

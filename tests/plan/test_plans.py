@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Topology, build_plan, verify_plan
 from mindspeed_cp.layout import SPAN
-from mindspeed_cp.plan import CAUSAL, adjoint, algorithm_name, peak_bytes
+from mindspeed_cp.plan import CAUSAL, FULL, adjoint, algorithm_name, peak_bytes
 from mindspeed_cp.plan.tiles import pairs, tiles_between
 from tests.plan.forests import forest_plan
 
@@ -70,7 +70,7 @@ def test_tiles_cut_queries_that_lie_partly_in_the_slot():
     documents = Documents([20])
     q, k = np.array([(0, 0, 4, 16)], SPAN), np.array([(0, 0, 0, 8)], SPAN)
     tiles = tiles_between(q, k, documents, "causal")
-    assert pairs(tiles).sum() == sum(min(i + 1, 8) for i in range(4, 16))
+    assert [tuple(t)[2:] for t in tiles.tolist()] == [(0, 4, 0, 8, CAUSAL), (4, 8, 0, 8, FULL)]
 
 
 def test_two_builds_are_equal():
@@ -120,12 +120,14 @@ def test_peak_bytes_count_slots_gradients_and_staging():
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), window=3), "option 'window' is not one of algorithm 'ring'; valid: layout"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), layout="striped"), "valid: zigzag, contiguous"),
         (lambda: AttentionConfig(6, 4), "kv_heads is 4; valid: a divisor of attention.heads, which is 6"),
-        (lambda: AttentionConfig(0), "heads is 0; valid: 1 or more"),
+        (lambda: AttentionConfig(0), "heads is 0; valid: a whole number, 1 or more"),
         (lambda: AttentionConfig(4, mask="sparse"), "mask is 'sparse'; valid: causal, full"),
         (lambda: AttentionConfig(4, window=(3, 0)), "no sliding window"),
         (lambda: AttentionConfig(4, alibi=True), "no ALiBi"),
         (lambda: AttentionConfig(4, dropout=0.1), "no attention dropout, use 0.0"),
         (lambda: AttentionConfig(4, scale=float("nan")), "scale is nan"),
+        (lambda: AttentionConfig(4, scale=0.0), "scale is 0.0; valid: a finite number above 0"),
+        (lambda: AttentionConfig(4.0), "heads is 4.0; valid: a whole number"),
         (lambda: Topology(0, 4), "Topology.nodes is 0"),
     ],
 )  # fmt: skip

@@ -24,9 +24,8 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     * every (token, head) is held once by the caller's layout and by the layout of queries, and at least once by that of
       keys and values; kv heads serve the query heads beside them;
     * every number refers to a step, slot, row and rank that exists; messages are in one global order;
-    * every visible (query, key) pair is computed exactly once and no other pair is; in the backward every key's
-    gradient
-      comes back to its owner with every query's part exactly once (:mod:`.interpret`);
+    * every visible (query, key) pair is computed exactly once and no other pair is; in the backward the gradient of
+      every key comes back to its owner with every query's part exactly once (:mod:`.interpret`);
     * no stale, empty or half-received row is computed or sent; no row is received while it is read, sent or received
       again; no gradient is sent while it is still summed (:mod:`.lifetimes`);
     * no dead-lock, even if every send waits for its receiver (:mod:`.queues`);
@@ -42,20 +41,17 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
         PlanError: names rank, step and tile or message.
     """
     attention = plan.attention
-    plan.layout.check()
-    _check_heads(plan)
-    if plan.topology.ranks != plan.ranks or plan.q_layout.ranks != plan.ranks or plan.kv_layout.ranks != plan.ranks:
-        raise PlanError(
-            f"the layouts have {plan.ranks}, {plan.q_layout.ranks} and {plan.kv_layout.ranks} ranks, the topology "
-            f"{plan.topology.ranks}"
-        )
+    _check_layouts(plan)
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64) for _ in range(2))
+    b |= np.uint64(1)
     see = expected_sums(plan.documents, attention.mask, a, b)
-    known: dict[int, list[np.ndarray]] = {}
+    known: dict[tuple[int, int], list[np.ndarray]] = {}
     for name, program in (("forward", plan.forward), ("backward", plan.backward)):
         if program.mask != attention.mask:
             raise PlanError(f"{name}: the program's mask is {program.mask}, the attention's {attention.mask}")
+        if program.q_layout.documents != plan.documents or not program.q_layout.same_as(plan.q_layout):
+            raise PlanError(f"{name}: the program's queries are laid out in another way than the plan's")
         if name == "forward" and len(program.reduce):
             item = program.reduce.items[0]
             raise PlanError(f"forward: rank {item['src']}, step {item['start']}: a forward has no gradients to send")
@@ -79,14 +75,27 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
         check_memory(plan, max_bytes, bytes_per_element)
 
 
-def _tiles(program: Program, known: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
-    """Tiles of all ranks; forward and backward mostly share their contents, and then their tiles."""
-    key = id(program.contents)
-    if type(program) is not Program:
-        return [program.tiles(rank) for rank in range(program.ranks)]
-    if key not in known:
+def _tiles(program: Program, known: dict[tuple[int, int], list[np.ndarray]]) -> list[np.ndarray]:
+    """Tiles of all ranks; forward and backward may share their contents and spans, and then their tiles: layout and
+    mask are those of the plan in both."""
+    key = id(program.contents), id(program.spans)
+    if type(program) is not Program or key not in known:
         known[key] = [program.tiles(rank) for rank in range(program.ranks)]
     return known[key]
+
+
+def _check_layouts(plan: Plan) -> None:
+    """The three layouts are of one batch and of the topology's ranks, and each holds what it must."""
+    layouts = {"layout": plan.layout, "q_layout": plan.q_layout, "kv_layout": plan.kv_layout}
+    for name, layout in layouts.items():
+        if layout.ranks != plan.topology.ranks:
+            raise PlanError(f"{name}: it has {layout.ranks} ranks, the topology {plan.topology.ranks}")
+        if layout.documents != plan.documents:
+            raise PlanError(f"{name}: it is of {layout.documents}, the caller's layout of {plan.documents}")
+    if plan.layout.heads is not None:
+        raise PlanError("layout: the caller holds all heads, but it splits them")
+    plan.layout.check()
+    _check_heads(plan)
 
 
 def _check_heads(plan: Plan) -> None:

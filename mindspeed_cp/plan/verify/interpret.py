@@ -1,10 +1,10 @@
 """Fourth part of the proof: both programs are run for all ranks on 64-bit numbers in place of tensors.
 
-Every key token has a random number b, every query token a random number a. "Attention" is a sum modulo 2**64: a query
-row adds the b of each key it is computed against, a key row's gradient adds the a of each query. In the end every
-query row must hold the sum over the keys that the mask lets it see, and every key row, at its owner, the sum over the
-queries that see it. A missing, doubled, stale or misrouted row changes a sum; a wrong plan passes with probability
-about 2**-64 a row.
+Every key token has a random odd number b, every query token a random number a. "Attention" is a sum modulo 2**64: a
+query row adds the b of each key it is computed against, a key row's gradient adds a*b of itself and each such query. In
+the end every query row must hold the sum over the keys that the mask lets it see, and every key row, at its owner, the
+sum over the queries that see it, times its own number, so that two keys seen by the same queries still differ. A
+missing, doubled, stale or misrouted row changes a sum; a wrong plan passes with probability about 2**-60 a row.
 
 Tiles are read as a kernel reads them, by row numbers; what is expected comes from positions: so both are proved.
 """
@@ -33,8 +33,8 @@ def expected_sums(documents: Documents, mask: str, a: np.ndarray, b: np.ndarray)
     token = np.arange(documents.tokens)
     sum_a, sum_b = prefix_sums(a), prefix_sums(b)
     if mask == "causal":
-        return sum_b[token + 1] - sum_b[first], sum_a[last] - sum_a[token]
-    return sum_b[last] - sum_b[first], sum_a[last] - sum_a[first]
+        return sum_b[token + 1] - sum_b[first], (sum_a[last] - sum_a[token]) * b
+    return sum_b[last] - sum_b[first], (sum_a[last] - sum_a[first]) * b
 
 
 def prefix_sums(x: np.ndarray) -> np.ndarray:
@@ -162,23 +162,25 @@ class Interpreter:
         A full tile adds one number to a run of rows: two entries of a table of changes. A causal tile needs one
         number for each of its rows and keys.
         """
-        out, gradient = self.out[rank], self.gradient[rank][slot]
-        queries, rise = self._queries[rank], self._rise[rank]
-        rise_k = np.zeros(len(gradient) + 1, np.uint64)
+        if not len(tiles):
+            return
+        out, queries, rise = self.out[rank], self._queries[rank], self._rise[rank]
+        seen_by = np.zeros(len(keys) - 1, np.uint64)  # for each of these rows the sum of a over the queries
+        rise_k = np.zeros(len(keys), np.uint64)
         full = tiles[tiles["mask"] != CAUSAL]
-        at = full["k_row"] - first
-        _change(rise, full["q_row"], full["q_rows"], keys[at + full["k_rows"]] - keys[at])
-        _change(rise_k, full["k_row"], full["k_rows"], queries[full["q_row"] + full["q_rows"]] - queries[full["q_row"]])
+        k = full["k_row"] - first
+        _change(rise, full["q_row"], full["q_rows"], keys[k + full["k_rows"]] - keys[k])
+        _change(rise_k, k, full["k_rows"], queries[full["q_row"] + full["q_rows"]] - queries[full["q_row"]])
 
         causal = tiles[tiles["mask"] == CAUSAL]
-        q, n, k = causal["q_row"], causal["q_rows"], causal["k_row"]
+        q, n, k = causal["q_row"], causal["q_rows"], causal["k_row"] - first
         past = causal["k_rows"] - n  # keys that every query of the tile sees
         rows = expand(q, n)
-        np.add.at(out, rows, keys[expand(k - first + past + 1, n)] - keys[np.repeat(k - first, n)])
+        np.add.at(out, rows, keys[expand(k + past + 1, n)] - keys[np.repeat(k, n)])
         _change(rise_k, k, past, queries[q + n] - queries[q])
-        np.add.at(gradient, expand(k + past, n), queries[np.repeat(q + n, n)] - queries[rows])
-        if len(tiles):
-            gradient += np.cumsum(rise_k[:-1], dtype=np.uint64)
+        np.add.at(seen_by, expand(k + past, n), queries[np.repeat(q + n, n)] - queries[rows])
+        seen_by += np.cumsum(rise_k[:-1], dtype=np.uint64)
+        self.gradient[rank][slot][first : first + len(seen_by)] += seen_by * np.diff(keys)  # the rows' own numbers
 
 
 def _rows(messages: Messages, index: int) -> tuple[np.ndarray | slice, np.ndarray | slice]:

@@ -8,8 +8,7 @@ from mindspeed_cp.errors import PlanError
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages, record
 
-#: Bytes of one rank: K/V receive buffers, fp32 gradients of K/V, staging of messages in flight (its largest step),
-#: total.
+#: Bytes of one rank: K/V receive buffers, fp32 gradients, staging of messages in flight (its largest step), total.
 PEAK = record("kv gradients staging total")
 
 
@@ -19,10 +18,9 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
 
     * kv: slots 1 and up, K and V, for the whole program;
     * gradients (backward): dK and dV in fp32 of every slot that is computed or receives a reduce, for the whole
-    program;
-    * staging: a send of several runs is gathered, a fetch of several runs and every reduce is received apart; the
-    largest
-      sum over the messages in flight in one step.
+      program;
+    * staging: rows that leave from several places are gathered, K and V that land in several places and every reduce
+      are received apart; the largest sum over the messages in flight in one step.
 
     Args:
         plan: the plan.

@@ -35,6 +35,10 @@ def check_program(plan: Plan, program: Program, name: str) -> None:
         or not program.capacity.shape[1]
     ):
         raise PlanError(f"{name}: {program.steps} steps and capacity {program.capacity.shape} for {ranks} ranks")
+    negative = np.argwhere(program.capacity < 0)
+    if len(negative):
+        rank, slot = map(int, negative[0])
+        raise PlanError(f"{name}: rank {rank}, step 0: slot {slot} has {program.capacity[rank, slot]} rows")
     wrong = np.flatnonzero(program.capacity[:, 0] != plan.kv_layout.token_counts)
     if len(wrong):
         rank = int(wrong[0])
@@ -130,7 +134,8 @@ def _check_contents(program: Program, name: str) -> None:
     _, distinct = np.unique(np.stack([contents["first"], contents["count"]], 1), axis=0, return_index=True)
     for content in contents[distinct]:
         held = program.spans_in(content)
-        if (held["stop"] <= held["start"]).any() or (held["start"][1:] < held["stop"][:-1]).any():
+        outside = (held["start"] < 0).any() or (held["stop"] > program.q_layout.documents.tokens).any()
+        if outside or (held["stop"] <= held["start"]).any() or (held["start"][1:] < held["stop"][:-1]).any():
             raise PlanError(
                 f"{name}: rank {content['rank']}, step {content['step']}: contents of slot {content['slot']} do "
                 "not ascend in token order"
