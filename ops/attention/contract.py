@@ -1,9 +1,9 @@
 """The contract of the attention operator, which every backend fulfils.
 
 TND layout: rows of all documents back to back, [rows, heads, dim], the last dimension contiguous; statistics are
-lse = log(sum(exp(scores))), fp32 [rows, heads]. A backend gets the tiles of a rank and turns them into as few kernel calls as it can, once for a plan; it
-then adds each (step, slot) to fp32 accumulators. The backward takes the GLOBAL out and lse, so that the parts of a
-distributed attention are exact.
+lse = log(sum(exp(scores))), fp32 [rows, heads]. A backend gets the tiles of a rank and turns them into as few kernel
+calls as it can, once for a plan; it then adds each (step, slot) to fp32 accumulators. The backward takes the GLOBAL out
+and lse, so that the parts of a distributed attention are exact.
 """
 
 from __future__ import annotations
