@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -100,9 +102,15 @@ def _numbers(text: str, name: str) -> np.ndarray:
 
 def _array(path: Path, name: str) -> np.ndarray:
     try:
-        loaded = np.load(path, allow_pickle=False)
-    except ValueError:
+        return _load(path, name)
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{name}: is not an array that NumPy can read") from None
+
+
+def _load(path: Path, name: str) -> np.ndarray:
+    loaded = np.load(path, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         return loaded
     with loaded:

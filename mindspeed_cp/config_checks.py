@@ -10,6 +10,8 @@ from mindspeed_cp.errors import ConfigError
 if TYPE_CHECKING:
     from mindspeed_cp.config import Settings
 
+VOCAB_MULTIPLE = 16  # rows of the embedding are a multiple of this; tensor-parallel ranks share them
+
 
 def check(settings: Settings) -> None:
     """Raise the error of the first pair of settings that do not fit together."""
@@ -82,6 +84,9 @@ def _check_tensor_parallel(settings: Settings) -> None:
     ):
         if value % size:
             raise bad_value("train.tensor_model_parallel_size", size, f"must divide {key} = {value}")
+    if VOCAB_MULTIPLE % size:
+        rule = f"must divide {VOCAB_MULTIPLE}: so the padded vocabulary, and with it the loss, is the same for any size"
+        raise bad_value("train.tensor_model_parallel_size", size, rule)
 
 
 def _check_schedule(settings: Settings) -> None:

@@ -75,8 +75,12 @@ def _bounds(metadata: typing.Iterable[Any]) -> str:
     found = []
     for entry in metadata:
         for part in entry.metadata if isinstance(entry, FieldInfo) else [entry]:
-            found += [f"{sign} {getattr(part, name):g}" for name, sign in _BOUNDS if hasattr(part, name)]
+            found += [f"{sign} {_number(getattr(part, name))}" for name, sign in _BOUNDS if hasattr(part, name)]
     return " and ".join(found)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) and abs(value) < 10**6 else f"{value:g}".replace("e+0", "e")
 
 
 def _describe_type(annotation: Any, bounds: str) -> str:

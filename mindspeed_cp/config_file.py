@@ -95,7 +95,8 @@ def override(base: SettingsFile, overrides: Iterable[str]) -> SettingsFile:
             if not isinstance(target, dict):
                 raise ConfigError(f"--set {text!r}: {'.'.join(parts[: depth + 1])} is a value, not a section")
         target[parts[-1]] = _load(value, f"--set {text!r}", {})
-        lines[".".join(parts)] = 0
+        for depth in range(len(parts)):
+            lines[".".join(parts[: depth + 1])] = 0
     return SettingsFile(base.name, data, lines)
 
 
@@ -117,6 +118,8 @@ def _load(text: str, name: str, lines: dict[str, int]) -> Any:
         raise ConfigError(f"{at}: not valid YAML: the character U+{error.character:04X} is not allowed") from None
     except ConfigError:
         raise
+    except RecursionError:
+        raise ConfigError(f"{name}: not valid YAML: nested too deeply, or refers to itself") from None
     except ValueError as error:  # a date such as 2026-13-45
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
 
@@ -131,9 +134,8 @@ def _index(node: yaml.Node, prefix: str, name: str, lines: dict[str, int]) -> No
         if key.tag == "tag:yaml.org,2002:merge":
             continue
         if key.tag != "tag:yaml.org,2002:str":
-            raise ConfigError(
-                f"{name}:{line}: the key {key.value!r} must be text; put it in quotes if it is meant as a name"
-            )
+            shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "that is a list or a mapping"
+            raise ConfigError(f"{name}:{line}: the key {shown} must be text; put it in quotes if it is meant as a name")
         if key.value in seen:
             raise ConfigError(
                 f"{name}:{line}: {prefix}{key.value} is given twice (first in line {seen[key.value]}); keep one of them"

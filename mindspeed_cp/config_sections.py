@@ -11,10 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mindspeed_cp.config_errors import one_line
 
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+LARGE = 10**9  # no setting is larger in earnest, and what counts in 64 bits further on does not overflow
+
+Count = Annotated[int, Field(ge=1, le=LARGE)]
+Natural = Annotated[int, Field(ge=0, le=LARGE)]
+Positive = Annotated[float, Field(gt=0, le=LARGE)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGE)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -88,7 +90,7 @@ class DataSettings(Section):
         min_length=1,
         description="stdlib: the sources of Python's standard library; or a .txt or .jsonl file, or a folder of them",
     )
-    seq_length: Annotated[int, Field(ge=2)] = Field(
+    seq_length: Annotated[int, Field(ge=2, le=LARGE)] = Field(
         default=4096, description="context: tokens of a packed row; longer documents are cut, and the cuts are counted"
     )
 

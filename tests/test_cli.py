@@ -70,7 +70,7 @@ def test_plan_draws_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["plan", "--lengths", "5,x"], "'x' is not a length"),
         (["plan", "--lengths", "-5"], "'-5' is not a length"),
         (["plan", "--lengths", ""], "no lengths"),
-        (["plan", "--lengths", "99999999999"], "at most"),
+        (["plan", "--lengths", "99999999999"], "lengths are 0 to 2147483647"),
         (["plan", "--lengths", "5", "--lengths-file", "x"], "not both"),
         (["plan", "--lengths-file", "/no/such/file"], "/no/such/file: no such file"),
         (["plan", "--lengths-file", "/"], "cannot be read"),
@@ -107,7 +107,7 @@ def test_plan_draws_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             "6 ranks",
         ),
         (["train", "configs/reference.yaml", "--set", "data.corpus=/no/corpus"], "/no/corpus"),
-        (["train", "configs/reference.yaml", "--set", "data.seq_length=2000000000"], "does not fit"),
+        (["train", "configs/reference.yaml", "--set", "data.seq_length=900000000"], "does not fit"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -188,3 +188,10 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cli_plan, "topology", broken)
     with pytest.raises(KeyError, match="a bug"):
         run(["plan", "--lengths", "5"])
+
+
+@pytest.mark.parametrize("content", [b"", b"no array", b"PK\x03\x04 no archive either"])
+def test_files_that_are_no_arrays_are_told_in_one_line(content, tmp_path, capsys):
+    for name in ("lengths.npy", "lengths.npz"):
+        (tmp_path / name).write_bytes(content)
+        assert "is not an array that NumPy can read" in failure(capsys, "plan", "--lengths-file", str(tmp_path / name))

@@ -69,10 +69,21 @@ def open_corpus(source: str | Path, suffixes: Iterable[str] | None = None) -> Fi
         raise ConfigError(
             f"corpus {shown(root)}: suffix {root.suffix!r} is not read; valid: {_either(wanted)}, or a folder of them"
         )
+    odd = next((path for path in paths if not path.is_file()), None)
+    if odd is not None:
+        raise ConfigError(f"corpus {shown(odd)}: is no regular file; valid: {_either(wanted)}, or a folder of them")
     corpus = FileCorpus(paths)
     if not len(corpus):
         raise ConfigError(f"corpus {shown(root)}: has no document; its {JSON_LINES} files have no lines")
     return corpus
+
+
+def check_learnable(corpus: Corpus, source: str) -> None:
+    """Raise ConfigError when no document has a token to predict, because all are empty."""
+    if corpus.lengths.max(initial=0) < 2:
+        raise ConfigError(
+            f"corpus {source}: all of its {len(corpus.lengths)} documents are empty; nothing can be learned"
+        )
 
 
 def _checked(suffixes: Iterable[str]) -> tuple[str, ...]:

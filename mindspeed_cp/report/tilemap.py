@@ -29,12 +29,14 @@ def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = No
 
     Args:
         plan: any plan.
-        path: file to write; a suffix that matplotlib does not know is refused.
+        path: file to write, with the suffix .png.
         summary: `summarize(plan)`, if it is at hand.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or has another suffix.
     """
+    if Path(path).suffix.lower() != ".png":
+        raise ConfigError(f"--png {path}: the suffix is {Path(path).suffix!r}; valid: a file name with .png")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,11 +60,16 @@ def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = No
         f"{ranks} ranks; slowest / mean {numbers.imbalance:.3f}",
         fontsize="medium",
     )
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.new")
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(aside, dpi=110, format="png")
+        aside.replace(target)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--png {path}: cannot be written: {error}") from None
-    return Path(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return target
 
 
 def _draw_tiles(axes, plan: Plan) -> None:  # type: ignore[no-untyped-def]

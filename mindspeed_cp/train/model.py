@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from mindspeed_cp.config import Settings
+from mindspeed_cp.config_checks import VOCAB_MULTIPLE
 from mindspeed_cp.data import VOCAB_SIZE
 from mindspeed_cp.megatron import attention_config, install, install_model, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
@@ -27,7 +27,6 @@ with megatron_imports():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 NOT_CLIPPED = 1e30  # clipping to this changes nothing, and Megatron measures the norm only where it clips
-VOCAB_MULTIPLE = 16  # padding must not depend on the tensor-parallel size, or the loss would
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ class Parts:
     parameters: int
 
 
-def padded_vocabulary(tp: int) -> int:
-    """Rows of the embedding: byte values and the end-of-document token, filled up so that tp ranks can share them."""
-    multiple = math.lcm(VOCAB_MULTIPLE, tp)
-    return -(-VOCAB_SIZE // multiple) * multiple
+def padded_vocabulary() -> int:
+    """Rows of the embedding: byte values and the end-of-document token, filled up so that tensor-parallel ranks can
+    share them; the same for any number of these, as the padded rows take part in the softmax."""
+    return -(-VOCAB_SIZE // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def build(settings: Settings, world: World) -> Parts:
@@ -72,7 +71,7 @@ def build(settings: Settings, world: World) -> Parts:
     gpt = GPTModel(
         config,
         spec,
-        vocab_size=padded_vocabulary(world.tp),
+        vocab_size=padded_vocabulary(),
         max_sequence_length=settings.data.seq_length,
         position_embedding_type=model.position_embedding_type,
         rotary_base=model.rotary_base,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp.data import EOD, detokenize, open_corpus
+from mindspeed_cp.data import EOD, check_learnable, detokenize, open_corpus
 from mindspeed_cp.data.files import FileCorpus
 from mindspeed_cp.errors import ConfigError
 from tests.data.corpora import law
@@ -290,3 +290,17 @@ def test_a_file_of_the_same_size_written_later_raises(one_file: Path) -> None:
     os.utime(one_file, ns=(before + 1_000_000, before + 1_000_000))
     with pytest.raises(ConfigError, match=r"a\.(txt|jsonl): has changed"):
         corpus.tokens(0)
+
+
+def test_a_corpus_of_empty_documents_is_refused_where_something_is_to_be_learned(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_bytes(b"")
+    with pytest.raises(ConfigError, match="all of its 1 documents are empty"):
+        check_learnable(open_corpus(str(tmp_path)), str(tmp_path))
+    (tmp_path / "one.txt").write_bytes(b"a")
+    check_learnable(open_corpus(str(tmp_path)), str(tmp_path))
+
+
+def test_a_pipe_is_refused_before_it_can_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ConfigError, match="is no regular file"):
+        open_corpus(str(tmp_path / "pipe.txt"))

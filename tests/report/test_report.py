@@ -84,6 +84,7 @@ def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    for name in ("missing/map.png", "map.unknown"):
-        with pytest.raises(ConfigError, match="cannot be written"):
+    (tmp_path / "folder.png").mkdir()
+    for name, says in (("missing/map.png", "cannot be written"), ("folder.png", "cannot be written"), ("map.pdf", "valid")):
+        with pytest.raises(ConfigError, match=says):
             tilemap.draw_tile_map(plan_of([30], 2), tmp_path / name)
