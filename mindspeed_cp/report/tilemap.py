@@ -1,7 +1,8 @@
 """The rank x step map of a plan's tiles, as a PNG.
 
 Each cell of the grid is what one rank computes in one step: its queries from top to bottom, the rows of the slots it
-reads from left to right, a coloured area for every tile (a triangle for a causal one), one colour per document::
+reads from left to right, a coloured area for every tile (a triangle for a causal one), one colour per document. All
+cells have one scale, so areas are work::
 
               step 0        step 1                   legend of a cell
     rank 0   [\\  .  ]     [##  .  ]  work             -> rows of the slot
@@ -78,11 +79,12 @@ def _draw_tiles(axes, plan: Plan) -> None:  # type: ignore[no-untyped-def]
     from matplotlib.collections import PolyCollection
 
     palette = color_sequences["tab20"]
+    rows = max(int(plan.layout.token_counts.max()), 1)
+    span = max(_widest(plan), 1)
     for rank in range(plan.ranks):
         tiles = plan.forward.tiles(rank)
         capacity = plan.forward.capacity[rank]
         left = np.concatenate([[0], np.cumsum(capacity)])  # slots stand side by side when a step reads several
-        rows = max(int(plan.layout.token_counts[rank]), 1)
         documents = plan.q_layout.document_ids(rank)
         polygons: list[np.ndarray] = []
         colours: list[Any] = []
@@ -90,13 +92,24 @@ def _draw_tiles(axes, plan: Plan) -> None:  # type: ignore[no-untyped-def]
             mine = tiles[tiles["step"] == step]
             slots = np.unique(mine["slot"])
             base = left[slots[0]] if len(slots) else 0
-            span = max(int(left[slots[-1] + 1] - base) if len(slots) else 1, 1)
             for tile in mine:
                 polygons.append(_corners(tile, int(left[tile["slot"]] - base), span, rows) + np.array([step, rank]))
                 colours.append(palette[int(documents[tile["q_row"]]) % len(palette)])
             polygons.append(np.array([(0, 0), (1, 0), (1, 1), (0, 1)]) * (1 - _GAP) + _GAP / 2 + (step, rank))
             colours.append((0, 0, 0, 0.05))
         axes.add_collection(PolyCollection(polygons, facecolors=colours, linewidths=0))
+
+
+def _widest(plan: Plan) -> int:
+    """Rows of the slots that some rank reads in one step, from the first of these slots to the last."""
+    capacity, contents = plan.forward.capacity, plan.forward.contents
+    left = np.concatenate([np.zeros((plan.ranks, 1), np.int64), np.cumsum(capacity, 1)], 1)
+    cells = plan.ranks, plan.forward.steps
+    first, last = np.full(cells, capacity.shape[1]), np.zeros(cells, np.int64)
+    np.minimum.at(first, (contents["rank"], contents["step"]), contents["slot"])
+    np.maximum.at(last, (contents["rank"], contents["step"]), contents["slot"] + 1)
+    at = np.arange(plan.ranks)[:, None]
+    return int((left[at, last] - left[at, np.minimum(first, last)]).max(initial=0))
 
 
 def _corners(tile: np.void, shift: int, span: int, rows: int) -> np.ndarray:
