@@ -7,7 +7,7 @@ run.json beside the shards tells everything that is no tensor, readable without 
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import random
 import shutil
@@ -18,16 +18,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.train import optimizer_state
 from mindspeed_cp.train.checkpoint_writer import InProcessSave
-from mindspeed_cp.train.files import RunFiles, sync_folder, write_json, write_text
+from mindspeed_cp.train.files import RunFiles, disk_error, reason, sync_folder, write_json, write_text, writing
 from mindspeed_cp.train.identity import identity
 from mindspeed_cp.train.model import Parts
-from mindspeed_cp.train.resume import read_run
+from mindspeed_cp.train.resume import checkpoints_in, read_run, step_of, what_else
+from mindspeed_cp.train.worker import is_lost_peer
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
@@ -36,6 +38,8 @@ with megatron_imports():
 
 # What torch says to Megatron while a checkpoint is read.
 _KNOWN_NOISE = ("`load_state_dict` is deprecated", "Please use DTensor instead")
+# What torch.save says where a write fails; it does not say why.
+_STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
 
 
 @dataclass(frozen=True)
@@ -56,44 +60,73 @@ class Progress:
 
 
 def save(files: RunFiles, parts: Parts, progress: Progress, settings: Settings, world: World) -> Path:
-    """Write a checkpoint; every rank calls it.  Returns its folder."""
+    """Write a checkpoint; every rank calls it.  Returns its folder.
+
+    Checkpoints of later steps, which a run that was resumed at an older one has left behind, are removed.
+
+    Raises:
+        DiskError: it cannot be written; the newest checkpoint before it stays, and stays the newest.
+    """
     final = files.checkpoint(progress.step)
     aside = final.with_name(f".saving-{final.name}")
     if world.is_first:
-        for left in files.checkpoints.glob(".saving-*"):
-            shutil.rmtree(left)
-        aside.mkdir(parents=True)
+        with writing(files.checkpoints):
+            for left in files.checkpoints.glob(".saving-*"):
+                shutil.rmtree(left)
+            aside.mkdir(parents=True)
     world.barrier()
     state = {**_state(parts, is_loading=False), "rng": _random_state(world)}
-    dist_checkpointing.save(state, str(aside), sharded_strategy=InProcessSave())
+    _write_shards(state, aside)
     world.barrier()
     if world.is_first:
-        write_json(
-            aside / "run.json",
-            {
-                "step": progress.step,
-                "tokens": progress.tokens,
-                "seconds": progress.seconds,
-                "data": progress.data,
-                "ranks": world.size,
-                "identity": identity(settings),
-            },
-        )
-        _make_durable(aside)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(aside, final)
-        sync_folder(files.checkpoints)
-        write_text(files.latest, final.name + "\n")
-        _prune(files, settings.checkpoint.keep)
+        run = {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "data": progress.data,
+            "ranks": world.size,
+            "identity": identity(settings),
+        }
+        with writing(files.checkpoints):
+            write_json(aside / "run.json", run)
+            _make_durable(aside)
+            if final.exists():
+                _remove(final)
+            os.replace(aside, final)
+            sync_folder(files.checkpoints)
+            write_text(files.latest, final.name + "\n")
+            _prune(files.checkpoints, settings.checkpoint.keep, progress.step)
     world.barrier()
     return final
+
+
+def _write_shards(state: dict[str, Any], folder: Path) -> None:
+    """Megatron's part of a checkpoint.  DiskError, on all ranks, if a rank cannot write its files."""
+    try:
+        dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave())
+    except (OSError, RuntimeError, CheckpointException) as error:
+        cause = _cause(error)
+        if isinstance(cause, RuntimeError) and any(part in str(cause) for part in _STREAM_ERRORS):
+            cause = OSError(errno.EIO, "the disk is full, or fails")
+        if isinstance(cause, OSError):
+            raise disk_error(cause, folder.parent) from None
+        raise cause from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What happened on the first rank that failed; torch wraps it."""
+    while isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return error
 
 
 def load(folder: Path, parts: Parts, world: World) -> Progress:
     """Fill model, optimizer, schedule and random state from a checkpoint; every rank calls it.
 
     The number of ranks may differ from that of the run that wrote it; random states are then those of the seed.
+
+    Raises:
+        ConfigError: it is damaged; names the one before it, if there is one.
     """
     run = read_run(folder)
     optimizer_state.prepare_to_load(parts.optimizer)
@@ -105,14 +138,21 @@ def load(folder: Path, parts: Parts, world: World) -> Progress:
             for text in _KNOWN_NOISE:
                 warnings.filterwarnings("ignore", message=text, category=FutureWarning)
             found = dist_checkpointing.load(wanted, str(folder))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{folder}: cannot be read: {error}; remove it, and name an older one in `latest`") from None
+    except (Exception, CheckpointException) as error:  # pickle may raise anything for a file that is cut short
+        cause = _cause(error)
+        if not isinstance(cause, Exception) or is_lost_peer(cause) or _is_memory(cause):
+            raise cause from None
+        raise ConfigError(f"{folder}: is damaged ({reason(cause)}); {what_else(folder)}") from None
     parts.gpt.load_state_dict(found["model"], strict=True)
     optimizer_state.load(parts.optimizer, found["optimizer"])
     parts.schedule.load_state_dict(found["schedule"])
     if "rng" in found:
         _set_random_state(found["rng"])
     return Progress(step=run["step"], tokens=run["tokens"], seconds=run["seconds"], data=run["data"])
+
+
+def _is_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
 def _state(parts: Parts, *, is_loading: bool) -> dict[str, Any]:
@@ -151,9 +191,16 @@ def _make_durable(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _prune(files: RunFiles, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, each renamed first, so that no half of one has a proper name."""
-    for old in sorted(files.checkpoints.glob("iter_*"))[:-keep]:
-        gone = old.with_name(f".saving-{old.name}")
-        os.replace(old, gone)
-        shutil.rmtree(gone)
+def _prune(folder: Path, keep: int, step: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to `step`, and all of later steps: their future is abandoned."""
+    found = checkpoints_in(folder)
+    past = [path for path in found if step_of(path) <= step]
+    for old in [*past[:-keep], *found[len(past) :]]:
+        _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, renamed first, so that no half of one ever has a proper name."""
+    gone = folder.with_name(f".saving-removed-{folder.name}")
+    os.replace(folder, gone)
+    shutil.rmtree(gone)

@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,27 @@ from typing import Any
 from mindspeed_cp.errors import ConfigError
 
 
+class DiskError(OSError):
+    """A file cannot be written while a run is under way: carries errno, a line with what to do, and the folder."""
+
+
 @dataclass(frozen=True)
 class RunFiles:
-    """Paths of one run."""
+    """Paths of one run.  A leading ~ of the folder is the home folder.
+
+    Raises:
+        ConfigError: the folder starts with ~user, and there is no such user.
+    """
 
     folder: Path
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "folder", self.folder.expanduser())
+        except RuntimeError:
+            raise ConfigError(
+                f"output.folder = {self.folder}: there is no such user's home folder; write the path in full"
+            ) from None
 
     @property
     def checkpoints(self) -> Path:
@@ -55,11 +73,18 @@ class RunFiles:
         return self.checkpoints / f"iter_{step:07d}"
 
     def make(self) -> None:
-        """Make the folders.  ConfigError if they cannot be made."""
+        """Make the folders and try to write into them.  ConfigError if that cannot be done."""
+        failed = "made"
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"output.folder = {self.folder}: cannot be made: {error.strerror}") from None
+            failed = "written to"
+            for folder in (self.folder, self.checkpoints):
+                with tempfile.TemporaryFile(dir=folder) as probe:
+                    probe.write(b"probe")
+        except (OSError, ValueError) as error:  # ValueError: a path that no system call takes
+            raise ConfigError(
+                f"{folder_setting(self.folder)}: cannot be {failed}: {reason(error)}; give another folder"
+            ) from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -80,15 +105,58 @@ class RunFiles:
             yield
 
 
+def folder_setting(folder: Path) -> str:
+    """`output.folder = ...` on one line, whatever characters it has."""
+    text = str(folder)
+    return f"output.folder = {text if text.isprintable() else repr(text)}"
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, on one line, without the path that an OSError repeats."""
+    lines = (getattr(error, "strerror", None) or str(error)).split("\n")
+    return lines[0].strip()[:200] or type(error).__name__
+
+
+def disk_error(error: BaseException, folder: Path) -> DiskError:
+    """The error to raise when `error` ended the writing of something in a folder."""
+    return DiskError(
+        getattr(error, "errno", None) or errno.EIO,
+        f"cannot be written: {reason(error)}; make room or give access, and the same command goes on from the newest "
+        "checkpoint",
+        str(folder),
+    )
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn every OSError of this block into a DiskError that names the folder."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        raise disk_error(error, folder) from None
+
+
 def write_text(path: Path, text: str) -> None:
-    """Replace a file at once: readers see the old text or the new one, also after a power cut."""
+    """Replace a file at once: readers see the old text or the new one, also after a power cut.
+
+    Raises:
+        DiskError: it cannot be written; the old text stays.
+    """
     temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    with writing(path.parent):
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -106,16 +174,36 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; none if there is no file.  A last line that a crash cut short is left out."""
-    if not path.exists():
+    """The lines of metrics.jsonl; none if there is no file.  A last line that a crash cut short is left out.
+
+    Raises:
+        ConfigError: another line is damaged, or the file cannot be read.
+    """
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}; make it readable, or move it away") from None
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+    for number, line in enumerate(lines, 1):
+        value = _metrics_line(line)
+        if value is None:
+            raise ConfigError(
+                f"{path}: line {number} is damaged: {line[:40]!r} is no JSON mapping with a whole number `step`; "
+                "mend or remove that line"
+            )
+        found.append(value)
+    value = _metrics_line(last)
+    return found if value is None else [*found, value]
+
+
+def _metrics_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
 def keep_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:

@@ -7,14 +7,21 @@ at the least.  A run that is over it cannot work; one that is under it may still
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.data import VOCAB_SIZE
 
 
-def least_bytes(settings: Settings, tokens: float) -> float:
-    """Bytes that one rank needs at the least for a row of `tokens` tokens."""
+def least_bytes(settings: Settings, tokens: float, ranks: int | None = None) -> float:
+    """Bytes that one rank needs at the least.
+
+    Args:
+        settings: of the run.
+        tokens: in a row.
+        ranks: of the whole run, over which the distributed optimizer is spread; default: those of one replica.
+    """
     model, train = settings.model, settings.train
     tp, cp = train.tensor_model_parallel_size, settings.context_parallel_suite.context_parallel_size
     width = 2 if train.bf16 else 4
@@ -24,8 +31,11 @@ def least_bytes(settings: Settings, tokens: float) -> float:
     layer = model.hidden_size * (heads + out + mlp) / tp
     vocabulary = VOCAB_SIZE * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1) / tp
     weights = model.num_layers * layer + vocabulary
-    # weight, fp32 gradient, Adam's two moments; bf16 has fp32 main weights besides
-    state = weights * (4 + (4 + 8 if not train.bf16 else 2 + 4 + 8))
+    # Adam's two moments, and for bf16 fp32 main weights; the distributed optimizer splits them over all ranks but tp's
+    optimizer = 12.0 if train.bf16 else 8.0
+    if train.use_distributed_optimizer:
+        optimizer /= (settings.model_parallel_size if ranks is None else ranks) / tp
+    state = weights * (width + 4 + optimizer)  # besides the weight itself and its fp32 gradient
     # of a layer: both norms' inputs and outputs, q, k, v and the output of attention, and what the MLP keeps
     kept = 4 * model.hidden_size + (heads + out + mlp) / tp
     if model.recompute_granularity == "full":
@@ -36,21 +46,23 @@ def least_bytes(settings: Settings, tokens: float) -> float:
     return state + tokens / cp * (activations * width + logits)
 
 
-def check_memory(settings: Settings, local_ranks: int, available: int | None = None) -> None:
+def check_memory(settings: Settings, local_ranks: int, available: int | None = None, ranks: int | None = None) -> None:
     """Raise ConfigError if the ranks of this machine cannot hold a full row.
 
     Args:
         settings: of the run.
         local_ranks: ranks on this machine.
-        available: bytes of memory; default: this machine's.
+        available: bytes of memory; default: this machine's, or what the system allows this process.
+        ranks: of the whole run; default: local_ranks.
     """
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if available is None else available
+    total = machine_memory() if available is None else available
+    ranks = local_ranks if ranks is None else ranks
     share = total / local_ranks
     tokens = settings.data.seq_length
-    needed = least_bytes(settings, tokens)
+    needed = least_bytes(settings, tokens, ranks)
     if needed <= share:
         return
-    fixed = least_bytes(settings, 0)
+    fixed = least_bytes(settings, 0, ranks)
     if fixed >= share:
         raise bad_value(
             "model.num_layers",
@@ -58,7 +70,7 @@ def check_memory(settings: Settings, local_ranks: int, available: int | None = N
             f"the model does not fit: weights and optimizer need {_gib(fixed)} on each of {local_ranks} local ranks, "
             f"and there are {_gib(share)}; use a smaller model, or more train.tensor_model_parallel_size",
         )
-    fits = int((share - fixed) / (least_bytes(settings, 1) - fixed))
+    fits = int((share - fixed) / (least_bytes(settings, 1, ranks) - fixed))
     raise bad_value(
         "data.seq_length",
         tokens,
@@ -66,6 +78,39 @@ def check_memory(settings: Settings, local_ranks: int, available: int | None = N
         f"{_gib(share)}; use at most {fits}, more context_parallel_suite.context_parallel_size on more machines"
         + ("" if settings.model.recompute_granularity == "full" else ", or model.recompute_granularity: full"),
     )
+
+
+def machine_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of this machine, or less where a control group (a container, a batch job) limits this process.
+
+    Args:
+        groups: the file that lists the control groups of this process.
+        root: where control groups are mounted.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in _text(groups).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = base / path.lstrip("/")
+        for folder in (own, *own.parents):  # a group's limit holds for all groups below it
+            text = _text(folder / name).strip()
+            limits += [int(text)] if text.isdigit() else []  # "max": no limit
+            if folder == base:
+                break
+    return min(limits)
+
+
+def _text(path: Path) -> str:
+    """Of a file of the system; nothing where there is no such file."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _gib(amount: float) -> str:

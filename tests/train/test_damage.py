@@ -1,0 +1,269 @@
+"""What a full disk, a crash or a hand may leave behind: each is told in one line, and no state is lost by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.files import DiskError, RunFiles, keep_metrics, read_metrics, write_text
+from mindspeed_cp.train.identity import identity
+from mindspeed_cp.train.memory import check_memory, least_bytes, machine_memory
+from mindspeed_cp.train.resume import checkpoint_to_resume
+from mindspeed_cp.train.worker import explain
+from tests.train.nursery import Nursery
+from tests.train.test_training import tiny
+
+DAMAGES = (
+    *("short shard", "empty shard", "no shard", "short metadata", "empty metadata", "no metadata"),
+    *("short common", "no common", "no format", "bad format"),
+)
+
+
+def damage(folder: Path, how: str) -> None:
+    """Cut a file of a checkpoint short, empty it, write nonsense into it, or remove it."""
+    what, part = how.split()
+    names = {"shard": "__0_0.distcp", "metadata": ".metadata", "common": "common.pt", "format": "metadata.json"}
+    path = folder / names[part]
+    if what == "no":
+        path.unlink()
+    elif what == "bad":
+        path.write_text("[1")
+    else:
+        os.truncate(path, path.stat().st_size // 2 if what == "short" else 0)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The system refuses to write larger files, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_and_load(text: str) -> dict[str, Any]:
+    """In a rank: everything that is to be found out about checkpoints with a model."""
+    from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
+    from mindspeed_cp.train.checkpoint import Progress, load, save
+    from mindspeed_cp.train.model import build
+    from mindspeed_cp.train.world import join
+
+    settings = Settings.model_validate_json(text)
+    files = RunFiles(Path(settings.output.folder))
+    files.make()
+    found: dict[str, Any] = {}
+    with megatron_on_cpu(), megatron_compat(), join(settings) as world:
+        parts = build(settings, world)
+        parts.wrapped.zero_grad_buffer()  # type: ignore[operator]
+        parts.optimizer.step()  # its state is made by the first step
+
+        def names_after(step: int, keep: int) -> list[str]:
+            limited = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"keep": keep})})
+            save(files, parts, Progress(step=step), limited, world)
+            return sorted(path.name for path in files.checkpoints.iterdir())
+
+        for step in (60, 80):
+            names_after(step, keep=2)
+        files.latest.write_text("iter_0000060\n")
+        good = files.checkpoint(60)
+        assert load(good, parts, world).step == 60
+        for how in DAMAGES:
+            bad = files.checkpoint(70)
+            shutil.copytree(good, bad)
+            damage(bad, how)
+            with pytest.raises(ConfigError) as caught:
+                load(bad, parts, world)
+            found[how] = str(caught.value)
+            shutil.rmtree(bad)
+        for size in (0, 2_000, 50_000):  # the first file, common.pt, is larger than 2 kB and smaller than 50 kB
+            with files_of_at_most(size), pytest.raises(OSError) as failed:
+                save(files, parts, Progress(step=65), settings, world)
+            found[f"at most {size}"] = explain(failed.value)
+            found[f"names {size}"] = sorted(path.name for path in files.checkpoints.glob("iter*"))
+        found["abandoned"] = names_after(65, keep=1)
+        found["latest"] = files.latest.read_text()
+        found["same step again"] = names_after(65, keep=1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(nursery: Nursery, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    settings = tiny(corpus, tmp_path_factory.mktemp("damage"), model__num_layers=1)
+    return nursery.run(1, save_and_load, settings.model_dump_json())[0]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_told_with_the_one_before(found: dict[str, Any], how: str) -> None:
+    line = found[how]
+    assert "iter_0000070: is damaged (" in line and "\n" not in line
+    assert "write iter_0000060 into " in line and "checkpoints/latest" in line
+
+
+@pytest.mark.parametrize("size", [0, 2_000, 50_000])
+def test_a_full_disk_is_told_in_one_line_and_harms_no_checkpoint(found: dict[str, Any], size: int) -> None:
+    kind, line, code = found[f"at most {size}"]
+    assert kind == "files" and code == 1 and "\n" not in line
+    assert "checkpoints: cannot be written: " in line and "make room" in line
+    assert found[f"names {size}"] == ["iter_0000060", "iter_0000080"]
+
+
+def test_the_checkpoint_just_saved_is_never_pruned(found: dict[str, Any]) -> None:
+    assert found["abandoned"] == ["iter_0000065", "latest"], "80 is of a future that was abandoned"
+    assert found["latest"] == "iter_0000065\n"
+    assert found["same step again"] == ["iter_0000065", "latest"]
+
+
+# bookkeeping files
+
+
+def with_checkpoint(folder: Path, **run: Any) -> Settings:
+    """Settings, and a folder with the bookkeeping of two checkpoints; `run` changes that of the newer one."""
+    settings = Settings(output={"folder": str(folder)})  # type: ignore[arg-type]
+    files = RunFiles(folder)
+    files.make()
+    good = {"step": 3, "tokens": 9, "seconds": 1.0, "data": None, "ranks": 1, "identity": identity(settings)}
+    for step, values in ((2, good), (3, good | run)):
+        files.checkpoint(step).mkdir()
+        (files.checkpoint(step) / "run.json").write_text(json.dumps(values))
+    files.latest.write_text("iter_0000003\n")
+    return settings
+
+
+def test_a_whole_folder_is_resumed(tmp_path: Path) -> None:
+    settings = with_checkpoint(tmp_path)
+    assert checkpoint_to_resume(settings) == tmp_path / "checkpoints" / "iter_0000003"
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe\n", b"", b"..\n", b"iter_3\n"])
+def test_a_damaged_latest_is_told(tmp_path: Path, name: bytes) -> None:
+    settings = with_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "latest").write_bytes(name)
+    with pytest.raises(ConfigError, match=r"latest: is damaged.*\(iter_0000002, iter_0000003\)"):
+        checkpoint_to_resume(settings)
+
+
+@pytest.mark.parametrize("run", [{"identity": [1]}, {"step": "3"}, {"ranks": True}, {"data": 1}])
+def test_a_damaged_run_json_is_told(tmp_path: Path, run: dict[str, Any]) -> None:
+    settings = with_checkpoint(tmp_path, **run)
+    with pytest.raises(ConfigError, match=f"run.json is damaged.*{next(iter(run))}.*write iter_0000002 into"):
+        checkpoint_to_resume(settings)
+
+
+def test_a_missing_checkpoint_without_an_older_one_is_told(tmp_path: Path) -> None:
+    settings = with_checkpoint(tmp_path)
+    for step in (2, 3):
+        (tmp_path / "checkpoints" / f"iter_000000{step}" / "run.json").unlink()
+    with pytest.raises(ConfigError, match=r"not a complete checkpoint .*there is no older checkpoint"):
+        checkpoint_to_resume(settings)
+
+
+@pytest.mark.parametrize("line", [b"[1]", b'{"step": 2, "lo', b"\xff", b'{"loss": 1}', b'{"step": "2"}', b""])
+def test_a_damaged_metrics_line_is_told_and_nothing_is_dropped(tmp_path: Path, line: bytes) -> None:
+    settings = with_checkpoint(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    text = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
+    path.write_bytes(text)
+    for read in (lambda: keep_metrics(path, 3), lambda: checkpoint_to_resume(settings)):
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is damaged"):
+            read()
+    assert path.read_bytes() == text
+
+
+@pytest.mark.parametrize("last", [b"", b'{"step": 2', b"\0\0\0", b"\xff", b"2"])
+def test_a_last_line_that_a_crash_cut_is_left_out(tmp_path: Path, last: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + last)
+    assert read_metrics(path) == [{"step": 1}]
+
+
+# the folder
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300])
+def test_a_folder_that_no_system_takes_is_told(name: str) -> None:
+    settings = Settings(output={"folder": f"/tmp/{name}"})  # type: ignore[arg-type]
+    for use in (lambda: checkpoint_to_resume(settings), lambda: RunFiles(Path(settings.output.folder)).make()):
+        with pytest.raises(ConfigError, match=r"output\.folder = .*(/tmp/.*cannot be (made|read): )") as caught:
+            use()
+        assert str(caught.value).isprintable()
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RunFiles(tmp_path / "run")
+    files.make()
+    assert [path.name for path in files.folder.rglob("*")] == ["checkpoints"], "the probe leaves nothing"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write into every folder
+    with pytest.raises(ConfigError, match="run: cannot be written to: Permission denied; give another folder"):
+        files.make()
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunFiles(Path("~/run")).metrics == tmp_path / "run" / "metrics.jsonl"
+    assert RunFiles(Path("a/~")).folder == Path("a/~")
+    with pytest.raises(ConfigError, match=r"output\.folder = ~nobody-of-this-name/run"):
+        RunFiles(Path("~nobody-of-this-name/run"))
+
+
+def test_a_file_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
+    with files_of_at_most(0), pytest.raises(DiskError) as caught:
+        write_text(tmp_path / "latest", "new\n")
+    assert list(tmp_path.iterdir()) == []
+    kind, line, _ = explain(caught.value)
+    assert kind == "files" and line.startswith(f"{tmp_path}: cannot be written: File too large; make room")
+
+
+# memory
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_distributed_optimizer_is_spread_over_all_ranks(bf16: bool) -> None:
+    plain = Settings(train={"bf16": bf16})  # type: ignore[arg-type]
+    spread = Settings(train={"bf16": bf16, "use_distributed_optimizer": True})  # type: ignore[arg-type]
+    weights = least_bytes(plain, 0) / (18 if bf16 else 16)
+    assert least_bytes(spread, 0, ranks=1) == least_bytes(plain, 0, ranks=8)
+    assert least_bytes(spread, 0, ranks=8) == pytest.approx(weights * (6 + 12 / 8 if bf16 else 8 + 8 / 8))
+    available = int(least_bytes(plain, 512) * 4 * 0.9)
+    small = {"data": plain.data.model_copy(update={"seq_length": 512})}
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_memory(plain.model_copy(update=small), 4, available)
+    check_memory(spread.model_copy(update=small), 4, available, ranks=8)
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "expected"),
+    [
+        ("0::/job/step", {"job/memory.max": "4096", "job/step/memory.max": "max"}, 4096),
+        ("0::/", {"memory.max": "8192"}, 8192),
+        ("4:cpu,memory:/job", {"memory/job/memory.limit_in_bytes": "4096"}, 4096),
+        ("4:cpu:/job", {"memory/job/memory.limit_in_bytes": "4096"}, None),
+        ("0::/job", {"job/memory.max": "9" * 25}, None),
+    ],
+)
+def test_a_control_group_limits_memory(
+    tmp_path: Path, group: str, limits: dict[str, str], expected: int | None
+) -> None:
+    (tmp_path / "groups").write_text(group + "\n")
+    for name, text in limits.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(text + "\n")
+    machine = machine_memory(tmp_path / "none", tmp_path / "root")
+    assert machine > 2**20
+    assert machine_memory(tmp_path / "groups", tmp_path / "root") == (expected or machine)
