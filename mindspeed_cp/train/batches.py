@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,12 @@ from mindspeed_cp.data import PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.megatron import PlannedBatchParams, planned_batch
 from mindspeed_cp.plan import AttentionConfig, Topology, build_plan, verify_plan
+from mindspeed_cp.train.stop import Stopped, StopRequest
 from mindspeed_cp.train.world import World
+
+POLL_SECONDS = 0.5  # between two looks at whether waiting for a batch still makes sense
+STOP_SECONDS = 5.0  # how long a rank that is asked to stop goes on waiting: the other ranks are in the same step
+END_SECONDS = 5.0  # until the thread is left behind: reading its file may never end
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,13 @@ class Batches:
         settings: of the run.
         attention: what a layer computes on one tensor-parallel rank.
         world: this rank's place.
+        stop: ends the wait for a batch that does not come.
     """
 
-    def __init__(self, stream: PackedStream, settings: Settings, attention: AttentionConfig, world: World) -> None:
-        self._stream, self._attention, self._world = stream, attention, world
+    def __init__(
+        self, stream: PackedStream, settings: Settings, attention: AttentionConfig, world: World, stop: StopRequest
+    ) -> None:
+        self._stream, self._attention, self._world, self._asked = stream, attention, world, stop
         self._suite = settings.context_parallel_suite
         self._topology = Topology(1, world.cp)
         self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(settings.train.prefetch)
@@ -67,7 +76,8 @@ class Batches:
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
-        while self._thread.is_alive():  # it may be waiting for a place in the queue
+        deadline = time.monotonic() + END_SECONDS
+        while self._thread.is_alive() and time.monotonic() < deadline:  # it may be waiting for a place in the queue
             try:
                 self._ready.get(timeout=0.05)
             except queue.Empty:
@@ -77,8 +87,28 @@ class Batches:
         return self
 
     def __next__(self) -> MicroBatch:
-        """The next micro-batch.  What went wrong while it was made is raised here."""
-        made = self._ready.get()
+        """The next micro-batch.  What went wrong while it was made is raised here.
+
+        Raises:
+            Stopped: this rank was asked to stop, and no batch came for STOP_SECONDS.
+        """
+        asked_at: float | None = None
+        while True:
+            try:
+                made = self._ready.get(timeout=POLL_SECONDS)
+                break
+            except queue.Empty:
+                pass
+            if not self._thread.is_alive() and self._ready.empty():
+                raise RuntimeError("the thread that makes batches has ended without a word")
+            if self._asked.reason is None:
+                continue
+            asked_at = asked_at or time.monotonic()
+            if time.monotonic() - asked_at >= STOP_SECONDS:
+                raise Stopped(
+                    f"stopped by {self._asked.reason} while rank {self._world.rank} waited for data.corpus; steps "
+                    "after the newest checkpoint were not kept, and the same command goes on from there"
+                )
         if isinstance(made, BaseException):
             raise made
         return made

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -20,6 +24,19 @@ class Display(Protocol):
 
     def close(self) -> None:
         """The run ends."""
+
+
+@contextmanager
+def unless_hung_up() -> Iterator[None]:
+    """What is printed inside is lost if the terminal was closed, and so is all output after it; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def open_display(kind: str, step: int, steps: int, interval: int) -> Display:
@@ -62,10 +79,11 @@ class _Lines:
 
     def step(self, line: dict[str, Any]) -> None:
         if line["step"] == 1 or line["step"] == self._steps or line["step"] % self._interval == 0:
-            print(f"step {line['step']}/{self._steps}  {_figures(line)}", flush=True)
+            self.note(f"step {line['step']}/{self._steps}  {_figures(line)}")
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        with unless_hung_up():
+            print(text, flush=True)
 
     def close(self) -> None:
         pass
@@ -82,10 +100,13 @@ class _Bar:
         self._progress.start()
 
     def step(self, line: dict[str, Any]) -> None:
-        self._progress.update(self._task, completed=line["step"], figures=_figures(line))
+        with unless_hung_up():
+            self._progress.update(self._task, completed=line["step"], figures=_figures(line))
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        with unless_hung_up():
+            self._progress.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        self._progress.stop()
+        with unless_hung_up():
+            self._progress.stop()

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,14 +26,18 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.files import RunFiles
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.resume import checkpoint_to_resume
-from mindspeed_cp.train.worker import BAD_INPUT, FAILED, OK, explain, leave, run_rank
+from mindspeed_cp.train.stop import stop_signals
+from mindspeed_cp.train.worker import BAD_INPUT, FAILED, OK, explain, leave, record, run_rank
+
+_GOES_ON = "the same command goes on from the newest checkpoint, if there is one"
 
 
 def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -> int:
     """Train with `nproc` ranks on this machine (default: one replica).
 
     Returns:
-        0 when the run is complete or was stopped on request, 1 when a rank died; failures of the input raise.
+        0 when the run is complete or was stopped on request, 1 when it failed; failures of the input raise.  A run that
+        was asked to stop is never started again.
 
     Raises:
         ConfigError: found before any rank is started, or by a rank.
@@ -42,13 +46,15 @@ def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -
     preflight(settings, ranks)
     restarts = settings.train.max_restarts
     for attempt in range(restarts + 1):
-        code, line = _launch(settings, ranks, as_json=as_json)
+        code, line, asked = _launch(settings, ranks, as_json=as_json)
         if code == BAD_INPUT:
             raise ConfigError(line)
         if code == OK:
             if line:
-                print(line)
+                print(line, file=sys.stderr if as_json else sys.stdout)
             return OK
+        if asked:
+            break
         if attempt < restarts:
             print(f"{line}; starting all ranks again ({attempt + 1} of {restarts})", file=sys.stderr)
             resumed = settings.checkpoint.model_copy(update={"resume": True})
@@ -62,27 +68,29 @@ def preflight(settings: Settings, ranks: int) -> None:
     data_parallel_size(settings, ranks)
     check_memory(settings, ranks)
     open_corpus(settings.data.corpus)
-    checkpoint_to_resume(settings)
     RunFiles(Path(settings.output.folder)).make()
+    checkpoint_to_resume(settings)
 
 
 def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
-    """Be one rank of torchrun or the like; of errors that all ranks have, the first rank tells."""
+    """Be one rank of torchrun or the like.  Every rank tells what ended it, in one line with its number."""
     try:
         run_rank(settings, as_json=as_json)
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         kind, line, code = explain(error)
+        record(kind, line)
         if kind == "bug":
             raise
-        if kind == "peer" or os.environ["RANK"] == "0":
-            print(f"error: {' '.join(line.split())}", file=sys.stderr)
+        rank = os.environ["RANK"]
+        whose = "" if rank == "0" or kind in ("peer", "stopped") else f"rank {rank}: "  # these lines name their rank
+        print(f"error: {whose}{' '.join(line.split())}", file=sys.stderr)
         leave(code)
     return OK
 
 
-def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str]:
-    """Start all ranks and wait for them: exit code, and the line to say."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str, list[str]]:
+    """Start all ranks and wait for them: exit code, the line to say, and the signals that asked to stop."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -98,7 +106,7 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str]
         rdzv_endpoint="localhost:0",  # a store inside this process, on a port that the system picks
         local_addr="localhost",
         max_restarts=0,
-        signals_to_handle="SIGHUP,SIGQUIT",
+        signals_to_handle="SIGQUIT",  # the others are relayed
         logs_specs=DefaultLogsSpecs(log_dir=records),
     )
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
@@ -106,9 +114,12 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str]
         with _quiet_agent(), _relay_signals() as asked:
             try:
                 elastic_launch(config, sys.executable)(*arguments)
-                return OK, ""
+                return OK, "", asked
             except ChildFailedError as error:
-                return _verdict(error.failures, asked)
+                return *_verdict(error.failures, asked), asked
+            except SignalException as error:
+                name = signal.Signals(error.sigval).name
+                return FAILED, f"ended by {name}; {_GOES_ON}", [name]
     finally:
         shutil.rmtree(records, ignore_errors=True)
 
@@ -120,20 +131,22 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
     for rank, failure in sorted(failures.items(), key=lambda item: (item[1].timestamp, item[0])):
         message = failure.message if isinstance(failure.message, dict) else {}
         kind = message.get("extraInfo", {}).get("kind", "killed" if failure.exitcode < 0 else "bug")
-        if kind == "killed" and failure.exitcode == -signal.SIGTERM:
+        if kind == "killed" and -failure.exitcode in (signal.SIGTERM, signal.SIGHUP):
             kind = "terminated"
         kinds.setdefault(kind, (rank, message.get("message") or _end(failure)))
         when.setdefault(kind, failure.timestamp)
     if when.get("peer", math.inf) < when.get("killed", -math.inf):
         del kinds["killed"]  # silent, not dead: the others gave it up, and then the agent had to kill it
-    for kind in ("input", "killed", "files", "bug", "peer", "terminated"):
+    if asked and kinds.keys() <= {"peer", "terminated"}:  # before the first step, or in one that could not be finished
+        return OK, f"stopped by {asked[0]}; {_GOES_ON}"
+    for kind in ("input", "killed", "files", "bug", "stopped", "peer", "terminated"):
         if kind not in kinds:
             continue
         rank, text = kinds[kind]
         if kind == "input":
             return BAD_INPUT, text
-        if kind == "terminated" and asked:
-            return OK, f"stopped by {asked[0]} before the first step; nothing was written"
+        if kind == "stopped":
+            return OK, text
         if kind in ("killed", "terminated"):
             text = (
                 f"rank {rank} {text}, and the other ranks were stopped; "
@@ -167,7 +180,9 @@ def _quiet_agent() -> Iterator[None]:
 
 @contextmanager
 def _relay_signals() -> Iterator[list[str]]:
-    """Hand SIGTERM and SIGINT on to the ranks as SIGTERM and wait for them to end; a second SIGINT ends them at once.
+    """Hand SIGTERM, SIGINT and SIGHUP on to the ranks and wait for them to end; a second SIGINT ends them at once.
+
+    SIGINT goes on as SIGTERM: a terminal may send it to the ranks besides, and they take a second one as an order.
 
     Yields:
         The names of the signals that came.
@@ -179,9 +194,10 @@ def _relay_signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         asked.append(signal.Signals(number).name)
         for process in _ranks():
-            process.terminate()
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
 
-    before = {number: signal.signal(number, relay) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, relay) for number in stop_signals()}
     try:
         yield asked
     finally:

@@ -29,7 +29,7 @@ from mindspeed_cp.train.model import Parts, build
 from mindspeed_cp.train.resume import checkpoint_to_resume
 from mindspeed_cp.train.stop import StopRequest
 from mindspeed_cp.train.summary import summarize_run
-from mindspeed_cp.train.world import World
+from mindspeed_cp.train.world import World, unused_device
 
 with megatron_imports():
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -67,6 +67,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
     Raises:
         ConfigError: a setting cannot be used, or the loss is no number (all ranks raise it).
         PeerError: another rank died.
+        Stopped: asked to stop while a batch did not come.
     """
     files = RunFiles(Path(settings.output.folder))
     with ExitStack() as stack:
@@ -84,7 +85,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         if progress.data is not None:
             stream.load_state_dict(progress.data)
         stop = stack.enter_context(StopRequest())
-        batches = stack.enter_context(Batches(stream, settings, parts.attention, world))
+        batches = stack.enter_context(Batches(stream, settings, parts.attention, world, stop))
         writer = _Writer(files, settings, progress, parts.parameters) if world.is_first else None
         try:
             progress, saved, reason = _steps(settings, world, parts, batches, progress, stop, writer, files)
@@ -127,7 +128,7 @@ def _steps(
             saved = checkpoint.save(files, parts, progress, settings, world)
             if writer is not None:
                 writer.draw()
-        if result.stop:
+        if result.stop and progress.step < last:  # a request in the last step changes nothing
             return progress, saved, stop.reason or "a signal to another rank"
     return progress, saved, None
 
@@ -213,6 +214,9 @@ class _Writer:
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
             f"({suite.algorithm})" + (f", resumed after step {progress.step}" if progress.step else "")
         )
+        device = unused_device()
+        if device is not None:
+            self._display.note(f"{device} was found but is not used: this version trains on the CPU")
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         line = {

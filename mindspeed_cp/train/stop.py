@@ -7,11 +7,19 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+class Stopped(Exception):
+    """A rank was asked to stop and cannot finish its step; carries one line."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, SIGINT, and SIGHUP, which comes when the terminal is closed (nohup ignores it, and so it stays)."""
+    both = (signal.SIGTERM, signal.SIGINT)
+    return both if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*both, signal.SIGHUP)
 
 
 class StopRequest:
-    """Inside this context, SIGTERM and SIGINT (the second one aside) only set `reason`; main thread only."""
+    """Inside this context the signals of `stop_signals` (a second SIGINT aside) only set `reason`; main thread only."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -19,7 +27,7 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in SIGNALS:
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -6,18 +6,32 @@ line calls `run_rank`.  Importing this module imports neither torch nor Megatron
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+from mindspeed_cp.train.stop import Stopped
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
-_LOST = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "gloo", "store")
+# What gloo and the store say, in lower case, when a process at the other end is gone or silent.
+_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "gloo/transport",
+    "gloo/rendezvous",
+    "gloo connectfullmesh",
+    "tcpstore",
+    "diststoreerror",
+    "distnetworkerror",
+)
 _MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -27,9 +41,11 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     Raises:
         ConfigError: bad input, or a loss that is no number.
         PeerError: another rank died; names it where that can be found out.
+        Stopped: asked to stop in a step that cannot be finished.
     """
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
     from mindspeed_cp.report.console import print_tables
+    from mindspeed_cp.train.display import unless_hung_up
     from mindspeed_cp.train.loop import train
     from mindspeed_cp.train.peers import name_lost_peers
     from mindspeed_cp.train.summary import stopped_line, summary_table
@@ -48,13 +64,14 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
             raise _too_large(settings, world.rank) from None
     if summary is None:
         return
-    if as_json:
-        print(json.dumps(summary), flush=True)
-        return
-    print_tables([summary_table(summary)])
-    line = stopped_line(summary)
-    if line is not None:
-        print(line, flush=True)
+    with unless_hung_up():
+        if as_json:
+            print(json.dumps(summary), flush=True)
+            return
+        print_tables([summary_table(summary)])
+        line = stopped_line(summary)
+        if line is not None:
+            print(line, flush=True)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -66,14 +83,43 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> tuple[str, str, int]:
-    """Kind, one line and exit code of what ended a rank."""
+    """Kind, one line and exit code of what ended a rank.
+
+    Kinds: input, peer, files (a disk is full, a checkpoint cannot be written), stopped, and bug for everything else.
+    """
     if isinstance(error, (ConfigError, PlanError)):
         return "input", str(error), BAD_INPUT
     if isinstance(error, PeerError):
         return "peer", str(error), FAILED
-    if isinstance(error, OSError) and error.filename is not None:
-        return "files", f"{error.filename}: {error.strerror}", FAILED
+    if isinstance(error, Stopped):
+        return "stopped", str(error), FAILED
+    if isinstance(error, OSError):
+        return "files", _file_error(error), FAILED
+    if is_checkpoint_error(error):
+        failures = error.failures  # type: ignore[attr-defined]
+        rank, (cause, _) = min(failures.items(), key=lambda item: item[0])
+        kind, line, code = explain(cause)
+        where = f"the checkpoint of rank {rank} cannot be written or read: {line}"
+        return ("files" if kind == "bug" else kind), where, code
+    cause = error.__cause__
+    if cause is not None and (isinstance(cause, OSError) or is_checkpoint_error(cause)):
+        return explain(cause)
     return "bug", f"{type(error).__name__}: {error}", FAILED
+
+
+def is_checkpoint_error(error: BaseException) -> bool:
+    """True for torch's CheckpointException, which is no Exception and holds what went wrong on each rank."""
+    module = sys.modules.get("torch.distributed.checkpoint.api")  # who has not imported it cannot have raised it
+    return module is not None and isinstance(error, module.CheckpointException) and bool(error.failures)
+
+
+def _file_error(error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is not None:
+        return f"{error.filename}: {reason}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{reason}; free some space, and the same command goes on from the newest checkpoint"
+    return reason
 
 
 def main() -> None:
@@ -85,24 +131,26 @@ def main() -> None:
         kind, line, code = explain(error)
         if kind == "bug":
             traceback.print_exc()
-        _record(kind, line)
+        record(kind, line)
         leave(code)
 
 
 def leave(code: int) -> None:
     """End this process now: after an error, other threads and process groups may wait for ever."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk, a closed terminal: that is no reason to stay
+            stream.flush()
     os._exit(code)
 
 
-def _record(kind: str, line: str) -> None:
-    """Tell the launcher, by the file that torch's elastic agent reads."""
+def record(kind: str, line: str) -> None:
+    """Tell the launcher, by the file that torch's elastic agent reads; torchrun shows the line in its report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
+        line = " ".join(line.split())
         message: dict[str, Any] = {
-            "message": " ".join(line.split()),
-            "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time())), "kind": kind},
+            "message": line,
+            "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time())), "kind": kind},
         }
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)

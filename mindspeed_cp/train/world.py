@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from mindspeed_cp.config_checks import data_parallel_size
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.ops.host_memory import keep_freed_memory
+from mindspeed_cp.train.memory import check_memory
 
 with megatron_imports():
     from megatron.core import parallel_state
@@ -68,11 +70,12 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     """Join the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, and make Megatron's process groups.
 
     Raises:
-        ConfigError: the number of ranks does not fit the settings, or the environment is not that of a launcher.
+        ConfigError: the number of ranks does not fit the settings, they do not fit into this machine's memory, or the
+            environment is not that of a launcher.
     """
-    given = os.environ if environment is None else environment
-    rank, size, local_size = (_number(given, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    rank, size, local_size = _place(os.environ if environment is None else environment)
     replicas = data_parallel_size(settings, size)
+    check_memory(settings, local_size, ranks=size)
     keep_freed_memory()
     torch.set_num_threads(settings.train.threads_per_rank or max(1, _cores() // local_size))
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
@@ -84,8 +87,9 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=train.tensor_model_parallel_size,
             context_parallel_size=cp,
-            distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+            distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
         )
+        _set_timeouts(timeout)
         yield World(
             rank=rank,
             size=size,
@@ -105,6 +109,37 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def unused_device() -> str | None:
+    """An accelerator of this machine, on which this version does not train."""
+    for name, title in (("npu", "an NPU"), ("cuda", "a CUDA device")):
+        module = getattr(torch, name, None)  # torch.npu is there once torch_npu is
+        if module is not None and module.is_available():
+            return title
+    return None
+
+
+def _set_timeouts(timeout: timedelta) -> None:
+    """Give Megatron's groups the time-out to the second: Megatron makes them with whole minutes."""
+    for group in parallel_state._global_process_group_list or ():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, ranks, and ranks on this machine.  ConfigError if the ranks could never meet."""
+    rank, size, local_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if rank >= size:
+        raise ConfigError(f"RANK = {rank} in the environment: must be less than WORLD_SIZE = {size}")
+    if local_size < 1:
+        raise ConfigError(f"LOCAL_WORLD_SIZE = {local_size} in the environment: must be at least 1")
+    if not environment.get("MASTER_ADDR"):
+        raise ConfigError(
+            "MASTER_ADDR is not in the environment, though RANK is: the ranks need the first one's host name; start "
+            "them with torchrun, or unset RANK and WORLD_SIZE to have the ranks of this machine started"
+        )
+    _number(environment, "MASTER_PORT")
+    return rank, size, local_size
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

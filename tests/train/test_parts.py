@@ -208,7 +208,7 @@ def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
     assert explain(ConfigError("a")) == ("input", "a", 2)
     assert explain(PlanError("b")) == ("input", "b", 2)
     assert explain(PeerError("c")) == ("peer", "c", 1)
-    assert explain(OSError(28, "No space left on device", "a.txt")) == ("files", "a.txt: No space left on device", 1)
+    assert explain(PermissionError(13, "Permission denied", "a.txt")) == ("files", "a.txt: Permission denied", 1)
     assert explain(KeyError("d")) == ("bug", "KeyError: 'd'", 1)
     assert is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1"))
     assert not is_lost_peer(RuntimeError("shape mismatch"))
@@ -235,7 +235,7 @@ def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0
         ({0: failure(1, "peer", "lost rank 1"), 1: failure(1, "bug", "KeyError")}, [], 1, "rank 1 failed: KeyError"),
         ({0: failure(-15), 1: failure(1, "peer", "lost rank 0")}, [], 1, "lost rank 0"),
         ({0: failure(-15), 1: failure(-15)}, [], 1, "rank 0 (process 100) was killed by SIGTERM"),
-        ({0: failure(-15), 1: failure(-15)}, ["SIGTERM"], 0, "stopped by SIGTERM before the first step"),
+        ({0: failure(-15), 1: failure(-15)}, ["SIGTERM"], 0, "stopped by SIGTERM; the same command goes on"),
         ({0: failure(-9, seconds=30), 2: failure(-9)}, [], 1, "rank 2 (process 100) was killed by SIGKILL"),
         ({2: failure(-11), 3: failure(-15)}, [], 1, "rank 2 (process 100) was killed by SIGSEGV"),
         ({1: failure(3)}, [], 1, "rank 1 failed: (process 100) ended with exit code 3"),
