@@ -8,6 +8,7 @@ run.json beside the shards tells everything that is no tensor, readable without 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import random
 import shutil
@@ -133,7 +134,11 @@ def load(folder: Path, parts: Parts, world: World) -> Progress:
     wanted = _state(parts, is_loading=True)
     if run["ranks"] == world.size:
         wanted["rng"] = _random_state(world)
+    logger = logging.getLogger()  # torch uses the root logger here
+    logger.addFilter(_is_news)
     try:
+        if not (folder / "common.pt").exists():  # Megatron says something else
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "common.pt"))
         with warnings.catch_warnings():
             for text in _KNOWN_NOISE:
                 warnings.filterwarnings("ignore", message=text, category=FutureWarning)
@@ -142,13 +147,22 @@ def load(folder: Path, parts: Parts, world: World) -> Progress:
         cause = _cause(error)
         if not isinstance(cause, Exception) or is_lost_peer(cause) or _is_memory(cause):
             raise cause from None
-        raise ConfigError(f"{folder}: is damaged ({reason(cause)}); {what_else(folder)}") from None
+        lost = f"{Path(cause.filename).name}: " if isinstance(cause, OSError) and cause.filename else ""
+        what = lost + reason(cause).split(". ")[0]
+        raise ConfigError(f"{folder}: is damaged ({what}); {what_else(folder)}") from None
+    finally:
+        logger.removeFilter(_is_news)
     parts.gpt.load_state_dict(found["model"], strict=True)
     optimizer_state.load(parts.optimizer, found["optimizer"])
     parts.schedule.load_state_dict(found["schedule"])
     if "rng" in found:
         _set_random_state(found["rng"])
     return Progress(step=run["step"], tokens=run["tokens"], seconds=run["seconds"], data=run["data"])
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for torch's stack trace of a damaged .metadata, which `load` tells in one line."""
+    return "Global metadata is not found" not in str(record.msg)
 
 
 def _is_memory(error: Exception) -> bool:

@@ -110,6 +110,8 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before(found: dict[str, Any],
     line = found[how]
     assert "iter_0000070: is damaged (" in line and "\n" not in line
     assert "write iter_0000060 into " in line and "checkpoints/latest" in line
+    if how in ("no shard", "no common"):
+        assert ("common.pt" if how == "no common" else "__0_0.distcp") + ": No such file" in line
 
 
 @pytest.mark.parametrize("size", [0, 2_000, 50_000])
