@@ -30,6 +30,23 @@ app = typer.Typer(
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from mindspeed_cp import __version__
+
+        typer.echo(f"mindspeed-cp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="Settings, a YAML file; configs/reference.yaml lists every key.")],
@@ -86,7 +103,7 @@ def plan(
     ] = None,
     cp: Annotated[
         int | None,
-        typer.Option("--cp", min=1, help="Context-parallel ranks of one node. Default: 4.", show_default=False),
+        typer.Option("--cp", min=1, help="Context-parallel ranks in all. Default: 4 on each node.", show_default=False),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.", show_default=False)] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of each node.", show_default=False)] = None,

@@ -58,7 +58,9 @@ class ModelSettings(Section):
     untie_embeddings_and_output_weights: bool = Field(
         default=False, description="a matrix of its own for the output layer"
     )
-    init_method_std: Positive = Field(default=0.02, description="standard deviation of the initial weights")
+    init_method_std: Annotated[float, Field(gt=0)] = Field(
+        default=0.02, description="standard deviation of the initial weights"
+    )
     recompute_granularity: Literal["selective", "full"] | None = Field(
         default=None,
         description="recompute in the backward: selective: core attention, full: whole layers, null: nothing",

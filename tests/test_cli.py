@@ -195,3 +195,10 @@ def test_files_that_are_no_arrays_are_told_in_one_line(content, tmp_path, capsys
     for name in ("lengths.npy", "lengths.npz"):
         (tmp_path / name).write_bytes(content)
         assert "is not an array that NumPy can read" in failure(capsys, "plan", "--lengths-file", str(tmp_path / name))
+
+
+def test_the_version_is_told(capsys):
+    from mindspeed_cp import __version__
+
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"mindspeed-cp {__version__}\n"

@@ -54,7 +54,11 @@ def open_corpus(source: str | Path, suffixes: Iterable[str] | None = None) -> Fi
         root = Path(source).expanduser()
         wanted = _checked(suffixes or USER_SUFFIXES)
         skip = frozenset()
-    if not root.exists():
+    try:
+        found = root.exists()
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL byte
+        raise ConfigError(f"corpus {shown(root)[:200]}: {error}") from None
+    if not found:
         raise ConfigError(
             f"corpus {shown(root)}: no such file or folder; "
             f"valid: {STDLIB!r}, a {_either(wanted)} file, or a folder of them"

@@ -23,6 +23,10 @@ from mindspeed_cp.report.summary import PlanSummary, summarize
 
 MOST_TILES = 60_000  # more polygons than this take long and show nothing: cells are then shaded by their work
 _GAP = 0.06
+_LEGEND = (
+    "in a cell: the rank's queries downwards, the step's keys to the right\n"
+    "triangle: causal tile, rectangle: full tile, grey: nothing to compute; one colour per document"
+)
 
 
 def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = None) -> Path:
@@ -51,7 +55,8 @@ def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = No
         _draw_tiles(grid, plan)
     else:
         _draw_work(grid, numbers)
-    grid.set(xlim=(0, steps), ylim=(ranks, 0), xlabel="step", ylabel="rank")
+    legend = "" if numbers.tiles.sum() > MOST_TILES else f"\n{_LEGEND}"
+    grid.set(xlim=(0, steps), ylim=(ranks, 0), xlabel=f"step{legend}", ylabel="rank")
     grid.set_xticks(np.arange(steps) + 0.5, [str(step) for step in range(steps)])
     grid.set_yticks(np.arange(ranks) + 0.5, [str(rank) for rank in range(ranks)])
     grid.tick_params(length=0)

@@ -40,9 +40,11 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
     if not different:
         return
     changes = [f"{_name(key, settings)} was {show(saved.get(key))} and is {show(now.get(key))}" for key in different]
+    decay = "train.lr_decay_iters"
+    longer = f" (to train longer on the old schedule: {decay} = {saved[decay]})" if different == [decay] else ""
     raise ConfigError(
         f"{checkpoint} belongs to other settings: {'; '.join(changes)}; "
-        "go on with the old ones, or give another output.folder"
+        f"go on with the old ones{longer}, or give another output.folder"
     )
 
 

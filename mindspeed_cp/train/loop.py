@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mindspeed_cp.config import Settings
-from mindspeed_cp.data import PackedStream, open_corpus
+from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import check_tokens_per_step, loss_function, megatron_imports
 from mindspeed_cp.megatron.loss import REPORT_KEY
@@ -76,6 +76,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             stack.enter_context(files.locked())
         world.barrier()
         corpus = open_corpus(settings.data.corpus)
+        check_learnable(corpus, settings.data.corpus)
         context, rows = settings.data.seq_length, settings.train.global_batch_size
         check_tokens_per_step(rows * context)
         stream = PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas)
@@ -214,6 +215,11 @@ class _Writer:
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
             f"({suite.algorithm})" + (f", resumed after step {progress.step}" if progress.step else "")
         )
+        if progress.step >= settings.train.train_iters:
+            self._display.note(
+                f"this run is complete, so nothing is done: raise train.train_iters to go on, or give "
+                f"another output.folder than {files.folder} to start anew"
+            )
         device = unused_device()
         if device is not None:
             self._display.note(f"{device} was found but is not used: this version trains on the CPU")

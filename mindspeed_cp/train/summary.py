@@ -39,7 +39,7 @@ def summarize_run(
         reason: why the run stopped before its last step, or None.
         corpus: what was read.
     """
-    own = [line for line in lines if line["step"] > first_step]
+    own = [line for line in lines if line["step"] > first_step] or lines  # a complete run keeps its figures
     seconds, tokens = (float(sum(line[key] for line in own)) for key in ("seconds", "tokens"))
     context = settings.data.seq_length
     longer = corpus.lengths[corpus.lengths > context]

@@ -130,10 +130,10 @@ def test_kill_then_stop_then_finish_gives_the_curve_of_an_uninterrupted_run(
 def test_a_rank_that_refuses_ends_the_run_with_its_one_line(
     corpus: Path, tmp_path: Path, start: Callable[..., Run]
 ) -> None:
-    settings = tiny(corpus, tmp_path / "run", model__init_method_std=1e9)
+    settings = tiny(corpus, tmp_path / "run", model__init_method_std=1e38)
     code, out, errors = start(*COMMAND, write(settings, tmp_path), "--json").end()
     assert (code, out) == (2, "")
-    assert len(errors) == 1 and errors[0].startswith("error: step 1: the gradient's norm is nan"), errors
+    assert len(errors) == 1 and errors[0].startswith("error: step 1: the loss is NaN on rank 0 of 1"), errors
     assert not (tmp_path / "run" / "checkpoints" / "latest").exists()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
 
