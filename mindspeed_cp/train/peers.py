@@ -9,7 +9,7 @@ from torch.distributed import DistError
 from mindspeed_cp.errors import PeerError
 from mindspeed_cp.train.world import World
 
-WAIT_SECONDS = 3.0
+WAIT_SECONDS = 8.0  # a busy rank may notice late, and must not be taken for dead
 _KEY = "mindspeed_cp/lost_a_peer"
 
 
