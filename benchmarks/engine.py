@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.timing import median_us
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.ops.attention import attention, attention_backward
 from mindspeed_cp.ops.host_memory import keep_freed_memory
@@ -115,16 +116,9 @@ def worker(rank: int, folder: str, ranks: int, cases: dict[str, list[int]], repe
     dist.destroy_process_group()
 
 
-def median_us(run: Callable[[], Any], calls: int = 400) -> float:
-    """Median microseconds of a call, after a warm-up."""
-    for _ in range(20):
-        run()
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+def once(run: Callable[[], Any], calls: int = 400) -> float:
+    """Median microseconds of a call, after 20 to warm up."""
+    return median_us(run, calls, warm_up=20)
 
 
 def overhead() -> list[dict[str, Any]]:
@@ -134,11 +128,11 @@ def overhead() -> list[dict[str, Any]]:
     q, k, v, dout = (torch.randn(32, HEADS, DIM) for _ in range(4))
     cu = plan.layout.cu_seqlens(0)
     out, lse = attention(q, k, v, cu, cu)
-    forward = median_us(lambda: context_parallel_attention(q, k, v, plan))
+    forward = once(lambda: context_parallel_attention(q, k, v, plan))
     kernel = ideal_us(q, k, v)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    both = median_us(lambda: torch.autograd.grad(context_parallel_attention(*leaves, plan), leaves, dout))
-    backward_operator = median_us(lambda: attention_backward(dout, q, k, v, out, lse, cu, cu))
+    both = once(lambda: torch.autograd.grad(context_parallel_attention(*leaves, plan), leaves, dout))
+    backward_operator = once(lambda: attention_backward(dout, q, k, v, out, lse, cu, cu))
     return [
         {"what": "engine, forward, one step, no peers", "us": forward},
         {"what": "of which the flash kernel", "us": kernel},
@@ -150,7 +144,7 @@ def overhead() -> list[dict[str, Any]]:
 def ideal_us(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return median_us(lambda: flash(q, k, v, 0.0, True))
+    return once(lambda: flash(q, k, v, 0.0, True))
 
 
 def latency(rank: int, folder: str, results: str) -> None:
@@ -169,8 +163,8 @@ def latency(rank: int, folder: str, results: str) -> None:
         for work in works:
             work.wait()
 
-    alone = median_us(exchange, 200)
-    ring = median_us(lambda: context_parallel_attention(q, k, v, plan), 200)
+    alone = once(exchange, 200)
+    ring = once(lambda: context_parallel_attention(q, k, v, plan), 200)
     if rank == 0:
         Path(results).write_text(
             json.dumps(

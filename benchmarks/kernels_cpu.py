@@ -9,26 +9,14 @@ Microseconds for one causal n x n tile, bf16, one thread, medians. "one call eac
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from benchmarks.timing import median_us
 from mindspeed_cp.ops.attention import BackwardState, attention, backend_named
 from mindspeed_cp.ops.attention.cpu_lowering import lower
 from mindspeed_cp.plan import CAUSAL, TILE, AttentionConfig
-
-
-def median_us(run: Callable[[], object], repeat: int) -> float:
-    run()
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
 
 
 def main() -> None:

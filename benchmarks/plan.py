@@ -8,24 +8,17 @@ Documents have lognormal lengths (about 926 tokens on average: 1,000 of them are
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.timing import median_us
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, verify_plan
 
 
 def median_ms(run: Callable[[], object], repeat: int) -> float:
     """Median milliseconds of a call, after one to warm up."""
-    run()
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+    return median_us(run, repeat) / 1e3
 
 
 def main() -> None:
