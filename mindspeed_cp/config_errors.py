@@ -28,6 +28,9 @@ _OTHER_WORDS = {
     "lr_warmup_iters": ("warmup", "warmup_steps", "warmup_iters"),
     "clip_grad": ("grad_clip", "max_grad_norm", "gradient_clip"),
     "context_parallel_size": ("cp", "cp_size", "context_parallel"),
+    "algorithm": ("context_parallel_algo", "cp_algo", "cp_algorithm"),
+    "ulysses_degree": ("ulysses_degree_in_cp", "ulysses_size"),
+    "nodes": ("nnodes", "num_nodes"),
     "tensor_model_parallel_size": ("tp", "tp_size", "tensor_parallel_size"),
     "folder": ("dir", "directory", "output_dir", "save"),
 }

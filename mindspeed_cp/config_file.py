@@ -7,14 +7,17 @@ who write training settings, so this reader takes YAML 1.2 numbers and refuses r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+from mindspeed_cp.config_errors import SettingError
 from mindspeed_cp.errors import ConfigError
+
+_Made = TypeVar("_Made")
 
 
 class _Loader(yaml.SafeLoader):
@@ -98,6 +101,20 @@ def override(base: SettingsFile, overrides: Iterable[str]) -> SettingsFile:
         for depth in range(len(parts)):
             lines[".".join(parts[: depth + 1])] = 0
     return SettingsFile(base.name, data, lines)
+
+
+def in_file(file: SettingsFile, prefix: str, make: Callable[[], _Made]) -> _Made:
+    """Call `make`; an error of it about a key is told with the place of that key in the file.
+
+    Args:
+        file: where the values come from.
+        prefix: the section of the keys that `make` knows, with a dot, or nothing.
+        make: reads the values.
+    """
+    try:
+        return make()
+    except SettingError as error:
+        raise ConfigError(f"{file.where(prefix + error.key)}: {prefix}{error}") from None
 
 
 def _load(text: str, name: str, lines: dict[str, int]) -> Any:

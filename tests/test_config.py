@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_cp.config import LATER_ALGORITHMS, LATER_KEYS, Settings, SuiteSettings, load_settings
+from mindspeed_cp import Documents, build_plan
+from mindspeed_cp.config import Settings, SuiteSettings, load_settings
 from mindspeed_cp.config_checks import data_parallel_size
 from mindspeed_cp.config_reference import reference_yaml
 from mindspeed_cp.config_sections import ModelSettings
+from mindspeed_cp.config_suite import LATER_ALGORITHMS, LATER_KEYS
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan import ALGORITHMS, ALIASES, LAYOUTS, AttentionConfig, Topology, algorithm_options
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -144,23 +147,27 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not valid YAML" in error(tmp_path / "control.yaml")
 
 
-@pytest.mark.parametrize("name", ["ring", "p2p", "megatron_cp_algo"])
-def test_the_ring_has_three_names(name: str) -> None:
-    assert SuiteSettings(algorithm=name).algorithm == "ring"
-    assert SuiteSettings(**{"cp_comm_type": name}).algorithm == "ring"
-    assert SuiteSettings(**{"cp_comm_type": name, "algorithm": "ring"}).algorithm == "ring"
+NAMES = [*((name, name) for name in ALGORITHMS), *ALIASES.items()]
+
+
+@pytest.mark.parametrize(("name", "own"), NAMES, ids=[name for name, _ in NAMES])
+def test_every_algorithm_has_the_names_of_megatron_and_mindspeed(name: str, own: str) -> None:
+    assert SuiteSettings(algorithm=name).algorithm == own
+    assert SuiteSettings(**{"cp_comm_type": name}).algorithm == own
+    assert SuiteSettings(**{"cp_comm_type": name, "algorithm": own}).algorithm == own
 
 
 @pytest.mark.parametrize("name", LATER_ALGORITHMS)
-def test_algorithms_of_later_versions_say_so(name: str) -> None:
+def test_algorithms_of_later_versions_name_the_nearest(name: str) -> None:
     for key in ("algorithm", "cp_comm_type"):
-        with pytest.raises(ConfigError, match=f'{key} = "{name}"'.replace("+", r"\+")) as caught:
+        with pytest.raises(ConfigError, match=f'{key} = "{name}": is not in this version; nearest: ') as caught:
             SuiteSettings(**{key: name})
-        assert "not in this version" in str(caught.value) and "valid: ring, p2p, megatron_cp_algo" in str(caught.value)
+        nearest, valid = str(caught.value).split("nearest: ")[1].split("; valid: ")
+        assert nearest.split()[0].rstrip(",") in ALGORITHMS and all(known in valid for known, _ in NAMES)
 
 
 def test_one_algorithm_under_two_keys_must_agree() -> None:
-    with pytest.raises(ConfigError, match="not in this version"):
+    with pytest.raises(ConfigError, match='cp_comm_type = "a2a": differs from algorithm = ring; give only one'):
         SuiteSettings(**{"cp_comm_type": "a2a", "algorithm": "ring"})
     with pytest.raises(ConfigError, match="unknown algorithm; did you mean ring"):
         SuiteSettings(algorithm="rign")
@@ -168,9 +175,61 @@ def test_one_algorithm_under_two_keys_must_agree() -> None:
         SuiteSettings(**{"cp_comm_type": ["p2p", "p2p"]})
 
 
+EXAMPLES = {"layout": "contiguous", "cp_window_size": 2, "ulysses_degree": 4, "prefetch": 3}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_options_belong_to_algorithms(algorithm: str) -> None:
+    """Every option of every builder is a key; it reaches the builder, or is refused with the algorithms that have it."""
+    own = algorithm_options(algorithm)
+    assert set(own) <= set(EXAMPLES) <= set(SuiteSettings.model_fields)
+    ranks = {"context_parallel_size": 8, "nodes": 2, "algorithm": algorithm}
+    suite = SuiteSettings(**ranks, **{name: EXAMPLES[name] for name in own})
+    assert suite.options == {name: EXAMPLES[name] for name in own} and suite.topology == Topology(2, 4)
+    plan = build_plan(Documents([50, 3]), suite.topology, AttentionConfig(8), suite.algorithm, **suite.options)
+    assert (plan.algorithm, plan.ranks) == (algorithm, 8)
+    for name in set(EXAMPLES) - set(own):
+        with pytest.raises(ConfigError, match=f"{name} = .*: is no option of algorithm {algorithm}; .* have it: ") as e:
+            SuiteSettings(**ranks, **{name: EXAMPLES[name]})
+        having = str(e.value).split("have it: ")[1].split(", ")
+        assert having == [other for other in ALGORITHMS if name in algorithm_options(other)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"nodes": 4}, "nodes = 4: must divide context_parallel_size = 6; valid: 1, 2, 3, 6"),
+        ({"algorithm": "hybrid", "ulysses_degree": 4}, "ulysses_degree = 4: must divide .* = 6; valid: 1, 2, 3, 6"),
+        ({"algorithm": "double_ring", "cp_window_size": 12}, "cp_window_size = 12: must divide .*; valid: 1, 2, 3, 6"),
+        ({"algorithm": "direct", "prefetch": 0}, "prefetch = 0: must be an integer >= 1"),
+        ({"layout": "striped"}, f"layout = .striped.: must be one of {', '.join(LAYOUTS)} or null"),
+    ],
+)
+def test_options_are_checked_with_the_number_of_ranks(values: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        SuiteSettings(**{"context_parallel_size": 6, **values})
+
+
+def test_megatrons_hierarchical_sizes_are_the_degree_of_the_hybrid() -> None:
+    key, common = "hierarchical_context_parallel_sizes", {"context_parallel_size": 6, "cp_comm_type": "a2a+p2p"}
+    expected = SuiteSettings(context_parallel_size=6, algorithm="hybrid", ulysses_degree=2)
+    assert SuiteSettings(**common, **{key: [2, 3]}) == expected
+    assert SuiteSettings(**common, **{key: [2, 3], "ulysses_degree": 2}) == expected
+    for values, says in (
+        ({**common, key: [2, 2]}, r"must be context_parallel_size = 6; valid: \[1, 6\], \[2, 3\], \[3, 2\]"),
+        ({**common, key: [2, 3, 1]}, "must be two whole numbers"),
+        ({**common, key: 2}, "must be two whole numbers"),
+        ({**common, key: [2, 3], "ulysses_degree": 3}, "differs from ulysses_degree = 3"),
+        ({key: [2, 3]}, "no algorithm is given; give algorithm: hybrid"),
+        ({"algorithm": "ring", key: [2, 3]}, "algorithm = ring does not use it; give algorithm: hybrid"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} = .*{says}"):
+            SuiteSettings(**values)
+
+
 @pytest.mark.parametrize("key", LATER_KEYS)
 def test_keys_of_megatron_that_would_do_nothing_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} = 4"):
+    with pytest.raises(ConfigError, match=f"{key} = 4: is Megatron's, and not in this version; layout: balanced"):
         SuiteSettings(**{key: 4})
     assert SuiteSettings(**{key: None}) == SuiteSettings()
 

@@ -1,0 +1,200 @@
+"""The section `context_parallel_suite`: the algorithm that splits attention over the context, and its options.
+
+Megatron's and MindSpeed's names are read too, and become ours: `cp_comm_type`, the names of algorithms in both, and
+`hierarchical_context_parallel_sizes`, which is the hybrid's degree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mindspeed_cp.config_errors import bad_value, meant, show
+from mindspeed_cp.config_file import in_file, override, read_settings_file
+from mindspeed_cp.config_sections import Count, Positive, Section
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan import ALGORITHMS, ALIASES, Topology, algorithm_name, algorithm_options
+
+__all__ = ["ALSO_READ", "LATER_ALGORITHMS", "LATER_KEYS", "SuiteSettings"]
+
+#: Algorithms of later versions and of other projects, and what comes nearest to each in this one.
+LATER_ALGORITHMS = {
+    "hierarchical": "direct with layout: balanced, which keeps short documents on one rank",
+    "auto": "direct with layout: balanced for packed documents, ring for one long document",
+    "adaptive_cp_algo": "direct, which sends only what the mask lets others see",
+    "hybrid_adaptive_cp_algo": "hybrid",
+}
+
+#: Keys of Megatron that nothing uses yet, and what comes nearest.
+LATER_KEYS = {
+    "max_seqlen_per_dp_cp_rank": "layout: balanced keeps short documents on one rank",
+    "hybrid_context_parallel": "layout: balanced keeps short documents on one rank",
+}
+
+SIZES = "hierarchical_context_parallel_sizes"
+ALSO_READ = ("cp_comm_type", SIZES, *LATER_KEYS)
+
+
+class SuiteSettings(Section):
+    """How attention is split over the context: the section `context_parallel_suite`."""
+
+    context_parallel_size: Count = Field(default=1, description="ranks that share the context of one row")
+    nodes: Count = Field(
+        default=1, description="nodes that these ranks are on, equally many on each, numbered node by node"
+    )
+    algorithm: str = Field(
+        default="ring",
+        description="ring (also p2p, megatron_cp_algo), double_ring, ulysses (a2a, ulysses_cp_algo), hybrid (a2a+p2p, "
+        "hybrid_cp_algo), all_gather (allgather, kvallgather_cp_algo) or direct; the key may also be cp_comm_type",
+    )
+    layout: Literal["zigzag", "contiguous", "balanced"] | None = Field(
+        default=None,
+        description="how documents are cut over ranks, for all but ulysses; balanced: short ones stay whole; null: "
+        "zigzag",
+    )
+    cp_window_size: Count | None = Field(
+        default=None, description="double_ring: ranks of an inner ring; null: the ranks of a node"
+    )
+    ulysses_degree: Count | None = Field(
+        default=None,
+        description="hybrid: ranks that split heads among them; null: the largest divisor of the ranks of a node that "
+        "is not all ranks; hierarchical_context_parallel_sizes: [degree, rest] says the same",
+    )
+    prefetch: Count | None = Field(default=None, description="direct: rounds under way while one is computed; null: 1")
+    backend: Literal["auto", "cpu"] = Field(
+        default="auto", description="implementation of the attention operator; auto: the device's"
+    )
+    timeout_seconds: Positive = Field(default=600.0, description="how long a rank waits for another before it gives up")
+    verify_plans: bool = Field(
+        default=False, description="prove every plan before it runs, in the thread that makes it"
+    )
+
+    @property
+    def topology(self) -> Topology:
+        """The context-parallel ranks: the second input of build_plan."""
+        return Topology(self.nodes, self.context_parallel_size // self.nodes)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The algorithm's options that were given, as build_plan takes them."""
+        return {name: value for name, value in self._all_options() if value is not None}
+
+    def _all_options(self) -> Iterator[tuple[str, Any]]:
+        names = {name for algorithm in ALGORITHMS for name in algorithm_options(algorithm)}
+        return ((name, getattr(self, name)) for name in type(self).model_fields if name in names)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_of_megatron(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for key, instead in LATER_KEYS.items():
+            if values.get(key) is not None:
+                raise bad_value(key, values[key], f"is Megatron's, and not in this version; {instead}; remove the key")
+        values = {key: value for key, value in values.items() if key not in LATER_KEYS}
+        if "cp_comm_type" in values:
+            other = values.pop("cp_comm_type")
+            name = _algorithm("cp_comm_type", other)
+            if "algorithm" in values and _algorithm("algorithm", values["algorithm"]) != name:
+                raise bad_value("cp_comm_type", other, f"differs from algorithm = {values['algorithm']}; give only one")
+            values["algorithm"] = name
+        return _with_degree(values)
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _known_algorithm(cls, value: Any) -> str:
+        return _algorithm("algorithm", value)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> SuiteSettings:
+        ranks = self.context_parallel_size
+        _divides("nodes", self.nodes, ranks)
+        own = algorithm_options(self.algorithm)
+        for name, value in self.options.items():
+            if name not in own:
+                others = ", ".join(other for other in ALGORITHMS if name in algorithm_options(other))
+                rule = f"is no option of algorithm {self.algorithm}; algorithms that have it: {others}"
+                raise bad_value(name, value, rule)
+        for name in ("cp_window_size", "ulysses_degree"):
+            if getattr(self, name) is not None:
+                _divides(name, getattr(self, name), ranks)
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> SuiteSettings:
+        """From a YAML file that is this section, or that has it as `context_parallel_suite:` (ours, or Megatron's own).
+
+        Where Megatron's section `model_parallel` gives context_parallel_size, it holds here too; two different sizes
+        are an error.  Raises ConfigError, one line.
+        """
+        file = override(read_settings_file(path), overrides)
+        name = "context_parallel_suite"
+        if name not in file.data:
+            also = (*cls.model_fields, *ALSO_READ)
+            strange = [key for key in file.data if key not in also]
+            if strange:
+                where = file.where(strange[0])
+                raise ConfigError(f"{where}: no section {name}, and {strange[0]} is not one of its keys")
+            return in_file(file, "", lambda: cls(**file.data))
+        section = {} if file.data[name] is None else file.data[name]
+        if not isinstance(section, dict):
+            keys = ", ".join(cls.model_fields)
+            raise ConfigError(f"{file.where(name)}: {name}: must be a section with the keys {keys}")
+        parallel = file.data.get("model_parallel")
+        outer = parallel.get("context_parallel_size") if isinstance(parallel, dict) else None
+        if section.setdefault("context_parallel_size", outer or 1) != (outer or section["context_parallel_size"]):
+            key = f"{name}.context_parallel_size"
+            rule = f"differs from model_parallel.context_parallel_size = {outer}; give the same, or only one"
+            raise ConfigError(f"{file.where(key)}: {bad_value(key, section['context_parallel_size'], rule)}")
+        return in_file(file, f"{name}.", lambda: cls(**section))
+
+
+def _algorithm(key: str, value: Any) -> str:
+    """The project's name of an algorithm of this version, given under any of its names."""
+    names = [*ALGORITHMS, *ALIASES]
+    valid = ", ".join(names)
+    if isinstance(value, list):
+        raise bad_value(key, value, f"one algorithm per layer is not in this version; give one of {valid}")
+    if isinstance(value, str) and value in names:
+        return algorithm_name(value)
+    if isinstance(value, str) and value in LATER_ALGORITHMS:
+        raise bad_value(key, value, f"is not in this version; nearest: {LATER_ALGORITHMS[value]}; valid: {valid}")
+    near = meant(value, names) if isinstance(value, str) else None
+    raise bad_value(key, value, f"unknown algorithm; {f'did you mean {near}? ' if near else ''}valid: {valid}")
+
+
+def _with_degree(values: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's [size of all-to-all groups, size of rings] as the hybrid's degree."""
+    sizes = values.pop(SIZES, None)
+    if sizes is None:
+        return values
+    if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise bad_value(SIZES, sizes, "must be two whole numbers, [ranks of an all-to-all, ranks of a ring]")
+    given = values.get("algorithm")
+    if given is None or _algorithm("algorithm", given) != "hybrid":
+        has = "no algorithm is given" if given is None else f"algorithm = {given} does not use it"
+        raise bad_value(SIZES, sizes, f"{has}; give algorithm: hybrid (Megatron's a2a+p2p), or remove the key")
+    ranks = values.get("context_parallel_size", 1)
+    if type(ranks) is int and sizes[0] * sizes[1] != ranks:
+        pairs = ", ".join(f"[{n}, {ranks // n}]" for n in _divisors(ranks))
+        rule = f"its product must be context_parallel_size = {ranks}; valid: {pairs}"
+        raise bad_value(SIZES, sizes, rule)
+    degree = values.get("ulysses_degree")
+    if degree is not None and degree != sizes[0]:
+        raise bad_value(SIZES, sizes, f"differs from ulysses_degree = {show(degree)}; give only one")
+    return {**values, "ulysses_degree": sizes[0]}
+
+
+def _divides(key: str, value: int, ranks: int) -> None:
+    if ranks % value:
+        valid = ", ".join(map(str, _divisors(ranks)))
+        raise bad_value(key, value, f"must divide context_parallel_size = {ranks}; valid: {valid}")
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
