@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.errors import PlanError
+from mindspeed_cp.engine.moves import moves_of
 from mindspeed_cp.ops.attention import AttentionBackend, backend_for
 from mindspeed_cp.plan import Messages, Plan, Program
 
@@ -74,11 +74,11 @@ class Agenda:
     stores_all_rows: bool
 
 
-_known: WeakKeyDictionary[Plan, dict[tuple[int, str, str], Agenda]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Plan, dict[tuple[int, str, str, torch.dtype | None], Agenda]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def agenda_of(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> Agenda:
+def agenda_of(plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtype: torch.dtype) -> Agenda:
     """The agenda, made at the first call and kept as long as the plan lives.
 
     Args:
@@ -86,16 +86,23 @@ def agenda_of(plan: Plan, rank: int, direction: str, backend: AttentionBackend) 
         rank: context-parallel rank.
         direction: "forward" or "backward".
         backend: lowers the tiles.
+        dtype: of q, k and v; it matters for biases, whose calls are cut so that they keep the type's precision.
     """
     with _lock:
         mine = _known.setdefault(plan, {})
-    key = rank, direction, backend.name
+    key = rank, direction, backend.name, None if plan.attention.slopes is None else dtype
     if key not in mine:
-        mine[key] = _make(plan, rank, direction, backend)
+        mine[key] = _make(plan, rank, direction, backend, dtype)
     return mine[key]
 
 
-def prepare(plan: Plan, rank: int, backend: str | None = None, device_type: str = "cpu") -> None:
+def prepare(
+    plan: Plan,
+    rank: int,
+    backend: str | None = None,
+    device_type: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Make both agendas of a rank now, for instance in the thread that loads data, and not in the first layer's call.
 
     Args:
@@ -103,24 +110,22 @@ def prepare(plan: Plan, rank: int, backend: str | None = None, device_type: str 
         rank: context-parallel rank.
         backend: as for :func:`mindspeed_cp.context_parallel_attention`.
         device_type: of the tensors that will come, "cpu".
+        dtype: of the tensors that will come.
 
     Raises:
         ConfigError: no such backend serves that device.
     """
     runner = backend_for(device_type, backend)
     for direction in ("forward", "backward"):
-        agenda_of(plan, rank, direction, runner)
+        agenda_of(plan, rank, direction, runner, dtype)
+    moves_of(plan, rank)
 
 
-def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend) -> Agenda:
-    if not (plan.layout.same_as(plan.q_layout) and plan.layout.same_as(plan.kv_layout)):
-        raise PlanError(
-            "the plan computes in another layout than the caller's; this version of the engine does not redistribute"
-        )
+def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtype: torch.dtype) -> Agenda:
     program: Program = getattr(plan, direction)
     lower = backend.lower_forward if direction == "forward" else backend.lower_backward
     tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
-    lowered = lower(tiles, rows, plan.attention)
+    lowered = lower(tiles, rows, plan.attention, dtype)
     posts: list[list[Post]] = [[] for _ in range(program.steps)]
     finish: list[list[int]] = [[] for _ in range(program.steps)]
     for kind, messages in (("reduce", program.reduce), ("fetch", program.fetch)):

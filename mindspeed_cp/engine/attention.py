@@ -11,10 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport, group_rank, group_size
 from mindspeed_cp.engine.agenda import agenda_of
+from mindspeed_cp.engine.moves import move_all, moves_of
 from mindspeed_cp.engine.run import Run
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, backend_for
-from mindspeed_cp.plan import Plan
+from mindspeed_cp.ops.attention.contract import DropoutKey, Heads
+from mindspeed_cp.plan import AttentionConfig, Plan
 
 
 def context_parallel_attention(
@@ -25,6 +27,8 @@ def context_parallel_attention(
     group: dist.ProcessGroup | None = None,
     backend: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    dropout_key: DropoutKey | None = None,
+    training: bool = True,
 ) -> Tensor:
     """Exact attention over all ranks of a plan; every rank of the group calls it with its own rows, and every rank runs
     its backward, one without tokens too: keys and values, and their gradients, pass through all of them.
@@ -35,20 +39,23 @@ def context_parallel_attention(
 
     Args:
         q: this rank's rows in plan.layout, [t, heads, head_dim].
-        k: [t, kv_heads, head_dim].
-        v: [t, kv_heads, head_dim_v].
+        k: this rank's rows in plan.layout_kv (plan.layout, but in cross-attention), [t, kv_heads, head_dim].
+        v: [t, kv_heads, head_dim_v], rows as k.
         plan: from :func:`mindspeed_cp.build_plan`, the same on every rank.
         group: the context-parallel ranks; default: all processes.
         backend: of the attention operator; default: by the device of q.
         timeout: seconds until a peer that does not answer in one transfer is given up; on gloo. NCCL and HCCL use the
             time-out of their group.
+        dropout_key: (seed, layer), needed where the plan's attention has dropout. The same on all ranks of the group;
+            another one for every layer and micro-batch. With head, document and positions it decides which weights are
+            dropped, so the result depends neither on the number of ranks nor on the algorithm.
+        training: False drops nothing.
 
     Returns:
         [t, heads, head_dim_v] of q's type.
 
     Raises:
         ConfigError: a shape, a type, the group or the backend does not fit the plan.
-        PlanError: the plan computes in another layout than the caller's.
         PeerError: the neighbour that this rank waited for died or did not answer within `timeout`; names it. That one
             may itself have been waiting for another.
     """
@@ -66,8 +73,9 @@ def context_parallel_attention(
         )
     rank = group_rank(group)
     _check(q, k, v, plan, rank, runner)
+    key = _dropout_key(plan.attention.dropout, dropout_key) if training and plan.attention.dropout > 0 else None
     transport = Transport(group, timeout, q.device) if size > 1 else None
-    return _Attention.apply(q, k, v, plan, rank, transport, runner)
+    return _Attention.apply(q, k, v, plan, rank, transport, runner, key)
 
 
 class _Attention(torch.autograd.Function):
@@ -81,45 +89,86 @@ class _Attention(torch.autograd.Function):
         rank: int,
         transport: Transport | None,
         backend: AttentionBackend,
+        dropout: DropoutKey | None,
     ) -> Tensor:
-        attention = plan.attention
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        agenda = agenda_of(plan, rank, "forward", backend)
-        run = Run(agenda, k, v, transport)
+        attention, moves = plan.attention, moves_of(plan, rank)
+        agenda = agenda_of(plan, rank, "forward", backend, q.dtype)
+        there = (moves.q, moves.kv, moves.kv)
+        q, k, v = move_all((q.contiguous(), k.contiguous(), v.contiguous()), there, transport, "q, k and v to heads")
         empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
         out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-        state = ForwardState(q, out, lse)
-        with torch.autocast(q.device.type, enabled=False):  # accumulators are fp32 whatever autocast says
-            run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
+        state = ForwardState(q, out, lse, _heads(plan, rank), dropout)
+        _run_forward(Run(agenda, k, v, transport), state, attention, backend)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = plan, rank, transport, backend
-        return out
+        ctx.how = plan, rank, transport, backend, dropout
+        return move_all((out,), (moves.q_back,), transport, "outputs to tokens")[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        plan, rank, transport, backend = ctx.how
+        plan, rank, transport, backend, dropout = ctx.how
         q, k, v, out, lse = ctx.saved_tensors
-        attention = plan.attention
-        run = Run(agenda_of(plan, rank, "backward", backend), k, v, transport)
-        state = BackwardState(q, out, lse, dout.contiguous(), torch.zeros_like(q, dtype=torch.float32))
+        attention, moves = plan.attention, moves_of(plan, rank)
+        (dout,) = move_all((dout.contiguous(),), (moves.q,), transport, "gradients of outputs to heads")
+        run = Run(agenda_of(plan, rank, "backward", backend, q.dtype), k, v, transport)
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        state = BackwardState(q, out, lse, dout, dq, _heads(plan, rank), dropout)
+        dk, dv = _run_backward(run, state, attention, backend)
+        del run  # its buffers
+        if not moves.kv_copies:  # copies are summed in fp32 first
+            dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+        back = (moves.q_back, moves.kv_back, moves.kv_back)
+        dq, dk, dv = move_all((dq.to(q.dtype), dk, dv), back, transport, "gradients of q, k and v to tokens")
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
 
-        def compute(slot: int, calls: Any) -> None:
-            backend.backward(calls, attention, state, run.k[slot], run.v[slot], *run.gradient(slot))
 
-        with torch.autocast(q.device.type, enabled=False):
-            run.steps(compute)
-        dk, dv = run.gradient(0)
-        return state.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+def _run_forward(run: Run, state: ForwardState, attention: AttentionConfig, backend: AttentionBackend) -> None:
+    """All steps; buffers go with `run`."""
+    with torch.autocast(state.q.device.type, enabled=False):  # accumulators are fp32 whatever autocast says
+        run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
+
+
+def _run_backward(
+    run: Run, state: BackwardState, attention: AttentionConfig, backend: AttentionBackend
+) -> tuple[Tensor, Tensor]:
+    """All steps; dK and dV of slot 0."""
+
+    def compute(slot: int, calls: Any) -> None:
+        backend.backward(calls, attention, state, run.k[slot], run.v[slot], *run.gradient(slot))
+
+    with torch.autocast(state.q.device.type, enabled=False):
+        run.steps(compute)
+    return run.gradient(0)
+
+
+def _heads(plan: Plan, rank: int) -> Heads:
+    attention = plan.attention
+    return Heads(plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, attention.kv_heads))
+
+
+def _dropout_key(share: float, key: DropoutKey | None) -> DropoutKey:
+    if key is None:
+        raise ConfigError(
+            f"attention.dropout is {share} and no dropout_key was given; valid: dropout_key=(seed, layer), the same on "
+            "all ranks, or training=False, which drops nothing"
+        )
+    whole = isinstance(key, tuple) and len(key) == 2 and all(isinstance(n, int) for n in key)
+    if not whole or not all(0 <= n < 2**63 for n in key):
+        raise ConfigError(f"dropout_key is {key!r}; valid: (seed, layer), whole numbers from 0 to below 2**63")
+    return key
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, backend: AttentionBackend) -> None:
     a = plan.attention
-    rows = int(plan.layout.token_counts[rank])
-    shapes = (("q", q, a.heads, a.head_dim), ("k", k, a.kv_heads, a.head_dim), ("v", v, a.kv_heads, a.head_dim_v))
-    for name, x, heads, width in shapes:
+    rows, kv_rows = int(plan.layout.token_counts[rank]), int(plan.layout_kv.token_counts[rank])
+    shapes = (
+        ("q", q, rows, a.heads, a.head_dim),
+        ("k", k, kv_rows, a.kv_heads, a.head_dim),
+        ("v", v, kv_rows, a.kv_heads, a.head_dim_v),
+    )
+    for name, x, rows, heads, width in shapes:
         if tuple(x.shape) != (rows, heads, width):
             raise ConfigError(
                 f"rank {rank}: {name} has shape {list(x.shape)}; the plan gives this rank [{rows}, {heads}, {width}]"

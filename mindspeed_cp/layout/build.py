@@ -8,7 +8,8 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.documents import Documents
-from mindspeed_cp.layout.layout import SPAN, Layout, expand
+from mindspeed_cp.layout.layout import SPAN, Layout
+from mindspeed_cp.layout.runs import expand
 
 Groups = Sequence[Sequence[int] | np.ndarray]
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout.documents import Documents
+from mindspeed_cp.layout.runs import expand
 
 SPAN = np.dtype([(name, np.int64) for name in ("rank", "doc", "start", "stop")])
 
@@ -64,6 +65,12 @@ class Layout:
         """Rows of each rank, int64 [ranks]."""
         ends = np.concatenate([[0], np.cumsum(self.spans["stop"] - self.spans["start"])])
         return ends[self.bounds[1:]] - ends[self.bounds[:-1]]
+
+    @cached_property
+    def first_rows(self) -> np.ndarray:
+        """First local row of every span, int64 [spans]."""
+        ends = np.concatenate([[0], np.cumsum(self.spans["stop"] - self.spans["start"])])
+        return ends[:-1] - np.repeat(ends[self.bounds[:-1]], np.diff(self.bounds))
 
     def tokens(self, rank: int) -> np.ndarray:
         """Token number of each local row, int64 [t], ascending."""
@@ -202,10 +209,3 @@ class Layout:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.ranks:
             raise ConfigError(f"rank {rank} does not exist: this layout has ranks 0 to {self.ranks - 1}")
-
-
-def expand(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The numbers of several runs in a row: expand([5, 0], [2, 1]) == [5, 6, 0]."""
-    ends = np.cumsum(count)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(first - ends + count, count) + np.arange(total, dtype=np.int64)

@@ -7,19 +7,47 @@ from collections.abc import Callable
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.all_gather import build_all_gather
 from mindspeed_cp.plan.config import AttentionConfig, Topology
+from mindspeed_cp.plan.direct import build_direct
+from mindspeed_cp.plan.double_ring import build_double_ring
+from mindspeed_cp.plan.hybrid import build_hybrid
+from mindspeed_cp.plan.placement import LAYOUTS
 from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.plan.ring import LAYOUTS, build_ring
+from mindspeed_cp.plan.ring import build_ring
+from mindspeed_cp.plan.ulysses import build_ulysses
 
 Builder = Callable[..., Plan]
 
-ALGORITHMS: dict[str, Builder] = {"ring": build_ring}
+ALGORITHMS: dict[str, Builder] = {
+    "ring": build_ring,
+    "double_ring": build_double_ring,
+    "ulysses": build_ulysses,
+    "hybrid": build_hybrid,
+    "all_gather": build_all_gather,
+    "direct": build_direct,
+}
 
-#: Names that Megatron and MindSpeed use for the algorithms of this version.
-ALIASES = {"p2p": "ring", "megatron_cp_algo": "ring"}
+#: Names that Megatron and MindSpeed use for them.
+ALIASES = {
+    "p2p": "ring",
+    "megatron_cp_algo": "ring",
+    "a2a": "ulysses",
+    "ulysses_cp_algo": "ulysses",
+    "a2a+p2p": "hybrid",
+    "hybrid_cp_algo": "hybrid",
+    "allgather": "all_gather",
+    "kvallgather_cp_algo": "all_gather",
+}
 
 #: Values of options that are names.
-CHOICES = {("ring", "layout"): tuple(LAYOUTS)}
+CHOICES = {"layout": LAYOUTS}
+
+
+def algorithm_options(name: str) -> dict[str, object]:
+    """Options of an algorithm and their defaults."""
+    parameters = list(inspect.signature(ALGORITHMS[algorithm_name(name)]).parameters.values())[4:]
+    return {parameter.name: parameter.default for parameter in parameters}
 
 
 def algorithm_name(name: str) -> str:
@@ -36,7 +64,12 @@ def algorithm_name(name: str) -> str:
 
 
 def build_plan(
-    documents: Documents, topology: Topology, attention: AttentionConfig, algorithm: str = "ring", **options: object
+    documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    algorithm: str = "ring",
+    kv_documents: Documents | None = None,
+    **options: object,
 ) -> Plan:
     """Decide who holds, sends and computes what. Pure: the same input gives the same plan on every rank.
 
@@ -44,19 +77,34 @@ def build_plan(
         documents: the packed batch.
         topology: the context-parallel ranks.
         attention: what one layer computes on one tensor-parallel rank.
-        algorithm: "ring" (also under Megatron's and MindSpeed's names p2p and megatron_cp_algo).
-        **options: of the algorithm. ring: layout = "zigzag" (default) or "contiguous".
+        algorithm: ring, double_ring, ulysses, hybrid, all_gather or direct; also under Megatron's and MindSpeed's names
+            (`ALIASES`).
+        kv_documents: for cross-attention the length of each document's keys and values, when `documents` has that of
+            its queries; full masks only.
+        **options: of the algorithm, see its builder. layout: "zigzag" (the default), "contiguous" or "balanced", for all
+            but ulysses; double_ring: cp_window_size; hybrid: ulysses_degree; direct: prefetch.
 
     Raises:
-        ConfigError: the algorithm or an option is unknown; names the valid ones.
+        ConfigError: the algorithm or an option is unknown or out of range, or the documents do not go together; names
+            what is valid.
     """
     name = algorithm_name(algorithm)
-    builder = ALGORITHMS[name]
-    valid = list(inspect.signature(builder).parameters)[3:]
+    valid = algorithm_options(name)
     for key, value in options.items():
         if key not in valid:
             raise ConfigError(f"option {key!r} is not one of algorithm {name!r}; valid: {', '.join(valid) or 'none'}")
-        choices = CHOICES.get((name, key))
+        choices = CHOICES.get(key)
         if choices is not None and value not in choices:
             raise ConfigError(f"option {key!r} of algorithm {name!r} is {value!r}; valid: {', '.join(choices)}")
-    return builder(documents, topology, attention, **options)
+    keys = documents if kv_documents is None else kv_documents
+    if len(keys) != len(documents):
+        raise ConfigError(
+            f"kv_documents has {len(keys)} documents, documents {len(documents)}; valid: one length of keys for each "
+            "document"
+        )
+    if attention.mask == "causal" and keys != documents:
+        raise ConfigError(
+            "kv_documents differs from documents under mask 'causal', which leaves open which key a query stands at; "
+            "valid: mask 'full', or the same lengths"
+        )
+    return ALGORITHMS[name](documents, keys, topology, attention, **options)

@@ -15,10 +15,11 @@ first unfinished message is then at the head of both ends' queues: nothing can d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from mindspeed_cp.layout import Documents, Layout
+from mindspeed_cp.layout import Documents, Layout, Redistribution
 from mindspeed_cp.plan.config import AttentionConfig, Topology
 from mindspeed_cp.plan.records import TILE, Messages
 from mindspeed_cp.plan.tiles import pairs, tiles_between
@@ -32,7 +33,8 @@ class Program:
         steps: number of steps.
         capacity: rows of every slot, int64 [ranks, slots].
         q_layout: where queries are.
-        mask: mask of the attention; with the contents it determines the tiles.
+        kv_documents: lengths of the keys; those of q_layout, but in cross-attention.
+        attention: what is computed; its mask and window and the contents determine the tiles.
         contents: records of dtype CONTENT sorted by (rank, step, slot, row): which rows of which slots are computed.
         spans: records of dtype SPAN that contents refer to, ascending in token order inside one content.
         fetch: messages that carry keys and values.
@@ -42,7 +44,8 @@ class Program:
     steps: int
     capacity: np.ndarray
     q_layout: Layout
-    mask: str
+    kv_documents: Documents
+    attention: AttentionConfig
     contents: np.ndarray
     spans: np.ndarray
     fetch: Messages
@@ -64,10 +67,10 @@ class Program:
 
     def tiles(self, rank: int) -> np.ndarray:
         """Tiles of one rank, records of dtype TILE sorted by (step, slot, q_row); derived anew at every call."""
-        q_spans = self.q_layout.of(rank)
+        q_spans, documents = self.q_layout.of(rank), self.q_layout.documents
         found = []
         for content in self.contents_of(rank):
-            tiles = tiles_between(q_spans, self.spans_in(content), self.q_layout.documents, self.mask)
+            tiles = tiles_between(q_spans, self.spans_in(content), documents, self.attention, self.kv_documents)
             tiles["step"], tiles["slot"] = content["step"], content["slot"]
             tiles["k_row"] += content["row"]
             found.append(tiles)
@@ -77,7 +80,7 @@ class Program:
         """Visible (query, key) pairs of each step, int64 [steps]."""
         tiles = self.tiles(rank)
         out = np.zeros(self.steps, np.int64)
-        np.add.at(out, tiles["step"], pairs(tiles))
+        np.add.at(out, tiles["step"], pairs(tiles, self.attention))
         return out
 
 
@@ -91,9 +94,10 @@ class Plan:
         algorithm: name of the builder, for people; nothing acts on it.
         attention: what is computed.
         topology: where it runs.
-        layout: what the caller holds, all heads.
-        q_layout: where queries are computed.
-        kv_layout: where slot 0 of keys and values is.
+        layout: what the caller holds of queries and gets of the output, all heads.
+        layout_kv: what the caller holds of keys and values, all heads: `layout`, but in cross-attention.
+        q_layout: where queries are computed: some heads on each rank where heads are split.
+        kv_layout: where slot 0 of keys and values is; a kv head may be on several ranks.
         forward: the forward program.
         backward: the backward program.
     """
@@ -102,6 +106,7 @@ class Plan:
     attention: AttentionConfig
     topology: Topology
     layout: Layout
+    layout_kv: Layout
     q_layout: Layout
     kv_layout: Layout
     forward: Program
@@ -109,17 +114,33 @@ class Plan:
 
     @property
     def documents(self) -> Documents:
-        """The batch."""
+        """The batch: lengths of the queries."""
         return self.layout.documents
+
+    @property
+    def kv_documents(self) -> Documents:
+        """Lengths of the keys and values: those of the queries, but in cross-attention."""
+        return self.layout_kv.documents
 
     @property
     def ranks(self) -> int:
         """Context-parallel ranks."""
         return self.layout.ranks
 
+    @cached_property
+    def q_move(self) -> Redistribution | None:
+        """From `layout` to `q_layout`; None when nothing moves. Outputs and gradients of queries go back by it."""
+        return Redistribution.between(self.layout, self.q_layout, self.attention.heads)
+
+    @cached_property
+    def kv_move(self) -> Redistribution | None:
+        """From `layout_kv` to `kv_layout`; None when nothing moves. Gradients go back by it, copies summed."""
+        return Redistribution.between(self.layout_kv, self.kv_layout, self.attention.kv_heads)
+
     def work(self) -> np.ndarray:
-        """Visible (query, key) pairs of every rank and forward step, int64 [ranks, steps]."""
-        return np.stack([self.forward.work(rank) for rank in range(self.ranks)])
+        """Visible (query, key) pairs, times query heads, of every rank and forward step, int64 [ranks, steps]."""
+        heads = [np.diff(self.q_layout.head_range(rank, self.attention.heads)) for rank in range(self.ranks)]
+        return np.stack([self.forward.work(rank) * heads[rank] for rank in range(self.ranks)])
 
     def __repr__(self) -> str:
         sent = int(self.forward.fetch.items["rows"].sum())

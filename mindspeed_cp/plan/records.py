@@ -10,8 +10,8 @@ import numpy as np
 
 from mindspeed_cp.layout import expand
 
-FULL, CAUSAL = 0, 1
-MASK_NAMES = {FULL: "full", CAUSAL: "causal"}
+FULL, CAUSAL, BAND = 0, 1, 2
+MASK_NAMES = {FULL: "full", CAUSAL: "causal", BAND: "band"}
 
 
 def record(names: str) -> np.dtype:
@@ -19,9 +19,15 @@ def record(names: str) -> np.dtype:
     return np.dtype([(name, np.int64) for name in names.split()])
 
 
-#: q rows x rows of a slot, all of one document. CAUSAL is aligned bottom right: q row i of the tile (from 0) sees the
-#: first k_rows - q_rows + i + 1 rows of the tile's keys.
-TILE = record("step slot q_row q_rows k_row k_rows mask")
+#: q rows x rows of a slot, all of document `doc`; q_pos and k_pos are positions of the first rows in it.
+#:
+#: FULL: every q row sees every key. CAUSAL is aligned bottom right: q row i of the tile (from 0) sees the first
+#: k_rows - q_rows + i + 1 keys. BAND: a query at position p sees those keys of the tile that the window lets it see
+#: (`AttentionConfig.reach`); every q row of the tile sees one at least, every key is seen by one at least.
+#:
+#: When `AttentionConfig.by_position`, positions rise by one from row to row on both sides; else a tile may join several
+#: runs, and only its first row has the position given.
+TILE = record("step slot q_row q_rows k_row k_rows mask doc q_pos k_pos")
 
 #: In step `step`, rank `rank` computes against rows `row` and on of slot `slot`, which hold
 #: spans[first : first + count]. Several contents of one step and slot are several parts of it.

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.layout import SPAN, Documents
-from mindspeed_cp.plan.records import CAUSAL, FULL, TILE
+from mindspeed_cp.layout import SPAN, Documents, expand
+from mindspeed_cp.plan.config import AttentionConfig
+from mindspeed_cp.plan.records import BAND, CAUSAL, FULL, TILE
 
 
-def tiles_between(q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents, mask: str) -> np.ndarray:
+def tiles_between(
+    q_spans: np.ndarray,
+    k_spans: np.ndarray,
+    documents: Documents,
+    attention: AttentionConfig,
+    kv_documents: Documents | None = None,
+) -> np.ndarray:
     r"""Tiles of a rank's queries against the keys in one slot.
 
     Both lists of spans ascend in token order, so what a query sees of a slot is one run of rows. A zig-zag rank has two
@@ -20,17 +27,28 @@ def tiles_between(q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents
           hi   #   \                    hi   #   .                     hi   #   #
           one causal square             one full tile                  one full tile
 
+    Windows, ALiBi and dropout need positions, so there every tile is one run of positions against another.
+
     Args:
         q_spans: records of dtype SPAN, this rank's queries, row by row.
         k_spans: records of dtype SPAN, the slot's keys, row by row.
         documents: the batch.
-        mask: "causal" or "full".
+        attention: its mask and window say what is visible.
+        kv_documents: lengths of the keys where they differ from those of the queries; full masks only.
 
     Returns:
         Records of dtype TILE in the order of q rows, `step` and `slot` zero.
     """
     if not len(q_spans) or not len(k_spans):
         return np.empty(0, TILE)
+    if attention.by_position:
+        return _by_position(q_spans, k_spans, documents, kv_documents or documents, attention)
+    return _by_rows(q_spans, k_spans, documents, kv_documents or documents, attention.mask)
+
+
+def _by_rows(
+    q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents, kv_documents: Documents, mask: str
+) -> np.ndarray:
     k_len = k_spans["stop"] - k_spans["start"]
     k_row = np.cumsum(k_len) - k_len
 
@@ -41,25 +59,29 @@ def tiles_between(q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents
         return np.where(i >= 0, k_row[i] + inside, 0)
 
     q_len = q_spans["stop"] - q_spans["start"]
-    first = rows_before(documents.offsets[q_spans["doc"]])
+    first = rows_before(kv_documents.offsets[q_spans["doc"]])
     own = np.zeros(len(q_spans), np.int64)
     if mask == "causal":
         last = rows_before(q_spans["stop"])
         own = last - rows_before(q_spans["start"])
         if ((own != 0) & (own != q_len)).any():  # some queries lie partly in the slot; after one cut none does
-            return tiles_between(_cut(q_spans, k_spans), k_spans, documents, mask)
+            return _by_rows(_cut(q_spans, k_spans), k_spans, documents, kv_documents, mask)
     else:
-        last = rows_before(documents.offsets[q_spans["doc"] + 1])
+        last = rows_before(kv_documents.offsets[q_spans["doc"] + 1])
 
     tiles = np.zeros(len(q_spans), TILE)
     tiles["q_row"], tiles["q_rows"] = np.cumsum(q_len) - q_len, q_len
     tiles["k_row"], tiles["k_rows"] = first, last - first
     tiles["mask"] = np.where(own > 0, CAUSAL, FULL)
-    seen = last > first
-    return _joined(tiles[seen], q_spans["doc"][seen])
+    seen = np.flatnonzero(last > first)
+    tiles["doc"] = q_spans["doc"]
+    tiles["q_pos"] = q_spans["start"] - documents.offsets[q_spans["doc"]]
+    at = np.searchsorted(k_row, first[seen], "right") - 1  # the span with the tile's first key
+    tiles["k_pos"][seen] = k_spans["start"][at] + first[seen] - k_row[at] - kv_documents.offsets[q_spans["doc"][seen]]
+    return _joined(tiles[seen])
 
 
-def _joined(tiles: np.ndarray, doc: np.ndarray) -> np.ndarray:
+def _joined(tiles: np.ndarray) -> np.ndarray:
     """A tile continues the one before it when its rows follow and it sees the same keys (full) or, for a causal one,
     just its own keys more. (A causal tile that follows a full one is left alone: no kernel has that shape.)"""
     if len(tiles) < 2:
@@ -67,7 +89,7 @@ def _joined(tiles: np.ndarray, doc: np.ndarray) -> np.ndarray:
     before, after = tiles[:-1], tiles[1:]
     growth = np.where(after["mask"] == CAUSAL, after["q_rows"], 0)
     follows = (
-        (doc[1:] == doc[:-1])
+        (after["doc"] == before["doc"])
         & (after["q_row"] == before["q_row"] + before["q_rows"])
         & (after["mask"] == before["mask"])
         & (after["k_rows"] == before["k_rows"] + growth)
@@ -77,6 +99,68 @@ def _joined(tiles: np.ndarray, doc: np.ndarray) -> np.ndarray:
     out["q_rows"] = np.add.reduceat(tiles["q_rows"], first)
     out["k_rows"] = tiles["k_rows"][np.append(first[1:], len(tiles)) - 1]
     return out
+
+
+def _by_position(
+    q_spans: np.ndarray,
+    k_spans: np.ndarray,
+    documents: Documents,
+    kv_documents: Documents,
+    attention: AttentionConfig,
+) -> np.ndarray:
+    """One tile for every pair of runs, a span of queries and a span of keys that follow each other, that see each
+    other; trimmed to the rows that do."""
+    left, right = attention.reach
+    q_len, k_len = q_spans["stop"] - q_spans["start"], k_spans["stop"] - k_spans["start"]
+    q_row, k_row = np.cumsum(q_len) - q_len, np.cumsum(k_len) - k_len
+    runs = np.flatnonzero(
+        np.append(True, (k_spans["start"][1:] != k_spans["stop"][:-1]) | (k_spans["doc"][1:] != k_spans["doc"][:-1]))
+    )
+    k_first = k_spans["start"][runs]  # tokens and rows of each run of keys
+    k_last = k_spans["stop"][np.append(runs[1:], len(k_spans)) - 1]
+    k_row = k_row[runs]
+
+    offset, k_offset = documents.offsets[q_spans["doc"]], kv_documents.offsets[q_spans["doc"]]
+    a, b = q_spans["start"] - offset, q_spans["stop"] - offset  # positions of the queries
+    sees_from = k_offset + np.maximum(a - left, 0)
+    sees_to = k_offset + np.minimum(b + right, kv_documents.lengths[q_spans["doc"]])
+    lo = np.searchsorted(k_last, sees_from, "right")
+    count = np.maximum(np.searchsorted(k_first, sees_to, "left") - lo, 0)
+    pair = np.repeat(np.arange(len(q_spans)), count)
+    run = expand(lo, count)
+    a, b, offset = a[pair], b[pair], k_offset[pair]
+    c, d = k_first[run] - offset, k_last[run] - offset  # positions of the keys
+    k_at, q_at = k_row[run], q_row[pair]
+
+    c2, d2 = np.maximum(c, a - left), np.minimum(d, b + right)
+    a2, b2 = np.maximum(a, c - right), np.minimum(b, d + left)
+    tiles = np.zeros(len(pair), TILE)
+    tiles["doc"], tiles["q_pos"], tiles["k_pos"] = q_spans["doc"][pair], a2, c2
+    tiles["q_row"], tiles["q_rows"] = q_at + a2 - a, b2 - a2
+    tiles["k_row"], tiles["k_rows"] = k_at + c2 - c, d2 - c2
+    tiles = tiles[(b2 > a2) & (d2 > c2)]
+    return _classified(tiles, left, right)
+
+
+def _classified(tiles: np.ndarray, left: int, right: int) -> np.ndarray:
+    """Masks of trimmed tiles. A lower triangle whose last keys come before its last queries is cut into a triangle and
+    what sees all."""
+    first_q, last_q = tiles["q_pos"], tiles["q_pos"] + tiles["q_rows"] - 1
+    first_k, last_k = tiles["k_pos"], tiles["k_pos"] + tiles["k_rows"] - 1
+    cut_left, cut_right = first_k < last_q - left, last_k > first_q + right
+    tiles["mask"] = np.where(cut_left | cut_right, BAND, FULL)
+    causal = cut_right & ~cut_left & (right == 0)
+    tiles["mask"][causal] = CAUSAL
+    over = causal & (last_q > last_k)
+    if not over.any():
+        return tiles
+    upper, lower = tiles[over].copy(), tiles[over].copy()
+    rows = last_k[over] - first_q[over] + 1
+    upper["q_rows"] = rows
+    lower["q_row"], lower["q_pos"] = lower["q_row"] + rows, lower["q_pos"] + rows
+    lower["q_rows"], lower["mask"] = lower["q_rows"] - rows, FULL
+    tiles = np.concatenate([tiles[~over], upper, lower])
+    return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
 
 
 def _cut(q_spans: np.ndarray, k_spans: np.ndarray) -> np.ndarray:
@@ -93,7 +177,23 @@ def _cut(q_spans: np.ndarray, k_spans: np.ndarray) -> np.ndarray:
     return out
 
 
-def pairs(tiles: np.ndarray) -> np.ndarray:
+def pairs(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
     """Visible (query, key) pairs of each tile, int64."""
     q, k = tiles["q_rows"], tiles["k_rows"]
-    return np.where(tiles["mask"] == CAUSAL, q * (k - q) + q * (q + 1) // 2, q * k)
+    out = np.where(tiles["mask"] == CAUSAL, q * (k - q) + q * (q + 1) // 2, q * k)
+    band = np.flatnonzero(tiles["mask"] == BAND)
+    if len(band):
+        first, last = visible_keys(tiles[band], attention)
+        of = np.repeat(np.arange(len(band)), tiles["q_rows"][band])
+        out[band] = np.bincount(of, weights=last - first, minlength=len(band)).astype(np.int64)
+    return out
+
+
+def visible_keys(tiles: np.ndarray, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """First and last-plus-one key row, counted in its tile, that each q row of each BAND tile sees; the q rows of all
+    tiles one after the other."""
+    left, right = attention.reach
+    n = tiles["q_rows"]
+    position = expand(tiles["q_pos"], n) - np.repeat(tiles["k_pos"], n)
+    rows = np.repeat(tiles["k_rows"], n)
+    return np.clip(position - left, 0, rows), np.clip(position + right + 1, 0, rows)

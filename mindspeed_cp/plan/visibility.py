@@ -4,49 +4,93 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.layout import Layout
+from mindspeed_cp.layout import Layout, merged, overlaps
+from mindspeed_cp.plan.config import AttentionConfig
 
 
-def last_hop(layout: Layout, mask: str) -> np.ndarray:
-    """For every block the number of hops to the last rank whose queries see any of it, int64 [ranks].
+def visible_tokens(queries: Layout, keys: Layout, attention: AttentionConfig) -> list[np.ndarray]:
+    """For every rank the keys that its queries see: runs of key tokens, int64 [runs, 2] (first, last plus one),
+    ascending, apart from each other."""
+    spans, left, right = queries.spans, *attention.reach
+    offset, k_offset = queries.documents.offsets[spans["doc"]], keys.documents.offsets[spans["doc"]]
+    length = keys.documents.lengths[spans["doc"]]
+    first = k_offset + np.clip(spans["start"] - offset - left, 0, length)
+    last = k_offset + np.clip(spans["stop"] - offset + right, 0, length)
+    out = []
+    for rank in range(queries.ranks):
+        lo, hi = queries.bounds[rank], queries.bounds[rank + 1]
+        out.append(merged(np.stack([first[lo:hi], last[lo:hi]], 1)))
+    return out
 
-    A causal query sees a block of its document when the block starts before the query's last token. Long documents
-    settle nearly every pair, so documents are taken longest first until all pairs are settled.
+
+def cut_to(spans: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What of the spans lies in the runs.
+
+    Args:
+        spans: records of dtype SPAN, ascending in token order.
+        runs: [n, 2], ascending, apart from each other.
+
+    Returns:
+        Pieces (records of dtype SPAN, ascending), and for each piece the number of its span.
     """
-    n, documents = layout.ranks, layout.documents
-    sees = np.eye(n, dtype=bool)  # [rank, block]
-    first, final = _borders(layout)
-    for doc in np.argsort(-documents.lengths, kind="stable"):
-        if documents.lengths[doc] == 0 or sees.all():
+    of, _, first, last = overlaps(spans["start"], spans["stop"], runs[:, 0], runs[:, 1])
+    pieces = spans[of]
+    pieces["start"], pieces["stop"] = first, last
+    return pieces, of
+
+
+def sees(queries: Layout, keys: Layout, attention: AttentionConfig) -> np.ndarray:
+    """Whether any query of a rank sees any key of another rank's block, bool [rank, block].
+
+    A long document settles every pair where it is on all ranks, so the longest one is tried alone first.
+    """
+    out = np.zeros((queries.ranks, keys.ranks), bool)
+    if not len(keys.spans):
+        return out
+    spans = keys.spans[np.argsort(keys.spans["start"], kind="stable")]
+    longest = spans[spans["doc"] == int(np.argmax(keys.documents.lengths))]
+    runs = visible_tokens(queries, keys, attention)
+    for some in (longest, spans):
+        for rank, mine in enumerate(runs):
+            if len(mine):
+                touched = np.searchsorted(mine[:, 0], some["stop"], "left") > np.searchsorted(
+                    mine[:, 1], some["start"], "right"
+                )
+                out[rank, some["rank"][touched]] = True
+        if out.all():
             break
-        if mask == "causal":
-            sees |= first[doc][None, :] < final[doc][:, None]
-        else:
-            held = final[doc] >= 0
-            sees |= held[None, :] & held[:, None]
-    hops = (np.arange(n)[:, None] - np.arange(n)[None, :]) % n
-    return np.where(sees, hops, 0).max(axis=0)
+    return out
 
 
-def seen_elsewhere(layout: Layout, mask: str) -> np.ndarray:
-    """For every span whether queries of any other rank see any of it, bool [spans]."""
-    spans, (_, final) = layout.spans, _borders(layout)
-    doc, rank = spans["doc"], spans["rank"]
-    if mask != "causal":
-        return (final >= 0).sum(1)[doc] > 1
-    latest = final.argmax(1)  # the rank with the document's last query; to itself, the second latest is the other
-    highest = final.max(1)
-    final[np.arange(len(final)), latest] = -1
-    other = np.where(latest[doc] == rank, final.max(1, initial=-1)[doc], highest[doc])
-    return spans["start"] < other
+def seen_elsewhere(queries: Layout, keys: Layout, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The parts of every block that some other rank's queries see.
+
+    Returns:
+        Pieces (records of dtype SPAN, in the order of the layout's spans), and for each piece the number of its span.
+    """
+    runs = visible_tokens(queries, keys, attention)
+    if queries.same_as(keys) and queries.documents == keys.documents:  # every query sees its own key
+        twice = _covered_twice(runs)
+        seen = [twice] * keys.ranks
+    else:
+        none = np.zeros((0, 2), np.int64)
+        seen = [
+            merged(np.concatenate([none, *(runs[rank] for rank in range(queries.ranks) if rank != block)]))
+            for block in range(keys.ranks)
+        ]
+    found = [cut_to(keys.of(block), seen[block]) for block in range(keys.ranks)]
+    pieces = np.concatenate([x[0] for x in found])
+    return pieces, np.concatenate([x[1] + keys.bounds[block] for block, x in enumerate(found)])
 
 
-def _borders(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """For every document and rank the rank's first token and last token plus one, int64 [documents, ranks]; the number
-    of tokens and -1 where the rank holds none."""
-    shape = len(layout.documents), layout.ranks
-    first, final = np.full(shape, layout.documents.tokens), np.full(shape, -1)
-    spans = layout.spans
-    np.minimum.at(first, (spans["doc"], spans["rank"]), spans["start"])
-    np.maximum.at(final, (spans["doc"], spans["rank"]), spans["stop"])
-    return first, final
+def _covered_twice(runs: list[np.ndarray]) -> np.ndarray:
+    """Where the runs of at least two lists overlap, as ascending runs."""
+    every = np.concatenate(runs)
+    edges = np.concatenate([every[:, 0], every[:, 1]])
+    rise = np.repeat(np.array([1, -1]), len(every))
+    order = np.argsort(edges, kind="stable")
+    edges, depth = edges[order], np.cumsum(rise[order])
+    if len(edges) < 2:
+        return np.zeros((0, 2), np.int64)
+    inside = np.flatnonzero((depth[:-1] >= 2) & (edges[1:] > edges[:-1]))
+    return merged(np.stack([edges[inside], edges[inside + 1]], 1))

@@ -22,25 +22,52 @@ from mindspeed_cp.plan import AttentionConfig
 Lowered = Mapping[tuple[int, int], Sequence[Any]]
 
 
+#: (seed, layer): with head, document and positions they decide which attention weights are dropped.
+DropoutKey = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads that a rank computes, out of those of an AttentionConfig.
+
+    Attributes:
+        q: first and last-plus-one query head.
+        kv: first and last-plus-one kv head; they serve the query heads. Where heads do not divide evenly, query heads
+            that share a kv head may be on two ranks, and the number of query heads for each kv head may differ.
+    """
+
+    q: tuple[int, int]
+    kv: tuple[int, int]
+
+    @staticmethod
+    def all(attention: AttentionConfig) -> Heads:
+        """All heads."""
+        return Heads((0, attention.heads), (0, attention.kv_heads))
+
+
 @dataclass(frozen=True)
 class ForwardState:
-    """What the forward reads and updates.
+    """What the forward reads and updates. `heads` below are those of `heads.q`.
 
     Attributes:
         q: [t, heads, head_dim].
         out: fp32 [t, heads, head_dim_v]; zero, or anything where every tile finds its rows all untouched or all
             touched: a tile on untouched rows is stored, not merged.
         lse: fp32 [t, heads], starts at -inf.
+        heads: which heads these are.
+        dropout: seed and layer, or None: nothing is dropped.
     """
 
     q: Tensor
     out: Tensor
     lse: Tensor
+    heads: Heads
+    dropout: DropoutKey | None = None
 
 
 @dataclass(frozen=True)
 class BackwardState:
-    """What the backward reads and updates.
+    """What the backward reads and updates. `heads` below are those of `heads.q`.
 
     Attributes:
         q: [t, heads, head_dim].
@@ -48,6 +75,8 @@ class BackwardState:
         lse: fp32 [t, heads], complete.
         dout: [t, heads, head_dim_v], gradient of out.
         dq: fp32 [t, heads, head_dim], starts at 0.
+        heads: which heads these are.
+        dropout: as in the forward.
     """
 
     q: Tensor
@@ -55,6 +84,8 @@ class BackwardState:
     lse: Tensor
     dout: Tensor
     dq: Tensor
+    heads: Heads
+    dropout: DropoutKey | None = None
 
 
 class AttentionBackend(Protocol):
@@ -65,10 +96,15 @@ class AttentionBackend(Protocol):
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
         """Raise ConfigError, naming setting, value, valid values and alternative, for what is not supported."""
 
-    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig) -> Lowered:
-        """Kernel calls for the tiles (records of dtype TILE, in the order they run) of a rank with `rows` queries."""
+    def lower_forward(
+        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> Lowered:
+        """Kernel calls for the tiles (records of dtype TILE, in the order they run) of a rank with `rows` queries of
+        type `dtype`."""
 
-    def lower_backward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig) -> Lowered:
+    def lower_backward(
+        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> Lowered:
         """The same for the backward."""
 
     def forward(

@@ -25,7 +25,8 @@ class Case:
     head_dim_v: int = 16
     mask: str = "causal"
     dtype: torch.dtype = torch.float32
-    layout: str = "zigzag"
+    algorithm: str = "ring"
+    options: tuple[tuple[str, object], ...] = ()
     seed: int = 0
 
     def with_ranks(self, ranks: int) -> Case:
@@ -33,7 +34,7 @@ class Case:
 
     def plan(self) -> Plan:
         attention = AttentionConfig(self.heads, self.kv_heads, self.head_dim, self.head_dim_v, mask=self.mask)
-        return build_plan(Documents(list(self.lengths)), Topology(1, self.ranks), attention, layout=self.layout)
+        return build_plan(Documents(list(self.lengths)), Topology(1, self.ranks), attention, self.algorithm, **dict(self.options))
 
     def inputs(self) -> list[torch.Tensor]:
         """q, k, v and dout of the whole batch."""

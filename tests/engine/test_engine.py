@@ -20,8 +20,8 @@ PROBLEMS = {
     "no token": Case((0, 0), 1),
     "no document": Case((), 1),
     "full mask": Case((129, 3, 0, 50, 7, 190), 1, mask="full", kv_heads=2),
-    "full mask, contiguous": Case((90, 31), 1, mask="full", layout="contiguous"),
-    "causal, contiguous": Case((90, 0, 31, 200), 1, layout="contiguous"),
+    "full mask, contiguous": Case((90, 31), 1, mask="full", options=(("layout", "contiguous"),)),
+    "causal, contiguous": Case((90, 0, 31, 200), 1, options=(("layout", "contiguous"),)),
     "many small documents": Case(tuple(range(40)), 1, heads=2, kv_heads=2),
 }
 

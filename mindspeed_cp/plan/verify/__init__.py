@@ -10,6 +10,7 @@ from mindspeed_cp.plan.verify.explain import refuse_gradient, refuse_query
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
 from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
 from mindspeed_cp.plan.verify.memory import check_memory, peak_bytes
+from mindspeed_cp.plan.verify.moves import check_move
 from mindspeed_cp.plan.verify.queues import check_queues
 from mindspeed_cp.plan.verify.structure import check_program, check_tiles
 
@@ -21,8 +22,10 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
 
     Proved, for all ranks, forward and backward:
 
-    * every (token, head) is held once by the caller's layout and by the layout of queries, and at least once by that of
-      keys and values; kv heads serve the query heads beside them;
+    * every (token, head) is held once by the caller's layouts and by the layout of queries, and at least once by that
+    of
+      keys and values; kv heads serve the query heads beside them; moves between layouts bring every row and head to its
+      place once (:mod:`.moves`);
     * every number refers to a step, slot, row and rank that exists; messages are in one global order;
     * every visible (query, key) pair is computed exactly once and no other pair is; in the backward the gradient of
       every key comes back to its owner with every query's part exactly once (:mod:`.interpret`);
@@ -43,13 +46,16 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     attention = plan.attention
     _check_layouts(plan)
     rng = np.random.default_rng(seed)
-    a, b = (rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64) for _ in range(2))
-    b |= np.uint64(1)
-    see = expected_sums(plan.documents, attention.mask, a, b)
+    a = rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64)
+    b = rng.integers(1, 2**64, plan.kv_documents.tokens, dtype=np.uint64) | np.uint64(1)
+    see = expected_sums(plan.documents, plan.kv_documents, attention, a, b)
+    has_heads = [np.ptp(plan.q_layout.head_range(rank, attention.heads)) > 0 for rank in range(plan.ranks)]
     known: dict[tuple[int, int], list[np.ndarray]] = {}
     for name, program in (("forward", plan.forward), ("backward", plan.backward)):
-        if program.mask != attention.mask:
-            raise PlanError(f"{name}: the program's mask is {program.mask}, the attention's {attention.mask}")
+        if program.attention != attention:
+            raise PlanError(f"{name}: the program is for {program.attention}, the plan for {attention}")
+        if program.kv_documents != plan.kv_documents:
+            raise PlanError(f"{name}: its keys are of {program.kv_documents}, the plan's of {plan.kv_documents}")
         if program.q_layout.documents != plan.documents or not program.q_layout.same_as(plan.q_layout):
             raise PlanError(f"{name}: the program's queries are laid out in another way than the plan's")
         if name == "forward" and len(program.reduce):
@@ -63,11 +69,11 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
         check_queues(program, name)
         run = Interpreter(plan, program, name, tiles, a, b)
         run.run()
-        for rank in range(plan.ranks):
+        for rank in np.flatnonzero(has_heads).tolist():
             wrong = np.flatnonzero(run.out[rank] != see[0][plan.q_layout.tokens(rank)])
             if len(wrong):
                 refuse_query(plan, program, name, rank, int(wrong[0]), tiles[rank])
-        for rank in range(plan.ranks) if name == "backward" else ():
+        for rank in np.flatnonzero(has_heads).tolist() if name == "backward" else ():
             wrong = np.flatnonzero(run.gradient[rank][0] != see[1][plan.kv_layout.tokens(rank)])
             if len(wrong):
                 refuse_gradient(plan, program, rank, int(wrong[0]), tiles, (a, b))
@@ -78,7 +84,7 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
 def _tiles(program: Program, known: dict[tuple[int, int], list[np.ndarray]]) -> list[np.ndarray]:
     """Tiles of all ranks; forward and backward may share their contents and spans, and then their tiles: layout and
     mask are those of the plan in both."""
-    key = id(program.contents), id(program.spans)
+    key = id(program.contents), id(program.spans)  # both live as long as the plan
     if type(program) is not Program or key not in known:
         known[key] = [program.tiles(rank) for rank in range(program.ranks)]
     return known[key]
@@ -86,16 +92,24 @@ def _tiles(program: Program, known: dict[tuple[int, int], list[np.ndarray]]) -> 
 
 def _check_layouts(plan: Plan) -> None:
     """The three layouts are of one batch and of the topology's ranks, and each holds what it must."""
-    layouts = {"layout": plan.layout, "q_layout": plan.q_layout, "kv_layout": plan.kv_layout}
+    layouts = {"layout": plan.layout, "q_layout": plan.q_layout}
+    layouts |= {"layout_kv": plan.layout_kv, "kv_layout": plan.kv_layout}
     for name, layout in layouts.items():
         if layout.ranks != plan.topology.ranks:
             raise PlanError(f"{name}: it has {layout.ranks} ranks, the topology {plan.topology.ranks}")
-        if layout.documents != plan.documents:
-            raise PlanError(f"{name}: it is of {layout.documents}, the caller's layout of {plan.documents}")
-    if plan.layout.heads is not None:
-        raise PlanError("layout: the caller holds all heads, but it splits them")
-    plan.layout.check()
+        documents = plan.kv_documents if "kv" in name else plan.documents
+        if layout.documents != documents:
+            raise PlanError(f"{name}: it is of {layout.documents}, the caller's layout of {documents}")
+    if len(plan.documents) != len(plan.kv_documents):
+        raise PlanError(f"layout_kv: {len(plan.kv_documents)} documents of keys for {len(plan.documents)} of queries")
+    for name in ("layout", "layout_kv"):
+        if layouts[name].heads is not None:
+            raise PlanError(f"{name}: the caller holds all heads, but it splits them")
+        layouts[name].check()
     _check_heads(plan)
+    for name, move in (("q_move", plan.q_move), ("kv_move", plan.kv_move)):
+        if move is not None:
+            check_move(move, name)
 
 
 def _check_heads(plan: Plan) -> None:
@@ -111,10 +125,14 @@ def _check_heads(plan: Plan) -> None:
         if b > a and (c * group > a or d * group < b):
             raise PlanError(f"layout: rank {rank}: kv heads {c} to {d - 1} do not serve query heads {a} to {b - 1}")
     for program in (plan.forward, plan.backward):
+        if plan.kv_layout.heads is None:
+            continue
+        held = plan.kv_layout.heads
         for messages in (program.fetch, program.reduce):
-            for item in messages.items if plan.kv_layout.heads is not None else ():
-                if (plan.kv_layout.heads[item["src"]] != plan.kv_layout.heads[item["dst"]]).any():  # type: ignore[index]
-                    raise PlanError(
-                        f"rank {item['src']}, step {item['start']}: keys and values go to rank {item['dst']}, "
-                        "which has other heads"
-                    )
+            other = np.flatnonzero((held[messages.items["src"]] != held[messages.items["dst"]]).any(1))
+            if len(other):
+                item = messages.items[other[0]]
+                raise PlanError(
+                    f"rank {item['src']}, step {item['start']}: keys and values go to rank {item['dst']}, "
+                    "which has other heads"
+                )

@@ -18,23 +18,44 @@ import numpy as np
 
 from mindspeed_cp.errors import PlanError
 from mindspeed_cp.layout import Documents, expand
+from mindspeed_cp.plan.config import AttentionConfig
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.records import CAUSAL, Messages
-from mindspeed_cp.plan.verify.structure import describe_message
+from mindspeed_cp.plan.records import BAND, CAUSAL, FULL, Messages
+from mindspeed_cp.plan.tiles import visible_keys
+from mindspeed_cp.plan.verify.structure import describe_message, describe_tile
 
 EMPTY, IN_FLIGHT = -1, -2
 
 
-def expected_sums(documents: Documents, mask: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For every token the sum of b over the keys that it sees, and of a over the queries that see it; uint64
-    [tokens]."""
-    doc = np.repeat(np.arange(len(documents)), documents.lengths)
-    first, last = documents.offsets[doc], documents.offsets[doc + 1]
-    token = np.arange(documents.tokens)
-    sum_a, sum_b = prefix_sums(a), prefix_sums(b)
-    if mask == "causal":
-        return sum_b[token + 1] - sum_b[first], (sum_a[last] - sum_a[token]) * b
-    return sum_b[last] - sum_b[first], (sum_a[last] - sum_a[first]) * b
+def expected_sums(
+    queries: Documents, keys: Documents, attention: AttentionConfig, a: np.ndarray, b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What every token must get, straight from positions and reach.
+
+    Args:
+        queries, keys: lengths of the queries and of the keys of each document.
+        attention: its mask and window.
+        a, b: numbers of the queries and of the keys, uint64 [query tokens] and [key tokens].
+
+    Returns:
+        For every query the sum of b over the keys that it sees; for every key the sum of a over the queries that see
+        it, times its own number.
+    """
+    left, right = attention.reach
+    return (
+        _sums_in_reach(queries, keys, left, right, prefix_sums(b)),
+        _sums_in_reach(keys, queries, right, left, prefix_sums(a)) * b,
+    )
+
+
+def _sums_in_reach(of: Documents, over: Documents, left: int, right: int, sums: np.ndarray) -> np.ndarray:
+    """For every token of `of`, at position p, the sum over tokens p - left .. p + right of the same document of
+    `over`, whose prefix sums are given."""
+    doc = np.repeat(np.arange(len(of)), of.lengths)
+    position = np.arange(of.tokens) - of.offsets[doc]
+    first, length = over.offsets[doc], over.lengths[doc]
+    low, high = np.clip(position - left, 0, length), np.clip(position + right + 1, 0, length)
+    return sums[first + high] - sums[first + low]
 
 
 def prefix_sums(x: np.ndarray) -> np.ndarray:
@@ -69,7 +90,8 @@ class Interpreter:
         program, ranks = self.program, range(self.program.ranks)
         self._held = [[np.full(rows, EMPTY) for rows in program.capacity[rank]] for rank in ranks]
         self.gradient = [[np.zeros(rows, np.uint64) for rows in program.capacity[rank]] for rank in ranks]
-        self._queries = [prefix_sums(self.a[program.q_layout.tokens(rank)]) for rank in ranks]
+        self._query_tokens = [program.q_layout.tokens(rank) for rank in ranks]
+        self._queries = [prefix_sums(self.a[tokens]) for tokens in self._query_tokens]
         self._rise = [np.zeros(len(q), np.uint64) for q in self._queries]  # changes of `out` from one row to the next
         self._flying: dict[tuple[str, int], np.ndarray] = {}
         self._blocks: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -93,9 +115,10 @@ class Interpreter:
                 tiles = self.tiles[rank][cells[rank][step] : cells[rank][step + 1]]
                 mine = contents[rank]
                 for content in mine[mine["step"] == step]:
-                    sums, first = self._check_content(rank, content), int(content["row"])
-                    inside = (tiles["k_row"] >= first) & (tiles["k_row"] < first + len(sums) - 1)
+                    (tokens, sums), first = self._check_content(rank, content), int(content["row"])
+                    inside = (tiles["k_row"] >= first) & (tiles["k_row"] < first + len(tokens))
                     of = tiles[inside & (tiles["slot"] == content["slot"])]
+                    self._check_positions(rank, of, tokens, first)
                     self._compute(rank, int(content["slot"]), of, sums, first)
             for kind, messages, index in self._at("done", step):
                 self._finish(kind, messages, index)
@@ -130,8 +153,8 @@ class Interpreter:
         self._held[item["dst"]][item["dst_slot"]][dst] = payload
         gradient[dst] = 0
 
-    def _check_content(self, rank: int, content: np.ndarray) -> np.ndarray:
-        """Prefix sums of b over the rows that the content claims, once the slot is seen to hold just them."""
+    def _check_content(self, rank: int, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that the content claims, and prefix sums of b over them, once the slot is seen to hold just them."""
         key = int(content["first"]), int(content["count"])
         if key not in self._blocks:
             spans = self.program.spans_in(content)
@@ -142,7 +165,24 @@ class Interpreter:
         held = self._held[rank][int(content["slot"])][first : first + len(tokens)]
         if not np.array_equal(held, tokens):
             self._refuse_content(rank, content, tokens, held)
-        return sums
+        return tokens, sums
+
+    def _check_positions(self, rank: int, tiles: np.ndarray, keys: np.ndarray, first: int) -> None:
+        """Document and positions of the first rows are those of the tokens there, and, where positions count, of the
+        last rows too: tokens ascend, so all between are right."""
+        exact, queries = self.program.attention.by_position, self._query_tokens[rank]
+        for name, row, rows, tokens, documents in (
+            ("q_pos", tiles["q_row"], tiles["q_rows"], queries, self.program.q_layout.documents),
+            ("k_pos", tiles["k_row"] - first, tiles["k_rows"], keys, self.program.kv_documents),
+        ):
+            start = documents.offsets[tiles["doc"]] + tiles[name]
+            wrong = (tokens[row] != start) | (exact & (tokens[row + rows - 1] != start + rows - 1))
+            if wrong.any():
+                tile = tiles[int(np.argmax(wrong))]
+                raise PlanError(
+                    f"{self.name}: rank {rank}, step {tile['step']}: {describe_tile(tile)}: its {name} is {tile[name]} "
+                    f"in document {tile['doc']}, but its rows are other tokens"
+                )
 
     def _refuse_content(self, rank: int, content: np.ndarray, tokens: np.ndarray, held: np.ndarray) -> None:
         where = f"{self.name}: rank {rank}, step {content['step']}: slot {content['slot']}"
@@ -167,11 +207,12 @@ class Interpreter:
         out, queries, rise = self.out[rank], self._queries[rank], self._rise[rank]
         seen_by = np.zeros(len(keys) - 1, np.uint64)  # for each of these rows the sum of a over the queries
         rise_k = np.zeros(len(keys), np.uint64)
-        full = tiles[tiles["mask"] != CAUSAL]
+        full = tiles[tiles["mask"] == FULL]
         k = full["k_row"] - first
         _change(rise, full["q_row"], full["q_rows"], keys[k + full["k_rows"]] - keys[k])
         _change(rise_k, k, full["k_rows"], queries[full["q_row"] + full["q_rows"]] - queries[full["q_row"]])
 
+        self._compute_bands(tiles[tiles["mask"] == BAND], out, queries, keys, first, rise_k)
         causal = tiles[tiles["mask"] == CAUSAL]
         q, n, k = causal["q_row"], causal["q_rows"], causal["k_row"] - first
         past = causal["k_rows"] - n  # keys that every query of the tile sees
@@ -181,6 +222,20 @@ class Interpreter:
         np.add.at(seen_by, expand(k + past, n), queries[np.repeat(q + n, n)] - queries[rows])
         seen_by += np.cumsum(rise_k[:-1], dtype=np.uint64)
         self.gradient[rank][slot][first : first + len(seen_by)] += seen_by * np.diff(keys)  # the rows' own numbers
+
+    def _compute_bands(
+        self, band: np.ndarray, out: np.ndarray, queries: np.ndarray, keys: np.ndarray, first: int, rise_k: np.ndarray
+    ) -> None:
+        """A band tile needs two numbers for each of its rows, and for each row two changes of what its keys get."""
+        if not len(band):
+            return
+        low, high = visible_keys(band, self.program.attention)
+        rows = expand(band["q_row"], band["q_rows"])
+        k = np.repeat(band["k_row"] - first, band["q_rows"])
+        np.add.at(out, rows, keys[k + high] - keys[k + low])
+        own = queries[rows + 1] - queries[rows]
+        np.add.at(rise_k, k + low, own)
+        np.subtract.at(rise_k, k + high, own)
 
 
 def _rows(messages: Messages, index: int) -> tuple[np.ndarray | slice, np.ndarray | slice]:

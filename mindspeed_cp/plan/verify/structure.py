@@ -134,7 +134,7 @@ def _check_contents(program: Program, name: str) -> None:
     _, distinct = np.unique(np.stack([contents["first"], contents["count"]], 1), axis=0, return_index=True)
     for content in contents[distinct]:
         held = program.spans_in(content)
-        outside = (held["start"] < 0).any() or (held["stop"] > program.q_layout.documents.tokens).any()
+        outside = (held["start"] < 0).any() or (held["stop"] > program.kv_documents.tokens).any()
         if outside or (held["stop"] <= held["start"]).any() or (held["start"][1:] < held["stop"][:-1]).any():
             raise PlanError(
                 f"{name}: rank {content['rank']}, step {content['step']}: contents of slot {content['slot']} do "
@@ -171,6 +171,7 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, name: str) -> No
     )
     ok = (tiles["q_row"] >= 0) & (tiles["q_rows"] > 0) & (tiles["q_row"] + tiles["q_rows"] <= q_rows)
     ok &= (tiles["k_row"] >= 0) & (tiles["k_rows"] > 0) & (tiles["k_row"] + tiles["k_rows"] <= held)
+    ok &= (tiles["doc"] >= 0) & (tiles["doc"] < len(program.kv_documents))
     ok &= np.isin(tiles["mask"], list(MASK_NAMES)) & ((tiles["mask"] != CAUSAL) | (tiles["k_rows"] >= tiles["q_rows"]))
     if not ok.all():
         bad = tiles[int(np.argmin(ok))]
