@@ -1,0 +1,92 @@
+"""The table of capabilities: a plan exists for every exact cell, and what is refused says what is valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, capabilities, verify_plan
+from mindspeed_cp.capabilities import FEATURES, REFUSALS, Refusal, capabilities_md, cells, check, refusal
+from tests.cells import example
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("algorithm", FEATURES["algorithm"])
+def test_every_cell_is_exact_or_refused_with_an_alternative(algorithm: str) -> None:
+    """Settings and plans agree with the table, and every plan is proved."""
+    mine = [cell for cell in cells() if cell.algorithm == algorithm]
+    assert len(mine) == 2 ** (len(FEATURES) - 2)
+    for cell in mine:
+        documents, keys, attention = example(cell)
+        reason = refusal(cell)
+        if reason is None:
+            check(algorithm, attention, documents, keys, cell.backend)
+            plan = build_plan(documents, Topology(1, 3), attention, algorithm, kv_documents=keys)
+            verify_plan(plan)
+            continue
+        assert "; valid: " in str(reason)
+        with pytest.raises(ConfigError) as told:
+            check(algorithm, attention, documents, keys, cell.backend)
+        assert str(told.value) == str(reason)
+        with pytest.raises(ConfigError, match="valid: "):
+            build_plan(documents, Topology(1, 3), attention, algorithm, kv_documents=keys)
+
+
+def test_every_refusal_is_of_some_cell() -> None:
+    for row in REFUSALS:
+        assert all(value in FEATURES[name] for name, value in row.where.items())
+        assert any(refusal(cell) is row for cell in cells())
+
+
+def test_an_example_is_in_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one cell refused, its example is refused and no other cell's."""
+    for number, cell in enumerate(cells()):
+        if number % 97:
+            continue
+        row = Refusal(dict(vars(cell)), "this cell", "the others")
+        monkeypatch.setattr(capabilities, "REFUSALS", (row,))
+        for other in cells():
+            if sum(a != b for a, b in zip(vars(cell).values(), vars(other).values(), strict=True)) > 1:
+                continue
+            documents, keys, attention = example(other)
+            arguments = (other.algorithm, attention, documents, keys, other.backend)
+            if other == cell:
+                with pytest.raises(ConfigError, match="this cell; valid: the others"):
+                    check(*arguments)
+            else:
+                check(*arguments)
+
+
+def test_what_is_not_known_yet_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without documents a refusal of either kind of them counts; auto is refused when every backend refuses."""
+    monkeypatch.setattr(capabilities, "REFUSALS", (Refusal({"documents": "packed"}, "packed", "rows"),))
+    attention = AttentionConfig(4)
+    with pytest.raises(ConfigError, match="packed"):
+        check("p2p", attention)
+    check("p2p", attention, Documents([5, 5]))
+    monkeypatch.setattr(capabilities, "BACKENDS", ("cpu", "other"))
+    monkeypatch.setattr(capabilities, "REFUSALS", (Refusal({"backend": "cpu"}, "cpu", "other"),))
+    check("p2p", attention)
+    with pytest.raises(ConfigError, match="cpu; valid: other"):
+        check("p2p", attention, backend="cpu")
+    with pytest.raises(ConfigError, match="backend is 'tpu'; valid: auto, cpu, other"):
+        check("p2p", attention, backend="tpu")
+
+
+def test_the_table_names_the_backends_that_exist() -> None:
+    from mindspeed_cp.ops.attention import BACKENDS
+
+    assert set(capabilities.BACKENDS) == set(BACKENDS)
+
+
+def test_the_documentation_is_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "capabilities.md").read_text("utf-8")
+    assert text == capabilities_md(), "run: python -m mindspeed_cp.capabilities > docs/capabilities.md"
+    refused = Refusal({"algorithm": "direct", "bias": "alibi"}, "attention.alibi is True", "ring")
+    monkeypatch.setattr(capabilities, "REFUSALS", (refused,))
+    lines = capabilities_md().splitlines()
+    assert "| | ring, double_ring, ulysses, hybrid, all_gather | direct |" in lines
+    assert "| ALiBi | exact | refused (1) |" in lines and "| full mask | exact | exact |" in lines
+    assert "1. Refused: attention.alibi is True; valid: ring." in lines
