@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspeed_cp.config_errors import bad_value
+from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ def check(settings: Settings) -> None:
     """Raise the error of the first pair of settings that do not fit together."""
     _check_heads(settings)
     _check_tensor_parallel(settings)
+    check_parallel(settings)
     _check_schedule(settings)
 
 
@@ -37,6 +39,7 @@ def data_parallel_size(settings: Settings, world_size: int) -> int:
             f"{world_size} ranks do not fit the settings: one replica needs {product}; "
             f"start {size}, or a multiple of it"
         )
+    check_expert_ranks(settings, world_size)
     replicas = world_size // size
     if train.global_batch_size % replicas:
         fitting = -(-train.global_batch_size // replicas) * replicas
@@ -52,7 +55,7 @@ def data_parallel_size(settings: Settings, world_size: int) -> int:
 def _check_heads(settings: Settings) -> None:
     model = settings.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.kv_channels is None and model.hidden_size % heads:
+    if model.kv_channels is None and not model.multi_latent_attention and model.hidden_size % heads:
         near = max(1, round(model.hidden_size / heads)) * heads
         rule = f"must be a multiple of model.num_attention_heads = {heads}, or give model.kv_channels; nearest: {near}"
         raise bad_value("model.hidden_size", model.hidden_size, rule)
@@ -60,7 +63,7 @@ def _check_heads(settings: Settings) -> None:
         valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         rule = f"must divide model.num_attention_heads = {heads}; valid: {valid}"
         raise bad_value("model.num_query_groups", groups, rule)
-    if model.position_embedding_type == "rope" and model.head_dim % 2:
+    if model.rotary_dim % 2 and not model.multi_latent_attention:  # which checks its own
         key, value = (
             ("model.kv_channels", model.kv_channels) if model.kv_channels else ("model.hidden_size", model.hidden_size)
         )

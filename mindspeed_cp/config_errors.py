@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from mindspeed_cp.errors import ConfigError
 
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+_PLURALS = {int: "integers", float: "numbers", str: "texts"}
 _OTHER_WORDS = {
     "num_layers": ("layers", "n_layers", "n_layer", "num_hidden_layers"),
     "num_attention_heads": ("heads", "num_heads", "n_heads"),
@@ -95,6 +96,8 @@ def _describe_type(annotation: Any, bounds: str) -> str:
         return _describe_type(arguments[0], _bounds(arguments[1:]) or bounds)
     if origin is Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(str(a) for a in arguments)
+    if origin is list:
+        return f"a list of {_PLURALS[arguments[0]]}"
     text = _SCALARS.get(
         annotation,
         "a section" if isinstance(annotation, type) and issubclass(annotation, BaseModel) else str(annotation),

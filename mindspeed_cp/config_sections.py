@@ -5,83 +5,28 @@ Ideas that Megatron has too carry the key names of its TransformerConfig and of 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, model_validator
 
-from mindspeed_cp.config_errors import one_line
+from mindspeed_cp.config_base import LARGE, Count, Fraction, Natural, NotNegative, Positive, Section
+from mindspeed_cp.config_errors import bad_value
+from mindspeed_cp.config_model import ModelSettings
 
-LARGE = 10**9  # no setting is larger in earnest, and what counts in 64 bits further on does not overflow
-
-Count = Annotated[int, Field(ge=1, le=LARGE)]
-Natural = Annotated[int, Field(ge=0, le=LARGE)]
-Positive = Annotated[float, Field(gt=0, le=LARGE)]
-NotNegative = Annotated[float, Field(ge=0, le=LARGE)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A strict, frozen section: no unknown keys, no conversions (the text "3" is not the number 3), no infinities.
-
-    Whatever is wrong is a ConfigError of one line, also where a section is made in Python.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
-
-    def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise one_line(type(self), error) from None
-
-
-class ModelSettings(Section):
-    """The GPT, in the words of Megatron's TransformerConfig."""
-
-    num_layers: Count = Field(default=4, description="transformer layers")
-    hidden_size: Count = Field(default=256, description="width of the residual stream")
-    num_attention_heads: Count = Field(default=8, description="query heads")
-    num_query_groups: Count | None = Field(default=None, description="key/value heads; null: as many as query heads")
-    kv_channels: Count | None = Field(
-        default=None, description="width of a head; null: hidden_size / num_attention_heads"
-    )
-    ffn_hidden_size: Count | None = Field(
-        default=None, description="width inside the MLP; null: 4 * hidden_size, with swiglu 8/3 of it in steps of 64"
-    )
-    normalization: Literal["RMSNorm", "LayerNorm"] = Field(default="RMSNorm", description="kind of norm")
-    swiglu: bool = Field(default=True, description="gated SiLU in the MLP; false: GELU")
-    add_bias_linear: bool = Field(default=False, description="biases in the linear layers")
-    position_embedding_type: Literal["rope", "none"] = Field(
-        default="rope", description="rope: rotary positions, counted from 0 in each document"
-    )
-    rotary_base: Count = Field(default=10000, description="base of the rotary frequencies")
-    untie_embeddings_and_output_weights: bool = Field(
-        default=False, description="a matrix of its own for the output layer"
-    )
-    init_method_std: Annotated[float, Field(gt=0)] = Field(
-        default=0.02, description="standard deviation of the initial weights"
-    )
-    recompute_granularity: Literal["selective", "full"] | None = Field(
-        default=None,
-        description="recompute in the backward: selective: core attention, full: whole layers, null: nothing",
-    )
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def ffn_size(self) -> int:
-        """Width inside the MLP."""
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
-        return max(64, int(self.hidden_size * 8 / 3) // 64 * 64) if self.swiglu else 4 * self.hidden_size
+__all__ = [
+    "LARGE",
+    "CheckpointSettings",
+    "Count",
+    "DataSettings",
+    "Fraction",
+    "ModelSettings",
+    "Natural",
+    "NotNegative",
+    "OutputSettings",
+    "Positive",
+    "Section",
+    "TrainSettings",
+]
 
 
 class DataSettings(Section):
@@ -122,7 +67,16 @@ class TrainSettings(Section):
     pipeline_model_parallel_size: Count = Field(
         default=1, description="ranks that share the layers; only 1 in this version"
     )
+    sequence_parallel: bool = Field(
+        default=False, description="tensor-parallel ranks also share the rows between their matrices"
+    )
+    expert_model_parallel_size: Count = Field(
+        default=1, description="ranks that share the experts; they are laid over context- and data-parallel ranks"
+    )
     use_distributed_optimizer: bool = Field(default=False, description="spread the optimizer's state over the ranks")
+    deterministic_mode: bool = Field(
+        default=False, description="two runs with the same settings and ranks give the same bits"
+    )
     prefetch: Count = Field(default=2, description="micro-batches packed and planned ahead, in a thread of each rank")
     threads_per_rank: Count | None = Field(
         default=None, description="CPU threads of a rank; null: the cores shared out"
@@ -130,6 +84,13 @@ class TrainSettings(Section):
     max_restarts: Natural = Field(
         default=0, description="how often all ranks are started again, and resume, after one died"
     )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainSettings:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            rule = "needs tensor_model_parallel_size > 1, whose ranks it gives parts of the rows; use false"
+            raise bad_value("sequence_parallel", True, rule)
+        return self
 
 
 class CheckpointSettings(Section):
