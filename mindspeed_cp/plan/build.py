@@ -81,8 +81,8 @@ def build_plan(
             (`ALIASES`).
         kv_documents: for cross-attention the length of each document's keys and values, when `documents` has that of
             its queries; full masks only.
-        **options: of the algorithm, see its builder. layout: "zigzag" (the default), "contiguous" or "balanced", for all
-            but ulysses; double_ring: cp_window_size; hybrid: ulysses_degree; direct: prefetch.
+        **options: of the algorithm, see its builder. All but ulysses have layout = "zigzag" (the default), "contiguous"
+            or "balanced"; double_ring has cp_window_size, hybrid ulysses_degree, direct prefetch.
 
     Raises:
         ConfigError: the algorithm or an option is unknown or out of range, or the documents do not go together; names

@@ -148,7 +148,11 @@ def test_broken_layouts_are_refused(spans, says):
         ([3, -1], "document 1 has length -1"),
         ([[1, 2]], "flat list"),
         ([1.5], "whole numbers"),
-        ([2**31], "split longer documents"), ([2**30] * 2, "split the batch"), ([2**62] * 4, "document 0 has length"), (5, "flat list"), ([[1], [2, 3]], "flat list"),
+        ([2**31], "split longer documents"),
+        ([2**30] * 2, "split the batch"),
+        ([2**62] * 4, "document 0 has length"),
+        (5, "flat list"),
+        ([[1], [2, 3]], "flat list"),
     ],
 )
 def test_bad_lengths_are_refused(bad, says):

@@ -61,8 +61,10 @@ def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed
     table = table[np.lexsort((table["slot"], table["step"], table["rank"]))]
     fetch = messages.messages(ranks)
     last = max([0, *table["step"].tolist(), *fetch.items["done"].tolist()])
-    forward = Program(last + 1, capacity, layout, attention.mask, table, np.concatenate(spans), fetch, Messages.none())
-    return Plan("forest", attention, Topology(1, ranks), layout, layout, layout, forward, adjoint(forward))
+    forward = Program(
+        last + 1, capacity, layout, documents, attention, table, np.concatenate(spans), fetch, Messages.none()
+    )
+    return Plan("forest", attention, Topology(1, ranks), *(layout,) * 4, forward, adjoint(forward))
 
 
 def rows_of(held: np.ndarray, spans: np.ndarray) -> np.ndarray:

@@ -136,7 +136,9 @@ BROKEN = {
     "a tile leaves out a key": (lambda p: tiles(p, "forward", 1, 3, k_rows=-1), r"rank 1: query .* does not see key .* step 1"),
     "a tile leaves out a query": (lambda p: tiles(p, "forward", 2, 4, q_rows=-1), r"rank 2: query .* does not see key .* in step 1"),
     "a tile sees the future": (lambda p: tiles(p, "forward", 0, 0, mask=-1), r"rank 0: query .* sees key .* which its mask hides: step 0"),
-    "a tile reads other keys": (lambda p: tiles(p, "forward", 3, 4, k_row=1), r"rank 3: query .* step \d"),
+    "a tile reads other keys": (lambda p: tiles(p, "forward", 3, 4, k_row=1), r"rank 3, step 2: .* its k_pos is \d+ in document"),
+    "a tile of another document": (lambda p: tiles(p, "forward", 3, 4, doc=1), r"rank 3, step 2: .* but its rows are other tokens"),
+    "a tile of a document that does not exist": (lambda p: tiles(p, "forward", 3, 4, doc=9), r"rank 3, step 2: .* documents go from 0 to 2"),
     "a tile is missing": (lambda p: tiles(p, "forward", 2, 1, drop=True), r"rank 2: query .* does not see key .* step 0"),
     "a tile is computed twice": (lambda p: tiles(p, "backward", 1, 2, repeat=True), r"backward: rank 1: query .* 2 times: step \d.*; step \d"),
     "a tile leaves its slot": (lambda p: tiles(p, "forward", 1, 2, k_rows=99), r"rank 1, step 1: full tile of q rows .* and rows 0..104 of slot 1"),
@@ -222,8 +224,10 @@ def test_kv_heads_that_do_not_serve_the_query_heads_are_refused():
 
 
 def test_a_mask_that_differs_between_plan_and_program_is_refused():
-    with pytest.raises(PlanError, match="forward: the program's mask is full"):
-        verify_plan(change(ring(), "forward", mask="full"))
+    with pytest.raises(PlanError, match=r"forward: the program is for AttentionConfig.*mask='full'.*, the plan for"):
+        verify_plan(change(ring(), "forward", attention=AttentionConfig(4, 2, mask="full")))
+    with pytest.raises(PlanError, match=r"backward: its keys are of Documents.*\[1"):
+        verify_plan(change(ring(), "backward", kv_documents=Documents([1, 2, 3])))
 
 
 def test_a_relay_that_sends_before_it_has_summed_is_refused():

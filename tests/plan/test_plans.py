@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,7 +52,7 @@ def test_tiles_cover_just_the_visible_pairs(lengths, ranks, mask):
                 stop = tile["k_row"] + tile["k_rows"] - (tile["q_rows"] - 1 - i if tile["mask"] == CAUSAL else 0)
                 seen[queries[tile["q_row"] + i], keys[tile["k_row"] : stop]] += 1
     assert np.array_equal(seen, visible.astype(int))
-    assert plan.work().sum() == visible.sum()
+    assert plan.work().sum() == 4 * visible.sum()
 
 
 def test_a_zigzag_ring_needs_one_tile_per_document_and_step():
@@ -69,8 +71,9 @@ def test_a_zigzag_ring_is_balanced_in_every_step():
 def test_tiles_cut_queries_that_lie_partly_in_the_slot():
     documents = Documents([20])
     q, k = np.array([(0, 0, 4, 16)], SPAN), np.array([(0, 0, 0, 8)], SPAN)
-    tiles = tiles_between(q, k, documents, "causal")
-    assert [tuple(t)[2:] for t in tiles.tolist()] == [(0, 4, 0, 8, CAUSAL), (4, 8, 0, 8, FULL)]
+    for attention in (AttentionConfig(4), AttentionConfig(4, alibi=True)):
+        tiles = tiles_between(q, k, documents, attention)
+        assert [tuple(t)[2:] for t in tiles.tolist()] == [(0, 4, 0, 8, CAUSAL, 0, 4, 0), (4, 8, 0, 8, FULL, 0, 8, 0)]
 
 
 def test_two_builds_are_equal():
@@ -118,13 +121,25 @@ def test_peak_bytes_count_slots_gradients_and_staging():
     [
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), algorithm="rings"), "algorithm is 'rings'; valid in this version: ring"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), window=3), "option 'window' is not one of algorithm 'ring'; valid: layout"),
-        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), layout="striped"), "valid: zigzag, contiguous"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), layout="striped"), "valid: zigzag, contiguous, balanced"),
         (lambda: AttentionConfig(6, 4), "kv_heads is 4; valid: a divisor of attention.heads, which is 6"),
         (lambda: AttentionConfig(0), "heads is 0; valid: a whole number, 1 or more"),
         (lambda: AttentionConfig(4, mask="sparse"), "mask is 'sparse'; valid: causal, full"),
-        (lambda: AttentionConfig(4, window=(3, 0)), "no sliding window"),
-        (lambda: AttentionConfig(4, alibi=True), "no ALiBi"),
-        (lambda: AttentionConfig(4, dropout=0.1), "no attention dropout, use 0.0"),
+        (lambda: AttentionConfig(4, window=(3, 1)), "window is (3, 1), but under mask 'causal' nothing to the right"),
+        (lambda: AttentionConfig(4, window=(3, -2)), "window is (3, -2); valid: (left, right)"),
+        (lambda: AttentionConfig(4, window=3), "window is 3; valid: (left, right)"),
+        (lambda: AttentionConfig(4, alibi=[0.5, 0.25]), "alibi is (0.5, 0.25); valid: True, False, or one finite slope for each of the 4 heads"),
+        (lambda: AttentionConfig(2, alibi=[0.5, float("inf")]), "one finite slope for each"),
+        (lambda: AttentionConfig(2, alibi="yes"), "alibi is 'yes'; valid: True, False, or one slope"),
+        (lambda: AttentionConfig(4, dropout=1.0), "dropout is 1.0; valid: a number from 0 to below 1"),
+        (lambda: AttentionConfig(4, dropout=-0.1), "dropout is -0.1; valid"),
+        (lambda: AttentionConfig(4, first_head=-1), "first_head is -1; valid"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=4), "ulysses_degree is 4; valid: a divisor of the 6 ranks: 1, 2, 3, 6"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "double_ring", cp_window_size=0), "cp_window_size is 0; valid: a divisor of the 6 ranks"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "direct", prefetch=0), "prefetch is 0; valid: a whole number of rounds, 1 or more"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "ulysses", layout="zigzag"), "option 'layout' is not one of algorithm 'ulysses'; valid: none"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), kv_documents=Documents([5])), "kv_documents differs from documents under mask 'causal'"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4, mask="full"), kv_documents=Documents([5, 6])), "kv_documents has 2 documents, documents 1"),
         (lambda: AttentionConfig(4, scale=float("nan")), "scale is nan"),
         (lambda: AttentionConfig(4, scale=0.0), "scale is 0.0; valid: a finite number above 0"),
         (lambda: AttentionConfig(4.0), "heads is 4.0; valid: a whole number"),
@@ -132,12 +147,15 @@ def test_peak_bytes_count_slots_gradients_and_staging():
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(build, says):
-    with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(says)):
         build()
 
 
 def test_algorithms_answer_to_megatrons_and_mindspeeds_names():
     assert [algorithm_name(n) for n in ("ring", "p2p", "megatron_cp_algo")] == ["ring"] * 3
+    assert [algorithm_name(n) for n in ("a2a", "ulysses_cp_algo")] == ["ulysses"] * 2
+    assert [algorithm_name(n) for n in ("a2a+p2p", "hybrid_cp_algo")] == ["hybrid"] * 2
+    assert [algorithm_name(n) for n in ("all_gather", "allgather", "kvallgather_cp_algo")] == ["all_gather"] * 3
 
 
 def test_the_first_rank_of_a_causal_ring_sends_only_what_others_see():
@@ -153,5 +171,5 @@ def test_half_of_the_own_block_waits_for_the_last_gradients():
             backward = build_plan(Documents(lengths), Topology(1, 4), AttentionConfig(4, mask=mask)).backward
             for rank in range(4):
                 work, own = backward.work(rank), backward.tiles(rank)
-                own_work = pairs(own[own["slot"] == 0]).sum()
+                own_work = pairs(own[own["slot"] == 0], AttentionConfig(4)).sum()
                 assert work[0] + work[-1] == own_work and 0.3 * own_work < work[-1] < 0.7 * own_work

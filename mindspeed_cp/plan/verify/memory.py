@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
+from mindspeed_cp.layout import Redistribution
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages, record
 
-#: Bytes of one rank: K/V receive buffers, fp32 gradients, staging of messages in flight (its largest step), total.
-PEAK = record("kv gradients staging total")
+#: Bytes of one rank: K/V receive buffers, fp32 gradients, what moves between layouts make, staging of what is under way
+#: (its largest moment), total.
+PEAK = record("kv gradients moved staging total")
 
 
 def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.ndarray:
@@ -19,8 +21,10 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
     * kv: slots 1 and up, K and V, for the whole program;
     * gradients (backward): dK and dV in fp32 of every slot that is computed or receives a reduce, for the whole
       program;
+    * moved: results of moves between the caller's layouts and those of the computation: q, k, v and out in the forward,
+      dout, dq, dk and dv in the backward;
     * staging: rows that leave from several places are gathered, K and V that land in several places and every reduce
-      are received apart; the largest sum over the messages in flight in one step.
+      are received apart; in moves, heads too are cut out and put in. The largest sum over what is under way at once.
 
     Args:
         plan: the plan.
@@ -45,9 +49,59 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
     staged = np.zeros((program.steps, plan.ranks), np.int64)
     _add_staging(staged, program.fetch, bytes_per_element, receive_apart=~program.fetch.is_one_run("dst"))
     _add_staging(staged, program.reduce, 4, receive_apart=np.ones(len(program.reduce), bool))
-    out["staging"] = staged.max(0) * width
-    out["total"] = out["kv"] + out["gradients"] + out["staging"]
+    moved, moving = _moves(plan, direction, bytes_per_element)
+    out["moved"] = moved
+    out["staging"] = np.maximum(staged.max(0) * width, moving)
+    out["total"] = out["kv"] + out["gradients"] + out["moved"] + out["staging"]
     return out
+
+
+def _moves(plan: Plan, direction: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the results of a direction's moves, and of the staging of the larger of its two, int64 [ranks] each."""
+    qk, v = plan.attention.head_dim, plan.attention.head_dim_v
+    q_move, kv_move = plan.q_move, plan.kv_move
+    summed = 4 if kv_move is not None and kv_move.replicates else size
+    if direction == "forward":
+        there, back = [(q_move, qk * size), (kv_move, (qk + v) * size)], [(q_move, v * size)]
+    else:
+        there, back = [(q_move, v * size)], [(q_move, qk * size), (kv_move, (qk + v) * summed)]
+    results, staging = np.zeros(plan.ranks, np.int64), np.zeros((2, plan.ranks), np.int64)
+    for phase, moves in enumerate((there, back)):
+        for move, width in moves:
+            if move is not None:
+                results += _result(move, adjoint=phase == 1) * width
+                staging[phase] += _staging(move, adjoint=phase == 1) * width
+    return results, staging.max(0)
+
+
+def _result(move: Redistribution, adjoint: bool) -> np.ndarray:
+    """(row, head) pairs of a move's result, int64 [ranks]."""
+    if adjoint:
+        return move.source.token_counts * move.heads
+    ranges = [move.target.head_range(rank, move.heads) for rank in range(move.target.ranks)]
+    return move.target.token_counts * np.array([last - first for first, last in ranges])
+
+
+def _staging(move: Redistribution, adjoint: bool) -> np.ndarray:
+    """(row, head) pairs that a move holds apart while it is under way, int64 [ranks]: parts of some heads, or of rows
+    in several places, on the side with all heads; rows in several places on the other; and what is summed."""
+    parts = move.parts[move.parts["src"] != move.parts["dst"]]
+    out = np.zeros(move.source.ranks, np.int64)
+    for part in parts:
+        runs, pairs = move.runs_of(part), int(part["rows"] * part["heads"])
+        one_run = {
+            end: bool((runs[end][1:] == (runs[end] + runs["rows"])[:-1]).all()) for end in ("src_row", "dst_row")
+        }
+        some_heads = part["heads"] < move.heads and part["rows"] > 1
+        if some_heads or not one_run["src_row"] or (adjoint and move.replicates):
+            out[part["src"]] += pairs
+        if not one_run["dst_row"]:
+            out[part["dst"]] += pairs
+    return out
+
+
+def _one_run(first: np.ndarray, rows: np.ndarray) -> bool:
+    return bool((first[1:] == first[:-1] + rows[:-1]).all())
 
 
 def _add_staging(staged: np.ndarray, messages: Messages, size: int, receive_apart: np.ndarray) -> None:
@@ -68,6 +122,6 @@ def check_memory(plan: Plan, max_bytes: int, bytes_per_element: int) -> None:
             p = peak[rank]
             raise PlanError(
                 f"{direction}: rank {rank}: buffers take {p['total']} bytes ({p['kv']} keys and values, "
-                f"{p['gradients']} gradients, "
-                f"{p['staging']} staging), more than the bound of {max_bytes}"
+                f"{p['gradients']} gradients, {p['moved']} moved, {p['staging']} staging), more than the bound of "
+                f"{max_bytes}"
             )

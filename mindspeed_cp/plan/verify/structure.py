@@ -178,7 +178,8 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, name: str) -> No
         last = held[int(np.argmin(ok))]
         raise PlanError(
             f"{name}: rank {rank}, step {bad['step']}: {describe_tile(bad)}: the rank has {q_rows} q rows, the "
-            f"slot holds rows up to {last} in that step, and a causal tile has at least as many keys as queries"
+            f"slot holds rows up to {last} in that step, a causal tile has at least as many keys as queries, and "
+            f"documents go from 0 to {len(program.kv_documents) - 1}"
         )
     back = np.flatnonzero(np.diff(tiles["step"]) < 0)
     if len(back):
