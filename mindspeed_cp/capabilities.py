@@ -19,7 +19,18 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import ALGORITHMS, MASKS, AttentionConfig, algorithm_name
 
-__all__ = ["BACKENDS", "FEATURES", "REFUSALS", "Cell", "Refusal", "capabilities_md", "cells", "check", "refusal"]
+__all__ = [
+    "BACKENDS",
+    "FEATURES",
+    "REFUSALS",
+    "Cell",
+    "Refusal",
+    "capabilities_md",
+    "cells",
+    "check",
+    "find",
+    "refusal",
+]
 
 #: Implementations of the attention operator.
 BACKENDS = ("cpu",)
@@ -130,14 +141,31 @@ def check(
     kv_documents: Documents | None = None,
     backend: str = "auto",
 ) -> None:
-    """Raise ConfigError, naming the setting, its value and what is valid, unless it is exact.
+    """Raise ConfigError, naming the setting, its value and what is valid, unless all of it is exact; arguments as for
+    `find`."""
+    row = find(algorithm, attention, documents, kv_documents, backend)
+    if row is not None:
+        raise ConfigError(str(row))
+
+
+def find(
+    algorithm: str,
+    attention: AttentionConfig,
+    documents: Documents | None = None,
+    kv_documents: Documents | None = None,
+    backend: str = "auto",
+) -> Refusal | None:
+    """Why something is refused; None: it is exact.
 
     Args:
         algorithm: under any of its names.
         attention: what one layer computes.
-        documents: the batch, where it is known.
+        documents: the batch; None: any, so that a refusal of some documents counts.
         kv_documents: lengths of the keys, where they are not those of the queries.
         backend: of the attention operator; "auto": refused only where all backends refuse.
+
+    Raises:
+        ConfigError: there is no such algorithm or backend.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}; valid: auto, {', '.join(BACKENDS)}")
@@ -158,8 +186,7 @@ def check(
     for name in BACKENDS if backend == "auto" else (backend,):
         these = itertools.product(*[(name,) if feature == "backend" else values[feature] for feature in FEATURES])
         found.append(next(filter(None, (refusal(Cell(*cell)) for cell in these)), None))
-    if all(found):
-        raise ConfigError(str(found[0]))
+    return found[0] if all(found) else None
 
 
 def _kind(documents: Documents) -> str:

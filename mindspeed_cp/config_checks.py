@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mindspeed_cp import capabilities
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan import AttentionConfig
 
 if TYPE_CHECKING:
     from mindspeed_cp.config import Settings
 
+#: Keys that decide features of the table of capabilities; the first that a refusal names is told.
+KEYS = {
+    "bias": "model.position_embedding_type",
+    "dropout": "model.attention_dropout",
+    "window": "model.window_size",
+    "widths": "model.multi_latent_attention",
+    "kv_heads": "model.num_query_groups",
+    "backend": "context_parallel_suite.backend",
+}
 VOCAB_MULTIPLE = 16  # rows of the embedding are a multiple of this; tensor-parallel ranks share them
 
 
@@ -19,6 +30,7 @@ def check(settings: Settings) -> None:
     _check_heads(settings)
     _check_tensor_parallel(settings)
     check_parallel(settings)
+    _check_capabilities(settings)
     _check_schedule(settings)
 
 
@@ -50,6 +62,27 @@ def data_parallel_size(settings: Settings, world_size: int) -> int:
             f"use {fitting}, or {size} ranks",
         )
     return replicas
+
+
+def _check_capabilities(settings: Settings) -> None:
+    """Whether the table of capabilities has an exact cell for every layer's attention."""
+    model, suite = settings.model, settings.context_parallel_suite
+    attention = AttentionConfig(
+        heads=model.num_attention_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        head_dim_v=model.head_dim_v,
+        window=None if model.window_size is None else (model.window_size[0], model.window_size[1]),
+        alibi=model.position_embedding_type == "alibi",
+        dropout=model.attention_dropout,
+    )
+    row = capabilities.find(suite.algorithm, attention, backend=suite.backend)
+    if row is None:
+        return
+    key = next((KEYS[feature] for feature in KEYS if feature in row.where), "context_parallel_suite.algorithm")
+    section, name = key.split(".")
+    value = getattr(getattr(settings, section), name)
+    raise bad_value(key, value, f"{row} (algorithm {suite.algorithm}, backend {suite.backend})")
 
 
 def _check_heads(settings: Settings) -> None:

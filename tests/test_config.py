@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_cp import Documents, build_plan
+from mindspeed_cp import Documents, build_plan, capabilities
 from mindspeed_cp.config import Settings, SuiteSettings, load_settings
 from mindspeed_cp.config_checks import data_parallel_size
 from mindspeed_cp.config_reference import reference_yaml
@@ -225,6 +225,20 @@ def test_megatrons_hierarchical_sizes_are_the_degree_of_the_hybrid() -> None:
     ):
         with pytest.raises(ConfigError, match=f"{key} = .*{says}"):
             SuiteSettings(**values)
+
+
+def test_settings_are_checked_against_the_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"model": {"attention_dropout": 0.1}, "context_parallel_suite": {"algorithm": "direct"}}
+    Settings(**values)
+    where = {"algorithm": "direct", "dropout": "some"}
+    monkeypatch.setattr(capabilities, "REFUSALS", (capabilities.Refusal(where, "dropout is 0.1", "0, or ring"),))
+    expected = "model.attention_dropout = 0.1: dropout is 0.1; valid: 0, or ring .algorithm direct, backend auto.$"
+    with pytest.raises(ConfigError, match=expected):
+        Settings(**values)
+    Settings(**{**values, "context_parallel_suite": {"algorithm": "ring"}})
+    monkeypatch.setattr(capabilities, "REFUSALS", (capabilities.Refusal({"algorithm": "ring"}, "no", "direct"),))
+    with pytest.raises(ConfigError, match=r"context_parallel_suite\.algorithm = .ring.: no; valid: direct"):
+        Settings()
 
 
 @pytest.mark.parametrize("key", LATER_KEYS)
