@@ -101,9 +101,15 @@ def plan(
         Path | None,
         typer.Option(help="File of lengths: numbers in text or JSON, or an .npy or .npz array.", show_default=False),
     ] = None,
-    cp: Annotated[
+    kv_lengths: Annotated[
+        str | None,
+        typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.", show_default=False),
+    ] = None,
+    ranks: Annotated[
         int | None,
-        typer.Option("--cp", min=1, help="Context-parallel ranks in all. Default: 4 on each node.", show_default=False),
+        typer.Option(
+            "--ranks", "--cp", min=1, help="Context-parallel ranks in all. Default: 4 on each node.", show_default=False
+        ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.", show_default=False)] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of each node.", show_default=False)] = None,
@@ -111,29 +117,71 @@ def plan(
     kv_heads: Annotated[
         int | None, typer.Option(help="Key/value heads. Default: as many as query heads.", show_default=False)
     ] = None,
-    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 64,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head of queries and keys.")] = 64,
+    head_dim_v: Annotated[
+        int | None, typer.Option(help="Channels of a head of values. Default: the same.", show_default=False)
+    ] = None,
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal",
-    algorithm: Annotated[str, typer.Option(help="ring, or one of its other names p2p and megatron_cp_algo.")] = "ring",
-    option: Annotated[
-        list[str] | None,
+    window: Annotated[
+        str | None,
         typer.Option(
-            metavar="KEY=VALUE", help="Option of the algorithm, such as layout=contiguous.", show_default=False
+            metavar="LEFT,RIGHT", help="Sliding window in tokens; -1: no limit on that side.", show_default=False
         ),
     ] = None,
+    alibi: Annotated[bool, typer.Option("--alibi", help="Linear biases.")] = False,
+    dropout: Annotated[float, typer.Option(help="Share of attention weights that is dropped.")] = 0.0,
+    algorithm: Annotated[
+        str,
+        typer.Option(help="ring, double_ring, ulysses, hybrid, all_gather, direct, or a name of Megatron's for them."),
+    ] = "ring",
+    layout: Annotated[
+        str | None,
+        typer.Option(help="All but ulysses: zigzag (default), contiguous or balanced.", show_default=False),
+    ] = None,
+    cp_window_size: Annotated[
+        int | None, typer.Option(help="double_ring: ranks of an inner ring. Default: of a node.", show_default=False)
+    ] = None,
+    ulysses_degree: Annotated[
+        int | None, typer.Option(help="hybrid: ranks that split heads among them.", show_default=False)
+    ] = None,
+    prefetch: Annotated[
+        int | None, typer.Option(help="direct: rounds under way while one is computed.", show_default=False)
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Any option of the algorithm; may be repeated.", show_default=False),
+    ] = None,
+    bytes_per_element: Annotated[int, typer.Option(min=1, max=8, help="Of q, k, v and out; 2 is bf16.")] = 2,
     verify: Annotated[bool, typer.Option("--verify", help="Prove the plan.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw the rank x step map of tiles.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw who computes which tile when.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show how a packed batch is split over ranks: layout, tiles of every step, balance."""
-    from mindspeed_cp.cli_plan import plan_options, read_lengths, topology, write_plan
+    """Show how a packed batch is split over ranks: layout, tiles of every step, balance, bytes sent, buffers."""
+    from mindspeed_cp.cli_plan import plan_options, read_keys, read_lengths, read_window, topology, write_plan
     from mindspeed_cp.plan import AttentionConfig, build_plan
 
     batch = read_lengths(lengths, lengths_file)
+    keys = read_keys(kv_lengths)
     attention = AttentionConfig(
-        heads=heads, kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim, mask=mask
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        mask=mask,
+        window=read_window(window),
+        alibi=alibi,
+        dropout=dropout,
     )
-    made = build_plan(batch, topology(cp, nodes, ranks_per_node), attention, algorithm, **plan_options(option or ()))
-    write_plan(made, verify=verify, png=png, as_json=as_json)
+    named = {
+        "layout": layout,
+        "cp_window_size": cp_window_size,
+        "ulysses_degree": ulysses_degree,
+        "prefetch": prefetch,
+    }
+    options = plan_options(algorithm, named, option or ())
+    place = topology(ranks, nodes, ranks_per_node)
+    made = build_plan(batch, place, attention, algorithm, kv_documents=keys, **options)
+    write_plan(made, bytes_per_element, verify=verify, png=png, as_json=as_json)
     return 0
 
 

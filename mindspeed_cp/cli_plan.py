@@ -6,7 +6,7 @@ import json
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import Plan, Topology
+from mindspeed_cp.plan import ALGORITHMS, Plan, Topology, algorithm_name, algorithm_options
 
 DEFAULT_RANKS = 4
 
@@ -38,32 +38,62 @@ def read_lengths(text: str | None, path: Path | None) -> Documents:
     return Documents(_numbers(content.strip().removeprefix("[").removesuffix("]"), name))
 
 
-def topology(cp: int | None, nodes: int | None, ranks_per_node: int | None) -> Topology:
-    """--cp N is one node of N ranks; --nodes and --ranks-per-node say more."""
-    if cp is None:
+def read_keys(text: str | None) -> Documents | None:
+    """--kv-lengths, for cross-attention."""
+    return None if text is None else Documents(_numbers(text, f"--kv-lengths {text!r}"))
+
+
+def read_window(text: str | None) -> tuple[int, int] | None:
+    """--window LEFT,RIGHT, of which AttentionConfig says whether it can be."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(-?\d{1,18})\s*,\s*(-?\d{1,18})\s*", text)
+    if found is None:
+        raise ConfigError(f"--window {text!r}: must be LEFT,RIGHT in tokens, such as 500,0; -1: no limit on that side")
+    return int(found[1]), int(found[2])
+
+
+def topology(ranks: int | None, nodes: int | None, ranks_per_node: int | None) -> Topology:
+    """--ranks N is one node of N ranks; --nodes and --ranks-per-node say more."""
+    if ranks is None:
         return Topology(nodes or 1, ranks_per_node or DEFAULT_RANKS)
-    if ranks_per_node is None and nodes is not None and cp % nodes:
-        raise ConfigError(f"--cp {cp}: does not divide over --nodes {nodes}; give --ranks-per-node instead")
-    made = Topology(nodes or (cp // ranks_per_node if ranks_per_node else 1), ranks_per_node or cp // (nodes or 1))
-    if made.ranks != cp:
+    if ranks_per_node is None and nodes is not None and ranks % nodes:
+        raise ConfigError(f"--ranks {ranks}: does not divide over --nodes {nodes}; give --ranks-per-node instead")
+    made = Topology(
+        nodes or (ranks // ranks_per_node if ranks_per_node else 1), ranks_per_node or ranks // (nodes or 1)
+    )
+    if made.ranks != ranks:
         raise ConfigError(
-            f"--cp {cp}: differs from --nodes {made.nodes} x --ranks-per-node {made.ranks_per_node} = {made.ranks}"
+            f"--ranks {ranks}: differs from --nodes {made.nodes} x --ranks-per-node {made.ranks_per_node} = "
+            f"{made.ranks}"
         )
     return made
 
 
-def plan_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """--option key=value, a whole number where it is one."""
-    options: dict[str, Any] = {}
+def plan_options(algorithm: str, named: Mapping[str, Any], pairs: Iterable[str]) -> dict[str, Any]:
+    """The options of an algorithm: those with a switch of their own, and --option key=value (a whole number where it
+    is one).
+
+    Raises:
+        ConfigError: an option is malformed, is given twice, or is not one of the algorithm; names those that have it.
+    """
+    options = {key: value for key, value in named.items() if value is not None}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ConfigError(f"--option {pair!r}: must be KEY=VALUE, for example layout=contiguous")
+        if key in options:
+            raise ConfigError(f"--option {pair!r}: {key} is given twice")
         options[key] = int(value) if re.fullmatch(r"-?\d+", value) else value
+    name = algorithm_name(algorithm)
+    for key in options:
+        others = [other for other in ALGORITHMS if key in algorithm_options(other)]
+        if others and name not in others:
+            raise ConfigError(f"{key} is no option of algorithm {name}; algorithms that have it: {', '.join(others)}")
     return options
 
 
-def write_plan(plan: Plan, *, verify: bool, png: Path | None, as_json: bool) -> None:
+def write_plan(plan: Plan, bytes_per_element: int, *, verify: bool, png: Path | None, as_json: bool) -> None:
     """Print a plan's tables or its JSON; prove and draw it if asked to."""
     from mindspeed_cp.report import plan_tables, summarize
 
@@ -71,7 +101,7 @@ def write_plan(plan: Plan, *, verify: bool, png: Path | None, as_json: bool) -> 
         from mindspeed_cp.plan import verify_plan
 
         verify_plan(plan)
-    summary = summarize(plan)
+    summary = summarize(plan, bytes_per_element)
     if png is not None:
         from mindspeed_cp.report.tilemap import draw_tile_map
 

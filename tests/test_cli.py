@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.cli import run
+from mindspeed_cp.plan import ALGORITHMS, peak_bytes, traffic
+from mindspeed_cp.report import summarize
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,7 +43,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (plan["documents"], plan["tokens"], plan["ranks"], plan["verified"]) == (4, 6237, 6, True)
     assert sum(rank["tokens"] for rank in plan["per_rank"]) == 6237
     work = np.array([rank["work"] for rank in plan["per_rank"]])
-    assert work.sum() == sum(n * (n + 1) // 2 for n in (5000, 37, 1200))
+    assert work.sum() == 8 * sum(n * (n + 1) // 2 for n in (5000, 37, 1200))
     assert plan["imbalance"] == pytest.approx(work.sum(1).max() / work.sum(1).mean())
 
 
@@ -56,11 +60,53 @@ def test_plan_reads_lengths_from_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert seen[0]["tokens"] == 6237 and all(plan == seen[0] for plan in seen)
 
 
-def test_plan_draws_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "map.png"
-    assert run(["plan", "--lengths", "500,37", "--cp", "3", "--png", str(path)]) == 0
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_plan_draws_every_algorithm_and_tells_bytes(
+    algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.png"
+    batch = ["plan", "--lengths", "700,30,4100", "--ranks", "4", "--algorithm", algorithm, "--png", str(path)]
+    assert run(batch) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert str(path) in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert str(path) in text and "sent in the forward" in text and "buffers backward" in text
+    assert ("heads" in next(line for line in text.splitlines() if "spans" in line)) == (algorithm in HEADS_SPLIT)
+    assert run([*batch, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    plan = build_plan(Documents([700, 30, 4100]), Topology(1, 4), AttentionConfig(8, head_dim=64), algorithm)
+    assert [rank["bytes_sent"]["total"] for rank in told["per_rank"]] == traffic(plan)["total"].tolist()
+    assert told["bytes_sent_forward"] + told["bytes_sent_backward"] == traffic(plan)["total"].sum()
+    for way in ("forward", "backward"):
+        told_bytes = [rank[f"peak_buffer_bytes_{way}"] for rank in told["per_rank"]]
+        assert told_bytes == peak_bytes(plan, way)["total"].tolist()
+
+
+HEADS_SPLIT = ("ulysses", "hybrid")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--algorithm", "a2a+p2p", "--ranks", "6", "--ulysses-degree", "3"],
+         lambda d: build_plan(d, Topology(1, 6), AttentionConfig(8, head_dim=64), "hybrid", ulysses_degree=3)),
+        (["--algorithm", "double_ring", "--nodes", "2", "--ranks-per-node", "3", "--cp-window-size", "2"],
+         lambda d: build_plan(d, Topology(2, 3), AttentionConfig(8, head_dim=64), "double_ring", cp_window_size=2)),
+        (["--algorithm", "direct", "--layout", "balanced", "--option", "prefetch=3"],
+         lambda d: build_plan(d, Topology(1, 4), AttentionConfig(8, head_dim=64), "direct", layout="balanced",
+                              prefetch=3)),
+        (["--window", "50,0", "--alibi", "--dropout", "0.1", "--kv-heads", "2", "--head-dim-v", "32"],
+         lambda d: build_plan(d, Topology(1, 4), AttentionConfig(8, 2, 64, 32, window=(50, 0), alibi=True, dropout=0.1))),
+        (["--mask", "full", "--window", "-1,20", "--kv-lengths", "90,0,41"],
+         lambda d: build_plan(d, Topology(1, 4), AttentionConfig(8, head_dim=64, mask="full", window=(-1, 20)),
+                              kv_documents=Documents([90, 0, 41]))),
+    ],
+)  # fmt: skip
+def test_plan_switches_are_those_of_build_plan(
+    arguments: list[str], expected: Callable[[Documents], Plan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--lengths", "500 37 120", "--json", "--verify", "--bytes-per-element", "4", *arguments]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {**summarize(expected(Documents([500, 37, 120])), 4).as_dict(), "verified": True, "png": None}
 
 
 @pytest.mark.parametrize(
@@ -75,15 +121,25 @@ def test_plan_draws_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["plan", "--lengths-file", "/no/such/file"], "/no/such/file: no such file"),
         (["plan", "--lengths-file", "/"], "cannot be read"),
         (["plan", "--lengths", "5", "--cp", "0"], "'--cp'"),
-        (["plan", "--lengths", "5", "--cp", "many"], "'--cp'"),
-        (["plan", "--lengths", "5", "--cp", "6", "--nodes", "4"], "--cp 6"),
+        (["plan", "--lengths", "5", "--ranks", "many"], "'--ranks'"),
+        (["plan", "--lengths", "5", "--ranks", "6", "--nodes", "4"], "--ranks 6"),
         (
             ["plan", "--lengths", "5", "--cp", "6", "--nodes", "2", "--ranks-per-node", "2"],
             "2 x --ranks-per-node 2 = 4",
         ),
         (["plan", "--lengths", "5", "--kv-heads", "3"], "kv_heads is 3"),
         (["plan", "--lengths", "5", "--mask", "diagonal"], "valid: causal, full"),
-        (["plan", "--lengths", "5", "--algorithm", "ulysses"], "valid in this version: ring"),
+        (["plan", "--lengths", "5", "--algorithm", "auto"], "valid in this version: ring"),
+        (["plan", "--lengths", "5", "--algorithm", "ring", "--prefetch", "2"], "algorithms that have it: direct"),
+        (["plan", "--lengths", "5", "--option", "depth=2"], "'depth' is not one of algorithm 'ring'; valid: layout"),
+        (["plan", "--lengths", "5", "--layout", "balanced", "--option", "layout=zigzag"], "layout is given twice"),
+        (["plan", "--lengths", "5", "--algorithm", "hybrid", "--ulysses-degree", "3"], "4 ranks: 1, 2, 4"),
+        (["plan", "--lengths", "5", "--window", "5"], "must be LEFT,RIGHT"),
+        (["plan", "--lengths", "5", "--window", "5,1"], "valid: (5, 0), or mask 'full'"),
+        (["plan", "--lengths", "5", "--kv-lengths", "6"], "valid: mask 'full', or the same lengths"),
+        (["plan", "--lengths", "5", "--kv-lengths", "6,7", "--mask", "full"], "one length of keys for each"),
+        (["plan", "--lengths", "5", "--kv-lengths", "x"], "'x' is not a length"),
+        (["plan", "--lengths", "5", "--dropout", "1"], "valid: a number from 0 to below 1"),
         (["plan", "--lengths", "5", "--option", "layout"], "must be KEY=VALUE"),
         (["plan", "--lengths", "5", "--option", "layout=diagonal"], "zigzag"),
         (["plan", "--lengths", "5", "--png", "/no/such/folder/x.png"], "cannot be written"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.plan import Plan, Program
+from mindspeed_cp.plan import AttentionConfig, Plan, Program, Topology, peak_bytes, traffic
 from mindspeed_cp.plan.tiles import pairs
 
 
@@ -17,19 +17,31 @@ class PlanSummary:
 
     Attributes:
         algorithm: name of the builder.
+        attention: what is computed.
+        topology: where.
         lengths: tokens of each document, int64 [documents].
+        kv_lengths: keys of each document, int64 [documents]; `lengths`, but in cross-attention.
+        heads: first and last-plus-one query head and kv head of each rank, int64 [ranks, 4].
         tokens: local rows, int64 [ranks].
         documents: documents of which a rank holds at least one token, int64 [ranks].
         spans: pieces of documents, int64 [ranks].
         tiles: attention tiles, int64 [ranks, steps].
-        work: visible (query, key) pairs, int64 [ranks, steps].
-        sent, received: key/value rows of the forward, int64 [ranks].
-        reduced: gradient rows sent in the backward, int64 [ranks].
+        work: visible (query, key) pairs times the rank's query heads, int64 [ranks, steps].
+        sent, received: key/value rows of the forward's messages, int64 [ranks].
+        reduced: gradient rows sent in the backward's messages, int64 [ranks].
         slots: rows of receive buffers (slots other than 0), int64 [ranks].
+        bytes_per_element: of q, k, v and out.
+        traffic: bytes that each rank sends (`mindspeed_cp.plan.traffic`).
+        buffers: peak bytes of communication buffers, forward and backward, int64 [ranks, 2].
+        moves: whether rows move to the layout in which attention is computed, and back.
     """
 
     algorithm: str
+    attention: AttentionConfig
+    topology: Topology
     lengths: np.ndarray
+    kv_lengths: np.ndarray
+    heads: np.ndarray
     tokens: np.ndarray
     documents: np.ndarray
     spans: np.ndarray
@@ -39,6 +51,10 @@ class PlanSummary:
     received: np.ndarray
     reduced: np.ndarray
     slots: np.ndarray
+    bytes_per_element: int
+    traffic: np.ndarray
+    buffers: np.ndarray
+    moves: bool
 
     @property
     def ranks(self) -> int:
@@ -49,6 +65,21 @@ class PlanSummary:
     def steps(self) -> int:
         """Forward steps."""
         return self.work.shape[1]
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether ranks compute different heads."""
+        return bool((self.heads != self.heads[0]).any() or self.heads[0, 1] < self.attention.heads)
+
+    @property
+    def sent_forward(self) -> np.ndarray:
+        """Bytes that each rank sends in the forward, int64 [ranks]."""
+        return self.traffic["fetch_forward"] + self.traffic["move_forward"]
+
+    @property
+    def sent_backward(self) -> np.ndarray:
+        """Bytes that each rank sends in the backward, int64 [ranks]."""
+        return self.traffic["fetch_backward"] + self.traffic["reduce"] + self.traffic["move_backward"]
 
     @property
     def imbalance(self) -> float:
@@ -72,41 +103,68 @@ class PlanSummary:
             "algorithm": self.algorithm,
             "documents": len(self.lengths),
             "tokens": int(self.lengths.sum()),
+            "kv_tokens": int(self.kv_lengths.sum()),
+            "nodes": self.topology.nodes,
             "ranks": self.ranks,
             "steps": self.steps,
             "imbalance": self.imbalance,
             "step_imbalance": self.step_imbalance,
             "token_imbalance": self.token_imbalance,
-            "per_rank": [
-                {
-                    "rank": rank,
-                    **{name: int(getattr(self, name)[rank]) for name in ("tokens", "documents", "spans")},
-                    "tiles": self.tiles[rank].tolist(),
-                    "work": self.work[rank].tolist(),
-                    "kv_rows_sent": int(self.sent[rank]),
-                    "kv_rows_received": int(self.received[rank]),
-                    "gradient_rows_sent": int(self.reduced[rank]),
-                    "buffer_rows": int(self.slots[rank]),
-                }
-                for rank in range(self.ranks)
-            ],
+            "bytes_per_element": self.bytes_per_element,
+            "bytes_sent_forward": int(self.sent_forward.sum()),
+            "bytes_sent_backward": int(self.sent_backward.sum()),
+            "per_rank": [self._rank(rank) for rank in range(self.ranks)],
+        }
+
+    def _rank(self, rank: int) -> dict[str, Any]:
+        return {
+            "rank": rank,
+            "heads": self.heads[rank, :2].tolist(),
+            "kv_heads": self.heads[rank, 2:].tolist(),
+            **{name: int(getattr(self, name)[rank]) for name in ("tokens", "documents", "spans")},
+            "tiles": self.tiles[rank].tolist(),
+            "work": self.work[rank].tolist(),
+            "kv_rows_sent": int(self.sent[rank]),
+            "kv_rows_received": int(self.received[rank]),
+            "gradient_rows_sent": int(self.reduced[rank]),
+            "buffer_rows": int(self.slots[rank]),
+            "bytes_sent": {name: int(self.traffic[name][rank]) for name in self.traffic.dtype.names or ()},
+            "bytes_sent_forward": int(self.sent_forward[rank]),
+            "bytes_sent_backward": int(self.sent_backward[rank]),
+            "peak_buffer_bytes_forward": int(self.buffers[rank, 0]),
+            "peak_buffer_bytes_backward": int(self.buffers[rank, 1]),
         }
 
 
-def summarize(plan: Plan) -> PlanSummary:
+def summarize(plan: Plan, bytes_per_element: int = 2) -> PlanSummary:
     """Count what a plan does on every rank.  Derives the tiles of all of them: with a thousand documents, milliseconds
-    for 8 ranks and seconds for 64."""
-    layout, ranks, steps = plan.layout, plan.ranks, plan.forward.steps
+    for 8 ranks and seconds for 64.
+
+    Args:
+        plan: any plan.
+        bytes_per_element: of q, k, v and out.
+    """
+    layout, ranks, steps, attention = plan.layout, plan.ranks, plan.forward.steps, plan.attention
+    heads = np.array(
+        [
+            plan.q_layout.head_range(rank, attention.heads) + plan.kv_layout.head_range(rank, attention.kv_heads)
+            for rank in range(ranks)
+        ]
+    )
     tiles = np.zeros((ranks, steps), np.int64)
     work = np.zeros((ranks, steps), np.int64)
     for rank in range(ranks):
         found = plan.forward.tiles(rank)
         tiles[rank] = np.bincount(found["step"], minlength=steps)
-        np.add.at(work[rank], found["step"], pairs(found))
+        np.add.at(work[rank], found["step"], pairs(found, attention) * (heads[rank, 1] - heads[rank, 0]))
     sent, received = _rows(plan.forward, "fetch")
     return PlanSummary(
         algorithm=plan.algorithm,
+        attention=attention,
+        topology=plan.topology,
         lengths=plan.documents.lengths,
+        kv_lengths=plan.kv_documents.lengths,
+        heads=heads,
         tokens=layout.token_counts,
         documents=np.array([len(np.unique(layout.of(rank)["doc"])) for rank in range(ranks)], np.int64),
         spans=np.diff(layout.bounds),
@@ -116,6 +174,10 @@ def summarize(plan: Plan) -> PlanSummary:
         received=received,
         reduced=_rows(plan.backward, "reduce")[0],
         slots=plan.forward.capacity[:, 1:].sum(1),
+        bytes_per_element=bytes_per_element,
+        traffic=traffic(plan, bytes_per_element),
+        buffers=np.stack([peak_bytes(plan, way, bytes_per_element)["total"] for way in ("forward", "backward")], 1),
+        moves=plan.q_move is not None or plan.kv_move is not None,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.report.summary import PlanSummary
 
 MOST_RANKS, MOST_STEPS = 64, 16  # beyond these a table tells the extremes and not every rank or step
@@ -34,50 +35,94 @@ def count(number: float) -> str:
     return f"{int(number):,}"
 
 
+def size(number: float) -> str:
+    """Bytes in the unit that fits."""
+    for unit, limit in (("B", 1 << 10), ("KiB", 1 << 20), ("MiB", 1 << 30)):
+        if number < limit:
+            return f"{number:,.0f} B" if unit == "B" else f"{number * 1024 / limit:,.1f} {unit}"
+    return f"{number / (1 << 30):,.1f} GiB"
+
+
+def heads_text(summary: PlanSummary, rank: int, kv: bool = True) -> str:
+    """The heads of a rank: "0-1 (kv 0)", without kv "0-1"; "none"."""
+    first, last, kv_first, kv_last = summary.heads[rank].tolist()
+    if last == first:
+        return "none"
+    return _range(first, last) + (f" (kv {_range(kv_first, kv_last)})" if kv else "")
+
+
+def attention_text(attention: AttentionConfig) -> str:
+    """What is computed, in few words."""
+    parts = [f"{attention.mask} mask"]
+    if attention.window is not None:
+        left, right = ("all" if side == -1 else f"{side:,}" for side in attention.window)
+        parts.append(f"window of {left} back" + ("" if attention.mask == "causal" else f", {right} ahead"))
+    parts += ["ALiBi"] * (attention.slopes is not None)
+    parts += [f"dropout {attention.dropout:g}"] * (attention.dropout > 0)
+    return ", ".join(parts)
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if last == first + 1 else f"{first}-{last - 1}"
+
+
+def _some(lengths: np.ndarray) -> str:
+    shown = ", ".join(count(n) for n in lengths[:8]) + (", ..." if len(lengths) > 8 else "")
+    return f"{len(lengths):,}" + (f" ({shown})" if len(lengths) else "")
+
+
 def _overview(summary: PlanSummary) -> Table:
-    lengths = summary.lengths
-    some = ", ".join(count(n) for n in lengths[:8]) + (", ..." if len(lengths) > 8 else "")
+    attention, topology, sent = summary.attention, summary.topology, summary.traffic
+    width = f"{attention.head_dim}" + (f"/{attention.head_dim_v}" * (attention.head_dim != attention.head_dim_v))
+    backward = sent["fetch_backward"].sum() + sent["reduce"].sum()
     rows = [
         ("algorithm", summary.algorithm),
-        ("ranks", str(summary.ranks)),
+        ("ranks", f"{summary.ranks}" + (f" ({topology.nodes} nodes)" if topology.nodes > 1 else "")),
         ("steps", str(summary.steps)),
-        ("documents", f"{len(lengths):,}" + (f" ({some})" if len(lengths) else "")),
-        ("tokens", count(lengths.sum())),
-        ("attention work", f"{count(summary.work.sum())} (query, key) pairs"),
-        ("key/value rows sent", count(summary.sent.sum())),
+        ("documents", _some(summary.lengths)),
+        ("tokens", count(summary.lengths.sum())),
+        ("attention", attention_text(attention)),
+        ("heads", f"{attention.heads}, key/value heads {attention.kv_heads}, of width {width}"),
+        ("attention work", f"{count(summary.work.sum())} (query, key) pairs, all heads counted"),
+        ("sent in the forward", _sent(sent["fetch_forward"].sum(), "K/V", sent["move_forward"].sum())),
+        ("sent in the backward", _sent(backward, "K/V, dK and dV", sent["move_backward"].sum())),
         ("imbalance of attention", f"{summary.imbalance:.3f} (slowest rank / mean)"),
         ("... if ranks wait at every step", f"{summary.step_imbalance:.3f}"),
         ("imbalance of tokens", f"{summary.token_imbalance:.3f}"),
     ]
+    if summary.kv_lengths is not summary.lengths:
+        rows.insert(5, ("keys of the documents", _some(summary.kv_lengths)))
     return Table("Plan", ("", ""), tuple(rows))
 
 
+def _sent(between_steps: int, what: str, by_move: int) -> str:
+    """Bytes of all ranks, and by what they are sent."""
+    parts = [(between_steps, f"of {what}"), (by_move, "by all-to-all")]
+    said = [f"{size(number)} {how}" for number, how in parts if number]
+    return f"{size(between_steps + by_move)}: {', '.join(said)}" if len(said) == 2 else (said or ["nothing"])[0]
+
+
 def _holdings(summary: PlanSummary) -> Table:
+    split = summary.splits_heads
     columns = (
-        "rank",
-        "tokens",
-        "documents",
-        "spans",
-        "K/V sent",
-        "K/V received",
-        "gradients sent",
-        "buffer rows",
-        "work",
-        "of mean",
+        *("rank", *["heads"] * split, "tokens", "documents", "spans"),
+        *("sent forward", "sent backward", "buffers forward", "buffers backward", "work", "of mean"),
     )
     work = summary.work.sum(1)
     mean = work.sum() / summary.ranks
     rows = [
         (
             str(rank),
+            *[heads_text(summary, rank)] * split,
             *(f"{int(part[rank]):,}" for part in (summary.tokens, summary.documents, summary.spans)),
-            *(f"{int(part[rank]):,}" for part in (summary.sent, summary.received, summary.reduced, summary.slots)),
+            *(size(part[rank]) for part in (summary.sent_forward, summary.sent_backward, *summary.buffers.T)),
             count(work[rank]),
             f"{work[rank] / mean:.3f}" if mean else "-",
         )
         for rank in _shown(work)
     ]
-    return Table(f"Ranks{_note(summary.ranks)}", columns, tuple(rows))
+    note = f", bytes of {summary.bytes_per_element}-byte elements"
+    return Table(f"Ranks{note}{_note(summary.ranks)}", columns, tuple(rows))
 
 
 def _steps(summary: PlanSummary) -> list[Table]:
@@ -102,7 +147,7 @@ def _steps(summary: PlanSummary) -> list[Table]:
     ]
     return [
         table(f"Tiles per step{note}", summary.tiles, "{:,}"),
-        Table(f"Work per step, of the largest cell ({count(largest)} pairs){note}", columns, tuple(rows)),
+        Table(f"Work per step, of the largest, {count(largest)} pairs{note}", columns, tuple(rows)),
     ]
 
 

@@ -1,36 +1,45 @@
-"""The rank x step map of a plan's tiles, as a PNG.
+"""Who computes which tile when: a plan's forward as a picture.
 
-Each cell of the grid is what one rank computes in one step: its queries from top to bottom, the rows of the slots it
-reads from left to right, a coloured area for every tile (a triangle for a causal one), one colour per document. All
-cells have one scale, so areas are work::
+A row for each rank, a square for each step. A square is the attention matrix of the whole batch, queries downwards and
+keys to the right; grey is what the mask lets queries see, colour what this rank computes in this step. The colour is
+that of the rank that has these keys and values. All squares have one scale, so that area is work::
 
-              step 0        step 1                   legend of a cell
-    rank 0   [\\  .  ]     [##  .  ]  work             -> rows of the slot
-    rank 1   [\\  .  ]     [##  .  ]  work           |
-                                                     v queries
+                 holds          step 0        step 1
+    rank 0  1,200 tokens ▬▬     |◣   |        |    |     ▆▆▆ work
+                                |   ◣|        |■   |
+    rank 1  1,200 tokens ▬▬     | ◣  |        |■   |     ▆▆▆ work
+                                |  ◣ |        |■   |
+
+Rows that move before and after, as Ulysses does, are bands beside the squares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan import CAUSAL, Plan
+from mindspeed_cp.plan import Plan
+from mindspeed_cp.report.areas import areas, owners, visible
+from mindspeed_cp.report.page import Page, colours, shading
 from mindspeed_cp.report.summary import PlanSummary, summarize
+from mindspeed_cp.report.text import attention_text, heads_text
+from mindspeed_cp.report.wording import arrivals, exchanging, held_text, of_ranks, some_documents
 
-MOST_TILES = 60_000  # more polygons than this take long and show nothing: cells are then shaded by their work
-_GAP = 0.06
-_LEGEND = (
-    "in a cell: the rank's queries downwards, the step's keys to the right\n"
-    "triangle: causal tile, rectangle: full tile, grey: nothing to compute; one colour per document"
-)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_TILES = 20_000  # more than this take long and show nothing: squares are then shaded by their work
+MOST_OUTLINES = 40_000
+DPI = 110
+GREY = "0.88"
 
 
 def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = None) -> Path:
-    """Write the tile map of a plan's forward to a PNG file.
+    """Write the picture of a plan's forward to a PNG file.
 
     Args:
         plan: any plan.
@@ -42,34 +51,11 @@ def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = No
     """
     if Path(path).suffix.lower() != ".png":
         raise ConfigError(f"--png {path}: the suffix is {Path(path).suffix!r}; valid: a file name with .png")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    numbers = summary if summary is not None else summarize(plan)
-    ranks, steps = numbers.work.shape
-    width, height = min(30.0, max(6.0, 1.3 * steps + 3.2)), min(30.0, max(3.0, 1.3 * ranks + 1.4))
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid, bars = figure.subplots(1, 2, width_ratios=[max(steps, 2), 1.1], sharey=True)
-    if numbers.tiles.sum() <= MOST_TILES:
-        _draw_tiles(grid, plan)
-    else:
-        _draw_work(grid, numbers)
-    legend = "" if numbers.tiles.sum() > MOST_TILES else f"\n{_LEGEND}"
-    grid.set(xlim=(0, steps), ylim=(ranks, 0), xlabel=f"step{legend}", ylabel="rank")
-    grid.set_xticks(np.arange(steps) + 0.5, [str(step) for step in range(steps)])
-    grid.set_yticks(np.arange(ranks) + 0.5, [str(rank) for rank in range(ranks)])
-    grid.tick_params(length=0)
-    _draw_bars(bars, numbers)
-    figure.suptitle(
-        f"{numbers.algorithm}: {len(numbers.lengths):,} documents, {int(numbers.lengths.sum()):,} tokens, "
-        f"{ranks} ranks; slowest / mean {numbers.imbalance:.3f}",
-        fontsize="medium",
-    )
+    figure = tile_map(plan, summary)
     target = Path(path)
     aside = target.with_name(f".{target.name}.new")
     try:
-        figure.savefig(aside, dpi=110, format="png")
+        figure.savefig(aside, dpi=DPI, format="png")
         aside.replace(target)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--png {path}: cannot be written: {error}") from None
@@ -78,68 +64,121 @@ def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = No
     return target
 
 
-def _draw_tiles(axes, plan: Plan) -> None:  # type: ignore[no-untyped-def]
-    """A polygon for every tile, and a frame for every cell."""
-    from matplotlib import color_sequences
-    from matplotlib.collections import PolyCollection
-
-    palette = color_sequences["tab20"]
-    rows = max(int(plan.layout.token_counts.max()), 1)
-    span = max(_widest(plan), 1)
-    for rank in range(plan.ranks):
-        tiles = plan.forward.tiles(rank)
-        capacity = plan.forward.capacity[rank]
-        left = np.concatenate([[0], np.cumsum(capacity)])  # slots stand side by side when a step reads several
-        documents = plan.q_layout.document_ids(rank)
-        polygons: list[np.ndarray] = []
-        colours: list[Any] = []
-        for step in range(plan.forward.steps):
-            mine = tiles[tiles["step"] == step]
-            slots = np.unique(mine["slot"])
-            base = left[slots[0]] if len(slots) else 0
-            for tile in mine:
-                polygons.append(_corners(tile, int(left[tile["slot"]] - base), span, rows) + np.array([step, rank]))
-                colours.append(palette[int(documents[tile["q_row"]]) % len(palette)])
-            polygons.append(np.array([(0, 0), (1, 0), (1, 1), (0, 1)]) * (1 - _GAP) + _GAP / 2 + (step, rank))
-            colours.append((0, 0, 0, 0.05))
-        axes.add_collection(PolyCollection(polygons, facecolors=colours, linewidths=0))
+def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
+    """The picture as a matplotlib figure."""
+    numbers = summary if summary is not None else summarize(plan)
+    page = Page.of(numbers, DPI, shaded=bool(numbers.tiles.sum() > MOST_TILES))
+    _title(page, numbers)
+    _ranks(page, plan, numbers)
+    _squares(page, plan, numbers)
+    if numbers.moves:
+        _moves(page, plan, numbers)
+    _bars(page, numbers)
+    _legend(page, numbers)
+    return page.figure
 
 
-def _widest(plan: Plan) -> int:
-    """Rows of the slots that some rank reads in one step, from the first of these slots to the last."""
-    capacity, contents = plan.forward.capacity, plan.forward.contents
-    left = np.concatenate([np.zeros((plan.ranks, 1), np.int64), np.cumsum(capacity, 1)], 1)
-    cells = plan.ranks, plan.forward.steps
-    first, last = np.full(cells, capacity.shape[1]), np.zeros(cells, np.int64)
-    np.minimum.at(first, (contents["rank"], contents["step"]), contents["slot"])
-    np.maximum.at(last, (contents["rank"], contents["step"]), contents["slot"] + 1)
-    at = np.arange(plan.ranks)[:, None]
-    return int((left[at, last] - left[at, np.minimum(first, last)]).max(initial=0))
+def _title(page: Page, numbers: PlanSummary) -> None:
+    nodes = f" ({numbers.topology.nodes} nodes)" if numbers.topology.nodes > 1 else ""
+    page.title(
+        f"{numbers.algorithm}: {some_documents(numbers.lengths)} over {numbers.ranks} ranks{nodes}",
+        f"forward, {attention_text(numbers.attention)}; attention work of the slowest rank / mean: "
+        f"{numbers.imbalance:.3f}",
+    )
 
 
-def _corners(tile: np.void, shift: int, span: int, rows: int) -> np.ndarray:
-    """Corners of a tile in its unit cell; a causal one lacks the triangle above the diagonal that ends bottom right."""
-    top, bottom = int(tile["q_row"]) / rows, int(tile["q_row"] + tile["q_rows"]) / rows
-    left, right = (int(tile["k_row"]) + shift) / span, (int(tile["k_row"] + tile["k_rows"]) + shift) / span
-    if tile["mask"] == CAUSAL:
-        first = (int(tile["k_row"] + tile["k_rows"] - tile["q_rows"]) + shift) / span
-        corners = [(left, top), (first, top), (right, bottom), (left, bottom)]
-    else:
-        corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
-    return np.array(corners) * (1 - _GAP) + _GAP / 2
+def _ranks(page: Page, plan: Plan, numbers: PlanSummary) -> None:
+    """At the left of each row: the rank, its colour, what it holds of the packed row, its heads."""
+    page.heading(page.left, page.holds, "holds")
+    palette, tokens = colours(numbers.ranks), max(plan.documents.tokens, 1)
+    borders = plan.documents.offsets[1:-1] / tokens if len(plan.documents) <= 64 else np.empty(0)
+    for rank in range(numbers.ranks):
+        held = held_text(plan, numbers, rank)
+        computes = f"computes {_heads(numbers, rank, kv=True)}" if numbers.splits_heads else ""
+        spans = plan.layout.of(rank)
+        pieces = np.stack([spans["start"], spans["stop"]], 1) / tokens
+        page.rank(rank, palette[rank], held, computes, pieces, borders)
+    if plan.topology.nodes > 1:
+        for node in range(plan.topology.nodes):
+            first = node * plan.topology.ranks_per_node
+            page.node(f"node {node}", first, first + plan.topology.ranks_per_node - 1)
 
 
-def _draw_work(axes, numbers: PlanSummary) -> None:  # type: ignore[no-untyped-def]
-    """Shaded cells, for plans with too many tiles to see."""
-    ranks, steps = numbers.work.shape
-    axes.imshow(numbers.work, aspect="auto", cmap="viridis", extent=(0, steps, ranks, 0))
+def _heads(numbers: PlanSummary, rank: int, kv: bool = False) -> str:
+    first, last = numbers.heads[rank, :2]
+    return f"{'no heads' if first == last else 'head' if last == first + 1 else 'heads'}" + (
+        f" {heads_text(numbers, rank, kv)}" if last > first else ""
+    )
 
 
-def _draw_bars(axes, numbers: PlanSummary) -> None:  # type: ignore[no-untyped-def]
-    """Work of every rank over the mean."""
+def _squares(page: Page, plan: Plan, numbers: PlanSummary) -> None:
+    for step in range(numbers.steps):
+        page.heading(*page.column(step), f"step {step}" if page.captions else str(step))
+    for rank in range(numbers.ranks):
+        heads = f"{_heads(numbers, rank)}: " if numbers.splits_heads else ""
+        for step, of in enumerate(owners(plan, rank)):
+            busy = numbers.work[rank, step] > 0
+            page.square(rank, step, heads + of_ranks(plan, rank, of) if busy else "", arrivals(plan, rank, step))
+    if page.shaded:
+        largest = max(int(numbers.work.max(initial=0)), 1)
+        for rank, step in np.ndindex(numbers.work.shape):
+            page.shade(rank, step, float(numbers.work[rank, step]) / largest)
+        return
+    palette = colours(numbers.ranks)
+    scale = np.array([max(plan.kv_documents.tokens, 1), max(plan.documents.tokens, 1)])
+    outlines = _outlines(plan, scale, page)
+    page.polygons([page.in_square(r, s, o) for r, s in np.ndindex(numbers.work.shape) for o in outlines], GREY)
+    corners: list[np.ndarray] = []
+    fill: list[Sequence[float]] = []
+    for rank in range(numbers.ranks):
+        for area in areas(plan, rank):
+            corners.append(page.in_square(rank, area.step, area.corners / scale))
+            fill.append(palette[area.owner])
+    page.polygons(corners, fill, line=0.3)
+
+
+def _outlines(plan: Plan, scale: np.ndarray, page: Page) -> list[np.ndarray]:
+    """What the mask shows, for the documents that are large enough to be seen, and not more than can be drawn."""
+    found = [corners / scale for corners in visible(plan)]
+    seen = [corners for corners in found if np.ptp(corners, 0).max() * page.cell * DPI > 0.5]
+    seen.sort(key=lambda corners: -float(np.ptp(corners, 0).max()))
+    return seen[: MOST_OUTLINES // page.cells]
+
+
+def _moves(page: Page, plan: Plan, numbers: PlanSummary) -> None:
+    """Bands before and after the steps, over the ranks that exchange rows."""
+    before, after = ("all-to-all: tokens → heads (Q, K, V)", "all-to-all: heads → tokens (output)")
+    if not numbers.splits_heads:
+        before, after = ("rows move to where they are computed (Q, K, V)", "rows move back (output)")
+    for group in exchanging(plan):
+        page.band(page.before, group[0], group[-1], before)
+        page.band(page.after, group[0], group[-1], after)
+
+
+def _bars(page: Page, numbers: PlanSummary) -> None:
     work = numbers.work.sum(1)
-    share = work / (work.mean() or 1)
-    axes.barh(np.arange(numbers.ranks) + 0.5, share, height=0.8, color="tab:blue")
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("work / mean")
-    axes.tick_params(left=False)
+    page.heading(page.bars, page.bar_width, "work / mean")
+    for rank, share in enumerate(work / (work.mean() or 1)):
+        page.bar(rank, share, max(float(work.max()) / (work.mean() or 1), 1.0))
+
+
+def _legend(page: Page, numbers: PlanSummary) -> None:
+    if page.shaded:
+        entries: list[tuple[Sequence[Any], str]] = [
+            ([shading(share) for share in (0, 0.5, 1)], "the darker, the more work of this rank in this step")
+        ]
+        notes = [f"There are {numbers.tiles.sum():,} tiles, too many to draw."]
+    else:
+        some = colours(numbers.ranks)[:3]
+        now = "computed by this rank in this step; the colour is that of the rank that has these keys and values"
+        entries = [([GREY], "what the mask lets queries see"), (some, now)]
+        notes = [
+            "Each square is the attention matrix of the whole batch: queries downwards, keys to the right, one block "
+            "on the diagonal for each document. All squares have one scale: coloured area "
+            f"{'times heads ' * numbers.splits_heads}is work."
+        ]
+    if numbers.splits_heads:
+        notes.append("Ranks that exchange tokens for heads compute the same tokens, each for its own heads.")
+    if page.captions and numbers.received.any():
+        notes.append("Below a square: rows of keys and values that arrive during the step, for a later one.")
+    page.legend(entries, notes)

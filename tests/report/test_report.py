@@ -1,33 +1,63 @@
-"""Reports of plans: the numbers are those of the plan, and the map shows every tile."""
+"""Reports of plans: the numbers are those of the plan."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
-from mindspeed_cp.report import plan_tables, summarize, tilemap
-from mindspeed_cp.report.text import MOST_RANKS, count
+from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
+from mindspeed_cp.plan import ALGORITHMS, peak_bytes, traffic
+from mindspeed_cp.report import plan_tables, summarize
+from mindspeed_cp.report.text import MOST_RANKS, count, size
 
 
-def plan_of(lengths: list[int], ranks: int, **options: object) -> Plan:
+def plan_of(lengths: list[int], ranks: int, **options: Any) -> Plan:
     return build_plan(Documents(lengths), Topology(1, ranks), AttentionConfig(heads=4, head_dim=16), **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_numbers_are_those_of_the_plan(ranks: int) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     lengths = [500, 37, 0, 3, 121]
-    plan = plan_of(lengths, ranks)
-    summary = summarize(plan)
+    plan = plan_of(lengths, ranks, algorithm=algorithm)
+    summary = summarize(plan, bytes_per_element=4)
     assert summary.tokens.sum() == sum(lengths)
     assert (summary.work == plan.work()).all()
-    assert summary.work.sum() == sum(n * (n + 1) // 2 for n in lengths)
+    assert summary.work.sum() == 4 * sum(n * (n + 1) // 2 for n in lengths)
     assert summary.tiles.sum() == sum(len(plan.forward.tiles(rank)) for rank in range(ranks))
     assert summary.sent.sum() == summary.received.sum() == plan.forward.fetch.items["rows"].sum()
     assert summary.imbalance >= 1 and summary.step_imbalance >= summary.imbalance - 1e-12
-    assert summary.as_dict()["per_rank"][ranks - 1]["tokens"] == plan.layout.token_counts[ranks - 1]
+    sent = traffic(plan, 4)
+    assert (summary.sent_forward + summary.sent_backward == sent["total"]).all()
+    assert (summary.buffers[:, 1] == peak_bytes(plan, "backward", 4)["total"]).all()
+    last = summary.as_dict()["per_rank"][ranks - 1]
+    assert last["tokens"] == plan.layout.token_counts[-1] and last["bytes_sent"]["total"] == sent["total"][-1]
+    assert last["heads"] == list(plan.q_layout.head_range(ranks - 1, 4))
+    assert summary.splits_heads == (
+        ranks > 1 and algorithm in ("ulysses", "hybrid") and (algorithm, ranks) not in ALONE
+    )
+
+
+ALONE = {("hybrid", 2), ("hybrid", 3)}  # one rank for each group: the largest divisor of so many ranks is 1
+
+
+def test_the_overview_tells_what_is_computed_and_sent() -> None:
+    def overview(**more: Any) -> dict[str, str]:
+        attention = AttentionConfig(
+            heads=6, kv_heads=2, head_dim=12, head_dim_v=8, mask="full", window=(40, 9), alibi=True
+        )
+        plan = build_plan(Documents([500, 37]), Topology(2, 2), attention, **more)
+        return {row[0]: row[1] for row in plan_tables(summarize(plan))[0].rows}
+
+    ring, hybrid, ulysses = (overview(algorithm=name) for name in ("ring", "hybrid", "ulysses"))
+    assert ring["attention"] == "full mask, window of 40 back, 9 ahead, ALiBi"
+    assert ring["heads"] == "6, key/value heads 2, of width 12/8" and ring["ranks"] == "4 (2 nodes)"
+    assert ring["sent in the forward"].endswith(" of K/V") and "of K/V, dK and dV" in ring["sent in the backward"]
+    assert ulysses["sent in the forward"].endswith(" by all-to-all") and ":" not in ulysses["sent in the forward"]
+    assert "of K/V, " in hybrid["sent in the forward"] and hybrid["sent in the forward"].endswith(" by all-to-all")
+    keys = overview(algorithm="direct", kv_documents=Documents([7, 900]))
+    assert keys["keys of the documents"] == "2 (7, 900)" and "keys of the documents" not in ring
 
 
 def test_contiguous_layout_is_seen_to_be_uneven() -> None:
@@ -56,35 +86,6 @@ def test_counts_read_well() -> None:
     assert [count(n) for n in (0, 999, 9_999_999, 12_345_678, 3e9, 2.5e12)] == [
         *("0", "999", "9,999,999", "12.3 M", "3.0 G", "2.5 T"),
     ]
-
-
-def test_the_map_has_a_polygon_for_every_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.collections import PolyCollection
-
-    plan = plan_of([300, 41, 0, 7], 3)
-    drawn: list[np.ndarray] = []
-    make = PolyCollection.__init__
-
-    def note(self: PolyCollection, polygons: list[np.ndarray], **options: object) -> None:
-        drawn.extend(polygons)
-        make(self, polygons, **options)
-
-    monkeypatch.setattr(PolyCollection, "__init__", note)
-    tilemap.draw_tile_map(plan, tmp_path / "map.png")
-    frames = plan.ranks * plan.forward.steps
-    assert len(drawn) == frames + summarize(plan).tiles.sum()
-    for corners in drawn:  # each inside the cell of one rank and step
-        low, high = np.floor(corners.min(0)), np.ceil(corners.max(0))
-        assert (high - low == 1).all() and (low >= 0).all() and (high <= [plan.forward.steps, plan.ranks]).all()
-
-
-def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilemap, "MOST_TILES", 1)
-    assert tilemap.draw_tile_map(plan_of([300, 41], 3), tmp_path / "map.png").stat().st_size > 1000
-
-
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "folder.png").mkdir()
-    for name, says in (("missing/map.png", "cannot be written"), ("folder.png", "cannot be written"), ("map.pdf", "valid")):
-        with pytest.raises(ConfigError, match=says):
-            tilemap.draw_tile_map(plan_of([30], 2), tmp_path / name)
+    assert [size(n) for n in (0, 1023, 1024, 1.5 * 2**20, 5 * 2**30)] == [
+        *("0 B", "1,023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB"),
+    ]

@@ -1,0 +1,165 @@
+"""The picture of a plan: it shows each tile at its place in the attention matrix, and its words do not overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
+from mindspeed_cp.plan import ALGORITHMS
+from mindspeed_cp.report import tilemap
+from mindspeed_cp.report.areas import areas, visible
+from mindspeed_cp.report.tilemap import draw_tile_map, tile_map
+
+LENGTHS = [700, 30, 0, 4100]
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": (500, 0)},
+    "full": {"mask": "full"},
+    "window both sides": {"mask": "full", "window": (300, 90)},
+    "alibi": {"alibi": True},
+}
+
+
+def plan_of(algorithm: str = "ring", lengths: list[int] = LENGTHS, ranks: int = 4, **more: Any) -> Plan:
+    """A plan; what is not an option of the algorithm or `nodes` is about attention."""
+    nodes, options = more.pop("nodes", 1), {k: more.pop(k) for k in ("layout", "kv_documents") if k in more}
+    attention = AttentionConfig(**{"heads": 6, "kv_heads": 2, "head_dim": 16, **more})
+    return build_plan(Documents(lengths), Topology(nodes, ranks // nodes), attention, algorithm, **options)
+
+
+def area(corners: np.ndarray) -> float:
+    x, y = corners.T
+    return float(abs(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_areas_are_work_and_lie_where_the_mask_lets_queries_see(algorithm: str, kind: str) -> None:
+    plan = plan_of(algorithm, **KINDS[kind])
+    left, right = plan.attention.reach
+    heads = [np.diff(plan.q_layout.head_range(rank, 6))[0] for rank in range(4)]
+    drawn, count = np.zeros_like(plan.work(), float), np.zeros_like(plan.work())
+    for rank in range(4):
+        for step, owner, corners in areas(plan, rank):
+            drawn[rank, step] += area(corners) * heads[rank]
+            count[rank, step] += heads[rank]
+            tokens = np.floor(corners.mean(0)).astype(int)  # of the middle: the same document, seen, held by the owner
+            assert plan.documents.document_of(tokens)[0] == plan.documents.document_of(tokens)[1]
+            assert -right <= tokens[1] - tokens[0] <= left
+            assert tokens[0] in plan.kv_layout.tokens(owner) and tokens[1] in plan.q_layout.tokens(rank)
+    assert (
+        np.abs(drawn - plan.work()).max() <= count.max() / 2
+    )  # a polygon lacks at most an eighth of a pair at a corner
+    shown = sum(area(corners) for corners in visible(plan))
+    assert shown * 6 == pytest.approx(plan.work().sum(), abs=6)
+
+
+def test_in_a_ring_the_owner_goes_round_and_in_the_hybrid_it_has_the_same_heads() -> None:
+    owners = {(rank, step): {a.owner for a in areas(plan_of(), rank) if a.step == step}
+              for rank in range(4) for step in range(4)}  # fmt: skip
+    assert all(found == {(rank - step) % 4} for (rank, step), found in owners.items())
+    hybrid = plan_of("hybrid", ranks=4)
+    for rank in range(4):
+        assert {a.owner for a in areas(hybrid, rank)} == {rank, (rank + 2) % 4}
+
+
+def words(figure: Any) -> list[tuple[str, Any]]:
+    """Texts of a figure and their boxes in pixels."""
+    figure.canvas.draw()
+    return [(t.get_text(), t.get_window_extent()) for t in figure.axes[0].texts if t.get_text()]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{algorithm: {"algorithm": algorithm} for algorithm in ALGORITHMS},
+    "nodes": {"algorithm": "double_ring", "nodes": 2},
+    "unequal heads": {"algorithm": "ulysses", "heads": 5, "kv_heads": 5, "ranks": 7, "lengths": [3, 90]},
+    "window": {"algorithm": "direct", "window": (500, 0)},
+    "balanced": {
+        "algorithm": "direct", "layout": "balanced",
+        "lengths": [900, 400, 120, 3100, 64, 800, 30, 250, 1500, 77, 600, 340],
+    },
+    "cross": {"algorithm": "all_gather", "mask": "full", "kv_documents": Documents([3, 900, 17, 2000])},
+    "many ranks": {"ranks": 24},
+    "one rank": {"ranks": 1},
+    "empty": {"lengths": [0]},
+    "no documents": {"lengths": []},
+    "large numbers": {"lengths": [900_000_000, 700_000_000]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_words_neither_overlap_nor_leave_the_page(case: str) -> None:
+    figure = tile_map(plan_of(**CASES[case]))
+    found = words(figure)
+    width, height = figure.canvas.get_width_height()
+    for text, box in found:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
+    for (one, a), (other, b) in combinations(found, 2):
+        apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
+        assert apart, f"{one!r} overlaps {other!r}"
+
+
+def texts(**case: Any) -> list[str]:
+    return [text for text, _ in words(tile_map(plan_of(**case)))]
+
+
+def test_the_words_say_who_computes_what() -> None:
+    ring = texts(algorithm="ring")
+    assert {"rank 3", "own K/V", "K/V of rank 2", "step 3", "holds", "work / mean"} <= set(ring)
+    assert any(text.startswith("← ") and text.endswith(" rows from rank 3") for text in ring)
+    ulysses = texts(algorithm="ulysses")
+    assert {"computes head 0 (kv 0)", "computes heads 1-2 (kv 0)", "heads 1-2: K/V of all ranks"} <= set(ulysses)
+    bands = {"all-to-all: tokens → heads (Q, K, V)", "all-to-all: heads → tokens (output)"}
+    assert bands <= set(ulysses)
+    hybrid = texts(algorithm="hybrid")
+    assert bands <= set(hybrid) and hybrid.count("all-to-all: heads → tokens (output)") == 2
+    assert {"heads 0-2: K/V of ranks 0-1", "heads 3-5: K/V of ranks 2-3"} <= set(hybrid)
+    assert "K/V of ranks 0, 2-3" not in ring and "K/V of ranks 0, 2, 3" in texts(algorithm="all_gather")
+    assert {"node 0", "node 1"} <= set(texts(algorithm="double_ring", nodes=2))
+    assert any("whole document" in text for text in texts(algorithm="direct", layout="balanced"))
+    assert "nothing to compute" in texts(lengths=[0])
+
+
+def test_there_is_a_polygon_for_every_area_each_in_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[np.ndarray] = []
+    fill = tilemap.Page.polygons
+
+    def note(page: tilemap.Page, corners: Sequence[np.ndarray], colours: Any, line: float = 0.0) -> None:
+        drawn.extend(corners if line else [])  # only tiles have an outline
+        fill(page, corners, colours, line)
+
+    monkeypatch.setattr(tilemap.Page, "polygons", note)
+    plan = plan_of("direct", ranks=3)
+    figure = tile_map(plan)
+    assert len(drawn) == sum(len(list(areas(plan, rank))) for rank in range(3))
+    frames: list[Any] = [patch for patch in figure.axes[0].patches if patch.get_zorder() == 3]
+    squares = np.array([(*frame.get_xy(), frame.get_width()) for frame in frames])
+    assert len(squares) == plan.work().size
+    first, last = squares[:, :2] - 1e-6, squares[:, :2] + squares[:, 2:] + 1e-6
+    for corners in drawn:
+        assert ((first <= corners.min(0)) & (corners.max(0) <= last)).all(1).sum() == 1
+
+
+def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilemap, "MOST_TILES", 1)
+    found = texts(lengths=[300, 41], ranks=3)
+    assert any("too many to draw" in text for text in found) and not any("attention matrix" in text for text in found)
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for name, says in (
+        ("missing/map.png", "cannot be written"),
+        ("folder.png", "cannot be written"),
+        ("map.pdf", "valid"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            draw_tile_map(plan_of(ranks=2), tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+    assert draw_tile_map(plan_of(ranks=2), tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
