@@ -21,7 +21,6 @@ from mindspeed_cp.plan import AttentionConfig
 #: (step, slot) -> what the backend made of the tiles there; opaque to the caller.
 Lowered = Mapping[tuple[int, int], Sequence[Any]]
 
-
 #: (seed, layer): with head, document and positions they decide which attention weights are dropped.
 DropoutKey = tuple[int, int]
 
@@ -89,22 +88,24 @@ class BackwardState:
 
 
 class AttentionBackend(Protocol):
-    """An implementation of attention for one kind of device."""
+    """An implementation of attention for one kind of device.
+
+    Attributes:
+        name: the kind of device.
+        deterministic: the same call gives the same bits every time, for any number of threads.
+    """
 
     name: str
+    deterministic: bool
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
         """Raise ConfigError, naming setting, value, valid values and alternative, for what is not supported."""
 
-    def lower_forward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> Lowered:
+    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowered:
         """Kernel calls for the tiles (records of dtype TILE, in the order they run) of a rank with `rows` queries of
         type `dtype`."""
 
-    def lower_backward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> Lowered:
+    def lower_backward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowered:
         """The same for the backward."""
 
     def forward(

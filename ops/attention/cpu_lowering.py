@@ -2,119 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from mindspeed_cp.plan import CAUSAL
+from mindspeed_cp.ops.attention.cpu_costs import Costs
+from mindspeed_cp.ops.attention.regions import Block, Region, Shape
+from mindspeed_cp.plan import BAND, CAUSAL, UNLIMITED, AttentionConfig
 
-#: Backward tiles of at most this many rows and keys are computed in groups: the flash backward has a fixed cost for
-#: every (tile, head), 65 us where it was measured, which only larger tiles outweigh (benchmarks/kernels_cpu.py).
-SMALL = 64
+#: Rows and keys of one block under dropout, where the scores of a block exist: 2**16 of them for each head.
+DROPOUT_BLOCK = 256
 
-#: Scores of one group for one head: 2**16 in fp32 are 256 KiB a head, so a group of all heads stays in the caches.
-GROUP_SCORES = 1 << 16
+#: Under ALiBi the kernel's own causal mask is used where no bias is larger than this: fp32 then holds scores to 2**-14,
+#: which is nothing beside the rounding of bf16 and fp16.
+LARGEST_BIAS = 1024.0
+
+
+#: A causal tile with more keys than queries is one call with a mask up to so many queries, and two calls from there on.
+ONE_CALL = 256
+
+
+class Kind(Enum):
+    """How a call is masked: not at all, by the kernel's causal mask, by that mask with rows and keys in reverse, or by
+    distance (:mod:`mindspeed_cp.ops.attention.distances`)."""
+
+    PLAIN = "plain"
+    CAUSAL = "causal"
+    REVERSED = "reversed"
+    DISTANCE = "distance"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the flash kernel, whose causal mask is aligned top left: square calls only are causal.
+    """One call of a kernel.
 
     Attributes:
         q: rows of queries.
         k: rows of the slot.
-        causal: lower triangle, or all.
-        first: no call before has touched these rows, so its result is stored and not merged.
+        kind: its mask. CAUSAL and REVERSED calls are square.
+        first: no call before has touched any of these rows, so its result is stored and not merged.
+        fresh: where calls before have touched some of the rows, those they have not: they are set to 0 first.
+        upcast: in the backward, compute in fp32 although the inputs are not.
+        document: number of the document.
+        q_pos, k_pos: position of the first query and of the first key.
     """
 
     q: slice
     k: slice
-    causal: bool
-    first: bool
+    kind: Kind = Kind.PLAIN
+    first: bool = True
+    fresh: tuple[slice, ...] = ()
+    upcast: bool = False
+    document: int = 0
+    q_pos: int = 0
+    k_pos: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Number of queries."""
+        return self.q.stop - self.q.start
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return self.k.stop - self.k.start
 
 
-@dataclass(frozen=True)
-class Group:
-    """Small backward tiles of one step and slot, padded to one shape and computed by batched matrix products.
-
-    Attributes:
-        q_rows: int64 [tiles * q], rows of queries; padding repeats a valid row of the tile.
-        k_rows: int64 [tiles * k], rows of the slot, padded alike.
-        shape: tiles, q, k.
-        hidden: fp32 [tiles, 1, q, k]: -inf where a query does not see a key and in all padding, else 0.
-    """
-
-    q_rows: Tensor
-    k_rows: Tensor
-    shape: tuple[int, int, int]
-    hidden: Tensor
+Lowering = dict[tuple[int, int], list[Call]]
 
 
-Lowering = dict[tuple[int, int], list[Call | Group]]
-
-
-def lower(tiles: np.ndarray, rows: int, small: int) -> Lowering:
+def lower(tiles: np.ndarray, rows: int, attention: AttentionConfig, costs: Costs) -> Lowering:
     """Calls for every (step, slot).
 
     Args:
         tiles: records of dtype TILE in the order they run.
         rows: the rank's queries.
-        small: tiles of at most this many rows and keys are grouped; 0 for none.
+        attention: what is computed.
+        costs: of the kernel that will run.
     """
     out: Lowering = {}
-    if not len(tiles):
-        return out
     touched = np.zeros(rows, bool)
-    key = np.stack([tiles["step"], tiles["slot"]], 1)
-    starts = np.flatnonzero(np.append(True, (key[1:] != key[:-1]).any(1)))
-    for first, last in zip(starts, np.append(starts[1:], len(tiles)), strict=True):
-        part = tiles[first:last]
-        calls = out.setdefault((int(part["step"][0]), int(part["slot"][0])), [])
-        grouped = np.maximum(part["q_rows"], part["k_rows"]) <= small
-        for tile in part[~grouped]:
-            calls.extend(_calls(tile, touched))
-        calls.extend(_groups(part[grouped]))
+    for step, slot, q_row, q_rows, k_row, k_rows, mask, document, q_pos, k_pos in tiles.tolist():
+        calls = out.setdefault((step, slot), [])
+        if mask == CAUSAL:  # a tile may join several runs of positions; its rows and keys are as good
+            q_pos = k_pos + k_rows - q_rows
+        region = Region.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
+        squares, blocks = _blocks(region, mask, q_pos - k_pos, attention, costs)
+        for block in blocks:
+            (a, b), (c, d) = block.q, block.k
+            q = slice(q_row + a, q_row + b)
+            seen = touched[q]
+            some = bool(seen.any())
+            calls.append(
+                Call(
+                    q=q,
+                    k=slice(k_row + c, k_row + d),
+                    kind=_kind(block.shape, squares, attention),
+                    first=not some,
+                    fresh=_runs(~seen, q.start) if some and not seen.all() else (),
+                    upcast=costs.upcasts(b - a, d - c),
+                    document=document,
+                    q_pos=q_pos + a,
+                    k_pos=k_pos + c,
+                )
+            )
+            touched[q] = True
     return out
 
 
-def _calls(tile: np.ndarray, touched: np.ndarray) -> Iterator[Call]:
-    """A causal tile with more keys than queries is a full call on the keys that all see, and a causal square."""
-    q_row, q_rows, k_row, k_rows = (int(tile[name]) for name in ("q_row", "q_rows", "k_row", "k_rows"))
-    q, past = slice(q_row, q_row + q_rows), k_rows - q_rows
-    if tile["mask"] == CAUSAL:
-        pieces = [(slice(k_row, k_row + past), False)] if past else []
-        pieces.append((slice(k_row + past, k_row + k_rows), True))
-    else:
-        pieces = [(slice(k_row, k_row + k_rows), False)]
-    for k, causal in pieces:
-        yield Call(q, k, causal, not touched[q].any())
-        touched[q] = True
+def _blocks(
+    region: Region, mask: int, ahead: int, attention: AttentionConfig, costs: Costs
+) -> tuple[bool, Iterable[Block]]:
+    """Whether a tile is cut into squares, and its blocks."""
+    if attention.dropout > 0:
+        return False, region.strips(DROPOUT_BLOCK, DROPOUT_BLOCK)
+    if mask != BAND and attention.slopes is None:
+        one_call = region.keys > region.rows <= ONE_CALL and mask == CAUSAL
+        return not one_call, region.strips(region.rows) if one_call else region.squares(region.rows)
+    squares, rows = costs.cut(region, _square_rows(region, ahead, attention, costs))
+    return squares, region.squares(rows) if squares else region.strips(rows)
 
 
-def _groups(tiles: np.ndarray) -> Iterator[Group]:
-    """Tiles by size (next power of two, 8 at least), so that padding at most doubles each side."""
-    if not len(tiles):
-        return
-    size = np.maximum(8, 1 << np.ceil(np.log2(np.maximum(tiles["q_rows"], tiles["k_rows"]))).astype(np.int64))
-    for n in np.unique(size):
-        members = tiles[size == n]
-        at_once = max(1, GROUP_SCORES // int(n) ** 2)
-        for i in range(0, len(members), at_once):
-            yield _group(members[i : i + at_once])
+def _square_rows(region: Region, ahead: int, attention: AttentionConfig, costs: Costs) -> int:
+    """Rows of the largest square that the kernel's causal mask can serve; 0: none."""
+    if attention.slopes is None:
+        return UNLIMITED
+    if not costs.half or region.high > ahead:  # a bias linear in the key needs all keys on one side of the queries
+        return 0
+    steepest = float(np.abs(attention.slopes).max())
+    return int(min(UNLIMITED, 2 * LARGEST_BIAS / steepest)) if steepest else UNLIMITED
 
 
-def _group(tiles: np.ndarray) -> Group:
-    q, k = int(tiles["q_rows"].max()), int(tiles["k_rows"].max())
-    i, j = np.arange(q), np.arange(k)
-    q_rows = tiles["q_row"][:, None] + np.minimum(i, tiles["q_rows"][:, None] - 1)
-    k_rows = tiles["k_row"][:, None] + np.minimum(j, tiles["k_rows"][:, None] - 1)
-    past = np.where(tiles["mask"] == CAUSAL, tiles["k_rows"] - tiles["q_rows"], k)[:, None, None]
-    sees = (
-        (i[:, None] < tiles["q_rows"][:, None, None]) & (j < tiles["k_rows"][:, None, None]) & (j <= past + i[:, None])
-    )
-    hidden = torch.zeros(len(tiles), 1, q, k).masked_fill_(torch.from_numpy(~sees)[:, None], float("-inf"))
-    q_flat, k_flat = (torch.from_numpy(x.astype(np.int64).reshape(-1)) for x in (q_rows, k_rows))
-    return Group(q_flat, k_flat, (len(tiles), q, k), hidden)
+def _kind(shape: Shape, squares: bool, attention: AttentionConfig) -> Kind:
+    if squares and shape in (Shape.LOWER, Shape.UPPER):
+        return Kind.CAUSAL if shape == Shape.LOWER else Kind.REVERSED
+    return Kind.PLAIN if shape == Shape.ALL and attention.slopes is None else Kind.DISTANCE
+
+
+def _runs(wanted: np.ndarray, start: int) -> tuple[slice, ...]:
+    """Runs of True, counted from `start`."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]]).astype(np.int8))) + start
+    return tuple(slice(a, b) for a, b in edges.reshape(-1, 2).tolist())

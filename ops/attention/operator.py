@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.backends import backend_for
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState
-from mindspeed_cp.plan import CAUSAL, FULL, TILE, AttentionConfig
+from mindspeed_cp.ops.attention.contract import BackwardState, DropoutKey, ForwardState, Heads
+from mindspeed_cp.ops.attention.problem import Problem
+
+Slopes = Sequence[float] | np.ndarray | Tensor
 
 
 @torch.no_grad()
@@ -22,35 +26,52 @@ def attention(
     *,
     mask: str = "causal",
     scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    alibi: bool | Slopes = False,
+    dropout_p: float = 0.0,
+    dropout_key: DropoutKey | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences; sequence i of q meets sequence i of k and v. Not differentiable: its gradient is
     :func:`attention_backward`, and :func:`mindspeed_cp.context_parallel_attention` is the function for autograd.
 
+    Positions count in each sequence. Keys have the positions 0, 1, ... Queries have, under mask "full", 0, 1, ... too;
+    under mask "causal" they are aligned bottom right: the last query has the position of the last key.
+
     Args:
         q: [tq, heads, head_dim].
-        k: [tk, kv heads, head_dim].
+        k: [tk, kv heads, head_dim]; kv heads divide heads, and query head h reads kv head h // (heads / kv heads).
         v: [tk, kv heads, head_dim_v].
         cu_seqlens_q, cu_seqlens_kv: cumulative lengths from 0, int [sequences + 1].
-        mask: "full", or "causal" aligned bottom right: the last query of a sequence sees its last key. A sequence then
-            needs at least as many keys as queries, or none.
+        mask: "full", or "causal": a query sees keys up to its own position. A sequence then needs at least as many keys
+            as queries, or none.
         scale: factor of q.k; default head_dim ** -0.5.
+        window: (left, right): a query at position p sees positions p - left .. p + right only; -1 is no limit on that
+            side. With mask "causal", right is 0 or -1.
+        alibi: linear biases (Press et al. 2022): -slope * |query position - key position| is added to the scaled
+            scores. True: the paper's slopes for these heads; else one slope for each head.
+        dropout_p: share of the attention weights that is dropped, below 1; the others are divided by 1 - dropout_p.
+        dropout_key: (seed, layer), whole numbers; with head, sequence and both positions they decide what is dropped
+            (:func:`mindspeed_cp.ops.dropout.keep_mask`). Needed if dropout_p is above 0.
         backend: name; default: by the device of q.
 
     Returns:
-        out [tq, heads, head_dim_v] of q's type and lse fp32 [tq, heads]; rows that see no key are 0 and -inf.
+        out [tq, heads, head_dim_v] of q's type and lse = log(sum(exp(scores))) fp32 [tq, heads], of all scores, dropped
+        or not; rows that see no key are 0 and -inf.
 
     Raises:
-        ConfigError: shapes, lengths or types do not fit, or the backend does not support them.
+        ConfigError: shapes, lengths, types or settings do not fit, or the backend does not support them.
     """
-    config, tiles = _problem(q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale)
+    problem = Problem.of(q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key)
+    config = problem.attention
     runner = backend_for(q.device.type, backend)
     runner.check(config, q.dtype)
     out = q.new_zeros(len(q), q.shape[1], v.shape[-1], dtype=torch.float32)
     lse = q.new_full((len(q), q.shape[1]), float("-inf"), dtype=torch.float32)
-    calls = runner.lower_forward(tiles, len(q), config).get((0, 0), ())
+    calls = runner.lower_forward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
     q, k, v = (_dense(x) for x in (q, k, v))
-    runner.forward(calls, config, ForwardState(q, out, lse), k, v)
+    state = ForwardState(q, out, lse, Heads.all(config), problem.dropout_key)
+    runner.forward(calls, config, state, k, v)
     return out.to(q.dtype), lse
 
 
@@ -67,6 +88,10 @@ def attention_backward(
     *,
     mask: str = "causal",
     scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    alibi: bool | Slopes = False,
+    dropout_p: float = 0.0,
+    dropout_key: DropoutKey | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`attention`, from the GLOBAL out and lse: k and v may be a part of all keys.
@@ -74,7 +99,8 @@ def attention_backward(
     Args:
         dout: gradient of out, [tq, heads, head_dim_v].
         out, lse: of the complete attention over all keys.
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, backend: as for :func:`attention`.
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key, backend: as for
+            :func:`attention`; the same key drops the same weights.
 
     Returns:
         dq, dk and dv in fp32, of the shapes of q, k and v; dq is this part's share.
@@ -82,7 +108,8 @@ def attention_backward(
     Raises:
         ConfigError: as for :func:`attention`, or dout, out or lse do not fit q and v.
     """
-    config, tiles = _problem(q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale)
+    problem = Problem.of(q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key)
+    config = problem.attention
     runner = backend_for(q.device.type, backend)
     runner.check(config, q.dtype)
     rows = len(q), q.shape[1]
@@ -97,56 +124,12 @@ def attention_backward(
             )
     q, k, v, out, dout = (_dense(x) for x in (q, k, v, out, dout))
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    calls = runner.lower_backward(tiles, len(q), config).get((0, 0), ())
-    runner.backward(calls, config, BackwardState(q, out, lse, dout, dq), k, v, dk, dv)
+    calls = runner.lower_backward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
+    state = BackwardState(q, out, lse, dout, dq, Heads.all(config), problem.dropout_key)
+    runner.backward(calls, config, state, k, v, dk, dv)
     return dq, dk, dv
 
 
 def _dense(x: Tensor) -> Tensor:
     """Kernels read the last dimension as contiguous, whatever its stride says."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | np.ndarray,
-    cu_seqlens_kv: Tensor | np.ndarray,
-    mask: str,
-    scale: float | None,
-) -> tuple[AttentionConfig, np.ndarray]:
-    """The configuration, and one tile for every sequence that has queries and keys."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3:
-            raise ConfigError(f"{name} has shape {tuple(x.shape)}; valid: [rows, heads, dim]")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ConfigError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must agree")
-    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2]:
-        raise ConfigError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
-    config = AttentionConfig(q.shape[1], k.shape[1], q.shape[2], v.shape[2], mask=mask, scale=scale)
-    cu_q, cu_k = (np.asarray(x, np.int64) for x in (cu_seqlens_q, cu_seqlens_kv))
-    for name, cu, rows in (("cu_seqlens_q", cu_q, len(q)), ("cu_seqlens_kv", cu_k, len(k))):
-        if (
-            cu.ndim != 1
-            or len(cu) != len(cu_q)
-            or not len(cu)
-            or cu[0] != 0
-            or cu[-1] != rows
-            or (np.diff(cu) < 0).any()
-        ):
-            raise ConfigError(f"{name} must rise from 0 to {rows}, one entry more than sequences, alike for q and kv")
-    n_q, n_k = np.diff(cu_q), np.diff(cu_k)
-    short = np.flatnonzero((n_k < n_q) & (n_k > 0)) if mask == "causal" else np.zeros(0, int)
-    if len(short):
-        i = short[0]
-        raise ConfigError(
-            f"sequence {i} has {n_q[i]} queries and {n_k[i]} keys; a causal mask needs as many keys, or none, or "
-            "use mask='full'"
-        )
-    keep = (n_q > 0) & (n_k > 0)
-    tiles = np.zeros(int(keep.sum()), TILE)
-    for name, column in (("q_row", cu_q[:-1]), ("q_rows", n_q), ("k_row", cu_k[:-1]), ("k_rows", n_k)):
-        tiles[name] = column[keep]
-    tiles["mask"] = CAUSAL if mask == "causal" else FULL
-    return config, tiles

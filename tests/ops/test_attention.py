@@ -10,26 +10,17 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
 from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, dense_attention, dense_packed_attention
-from mindspeed_cp.ops.attention.cpu_lowering import SMALL, Call, Group, lower
-from mindspeed_cp.plan import CAUSAL, FULL, TILE
+from mindspeed_cp.ops.dropout import keep_mask
+from tests.ops.yardstick import compare, reference, tensors
 
-SHAPES = [(4, 4, 32, 32), (8, 2, 32, 32), (6, 3, 24, 16), (4, 1, 16, 40), (1, 1, 1, 1)]  # heads, kv heads, head_dim, head_dim_v
-LENGTHS = [[5, 37, 0, 130, 300], [1] * 20, [3, 60, 64, 65, 20, 9], [], [0, 0], [2 * SMALL + 1]]
-
-
-def compare(got, want, dtype):
-    limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-        assert a.shape == b.shape, name
-        if b.numel():
-            assert torch.isfinite(a).all() and (a.double() - b).abs().max() <= limit * max(1.0, b.abs().max()), name
-
-
-def tensors(rows_q, rows_k, shape, dtype, seed=0):
-    heads, kv_heads, d, dv = shape
-    g = torch.Generator().manual_seed(seed)
-    sizes = ((rows_q, heads, d), (rows_k, kv_heads, d), (rows_k, kv_heads, dv), (rows_q, heads, dv))
-    return [torch.randn(*s, generator=g).to(dtype) for s in sizes]
+SHAPES = [
+    (4, 4, 32, 32),
+    (8, 2, 32, 32),
+    (6, 3, 24, 16),
+    (4, 1, 16, 40),
+    (1, 1, 1, 1),
+]  # heads, kv heads, head_dim, head_dim_v
+LENGTHS = [[5, 37, 0, 130, 300], [1] * 20, [3, 60, 64, 65, 20, 9], [], [0, 0], [129]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -43,9 +34,102 @@ def test_forward_and_backward(lengths, shape, mask, dtype, backend):
     cu = documents.offsets
     out, lse = attention(q, k, v, cu, cu, mask=mask, backend=backend)
     grads = attention_backward(dout, q, k, v, out, lse, cu, cu, mask=mask, backend=backend)
+    compare([out, lse, *grads], reference(AttentionConfig(*shape, mask=mask), q, k, v, dout, documents), dtype)
+
+
+WINDOWS = {
+    "causal": [None, (0, 0), (6, 0), (70, 0), (1000, 0)],
+    "full": [None, (9, 0), (0, 70), (40, 25), (-1, 3), (64, -1)],
+}
+CELLS = [(mask, window) for mask, windows in WINDOWS.items() for window in windows]
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 16, 16), (5, 1, 16, 40), (3, 3, 24, 16)], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("alibi", [False, True, "slopes"])
+@pytest.mark.parametrize(("mask", "window"), CELLS, ids=str)
+def test_every_combination(mask, window, alibi, dropout_p, shape):
+    """In fp32, and in bf16 where rounding `out` is not all there is of a gradient: a window of one key has none."""
+    documents = Documents([5, 37, 0, 130, 160])
+    if alibi == "slopes":
+        alibi = torch.linspace(1.5, 0.01, shape[0])
+    settings = dict(mask=mask, window=window, alibi=alibi)
+    config = AttentionConfig(*shape, **settings, dropout=dropout_p)
+    key = (7, 3) if dropout_p else None
+    settings |= dict(dropout_p=dropout_p, dropout_key=key)
+    for dtype in (torch.float32, torch.bfloat16) if window != (0, 0) else (torch.float32,):
+        q, k, v, dout = tensors(documents.tokens, documents.tokens, shape, dtype)
+        cu = documents.offsets
+        out, lse = attention(q, k, v, cu, cu, **settings)
+        grads = attention_backward(dout, q, k, v, out, lse, cu, cu, **settings)
+        compare([out, lse, *grads], reference(config, q, k, v, dout, documents, dropout_key=key), dtype)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("window", [None, (30, 10), (0, -1)])
+def test_queries_and_keys_of_different_lengths(window, alibi, dropout_p):
+    """Under a full mask positions of both start at 0, so far queries may see no key of a window."""
+    shape, queries, keys = (4, 2, 16, 24), Documents([70, 0, 9, 150, 3]), Documents([5, 20, 90, 60, 0])
+    q, k, v, dout = tensors(queries.tokens, keys.tokens, shape, torch.float32)
+    settings = dict(mask="full", window=window, alibi=alibi, dropout_p=dropout_p, dropout_key=(1, 2))
+    arguments = q, k, v, queries.offsets, keys.offsets
+    out, lse = attention(*arguments, **settings)
+    grads = attention_backward(dout, q, k, v, out, lse, queries.offsets, keys.offsets, **settings)
+    config = AttentionConfig(*shape, mask="full", window=window, alibi=alibi, dropout=dropout_p)
+    want = reference(config, q, k, v, dout, queries, kv_documents=keys, dropout_key=(1, 2) if dropout_p else None)
+    compare([out, lse, *grads], want, torch.float32)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("window", [None, (12, 0)])
+def test_causal_queries_have_the_last_positions(window, dropout_p):
+    """Sequences with more keys than queries, and one without keys."""
+    n_q, n_k = np.array([4, 3, 30, 0, 64]), np.array([9, 0, 30, 8, 200])
+    q, k, v, dout = tensors(int(n_q.sum()), int(n_k.sum()), (4, 2, 16, 16), torch.float32)
+    cu_q, cu_k = (np.cumsum([0, *n]) for n in (n_q, n_k))
+    settings = dict(window=window, alibi=True, dropout_p=dropout_p, dropout_key=(1, 2))
+    out, lse = attention(q, k, v, cu_q, cu_k, **settings)
+    grads = attention_backward(dout, q, k, v, out, lse, cu_q, cu_k, **settings)
+    documents = np.repeat(np.arange(5), n_q), np.repeat(np.arange(5), n_k)
+    ahead = np.where(n_k > 0, n_k - n_q, 0)
+    positions = [np.arange(len(d)) - cu[d] for d, cu in zip(documents, (cu_q, cu_k), strict=True)]
+    positions[0] += ahead[documents[0]]
+    rows = [torch.from_numpy(x) for x in (*documents, *positions)]
+    keep = None
+    if dropout_p:
+        keep = torch.zeros(4, len(q), len(k), dtype=torch.bool)
+        for d in range(5):
+            i, j = (torch.from_numpy(np.flatnonzero(x == d)) for x in documents)
+            keep[:, i[:, None], j] = keep_mask(1, 2, torch.arange(4), d, rows[2][i], rows[3][j], dropout_p)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    want, want_lse = dense_packed_attention(*leaves, documents, mask=mask)
-    compare([out, lse, *grads], [want.detach(), want_lse.detach(), *torch.autograd.grad(want, leaves, dout.double())], dtype)
+    slopes = AttentionConfig(4, alibi=True).slopes
+    want, want_lse = dense_attention(*leaves, *rows, window=window, slopes=slopes, keep=keep, dropout_p=dropout_p)
+    want_grads = torch.autograd.grad(want, leaves, dout.double())
+    compare([out, lse, *grads], [want.detach(), want_lse.detach(), *want_grads], torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(alibi=True),
+        dict(window=(1100, 0)),
+        dict(window=(1100, 0), alibi=True),
+        dict(mask="full", window=(900, 1000)),
+        dict(mask="full", alibi=True),
+    ],
+    ids=str,
+)
+def test_long_sequences_in_bf16(settings):
+    """Long enough for every way in which tiles are cut."""
+    shape = (2, 1, 16, 16)
+    documents = Documents([2500])
+    q, k, v, dout = tensors(2500, 2500, shape, torch.bfloat16)
+    out, lse = attention(q, k, v, [0, 2500], [0, 2500], **settings)
+    grads = attention_backward(dout, q, k, v, out, lse, [0, 2500], [0, 2500], **settings)
+    compare(
+        [out, lse, *grads], reference(AttentionConfig(*shape, **settings), q, k, v, dout, documents), torch.bfloat16
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -68,9 +152,18 @@ def test_keys_in_two_parts_with_the_global_lse_give_the_whole_gradient(pairs, se
     doc_q, doc_1 = (torch.from_numpy(np.repeat(np.arange(len(pairs)), np.diff(cu))) for cu in (cu_q, cu_1))
     pos = torch.cat([torch.arange(n) for n, _ in pairs]) if pairs else torch.zeros(0, dtype=torch.int64)
     keys, values = torch.cat([leaves[1], leaves[3]]), torch.cat([leaves[2], leaves[4]])
-    want, _ = dense_attention(leaves[0], keys, values, doc_q, torch.cat([doc_1, doc_q]), pos, torch.cat([torch.full_like(doc_1, -1), pos]))
+    want, _ = dense_attention(
+        leaves[0], keys, values, doc_q, torch.cat([doc_1, doc_q]), pos, torch.cat([torch.full_like(doc_1, -1), pos])
+    )
     dq, dk1, dv1, dk2, dv2 = torch.autograd.grad(want, leaves, dout.double())
-    for a, b in ((out, want), (got[0][0] + got[1][0], dq), (got[0][1], dk1), (got[0][2], dv1), (got[1][1], dk2), (got[1][2], dv2)):
+    for a, b in (
+        (out, want),
+        (got[0][0] + got[1][0], dq),
+        (got[0][1], dk1),
+        (got[0][2], dv1),
+        (got[1][1], dk2),
+        (got[1][2], dv2),
+    ):
         assert torch.allclose(a.double(), b, atol=1e-5, rtol=1e-5)
 
 
@@ -82,7 +175,13 @@ def test_queries_without_keys_give_zero_and_minus_infinity():
     for grad in attention_backward(dout, q, k, v, out, lse, cu_q, cu_k):
         assert torch.isfinite(grad).all()
     reference, reference_lse = dense_attention(
-        q.requires_grad_(), k, v, torch.tensor([0] * 3 + [1] * 4), torch.ones(4), torch.tensor([0, 1, 2, 0, 1, 2, 3]), torch.arange(4)
+        q.requires_grad_(),
+        k,
+        v,
+        torch.tensor([0] * 3 + [1] * 4),
+        torch.ones(4),
+        torch.tensor([0, 1, 2, 0, 1, 2, 3]),
+        torch.arange(4),
     )
     assert torch.allclose(out.double(), reference, atol=1e-6) and (reference_lse[:3] == float("-inf")).all()
     assert torch.isfinite(torch.autograd.grad(reference.sum(), q)[0]).all()
@@ -102,27 +201,6 @@ def test_scale_is_used_and_defaults_to_the_head_dim():
     assert torch.allclose(attention(q, k, v, [0, 5], [0, 5], scale=0.7)[0].double(), want, atol=1e-6)
 
 
-def tile(q_row, q_rows, k_row, k_rows, mask, step=0, slot=0):
-    return np.array([(step, slot, q_row, q_rows, k_row, k_rows, mask)], TILE)
-
-
-def test_one_call_per_tile_and_the_first_on_its_rows_stores():
-    tiles = np.concatenate([tile(0, 200, 0, 200, CAUSAL), tile(200, 90, 200, 90, CAUSAL), tile(0, 200, 0, 80, FULL, 1, 1)])
-    calls = lower(tiles, 290, small=0)
-    assert [c.first for c in calls[0, 0]] == [True, True] and [c.causal for c in calls[0, 0]] == [True, True]
-    assert calls[1, 1] == [Call(slice(0, 200), slice(0, 80), False, False)]
-
-
-def test_small_backward_tiles_are_grouped_by_size_and_no_group_is_large():
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(1, SMALL + 1, 2000)
-    rows = np.cumsum([0, *sizes])
-    tiles = np.concatenate([tile(r, n, r, n, CAUSAL) for r, n in zip(rows, sizes, strict=False)])
-    calls = lower(tiles, int(rows[-1]), small=SMALL)[0, 0]
-    assert all(isinstance(c, Group) for c in calls) and sum(c.shape[0] for c in calls) == 2000
-    assert len(calls) < 100 and max(c.hidden.numel() for c in calls) <= 1 << 16
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -134,6 +212,11 @@ def test_small_backward_tiles_are_grouped_by_size_and_no_group_is_large():
         (dict(cu_seqlens_q=[0, 3, 5]), "alike for q and kv"),
         (dict(cu_seqlens_q=[0, 2, 5], cu_seqlens_kv=[0, 4, 5]), "sequence 1 has 3 queries and 1 keys"),
         (dict(mask="window"), "mask is 'window'"),
+        (dict(window=(3, 4)), "attention.window is .3, 4., but under mask 'causal'"),
+        (dict(alibi=[0.5]), "one finite slope for each of the 2 heads"),
+        (dict(dropout_p=1.0), "attention.dropout is 1.0; valid: a number from 0 to below 1"),
+        (dict(dropout_p=0.1), r"dropout_p is 0.1, dropout_key is None; valid: \(seed, layer\)"),
+        (dict(cu_seqlens_q=5), "cu_seqlens_q must rise"),
         (dict(backend="npu"), "backend is 'npu'; valid in this version: cpu"),
     ],
 )  # fmt: skip
@@ -166,7 +249,9 @@ def test_any_strides_give_the_same():
     other, other_lse = attention(*turned[:3], [0, 137], [0, 137])
     assert torch.equal(out, other) and torch.equal(lse, other_lse)
     want = attention_backward(dout, q, k, v, out, lse, [0, 137], [0, 137])
-    got = attention_backward(turned[3], *turned[:3], out.transpose(1, 2).contiguous().transpose(1, 2), lse, [0, 137], [0, 137])
+    got = attention_backward(
+        turned[3], *turned[:3], out.transpose(1, 2).contiguous().transpose(1, 2), lse, [0, 137], [0, 137]
+    )
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
@@ -185,5 +270,7 @@ def test_keeping_freed_memory_says_whether_it_took_effect():
 
 
 def test_types_that_the_kernel_does_not_have_are_refused():
-    with pytest.raises(ConfigError, match=r"dtype is torch.float64; the cpu backend supports float32, bfloat16, float16"):
+    with pytest.raises(
+        ConfigError, match=r"dtype is torch.float64; the cpu backend supports float32, bfloat16, float16"
+    ):
         BACKENDS["cpu"].check(AttentionConfig(4), torch.float64)

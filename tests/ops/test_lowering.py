@@ -1,0 +1,174 @@
+"""Tiles as calls of the CPU kernels, without running any: every visible pair in one call, and no row that sees nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, Documents
+from mindspeed_cp.layout import SPAN
+from mindspeed_cp.ops.attention.cpu_costs import Costs
+from mindspeed_cp.ops.attention.cpu_lowering import DROPOUT_BLOCK, LARGEST_BIAS, Call, Kind, lower
+from mindspeed_cp.ops.attention.regions import Region, Shape
+from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED
+from mindspeed_cp.plan.tiles import tiles_between
+from tests.ops.cuts import Cut
+
+U = UNLIMITED
+
+
+@st.composite
+def regions(draw):
+    rows, keys = draw(st.integers(1, 25)), draw(st.integers(1, 25))
+    low, high = draw(st.one_of(st.just(-U), st.integers(-25, 25))), draw(st.one_of(st.just(U), st.integers(-25, 25)))
+    i, j = np.arange(rows)[:, None], np.arange(keys)
+    sees = (j >= i + low) & (j <= i + high)
+    assume(sees.any(1).all() and sees.any(0).all())
+    return Region(rows, keys, low, high), sees
+
+
+TRIANGLE = {Shape.ALL: np.ones, Shape.LOWER: lambda shape: np.tril(np.ones(shape)), Shape.UPPER: lambda shape: np.triu(np.ones(shape))}
+
+
+@settings(max_examples=300, deadline=None)
+@given(regions(), st.integers(1, 30), st.one_of(st.none(), st.integers(1, 9)), st.booleans())
+def test_blocks_hold_every_visible_pair_once(case, rows, keys, squares):
+    region, sees = case
+    if squares:
+        assume(region.width > 1)
+    blocks = list(region.squares(min(rows, region.width - 1)) if squares else region.strips(rows, keys))
+    count = np.zeros(sees.shape, int)
+    for block in blocks:
+        q, k = slice(*block.q), slice(*block.k)
+        part = sees[q, k]
+        assert part.size and part.any(1).all() and part.any(0).all()
+        assert block.shape == Shape.PART or (part == TRIANGLE[block.shape](part.shape)).all()
+        assert block.shape == Shape.ALL or not part.all() or part.size == 1
+        assert not (squares and block.shape == Shape.PART)
+        assert keys is None or squares or part.shape[1] <= keys
+        count[q, k] += part
+    assert (count == sees).all()
+
+
+def spans(draw, documents):
+    """Some part of every document, in at most two runs."""
+    out = []
+    for d, (a, b) in enumerate(zip(documents.offsets[:-1].tolist(), documents.offsets[1:].tolist(), strict=True)):
+        edges = sorted(draw(st.lists(st.integers(a, b), min_size=4, max_size=4)))
+        out += [(0, d, x, y) for x, y in (edges[:2], edges[2:]) if y > x]
+    return np.array(out, SPAN)
+
+
+@st.composite
+def problems(draw):
+    mask = draw(st.sampled_from(["causal", "full"]))
+    window = draw(st.one_of(st.none(), st.tuples(st.integers(-1, 30), st.integers(-1, 30 if mask == "full" else 0))))
+    alibi, dropout = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5]))
+    attention = AttentionConfig(2, mask=mask, window=window, alibi=alibi, dropout=dropout)
+    queries = Documents(draw(st.lists(st.integers(0, 40), min_size=1, max_size=3)))
+    keys = queries if mask == "causal" else Documents(draw(st.lists(st.integers(0, 40), min_size=len(queries), max_size=len(queries))))
+    return attention, queries, keys, spans(draw, queries), spans(draw, keys)
+
+
+def positions(runs, documents):
+    """Document and position of every row."""
+    document = np.repeat(runs["doc"], runs["stop"] - runs["start"])
+    tokens = np.concatenate([np.zeros(0, int), *(np.arange(a, b) for a, b in zip(runs["start"], runs["stop"], strict=True))])
+    return document, tokens - documents.offsets[document]
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(), st.booleans(), st.integers(1, 12), st.booleans())
+def test_calls_hold_every_visible_pair_of_a_slot_once(problem, squares, rows, half):
+    attention, queries, keys, q_spans, k_spans = problem
+    tiles = tiles_between(q_spans, k_spans, queries, attention, keys)
+    (q_doc, q_pos), (k_doc, k_pos) = positions(q_spans, queries), positions(k_spans, keys)
+    left, right = attention.reach
+    away = q_pos[:, None] - k_pos
+    sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
+    count = np.zeros(sees.shape, int)
+    touched = np.zeros(len(q_doc), bool)
+    for call in lower(tiles, len(q_doc), attention, Cut("forward", half, 1.0, squares, rows)).get((0, 0), []):
+        part, distance = sees[call.q, call.k], away[call.q, call.k]
+        assert part.shape == (call.rows, call.keys) and part.any(1).all()
+        if call.kind == Kind.DISTANCE:  # what the table of distances will make of it
+            by_call = call.q_pos + np.arange(call.rows)[:, None] - call.k_pos - np.arange(call.keys)
+            assert ((by_call <= left) & (by_call >= -right) == part).all()
+            assert not attention.by_position or (by_call == distance).all()
+        else:
+            assert (part == {Kind.PLAIN: np.ones, Kind.CAUSAL: TRIANGLE[Shape.LOWER], Kind.REVERSED: TRIANGLE[Shape.UPPER]}[call.kind](part.shape)).all()
+            if attention.slopes is not None:
+                assert half and call.kind != Kind.PLAIN and (distance[part] >= 0).all()
+        if attention.dropout:
+            assert max(part.shape) <= 1.5 * DROPOUT_BLOCK and call.kind in (Kind.PLAIN, Kind.DISTANCE)
+            assert (q_doc[call.q] == call.document).all() and (q_pos[call.q] == call.q_pos + np.arange(call.rows)).all()
+            assert (k_pos[call.k] == call.k_pos + np.arange(call.keys)).all()
+        fresh = np.zeros(len(q_doc), bool)
+        for run in call.fresh:
+            fresh[run] = True
+        assert call.first == (not touched[call.q].any())
+        assert call.first or (fresh[call.q] == ~touched[call.q]).all()
+        assert not fresh[: call.q.start].any() and not fresh[call.q.stop :].any()
+        touched[call.q] = True
+        count[call.q, call.k] += part
+    assert (count == sees).all()
+
+
+def tile(q_row, q_rows, k_row, k_rows, mask, step=0, slot=0, q_pos=0, k_pos=0):
+    return np.array([(step, slot, q_row, q_rows, k_row, k_rows, mask, 0, q_pos, k_pos)], TILE)
+
+
+def calls_of(tiles, rows, attention, direction="forward", dtype=torch.bfloat16):
+    return lower(tiles, rows, attention, Costs.of(direction, attention, dtype))
+
+
+PLAIN = AttentionConfig(8, 8, 64)
+
+
+def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores():
+    tiles = np.concatenate([tile(0, 2000, 0, 2000, CAUSAL), tile(2000, 90, 2000, 90, CAUSAL), tile(0, 2000, 0, 80, FULL, 1, 1)])
+    calls = calls_of(tiles, 2090, PLAIN)
+    assert [(c.kind, c.first) for c in calls[0, 0]] == [(Kind.CAUSAL, True)] * 2
+    assert calls[1, 1] == [Call(slice(0, 2000), slice(0, 80), Kind.PLAIN, first=False)]
+
+
+@pytest.mark.parametrize(("rows", "kinds"), [(1, [Kind.PLAIN]), (64, [Kind.DISTANCE]), (1000, [Kind.PLAIN, Kind.CAUSAL])])
+def test_a_causal_rectangle_is_one_call_while_it_is_small(rows, kinds):
+    """Of joined runs too, whose first positions say nothing about the others."""
+    (calls,) = calls_of(tile(0, rows, 0, rows + 500, CAUSAL, q_pos=7, k_pos=3), rows, PLAIN).values()
+    assert [c.kind for c in calls] == kinds
+    assert calls[-1].q_pos - calls[-1].k_pos == (500 if len(calls) == 1 else 0)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_wide_window_is_cut_into_few_calls_that_compute_little_in_vain(direction):
+    for width in (16, 100, 500, 1024, 2048, 4096):
+        attention = AttentionConfig(8, 8, 64, window=(width - 1, 0))
+        documents = Documents([16384])
+        whole = np.array([(0, 0, 0, 16384)], SPAN)
+        (calls,) = calls_of(tiles_between(whole, whole, documents, attention), 16384, attention, direction).values()
+        computed = sum(c.rows * c.keys for c in calls)
+        assert len(calls) <= 16384 / 32 and computed <= 16384 * max(2.0 * width, width + 128)
+
+
+def test_alibi_uses_the_causal_mask_of_the_kernel_only_where_its_bias_stays_small():
+    for steepest, largest in ((0.5, 4096), (1.0, 2048), (8.0, 0)):
+        attention = AttentionConfig(2, 2, 64, alibi=(steepest, 0.01))
+        for dtype in (torch.bfloat16, torch.float32):
+            (calls,) = calls_of(tile(0, 8192, 0, 8192, CAUSAL), 8192, attention, dtype=dtype).values()
+            squares = [c for c in calls if c.kind == Kind.CAUSAL]
+            assert bool(squares) == (largest > 0 and dtype == torch.bfloat16)
+            assert all(c.rows * steepest <= 2 * LARGEST_BIAS for c in squares)
+
+
+def test_small_backward_calls_are_computed_in_fp32():
+    tiles = np.concatenate([tile(0, 100, 0, 100, CAUSAL), tile(100, 500, 100, 500, CAUSAL)])
+    for direction, dtype, want in (("backward", torch.bfloat16, [True, False]), ("forward", torch.bfloat16, [False] * 2), ("backward", torch.float32, [False] * 2)):
+        assert [c.upcast for c in calls_of(tiles, 600, PLAIN, direction, dtype)[0, 0]] == want
+
+
+def test_no_tiles_no_calls():
+    assert calls_of(np.empty(0, TILE), 0, PLAIN) == {}
