@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,35 @@ def test_the_reference_file_lists_every_key_with_its_default() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_settings_file_of_the_repository_is_valid(path: Path) -> None:
-    load_settings(path)
+    """Runs do not share a folder; a comment that shows a command names this file, and one that shows a switch has it
+    right."""
+    settings = load_settings(path)
+    text = path.read_text("utf-8")
+    if path.name == "reference.yaml":
+        return
+    assert settings.output.folder == f"runs/{path.stem}" and f"mindspeed-cp train configs/{path.name}" in text
+    for key, value in re.findall(r"^  # (\w+): (\S+)", text, re.MULTILINE):
+        section = next(
+            name for name in ("model", "context_parallel_suite") if key in type(getattr(settings, name)).model_fields
+        )
+        load_settings(path, [f"{section}.{key}={value}"])
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "balanced"])
+def test_there_is_a_settings_file_for_every_algorithm(name: str) -> None:
+    """It trains the model of the quick start, so that its losses are the same."""
+    settings, quickstart = (load_settings(CONFIGS / f"{file}.yaml") for file in (name, "quickstart"))
+    suite = settings.context_parallel_suite
+    assert (suite.layout if name == "balanced" else suite.algorithm) == name
+    assert (settings.model, settings.data, settings.train) == (quickstart.model, quickstart.data, quickstart.train)
+    assert suite.context_parallel_size == quickstart.context_parallel_suite.context_parallel_size
+
+
+def test_the_settings_files_of_features_have_them() -> None:
+    alibi, window, mla, moe = (load_settings(CONFIGS / f"{name}.yaml") for name in ("alibi", "window", "mla", "moe"))
+    assert alibi.model.position_embedding_type == "alibi" and window.model.window_size == [512, 0]
+    assert mla.model.multi_latent_attention and mla.model.head_dim != mla.model.head_dim_v
+    assert moe.model.num_moe_experts and moe.train.expert_model_parallel_size == 2 == moe.model_parallel_size
 
 
 def test_settings_survive_json(tmp_path: Path) -> None:
