@@ -148,6 +148,15 @@ class ModelSettings(Section):
             return sum(self.moe_layer_freq)
         return -(-self.num_layers // self.moe_layer_freq)
 
+    @property
+    def window_layers(self) -> int:
+        """Layers whose attention has a window."""
+        if self.window_size is None:
+            return 0
+        if isinstance(self.window_attn_skip_freq, list):
+            return sum(self.window_attn_skip_freq)
+        return self.num_layers - self.num_layers // (self.window_attn_skip_freq or self.num_layers + 1)
+
     @field_validator("window_size", mode="before")
     @classmethod
     def _is_window(cls, value: Any) -> Any:

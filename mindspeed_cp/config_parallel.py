@@ -33,6 +33,13 @@ def check_parallel(settings: Settings) -> None:
             raise bad_value("model.moe_shared_expert_intermediate_size", shared, rule)
     if model.multi_latent_attention:
         _check_latent(settings)
+    suite = settings.context_parallel_suite
+    if suite.layout == "balanced" and model.window_layers not in (0, model.num_layers):
+        rule = (
+            "places documents by the work of a layer, and model.window_attn_skip_freq makes layers differ, which must "
+            "hold the same rows; use zigzag, or windows in all layers"
+        )
+        raise bad_value("context_parallel_suite.layout", suite.layout, rule)
 
 
 def check_expert_ranks(settings: Settings, world_size: int) -> None:

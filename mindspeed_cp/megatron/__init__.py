@@ -18,21 +18,27 @@ from __future__ import annotations
 from mindspeed_cp.megatron.imports import megatron_imports
 
 with megatron_imports():
-    from mindspeed_cp.megatron.batch import PlannedBatchParams, planned_batch, planned_params, shift_labels, slice_batch
+    from mindspeed_cp.megatron.attentions import attention_config, layer_attentions
+    from mindspeed_cp.megatron.batch import micro_batch_seed, planned_batch, planned_params, shift_labels, slice_batch
     from mindspeed_cp.megatron.compat import megatron_compat
     from mindspeed_cp.megatron.core_attention import PlannedAttention
     from mindspeed_cp.megatron.cpu_mode import megatron_on_cpu
+    from mindspeed_cp.megatron.local import local_spec
     from mindspeed_cp.megatron.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
     from mindspeed_cp.megatron.model import install_model
-    from mindspeed_cp.megatron.rotary import PlannedRotary
-    from mindspeed_cp.megatron.settings import Suite, attention_config, check_model_config, check_suite, rows_multiple
+    from mindspeed_cp.megatron.params import PlannedBatchParams
+    from mindspeed_cp.megatron.rotary import LatentRotary, PlannedRotary
+    from mindspeed_cp.megatron.router import PlannedRouter
+    from mindspeed_cp.megatron.settings import Suite, check_model_config, check_suite, rows_multiple
     from mindspeed_cp.megatron.spec import install
 
 __all__ = [
     "GlobalLoss",
+    "LatentRotary",
     "PlannedAttention",
     "PlannedBatchParams",
     "PlannedRotary",
+    "PlannedRouter",
     "Suite",
     "attention_config",
     "check_model_config",
@@ -41,10 +47,13 @@ __all__ = [
     "global_loss",
     "install",
     "install_model",
+    "layer_attentions",
+    "local_spec",
     "loss_function",
     "megatron_compat",
     "megatron_imports",
     "megatron_on_cpu",
+    "micro_batch_seed",
     "planned_batch",
     "planned_params",
     "rows_multiple",

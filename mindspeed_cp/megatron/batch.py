@@ -2,119 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import ConfigError, Documents, Plan
+from mindspeed_cp.megatron.params import PlannedBatchParams, RotaryTripwire
 
 FORMATS = ("thd", "sbhd")
 
 
-class RotaryTripwire:
-    """Stands in PackedSeqParams.cp_group, which only Megatron's own rotary modules read: they would rotate by positions
-    of Megatron's zig-zag, before PlannedAttention could object."""
-
-    def size(self) -> int:
-        raise ConfigError(
-            "this model still has Megatron's rotary module, whose positions do not follow the plan; call "
-            "mindspeed_cp.megatron.install_model(model) once after building the model"
-        )
-
-    rank = size
-
-
-@dataclass
-class PlannedBatchParams(PackedSeqParams):
-    """PackedSeqParams that carry one micro-batch's plan; Megatron hands them unchanged to every attention layer.
-
-    Make them with :func:`planned_params` or :func:`planned_batch`. Megatron's own fields hold the whole batch's
-    documents (cu_seqlens before sharding), as in Megatron.
-
-    Attributes:
-        plan: who holds, sends and computes what.
-        rank: context-parallel rank whose rows these are.
-        batch_size: b of "sbhd"; 1 for "thd".
-        padding: rows added at the end of each of the b rows, outside every document: their attention output is zero.
-            Not needed for any document's length, only for `rows_multiple` and for a rank that holds no token.
-        tables: what layers share about this micro-batch, by the module that made it (rotary cos and sin); dies with
-            either.
-    """
-
-    plan: Plan | None = None
-    rank: int = 0
-    batch_size: int = 1
-    padding: int = 0
-    tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the plan on this rank, over the whole batch, without padding."""
-        assert self.plan is not None
-        return int(self.plan.layout.token_counts[self.rank])
-
-    @property
-    def length(self) -> int:
-        """Rows of each of the b rows on this rank, without padding."""
-        return self.rows // self.batch_size
-
-    def to_rows(self, x: Tensor, name: str) -> Tensor:
-        """[s, b, heads, dim] or, for "thd", [t, heads, dim] -> the plan's rows [rows, heads, dim], without padding.
-
-        Raises:
-            ConfigError: the shape is not that of this rank's rows.
-        """
-        length = self.length
-        expected = [length + self.padding] if self.qkv_format == "thd" else [length + self.padding, self.batch_size]
-        if list(x.shape[:-2]) != expected:
-            shape = ", ".join([*map(str, expected), "heads", "dim"])
-            raise ConfigError(
-                f"{name} has shape {list(x.shape)}, but in format {self.qkv_format!r} rank {self.rank} of the plan has "
-                f"[{shape}], {self.padding} rows of padding included; slice the batch with the same plan, rank and "
-                "options as its parameters: planned_batch does both"
-            )
-        if self.qkv_format == "thd":
-            return x[:length]
-        return x[:length].transpose(0, 1).reshape(self.rows, *x.shape[2:])
-
-    def from_rows(self, x: Tensor) -> Tensor:
-        """The rows back in Megatron's shape: [t, heads * dim] or [s, b, heads * dim]; padding is zero."""
-        if self.qkv_format == "thd":
-            out = x.flatten(1)
-        else:
-            out = x.reshape(self.batch_size, self.length, x.shape[1] * x.shape[2]).transpose(0, 1)
-        if self.padding:
-            out = torch.cat([out, out.new_zeros(self.padding, *out.shape[1:])])
-        return out
-
-
 def planned_params(
-    plan: Plan, rank: int, qkv_format: str = "thd", *, batch_size: int | None = None, rows_multiple: int = 1
+    plan: Plan | Sequence[Plan],
+    rank: int,
+    qkv_format: str = "thd",
+    *,
+    batch_size: int | None = None,
+    rows_multiple: int = 1,
+    dropout_seed: int | None = None,
 ) -> PlannedBatchParams:
     """The ``packed_seq_params`` of one micro-batch, for one context-parallel rank.
 
     Args:
-        plan: the micro-batch's plan (``build_plan``).
+        plan: the micro-batch's plan (``build_plan``), or one for each of the different ``layer_attentions(config)``.
         rank: this context-parallel rank.
         qkv_format: "thd", one packed row, or "sbhd", `batch_size` rows of equal length.
         batch_size: rows of "sbhd"; default: one for every document. Each row holds whole documents.
         rows_multiple: pad this rank's rows to a multiple of this (``rows_multiple(config)`` under sequence
             parallelism).
+        dropout_seed: needed with attention dropout; another number for every micro-batch of every step and replica, the
+            same on all context- and tensor-parallel ranks (``micro_batch_seed``).
 
     Raises:
-        ConfigError: the rank, format or batch size does not fit the plan.
+        ConfigError: the rank, format or batch size does not fit the plan, or plans do not fit each other.
     """
+    plans = (plan,) if isinstance(plan, Plan) else tuple(plan)
+    _check_plans(plans)
+    first = plans[0]
     if qkv_format not in FORMATS:
         raise ConfigError(f"qkv_format is {qkv_format!r}; valid: {', '.join(FORMATS)}")
-    if not 0 <= rank < plan.ranks:
+    if not 0 <= rank < first.ranks:
         raise ConfigError(
-            f"rank is {rank}, but the plan has ranks 0 to {plan.ranks - 1}; give the rank in the context-parallel group"
+            f"rank is {rank}, but the plan has ranks 0 to {first.ranks - 1}; give the rank in the context-parallel "
+            "group"
         )
     if rows_multiple < 1:
         raise ConfigError(f"rows_multiple is {rows_multiple}; valid: 1 or more, see rows_multiple(config)")
@@ -125,24 +57,56 @@ def planned_params(
             )
         batch_size = 1
     elif batch_size is None:
-        batch_size = len(plan.documents)
-    length = _rows_per_sequence(plan, rank, batch_size)
-    borders = torch.from_numpy(plan.documents.offsets.astype(np.int32))
-    longest = int(plan.documents.lengths.max(initial=0))
+        batch_size = len(first.documents)
+    length = _rows_per_sequence(first, rank, batch_size)
+    borders = torch.from_numpy(first.documents.offsets.astype(np.int32))
+    longest = int(first.documents.lengths.max(initial=0))
     params = PlannedBatchParams(
         qkv_format=qkv_format,
         cu_seqlens_q=borders,
         cu_seqlens_kv=borders,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        plan=plan,
+        plan=first,
+        plans=plans,
         rank=rank,
         batch_size=batch_size,
         # Megatron's own attention cannot reshape a tensor without rows, so a rank that holds no token gets padding too.
         padding=-length % rows_multiple if length else rows_multiple,
+        dropout_seed=dropout_seed,
     )
     params.cp_group = RotaryTripwire()  # no field of Megatron 0.15, whose rotary module reads none
     return params
+
+
+def _check_plans(plans: Sequence[Plan]) -> None:
+    """ConfigError unless all plans are of self-attention over the same rows."""
+    if not plans:
+        raise ConfigError("no plan was given; build one with build_plan for each of layer_attentions(config)")
+    for number, plan in enumerate(plans):
+        if not plan.layout_kv.same_as(plan.layout):
+            raise ConfigError(
+                f"plan {number} has keys of other documents than its queries; valid in Megatron: self-attention, "
+                "build_plan without kv_documents"
+            )
+        if not plan.layout.same_as(plans[0].layout):
+            raise ConfigError(
+                f"plan {number} gives ranks other tokens than plan 0, but all layers of a model hold the same rows; "
+                "build the plans of a micro-batch with the same documents, topology, algorithm and layout"
+            )
+
+
+def micro_batch_seed(seed: int, number: int) -> int:
+    """A seed of attention dropout for one micro-batch.
+
+    Args:
+        seed: of the run, 0 or more.
+        number: of the micro-batch in the run, counted over all steps and replicas.
+
+    Returns:
+        A number below 2**63; other seeds and numbers give, but for chance, others.
+    """
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _rows_per_sequence(plan: Plan, rank: int, batch_size: int) -> int:
@@ -173,7 +137,7 @@ def _rows_per_sequence(plan: Plan, rank: int, batch_size: int) -> int:
 
 def slice_batch(
     batch: Mapping[str, Tensor | np.ndarray],
-    plan: Plan,
+    plan: Plan | Sequence[Plan],
     rank: int,
     qkv_format: str = "thd",
     *,
@@ -199,15 +163,18 @@ def slice_batch(
 
 def planned_batch(
     batch: Mapping[str, Tensor | np.ndarray],
-    plan: Plan,
+    plan: Plan | Sequence[Plan],
     rank: int,
     qkv_format: str = "thd",
     *,
     batch_size: int | None = None,
     rows_multiple: int = 1,
+    dropout_seed: int | None = None,
 ) -> tuple[dict[str, Tensor], PlannedBatchParams]:
     """:func:`slice_batch` and :func:`planned_params` in one: they always fit each other."""
-    params = planned_params(plan, rank, qkv_format, batch_size=batch_size, rows_multiple=rows_multiple)
+    params = planned_params(
+        plan, rank, qkv_format, batch_size=batch_size, rows_multiple=rows_multiple, dropout_seed=dropout_seed
+    )
     return _slice(batch, params), params
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -13,10 +13,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.megatron.batch import PlannedBatchParams, planned_params
-from mindspeed_cp.megatron.rotary import PlannedRotary
-from mindspeed_cp.megatron.settings import Suite, attention_config, check_model_config
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, context_parallel_attention
+from mindspeed_cp.layout import Layout
+from mindspeed_cp.megatron.attentions import attention_config
+from mindspeed_cp.megatron.batch import planned_params
+from mindspeed_cp.megatron.params import PlannedBatchParams
+from mindspeed_cp.megatron.rotary import PlannedRotary, UncutGroup
+from mindspeed_cp.megatron.settings import Suite, check_deterministic, check_model_config
 
 _MASKS = {
     AttnMaskType.causal: "causal",
@@ -30,20 +33,22 @@ class PlannedAttention(MegatronModule):
     """Exact attention over a context-parallel group, as the micro-batch's plan says.
 
     Obeys Megatron's contract of core_attention for grouped queries, heads split over tensor parallelism, values of
-    another width than keys, and recomputation (selective and full). It has no parameters and keeps nothing between
-    calls: what a call needs arrives in :class:`PlannedBatchParams`.
+    another width than keys, sliding windows of some or all layers, attention dropout, and recomputation (selective and
+    full). It has no parameters and keeps nothing between calls: what a call needs arrives in
+    :class:`PlannedBatchParams`, the seed of dropout too, so that recomputation drops the same.
 
     Args:
         config: the model's settings, checked here.
         layer_number: 1-based, over all pipeline stages.
         attn_mask_type: causal, or no_mask for a full mask.
         attention_type: "self".
-        attention_dropout: None or 0.
+        attention_dropout: default: config.attention_dropout.
         softmax_scale: factor of q.k; default 1/sqrt(width of q).
         cp_comm_type: what Megatron read from config.cp_comm_type, checked there.
         k_channels, v_channels: width of q and k, and of v; default config.kv_channels.
         pg_collection: process groups; `cp` carries keys and values, `tp` splits heads.
         suite: the section context_parallel_suite.
+        alibi: linear biases instead of rotary positions; the slopes are those of all the model's heads.
 
     Raises:
         ConfigError: a setting cannot be honoured.
@@ -63,37 +68,40 @@ class PlannedAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         suite: Suite,
+        alibi: bool = False,
     ) -> None:
         super().__init__(config=config)
         check_model_config(config, suite)
         if attention_type != "self":
             raise ConfigError(f"attention_type is {attention_type!r}; valid with planned attention: 'self'")
-        if attention_dropout:
-            raise ConfigError(
-                f"attention_dropout is {attention_dropout}; valid with planned attention: 0.0 (use hidden_dropout)"
-            )
         if attn_mask_type not in _MASKS:
             raise ConfigError(
                 f"attn_mask_type is {attn_mask_type.name}; valid with planned attention: "
                 f"{', '.join(t.name for t in _MASKS)}"
             )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        if groups.cp.size() != suite.context_parallel_size:
+        cp_group = groups.cp.group if isinstance(groups.cp, UncutGroup) else groups.cp
+        if cp_group.size() != suite.context_parallel_size:
             raise ConfigError(
                 f"context_parallel_size is {suite.context_parallel_size}, but the context-parallel group has "
-                f"{groups.cp.size()} ranks; initialize_model_parallel with that context_parallel_size"
+                f"{cp_group.size()} ranks; initialize_model_parallel with that context_parallel_size"
             )
         self.suite = suite
         self.layer_number = layer_number
-        self.cp_group = groups.cp
+        self.cp_group = cp_group
         self.attn_mask_type = attn_mask_type
+        self.alibi = alibi
         self.attention: AttentionConfig = attention_config(
             config,
             groups.tp.size(),
+            groups.tp.rank(),
+            layer_number=layer_number,
             mask=_MASKS[attn_mask_type],
+            alibi=alibi,
             head_dim=k_channels,
             head_dim_v=v_channels,
             scale=softmax_scale,
+            dropout=attention_dropout,
         )
         self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
         self.installed = False
@@ -101,7 +109,20 @@ class PlannedAttention(MegatronModule):
 
     def use_rotary(self, rotary: PlannedRotary | None) -> None:
         """Called by install_model: rotate by this module, or, for a model without rotary positions, not at all."""
+        if rotary is not None and self.alibi:
+            raise ConfigError(
+                "install_model: the model has rotary positions and ALiBi, which takes their place; build the GPTModel "
+                "with position_embedding_type='none', or install the spec without alibi"
+            )
         self.rotary, self.installed = rotary, True
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if install_model was not called."""
+        if not self.installed:
+            raise ConfigError(
+                "this model was built with planned attention, but its positions are not set up; call "
+                "mindspeed_cp.megatron.install_model(model) once after building the model"
+            )
 
     def forward(
         self,
@@ -134,12 +155,12 @@ class PlannedAttention(MegatronModule):
             covers.
         """
         self._refuse(attention_mask, attn_mask_type, attention_bias)
-        params = self._params(query, packed_seq_params)
-        plan = params.plan
-        assert plan is not None
+        params, plan = self._params(query, packed_seq_params)
         q, k, v = params.to_rows(query, "query"), params.to_rows(key, "key"), params.to_rows(value, "value")
         if self.rotary is not None and self.rotates:
             q, k = self.rotary.rotate(q, params), self.rotary.rotate(k, params)
+        if self.config.deterministic_mode and self.suite.backend == "auto":
+            check_deterministic(q.device.type)
         out = context_parallel_attention(
             q,
             k,
@@ -148,15 +169,25 @@ class PlannedAttention(MegatronModule):
             group=self.cp_group,
             backend=None if self.suite.backend == "auto" else self.suite.backend,
             timeout=self.suite.timeout_seconds,
+            dropout_key=self._dropout_key(params),
+            training=self.training,
         )
         return params.from_rows(out)
 
-    def _refuse(self, mask: Tensor | None, mask_type: AttnMaskType | None, bias: Tensor | None) -> None:
-        if not self.installed:
+    def _dropout_key(self, params: PlannedBatchParams) -> tuple[int, int] | None:
+        """What decides, with head, document and positions, which attention weights are dropped."""
+        if not (self.attention.dropout and self.training):
+            return None
+        if params.dropout_seed is None:
             raise ConfigError(
-                "this model was built with planned attention, but its positions are not set up; call "
-                "mindspeed_cp.megatron.install_model(model) once after building the model"
+                f"attention_dropout is {self.attention.dropout}, but the micro-batch has no dropout_seed; pass "
+                "planned_batch(..., dropout_seed=micro_batch_seed(seed, number)) with the number of the micro-batch "
+                "in the run, the same on all context- and tensor-parallel ranks; or set attention_dropout to 0.0"
             )
+        return params.dropout_seed, self.layer_number
+
+    def _refuse(self, mask: Tensor | None, mask_type: AttnMaskType | None, bias: Tensor | None) -> None:
+        self.check_installed()
         if mask is not None:
             raise ConfigError(
                 f"attention_mask is a tensor of shape {list(mask.shape)}; valid: None, since the plan's documents say "
@@ -164,7 +195,8 @@ class PlannedAttention(MegatronModule):
             )
         if bias is not None:
             raise ConfigError(
-                f"attention_bias is a tensor of shape {list(bias.shape)}; valid: None, this version adds no bias"
+                f"attention_bias is a tensor of shape {list(bias.shape)}; valid: None; for linear biases use "
+                "install(spec, suite, alibi=True), which makes them from positions"
             )
         if mask_type is not None and _MASKS.get(mask_type) != self.attention.mask:
             raise ConfigError(
@@ -172,12 +204,20 @@ class PlannedAttention(MegatronModule):
                 "built"
             )
 
-    def _params(self, query: Tensor, given: PackedSeqParams | None) -> PlannedBatchParams:
-        """The parameters of this call, checked against the model and the group."""
+    def _params(self, query: Tensor, given: PackedSeqParams | None) -> tuple[PlannedBatchParams, Plan]:
+        """The parameters of this call, checked against the model and the group, and this layer's plan among theirs."""
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         if given is None and query.dim() == 4:
-            algorithm = self.suite.algorithm
-            return _params_of_equal_rows(query.shape[0], query.shape[1], ranks, rank, self.attention, algorithm)
+            made = _params_of_equal_rows(
+                query.shape[0],
+                query.shape[1],
+                ranks,
+                rank,
+                self.attention,
+                self.suite.algorithm,
+                tuple(self.suite.options.items()),
+            )
+            return made, made.plans[0]
         if not isinstance(given, PlannedBatchParams) or given.plan is None:
             raise ConfigError(
                 f"packed_seq_params is {'a ' + type(given).__name__ if given is not None else None}, which has no "
@@ -188,10 +228,13 @@ class PlannedAttention(MegatronModule):
                 f"packed_seq_params are those of rank {given.rank} of {given.plan.ranks}, but this is rank {rank} of "
                 f"{ranks} in the context-parallel group; build the plan for that group and give planned_params its rank"
             )
-        if not _computes_the_same(given.plan.attention, self.attention):
+        plan = given.plan_for(self.attention)
+        if plan is None:
+            built = "; ".join(str(one.attention) for one in given.plans)
             raise ConfigError(
-                f"the plan was built for {given.plan.attention}, but layer {self.layer_number} computes "
-                f"{self.attention}; build plans with mindspeed_cp.megatron.attention_config(config)"
+                f"the plan was built for {built}, but layer {self.layer_number} computes {self.attention}; build plans "
+                "with mindspeed_cp.megatron.attention_config(config), or, where layers differ, with all of "
+                "layer_attentions(config)"
             )
         if (
             given.qkv_format == "thd"
@@ -203,22 +246,23 @@ class PlannedAttention(MegatronModule):
                 "micro-batches differ in rows (Megatron then asks for moe_token_dispatcher_type='alltoall', experts "
                 "or not)"
             )
-        return given
-
-
-def _computes_the_same(a: AttentionConfig, b: AttentionConfig) -> bool:
-    """Equal but for the way of saying the default scale."""
-    return replace(a, scale=None) == replace(b, scale=None) and math.isclose(a.softmax_scale, b.softmax_scale)
+        return given, plan
 
 
 @lru_cache(maxsize=8)
 def _params_of_equal_rows(
-    rows: int, batch_size: int, ranks: int, rank: int, attention: AttentionConfig, algorithm: str
+    rows: int,
+    batch_size: int,
+    ranks: int,
+    rank: int,
+    attention: AttentionConfig,
+    algorithm: str,
+    options: tuple[tuple[str, Any], ...],
 ) -> PlannedBatchParams:
     """Parameters of `batch_size` whole sequences as documents, of which each rank holds `rows` rows: a pure function.
 
     Unambiguous only where Megatron's own slicing applies, two equal chunks of every sequence on every rank. One rank's
-    odd count cannot say how long the sequence is.
+    odd count cannot say how long the sequence is, and an algorithm may want other tokens on this rank.
     """
     if ranks > 1 and rows % 2:
         raise ConfigError(
@@ -226,5 +270,23 @@ def _params_of_equal_rows(
             "packed_seq_params=planned_params(plan, rank, 'sbhd'), or use sequence lengths divisible by 2 * "
             "context_parallel_size"
         )
-    plan = build_plan(Documents([rows * ranks] * batch_size), Topology(1, ranks), attention, algorithm)
+    documents = Documents([rows * ranks] * batch_size)
+    plan = build_plan(documents, Topology(1, ranks), attention, algorithm, **dict(options))
+    if not _is_megatrons_zigzag(plan.layout, rank, rows, batch_size):
+        raise ConfigError(
+            f"algorithm {algorithm!r} has other tokens on rank {rank} than Megatron's zig-zag of chunks, by which a "
+            "batch without a plan is cut; pass packed_seq_params=planned_params(plan, rank, 'sbhd') and cut the batch "
+            "with planned_batch, or use algorithm 'ring'"
+        )
     return planned_params(plan, rank, "sbhd", batch_size=batch_size)
+
+
+def _is_megatrons_zigzag(layout: Layout, rank: int, rows: int, batch_size: int) -> bool:
+    """True if the rank holds chunks `rank` and 2 * ranks - 1 - rank of the 2 * ranks chunks of every sequence."""
+    if layout.ranks == 1:
+        return True
+    half = rows // 2
+    chunks = np.array([rank, 2 * layout.ranks - 1 - rank])
+    own = (chunks[:, None] * half + np.arange(half)).reshape(-1)
+    starts = np.arange(batch_size)[:, None] * rows * layout.ranks
+    return np.array_equal(layout.tokens(rank), (starts + own).reshape(-1))

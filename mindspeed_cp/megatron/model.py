@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.attention import Attention
 from torch import nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.core_attention import PlannedAttention
-from mindspeed_cp.megatron.rotary import PlannedRotary
+from mindspeed_cp.megatron.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.rotary import LatentRotary, PlannedRotary
 
 ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
 
@@ -44,33 +46,55 @@ def install_model(model: ModelT) -> ModelT:
 
 def _install_chunk(chunk: nn.Module) -> int:
     """Install one model; how many planned attentions it has."""
-    attentions = []
+    attentions: list[PlannedAttention] = []
+    latent: list[PlannedMLASelfAttention] = []
     for name, module in chunk.named_modules():
         if isinstance(module, PlannedAttention):
             attentions.append(module)
-        elif isinstance(module, Attention) and not isinstance(module.core_attention, PlannedAttention):
-            raise ConfigError(
-                f"install_model: {name}.core_attention is {type(module.core_attention).__name__}; valid: "
-                "PlannedAttention in every layer, from install(spec, suite)"
-            )
+        elif isinstance(module, Attention):
+            if not isinstance(module.core_attention, PlannedAttention):
+                raise ConfigError(
+                    f"install_model: {name}.core_attention is {type(module.core_attention).__name__}; valid: "
+                    "PlannedAttention in every layer, from install(spec, suite)"
+                )
+            if isinstance(module, PlannedMLASelfAttention):
+                latent.append(module)
+    of_layers = _replace_latent_rotaries(latent)
     rotary = _replace_rotary(chunk)
     for attention in attentions:
-        attention.use_rotary(rotary)
+        attention.use_rotary(of_layers.get(id(attention), rotary))
     return len(attentions)
 
 
+def _replace_latent_rotaries(layers: Sequence[PlannedMLASelfAttention]) -> dict[int, LatentRotary]:
+    """Replace the rotary module of every layer of multi-latent attention, in place; layers that rotate alike share one.
+    By the id of the layer's core attention."""
+    made: list[LatentRotary] = []
+    found = {}
+    for layer in layers:
+        rotary = layer.rotary_pos_emb
+        if not isinstance(rotary, LatentRotary):
+            rotary = LatentRotary(rotary, layer.config.qk_pos_emb_head_dim)
+        rotary = next((other for other in made if other.is_like(rotary)), rotary)
+        made.append(rotary)
+        layer.rotary_pos_emb = rotary
+        found[id(layer.core_attention)] = rotary
+    return found
+
+
 def _replace_rotary(chunk: nn.Module) -> PlannedRotary | None:
-    """Replace Megatron's rotary module, in place; None if the model has none."""
+    """Replace the rotary module of Megatron's model, in place; None if it has none."""
     found: dict[int, PlannedRotary] = {}
     places = [(parent, name, child) for parent in chunk.modules() for name, child in parent.named_children()]
     for parent, name, child in places:
-        if isinstance(parent, (PlannedRotary, PlannedAttention)):
+        if isinstance(parent, (PlannedRotary, PlannedAttention)) or isinstance(child, LatentRotary):
             continue
         if isinstance(child, (RotaryEmbedding, MultimodalRotaryEmbedding)):
-            if type(child) is not RotaryEmbedding:
+            if type(child) not in (RotaryEmbedding, YarnRotaryEmbedding):
                 raise ConfigError(
                     f"install_model: the model's {name} is a {type(child).__name__}; valid: RotaryEmbedding "
-                    "(position_embedding_type 'rope', with rope_scaling if wanted), or no rotary positions"
+                    "(position_embedding_type 'rope', with rope_scaling if wanted), YarnRotaryEmbedding ('yarn'), or "
+                    "no rotary positions"
                 )
             child = PlannedRotary(child)
             setattr(parent, name, child)

@@ -7,32 +7,57 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.batch import PlannedBatchParams
+from mindspeed_cp.megatron.params import PlannedBatchParams
+
+
+class UncutGroup:
+    """Stands for a context-parallel group before Megatron's rotary modules, which would cut their tables by it, or fail
+    where these do not divide by twice the number of ranks.
+
+    Args:
+        group: the group itself.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def size(self) -> int:
+        """One rank: nothing is cut."""
+        return 1
+
+    def rank(self) -> int:
+        """The only one."""
+        return 0
 
 
 class PlannedRotary(nn.Module):
     """Takes the place of a GPTModel's ``rotary_pos_emb``; :func:`install_model` puts it there.
 
-    Megatron asks it for rotary embeddings and gets None, so that Megatron rotates nothing. PlannedAttention then
+    Megatron asks it for rotary embeddings and gets none, so that Megatron rotates nothing. PlannedAttention then
     rotates query and key by :meth:`rotate`, at each row's position in its own document. Frequencies are those of the
-    module that
-    it replaces: rotary_base, rotary_percent, rotary_interleaved, seq_len_interpolation_factor and rope_scaling all
-        count.
+    module that it replaces: rotary_base, rotary_percent, rotary_interleaved, seq_len_interpolation_factor, rope_scaling
+    and all of YaRN's settings count.
 
     Args:
-        source: the RotaryEmbedding that Megatron built.
+        source: the RotaryEmbedding or YarnRotaryEmbedding that Megatron built.
     """
 
     def __init__(self, source: RotaryEmbedding) -> None:
         super().__init__()
         self.source = source
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
+    @property
+    def is_yarn(self) -> bool:
+        """YaRN's module gives a pair: the embedding, and a factor of cos and sin."""
+        return isinstance(self.source, YarnRotaryEmbedding)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """No rotary embedding for Megatron's attention layers to apply."""
-        return None
+        return (None, 1.0) if self.is_yarn else None
 
     def get_rotary_seq_len(self, inference_context: Any = None, *args: Any, **kwargs: Any) -> int:
         """Megatron asks for the length of the table that it wants from forward; there is none."""
@@ -54,30 +79,76 @@ class PlannedRotary(nn.Module):
         """
         if not len(x):
             return x
-        tables = params.tables.setdefault(self, {})
-        key = (x.device, x.dtype)
-        if key not in tables:
-            tables[key] = self._cos_sin(params, x.device, x.dtype)
-        cos, sin = tables[key]
-        turned, kept = x.unsqueeze(1).split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-        turned = turned * cos + _rotate_half(turned, self.source.rotary_interleaved) * sin
-        return torch.cat((turned, kept), dim=-1).squeeze(1)
+        cos, sin = self.cos_sin(params, x)
+        turned, kept = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+        return torch.cat((self.turn(turned, cos, sin), kept), dim=-1)
 
-    def _cos_sin(self, params: PlannedBatchParams, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [rows, 1, 1, rotary_dim] in the dtype of the rows."""
-        assert params.plan is not None
-        # Out of inference mode: the tables may outlive it, and training could not save them for its backward.
-        with torch.inference_mode(False), torch.no_grad():
-            positions = torch.from_numpy(params.plan.layout.positions(params.rank)).to(self.source.inv_freq.device)
-            # Megatron's own frequencies (interpolation and scaling included) of one row at offset p, for all p at once.
-            freqs = self.source.get_freqs_non_repeated(1, offset=positions)
-            if self.source.rotary_interleaved:
-                freqs = freqs.repeat_interleave(2, dim=-1)
-            else:
-                freqs = torch.cat((freqs, freqs), dim=-1)
-            freqs = freqs[:, None, None, :].to(device)
-            return freqs.cos().to(dtype), freqs.sin().to(dtype)
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The rotation itself: x [rows, heads, dim], cos and sin [rows, 1, dim]."""
+        half = _rotate_half(x.unsqueeze(1), self.source.rotary_interleaved).squeeze(1)
+        return x * cos + half * sin
+
+    def cos_sin(self, params: PlannedBatchParams, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [rows, 1, rotary_dim] of the dtype and on the device of the rows `like`."""
+        tables = params.tables.setdefault(self, {})
+        key = (like.device, like.dtype)
+        if key not in tables:
+            # Out of inference mode: tables may outlive it, and training could not save them for its backward.
+            with torch.inference_mode(False), torch.no_grad():
+                angles, factor = self.angles(params.positions)
+                angles = angles.to(like.device)
+                tables[key] = (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
+        return tables[key]
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, float]:
+        """Megatron's own angles at positions [rows], fp32 [rows, 1, rotary_dim], and the factor of cos and sin."""
+        if self.is_yarn:
+            # One row at offset p, for all p at once; so do the frequencies below.
+            angles, factor = self.source.get_emb(1, offset=positions.to(self.source.inv_freq_extra.device))
+            return angles[:, 0], float(factor)
+        angles = self.source.get_freqs_non_repeated(1, offset=positions.to(self.source.inv_freq.device))
+        if self.source.rotary_interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        return angles[:, None], 1.0
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         state_dict.pop(f"{prefix}inv_freq", None)  # stored by old checkpoints of the module this one replaces
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class LatentRotary(PlannedRotary):
+    """The same in a layer of multi-latent attention, where only the last channels of q and k carry positions.
+
+    Megatron gets an embedding of no channels, by which it rotates nothing.
+
+    Args:
+        source: as above.
+        channels: width of the part of q and k that carries positions (qk_pos_emb_head_dim).
+    """
+
+    def __init__(self, source: RotaryEmbedding, channels: int) -> None:
+        super().__init__(source)
+        self.channels = channels
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        nothing = torch.empty(1, 1, 1, 0, device=self.source.inv_freq.device)
+        return (nothing, 1.0) if self.is_yarn else nothing
+
+    def rotate(self, x: Tensor, params: PlannedBatchParams) -> Tensor:
+        if not len(x):
+            return x
+        cos, sin = self.cos_sin(params, x)
+        width = cos.shape[-1]
+        content, turned, kept = x.split([x.shape[-1] - self.channels, width, self.channels - width], dim=-1)
+        # Multi-latent models keep the two channels of a rotated pair side by side.
+        halves = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
+        return torch.cat((content, self.turn(halves, cos, sin), kept), dim=-1)
+
+    def is_like(self, other: LatentRotary) -> bool:
+        """True if both rotate equally: the layers of a model can then share one, and its cos and sin."""
+        if self.channels != other.channels:
+            return False
+        (own, factor), (angles, others) = self.angles(torch.arange(2)), other.angles(torch.arange(2))
+        return torch.equal(own, angles) and factor == others

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, TypeVar
 
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.core_attention import PlannedAttention
+from mindspeed_cp.megatron.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.router import PlannedRouter
 from mindspeed_cp.megatron.settings import Suite, check_suite
 
 SpecT = TypeVar("SpecT")
 
 
-def install(spec: SpecT, suite: Suite) -> SpecT:
-    """A copy of a spec whose self attentions are :class:`PlannedAttention`.
+def install(spec: SpecT, suite: Suite, *, alibi: bool = False) -> SpecT:
+    """A copy of a spec whose self attentions are :class:`PlannedAttention`, and whose routers of experts, if it has
+    any, are :class:`PlannedRouter`.
 
     The given spec stays as it is, and installing twice is the same as installing once (with the second call's suite).
     Call :func:`install_model` on the model that is built from the result; it sets up rotary positions::
@@ -30,6 +35,8 @@ def install(spec: SpecT, suite: Suite) -> SpecT:
         spec: a layer's ModuleSpec (``get_gpt_layer_local_spec()``), a TransformerBlockSubmodules with ``layer_specs``
             (``get_gpt_decoder_block_spec()``), or a ModuleSpec of a block that holds one.
         suite: the section ``context_parallel_suite`` of the settings.
+        alibi: linear biases (ALiBi), which Megatron does not have; then build the GPTModel with
+            ``position_embedding_type="none"``, and plans with ``attention_config(config, alibi=True)``.
 
     Raises:
         ConfigError: a setting is not valid, a layer attends in a way that no plan covers, or the spec has no self
@@ -38,8 +45,9 @@ def install(spec: SpecT, suite: Suite) -> SpecT:
     check_suite(suite)
     new = copy.deepcopy(spec)
     layers = _layers(new)
+    core = ModuleSpec(module=PlannedAttention, params={"suite": suite, "alibi": alibi})
     replaced = sum(
-        [_replace(layer, f"layer {i}" if len(layers) > 1 else "the layer", suite) for i, layer in enumerate(layers)]
+        [_replace(layer, f"layer {i}" if len(layers) > 1 else "the layer", core) for i, layer in enumerate(layers)]
     )
     if not replaced:
         raise ConfigError(
@@ -59,9 +67,9 @@ def _layers(spec: Any) -> list[Any]:
     return [spec]
 
 
-def _replace(layer: Any, where: str, suite: Suite) -> int:
+def _replace(layer: Any, where: str, core: ModuleSpec) -> int:
     """Put PlannedAttention into one layer spec, in place; how many attentions were replaced (0 or 1)."""
-    parts = getattr(layer, "submodules", None)
+    parts: Any = getattr(layer, "submodules", None)
     cross = getattr(parts, "cross_attention", None)
     if getattr(getattr(cross, "submodules", None), "core_attention", None) is not None:
         raise ConfigError(
@@ -81,14 +89,24 @@ def _replace(layer: Any, where: str, suite: Suite) -> int:
             "SelfAttention, since only softmax attention is planned"
         )
     if isinstance(module, type) and issubclass(module, MultiLatentAttention):
-        raise ConfigError(
-            f"install: {where} uses {_name(attention)}, which rotates by Megatron's own zig-zag positions inside its "
-            "projection; valid: SelfAttention (multi_latent_attention=False)"
-        )
+        if module not in (MLASelfAttention, PlannedMLASelfAttention):
+            raise ConfigError(
+                f"install: {where} uses {_name(attention)}; valid: MLASelfAttention, whose rotation in its projections "
+                "is known and replaced, or SelfAttention"
+            )
+        attention.module = PlannedMLASelfAttention
     if isinstance(module, type) and not issubclass(module, Attention):
         raise ConfigError(f"install: {where} uses {_name(attention)}; valid: SelfAttention or a class derived from it")
-    inner.core_attention = ModuleSpec(module=PlannedAttention, params={"suite": suite})
+    inner.core_attention = core
+    _replace_router(getattr(parts, "mlp", None))
     return 1
+
+
+def _replace_router(mlp: Any) -> None:
+    """Put PlannedRouter into a layer's mixture of experts, if it has one."""
+    held: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
+    if getattr(held, "router", None) is TopKRouter:
+        held.router = PlannedRouter
 
 
 def _name(spec: Any) -> str:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.data import PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
-from mindspeed_cp.megatron import PlannedBatchParams, planned_batch
-from mindspeed_cp.plan import AttentionConfig, Topology, build_plan, verify_plan
+from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
+from mindspeed_cp.plan import AttentionConfig, Plan, build_plan, verify_plan
 from mindspeed_cp.train.stop import Stopped, StopRequest
 from mindspeed_cp.train.world import World
 
@@ -37,7 +39,7 @@ class MicroBatch:
         batch: tokens, labels, loss_mask and position_ids, each [1, t].
         params: carries the row's plan to every layer.
         tokens, documents: of the whole row, over all ranks.
-        work: visible (query, key) pairs of this rank.
+        work: visible (query, key) pairs of this rank's heads, over all layers.
         state: of the data stream behind this row.
     """
 
@@ -55,17 +57,25 @@ class Batches:
     Args:
         stream: rows of this replica, standing where training goes on.
         settings: of the run.
-        attention: what a layer computes on one tensor-parallel rank.
+        attentions: what each layer computes on this tensor-parallel rank.
         world: this rank's place.
         stop: ends the wait for a batch that does not come.
     """
 
     def __init__(
-        self, stream: PackedStream, settings: Settings, attention: AttentionConfig, world: World, stop: StopRequest
+        self,
+        stream: PackedStream,
+        settings: Settings,
+        attentions: Sequence[AttentionConfig],
+        world: World,
+        stop: StopRequest,
     ) -> None:
-        self._stream, self._attention, self._world, self._asked = stream, attention, world, stop
-        self._suite = settings.context_parallel_suite
-        self._topology = Topology(1, world.cp)
+        self._stream, self._world, self._asked = stream, world, stop
+        self._layers = Counter(attentions)  # how many layers attend in each way
+        self._suite, self._seed = settings.context_parallel_suite, settings.train.seed
+        train = settings.train
+        self._dtype = torch.bfloat16 if train.bf16 else torch.float32
+        self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
         self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(settings.train.prefetch)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="mindspeed-cp-batches", daemon=True)
@@ -121,20 +131,35 @@ class Batches:
             self._ready.put(error)
 
     def _make(self, row: PackedRow) -> MicroBatch:
-        plan = build_plan(row.documents, self._topology, self._attention, self._suite.algorithm)
-        # Every rank has the same plans: the ranks of a context-parallel group take turns to prove them.
-        if self._suite.verify_plans and row.index // self._world.replicas % self._world.cp == self._world.cp_rank:
-            verify_plan(plan)
-        rank = self._world.cp_rank
-        prepare(plan, rank, None if self._suite.backend == "auto" else self._suite.backend, self._world.device.type)
+        suite, rank = self._suite, self._world.cp_rank
+        plans = {
+            attention: build_plan(row.documents, suite.topology, attention, suite.algorithm, **suite.options)
+            for attention in self._layers
+        }
+        for plan in plans.values():
+            # Every rank has the same plans: the ranks of a context-parallel group take turns to prove them.
+            if suite.verify_plans and row.index // self._world.replicas % self._world.cp == rank:
+                verify_plan(plan)
+            backend = None if suite.backend == "auto" else suite.backend
+            prepare(plan, rank, backend, self._world.device.type, self._dtype)
         batch, params = planned_batch(
-            {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask}, plan, rank
+            {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask},
+            list(plans.values()),
+            rank,
+            rows_multiple=self._rows_multiple,
+            dropout_seed=micro_batch_seed(self._seed, row.index),
         )
         return MicroBatch(
             batch=batch,
             params=params,
             tokens=row.documents.tokens,
             documents=len(row.documents),
-            work=int(plan.forward.work(rank).sum()),
+            work=sum(layers * _work(plans[attention], rank) for attention, layers in self._layers.items()),
             state=self._stream.state_dict(),
         )
+
+
+def _work(plan: Plan, rank: int) -> int:
+    """Visible (query, key) pairs of a rank's heads in one layer."""
+    first, stop = plan.q_layout.head_range(rank, plan.attention.heads)
+    return int(plan.forward.work(rank).sum()) * (stop - first)

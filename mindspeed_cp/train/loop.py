@@ -6,12 +6,13 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mindspeed_cp.config import Settings
@@ -81,12 +82,13 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         check_tokens_per_step(rows * context)
         stream = PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas)
         folder = checkpoint_to_resume(settings)
+        stack.enter_context(_deterministic(settings.train.deterministic_mode))
         parts = build(settings, world)
         progress = checkpoint.load(folder, parts, world) if folder is not None else Progress()
         if progress.data is not None:
             stream.load_state_dict(progress.data)
         stop = stack.enter_context(StopRequest())
-        batches = stack.enter_context(Batches(stream, settings, parts.attention, world, stop))
+        batches = stack.enter_context(Batches(stream, settings, parts.attentions, world, stop))
         writer = _Writer(files, settings, progress, parts.parameters) if world.is_first else None
         try:
             progress, saved, reason = _steps(settings, world, parts, batches, progress, stop, writer, files)
@@ -179,6 +181,17 @@ def run_step(
     )
 
 
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Within the block torch takes algorithms that give the same bits every time, and refuses what has none."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(before or wanted, warn_only=warns and not wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
 _ADVICE = "lower train.lr, or clip more (train.clip_grad); the step was not kept, and checkpoints are untouched"
 
 
@@ -194,7 +207,14 @@ def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, A
     """Megatron's forward step."""
     micro = next(batches)
     batch = micro.batch
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=micro.params)
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=micro.params,
+        padding_mask=micro.params.padding_mask(batch["tokens"].device) if micro.params.padding else None,
+    )
     return losses, partial(loss_function, batch["loss_mask"])
 
 

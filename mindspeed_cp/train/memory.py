@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_errors import bad_value
+from mindspeed_cp.config_model import ModelSettings
 from mindspeed_cp.data import VOCAB_SIZE
 
 
@@ -25,25 +26,49 @@ def least_bytes(settings: Settings, tokens: float, ranks: int | None = None) -> 
     model, train = settings.model, settings.train
     tp, cp = train.tensor_model_parallel_size, settings.context_parallel_suite.context_parallel_size
     width = 2 if train.bf16 else 4
-    heads = model.head_dim * (model.num_attention_heads + 2 * model.kv_heads)
-    out = model.head_dim * model.num_attention_heads
-    mlp = model.ffn_size * (3 if model.swiglu else 2)
-    layer = model.hidden_size * (heads + out + mlp) / tp
-    vocabulary = VOCAB_SIZE * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1) / tp
-    weights = model.num_layers * layer + vocabulary
+    attention, kept_by_attention = _attention(model)
+    per_token = 3 if model.swiglu else 2  # matrices of an MLP, and what it keeps in units of its width
+    mlp, experts, shared = model.ffn_size, model.expert_layers, model.moe_shared_expert_intermediate_size or 0
+    vocabulary = VOCAB_SIZE * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    dense = model.hidden_size * per_token * ((model.num_layers - experts) * mlp + experts * shared)
+    weights = (model.num_layers * attention + dense + vocabulary) / tp
+    routed = 0.0
+    if model.num_moe_experts is not None:
+        held = model.num_moe_experts / train.expert_model_parallel_size
+        routed = experts * held * model.hidden_size * per_token * model.expert_ffn_size
     # Adam's two moments, and for bf16 fp32 main weights; the distributed optimizer splits them over all ranks but tp's
-    optimizer = 12.0 if train.bf16 else 8.0
+    optimizer, everyone = (12.0 if train.bf16 else 8.0), settings.model_parallel_size if ranks is None else ranks
+    parts, expert_parts = 1.0, 1.0
     if train.use_distributed_optimizer:
-        optimizer /= (settings.model_parallel_size if ranks is None else ranks) / tp
-    state = weights * (width + 4 + optimizer)  # besides the weight itself and its fp32 gradient
-    # of a layer: both norms' inputs and outputs, q, k, v and the output of attention, and what the MLP keeps
-    kept = 4 * model.hidden_size + (heads + out + mlp) / tp
+        parts, expert_parts = everyone / tp, max(1.0, everyone / train.expert_model_parallel_size)
+    # besides the weight itself and its fp32 gradient
+    state = weights * (width + 4 + optimizer / parts) + routed * (width + 4 + optimizer / expert_parts)
+    # of a layer: both norms' inputs and outputs, what attention keeps, and what the MLP or a token's experts keep
+    rows = 4 * model.hidden_size / (tp if train.sequence_parallel else 1)
+    kept_dense = rows + (kept_by_attention + per_token * mlp) / tp
+    kept_experts = (
+        rows + (kept_by_attention + per_token * shared) / tp + per_token * model.expert_ffn_size * model.moe_router_topk
+    )
     if model.recompute_granularity == "full":
-        activations = model.num_layers * model.hidden_size + kept
+        activations = model.num_layers * model.hidden_size / (tp if train.sequence_parallel else 1)
+        activations += min(kept_dense, kept_experts) if experts else kept_dense
     else:
-        activations = model.num_layers * kept
+        activations = (model.num_layers - experts) * kept_dense + experts * kept_experts
     logits = 2 * 4 * VOCAB_SIZE / tp
     return state + tokens / cp * (activations * width + logits)
+
+
+def _attention(model: ModelSettings) -> tuple[int, int]:
+    """Weights of a layer's attention, and numbers that it keeps for each token: q, k, v and its output."""
+    heads = model.num_attention_heads
+    q, k, v = heads * model.head_dim, model.kv_heads * model.head_dim, model.kv_heads * model.head_dim_v
+    out = heads * model.head_dim_v
+    if not model.multi_latent_attention:
+        return model.hidden_size * (q + k + v + out), q + k + v + out
+    low, positions = model.kv_lora_rank, model.qk_pos_emb_head_dim
+    queries = model.hidden_size * q if model.q_lora_rank is None else model.q_lora_rank * (model.hidden_size + q)
+    keys = model.hidden_size * (low + positions) + low * heads * (model.qk_head_dim + model.v_head_dim)
+    return queries + keys + out * model.hidden_size, q + k + v + out
 
 
 def check_memory(settings: Settings, local_ranks: int, available: int | None = None, ranks: int | None = None) -> None:

@@ -11,20 +11,20 @@ from torch import nn
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import VOCAB_MULTIPLE
+from mindspeed_cp.config_model import EXPERT_KEYS, LATENT_KEYS, ModelSettings
 from mindspeed_cp.data import VOCAB_SIZE
-from mindspeed_cp.megatron import attention_config, install, install_model, megatron_imports
+from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.train.world import World
+from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
 
 with megatron_imports():
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 NOT_CLIPPED = 1e30  # clipping to this changes nothing, and Megatron measures the norm only where it clips
 
@@ -35,15 +35,15 @@ class Parts:
 
     Attributes:
         config: Megatron's settings of the model.
-        attention: what one layer of a tensor-parallel rank computes: the third input of build_plan.
+        attentions: what each layer of a tensor-parallel rank computes: the third input of build_plan.
         gpt: the bare model, for checkpoints.
         wrapped: the model in Megatron's DDP.
         optimizer, schedule: Megatron's.
-        parameters: weights of the whole model, over all tensor-parallel ranks; shared ones counted once.
+        parameters: weights of the whole model, over all tensor- and expert-parallel ranks; shared ones counted once.
     """
 
     config: TransformerConfig
-    attention: AttentionConfig
+    attentions: tuple[AttentionConfig, ...]
     gpt: nn.Module
     wrapped: nn.Module
     optimizer: Any
@@ -67,13 +67,14 @@ def build(settings: Settings, world: World) -> Parts:
     torch.manual_seed(train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
     config = transformer_config(settings)
-    spec = install(get_gpt_layer_local_spec(normalization=model.normalization), settings.context_parallel_suite)
+    alibi = model.position_embedding_type == "alibi"
+    spec = install(local_spec(config), settings.context_parallel_suite, alibi=alibi)
     gpt = GPTModel(
         config,
         spec,
         vocab_size=padded_vocabulary(),
         max_sequence_length=settings.data.seq_length,
-        position_embedding_type=model.position_embedding_type,
+        position_embedding_type="none" if alibi else model.position_embedding_type,
         rotary_base=model.rotary_base,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
     )
@@ -93,12 +94,12 @@ def build(settings: Settings, world: World) -> Parts:
     config.grad_scale_func = optimizer.scale_loss
     return Parts(
         config=config,
-        attention=attention_config(config),
+        attentions=layer_attentions(config, alibi=alibi),
         gpt=gpt,
         wrapped=wrapped,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
-        parameters=_count(gpt, world.tp),
+        parameters=_count(gpt, world.tp, train.expert_model_parallel_size),
     )
 
 
@@ -107,37 +108,69 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     model, train = settings.model, settings.train
     dtype = torch.bfloat16 if train.bf16 else torch.float32
     whole_layers = model.recompute_granularity == "full"
+    values = dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim_v,
+        ffn_hidden_size=model.ffn_size,
+        normalization=model.normalization,
+        qk_layernorm=model.qk_layernorm,
+        gated_linear_unit=model.swiglu,
+        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=model.add_bias_linear,
+        init_method_std=model.init_method_std,
+        hidden_dropout=0.0,
+        attention_dropout=model.attention_dropout,
+        window_size=None if model.window_size is None else tuple(model.window_size),
+        window_attn_skip_freq=model.window_attn_skip_freq,
+        recompute_granularity=model.recompute_granularity,
+        recompute_method="uniform" if whole_layers else None,
+        recompute_num_layers=1 if whole_layers else None,
+        bf16=train.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=train.tensor_model_parallel_size,
+        sequence_parallel=train.sequence_parallel,
+        context_parallel_size=settings.context_parallel_suite.context_parallel_size,
+        deterministic_mode=train.deterministic_mode,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,  # draws whole matrices: the same for any number of ranks
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **_latent(model),
+        **_experts(settings),
+    )
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's warning on its own default
-        return TransformerConfig(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.kv_heads,
-            kv_channels=model.head_dim,
-            ffn_hidden_size=model.ffn_size,
-            normalization=model.normalization,
-            gated_linear_unit=model.swiglu,
-            activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
-            add_bias_linear=model.add_bias_linear,
-            init_method_std=model.init_method_std,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            recompute_granularity=model.recompute_granularity,
-            recompute_method="uniform" if whole_layers else None,
-            recompute_num_layers=1 if whole_layers else None,
-            bf16=train.bf16,
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-            tensor_model_parallel_size=train.tensor_model_parallel_size,
-            context_parallel_size=settings.context_parallel_suite.context_parallel_size,
-            calculate_per_token_loss=True,
-            use_cpu_initialization=True,  # draws whole matrices: the same for any number of ranks
-            gradient_accumulation_fusion=False,
-            bias_activation_fusion=False,
-            masked_softmax_fusion=False,
-            persist_layer_norm=False,
-        )
+        return kind(**values)
+
+
+def _latent(model: ModelSettings) -> dict[str, Any]:
+    """Megatron's settings of multi-latent attention."""
+    if not model.multi_latent_attention:
+        return {}
+    return {"rotary_base": model.rotary_base, **{key: getattr(model, key) for key in LATENT_KEYS}}
+
+
+def _experts(settings: Settings) -> dict[str, Any]:
+    """Megatron's settings of experts."""
+    model = settings.model
+    if model.num_moe_experts is None:
+        return {}
+    return {
+        **{key: getattr(model, key) for key in ("num_moe_experts", *EXPERT_KEYS)},
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_router_dtype": "fp32",
+        # The other dispatcher takes all ranks to hold equally many tokens.
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": settings.train.expert_model_parallel_size,
+        "expert_tensor_parallel_size": EXPERT_TENSOR_PARALLEL,
+    }
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:
@@ -176,6 +209,13 @@ def _schedule(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
     )
 
 
-def _count(gpt: nn.Module, tp: int) -> int:
-    """Weights of the whole model; a matrix that tensor-parallel ranks share is on each of them a part."""
-    return sum(p.numel() * (tp if getattr(p, "tensor_model_parallel", False) else 1) for p in gpt.parameters())
+def _count(gpt: nn.Module, tp: int, ep: int) -> int:
+    """Weights of the whole model; a matrix that tensor-parallel ranks share is on each of them a part, and a rank has
+    its own experts only."""
+    total = 0
+    for name, parameter in gpt.named_parameters():
+        if ".local_experts." in name:
+            total += parameter.numel() * ep
+        else:
+            total += parameter.numel() * (tp if getattr(parameter, "tensor_model_parallel", False) else 1)
+    return total

@@ -22,6 +22,7 @@ from mindspeed_cp.train.memory import check_memory
 with megatron_imports():
     from megatron.core import parallel_state
 
+EXPERT_TENSOR_PARALLEL = 1  # an expert is never cut: its ranks would gather unequal numbers of tokens, and gloo cannot
 JOIN_SECONDS = 300.0  # until every rank has to be there; ranks import Megatron before they join
 
 
@@ -87,6 +88,8 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=train.tensor_model_parallel_size,
             context_parallel_size=cp,
+            expert_model_parallel_size=train.expert_model_parallel_size,
+            expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
             distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
         )
         _set_timeouts(timeout)

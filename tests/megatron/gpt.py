@@ -1,4 +1,4 @@
-"""A two-layer GPT on Megatron-core, trained for one step: with planned attention on tp x cp ranks, and as plain Megatron.
+"""A two-layer GPT on Megatron-core, trained for a step or more with planned attention on tp x cp ranks.
 
 Everything here is a module-level function of picklable arguments, so that the pool of workers can run it.
 """
@@ -17,14 +17,16 @@ import torch.distributed as dist
 
 from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.megatron import (
-    attention_config,
     global_loss,
     install,
     install_model,
+    layer_attentions,
+    local_spec,
     loss_function,
     megatron_compat,
     megatron_imports,
     megatron_on_cpu,
+    micro_batch_seed,
     planned_batch,
     rows_multiple,
     shift_labels,
@@ -37,13 +39,11 @@ with megatron_imports():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 VOCABULARY = 96
 
@@ -56,18 +56,22 @@ class Suite:
     algorithm: str = "ring"
     backend: str = "auto"
     timeout_seconds: float = 60.0
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training step.
+    """One training step, or several.
 
     Attributes:
         batches: documents' lengths of each micro-batch, dealt to data-parallel ranks in turn.
         qkv_format: "thd" or "sbhd" (one sequence for each document, all equally long).
         carried: whether packed_seq_params are passed.
         masked: fraction of tokens, from the start of the batch, whose loss does not count.
-        optimizer: "float32" or "distributed" to take a step; None to stop at the gradients.
+        optimizer: "float32" or "distributed" to take steps; None to stop at the gradients.
+        steps: how many times the batches are trained on.
+        algorithm, options: of the plans.
+        alibi: linear biases in place of rotary positions.
         model: arguments of GPTModel (rotary_base and the like).
         config: arguments of TransformerConfig.
     """
@@ -77,19 +81,23 @@ class Case:
     carried: bool = True
     masked: float = 0.0
     optimizer: str | None = None
+    steps: int = 1
+    algorithm: str = "ring"
+    options: dict[str, Any] = field(default_factory=dict)
+    alibi: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step gives, the same on every rank: global mean loss, counted tokens, and gradients (float32, whole, divided
-    by the count) or, after an optimizer's step, its gradient norm and the new weights."""
+    """What the steps give, the same on every rank: global mean loss of the last step, counted tokens, and gradients
+    (float32, whole, divided by the count) or, after an optimizer's steps, gradient norms and the new weights."""
 
     loss: float
     tokens: int
     tensors: dict[str, np.ndarray]
-    norm: float = 0.0
+    norms: tuple[float, ...] = ()
 
 
 @contextmanager
@@ -107,10 +115,15 @@ def one_rank() -> Iterator[None]:
 
 
 @contextmanager
-def megatron(tp: int = 1, cp: int = 1) -> Iterator[None]:
+def megatron(tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator[None]:
     """Megatron's groups on the CPU, over the default process group; gone afterwards."""
     with megatron_on_cpu(), megatron_compat():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1,
+        )
         try:
             tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
             yield
@@ -118,32 +131,26 @@ def megatron(tp: int = 1, cp: int = 1) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
 
 
-def transformer_config(tp: int = 1, cp: int = 1, **changes: Any) -> TransformerConfig:
+def transformer_config(tp: int = 1, cp: int = 1, ep: int = 1, **changes: Any) -> TransformerConfig:
     """Two layers, grouped queries, RoPE's widths; no dropout."""
     settings: dict[str, Any] = dict(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
-        tensor_model_parallel_size=tp, context_parallel_size=cp, use_cpu_initialization=True, hidden_dropout=0.0,
+        tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1, use_cpu_initialization=True, hidden_dropout=0.0,
         attention_dropout=0.0, normalization="RMSNorm", add_bias_linear=False, pipeline_dtype=torch.float32,
         calculate_per_token_loss=True, init_method_std=0.2, cuda_graph_scope=[],
     )  # fmt: skip
-    return TransformerConfig(**{**settings, **changes})
-
-
-class ParallelRMSNorm(torch.nn.RMSNorm):
-    """Megatron's own norm refuses sequence parallelism where Transformer Engine and Apex are absent."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
+    yarn = {name: changes.pop(name) for name in list(changes) if name.startswith("yarn_")}
+    config = kind(**{**settings, **changes})
+    for name, value in yarn.items():  # Megatron reads them from its config, which has no such fields
+        setattr(config, name, value)
+    return config
 
 
 def layer_spec(config: TransformerConfig) -> Any:
     """Megatron's local spec of the model's layers."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    if not config.sequence_parallel:
-        return spec
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ParallelRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=ParallelRMSNorm)
+    return local_spec(config)
 
 
 def build(config: TransformerConfig, spec: Any, **arguments: Any) -> GPTModel:
@@ -162,11 +169,12 @@ def data(case: Case, index: int) -> tuple[Documents, dict[str, torch.Tensor]]:
     return documents, {"tokens": tokens, "labels": labels, "loss_mask": mask}
 
 
-def planned(case: Case, tp: int = 1, cp: int = 1) -> Outcome:
-    """One step with planned attention through Megatron's DDP, schedule and gradient finalisation."""
-    config = transformer_config(tp, cp, **case.config)
-    suite = Suite(context_parallel_size=cp)
-    model: torch.nn.Module = build(config, install(layer_spec(config), suite), **case.model)
+def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
+    """Steps with planned attention through Megatron's DDP, schedule and gradient finalisation."""
+    config = transformer_config(tp, cp, ep, **case.config)
+    suite = Suite(context_parallel_size=cp, algorithm=case.algorithm, options=case.options)
+    arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
+    model: torch.nn.Module = build(config, install(layer_spec(config), suite, alibi=case.alibi), **arguments)
     if config.bf16:
         model = Float16Module(config, model)
     install_model(model)
@@ -179,77 +187,80 @@ def planned(case: Case, tp: int = 1, cp: int = 1) -> Outcome:
         # A large eps: the step then depends smoothly on gradients that are all but zero.
         settings = OptimizerConfig(lr=0.1, adam_eps=0.1, clip_grad=1.0, use_distributed_optimizer=distributed)
         optimizer = get_megatron_optimizer(settings, [ddp])
-    ddp.zero_grad_buffer()
     mine = range(
         parallel_state.get_data_parallel_rank(), len(case.batches), parallel_state.get_data_parallel_world_size()
     )
-    reports = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, case, config),
-        data_iterator=iter(mine),
-        model=[ddp],
-        num_microbatches=len(mine),
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    norm = 0.0
-    if optimizer is not None:
-        norm = float(optimizer.step()[1])
+    norms = []
+    for step in range(case.steps):
+        ddp.zero_grad_buffer()
+        reports = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, case, config, step),
+            data_iterator=iter(mine),
+            model=[ddp],
+            num_microbatches=len(mine),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        norms += [] if optimizer is None else [float(optimizer.step()[1])]
     loss = global_loss(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    tensors = {
-        name.removeprefix("module."): _whole(p, p.detach() if optimizer is not None else p.main_grad)
-        for name, p in model.named_parameters()
-    }
-    return Outcome(loss.mean, loss.tokens, tensors, norm)
+    tensors: dict[str, np.ndarray] = {}
+    for name, p in model.named_parameters():
+        local = p.detach() if optimizer is not None else p.main_grad
+        tensors |= _whole(name.removeprefix("module."), p, local, config.num_moe_experts or 0)
+    return Outcome(loss.mean, loss.tokens, tensors, tuple(norms))
 
 
-def forward_step(case: Case, config: TransformerConfig, batches: Iterator[int], model: torch.nn.Module) -> Any:
+def forward_step(
+    case: Case, config: TransformerConfig, step: int, batches: Iterator[int], model: torch.nn.Module
+) -> Any:
     """What Megatron's schedule calls for every micro-batch."""
-    documents, whole = data(case, next(batches))
+    index = next(batches)
+    documents, whole = data(case, index)
     cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    plan = build_plan(documents, Topology(1, cp), attention_config(config))
-    batch, params = planned_batch(whole, plan, rank, case.qkv_format, rows_multiple=rows_multiple(config))
+    plans = [
+        build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
+        for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))
+    ]
+    batch, params = planned_batch(
+        whole, plans, rank, case.qkv_format, rows_multiple=rows_multiple(config),
+        dropout_seed=micro_batch_seed(1, step * len(case.batches) + index),
+    )  # fmt: skip
     losses = model(
         batch["tokens"],
         batch["position_ids"],
         None,
         labels=batch["labels"],
         packed_seq_params=params if case.carried else None,
+        padding_mask=params.padding_mask() if config.num_moe_experts else None,
     )
     return losses, partial(loss_function, batch["loss_mask"])
 
 
-def _whole(parameter: torch.nn.Parameter, local: torch.Tensor) -> np.ndarray:
-    """A parameter's tensor gathered over tensor-parallel ranks."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+def _whole(name: str, parameter: torch.nn.Parameter, local: torch.Tensor, experts: int) -> dict[str, np.ndarray]:
+    """A parameter's tensor gathered over tensor-parallel ranks; an expert's under its number in the whole model, with
+    those of the other expert-parallel ranks."""
+    group, ep = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_model_parallel_group()
+    before, _, after = name.partition("local_experts.")
+    if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False) and not after:
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local.contiguous(), group=group)
         local = torch.cat(parts, dim=parameter.partition_dim)  # type: ignore[attr-defined]
-    return local.float().numpy().copy()
+    if not after:
+        return {name: local.float().numpy().copy()}
+    held = [torch.empty_like(local) for _ in range(ep.size())]
+    dist.all_gather(held, local.contiguous(), group=ep)
+    own, _, rest = after.partition(".")
+    count = experts // ep.size()
+    return {
+        f"{before}local_experts.{rank * count + int(own)}.{rest}": tensor.float().numpy().copy()
+        for rank, tensor in enumerate(held)
+    }
 
 
-def plain(case: Case) -> Outcome:
-    """The same step by Megatron's own DotProductAttention and RoPE on one rank, every document alone: the oracle."""
-    config = transformer_config(**case.config)
-    model = build(config, layer_spec(config), **case.model)
-    total, count = torch.zeros(()), 0
-    for index in range(len(case.batches)):
-        documents, whole = data(case, index)
-        for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
-            if stop == start:
-                continue
-            tokens, labels, mask = (whole[name][None, start:stop] for name in ("tokens", "labels", "loss_mask"))
-            hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)[None, None]
-            losses = model(tokens, torch.arange(stop - start)[None], hidden, labels=labels)
-            total = total + (losses * mask).sum()
-            count += int(mask.sum())
-    total.backward()
-    gradients = {name: (p.grad / max(count, 1)).numpy().copy() for name, p in model.named_parameters()}
-    return Outcome(float(total.detach()) / max(count, 1), count, gradients)
-
-
-def on_ranks(rank: int, group: dist.ProcessGroup | None, tp: int, cp: int, cases: list[Case]) -> list[Outcome]:
+def on_ranks(
+    rank: int, group: dist.ProcessGroup | None, tp: int, cp: int, cases: list[Case], ep: int = 1
+) -> list[Outcome]:
     """What the pool of workers runs: several cases, one set of Megatron's groups."""
-    with megatron(tp, cp):
-        return [planned(case, tp, cp) for case in cases]
+    with megatron(tp, cp, ep):
+        return [planned(case, tp, cp, ep) for case in cases]

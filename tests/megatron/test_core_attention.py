@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_cp import ConfigError, Documents, Plan, Topology, build_plan
-from mindspeed_cp.megatron import PlannedAttention, attention_config, megatron_imports, planned_params
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
+from mindspeed_cp.megatron import (
+    PlannedAttention,
+    attention_config,
+    megatron_imports,
+    micro_batch_seed,
+    planned_params,
+)
 from tests.megatron.gpt import Suite, transformer_config
 
 with megatron_imports():
@@ -107,8 +113,6 @@ def test_what_no_plan_covers_is_refused(alone: None) -> None:
         attention(attn_mask_type=AttnMaskType.arbitrary)
     with pytest.raises(ConfigError, match="attention_type is 'cross'; valid with planned attention: 'self'"):
         attention(attention_type="cross")
-    with pytest.raises(ConfigError, match=r"attention_dropout is 0\.5"):
-        attention(attention_dropout=0.5)
 
 
 def test_a_plan_for_something_else_is_refused(alone: None) -> None:
@@ -131,6 +135,61 @@ def test_a_plan_for_something_else_is_refused(alone: None) -> None:
         call(planned_params(other, 0))
     same = attention_config(transformer_config(), scale=8**-0.5)  # the default scale, said aloud
     call(planned_params(build_plan(Documents([6]), Topology(), same), 0))
+
+
+def test_dropout_needs_a_seed_follows_it_and_stops_in_evaluation(alone: None) -> None:
+    module, plain = attention(attention_dropout=0.5), attention()
+    q, k, v = (torch.randn(40, heads, 8) for heads in (4, 2, 2))
+
+    def out(seed: int | None, layer: int = 1) -> torch.Tensor:
+        module.layer_number = layer
+        params = planned_params(plan_for(module, [9, 31]), 0, dropout_seed=seed)
+        return module(q, k, v, None, packed_seq_params=params)
+
+    with pytest.raises(ConfigError, match=r"attention_dropout is 0\.5, but the micro-batch has no dropout_seed; pass"):
+        out(None)
+    with pytest.raises(ConfigError, match="has no dropout_seed"):
+        module(q[:, None], k[:, None], v[:, None], None)
+    assert torch.equal(out(3), out(3))
+    for other in (out(4), out(3, layer=2), out(micro_batch_seed(3, 0)), out(micro_batch_seed(3, 1))):
+        assert not torch.equal(out(3), other)
+    exact = plain(q, k, v, None, packed_seq_params=planned_params(plan_for(plain, [9, 31]), 0))
+    assert not torch.allclose(out(3), exact)
+    module.eval()
+    assert torch.equal(out(None), exact)
+
+
+def test_seeds_of_micro_batches_differ() -> None:
+    seeds = {micro_batch_seed(seed, number) for seed in range(20) for number in range(50)}
+    assert len(seeds) == 1000 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_layers_with_other_windows_take_their_own_plan(alone: None) -> None:
+    config = transformer_config(window_size=(3, 0), window_attn_skip_freq=2)
+    first, second = attention(config=config), attention(config=config, layer_number=2)
+    q, k, v = (torch.randn(20, heads, 8) for heads in (4, 2, 2))
+    plans = [plan_for(second, [20]), plan_for(first, [20])]
+    params = planned_params(plans, 0)
+    assert params.plan is plans[0] and params.plan_for(first.attention) is plans[1]
+    whole = second(q, k, v, None, packed_seq_params=params)
+    torch.testing.assert_close(whole, dense(q, k, v, [20], True).flatten(1), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(first(q, k, v, None, packed_seq_params=params)[4:], whole[4:], atol=1e-3)
+    with pytest.raises(
+        ConfigError, match=r"the plan was built for .*window=None.* layer 1 computes .*layer_attentions"
+    ):
+        first(q, k, v, None, packed_seq_params=planned_params(plans[0], 0))
+
+
+def test_plans_that_do_not_fit_each_other_are_refused(alone: None) -> None:
+    one, other = plan_for(attention(), [20], 2), plan_for(attention(), [12, 8], 2)
+    with pytest.raises(ConfigError, match="plan 1 gives ranks other tokens than plan 0"):
+        planned_params([one, other], 0)
+    with pytest.raises(ConfigError, match="no plan was given"):
+        planned_params([], 0)
+    full = AttentionConfig(heads=4, kv_heads=2, head_dim=8, mask="full")
+    crossed = build_plan(Documents([20]), Topology(1, 2), full, kv_documents=Documents([30]))
+    with pytest.raises(ConfigError, match="plan 0 has keys of other documents than its queries"):
+        planned_params(crossed, 0)
 
 
 def test_packed_rows_in_a_pipeline_need_variable_lengths(alone: None) -> None:
@@ -162,4 +221,12 @@ def test_an_ambiguous_length_without_a_plan_is_refused(alone: None) -> None:
     module.cp_group = Ranks(2, 1)  # type: ignore[assignment]
     q, k, v = (torch.randn(3, 1, heads, 8) for heads in (4, 2, 2))
     with pytest.raises(ConfigError, match=r"query has 3 rows .* odd number, and no plan; pass packed_seq_params="):
+        module(q, k, v, None)
+
+
+def test_a_batch_without_a_plan_must_be_cut_as_the_algorithm_cuts_it(alone: None) -> None:
+    module = attention(suite=Suite(algorithm="ulysses"))
+    module.cp_group = Ranks(2, 1)  # type: ignore[assignment]
+    q, k, v = (torch.randn(4, 1, heads, 8) for heads in (4, 2, 2))
+    with pytest.raises(ConfigError, match=r"algorithm 'ulysses' has other tokens on rank 1 than Megatron's zig-zag"):
         module(q, k, v, None)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.megatron.gpt import Case, Outcome, on_ranks, one_rank, plain, planned
+from tests.megatron.gpt import Case, Outcome, on_ranks, one_rank, planned
+from tests.megatron.models import FULL, LATENT, LATENT_YARN, SELECTIVE, SIX_HEADS, YARN
+from tests.megatron.oracle import plain
 from tests.megatron.ranks import MegatronRanks
 from tests.workers import WorkerError
 
@@ -16,27 +18,41 @@ RAGGED = (37, 0, 5, 1, 64, 2, 23, 11)  # divisible by nothing, empty, shorter th
 MORE = (3, 50, 1, 1, 0, 7)
 ROPE = dict(rotary_percent=0.5, rotary_base=500, rope_scaling=True, seq_len_interpolation_factor=2.0)
 
+DROPOUT = dict(attention_dropout=0.3)
+
 CASES = {
     "packed": Case((RAGGED,)),
     "two micro-batches": Case((RAGGED, MORE)),
     "sbhd": Case(((29, 29),), qkv_format="sbhd"),
     "sbhd without parameters": Case(((24, 24),), qkv_format="sbhd", carried=False),
-    "selective recompute": Case(
-        (RAGGED,), config=dict(recompute_granularity="selective", recompute_modules=["core_attn"])
-    ),
-    "full recompute": Case(
-        (RAGGED,), config=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    ),
+    "selective recompute": Case((RAGGED,), config=SELECTIVE),
+    "full recompute": Case((RAGGED,), config=FULL),
     "uneven mask": Case((RAGGED, MORE), masked=0.6),
     "nothing counts": Case((RAGGED,), masked=1.0),
     "ranks without tokens": Case(((1, 1), (1, 2, 1), RAGGED)),
     "every option of RoPE": Case((RAGGED,), model=ROPE, config=dict(rotary_interleaved=True)),
     "layers without RoPE": Case((RAGGED,), config=dict(no_rope_freq=[0, 1])),
     "learned positions": Case((RAGGED,), model=dict(position_embedding_type="learned_absolute")),
+    "sliding window": Case((RAGGED, MORE), config=dict(window_size=(9, 0))),
+    "window in every other layer": Case((RAGGED, MORE), config=dict(window_size=(9, 0), window_attn_skip_freq=2)),
+    "ALiBi": Case((RAGGED, MORE), alibi=True, config=SIX_HEADS),
+    "latent": Case((RAGGED, MORE), config={**LATENT, "q_lora_rank": None, "qk_layernorm": True}),
+    "latent, YaRN": Case((RAGGED, MORE), config={**LATENT, **LATENT_YARN}),
+    "latent, sbhd": Case(((29, 29),), qkv_format="sbhd", config=LATENT),
+    "latent, one sequence, fully recomputed": Case(((29,),), qkv_format="sbhd", config={**LATENT, **FULL}),
+    "YaRN": Case((RAGGED,), model=dict(position_embedding_type="yarn"), config=YARN),
+    "dropout": Case((RAGGED, MORE), config=DROPOUT),
+    "dropout, selective recompute": Case((RAGGED, MORE), config={**DROPOUT, **SELECTIVE}),
+    "dropout, full recompute": Case((RAGGED, MORE), config={**DROPOUT, **FULL}),
     "float32 optimizer": Case((RAGGED, MORE), optimizer="float32"),
-    "distributed optimizer": Case((RAGGED, MORE), optimizer="distributed"),
+    "distributed optimizer": Case((RAGGED, MORE), optimizer="distributed", steps=3),
 }
-SEQUENCE_PARALLEL = Case((RAGGED, MORE, (1, 2, 1)), config=dict(sequence_parallel=True))
+ODD = (RAGGED, MORE, (1, 2, 1))  # under sequence parallelism some ranks get rows of padding, one nothing else
+SEQUENCE_PARALLEL = {
+    "packed": {},
+    "latent": {**LATENT, "qk_layernorm": True},
+    "dropout, full recompute": {**DROPOUT, **FULL},
+}
 LAYOUTS = {"cp2": (1, 2), "cp3": (1, 3), "tp2 x cp2": (2, 2)}
 
 
@@ -51,7 +67,12 @@ def reference() -> dict[str, Outcome]:
 def oracle() -> dict[str, Outcome]:
     """Every case by Megatron's own attention and rotary positions, each document alone."""
     with one_rank():
-        return {name: plain(case) for name, case in CASES.items() if case.optimizer is None}
+        return {name: plain(case) for name, case in CASES.items() if has_oracle(case)}
+
+
+def has_oracle(case: Case) -> bool:
+    """False for what only planned attention has."""
+    return case.optimizer is None and not case.config.get("attention_dropout")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +101,7 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
     """Same count, loss, gradients or weights, each tensor to 1e-5 of its largest element."""
     assert found.tokens == expected.tokens
     assert found.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
-    assert found.norm == pytest.approx(expected.norm, rel=1e-5)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
     assert found.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
         np.testing.assert_allclose(
@@ -88,7 +109,7 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
         )
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.optimizer is None])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if has_oracle(case)])
 def test_one_rank_equals_megatrons_own_attention(
     name: str, reference: dict[str, Outcome], oracle: dict[str, Outcome]
 ) -> None:
@@ -108,10 +129,12 @@ def test_any_layout_equals_one_rank(
 
 
 def test_sequence_parallelism_pads_each_rank_not_each_document(ranks: MegatronRanks) -> None:
+    cases = [Case(ODD, config={**config, "sequence_parallel": True}) for config in SEQUENCE_PARALLEL.values()]
     with one_rank():
-        expected = planned(Case(SEQUENCE_PARALLEL.batches))
-    for outcomes in ranks.run(4, on_ranks, 2, 2, [SEQUENCE_PARALLEL]):
-        assert_equal(outcomes[0], expected)
+        expected = [planned(Case(ODD, config=config)) for config in SEQUENCE_PARALLEL.values()]
+    for outcomes in ranks.run(4, on_ranks, 2, 2, cases):
+        for outcome, one in zip(outcomes, expected, strict=True):
+            assert_equal(outcome, one)
 
 
 def test_data_parallel_replicas_with_unequal_counts_share_one_mean(
@@ -140,9 +163,17 @@ def test_nothing_that_counts_gives_zeros(reference: dict[str, Outcome]) -> None:
 
 def test_the_cases_can_tell_positions_and_borders_apart(reference: dict[str, Outcome]) -> None:
     """The comparisons above would be worth nothing if the model hardly looked at positions or other tokens."""
-    packed = reference["packed"].loss
+    packed, both = reference["packed"].loss, reference["two micro-batches"].loss
     assert abs(reference["every option of RoPE"].loss - packed) > 1e-3
     assert abs(reference["layers without RoPE"].loss - packed) > 1e-3
+    assert abs(reference["YaRN"].loss - packed) > 1e-3
+    assert abs(reference["dropout"].loss - both) > 1e-3
+    assert abs(reference["sliding window"].loss - both) > 1e-3
+    assert abs(reference["sliding window"].loss - reference["window in every other layer"].loss) > 1e-3
     with one_rank():
         merged = planned(Case(((sum(RAGGED),),)))
+        unrotated = planned(Case((RAGGED, MORE), model=dict(position_embedding_type="none"), config=SIX_HEADS))
+        unscaled = planned(Case((RAGGED, MORE), config=LATENT))
     assert abs(merged.loss - packed) > 1e-3
+    assert abs(reference["ALiBi"].loss - unrotated.loss) > 1e-3
+    assert abs(reference["latent, YaRN"].loss - unscaled.loss) > 1e-4

@@ -52,7 +52,7 @@ def run_stage(rank: int, group: None, cp: int, stages: int) -> tuple[bool, float
             config.finalize_model_grads_func = finalize_model_grads
             ddp.zero_grad_buffer()
             reports = get_forward_backward_func()(
-                forward_step_func=partial(forward_step, CASE, config),
+                forward_step_func=partial(forward_step, CASE, config, 0),
                 data_iterator=iter(range(len(CASE.batches))),
                 model=[ddp],
                 num_microbatches=len(CASE.batches),

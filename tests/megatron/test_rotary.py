@@ -10,6 +10,7 @@ import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.megatron import (
+    LatentRotary,
     PlannedRotary,
     attention_config,
     install,
@@ -19,11 +20,15 @@ from mindspeed_cp.megatron import (
     planned_params,
 )
 from tests.megatron.gpt import Case, Suite, build, data, layer_spec, megatron, planned, transformer_config
+from tests.megatron.models import LATENT, LATENT_YARN
 from tests.megatron.ranks import MegatronRanks
 
 with megatron_imports():
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+        MultimodalRotaryEmbedding,
+        RotaryEmbedding,
+    )
 
 LENGTHS = [37, 0, 5, 1, 64, 2]
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
@@ -139,15 +144,41 @@ def test_installing_a_model_twice_changes_nothing(alone: None) -> None:
 
 
 def test_rotary_positions_that_no_plan_gives_are_refused(alone: None) -> None:
-    config = transformer_config()
-    for name, value in dict(
-        yarn_rotary_scaling_factor=2.0, yarn_original_max_position_embeddings=64, yarn_beta_fast=32.0, yarn_beta_slow=1.0,
-        yarn_mscale=1.0, yarn_mscale_all_dim=0.0, yarn_correction_range_round_to_int=True,
-    ).items():  # fmt: skip
-        setattr(config, name, value)
-    model = build(config, install(layer_spec(config), Suite()), position_embedding_type="yarn")
-    with pytest.raises(ConfigError, match="rotary_pos_emb is a YarnRotaryEmbedding; valid: RotaryEmbedding"):
+    config = transformer_config(mrope_section=[1, 1, 2])
+    model = build(transformer_config(), install(layer_spec(config), Suite()))
+    model.rotary_pos_emb = MultimodalRotaryEmbedding(8, 1.0)
+    with pytest.raises(ConfigError, match="rotary_pos_emb is a MultimodalRotaryEmbedding; valid: RotaryEmbedding"):
         install_model(model)
+
+
+def test_rotary_positions_and_alibi_are_refused_together(alone: None) -> None:
+    config = transformer_config()
+    model = build(config, install(layer_spec(config), Suite(), alibi=True))
+    with pytest.raises(ConfigError, match=r"has rotary positions and ALiBi.*position_embedding_type='none'"):
+        install_model(model)
+
+
+@pytest.mark.parametrize("changes", [{}, LATENT_YARN, dict(rotary_percent=0.5)], ids=["rope", "yarn", "half"])
+def test_latent_layers_rotate_as_megatrons_and_share_one_table(changes: dict[str, Any], alone: None) -> None:
+    config = transformer_config(**{**LATENT, "qk_pos_emb_head_dim": 8, **changes})
+    model = build(config, install(layer_spec(config), Suite()))
+    source = model.decoder.layers[0].self_attention.rotary_pos_emb
+    install_model(model)
+    first, second = (layer.self_attention for layer in model.decoder.layers)
+    assert isinstance(first.rotary_pos_emb, LatentRotary) and first.rotary_pos_emb is second.rotary_pos_emb
+    assert first.core_attention.rotary is second.core_attention.rotary is first.rotary_pos_emb
+    install_model(model)
+    assert second.rotary_pos_emb is first.rotary_pos_emb and second.rotary_pos_emb.source is source
+    documents = Documents(LENGTHS)
+    x = torch.randn(documents.tokens, 4, 17, generator=torch.Generator().manual_seed(0))
+    borders = torch.tensor(sorted({*documents.offsets.tolist()}), dtype=torch.int32)
+    table = source(64, packed_seq=True)
+    angles, factor = table if isinstance(table, tuple) else (table, 1.0)
+    turned = apply_rotary_pos_emb(x[..., 9:], angles, config, cu_seqlens=borders, mscale=factor)
+    assert (factor != 1.0) == ("mscale" in changes)
+    plan = build_plan(documents, Topology(1, 2), AttentionConfig(heads=4, kv_heads=4, head_dim=17))
+    parts = [first.rotary_pos_emb.rotate(plan.layout.shard(x, rank), planned_params(plan, rank)) for rank in range(2)]
+    assert torch.equal(plan.layout.unshard(parts), torch.cat((x[..., :9], turned), dim=-1))
 
 
 def test_generation_is_refused(alone: None) -> None:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError
-from mindspeed_cp.megatron import attention_config, check_model_config, check_suite, install, rows_multiple
+from mindspeed_cp.megatron import (
+    attention_config,
+    check_model_config,
+    check_suite,
+    install,
+    install_model,
+    layer_attentions,
+    megatron_imports,
+    rows_multiple,
+)
+from mindspeed_cp.ops.attention.backends import BACKENDS
+from mindspeed_cp.plan import alibi_slopes
 from tests.megatron.gpt import Suite, build, layer_spec, transformer_config
+from tests.megatron.models import EXPERTS, LATENT, LATENT_YARN
+
+with megatron_imports():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 SUITE = Suite()
 
@@ -18,12 +36,9 @@ SUITE = Suite()
     ("setting", "value", "alternative"),
     [
         ("calculate_per_token_loss", False, "valid with planned attention: True"),
-        ("attention_dropout", 0.1, "use hidden_dropout"),
-        ("window_size", (128, 0), "valid with planned attention: None"),
         ("softmax_type", "off-by-one", "'vanilla'"),
         ("qk_clip", True, "qk_layernorm"),
         ("log_max_attention_logit", True, "False"),
-        ("multi_latent_attention", True, "grouped-query"),
         ("experimental_attention_variant", "dsa", "softmax attention"),
         ("is_hybrid_model", True, "state-space"),
         ("mtp_num_layers", 1, "multi-token prediction"),
@@ -51,14 +66,75 @@ def test_a_transformer_setting_that_cannot_be_honoured_is_refused(setting: str, 
     assert str(error.value).startswith(f"{setting} is {value!r}")
 
 
+@pytest.mark.parametrize(
+    ("model", "setting", "value", "alternative"),
+    [
+        (LATENT, "rotary_interleaved", True, "interleaved as they are"),
+        (LATENT, "no_rope_freq", [0, 1], "in every layer"),
+        (LATENT, "cache_mla_latents", True, "original spec"),
+        (EXPERTS, "moe_token_dispatcher_type", "allgather", "'alltoall'"),
+        (EXPERTS, "moe_expert_capacity_factor", 1.0, "its own count"),
+        (EXPERTS, "moe_router_load_balancing_type", "sinkhorn", "'aux_loss'"),
+        (EXPERTS, "moe_router_load_balancing_type", ["aux_loss", "sinkhorn"], "'aux_loss'"),
+    ],
+)
+def test_a_setting_that_depends_on_others_is_refused(
+    model: dict[str, Any], setting: str, value: Any, alternative: str
+) -> None:
+    config = (
+        transformer_config(cp=2, ep=2, **model) if "num_moe_experts" in model else transformer_config(cp=2, **model)
+    )
+    suite = Suite(context_parallel_size=2)
+    check_model_config(config, suite)
+    setattr(config, setting, value)
+    with pytest.raises(ConfigError, match=alternative) as error:
+        check_model_config(config, suite)
+    assert str(error.value).startswith(f"{setting} is {value!r}")
+
+
+def test_experts_on_one_rank_may_do_what_depends_on_ranks() -> None:
+    one = transformer_config(**{**EXPERTS, "moe_token_dispatcher_type": "allgather"}, moe_expert_capacity_factor=1.0)
+    check_model_config(one, SUITE)
+
+
+def test_a_norm_whose_gradient_megatron_would_count_twice_is_refused() -> None:
+    check_model_config(transformer_config(tp=2, sequence_parallel=True, qk_layernorm=True, **LATENT), SUITE)
+    check_model_config(transformer_config(tp=2, qk_layernorm=True, **{**LATENT, "q_lora_rank": None}), SUITE)
+    with pytest.raises(ConfigError, match=r"qk_layernorm is True; .* or set sequence_parallel=True"):
+        check_model_config(transformer_config(tp=2, qk_layernorm=True, **LATENT), SUITE)
+
+
+def test_layers_that_differ_cannot_place_documents_by_their_work() -> None:
+    balanced = replace(SUITE, options={"layout": "balanced"})
+    check_model_config(transformer_config(window_size=(8, 0)), balanced)
+    config = transformer_config(window_size=(8, 0), window_attn_skip_freq=2)
+    check_model_config(config, SUITE)
+    with pytest.raises(ConfigError, match=r"window_attn_skip_freq is 2; valid .*'balanced': None.*use layout 'zigzag'"):
+        check_model_config(config, balanced)
+
+
+def test_deterministic_mode_refuses_a_backend_that_is_not(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformer_config(deterministic_mode=True)
+    check_model_config(config, replace(SUITE, backend="cpu"))
+    monkeypatch.setattr(BACKENDS["cpu"], "deterministic", False)
+    check_model_config(transformer_config(), replace(SUITE, backend="cpu"))
+    refused = r"deterministic_mode is True, but the attention backend 'cpu' .*valid: False"
+    with pytest.raises(ConfigError, match=refused):
+        check_model_config(config, replace(SUITE, backend="cpu"))
+    model = install_model(build(config, install(layer_spec(config), SUITE)))  # auto: known by the tensors' device only
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ConfigError, match=refused):
+        model(tokens, tokens, None)
+
+
 def test_megatrons_word_for_the_ring_is_understood() -> None:
     check_model_config(transformer_config(cp_comm_type="p2p"), SUITE)
     check_model_config(transformer_config(), replace(SUITE, algorithm="p2p"))
 
 
 def test_the_model_checks_its_settings_when_it_is_built(alone: None) -> None:
-    config = transformer_config(attention_dropout=0.1)
-    with pytest.raises(ConfigError, match=r"attention_dropout is 0\.1"):
+    config = transformer_config(log_max_attention_logit=True)
+    with pytest.raises(ConfigError, match="log_max_attention_logit is True"):
         build(config, install(layer_spec(config), SUITE))
 
 
@@ -84,7 +160,7 @@ def test_a_wrong_setting_of_the_suite_is_refused(setting: str, value: Any, valid
         check_suite(wrong)
     assert str(error.value).startswith(f"context_parallel_suite.{setting} is {value!r}")
     with pytest.raises(ConfigError):
-        install(layer_spec(transformer_config()), wrong)
+        install(get_gpt_layer_local_spec(), wrong)
 
 
 def test_attention_config_is_that_of_one_tensor_parallel_rank() -> None:
@@ -95,6 +171,49 @@ def test_attention_config_is_that_of_one_tensor_parallel_rank() -> None:
     assert attention_config(transformer_config(softmax_scale=0.5), mask="full").softmax_scale == 0.5
     with pytest.raises(ConfigError, match="num_attention_heads is 4; valid: a multiple of"):
         attention_config(config, 3)
+
+
+def test_attention_config_of_a_tensor_parallel_rank_has_its_part_of_slopes_and_heads() -> None:
+    config = transformer_config(num_attention_heads=6, num_query_groups=6, kv_channels=8, attention_dropout=0.1)
+    whole = attention_config(config, alibi=True)
+    assert np.array_equal(whole.slopes, alibi_slopes(6)) and (whole.first_head, whole.dropout) == (0, 0.1)
+    parts = [attention_config(config, 3, rank, alibi=True) for rank in range(3)]
+    assert [part.first_head for part in parts] == [0, 2, 4]
+    assert np.array_equal(np.concatenate([part.slopes for part in parts]), alibi_slopes(6))
+    config.attention_dropout = 0.0
+    assert attention_config(config, 3, 2) == attention_config(config, 3, 0), "nothing depends on the rank"
+    with pytest.raises(ConfigError, match="tensor_parallel_rank is 3; valid: 0 to 2"):
+        attention_config(config, 3, 3, alibi=True)
+
+
+def test_attention_config_of_latent_attention() -> None:
+    config = transformer_config(**LATENT)
+    assert attention_config(config, 2) == AttentionConfig(
+        heads=2, kv_heads=2, head_dim=13, head_dim_v=6, scale=13**-0.5
+    )
+    scaled = attention_config(transformer_config(**{**LATENT, **LATENT_YARN}))
+    assert scaled.softmax_scale == pytest.approx((0.1 * 0.5 * math.log(4) + 1) ** 2 / math.sqrt(13))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"), [(None, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), (3, [1, 1, 0, 1]), ([0, 1, 1, 0], [0, 1, 1, 0])]
+)
+def test_layers_have_the_windows_of_megatrons_pattern(pattern: Any, windows: list[int]) -> None:
+    config = transformer_config(num_layers=4, window_size=(7, 0), window_attn_skip_freq=pattern)
+    found = [attention.window for attention in layer_attentions(config)]
+    assert found == [(7, 0) if has else None for has in windows]
+    if len(set(windows)) == 1:
+        assert attention_config(config).window == (7, 0)
+    else:
+        with pytest.raises(ConfigError, match=r"so layers differ; .*layer_attentions"):
+            attention_config(config)
+
+
+def test_a_wrong_pattern_of_windows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window_attn_skip_freq has 3 entries; valid: one for each of 2 layers"):
+        layer_attentions(transformer_config(window_size=(7, 0), window_attn_skip_freq=[1, 0, 1]))
+    with pytest.raises(ConfigError, match="window_attn_skip_freq is 0; valid: 1 or more"):
+        layer_attentions(transformer_config(window_size=(7, 0), window_attn_skip_freq=0))
 
 
 def test_rows_are_padded_only_under_sequence_parallelism() -> None:

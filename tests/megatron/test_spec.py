@@ -8,17 +8,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.megatron import PlannedAttention, install, install_model, megatron_imports
+from mindspeed_cp.megatron import (
+    PlannedAttention,
+    PlannedRouter,
+    install,
+    install_model,
+    local_spec,
+    megatron_imports,
+)
+from mindspeed_cp.megatron.latent import PlannedMLASelfAttention
 from tests.megatron.gpt import Suite, build, layer_spec, transformer_config
+from tests.megatron.models import EXPERTS, LATENT
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -34,7 +46,8 @@ def test_a_layer_spec_is_copied_and_its_core_attention_replaced() -> None:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     new = install(spec, SUITE)
     assert core(new).module is PlannedAttention
-    assert core(new).params == {"suite": SUITE}
+    assert core(new).params == {"suite": SUITE, "alibi": False}
+    assert core(install(spec, SUITE, alibi=True)).params == {"suite": SUITE, "alibi": True}
     assert core(spec) is DotProductAttention
     assert new.submodules.self_attention.module is spec.submodules.self_attention.module
     assert repr(new.submodules.mlp) == repr(spec.submodules.mlp)
@@ -94,8 +107,12 @@ def test_a_spec_without_attention_is_refused(spec: Any) -> None:
 
 
 def test_attention_that_no_plan_covers_is_refused() -> None:
+    class OtherLatent(MLASelfAttention):
+        pass
+
     mla = get_gpt_layer_local_spec(multi_latent_attention=True)
-    with pytest.raises(ConfigError, match=r"the layer uses MLASelfAttention.*valid: SelfAttention"):
+    mla.submodules.self_attention.module = OtherLatent
+    with pytest.raises(ConfigError, match=r"the layer uses OtherLatent; valid: MLASelfAttention.* or SelfAttention"):
         install(mla, SUITE)
 
     linear = get_gpt_layer_local_spec()
@@ -115,11 +132,31 @@ def test_attention_that_no_plan_covers_is_refused() -> None:
 def test_the_layer_at_fault_is_named(alone: None) -> None:
     block = get_gpt_decoder_block_spec(transformer_config(), use_transformer_engine=False)
     block.layer_specs[1] = copy.deepcopy(block.layer_specs[1])
-    block.layer_specs[1].submodules.self_attention = get_gpt_layer_local_spec(
-        multi_latent_attention=True
-    ).submodules.self_attention
-    with pytest.raises(ConfigError, match="layer 1 uses MLASelfAttention"):
+    block.layer_specs[1].submodules.self_attention = ModuleSpec(module=TransformerLayer, submodules=SimpleNamespace())
+    with pytest.raises(ConfigError, match="layer 1 mixes tokens by TransformerLayer"):
         install(block, SUITE)
+
+
+def test_latent_attention_and_routers_are_exchanged_for_ours_of_the_same_weights(alone: None) -> None:
+    config = transformer_config(**LATENT, **EXPERTS)
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, num_experts=4, normalization="RMSNorm")
+    new = install(install(spec, SUITE), SUITE)
+    assert new.submodules.self_attention.module is PlannedMLASelfAttention
+    assert spec.submodules.self_attention.module is MLASelfAttention
+    assert new.submodules.mlp.submodules.router is PlannedRouter
+    assert spec.submodules.mlp.submodules.router is TopKRouter
+    ours = install_model(build(config, new))
+    weights = build(config, install(local_spec(config), SUITE)).state_dict()
+    assert ours.state_dict().keys() == weights.keys()
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in weights.items() if tensor is not None)
+
+
+def test_a_latent_model_without_install_model_fails_at_its_first_batch(alone: None) -> None:
+    config = transformer_config(**LATENT)
+    model = build(config, install(layer_spec(config), SUITE))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"call mindspeed_cp\.megatron\.install_model"):
+        model(tokens, tokens, None)
 
 
 def test_install_model_refuses_a_model_from_another_spec(alone: None) -> None:

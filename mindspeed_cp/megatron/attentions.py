@@ -1,0 +1,151 @@
+"""What each attention layer of a Megatron model computes on one tensor-parallel rank: the third input of build_plan."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import _yarn_get_mscale
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mindspeed_cp import AttentionConfig, ConfigError
+from mindspeed_cp.plan import alibi_slopes
+
+
+def attention_config(
+    config: TransformerConfig,
+    tensor_parallel_size: int | None = None,
+    tensor_parallel_rank: int | None = None,
+    *,
+    layer_number: int | None = None,
+    mask: str = "causal",
+    alibi: bool = False,
+    head_dim: int | None = None,
+    head_dim_v: int | None = None,
+    scale: float | None = None,
+    dropout: float | None = None,
+) -> AttentionConfig:
+    """What an attention layer of a Megatron model computes on one tensor-parallel rank.
+
+    Args:
+        config: the model's settings.
+        tensor_parallel_size: ranks that share the heads; default: config.tensor_model_parallel_size.
+        tensor_parallel_rank: which of them; default: this process, where Megatron is initialized, else 0. Only ALiBi
+            and dropout depend on it.
+        layer_number: 1-based, over all pipeline stages; may be left out where all layers compute the same.
+        mask: "causal" or "full".
+        alibi: linear biases, with the slopes of all the model's heads, of which this rank has its part.
+        head_dim, head_dim_v: width of q and k, and of v; default: what the settings say, for multi-latent attention
+            qk_head_dim + qk_pos_emb_head_dim and v_head_dim.
+        scale: factor of q.k; default: that of the settings.
+        dropout: default: config.attention_dropout.
+
+    Raises:
+        ConfigError: the heads cannot be shared by that many ranks, or layers differ and none was named.
+    """
+    tp = config.tensor_model_parallel_size if tensor_parallel_size is None else tensor_parallel_size
+    heads, kv_heads = _heads(config, tp)
+    width, width_v, factor = _widths(config)
+    rate = config.attention_dropout if dropout is None else dropout
+    first = _rank(tensor_parallel_rank, tp) * heads if alibi or rate else 0
+    return AttentionConfig(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or width,
+        head_dim_v=head_dim_v or (head_dim if head_dim and not config.multi_latent_attention else width_v),
+        mask=mask,
+        window=_window(config, layer_number),
+        alibi=tuple(alibi_slopes(config.num_attention_heads)[first : first + heads].tolist()) if alibi else False,
+        dropout=rate,
+        scale=factor if scale is None else scale,
+        first_head=first if rate else 0,
+    )
+
+
+def layer_attentions(
+    config: TransformerConfig,
+    tensor_parallel_size: int | None = None,
+    tensor_parallel_rank: int | None = None,
+    *,
+    mask: str = "causal",
+    alibi: bool = False,
+) -> tuple[AttentionConfig, ...]:
+    """:func:`attention_config` of every layer; a micro-batch needs one plan for each that differs::
+
+    plans = [build_plan(documents, topology, attention) for attention in dict.fromkeys(layer_attentions(config))]
+    batch, params = planned_batch(whole, plans, rank)
+    """
+    return tuple(
+        attention_config(
+            config, tensor_parallel_size, tensor_parallel_rank, layer_number=number, mask=mask, alibi=alibi
+        )
+        for number in range(1, config.num_layers + 1)
+    )
+
+
+def computes_the_same(a: AttentionConfig, b: AttentionConfig) -> bool:
+    """Equal but for the ways of saying the default scale and the default slopes, and the head where dropout starts
+    counting if there is no dropout."""
+    if not math.isclose(a.softmax_scale, b.softmax_scale) or (a.alibi is False) != (b.alibi is False):
+        return False
+    if a.slopes is not None and b.slopes is not None and a.slopes.tolist() != b.slopes.tolist():
+        return False
+    names = ["heads", "kv_heads", "head_dim", "head_dim_v", "mask", "window", "dropout"]
+    return all(getattr(a, name) == getattr(b, name) for name in names + ["first_head"] * (a.dropout > 0))
+
+
+def _heads(config: TransformerConfig, tp: int) -> tuple[int, int]:
+    """Query and kv heads of one tensor-parallel rank."""
+    if config.num_attention_heads % tp:
+        raise ConfigError(
+            f"num_attention_heads is {config.num_attention_heads}; valid: a multiple of tensor_model_parallel_size, "
+            f"which is {tp}"
+        )
+    heads = config.num_attention_heads // tp
+    if config.multi_latent_attention:  # every head has keys and values of its own once they are unfolded
+        return heads, heads
+    groups = config.num_query_groups or config.num_attention_heads
+    if groups % tp and tp % groups:
+        raise ConfigError(
+            f"num_query_groups is {groups}; valid: a multiple or a divisor of tensor_model_parallel_size, which is {tp}"
+        )
+    return heads, max(1, groups // tp)
+
+
+def _widths(config: TransformerConfig) -> tuple[int, int, float | None]:
+    """Width of q and k, width of v, factor of q.k."""
+    if not config.multi_latent_attention:
+        width = config.kv_channels or config.hidden_size // config.num_attention_heads
+        return width, width, config.softmax_scale
+    width = config.qk_head_dim + config.qk_pos_emb_head_dim
+    concentration = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)  # as Megatron, RoPE or YaRN
+    return width, config.v_head_dim, concentration * concentration / math.sqrt(width)
+
+
+def _window(config: TransformerConfig, layer_number: int | None) -> tuple[int, int] | None:
+    """The sliding window of a layer: window_size, unless window_attn_skip_freq makes it one of full attention."""
+    window, pattern, layers = config.window_size, config.window_attn_skip_freq, config.num_layers
+    if window is None or pattern is None:
+        return None if window is None else tuple(window)
+    if isinstance(pattern, list) and len(pattern) != layers:
+        raise ConfigError(f"window_attn_skip_freq has {len(pattern)} entries; valid: one for each of {layers} layers")
+    if isinstance(pattern, int) and pattern < 1:
+        raise ConfigError(f"window_attn_skip_freq is {pattern}; valid: 1 or more, or a list of 0 and 1")
+    has = [bool(p) for p in pattern] if isinstance(pattern, list) else [n % pattern != 0 for n in range(1, layers + 1)]
+    if layer_number is None:
+        if len(set(has)) > 1:
+            raise ConfigError(
+                f"window_attn_skip_freq is {pattern}, so layers differ; name one (layer_number), or build a plan for "
+                "each of mindspeed_cp.megatron.layer_attentions(config)"
+            )
+        layer_number = 1
+    return tuple(window) if has[layer_number - 1] else None
+
+
+def _rank(given: int | None, tp: int) -> int:
+    if given is None:
+        ready = tp > 1 and parallel_state.model_parallel_is_initialized()
+        given = parallel_state.get_tensor_model_parallel_rank() if ready else 0
+    if not 0 <= given < tp:
+        raise ConfigError(f"tensor_parallel_rank is {given}; valid: 0 to {tp - 1}")
+    return given

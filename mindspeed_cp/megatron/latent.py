@@ -1,0 +1,94 @@
+"""Multi-latent attention whose rotation is left to PlannedAttention."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.core_attention import PlannedAttention
+from mindspeed_cp.megatron.rotary import UncutGroup
+
+
+class PlannedMLASelfAttention(MLASelfAttention):
+    """Megatron's MLASelfAttention for planned batches; :func:`install` puts it into the spec.
+
+    Megatron's rotates inside its projections, and cuts packed rows there by the zig-zag of whole documents. This one
+    has the projections made as for one unpacked sequence of this rank's rows, and leaves the rotation to
+    :class:`LatentRotary`, which does nothing there and everything in PlannedAttention. Same parameters, same
+    checkpoints.
+    """
+
+    core_attention: PlannedAttention
+
+    def __init__(self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any) -> None:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        seen = copy.copy(groups)
+        seen.cp = UncutGroup(groups.cp)
+        super().__init__(*args, pg_collection=seen, **kwargs)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        **others: Any,
+    ) -> tuple[Any, ...]:
+        """query and key, not yet rotated, value, and what else Megatron returns; [s, b, heads, dim], for "thd"
+        [t, heads, dim].
+
+        Raises:
+            ConfigError: install_model was not called, or Megatron generates.
+        """
+        self.core_attention.check_installed()
+        if inference_context is not None or others.get("inference_params") is not None:
+            raise ConfigError(
+                "planned attention trains and evaluates only; generate with a model built from the original spec"
+            )
+        query, key, value, *rest = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, None
+        )
+        if self._halves_positions():
+            key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.pg_collection.tp)
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        return query, key, value, *rest
+
+    def _halves_positions(self) -> bool:
+        """True where Megatron (0.15 to 0.19) loses a part of a gradient.
+
+        All heads of all tensor-parallel ranks share the channels of the keys that carry positions. If their projection
+        is split over these ranks, Megatron gathers its output, and in the backward gives every rank its part of its own
+        heads' gradient, not of the sum over all ranks' heads.
+        """
+        split: bool = self.linear_kv_down_proj.weight.shape[0] < (
+            self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        )
+        return split
+
+
+class _SumOfPositions(torch.autograd.Function):
+    """Nothing in the forward; in the backward the gradient of the channels that all heads share, summed over all ranks'
+    heads. It is given to the first head alone, since whoever shared the channels out will add up all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.how = first, group
+        return key.view_as(key)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        first, group = ctx.how
+        content, shared = gradient.split([first, gradient.shape[-1] - first], dim=-1)
+        total = shared.sum(-2, keepdim=True)
+        dist.all_reduce(total, group=group)
+        others = total.new_zeros(1).expand_as(shared[..., 1:, :])
+        return torch.cat((content, torch.cat((total, others), dim=-2)), dim=-1), None, None

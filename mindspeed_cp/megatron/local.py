@@ -1,0 +1,101 @@
+"""local_spec: the layers of a GPT out of Megatron-core alone, where Transformer Engine is absent, for every layout."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+_NORMS: dict[str, type[nn.Module]] = {"RMSNorm": nn.RMSNorm, "LayerNorm": nn.LayerNorm}
+
+
+def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's own local spec of all layers of this pipeline stage, for :func:`install`.
+
+    Two of its parts are exchanged, without change to the model: torch's norms, which Megatron refuses under sequence
+    parallelism, by :class:`LocalNorm`, and experts by :class:`DrawnExperts`.
+
+    Args:
+        config: of a GPT; normalization, multi_latent_attention, qk_layernorm, num_moe_experts and moe_layer_freq count.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    shared = copy.deepcopy(block.layer_specs)  # all in one copy: layers that are one spec stay one
+    for layer in shared:
+        _use_local_norms(layer.submodules)
+        _use_local_norms(layer.submodules.self_attention.submodules)
+        _use_drawn_experts(layer.submodules.mlp)
+    return TransformerBlockSubmodules(layer_specs=shared, layer_norm=LocalNorm)
+
+
+class LocalNorm:
+    """torch's RMSNorm or LayerNorm; Megatron sums its gradient over tensor-parallel ranks that share the rows."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        norm = _NORMS[config.normalization](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class DrawnExperts(SequentialMLP):
+    """Experts whose initial weights on the CPU depend on the seed alone, not on which rank holds which.
+
+    Megatron draws a rank's own experts only, so that these, and all weights after them, would depend on the
+    expert-parallel size. Here the others are drawn too, in order, and thrown away.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: Any = None,
+        **others: Any,
+    ) -> None:
+        rank, ranks = pg_collection.ep.rank(), pg_collection.ep.size()
+        own = copy.copy(config)
+        own.ffn_hidden_size = config.moe_ffn_hidden_size  # as SequentialMLP has it
+
+        def skip(ranks_experts: int) -> None:
+            if not config.use_cpu_initialization:  # on a device every rank has a generator of its own for its experts
+                return
+            for _ in range(ranks_experts * num_local_experts):
+                MLP(
+                    own,
+                    submodules,
+                    ffn_hidden_size=own.ffn_hidden_size,
+                    is_expert=True,
+                    tp_group=pg_collection.expt_tp,
+                )
+
+        skip(rank)
+        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **others)
+        skip(ranks - 1 - rank)
+        for parameter in self.parameters():
+            # Megatron sets it for more than one expert-parallel rank only. Else an expert's gradient would not be
+            # summed over tensor-parallel ranks, which have rows of their own, and checkpoints would look different.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _use_local_norms(submodules: Any) -> None:
+    for name, value in vars(submodules).items():
+        if value is WrappedTorchNorm:
+            setattr(submodules, name, LocalNorm)
+
+
+def _use_drawn_experts(mlp: Any) -> None:
+    held: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
+    experts = getattr(held, "experts", None)
+    if isinstance(experts, ModuleSpec) and experts.module is SequentialMLP:
+        experts.module = DrawnExperts
+    elif isinstance(experts, partial) and experts.func is SequentialMLP:
+        held.experts = partial(DrawnExperts, *experts.args, **experts.keywords)

@@ -1,0 +1,112 @@
+"""PlannedBatchParams: what travels with a micro-batch through Megatron to every attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from mindspeed_cp import AttentionConfig, ConfigError, Plan
+from mindspeed_cp.megatron.attentions import computes_the_same
+
+
+class RotaryTripwire:
+    """Stands in PackedSeqParams.cp_group, which only Megatron's own rotary modules read: they would rotate by positions
+    of Megatron's zig-zag, before PlannedAttention could object."""
+
+    def size(self) -> int:
+        raise ConfigError(
+            "this model still has Megatron's rotary module, whose positions do not follow the plan; call "
+            "mindspeed_cp.megatron.install_model(model) once after building the model"
+        )
+
+    rank = size
+
+
+@dataclass
+class PlannedBatchParams(PackedSeqParams):
+    """PackedSeqParams that carry one micro-batch's plan; Megatron hands them unchanged to every attention layer.
+
+    Make them with :func:`planned_params` or :func:`planned_batch`. Megatron's own fields hold the whole batch's
+    documents (cu_seqlens before sharding), as in Megatron.
+
+    Attributes:
+        plan: who holds, sends and computes what.
+        plans: of the same rows, one for each way in which layers attend (sliding window or not); `plan` is the first.
+        rank: context-parallel rank whose rows these are.
+        batch_size: b of "sbhd"; 1 for "thd".
+        padding: rows added at the end of each of the b rows, outside every document: their attention output is zero.
+            Not needed for any document's length, only for `rows_multiple` and for a rank that holds no token.
+        dropout_seed: of this micro-batch; with a layer's number it decides which attention weights are dropped. None
+            where nothing is.
+        tables: what layers share about this micro-batch, by the module that made it (rotary cos and sin); dies with
+            either.
+    """
+
+    plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()
+    rank: int = 0
+    batch_size: int = 1
+    padding: int = 0
+    dropout_seed: int | None = None
+    tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the plan on this rank, over the whole batch, without padding."""
+        assert self.plan is not None
+        return int(self.plan.layout.token_counts[self.rank])
+
+    @property
+    def length(self) -> int:
+        """Rows of each of the b rows on this rank, without padding."""
+        return self.rows // self.batch_size
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each of the plan's rows in its document, int64 [rows]."""
+        assert self.plan is not None
+        return torch.from_numpy(self.plan.layout.positions(self.rank))
+
+    def padding_mask(self, device: torch.device | str | None = None) -> Tensor:
+        """True for rows of padding, bool [batch_size, length + padding]: what a GPTModel with experts takes, so that
+        its router counts real tokens only."""
+        rows = torch.arange(self.length + self.padding, device=device)
+        return (rows >= self.length).expand(self.batch_size, -1).contiguous()
+
+    def plan_for(self, attention: AttentionConfig) -> Plan | None:
+        """The plan that computes this attention, if there is one."""
+        return next((plan for plan in self.plans if computes_the_same(plan.attention, attention)), None)
+
+    def to_rows(self, x: Tensor, name: str) -> Tensor:
+        """[s, b, heads, dim] or, for "thd", [t, heads, dim] -> the plan's rows [rows, heads, dim], without padding.
+
+        Raises:
+            ConfigError: the shape is not that of this rank's rows.
+        """
+        length = self.length
+        expected = [length + self.padding] if self.qkv_format == "thd" else [length + self.padding, self.batch_size]
+        if list(x.shape[:-2]) != expected:
+            shape = ", ".join([*map(str, expected), "heads", "dim"])
+            raise ConfigError(
+                f"{name} has shape {list(x.shape)}, but in format {self.qkv_format!r} rank {self.rank} of the plan has "
+                f"[{shape}], {self.padding} rows of padding included; slice the batch with the same plan, rank and "
+                "options as its parameters: planned_batch does both"
+            )
+        if self.qkv_format == "thd":
+            return x[:length]
+        return x[:length].transpose(0, 1).reshape(self.rows, *x.shape[2:])
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """The rows back in Megatron's shape: [t, heads * dim] or [s, b, heads * dim]; padding is zero."""
+        if self.qkv_format == "thd":
+            out = x.flatten(1)
+        else:
+            out = x.reshape(self.batch_size, self.length, x.shape[1] * x.shape[2]).transpose(0, 1)
+        if self.padding:
+            out = torch.cat([out, out.new_zeros(self.padding, *out.shape[1:])])
+        return out

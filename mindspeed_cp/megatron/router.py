@@ -1,0 +1,80 @@
+"""PlannedRouter: a router of experts whose balancing losses do not depend on which rank holds which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from mindspeed_cp.megatron.swap import replaced
+
+
+class PlannedRouter(TopKRouter):
+    """Megatron's TopKRouter with exact balancing losses; :func:`install` puts it into specs with experts.
+
+    Megatron takes every rank to hold as many tokens as this one, and (0.16) divides the gradients of the auxiliary and
+    the z-loss by the number of tensor- and context-parallel ranks where the loss is a sum over tokens
+    (calculate_per_token_loss). Here tokens are counted, and every rank's share of a loss has the same weight: the
+    number of tokens of the whole micro-batch, as on one rank.
+
+    Rows of padding count as tokens unless the model is called with ``padding_mask=params.padding_mask()``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calculate_per_token_loss = False  # the weight by tokens is given below, not by Megatron's rule
+        self._tokens: Tensor | None = None
+
+    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, *_: Any, **__: Any) -> Tensor:
+        with self._counted(routing_map):
+            return super()._apply_aux_loss(probs, scores, routing_map, with_padding_mask=True)
+
+    def _apply_seq_aux_loss(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, seq_length: int, bsz: int, *_: Any, **__: Any
+    ) -> Tensor:
+        with self._counted(routing_map):
+            return super()._apply_seq_aux_loss(probs, scores, routing_map, seq_length, bsz, with_padding_mask=True)
+
+    def _apply_global_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, *_: Any, **__: Any) -> Tensor:
+        with self._counted(routing_map):
+            return super()._apply_global_aux_loss(probs, scores, routing_map, with_padding_mask=True)
+
+    @contextmanager
+    def _counted(self, routing_map: Tensor) -> Iterator[None]:
+        """Within the block self._tokens is the number of tokens of the micro-batch, over all ranks that share it."""
+        total = routing_map.sum(dtype=torch.float32) / self.topk  # rows of padding go to no expert here
+        dist.all_reduce(total, group=self.tp_cp_group)
+        with replaced(self, "_tokens", total):
+            yield
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Megatron's own, which logs the loss and adds its gradient once; then the rest of its weight."""
+        assert self._tokens is not None
+        activation = super().attach_and_log_load_balancing_loss(activation, aux_loss_coeff, aux_loss, *args, **kwargs)
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * (self._tokens - 1))
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """As above: Megatron adds this rank's mean once, its sum is wanted."""
+        coeff = self.config.moe_z_loss_coeff
+        if coeff is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        ranks = self.tp_cp_group.size()
+        own = z_loss_func(logits, coeff / ranks, padding_mask=padding_mask)
+        rows = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
+        logits = super().apply_z_loss(logits, padding_mask)
+        return MoEAuxLossAutoScaler.apply(logits, own * (rows * ranks - 1))
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if not self.enable_expert_bias:
+            return
+        if padding_mask is not None:  # Megatron 0.16 would take it for a row of the map
+            routing_map = routing_map & ~padding_mask.unsqueeze(-1)
+        super()._apply_expert_bias(routing_map)

@@ -1,0 +1,153 @@
+"""Which values of TransformerConfig planned attention can honour, and why not the others: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mindspeed_cp import ConfigError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One field of TransformerConfig: which values work, and why the others do not."""
+
+    setting: str
+    works: Callable[[Any], bool]
+    valid: str
+    instead: str
+    when: Callable[[TransformerConfig], bool] = lambda config: True
+
+    def check(self, config: TransformerConfig) -> None:
+        """Raise ConfigError if the setting has a value that does not work; a setting that this Megatron does not have
+        is fine."""
+        if not hasattr(config, self.setting) or not self.when(config):
+            return
+        value = getattr(config, self.setting)
+        if not self.works(value):
+            raise ConfigError(
+                f"{self.setting} is {value!r}; valid with planned attention: {self.valid} ({self.instead})"
+            )
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _is_latent(config: TransformerConfig) -> bool:
+    return bool(config.multi_latent_attention)
+
+
+def _is_split(config: TransformerConfig) -> bool:
+    """True if a micro-batch's tokens are on several ranks."""
+    return config.context_parallel_size > 1 or bool(config.sequence_parallel)
+
+
+def _sums_twice(config: TransformerConfig) -> bool:
+    """True where Megatron adds up a gradient that every tensor-parallel rank has as a whole."""
+    whole = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+    return _is_latent(config) and whole and config.q_lora_rank is not None
+
+
+_HAS_ROUTER_SLOT = "router" in MoESubmodules.__dataclass_fields__  # not in Megatron 0.15
+
+
+RULES = (
+    Rule(
+        "calculate_per_token_loss",
+        bool,
+        "True",
+        "ranks hold unequal numbers of tokens, so averaging their means would make gradients depend on the rank count",
+    ),
+    Rule("softmax_type", lambda v: v == "vanilla", "'vanilla'", "attention sinks are not in this version"),
+    Rule("qk_clip", _off, "False", "the largest logit is not reported; qk_layernorm bounds it instead"),
+    Rule("log_max_attention_logit", _off, "False", "the largest logit is not reported"),
+    Rule("experimental_attention_variant", lambda v: v is None, "None", "use softmax attention in every layer"),
+    Rule("is_hybrid_model", _off, "False", "state-space layers need their tokens in order on one rank"),
+    Rule(
+        "mtp_num_layers",
+        _off,
+        "None",
+        "multi-token prediction shifts tokens across the borders of ranks by Megatron's zig-zag",
+    ),
+    Rule("mrope_section", lambda v: v is None, "None", "use position_embedding_type 'rope'"),
+    Rule("apply_rope_fusion", _off, "False", "rotary positions come from the plan and are applied by PlannedAttention"),
+    Rule(
+        "fused_single_qkv_rope",
+        _off,
+        "False",
+        "rotary positions come from the plan and are applied by PlannedAttention",
+    ),
+    Rule("hybrid_context_parallel", _off, "False", "a plan already gives each document the ranks it needs"),
+    Rule("dynamic_context_parallel", _off, "False", "a plan already gives each document the ranks it needs"),
+    Rule("fp8_dot_product_attention", _off, "False", "attention runs in the dtype of query, key and value"),
+    Rule("fp8_multi_head_attention", _off, "False", "attention runs in the dtype of query, key and value"),
+    Rule("use_kitchen_attention", _off, "False", "leave the choice of kernel to the suite's backend"),
+    Rule("enable_cuda_graph", _off, "False", "every micro-batch has its own plan and cannot be replayed"),
+    Rule("external_cuda_graph", _off, "False", "every micro-batch has its own plan and cannot be replayed"),
+    Rule(
+        "cuda_graph_impl",
+        lambda v: v in (None, "none"),
+        "'none'",
+        "every micro-batch has its own plan and cannot be replayed",
+    ),
+    Rule("flash_decode", _off, "False", "generate with a model built from the original spec"),
+    # Multi-latent attention
+    Rule(
+        "rotary_interleaved",
+        _off,
+        "False",
+        "the channels of multi-latent attention are interleaved as they are",
+        when=_is_latent,
+    ),
+    Rule("no_rope_freq", _off, "None", "multi-latent attention rotates in every layer", when=_is_latent),
+    Rule("cache_mla_latents", _off, "False", "it is for generation; use a model built from the original spec"),
+    Rule(
+        "qk_layernorm",
+        _off,
+        "False",
+        "Megatron would add up the gradient of the query's norm once for every tensor-parallel rank; or set "
+        "sequence_parallel=True",
+        when=_sums_twice,
+    ),
+    # Experts
+    Rule(
+        "moe_token_dispatcher_type",
+        lambda v: v != "allgather",
+        "'alltoall'",
+        "ranks hold unequal numbers of tokens, which the other one cannot gather",
+        when=lambda config: bool(config.num_moe_experts) and config.expert_model_parallel_size > 1,
+    ),
+    Rule(
+        "moe_expert_capacity_factor",
+        lambda v: v is None,
+        "None",
+        "each rank would drop tokens by its own count, so the model would depend on the rank count",
+        when=_is_split,
+    ),
+    Rule(
+        "moe_router_load_balancing_type",
+        lambda v: v != "sinkhorn" and "sinkhorn" not in v,
+        "'aux_loss', 'seq_aux_loss', 'none'",
+        "each rank would balance its own tokens, so the model would depend on the rank count",
+        when=lambda config: bool(config.num_moe_experts) and _is_split(config),
+    ),
+    Rule(
+        "moe_aux_loss_coeff",
+        _off,
+        "0.0",
+        "this Megatron-core divides it by the number of ranks; use megatron-core 0.16.1 or later",
+        when=lambda config: _is_split(config) and not _HAS_ROUTER_SLOT,
+    ),
+    Rule(
+        "moe_z_loss_coeff",
+        _off,
+        "None",
+        "this Megatron-core divides it by the number of ranks; use megatron-core 0.16.1 or later",
+        when=lambda config: _is_split(config) and not _HAS_ROUTER_SLOT,
+    ),
+)

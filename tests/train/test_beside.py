@@ -1,0 +1,84 @@
+"""Models and layouts beside context parallelism: every way of splitting gives the curve of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_cp.config import Settings
+from tests.train.nursery import Nursery
+from tests.train.test_training import assert_same_curve, curve, tiny, values
+
+STEPS = 4
+COMMON = dict(train__train_iters=STEPS, train__lr_decay_iters=20)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "latent": dict(
+        model__num_query_groups=4, model__multi_latent_attention=True, model__q_lora_rank=20, model__kv_lora_rank=12,
+        model__qk_head_dim=9, model__qk_pos_emb_head_dim=4, model__v_head_dim=6, model__qk_layernorm=True,
+        model__rope_type="yarn", model__rotary_scaling_factor=4.0, model__original_max_position_embeddings=64,
+    ),
+    "experts": dict(
+        model__num_moe_experts=4, model__moe_ffn_hidden_size=32, model__moe_aux_loss_coeff=0.05,
+        model__moe_z_loss_coeff=1e-3, model__moe_shared_expert_intermediate_size=16, model__moe_layer_freq=[0, 1],
+    ),
+    "biased": dict(
+        model__position_embedding_type="alibi", model__num_attention_heads=6, model__num_query_groups=2,
+        model__attention_dropout=0.2, model__window_size=[40, 0], model__window_attn_skip_freq=2,
+    ),
+}  # fmt: skip
+
+TP2 = dict(train__tensor_model_parallel_size=2, train__sequence_parallel=True)
+CP2 = dict(context_parallel_suite__context_parallel_size=2)
+SPREAD = dict(train__use_distributed_optimizer=True)
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "latent tp2 cp2, full recompute": ("latent", 4, {**TP2, **CP2, "model__recompute_granularity": "full"}),
+    "latent dp2 cp2, distributed optimizer": ("latent", 4, {**CP2, **SPREAD}),
+    "experts ep2 cp2": ("experts", 2, {**CP2, "train__expert_model_parallel_size": 2}),
+    "experts ep4 dp2 cp2, distributed optimizer": ("experts", 4, {**CP2, **SPREAD, "train__expert_model_parallel_size": 4}),
+    "experts ep2 tp2 cp2, selective recompute": (
+        "experts", 4,
+        {**TP2, **CP2, "train__expert_model_parallel_size": 2, "model__recompute_granularity": "selective"},
+    ),
+    "biased tp2 cp2, selective recompute": ("biased", 4, {**TP2, **CP2, "model__recompute_granularity": "selective"}),
+    "biased dp2 cp2, full recompute": ("biased", 4, {**CP2, **SPREAD, "model__recompute_granularity": "full"}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references(
+    nursery: Nursery, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """Every model on one rank."""
+    return {
+        name: curve(nursery, tiny(corpus, tmp_path_factory.mktemp(name), **COMMON, **model), 1)
+        for name, model in MODELS.items()
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_curve_is_that_of_one_rank(
+    name: str, nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
+) -> None:
+    model, ranks, changes = RUNS[name]
+    lines = curve(nursery, tiny(corpus, tmp_path, **{**COMMON, **MODELS[model], **changes}), ranks)
+    assert_same_curve(lines, references[model])
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed-optimizer"])
+def test_experts_move_between_ranks_with_a_checkpoint(
+    nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]], distributed: bool
+) -> None:
+    step = 0
+    for ranks, ep in ((2, 2), (1, 1), (4, 4), (2, 1)):
+        step += 1
+        changes = {
+            "train__train_iters": step,
+            "train__expert_model_parallel_size": ep,
+            "train__use_distributed_optimizer": distributed,
+            "context_parallel_suite__context_parallel_size": min(ranks, 2),
+        }
+        lines = curve(nursery, tiny(corpus, tmp_path, **{**COMMON, **MODELS["experts"], **changes}), ranks)
+    assert_same_curve(lines, references["experts"])
