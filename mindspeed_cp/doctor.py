@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +22,7 @@ import mindspeed_cp
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, dense_packed_attention
+from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.report.console import print_tables
 from mindspeed_cp.report.text import Table
 
@@ -32,12 +34,29 @@ DEVICES = ("npu", "cuda", "cpu")
 LIMITS = {"fp32": 1e-5, "bf16": 2e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+
+@dataclass(frozen=True)
+class Case:
+    """A packed batch and what attention means on it."""
+
+    name: str
+    lengths: list[int]
+    attention: AttentionConfig
+    kv_lengths: list[int] | None = None
+
+
 CASES = (
-    ("one causal document", [193], 4, 4, 64, "causal"),
-    ("packed, empty and tiny documents", [130, 0, 1, 67, 2, 31], 4, 4, 32, "causal"),
-    ("grouped queries", [101, 58], 8, 2, 64, "causal"),
-    ("full mask", [77, 3, 50], 4, 2, 64, "full"),
+    Case("one causal document", [193], AttentionConfig(4, head_dim=64)),
+    Case("packed, empty and tiny documents", [130, 0, 1, 67, 2, 31], AttentionConfig(4, head_dim=32)),
+    Case("grouped queries", [101, 58], AttentionConfig(8, 2, 64)),
+    Case("full mask", [77, 3, 50], AttentionConfig(4, 2, 64, mask="full")),
+    Case("sliding window", [150, 40], AttentionConfig(4, 2, 64, window=(37, 0))),
+    Case("ALiBi", [90, 61], AttentionConfig(6, 2, 32, alibi=True)),
+    Case("attention dropout", [70, 45], AttentionConfig(4, 2, 32, dropout=0.2)),
+    Case("MLA widths", [83, 29], AttentionConfig(2, head_dim=48, head_dim_v=32)),
+    Case("cross-attention", [60, 9, 4], AttentionConfig(4, 2, 32, mask="full"), kv_lengths=[17, 80, 0]),
 )
+DROPOUT_KEY = (1234, 5)  # any seed and layer
 
 
 def examine(seed: int = 0) -> dict[str, Any]:
@@ -129,21 +148,38 @@ def _backend(kind: str, device: dict[str, Any]) -> dict[str, Any]:
     return {"available": device["count"] > 0, "why": device["why"]}
 
 
-def _check(backend: str, dtype: str, case: tuple[str, list[int], int, int, int, str], seed: int) -> dict[str, Any]:
+def _check(backend: str, dtype: str, case: Case, seed: int) -> dict[str, Any]:
     """One case on one backend: the differences of out, lse, dq, dk and dv to the fp64 reference."""
-    name, lengths, heads, kv_heads, dim, mask = case
-    documents = Documents(lengths)
+    config, documents = case.attention, Documents(case.lengths)
+    keys = documents if case.kv_lengths is None else Documents(case.kv_lengths)
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((documents.tokens, heads, dim), *[(documents.tokens, kv_heads, dim)] * 2, (documents.tokens, heads, dim))
+    shapes = (
+        (documents.tokens, config.heads, config.head_dim),
+        (keys.tokens, config.kv_heads, config.head_dim),
+        (keys.tokens, config.kv_heads, config.head_dim_v),
+        (documents.tokens, config.heads, config.head_dim_v),
+    )
     q, k, v, dout = (torch.randn(shape, generator=generator).to(DTYPES[dtype]) for shape in shapes)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_packed_attention(leaves[0], leaves[1], leaves[2], documents, mask=mask)
+    key = DROPOUT_KEY if config.dropout else None
+    out, lse = dense_packed_attention(
+        leaves[0],
+        leaves[1],
+        leaves[2],
+        documents,
+        mask=config.mask,
+        window=config.window,
+        slopes=config.slopes,
+        dropout_p=config.dropout,
+        dropout_key=key,
+        kv_documents=keys,
+    )
     out.backward(dout.double())
     wanted = {"out": out, "lse": lse, **{f"d{x}": leaf.grad for x, leaf in zip("qkv", leaves, strict=True)}}
-    result = {"backend": backend, "dtype": dtype, "case": name, "limit": LIMITS[dtype], "error": None}
+    result = {"backend": backend, "dtype": dtype, "case": case.name, "limit": LIMITS[dtype], "error": None}
     began = time.perf_counter()
     try:
-        found = _run(backend, [x.to(backend) for x in (q, k, v, dout)], documents, mask)
+        found = _run(backend, [x.to(backend) for x in (q, k, v, dout)], documents, keys, config)
         errors = {x: _difference(found[x].cpu(), wanted[x]) for x in wanted}
     except (ConfigError, RuntimeError) as error:
         return {**result, "differences": {}, "seconds": 0.0, "ok": False, "error": " ".join(str(error).split())}
@@ -155,11 +191,21 @@ def _check(backend: str, dtype: str, case: tuple[str, list[int], int, int, int, 
     }
 
 
-def _run(backend: str, tensors: list[torch.Tensor], documents: Documents, mask: str) -> dict[str, torch.Tensor]:
+def _run(
+    backend: str, tensors: list[torch.Tensor], documents: Documents, keys: Documents, config: AttentionConfig
+) -> dict[str, torch.Tensor]:
     q, k, v, dout = tensors
-    cu = documents.offsets
-    out, lse = attention(q, k, v, cu, cu, mask=mask, backend=backend)
-    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, cu, cu, mask=mask, backend=backend)
+    lengths = documents.offsets, keys.offsets
+    how: dict[str, Any] = {
+        "mask": config.mask,
+        "window": config.window,
+        "alibi": config.alibi,
+        "dropout_p": config.dropout,
+        "dropout_key": DROPOUT_KEY if config.dropout else None,
+        "backend": backend,
+    }
+    out, lse = attention(q, k, v, *lengths, **how)
+    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, *lengths, **how)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
