@@ -13,6 +13,9 @@ from mindspeed_cp.engine.agenda import Agenda, Post
 
 Compute = Callable[[int, Any], None]
 
+#: By number of the message: its transfers, and what to do when they have arrived.
+Flying = dict[int, tuple[list[Pending], Callable[[], None] | None]]
+
 
 class Run:
     """Buffers of one program while it runs.
@@ -48,23 +51,15 @@ class Run:
         Raises:
             PeerError: a peer died or did not answer in time.
         """
-        flying: dict[int, tuple[list[Pending], Callable[[], None] | None]] = {}
+        flying: Flying = {}
         for step in self._agenda.steps:
             if step.posts:
                 flying.update(self._post(step.posts))
             for slot, calls in step.compute:
                 compute(slot, calls)
-            landed = []
-            for number in step.finish:
-                pending, land = flying.pop(number)
-                for transfer in pending:
-                    transfer.wait()
-                if land is not None:
-                    landed.append(land)
-            for land in landed:  # after every send of the step is out: a landing may reuse the rows that were sent
-                land()
+            _finish(flying, step.finish)
 
-    def _post(self, posts: Sequence[Post]) -> dict[int, tuple[list[Pending], Callable[[], None] | None]]:
+    def _post(self, posts: Sequence[Post]) -> Flying:
         assert self._transport is not None, "a plan for one rank has no messages"
         transfers: list[Transfer] = []
         landings: list[Callable[[], None] | None] = []
@@ -117,3 +112,17 @@ class Run:
         if found is not None:
             for total in found:
                 total[rows] = 0
+
+
+def _finish(flying: Flying, numbers: Sequence[int]) -> None:
+    """Wait for messages of a step. A function of its own, so that what they hold apart goes before the next step's
+    messages are posted."""
+    landed = []
+    for number in numbers:
+        pending, land = flying.pop(number)
+        for transfer in pending:
+            transfer.wait()
+        if land is not None:
+            landed.append(land)
+    for land in landed:  # after every send of the step is out: a landing may reuse the rows that were sent
+        land()
