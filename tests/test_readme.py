@@ -42,7 +42,17 @@ def test_the_settings_section_is_valid(tmp_path: Path) -> None:
     (section,) = blocks("README.md", "yaml")
     (tmp_path / "suite.yaml").write_text(section)
     suite = SuiteSettings.from_yaml(tmp_path / "suite.yaml")
-    assert suite.context_parallel_size == 4 and suite.algorithm == "ring"
+    assert suite.algorithm == "hybrid" and suite.options == {"ulysses_degree": 4} and suite.topology.nodes == 2
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_table_of_algorithms_has_each_with_its_names(language: str) -> None:
+    from mindspeed_cp.plan import ALGORITHMS, ALIASES
+
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", (ROOT / language).read_text("utf-8"), re.MULTILINE))
+    assert list(rows) == list(ALGORITHMS)
+    for alias, name in ALIASES.items():
+        assert f"`{alias}`" in rows[name] or alias == "allgather"
 
 
 def test_every_file_that_is_linked_or_named_exists() -> None:
