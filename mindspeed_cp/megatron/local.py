@@ -83,7 +83,7 @@ class DrawnExperts(SequentialMLP):
         for parameter in self.parameters():
             # Megatron sets it for more than one expert-parallel rank only. Else an expert's gradient would not be
             # summed over tensor-parallel ranks, which have rows of their own, and checkpoints would look different.
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False
 
 
 def _use_local_norms(submodules: Any) -> None:

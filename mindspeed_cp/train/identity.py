@@ -36,7 +36,8 @@ def identity(settings: Settings) -> dict[str, Any]:
 def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -> None:
     """Raise ConfigError, naming the settings, unless a checkpoint belongs to these settings."""
     now = identity(settings)
-    saved = {**identity(Settings()), **saved}  # an older version had no other value than the default
+    # An older version that did not know a setting of the model had no other value than the default.
+    saved = {key: value for key, value in identity(Settings()).items() if key.startswith("model.")} | saved
     different = [key for key in now | saved if now.get(key) != saved.get(key)]
     if not different:
         return

@@ -193,6 +193,8 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     norms = []
     for step in range(case.steps):
         ddp.zero_grad_buffer()
+        if optimizer is not None:
+            optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=partial(forward_step, case, config, step),
             data_iterator=iter(mine),

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from mindspeed_cp.config import Settings
+from mindspeed_cp.plan import ALGORITHMS
 from tests.train.nursery import Nursery
-from tests.train.test_training import assert_same_curve, curve, tiny, values
+from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
 
 STEPS = 4
-COMMON = dict(train__train_iters=STEPS, train__lr_decay_iters=20)
+COMMON: dict[str, Any] = dict(train__train_iters=STEPS, train__lr_decay_iters=20)
 
 MODELS: dict[str, dict[str, Any]] = {
     "latent": dict(
@@ -30,9 +30,9 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
-TP2 = dict(train__tensor_model_parallel_size=2, train__sequence_parallel=True)
-CP2 = dict(context_parallel_suite__context_parallel_size=2)
-SPREAD = dict(train__use_distributed_optimizer=True)
+TP2: dict[str, Any] = dict(train__tensor_model_parallel_size=2, train__sequence_parallel=True)
+CP2: dict[str, Any] = dict(context_parallel_suite__context_parallel_size=2)
+SPREAD: dict[str, Any] = dict(train__use_distributed_optimizer=True)
 RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "latent tp2 cp2, full recompute": ("latent", 4, {**TP2, **CP2, "model__recompute_granularity": "full"}),
     "latent dp2 cp2, distributed optimizer": ("latent", 4, {**CP2, **SPREAD}),
@@ -67,18 +67,60 @@ def test_the_curve_is_that_of_one_rank(
     assert_same_curve(lines, references[model])
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed-optimizer"])
-def test_experts_move_between_ranks_with_a_checkpoint(
-    nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]], distributed: bool
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ring"])
+def test_every_algorithm_gives_the_curve_of_one_rank(
+    algorithm: str, nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:
-    step = 0
-    for ranks, ep in ((2, 2), (1, 1), (4, 4), (2, 1)):
-        step += 1
+    """With windows in some layers, ALiBi and dropout; plans are proved before they run."""
+    settings = tiny(
+        corpus, tmp_path, **COMMON, **MODELS["biased"], context_parallel_suite__algorithm=algorithm,
+        context_parallel_suite__context_parallel_size=4, context_parallel_suite__verify_plans=True,
+    )  # fmt: skip
+    assert_same_curve(curve(nursery, settings, 4), references["biased"])
+
+
+def test_experts_move_between_ranks_with_a_checkpoint(
+    nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
+) -> None:
+    for step, (ranks, ep) in enumerate(((2, 2), (1, 1), (4, 4)), 1):
         changes = {
             "train__train_iters": step,
             "train__expert_model_parallel_size": ep,
-            "train__use_distributed_optimizer": distributed,
+            "train__use_distributed_optimizer": True,
             "context_parallel_suite__context_parallel_size": min(ranks, 2),
         }
         lines = curve(nursery, tiny(corpus, tmp_path, **{**COMMON, **MODELS["experts"], **changes}), ranks)
     assert_same_curve(lines, references["experts"])
+
+
+def watched(settings: str) -> tuple[list[dict[str, Any]], list[bool]]:
+    """In a rank: train; the metrics, and whether torch was bound to deterministic algorithms in each step and after."""
+    import torch
+
+    from mindspeed_cp.train import loop
+
+    run, seen = loop.run_step, []
+
+    def watching(*args: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return run(*args)
+
+    loop.run_step = watching
+    lines = train_here(settings)["lines"]
+    return lines, [*seen, torch.are_deterministic_algorithms_enabled()]
+
+
+def test_two_deterministic_runs_give_the_same_bits(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    """Of a model with experts, windows, biases and dropout."""
+    runs = []
+    for number in range(2):
+        settings = tiny(
+            corpus, tmp_path / str(number), **COMMON, **{**MODELS["experts"], **MODELS["biased"]}, **CP2,
+            train__expert_model_parallel_size=2, train__deterministic_mode=True,
+        )  # fmt: skip
+        runs.append(nursery.run(2, watched, settings.model_dump_json())[0])
+    (first, seen), (second, _) = runs
+    assert seen == [True] * STEPS + [False]
+    for key in ("loss", "grad_norm"):
+        assert values(first, key) == values(second, key)
+    assert len(set(values(first))) == STEPS

@@ -57,11 +57,29 @@ def test_a_model_that_does_not_fit_is_told_as_such() -> None:
         {"train": {"bf16": True}},
         {"model": {"recompute_granularity": "full"}},
         {"model": {"num_query_groups": 1}},
+        {"model": {"multi_latent_attention": True, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 16,
+                   "qk_pos_emb_head_dim": 8, "v_head_dim": 16}},
     ],
     ids=lambda less: next(iter(next(iter(less.values())))),
-)
+)  # fmt: skip
 def test_what_saves_memory_lowers_the_bound(less: dict[str, Any]) -> None:
     assert least_bytes(changed(**less), 1e6) < least_bytes(Settings(), 1e6)
+
+
+def test_experts_need_memory_where_they_are() -> None:
+    experts = {"num_moe_experts": 16, "moe_layer_freq": [0, 1, 0, 1]}
+    shared = {"expert_model_parallel_size": 4}
+    assert least_bytes(changed(model=experts), 0) > 2 * least_bytes(Settings(), 0)
+    assert least_bytes(changed(model=experts, train=shared), 0) < least_bytes(changed(model=experts), 0) / 2
+    everywhere = {**experts, "moe_layer_freq": 1}
+    assert least_bytes(changed(model=everywhere), 0) > least_bytes(changed(model=experts), 0) * 1.5
+    split = {"use_distributed_optimizer": True}
+    assert least_bytes(changed(model=experts, train=split), 0, ranks=8) < least_bytes(
+        changed(model=experts), 0, ranks=8
+    )
+    sequences = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    two = {"tensor_model_parallel_size": 2}
+    assert least_bytes(changed(train=sequences), 1e6) < least_bytes(changed(train=two), 1e6)
 
 
 # identity
@@ -77,6 +95,13 @@ def test_what_changes_the_numbers_binds_a_checkpoint() -> None:
     assert str(caught.value).startswith("iter_1 belongs to other settings: ")
     with pytest.raises(ConfigError, match=r"train\.lr_decay_iters \(null: train\.train_iters\) was 100 and is 200"):
         check_same_run(changed(train={"train_iters": 200}), saved, "iter_1")
+
+
+def test_checkpoints_of_versions_with_fewer_settings_go_on_under_the_defaults() -> None:
+    saved = {key: value for key, value in identity(Settings()).items() if key != "model.attention_dropout"}
+    check_same_run(Settings(), saved, "iter_1")
+    with pytest.raises(ConfigError, match=r"model\.attention_dropout was 0\.0 and is 0\.1"):
+        check_same_run(changed(model={"attention_dropout": 0.1}), saved, "iter_1")
 
 
 def test_what_does_not_change_the_numbers_may_change() -> None:

@@ -1,0 +1,103 @@
+"""Experts: loss, gradients and weights of one rank, whichever ranks hold them, and for any number of tokens on a rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_cp.megatron import install, install_model, megatron_imports
+from tests.megatron.gpt import (
+    Case,
+    Outcome,
+    Suite,
+    build,
+    data,
+    layer_spec,
+    on_ranks,
+    one_rank,
+    planned,
+    transformer_config,
+)
+from tests.megatron.models import EXPERTS, SELECTIVE
+from tests.megatron.ranks import MegatronRanks
+from tests.megatron.test_gpt import ODD, assert_equal
+
+BATCHES = (*ODD, (1, 1))  # as many for each of two replicas: expert-parallel ranks of both work together
+
+with megatron_imports():
+    from megatron.core.transformer.moe.router import TopKRouter
+
+PARALLEL = dict(sequence_parallel=True)
+CASES = {
+    "both losses": EXPERTS,
+    "loss of sequences": {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [0, 1]},
+    "selective recompute": {**EXPERTS, **SELECTIVE},
+}
+LAYOUTS = {  # tensor, context, expert parallel, ranks
+    "cp2": (1, 2, 1, 2),
+    "cp2 ep2": (1, 2, 2, 2),
+    "cp3": (1, 3, 1, 3),
+    "cp4 ep4": (1, 4, 4, 4),
+    "dp2 cp2 ep4": (1, 2, 4, 4),
+    "tp2 cp2 ep1": (2, 2, 1, 4),
+    "tp2 cp2 ep2": (2, 2, 2, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Outcome]:
+    with one_rank():
+        found = {name: planned(Case(BATCHES, config=config)) for name, config in CASES.items()}
+        return {**found, "steps": planned(Case(BATCHES, optimizer="float32", steps=3, config=EXPERTS))}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference: dict[str, Outcome]) -> None:
+    tp, cp, ep, size = LAYOUTS[layout]
+    more = PARALLEL if tp > 1 else {}
+    cases = [Case(BATCHES, config={**config, **more}) for config in CASES.values()]
+    cases.append(Case(BATCHES, optimizer="distributed", steps=3, config={**EXPERTS, **more}))
+    for outcomes in ranks.run(size, on_ranks, tp, cp, cases, ep):
+        for outcome, expected in zip(outcomes, reference.values(), strict=True):
+            assert_equal(outcome, expected)
+
+
+def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None:
+    """The same gradients as Megatron's own router, whose weights of the losses are right on one rank."""
+    config = transformer_config(**EXPERTS)
+    documents, whole = data(Case(((24, 24),), qkv_format="sbhd"), 0)
+    found = []
+    for router in ("ours", TopKRouter):
+        spec = install(layer_spec(config), Suite())
+        if router is TopKRouter:
+            for layer in spec.layer_specs:
+                layer.submodules.mlp.submodules.router = TopKRouter
+        model = install_model(build(config, spec))
+        tokens, labels = (whole[name].reshape(2, 24) for name in ("tokens", "labels"))
+        model(tokens, tokens, None, labels=labels).sum().backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    ours, theirs = found
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
+    assert documents.tokens == 48
+
+
+def test_rows_of_padding_do_not_count_for_the_bias_of_experts(alone: None) -> None:
+    more = dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+    config = transformer_config(**{**EXPERTS, **more})
+    model = install_model(build(config, install(layer_spec(config), Suite())))
+    tokens = torch.arange(10)[None]
+    with torch.compiler.set_stance("force_eager"):
+        model(tokens, tokens, None, padding_mask=tokens >= 7)
+    for layer in model.decoder.layers:
+        assert layer.mlp.router.local_tokens_per_expert.sum() == 7 * config.moe_router_topk
+
+
+def test_the_cases_can_tell_the_losses_of_the_router(reference: dict[str, Outcome]) -> None:
+    with one_rank():
+        without = planned(Case(BATCHES, config={**EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}))
+        aux_only = planned(Case(BATCHES, config={**EXPERTS, "moe_z_loss_coeff": None}))
+    name = "decoder.layers.1.mlp.router.weight"
+    scale = abs(without.tensors[name]).max()
+    assert abs(aux_only.tensors[name] - without.tensors[name]).max() > 1e-2 * scale
+    assert abs(aux_only.tensors[name] - reference["both losses"].tensors[name]).max() > 1e-2 * scale
