@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARGIN, GAP = 0.3, 0.14
-LARGEST, WIDEST, TALLEST = 1.8, 30.0, 60.0  # of a square, and of the page
+LARGEST, WIDEST, TALLEST = 1.8, 40.0, 60.0  # of a square, and of the page
 CAPTION = 0.17  # height of a line of small text
 LEGEND_LINE = 0.2
 READABLE = 1.15  # squares of this size and more have captions

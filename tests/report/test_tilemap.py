@@ -12,7 +12,7 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.plan import ALGORITHMS
-from mindspeed_cp.report import tilemap
+from mindspeed_cp.report import page, tilemap
 from mindspeed_cp.report.areas import areas, visible
 from mindspeed_cp.report.tilemap import draw_tile_map, tile_map
 
@@ -85,7 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
         "lengths": [900, 400, 120, 3100, 64, 800, 30, 250, 1500, 77, 600, 340],
     },
     "cross": {"algorithm": "all_gather", "mask": "full", "kv_documents": Documents([3, 900, 17, 2000])},
-    "many ranks": {"ranks": 24},
+    "many ranks": {"ranks": 11},
+    "small squares": {"ranks": 11},
     "one rank": {"ranks": 1},
     "empty": {"lengths": [0]},
     "no documents": {"lengths": []},
@@ -94,7 +95,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_words_neither_overlap_nor_leave_the_page(case: str) -> None:
+def test_words_neither_overlap_nor_leave_the_page(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "small squares":
+        monkeypatch.setattr(page, "WIDEST", 11.0)
     figure = tile_map(plan_of(**CASES[case]))
     found = words(figure)
     width, height = figure.canvas.get_width_height()
@@ -103,6 +106,8 @@ def test_words_neither_overlap_nor_leave_the_page(case: str) -> None:
     for (one, a), (other, b) in combinations(found, 2):
         apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
         assert apart, f"{one!r} overlaps {other!r}"
+    captions = any("K/V of" in text for text, _ in found)
+    assert captions == (case not in ("small squares", "one rank", "empty", "no documents"))
 
 
 def texts(**case: Any) -> list[str]:
