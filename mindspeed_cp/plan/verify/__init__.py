@@ -23,9 +23,8 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     Proved, for all ranks, forward and backward:
 
     * every (token, head) is held once by the caller's layouts and by the layout of queries, and at least once by that
-    of
-      keys and values; kv heads serve the query heads beside them; moves between layouts bring every row and head to its
-      place once (:mod:`.moves`);
+      of keys and values; kv heads serve the query heads beside them; moves between layouts bring every row and head to
+      its place once (:mod:`.moves`);
     * every number refers to a step, slot, row and rank that exists; messages are in one global order;
     * every visible (query, key) pair is computed exactly once and no other pair is; in the backward the gradient of
       every key comes back to its owner with every query's part exactly once (:mod:`.interpret`);
