@@ -23,7 +23,10 @@ def ring(rank, group, size, rounds, rows):
     for step in range(rounds):
         sending, receiving = held[step % 2], held[(step + 1) % 2]
         pending = transport.post(
-            [Transfer(sending, (rank + 1) % size, True, step, "block"), Transfer(receiving, (rank - 1) % size, False, step, "block")]
+            [
+                Transfer(sending, (rank + 1) % size, True, step, "block"),
+                Transfer(receiving, (rank - 1) % size, False, step, "block"),
+            ]
         )
         for transfer in pending:
             transfer.wait()

@@ -1,0 +1,104 @@
+"""Random problems: for a cell of the table of capabilities, and for hypothesis."""
+
+from __future__ import annotations
+
+from random import Random
+
+from mindspeed_cp import capabilities
+from mindspeed_cp.plan import LAYOUTS, alibi_slopes
+from tests.engine.cases import Case
+
+#: Widths of q and k, and of v: equal, and as in multi-head latent attention.
+EQUAL, UNEQUAL = ((16, 16), (8, 8), (24, 24)), ((192, 128), (24, 16), (16, 40), (9, 7))
+
+#: Query heads and kv heads.
+UNGROUPED, GROUPED = ((4, 4), (3, 3), (1, 1), (5, 5)), ((4, 2), (8, 1), (6, 3), (9, 3), (5, 1), (12, 4))
+
+
+def problem(cell: capabilities.Cell, ranks: int, rng: Random) -> Case:
+    """Some problem of that cell."""
+    causal = cell.mask == "causal"
+    lengths = _lengths(cell.documents == "packed", rng)
+    heads, kv_heads = rng.choice(GROUPED if cell.kv_heads == "grouped" else UNGROUPED)
+    head_dim, head_dim_v = rng.choice(UNEQUAL if cell.widths == "unequal" else EQUAL)
+    return Case(
+        lengths,
+        ranks,
+        heads,
+        kv_heads,
+        head_dim,
+        head_dim_v,
+        mask=cell.mask,
+        window=_window(causal, rng) if cell.window == "sliding" else None,
+        alibi=_alibi(heads, rng) if cell.bias == "alibi" else False,
+        dropout=rng.choice((0.1, 0.5, 0.75)) if cell.dropout == "some" else 0.0,
+        scale=rng.choice((None, None, 0.7 * head_dim**-0.5)),
+        first_head=rng.choice((0, 0, heads)),
+        kv_lengths=_other(lengths, rng) if cell.keys == "other" else None,
+        algorithm=cell.algorithm,
+        options=_options(cell.algorithm, ranks, rng),
+        nodes=rng.choice(_divisors(ranks)),
+        dropout_key=(rng.randrange(2**40), rng.randrange(64)),
+        seed=rng.randrange(1000),
+    )
+
+
+def cell_of(case: Case) -> capabilities.Cell:
+    """The cell that a problem belongs to."""
+    attention = case.attention
+    return capabilities.Cell(
+        algorithm=case.algorithm,
+        backend="cpu",
+        mask=attention.mask,
+        documents="one per row" if len(set(case.lengths)) == 1 else "packed",
+        window="none" if attention.window is None else "sliding",
+        bias="none" if attention.slopes is None else "alibi",
+        dropout="some" if attention.dropout else "none",
+        kv_heads="as queries" if attention.heads == attention.kv_heads else "grouped",
+        widths="equal" if attention.head_dim == attention.head_dim_v else "unequal",
+        keys="own" if case.kv_lengths in (None, case.lengths) else "other",
+    )
+
+
+def _lengths(packed: bool, rng: Random) -> tuple[int, ...]:
+    """Ragged lengths with empty and tiny documents among them, some batches smaller than the ranks; or equal ones."""
+    if not packed:
+        return (rng.choice((1, 7, 33, 96)),) * rng.choice((1, 1, 2, 3))
+    most = rng.choice((3, 40, 120))
+    lengths = [rng.randint(0, most) for _ in range(rng.randint(2, 6))]
+    return (*lengths, max(lengths) + rng.randint(1, 9))
+
+
+def _other(lengths: tuple[int, ...], rng: Random) -> tuple[int, ...]:
+    """Other lengths, some of them none."""
+    other = [rng.choice((0, n, 2 * n + 3, rng.randint(0, 80))) for n in lengths]
+    other[rng.randrange(len(other))] = max(lengths) + rng.randint(1, 30)
+    return tuple(other)
+
+
+def _window(causal: bool, rng: Random) -> tuple[int, int]:
+    left = rng.choice((0, 1, 5, 17, 40))
+    if causal:
+        return left, rng.choice((0, -1))
+    return rng.choice(((left, rng.choice((0, 2, 11, 30))), (left, -1), (-1, left)))
+
+
+def _alibi(heads: int, rng: Random) -> bool | tuple[float, ...]:
+    """The paper's slopes for these heads, or the slice of a tensor-parallel rank."""
+    return True if rng.random() < 0.5 else tuple(alibi_slopes(3 * heads)[heads : 2 * heads].tolist())
+
+
+def _options(algorithm: str, ranks: int, rng: Random) -> tuple[tuple[str, object], ...]:
+    """Each option at its default, or at another value."""
+    drawn: dict[str, object] = {} if algorithm == "ulysses" else {"layout": rng.choice(LAYOUTS)}
+    if algorithm == "double_ring":
+        drawn["cp_window_size"] = rng.choice((None, *_divisors(ranks)))
+    elif algorithm == "hybrid":
+        drawn["ulysses_degree"] = rng.choice((None, *_divisors(ranks)))
+    elif algorithm == "direct":
+        drawn["prefetch"] = rng.choice((1, 1, 2, 5))
+    return tuple(drawn.items())
+
+
+def _divisors(ranks: int) -> list[int]:
+    return [d for d in range(1, ranks + 1) if ranks % d == 0]

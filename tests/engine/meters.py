@@ -1,0 +1,100 @@
+"""Counts from outside what the engine sends, and every tensor that is made while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mindspeed_cp
+from mindspeed_cp.comm import Transport
+
+PACKAGE = Path(mindspeed_cp.__file__).parent
+BUFFERS = ("kv", "gradients", "moved", "staging")
+
+
+@contextmanager
+def wire() -> Iterator[dict[str, int]]:
+    """Bytes that this rank hands to the transport to send, by kind: "fetch", "reduce" and "move"."""
+    found = {"fetch": 0, "reduce": 0, "move": 0}
+    post = Transport.post
+
+    def counting(self: Transport, transfers: Any) -> Any:
+        for transfer in transfers:
+            if transfer.sends:
+                kind = {"K and V": "fetch", "dK and dV": "reduce"}.get(transfer.what.split(",")[0], "move")
+                found[kind] += transfer.tensor.nbytes
+        return post(self, transfers)
+
+    with patch.object(Transport, "post", counting):
+        yield found
+
+
+class Meter(TorchDispatchMode):
+    """Every piece of memory that a torch operation makes, by who asked for it.
+
+    "kv", "gradients", "moved" and "staging" are the communication buffers of `peak_bytes`; "kernel" is what operators make;
+    "engine" is the accumulators and what they are rounded to. What was there before is not counted.
+
+    Attributes:
+        peak: for each kind the most bytes that were alive at once; "total" is of all buffers together.
+        largest: for each kind the largest piece, in elements.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = dict.fromkeys((*BUFFERS, "kernel", "engine", "total"), 0)
+        self.largest = dict.fromkeys((*BUFFERS, "kernel", "engine"), 0)
+        self._known: dict[int, tuple[StorageWeakRef, str, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                self._meet(x, "before")
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self._meet(x, None)
+        return out
+
+    def _meet(self, x: torch.Tensor, kind: str | None) -> None:
+        """Notes memory not seen yet. A weak reference keeps its number from being used again."""
+        storage = x.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        kind = asked_for() if kind is None else kind
+        self._known = {number: entry for number, entry in self._known.items() if not entry[0].expired()}
+        self._known[storage._cdata] = StorageWeakRef(storage), kind, storage.nbytes()
+        if kind == "before":
+            return
+        self.largest[kind] = max(self.largest[kind], storage.nbytes() // x.element_size())
+        alive = dict.fromkeys(self.peak, 0)
+        for _, other, size in self._known.values():
+            if other != "before":
+                alive[other] += size
+                alive["total"] += size * (other in BUFFERS)
+        self.peak = {name: max(self.peak[name], size) for name, size in alive.items()}
+
+
+def asked_for() -> str:
+    """The kind of what is being made, by the innermost function of the package."""
+    frame = sys._getframe()
+    while frame is not None:
+        file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if PACKAGE in file.parents and name not in ("staging", "staging_of", "<genexpr>"):
+            folder = file.relative_to(PACKAGE).parts[0]
+            if folder == "ops":
+                return "kernel"
+            if file.name == "attention.py":
+                return "engine"
+            return {"__init__": "kv", "gradient": "gradients", "start_moves": "moved"}.get(name, "staging")
+        frame = frame.f_back  # type: ignore[assignment]
+    return "engine"

@@ -1,0 +1,110 @@
+"""What a call checks, what it keeps between calls, and how it ends when a peer does not answer."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError, Documents, PeerError, PlanError, context_parallel_attention
+from mindspeed_cp.engine import agenda
+from mindspeed_cp.layout import contiguous
+from mindspeed_cp.ops.attention import backend_named
+from mindspeed_cp.plan import ALGORITHMS
+from tests.engine.cases import Case, attend, local
+from tests.workers import Workers
+
+
+def test_one_rank_needs_no_process_group():
+    for algorithm in ALGORITHMS:
+        case = Case((9, 4), 1, algorithm=algorithm)
+        plan, leaves, dout = local(0, case)
+        out = context_parallel_attention(*leaves, plan)
+        for a, b in zip((out, *torch.autograd.grad(out, leaves, dout)), case.reference(), strict=True):
+            assert torch.allclose(a.double(), b, atol=1e-5)
+
+
+def attend_alone(rank, group, case):
+    """All ranks but rank 2 take part."""
+    if rank == 2:
+        time.sleep(9)
+        return None
+    plan, leaves, _ = local(rank, case)
+    start = time.monotonic()
+    try:
+        context_parallel_attention(*leaves, plan, group, timeout=1.5)
+    except PeerError as error:
+        return str(error), time.monotonic() - start
+    return None
+
+
+def test_a_silent_rank_is_named_by_its_neighbour_and_everybody_ends():
+    """While keys and values travel, and while heads are split. The two groups know nothing of each other."""
+    workers = Workers()  # of its own: a failed group cannot be used again
+    try:
+        ring = workers.run(4, attend_alone, Case((300,), 4))
+        ulysses = workers.run(3, attend_alone, Case((300,), 3, algorithm="ulysses"))
+    finally:
+        workers.close()
+    assert "receiving from rank 2 (global rank 2), K and V, step 0" in ring[3][0]
+    assert " rank 2 (global rank 2), q, k and v to heads" in ulysses[1][0]
+    for text, seconds in (ring[0], ring[1], ring[3], ulysses[0], ulysses[1]):
+        assert ("no answer within 1.5 s" in text or "the connection failed" in text) and seconds < 8
+
+
+def wrong_plan(rank, group, case):
+    """A plan for other ranks than those of the group."""
+    plan, leaves, _ = local(rank, replace(case, ranks=case.ranks - 1))
+    try:
+        attend(case, plan, leaves, group)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_a_plan_for_another_group_is_refused(workers):
+    case = Case((30,), 3)
+    for text in workers.run(2, wrong_plan, replace(case, ranks=4)):
+        assert text == "the plan is for 3 ranks, but the group has 2; build the plan for the group's size"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(q=torch.zeros(12, 4, 16)), r"rank 0: q has shape \[12, 4, 16\]; the plan gives this rank \[13, 4, 16\]"),
+        (dict(k=torch.zeros(13, 2, 16)), r"k has shape .* this rank \[13, 4, 16\]"),
+        (dict(v=torch.zeros(13, 4, 16, dtype=torch.bfloat16)), "v is torch.bfloat16"),
+        (dict(backend="tpu"), "backend is 'tpu'; valid in this version: cpu"),
+        (dict(plan=Case((13,), 2).plan()), "the plan is for 2 ranks, but the group has 1"),
+        (dict(timeout=-1), "timeout is -1 seconds; valid: more than 0"),
+        (dict(plan=Case((9, 4), 1, mask="full", kv_lengths=(2, 5)).plan()), r"k has shape \[13, 4, 16\]; the plan gives this rank \[7, 4, 16\]"),
+    ],
+)  # fmt: skip
+def test_inputs_that_do_not_fit_the_plan_are_refused(change, says):
+    x = torch.zeros(13, 4, 16)
+    with pytest.raises(ConfigError, match=says):
+        context_parallel_attention(**(dict(q=x, k=x, v=x, plan=Case((9, 4), 1).plan()) | change))
+
+
+def test_a_plan_whose_layouts_are_of_other_documents_is_refused():
+    plan = Case((40,), 1).plan()
+    other = replace(plan, layout=contiguous(Documents([20, 19]), 1))
+    x, k = torch.zeros(39, 4, 16), torch.zeros(40, 4, 16)
+    with pytest.raises(PlanError):
+        context_parallel_attention(x, k, k, other)
+
+
+def test_agendas_are_made_once_and_go_with_their_plan():
+    plan, cpu = Case((9, 4), 1).plan(), backend_named("cpu")
+    first = agenda.agenda_of(plan, 0, "forward", cpu, torch.float32)
+    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32) is first
+    agenda.prepare(plan, 0)
+    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32) is first
+    gone = weakref.ref(plan)
+    del plan, first
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,71 @@
+"""The whole table of capabilities: every cell is exact against fp64, or refused with its message."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import ConfigError, capabilities
+from mindspeed_cp.plan import ALGORITHMS
+from tests.engine.cases import SIZES, Case, run, run_all, worst
+from tests.engine.draw import cell_of, problem
+
+CELLS = list(capabilities.cells())
+EXACT = [cell for cell in CELLS if capabilities.refusal(cell) is None]
+REFUSED = [cell for cell in CELLS if capabilities.refusal(cell) is not None]
+
+
+def drawn(cell: capabilities.Cell, turn: int = 0) -> Case:
+    """The problem that stands for a cell; always the same, as long as the names of the cell are."""
+    rng = Random(f"{cell} {turn}")
+    return problem(cell, rng.choice(SIZES), rng)
+
+
+CASES = [drawn(cell) for cell in EXACT]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_cell_agrees_with_fp64(workers, algorithm, ranks):
+    """out, dq, dk and dv of one problem of every cell; each cell has one number of ranks, drawn with the problem."""
+    cases = [case for case in CASES if (case.algorithm, case.ranks) == (algorithm, ranks)]
+    parts = workers.run(ranks, run_all, cases, timeout=240)
+    found = {case: worst(case, [part[i] for part in parts]) for i, case in enumerate(cases)}
+    assert {case: error for case, error in found.items() if error > 1e-5} == {}
+
+
+def test_the_problems_are_those_of_their_cells_and_go_through_all_sizes():
+    assert [cell_of(case) for case in CASES] == EXACT
+    assert len(EXACT) + len(REFUSED) == len(CELLS)
+    for name, values in capabilities.FEATURES.items():
+        for value in values:
+            for algorithm in ALGORITHMS:
+                sizes = {
+                    case.ranks
+                    for cell, case in zip(EXACT, CASES, strict=True)
+                    if cell.algorithm == algorithm and getattr(cell, name) == value
+                }
+                assert sizes == set(SIZES) or (name == "algorithm" and value != algorithm), (name, value, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_other_cell_is_refused_and_the_message_names_the_alternative(algorithm):
+    for cell in (cell for cell in REFUSED if cell.algorithm == algorithm):
+        refusal, case = capabilities.refusal(cell), drawn(cell)
+        assert cell_of(case) == cell
+        with pytest.raises(ConfigError, match=re.escape(str(refusal))):
+            capabilities.check(case.algorithm, case.attention, case.documents, case.kv_documents, cell.backend)
+        with pytest.raises(ConfigError, match="; valid: "):
+            case.plan()
+        assert refusal.valid
+
+
+@settings(max_examples=250, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(EXACT), st.sampled_from(SIZES), st.randoms(use_true_random=False))
+def test_any_combination_agrees_with_fp64(workers, cell, ranks, rng):
+    case = problem(cell, ranks, rng)
+    assert worst(case, workers.run(ranks, run, case)) <= 1e-5, case
