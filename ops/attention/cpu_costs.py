@@ -35,8 +35,9 @@ CAUSAL_WASTE = 384
 STRIPS = (32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 SQUARES = (768, 1024, 2048, 4096)
 
-#: In bf16 and fp16 the flash backward of a call of up to so many queries and keys takes half the time in fp32.
-UPCAST_QUERIES, UPCAST_KEYS = 192, 1024
+#: The flash backward of a call of so few pairs, or of so few queries, takes less time in fp32 than in bf16 and fp16,
+#: half of it where both are small; not with so many keys that the copies count.
+UPCAST_PAIRS, UPCAST_QUERIES, UPCAST_KEYS = 1 << 16, 128, 1 << 13
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Costs:
 
     def upcasts(self, queries: int, keys: int) -> bool:
         """Whether such a call is computed in fp32 although its inputs are not."""
-        return self.direction == "backward" and self.half and queries <= UPCAST_QUERIES and keys <= UPCAST_KEYS
+        small = queries * keys <= UPCAST_PAIRS or (queries <= UPCAST_QUERIES and keys <= UPCAST_KEYS)
+        return small and self.half and self.direction == "backward"
 
     def cut(self, region: Region, square_rows: int) -> tuple[bool, int]:
         """How to cut a region so that it is the cheapest.
