@@ -10,10 +10,10 @@ import numpy as np
 
 from mindspeed_cp.ops.attention.cpu_costs import Costs
 from mindspeed_cp.ops.attention.regions import Block, Region, Shape
-from mindspeed_cp.plan import BAND, CAUSAL, UNLIMITED, AttentionConfig
+from mindspeed_cp.plan import BAND, CAUSAL, FULL, UNLIMITED, AttentionConfig
 
-#: Rows and keys of one block under dropout, where the scores of a block exist: 2**16 of them for each head.
-DROPOUT_BLOCK = 256
+#: Rows and keys of one block under dropout, where the scores of a block exist: they and their hashes stay in the cache.
+DROPOUT_BLOCK = 128
 
 #: Under ALiBi the kernel's own causal mask is used where no bias is larger than this: fp32 then holds scores to 2**-14,
 #: which is nothing beside the rounding of bf16 and fp16.
@@ -119,8 +119,10 @@ def _blocks(
     if attention.dropout > 0:
         return False, region.strips(DROPOUT_BLOCK, DROPOUT_BLOCK)
     if mask != BAND and attention.slopes is None:
-        one_call = region.keys > region.rows <= ONE_CALL and mask == CAUSAL
-        return not one_call, region.strips(region.rows) if one_call else region.squares(region.rows)
+        past = region.keys - region.rows
+        if mask == FULL or past == 0:  # most tiles: no need to look closer
+            return True, (Block((0, region.rows), (0, region.keys), Shape.ALL if mask == FULL else Shape.LOWER),)
+        return (False, region.strips(region.rows)) if region.rows <= ONE_CALL else (True, region.squares(region.rows))
     squares, rows = costs.cut(region, _square_rows(region, ahead, attention, costs))
     return squares, region.squares(rows) if squares else region.strips(rows)
 
