@@ -62,6 +62,12 @@ class PlannedMLASelfAttention(MLASelfAttention):
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         return query, key, value, *rest
 
+    def _run_core_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
+    ) -> Tensor:
+        """Megatron 0.19 makes values of packed rows as wide as keys here, and cuts the output; nothing needs that."""
+        return self.core_attention(query, key, value, attention_mask, **others)
+
     def _halves_positions(self) -> bool:
         """True where Megatron (0.15 to 0.19) loses a part of a gradient.
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,7 +32,10 @@ def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     shared = copy.deepcopy(block.layer_specs)  # all in one copy: layers that are one spec stay one
     for layer in shared:
         _use_local_norms(layer.submodules)
-        _use_local_norms(layer.submodules.self_attention.submodules)
+        attention = layer.submodules.self_attention.submodules
+        _use_local_norms(attention)
+        if config.multi_latent_attention and config.q_lora_rank is None:
+            attention.q_layernorm = IdentityOp  # 0.19 refuses a norm that nothing calls
         _use_drawn_experts(layer.submodules.mlp)
     return TransformerBlockSubmodules(layer_specs=shared, layer_norm=LocalNorm)
 

@@ -153,6 +153,12 @@ def layer_spec(config: TransformerConfig) -> Any:
     return local_spec(config)
 
 
+def experts_of(layer: Any) -> Any:
+    """The parts of a layer's mixture of experts, whose spec is a partial since Megatron 0.17."""
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+
+
 def build(config: TransformerConfig, spec: Any, **arguments: Any) -> GPTModel:
     """A GPT whose weights depend on the seed alone, whatever the parallel layout."""
     torch.manual_seed(7)
@@ -234,7 +240,7 @@ def forward_step(
         None,
         labels=batch["labels"],
         packed_seq_params=params if case.carried else None,
-        padding_mask=params.padding_mask() if config.num_moe_experts else None,
+        **({"padding_mask": params.padding_mask()} if config.num_moe_experts else {}),
     )
     return losses, partial(loss_function, batch["loss_mask"])
 

@@ -12,6 +12,7 @@ from tests.megatron.gpt import (
     Suite,
     build,
     data,
+    experts_of,
     layer_spec,
     on_ranks,
     one_rank,
@@ -71,7 +72,7 @@ def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None
         spec = install(layer_spec(config), Suite())
         if router is TopKRouter:
             for layer in spec.layer_specs:
-                layer.submodules.mlp.submodules.router = TopKRouter
+                experts_of(layer).router = TopKRouter
         model = install_model(build(config, spec))
         tokens, labels = (whole[name].reshape(2, 24) for name in ("tokens", "labels"))
         model(tokens, tokens, None, labels=labels).sum().backward()

@@ -36,7 +36,7 @@ CASES = {
     "sliding window": Case((RAGGED, MORE), config=dict(window_size=(9, 0))),
     "window in every other layer": Case((RAGGED, MORE), config=dict(window_size=(9, 0), window_attn_skip_freq=2)),
     "ALiBi": Case((RAGGED, MORE), alibi=True, config=SIX_HEADS),
-    "latent": Case((RAGGED, MORE), config={**LATENT, "q_lora_rank": None, "qk_layernorm": True}),
+    "latent": Case((RAGGED, MORE), config={**LATENT, "q_lora_rank": None}),
     "latent, YaRN": Case((RAGGED, MORE), config={**LATENT, **LATENT_YARN}),
     "latent, sbhd": Case(((29, 29),), qkv_format="sbhd", config=LATENT),
     "latent, one sequence, fully recomputed": Case(((29,),), qkv_format="sbhd", config={**LATENT, **FULL}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from typing import Any
 
 import pytest
@@ -174,7 +175,9 @@ def test_latent_layers_rotate_as_megatrons_and_share_one_table(changes: dict[str
     borders = torch.tensor(sorted({*documents.offsets.tolist()}), dtype=torch.int32)
     table = source(64, packed_seq=True)
     angles, factor = table if isinstance(table, tuple) else (table, 1.0)
-    turned = apply_rotary_pos_emb(x[..., 9:], angles, config, cu_seqlens=borders, mscale=factor)
+    has_flag = "mla_rotary_interleaved" in inspect.signature(apply_rotary_pos_emb).parameters  # since 0.18
+    flag = {"mla_rotary_interleaved": True} if has_flag else {}
+    turned = apply_rotary_pos_emb(x[..., 9:], angles, config, cu_seqlens=borders, mscale=factor, **flag)
     assert (factor != 1.0) == ("mscale" in changes)
     plan = build_plan(documents, Topology(1, 2), AttentionConfig(heads=4, kv_heads=4, head_dim=17))
     parts = [first.rotary_pos_emb.rotate(plan.layout.shard(x, rank), planned_params(plan, rank)) for rank in range(2)]
