@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import CheckpointException
 from mindspeed_cp.config import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.megatron.imports import parse_version
 from mindspeed_cp.train import optimizer_state
 from mindspeed_cp.train.checkpoint_writer import InProcessSave
 from mindspeed_cp.train.files import RunFiles, disk_error, reason, sync_folder, write_json, write_text, writing
@@ -34,9 +35,11 @@ from mindspeed_cp.train.worker import is_lost_peer
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
+    import megatron.core
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+_HAS_COMMON_FILE = parse_version(megatron.core.__version__) < (0, 19)
 # What torch says to Megatron while a checkpoint is read.
 _KNOWN_NOISE = ("`load_state_dict` is deprecated", "Please use DTensor instead")
 # What torch.save says where a write fails; it does not say why.
@@ -137,7 +140,8 @@ def load(folder: Path, parts: Parts, world: World) -> Progress:
     logger = logging.getLogger()  # torch uses the root logger here
     logger.addFilter(_is_news)
     try:
-        if not (folder / "common.pt").exists():  # Megatron says something else
+        # Megatron says something else.  0.19 has no such file, but reads those of older versions.
+        if _HAS_COMMON_FILE and not (folder / "common.pt").exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "common.pt"))
         with warnings.catch_warnings():
             for text in _KNOWN_NOISE:
