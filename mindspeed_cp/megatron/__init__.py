@@ -10,6 +10,10 @@
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
     return losses, partial(loss_function, batch["loss_mask"])                    # what a forward_step returns
 
+With sliding windows in some layers a micro-batch needs a plan for each of `dict.fromkeys(layer_attentions(config))`;
+with attention dropout, planned_batch a `dropout_seed`; with experts, the model `padding_mask=params.padding_mask()`.
+`local_spec(config)` is a spec for every layout where Transformer Engine is absent.
+
 Importing this package imports megatron.core (seconds) and patches nothing.
 """
 

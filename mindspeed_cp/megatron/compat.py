@@ -13,6 +13,25 @@ cp_comm_type as a list: IndexError     0.15, 0.16  not patched: check_model_conf
                                                    lists, one algorithm serves all layers
 =====================================  ==========  ==========================================
 
+Cured without a patch, by what `install` and `local_spec` put into the spec:
+
+=====================================  ==========  ==========================================
+MLA whose key/value projection is      0.15-0.19   PlannedMLASelfAttention sums the gradient
+split over tensor-parallel ranks: the                of the channels that all heads share
+gradient of shared key channels is
+that of the rank's own heads
+auxiliary and z-loss of experts are    0.16-0.18   PlannedRouter counts tokens, and weighs
+divided by the ranks that share a                    every rank's share by all of them
+micro-batch; tokens are taken to be
+equally many on them                   all
+experts that are not spread, under     0.15-0.19   DrawnExperts marks them as experts
+tensor parallelism: gradients are not
+summed over its ranks
+values of packed rows in MLA are made  0.19        PlannedMLASelfAttention does not
+as wide as keys
+norms refuse sequence parallelism      all         LocalNorm
+=====================================  ==========  ==========================================
+
 What 0.17 and later changed is simply not used: get_batch_on_this_cp_rank and the other batch helpers (other arguments,
 or gone, from 0.18), Megatron's rotary slicing, and pg_collection.hcp (absent when unset).
 """
