@@ -16,7 +16,7 @@ cp_comm_type as a list: IndexError     0.15, 0.16  not patched: check_model_conf
 Cured without a patch, by what `install` and `local_spec` put into the spec:
 
 =====================================  ==========  ==========================================
-MLA whose key/value projection is      0.15-0.19   PlannedMLASelfAttention sums the gradient
+MLA whose key/value projection is      0.16-0.19   PlannedMLASelfAttention sums the gradient
 split over tensor-parallel ranks: the                of the channels that all heads share
 gradient of shared key channels is
 that of the rank's own heads
@@ -24,7 +24,7 @@ auxiliary and z-loss of experts are    0.16-0.18   PlannedRouter counts tokens, 
 divided by the ranks that share a                    every rank's share by all of them
 micro-batch; tokens are taken to be
 equally many on them                   all
-experts that are not spread, under     0.15-0.19   DrawnExperts marks them as experts
+experts that are not spread, under     0.15, 0.16  DrawnExperts marks them as experts
 tensor parallelism: gradients are not
 summed over its ranks
 values of packed rows in MLA are made  0.19        PlannedMLASelfAttention does not

@@ -69,7 +69,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
         return self.core_attention(query, key, value, attention_mask, **others)
 
     def _halves_positions(self) -> bool:
-        """True where Megatron (0.15 to 0.19) loses a part of a gradient.
+        """True where Megatron (0.16 to 0.19) loses a part of a gradient.
 
         All heads of all tensor-parallel ranks share the channels of the keys that carry positions. If their projection
         is split over these ranks, Megatron gathers its output, and in the backward gives every rank its part of its own

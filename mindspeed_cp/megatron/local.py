@@ -85,7 +85,7 @@ class DrawnExperts(SequentialMLP):
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **others)
         skip(ranks - 1 - rank)
         for parameter in self.parameters():
-            # Megatron sets it for more than one expert-parallel rank only. Else an expert's gradient would not be
+            # Megatron 0.16 sets it for more than one expert-parallel rank only. Else an expert's gradient would not be
             # summed over tensor-parallel ranks, which have rows of their own, and checkpoints would look different.
             parameter.allreduce = False
 
