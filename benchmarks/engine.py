@@ -20,62 +20,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.runs import DIM, HEADS, Run, ideal, packed_lengths, planned
 from benchmarks.timing import median_us
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.ops.attention import attention, attention_backward
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 
-HEADS, DIM = 8, 64
 
-
-def packed_lengths(tokens: int) -> list[int]:
-    """A row of documents with the lognormal lengths of Megatron's parametric set (mean 1024, sigma 1.5, 128 to
-    8192)."""
-    rng = np.random.default_rng(3)
-    row: list[int] = []
-    while sum(row) < tokens:
-        length = int(np.clip(rng.lognormal(np.log(1024) - 1.5**2 / 2, 1.5), 128, 8192))
-        row.append(min(length, tokens - sum(row)))
-    return row
-
-
-def ideal(lengths: list[int], share: int, backward: bool) -> Callable[[], None]:
-    """The flash kernel once per document, on 1/share of the heads."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    rows = [
-        [torch.randn(n, HEADS // share, DIM, dtype=torch.bfloat16).transpose(0, 1)[None] for _ in range(4)]
-        for n in lengths
-    ]
-
-    def run() -> None:
-        for q, k, v, dout in rows:
-            out, lse = flash(q, k, v, 0.0, True, scale=DIM**-0.5)
-            if backward:
-                flash_backward(dout, q, k, v, out, lse, 0.0, True, scale=DIM**-0.5)
-
-    return run
-
-
-def engine(lengths: list[int], ranks: int, rank: int, backward: bool) -> Callable[[], None]:
-    """This rank's share through the planned ring."""
-    plan = build_plan(Documents(lengths), Topology(1, ranks), AttentionConfig(HEADS, HEADS, DIM))
-    rows = int(plan.layout.token_counts[rank])
-    q, k, v, dout = (
-        torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, requires_grad=backward and i < 3) for i in range(4)
-    )
-
-    def run() -> None:
-        out = context_parallel_attention(q, k, v, plan)
-        if backward:
-            torch.autograd.grad(out, (q, k, v), dout)
-
-    return run
+def both(run: Run, backward: bool) -> Callable[[], None]:
+    """The forward, or both directions, without a barrier between them."""
+    return lambda: run.backward(run.forward()) if backward else run.forward()
 
 
 def barrier_to_barrier(run: Callable[[], None]) -> float:
@@ -95,7 +53,11 @@ def worker(rank: int, folder: str, ranks: int, cases: dict[str, list[int]], repe
     rows = []
     for title, lengths in cases.items():
         for backward in (False, True):
-            runs = {"ideal": ideal(lengths, ranks, backward), "engine": engine(lengths, ranks, rank, backward)}
+            plan = build_plan(Documents(lengths), Topology(1, ranks), AttentionConfig(HEADS, HEADS, DIM))
+            runs = {
+                name: both(run, backward)
+                for name, run in (("ideal", ideal(lengths, ranks)), ("engine", planned(plan, rank)))
+            }
             times: dict[str, list[float]] = {name: [] for name in runs}
             for i in range(repeat + 1):
                 for name, run in runs.items():

@@ -1,13 +1,10 @@
-"""Counts from outside what the engine sends, and every tensor that is made while it runs."""
+"""Counts from outside every tensor that is made while the engine runs."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,27 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mindspeed_cp
-from mindspeed_cp.comm import Transport
 
 PACKAGE = Path(mindspeed_cp.__file__).parent
 BUFFERS = ("kv", "gradients", "moved", "staging")
-
-
-@contextmanager
-def wire() -> Iterator[dict[str, int]]:
-    """Bytes that this rank hands to the transport to send, by kind: "fetch", "reduce" and "move"."""
-    found = {"fetch": 0, "reduce": 0, "move": 0}
-    post = Transport.post
-
-    def counting(self: Transport, transfers: Any) -> Any:
-        for transfer in transfers:
-            if transfer.sends:
-                kind = {"K and V": "fetch", "dK and dV": "reduce"}.get(transfer.what.split(",")[0], "move")
-                found[kind] += transfer.tensor.nbytes
-        return post(self, transfers)
-
-    with patch.object(Transport, "post", counting):
-        yield found
 
 
 class Meter(TorchDispatchMode):
