@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import ALGORITHMS, MASKS, AttentionConfig, algorithm_name
+from mindspeed_cp.plan.build import CAUSAL_OTHER_KEYS
 
 __all__ = [
     "BACKENDS",
@@ -117,9 +118,7 @@ class Refusal:
 REFUSALS = (
     Refusal(
         {"mask": "causal", "keys": "other"},
-        "attention.mask is 'causal' with keys of other lengths than queries, which leaves open where among the keys a "
-        "query stands",
-        "mask 'full', or kv_documents with the lengths of documents",
+        *CAUSAL_OTHER_KEYS,
     ),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,11 +74,13 @@ class Agenda:
     stores_all_rows: bool
 
 
-_known: WeakKeyDictionary[Plan, dict[tuple[int, str, str, torch.dtype | None], Agenda]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Plan, dict[tuple[int, str, str, torch.dtype, bool], Agenda]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def agenda_of(plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtype: torch.dtype) -> Agenda:
+def agenda_of(
+    plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtype: torch.dtype, drops: bool
+) -> Agenda:
     """The agenda, made at the first call and kept as long as the plan lives.
 
     Args:
@@ -86,46 +88,49 @@ def agenda_of(plan: Plan, rank: int, direction: str, backend: AttentionBackend, 
         rank: context-parallel rank.
         direction: "forward" or "backward".
         backend: lowers the tiles.
-        dtype: of q, k and v; it matters for biases, whose calls are cut so that they keep the type's precision.
+        dtype: of q, k and v; the best calls depend on it.
+        drops: attention weights are dropped; without, the calls are those of an attention without dropout.
     """
     with _lock:
         mine = _known.setdefault(plan, {})
-    key = rank, direction, backend.name, None if plan.attention.slopes is None else dtype
+    key = rank, direction, backend.name, dtype, drops
     if key not in mine:
-        mine[key] = _make(plan, rank, direction, backend, dtype)
+        mine[key] = _make(plan, rank, direction, backend, dtype, drops)
     return mine[key]
 
 
 def prepare(
     plan: Plan,
     rank: int,
+    dtype: torch.dtype,
     backend: str | None = None,
     device_type: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    training: bool = True,
 ) -> None:
     """Make both agendas of a rank now, for instance in the thread that loads data, and not in the first layer's call.
 
     Args:
         plan: the plan.
         rank: context-parallel rank.
-        backend: as for :func:`mindspeed_cp.context_parallel_attention`.
-        device_type: of the tensors that will come, "cpu".
         dtype: of the tensors that will come.
+        backend, training: as for :func:`mindspeed_cp.context_parallel_attention`.
+        device_type: of the tensors that will come, "cpu".
 
     Raises:
         ConfigError: no such backend serves that device.
     """
     runner = backend_for(device_type, backend)
     for direction in ("forward", "backward"):
-        agenda_of(plan, rank, direction, runner, dtype)
+        agenda_of(plan, rank, direction, runner, dtype, training and plan.attention.dropout > 0)
     moves_of(plan, rank)
 
 
-def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtype: torch.dtype) -> Agenda:
+def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtype: torch.dtype, drops: bool) -> Agenda:
     program: Program = getattr(plan, direction)
     lower = backend.lower_forward if direction == "forward" else backend.lower_backward
     tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
-    lowered = lower(tiles, rows, plan.attention, dtype)
+    attention = plan.attention if drops else replace(plan.attention, dropout=0.0)
+    lowered = lower(tiles, rows, attention, dtype)
     posts: list[list[Post]] = [[] for _ in range(program.steps)]
     finish: list[list[int]] = [[] for _ in range(program.steps)]
     for kind, messages in (("reduce", program.reduce), ("fetch", program.fetch)):

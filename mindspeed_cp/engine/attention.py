@@ -59,8 +59,13 @@ def context_parallel_attention(
         PeerError: the neighbour that this rank waited for died or did not answer within `timeout`; names it. That one
             may itself have been waiting for another.
     """
-    if timeout <= 0:
+    if not timeout > 0:
         raise ConfigError(f"timeout is {timeout} seconds; valid: more than 0")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
     runner = backend_for(q.device.type, backend)
     size = group_size(group)
     if size < 0:
@@ -92,7 +97,7 @@ class _Attention(torch.autograd.Function):
         dropout: DropoutKey | None,
     ) -> Tensor:
         attention, moves = plan.attention, moves_of(plan, rank)
-        agenda = agenda_of(plan, rank, "forward", backend, q.dtype)
+        agenda = agenda_of(plan, rank, "forward", backend, q.dtype, dropout is not None)
         there = (moves.q, moves.kv, moves.kv)
         q, k, v = move_all((q.contiguous(), k.contiguous(), v.contiguous()), there, transport, "q, k and v to heads")
         empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
@@ -112,7 +117,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         attention, moves = plan.attention, moves_of(plan, rank)
         (dout,) = move_all((dout.contiguous(),), (moves.q,), transport, "gradients of outputs to heads")
-        run = Run(agenda_of(plan, rank, "backward", backend, q.dtype), k, v, transport)
+        run = Run(agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None), k, v, transport)
         dq = torch.zeros_like(q, dtype=torch.float32)
         state = BackwardState(q, out, lse, dout, dq, _heads(plan, rank), dropout)
         dk, dv = _run_backward(run, state, attention, backend)

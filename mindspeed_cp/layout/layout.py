@@ -188,22 +188,22 @@ class Layout:
         if behind.any():
             at = Span(*map(int, s[1 + int(np.argmax(behind))]))
             raise PlanError(f"layout: rank {at.rank}: {at} does not follow the span before it in token order")
-        held = np.zeros((self.documents.tokens + 1, 1 if heads is None else heads + 1), np.int64)
-        for rank in range(self.ranks):
-            mine = self.of(rank)
-            first, last = (0, 1) if heads is None else self.head_range(rank, heads)
+        ranges = [(0, 1) if heads is None else self.head_range(rank, heads) for rank in range(self.ranks)]
+        borders = np.unique([0, 1 if heads is None else heads, *np.ravel(ranges)])  # heads between two are held alike
+        held = np.zeros((self.documents.tokens + 1, len(borders) - 1), np.int32)
+        for rank, (first, last) in enumerate(ranges):
             if heads is not None and not 0 <= first <= last <= heads:
                 raise PlanError(f"layout: rank {rank}: heads {first} to {last - 1} are not among the {heads} heads")
-            columns = held[:, first:last]
-            np.add.at(columns, mine["start"], 1)
-            np.add.at(columns, mine["stop"], -1)
-        times = np.cumsum(held, 0)[:-1, : 1 if heads is None else heads]
+            mine, low, high = self.of(rank), *np.searchsorted(borders, (first, last))
+            np.add.at(held[:, low:high], mine["start"], 1)
+            np.add.at(held[:, low:high], mine["stop"], -1)
+        times = np.cumsum(held, 0, out=held)[:-1]
         wrong = np.argwhere(times < 1 if replicated else times != 1)
         if len(wrong):
-            token, head = map(int, wrong[0])
+            token, column = map(int, wrong[0])
             raise PlanError(
-                f"layout: token {token} (document {int(self.documents.document_of(np.asarray(token)))}), head {head} "
-                f"is held by {int(times[token, head])} ranks, not by one"
+                f"layout: token {token} (document {int(self.documents.document_of(np.asarray(token)))}), head "
+                f"{borders[column]} is held by {int(times[token, column])} ranks, not by one"
             )
 
     def _check_rank(self, rank: int) -> None:

@@ -44,6 +44,14 @@ ALIASES = {
 CHOICES = {"layout": LAYOUTS}
 
 
+#: The one thing that no plan can do, and what to use instead.
+CAUSAL_OTHER_KEYS = (
+    "attention.mask is 'causal' with keys of other lengths than queries, which leaves open where among the keys a "
+    "query stands",
+    "mask 'full', or kv_documents with the lengths of documents",
+)
+
+
 def algorithm_options(name: str) -> dict[str, object]:
     """Options of an algorithm and their defaults."""
     parameters = list(inspect.signature(ALGORITHMS[algorithm_name(name)]).parameters.values())[4:]
@@ -88,6 +96,14 @@ def build_plan(
         ConfigError: the algorithm or an option is unknown or out of range, or the documents do not go together; names
             what is valid.
     """
+    for what, value, kind in (
+        ("documents", documents, Documents),
+        ("topology", topology, Topology),
+        ("attention", attention, AttentionConfig),
+        ("kv_documents", documents if kv_documents is None else kv_documents, Documents),
+    ):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{what} is {value!r}; valid: {kind.__name__}(...)")
     name = algorithm_name(algorithm)
     valid = algorithm_options(name)
     for key, value in options.items():
@@ -103,8 +119,5 @@ def build_plan(
             "document"
         )
     if attention.mask == "causal" and keys != documents:
-        raise ConfigError(
-            "kv_documents differs from documents under mask 'causal', which leaves open which key a query stands at; "
-            "valid: mask 'full', or the same lengths"
-        )
+        raise ConfigError(f"{CAUSAL_OTHER_KEYS[0]}; valid: {CAUSAL_OTHER_KEYS[1]}")
     return ALGORITHMS[name](documents, keys, topology, attention, **options)

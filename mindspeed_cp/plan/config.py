@@ -30,7 +30,7 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ConfigError(f"Topology.{name} is {value!r}; valid: a whole number, 1 or more")
 
     @property
@@ -56,7 +56,7 @@ class AttentionConfig:
             each head (numbers, array or tensor), as a tensor-parallel rank needs: its slice of all heads' slopes.
         dropout: share of attention weights that is dropped, below 1; see `context_parallel_attention` for the seed.
         scale: factor of q.k; default: head_dim ** -0.5.
-        first_head: number of this tensor-parallel rank's first head in the whole layer; only dropout depends on it.
+        first_head: number of this tensor-parallel rank's first head in the whole layer; dropout depends on it.
 
     Raises:
         ConfigError: a value is out of range, or two do not go together.
@@ -84,7 +84,7 @@ class AttentionConfig:
             object.__setattr__(self, "window", tuple(self.window))
         self.check()
         if self.window is not None:
-            left, right = self.window
+            left, right = (-1 if side >= UNLIMITED else int(side) for side in self.window)
             right = 0 if self.mask == "causal" else right
             nothing = left == -1 and (right == -1 or self.mask == "causal")
             object.__setattr__(self, "window", None if nothing else (left, right))
@@ -120,9 +120,9 @@ class AttentionConfig:
         """Raise ConfigError, naming the setting, its value and what is valid."""
         for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
             value = getattr(self, name)
-            if not _is_whole(value) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ConfigError(f"attention.{name} is {value!r}; valid: a whole number, 1 or more")
-        if not _is_whole(self.first_head) or self.first_head < 0:
+        if not is_whole(self.first_head) or self.first_head < 0:
             raise ConfigError(f"attention.first_head is {self.first_head!r}; valid: a whole number, 0 or more")
         if self.heads % self.kv_heads:
             raise ConfigError(
@@ -130,11 +130,11 @@ class AttentionConfig:
             )
         if self.mask not in MASKS:
             raise ConfigError(f"attention.mask is {self.mask!r}; valid: {', '.join(MASKS)}")
-        if self.scale is not None and not (isinstance(self.scale, (int, float)) and 0 < self.scale < math.inf):
+        if self.scale is not None and not (_is_number(self.scale) and 0 < self.scale < math.inf):
             raise ConfigError(
                 f"attention.scale is {self.scale!r}; valid: a finite number above 0, or None: head_dim ** -0.5"
             )
-        if isinstance(self.dropout, bool) or not (isinstance(self.dropout, (int, float)) and 0 <= self.dropout < 1):
+        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ConfigError(f"attention.dropout is {self.dropout!r}; valid: a number from 0 to below 1")
         self._check_window()
         self._check_alibi()
@@ -143,7 +143,7 @@ class AttentionConfig:
         if self.window is None:
             return
         whole = isinstance(self.window, tuple) and len(self.window) == 2
-        if not whole or any(not _is_whole(side) or side < -1 for side in self.window):
+        if not whole or any(not is_whole(side) or side < -1 for side in self.window):
             raise ConfigError(
                 f"attention.window is {self.window!r}; valid: (left, right), whole numbers of tokens, 0 or more, "
                 "-1 for no limit on that side; or None"
@@ -155,6 +155,13 @@ class AttentionConfig:
             )
 
     def _check_alibi(self) -> None:
+        if self.alibi is True and self.first_head:
+            raise ConfigError(
+                f"attention.alibi is True with first_head = {self.first_head}: the paper's slopes for "
+                f"{self.heads} heads "
+                "are not those of a slice of more heads; valid: one slope for each of these heads, "
+                "alibi_slopes(all heads)[first_head : first_head + heads]"
+            )
         if isinstance(self.alibi, bool):
             return
         if len(self.alibi) != self.heads or not all(math.isfinite(slope) for slope in self.alibi):
@@ -178,13 +185,18 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 def check_divisor(name: str, value: object, ranks: int) -> None:
     """Raise ConfigError unless the option is a whole number that divides the ranks."""
-    if not _is_whole(value) or value < 1 or ranks % value:  # type: ignore[operator]
+    if not is_whole(value) or value < 1 or ranks % value:  # type: ignore[operator]
         valid = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
         raise ConfigError(f"{name} is {value!r}; valid: a divisor of the {ranks} ranks: {valid}")
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """True for a whole number, Python's or NumPy's; a truth value is none."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:

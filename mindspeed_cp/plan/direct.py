@@ -10,7 +10,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.config import AttentionConfig, Topology
+from mindspeed_cp.plan.config import AttentionConfig, Topology, is_whole
 from mindspeed_cp.plan.exchange import exchange
 from mindspeed_cp.plan.placement import place
 from mindspeed_cp.plan.program import Plan
@@ -33,7 +33,7 @@ def build_direct(
     Raises:
         ConfigError: prefetch is below 1.
     """
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
+    if not is_whole(prefetch) or prefetch < 1:
         raise ConfigError(f"prefetch is {prefetch!r}; valid: a whole number of rounds, 1 or more")
     held, held_kv = place(layout, queries, keys, topology.ranks, attention)
     programs = exchange(held, held_kv, attention, np.arange(topology.ranks) - 1, prefetch)

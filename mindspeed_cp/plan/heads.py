@@ -8,6 +8,7 @@ every rank has the group's tokens for its own heads.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,15 +21,41 @@ from mindspeed_cp.plan.records import Messages, sorted_contents
 def head_ranges(attention: AttentionConfig, degree: int) -> tuple[np.ndarray, np.ndarray]:
     """Query heads and kv heads of each of `degree` ranks, int64 [degree, 2] each.
 
-    Query heads are split as evenly as they go, in order: floor(i * heads / degree) and on. A rank has the kv heads that
-    its query heads read, no others: so a kv head is on as few ranks as that split of query heads allows. Ranks beyond
-    the number of heads have none.
+    Query heads are split in order, and as evenly as they go: no rank has two more than another. A rank has the kv heads
+    that its query heads read, no others; of all such splits one with the fewest copies of kv heads is taken. Ranks
+    beyond the number of heads have none.
     """
-    edges = np.arange(degree + 1) * attention.heads // degree
-    first, last = edges[:-1], edges[1:]
     shared = attention.heads // attention.kv_heads
+    edges = np.array(_borders(attention.heads, shared, degree))
+    first, last = edges[:-1], edges[1:]
     kv_last = np.where(last > first, -(-last // shared), first // shared)
     return np.stack([first, last], 1), np.stack([first // shared, kv_last], 1)
+
+
+@lru_cache(maxsize=256)
+def _borders(heads: int, shared: int, degree: int) -> tuple[int, ...]:
+    """First query head of each rank and, last, the number of heads.
+
+    Every border inside a group of `shared` heads is one more copy of a kv head. The first i ranks have i * least heads
+    and e more, 0 <= e <= rest: the best way to each (i, e) extends the best way to one of two before it. Among equals
+    the extra heads are spread evenly.
+    """
+    least, rest = divmod(heads, degree)
+    even = [i * heads // degree for i in range(degree + 1)]
+    if least == 0:
+        return tuple(even)
+    ways: list[tuple[int, int, tuple[int, ...]] | None] = [(0, 0, (0,)), *[None] * rest]
+    for i in range(1, degree + 1):
+        found: list[tuple[int, int, tuple[int, ...]] | None] = []
+        for extra in range(rest + 1):
+            border = i * least + extra
+            before = [w for w in (ways[extra], ways[extra - 1] if extra else None) if w is not None]
+            copies, uneven = int(border % shared > 0), abs(border - even[i])
+            found.append(min(((c + copies, u + uneven, (*e, border)) for c, u, e in before), default=None))
+        ways = found
+    best = ways[rest]
+    assert best is not None, "all ranks and all extra heads: there is a way"
+    return best[2]
 
 
 def cut_among_members(groups: Layout, degree: int) -> Layout:

@@ -32,13 +32,13 @@ def place(
     """
     groups = None
     if name == "balanced":
-        groups = balanced_groups(visible_pairs(queries, keys, attention), ranks)
+        groups = balanced_groups(visible_pairs(queries, keys, attention), queries.lengths + keys.lengths, ranks)
     make = contiguous if name == "contiguous" else zigzag
     held = make(queries, ranks, groups)
     return held, held if keys == queries else make(keys, ranks, groups)
 
 
-def balanced_groups(work: np.ndarray, ranks: int) -> list[np.ndarray]:
+def balanced_groups(work: np.ndarray, rows: np.ndarray, ranks: int) -> list[np.ndarray]:
     """For each document the ranks that share it: one of them, or all.
 
     The longest documents are cut over all ranks, which all get an equal part of them; the others go, longest first,
@@ -47,6 +47,7 @@ def balanced_groups(work: np.ndarray, ranks: int) -> list[np.ndarray]:
 
     Args:
         work: of each document, [documents].
+        rows: tokens of each document, queries and keys.
         ranks: how many there are.
     """
     everyone = np.arange(ranks)
@@ -55,13 +56,12 @@ def balanced_groups(work: np.ndarray, ranks: int) -> list[np.ndarray]:
     best: tuple[float, int, list[int]] | None = None
     cuts = sorted({int(np.searchsorted(-work[order], -share * fair, "left")) for share in SHARES})
     for cut in cuts:
-        loads = [(float(work[order[:cut]].sum()) / ranks, rank) for rank in range(ranks)]
-        heapq.heapify(loads)
+        loads = [(float(work[order[:cut]].sum()) / ranks, 0, rank) for rank in range(ranks)]  # ascending: a heap
         owner = []
         for doc in order[cut:].tolist():
-            load, rank = heapq.heappop(loads)
+            load, tokens, rank = loads[0]
             owner.append(rank)
-            heapq.heappush(loads, (load + float(work[doc]), rank))
+            heapq.heapreplace(loads, (load + float(work[doc]), tokens + int(rows[doc]), rank))
         busiest = max(loads)[0]
         if best is None or busiest < best[0] - WORTH * fair:
             best = busiest, cut, owner

@@ -102,7 +102,7 @@ def test_agendas_are_made_once_and_go_with_their_plan():
     plan, cpu = Case((9, 4), 1).plan(), backend_named("cpu")
     first = agenda.agenda_of(plan, 0, "forward", cpu, torch.float32)
     assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32) is first
-    agenda.prepare(plan, 0)
+    agenda.prepare(plan, 0, torch.float32)
     assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32) is first
     gone = weakref.ref(plan)
     del plan, first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -146,6 +148,19 @@ def test_heads_are_split_evenly_and_kv_heads_copied_as_little_as_possible(kv_hea
         assert set(range(c, d)) == {h // shared for h in range(a, b)}
 
 
+def test_no_even_split_of_heads_makes_fewer_copies_of_kv_heads():
+    for kv_heads, shared, degree in itertools.product(range(1, 6), range(1, 6), range(1, 8)):
+        heads = kv_heads * shared
+        least, rest = divmod(heads, degree)
+        fewest = heads
+        for larger in itertools.combinations(range(degree), rest):
+            edges = np.cumsum([0, *(least + (i in larger) for i in range(degree))])
+            copies = sum(-(-b // shared) - a // shared for a, b in itertools.pairwise(edges.tolist()) if b > a)
+            fewest = min(fewest, copies)
+        kv = head_ranges(AttentionConfig(heads, kv_heads), degree)[1]
+        assert (kv[:, 1] - kv[:, 0]).sum() == fewest, (heads, kv_heads, degree)
+
+
 def test_ulysses_moves_are_one_run_each():
     plan = build_plan(Documents([700, 30, 4100]), Topology(1, 5), SMALL, "ulysses")
     assert plan.q_move is not None and (plan.q_move.parts["count"] == 1).all()
@@ -189,3 +204,17 @@ def test_the_backward_of_one_rank_has_the_same_tiles():
     for algorithm in ALGORITHMS:
         plan = build_plan(Documents([30, 4]), Topology(1, 1), SMALL, algorithm)
         assert np.array_equal(plan.forward.tiles(0), plan.backward.tiles(0))
+
+
+def test_documents_without_work_are_spread_too():
+    plan = build_plan(
+        Documents([30] * 400), Topology(1, 4), AttentionConfig(4, mask="full"), "direct", Documents([0] * 400),
+        layout="balanced",
+    )  # fmt: skip
+    assert plan.layout.token_counts.tolist() == [3000] * 4
+
+
+def test_windows_without_end_are_no_windows():
+    for window in ((sys.maxsize, 0), (2**70, 0), (-1, 0)):
+        assert AttentionConfig(4, window=window) == AttentionConfig(4)
+    assert AttentionConfig(4, mask="full", window=(3, sys.maxsize)).window == (3, -1)

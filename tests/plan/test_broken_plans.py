@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, PlanError, Topology, build_plan, verify_plan
-from mindspeed_cp.plan import Messages, Program
+from mindspeed_cp.plan import ALGORITHMS, CONTENT, MessageList, Messages, Program, adjoint
 from mindspeed_cp.plan.verify.queues import check_queues
 from tests.plan.forests import forest_plan
 
@@ -219,7 +219,7 @@ def test_kv_heads_that_do_not_serve_the_query_heads_are_refused():
     everything = np.array([(0, 0, 0, 10), (1, 0, 0, 10)], plan.layout.spans.dtype)
     held = replace(plan.layout, spans=everything)
     q_layout, kv_layout = held.with_heads(np.array([[0, 2], [2, 4]])), held.with_heads(np.array([[1, 2], [0, 1]]))
-    with pytest.raises(PlanError, match="rank 0: kv heads 1 to 1 do not serve query heads 0 to 1"):
+    with pytest.raises(PlanError, match="rank 0: kv heads 1 to 1 are not just those that query heads 0 to 1 read"):
         verify_plan(replace(plan, q_layout=q_layout, kv_layout=kv_layout))
 
 
@@ -249,3 +249,72 @@ def test_queues_find_a_rank_that_waits_for_what_is_never_posted():
     broken = edit(ring(), "forward", "fetch", 11, start=1)
     with pytest.raises(PlanError, match=r"rank \d, step 2: dead-lock.*waits for fetch of \d+ rows from rank 3"):
         check_queues(broken.forward, "forward")
+
+
+def split_queries(heads: list[list[int]], reduce: bool) -> Plan:
+    """Two ranks: all queries on both, for some heads; keys in two halves with all heads, each fetched by the other."""
+    documents, attention = Documents([8]), AttentionConfig(4, 4, 8)
+    held = build_plan(documents, Topology(1, 2), attention, layout="contiguous").layout
+    everything = np.array([(r, 0, 0, 8) for r in range(2)], held.spans.dtype)
+    queries = replace(held, spans=everything).with_heads(np.array(heads))
+    messages = MessageList()
+    for rank in range(2):
+        where = {"start": 0, "done": 0, "src_slot": 0, "dst_slot": 1, "src_row": 0, "dst_row": 0}
+        messages.add(src=1 - rank, dst=rank, rows=4, **where)
+    contents = np.array([(s, r, s, 0, r ^ s, 1) for r in range(2) for s in range(2)], CONTENT)
+    program = Program(
+        2,
+        np.full((2, 2), 4),
+        queries,
+        documents,
+        attention,
+        contents,
+        held.spans,
+        messages.messages(2),
+        Messages.none(),
+    )
+    return Plan(
+        "x", attention, Topology(1, 2), held, held, queries, held, program, adjoint(program) if reduce else program
+    )
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("heads", [[[0, 2], [2, 4]], [[0, 4], [4, 4]]])
+def test_keys_whose_heads_are_not_those_of_the_queries_are_refused(heads, reduce):
+    """A sum over queries would stand for other heads on each rank, and none of the proof's sums would be right."""
+    with pytest.raises(
+        PlanError, match=r"rank \d: kv heads 0 to 3 are not just those that query heads \d to -?\d+ read"
+    ):
+        verify_plan(split_queries(heads, reduce))
+
+
+def test_keys_held_twice_by_ranks_with_the_same_heads_are_refused():
+    plan = build_plan(Documents([10]), Topology(1, 4), AttentionConfig(4, 2), "hybrid", ulysses_degree=2)
+    spans = plan.kv_layout.spans.copy()
+    spans["stop"][spans["rank"] == 0] += 1
+    with pytest.raises(PlanError, match=r"kv_layout: among ranks \[0, 2\], which have query heads 0 to 1"):
+        verify_plan(replace(plan, kv_layout=replace(plan.kv_layout, spans=spans)))
+
+
+def test_messages_between_ranks_with_other_heads_are_refused():
+    plan = build_plan(Documents([40]), Topology(1, 4), AttentionConfig(4, 1), "hybrid", ulysses_degree=2)
+    verify_plan(plan)
+    with pytest.raises(
+        PlanError, match=r"forward: rank \d, step 0: keys and values.* go to rank \d, which has other heads"
+    ):
+        verify_plan(edit(plan, "forward", "fetch", 0, dst=1))
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ulysses"])
+def test_ranks_that_do_not_exist_are_refused(algorithm):
+    plan = build_plan(Documents([40]), Topology(1, 4), AttentionConfig(4, 1), algorithm)
+    with pytest.raises(PlanError, match="ranks go from 0 to 3"):
+        verify_plan(edit(plan, "forward", "fetch", 0, dst=9))
+
+
+def test_contents_that_name_another_document_are_refused():
+    plan = ring()
+    spans = plan.forward.spans.copy()
+    spans["doc"][0] = 2
+    with pytest.raises(PlanError, match="rank 0, step 0: contents of slot 0 leave their documents"):
+        verify_plan(change(plan, "forward", spans=spans))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
+from mindspeed_cp.layout import from_spans
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.verify.explain import refuse_gradient, refuse_query
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
@@ -30,7 +31,8 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
       every key comes back to its owner with every query's part exactly once (:mod:`.interpret`);
     * no stale, empty or half-received row is computed or sent; no row is received while it is read, sent or received
       again; no gradient is sent while it is still summed (:mod:`.lifetimes`);
-    * no dead-lock, even if every send waits for its receiver (:mod:`.queues`);
+    * no dead-lock, even if every send waits for its receiver (:mod:`.queues`); moves between layouts are posted all at
+      once and need no such order;
     * the peak bytes of buffers are within `max_bytes`, when that is given (:mod:`.memory`).
 
     Args:
@@ -61,6 +63,7 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
             item = program.reduce.items[0]
             raise PlanError(f"forward: rank {item['src']}, step {item['start']}: a forward has no gradients to send")
         check_program(plan, program, name)
+        _check_heads_of_messages(plan, program, name)
         tiles = _tiles(program, known)
         for rank in range(plan.ranks):
             check_tiles(program, rank, tiles[rank], name)
@@ -112,26 +115,41 @@ def _check_layouts(plan: Plan) -> None:
 
 
 def _check_heads(plan: Plan) -> None:
+    """Heads as a proof without heads needs them.
+
+    The ranks fall into classes by their query heads. A rank has just the kv heads that its query heads read; the ranks
+    of a class hold every key once among them, so that one sum over queries stands for each head of the class, and
+    copies of a kv head, which are in other classes, have sums over other query heads.
+    """
     attention = plan.attention
-    kv_heads = attention.kv_heads
-    group = attention.heads // kv_heads
+    kv_heads, group = attention.kv_heads, attention.heads // attention.kv_heads
     plan.q_layout.check(attention.heads if plan.q_layout.heads is not None else None)
-    plan.kv_layout.check(
-        kv_heads if plan.kv_layout.heads is not None else None, replicated=plan.kv_layout.heads is not None
-    )
+    classes: dict[tuple[int, int], list[int]] = {}
     for rank in range(plan.ranks):
         (a, b), (c, d) = plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, kv_heads)
-        if b > a and (c * group > a or d * group < b):
-            raise PlanError(f"layout: rank {rank}: kv heads {c} to {d - 1} do not serve query heads {a} to {b - 1}")
-    for program in (plan.forward, plan.backward):
-        if plan.kv_layout.heads is None:
-            continue
-        held = plan.kv_layout.heads
-        for messages in (program.fetch, program.reduce):
-            other = np.flatnonzero((held[messages.items["src"]] != held[messages.items["dst"]]).any(1))
-            if len(other):
-                item = messages.items[other[0]]
-                raise PlanError(
-                    f"rank {item['src']}, step {item['start']}: keys and values go to rank {item['dst']}, "
-                    "which has other heads"
-                )
+        classes.setdefault((a, b) if b > a else (0, 0), []).append(rank)
+        if (b > a and (c, d) != (a // group, -(-b // group))) or (b == a and d > c):
+            raise PlanError(
+                f"layout: rank {rank}: kv heads {c} to {d - 1} are not just those that query heads {a} to {b - 1} read"
+            )
+    for (a, b), ranks in classes.items():
+        spans = plan.kv_layout.spans[np.isin(plan.kv_layout.spans["rank"], ranks)]
+        spans["rank"] = 0
+        try:
+            if b > a:
+                from_spans(plan.kv_documents, 1, spans).check()
+        except PlanError as error:
+            raise PlanError(f"kv_layout: among ranks {ranks}, which have query heads {a} to {b - 1}: {error}") from None
+
+
+def _check_heads_of_messages(plan: Plan, program: Program, name: str) -> None:
+    """Keys, values and their gradients travel between ranks with the same query heads."""
+    held = np.array([plan.q_layout.head_range(rank, plan.attention.heads) for rank in range(plan.ranks)])
+    for messages in (program.fetch, program.reduce):
+        other = np.flatnonzero((held[messages.items["src"]] != held[messages.items["dst"]]).any(1))
+        if len(other):
+            item = messages.items[other[0]]
+            raise PlanError(
+                f"{name}: rank {item['src']}, step {item['start']}: keys and values, or their gradients, go to rank "
+                f"{item['dst']}, which has other heads"
+            )

@@ -22,7 +22,7 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
     * gradients (backward): dK and dV in fp32 of every slot that is computed or receives a reduce, for the whole
       program;
     * moved: results of moves between the caller's layouts and those of the computation: q, k, v and out in the forward,
-      dout, dq, dk and dv in the backward;
+      dout, dq, dk and dv in the backward, where those of q, k and v, kept from the forward, count as well;
     * staging: rows that leave from several places are gathered, K and V that land in several places and every reduce
       are received apart; in moves, heads too are cut out and put in. The largest sum over what is under way at once.
 
@@ -66,6 +66,10 @@ def _moves(plan: Plan, direction: str, size: int) -> tuple[np.ndarray, np.ndarra
     else:
         there, back = [(q_move, v * size)], [(q_move, qk * size), (kv_move, (qk + v) * summed)]
     results, staging = np.zeros(plan.ranks, np.int64), np.zeros((2, plan.ranks), np.int64)
+    kept = [(q_move, qk * size), (kv_move, (qk + v) * size)] if direction == "backward" else []
+    for move, width in kept:
+        if move is not None:
+            results += _result(move, adjoint=False) * width
     for phase, moves in enumerate((there, back)):
         for move, width in moves:
             if move is not None:
@@ -89,13 +93,10 @@ def _staging(move: Redistribution, adjoint: bool) -> np.ndarray:
     out = np.zeros(move.source.ranks, np.int64)
     for part in parts:
         runs, pairs = move.runs_of(part), int(part["rows"] * part["heads"])
-        one_run = {
-            end: bool((runs[end][1:] == (runs[end] + runs["rows"])[:-1]).all()) for end in ("src_row", "dst_row")
-        }
         some_heads = part["heads"] < move.heads and part["rows"] > 1
-        if some_heads or not one_run["src_row"] or (adjoint and move.replicates):
+        if some_heads or not _one_run(runs["src_row"], runs["rows"]) or (adjoint and move.replicates):
             out[part["src"]] += pairs
-        if not one_run["dst_row"]:
+        if not _one_run(runs["dst_row"], runs["rows"]):
             out[part["dst"]] += pairs
     return out
 

@@ -134,8 +134,19 @@ def _check_contents(program: Program, name: str) -> None:
     _, distinct = np.unique(np.stack([contents["first"], contents["count"]], 1), axis=0, return_index=True)
     for content in contents[distinct]:
         held = program.spans_in(content)
-        outside = (held["start"] < 0).any() or (held["stop"] > program.kv_documents.tokens).any()
-        if outside or (held["stop"] <= held["start"]).any() or (held["start"][1:] < held["stop"][:-1]).any():
+        inside = np.all((held["doc"] >= 0) & (held["doc"] < len(program.kv_documents)))
+        offsets = program.kv_documents.offsets
+        if (
+            not inside
+            or (held["start"] < offsets[held["doc"]]).any()
+            or (held["stop"] > offsets[held["doc"] + 1]).any()
+        ):
+            raise PlanError(
+                f"{name}: rank {content['rank']}, step {content['step']}: contents of slot {content['slot']} "
+                "leave their "
+                "documents"
+            )
+        if (held["stop"] <= held["start"]).any() or (held["start"][1:] < held["stop"][:-1]).any():
             raise PlanError(
                 f"{name}: rank {content['rank']}, step {content['step']}: contents of slot {content['slot']} do "
                 "not ascend in token order"
