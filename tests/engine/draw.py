@@ -33,7 +33,7 @@ def problem(cell: capabilities.Cell, ranks: int, rng: Random) -> Case:
         alibi=_alibi(heads, rng) if cell.bias == "alibi" else False,
         dropout=rng.choice((0.1, 0.5, 0.75)) if cell.dropout == "some" else 0.0,
         scale=rng.choice((None, None, 0.7 * head_dim**-0.5)),
-        first_head=rng.choice((0, 0, heads)),
+        first_head=0 if cell.bias == "alibi" else rng.choice((0, 0, heads)),
         kv_lengths=_other(lengths, rng) if cell.keys == "other" else None,
         algorithm=cell.algorithm,
         options=_options(cell.algorithm, ranks, rng),

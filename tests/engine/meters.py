@@ -44,6 +44,18 @@ class Meter(TorchDispatchMode):
                 self._meet(x, None)
         return out
 
+    def restart(self) -> None:
+        """Peaks begin again with what is alive now."""
+        self.peak = self._alive()
+
+    def _alive(self) -> dict[str, int]:
+        alive = dict.fromkeys(self.peak, 0)
+        for reference, kind, size in self._known.values():
+            if kind != "before" and not reference.expired():
+                alive[kind] += size
+                alive["total"] += size * (kind in BUFFERS)
+        return alive
+
     def _meet(self, x: torch.Tensor, kind: str | None) -> None:
         """Notes memory not seen yet. A weak reference keeps its number from being used again."""
         storage = x.untyped_storage()
@@ -55,12 +67,7 @@ class Meter(TorchDispatchMode):
         if kind == "before":
             return
         self.largest[kind] = max(self.largest[kind], storage.nbytes() // x.element_size())
-        alive = dict.fromkeys(self.peak, 0)
-        for _, other, size in self._known.values():
-            if other != "before":
-                alive[other] += size
-                alive["total"] += size * (other in BUFFERS)
-        self.peak = {name: max(self.peak[name], size) for name, size in alive.items()}
+        self.peak = {name: max(self.peak[name], size) for name, size in self._alive().items()}
 
 
 def asked_for() -> str:

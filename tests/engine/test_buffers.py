@@ -24,15 +24,21 @@ PROBLEMS = (
 
 
 def counted(rank, group, cases):
-    """For each case and direction: bytes sent, and peak bytes of buffers."""
+    """For each case and direction: bytes sent, and peak bytes of buffers, in the backward with those kept for it."""
     found = []
     for case in cases:
         plan, leaves, dout = local(rank, case)
-        with wire() as there, Meter() as forward:
+        with wire() as there, Meter() as meter:
             out = attend(case, plan, leaves, group)
-        with wire() as back, Meter() as backward:
+        forward = meter.peak
+        meter.restart()
+        with wire() as back, meter:
             torch.autograd.grad(out, leaves, dout)
-        found.append((there, back, forward.peak, backward.peak))
+        backward = meter.peak
+        if plan.q_move is not None:  # the output is the caller's
+            backward["moved"] -= out.untyped_storage().nbytes()
+            backward["total"] -= out.untyped_storage().nbytes()
+        found.append((there, back, forward, backward))
     return found
 
 

@@ -100,11 +100,35 @@ def test_a_plan_whose_layouts_are_of_other_documents_is_refused():
 
 def test_agendas_are_made_once_and_go_with_their_plan():
     plan, cpu = Case((9, 4), 1).plan(), backend_named("cpu")
-    first = agenda.agenda_of(plan, 0, "forward", cpu, torch.float32)
-    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32) is first
+    first = agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False)
+    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False) is first
     agenda.prepare(plan, 0, torch.float32)
-    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32) is first
+    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False) is first
     gone = weakref.ref(plan)
     del plan, first
     gc.collect()
     assert gone() is None
+
+
+def test_a_plan_that_served_another_type_gives_the_same_bits():
+    """The best calls depend on the type; those of one must not serve another."""
+    case = Case((40,) * 12, 1, dtype=torch.bfloat16)
+    used, fresh = case.plan(), case.plan()
+    agenda.prepare(used, 0, torch.float32)
+    results = []
+    for plan in (used, fresh):
+        q, k, v, dout = case.inputs()
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = context_parallel_attention(*leaves, plan)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_evaluation_makes_the_calls_of_an_attention_without_dropout():
+    plan, plain, cpu = Case((300, 40), 1, dropout=0.2).plan(), Case((300, 40), 1).plan(), backend_named("cpu")
+
+    def calls(of, drops):
+        return [len(c) for step in agenda.agenda_of(of, 0, "forward", cpu, torch.float32, drops).steps for _, c in step.compute]
+
+    assert calls(plan, False) == calls(plain, False)
+    assert sum(calls(plan, True)) > sum(calls(plan, False))
