@@ -124,11 +124,10 @@ def _messages(
     edges = np.flatnonzero(np.append(True, to[1:] != to[:-1]))
     same_source = (src[1:] == src[:-1]) | (number[1:] != number[:-1]) | (to[1:] != to[:-1])
     if not same_source.all():  # a round of many sources: group by source what is in token order
+        key = number * ranks + src
+        key = key.astype(np.min_scalar_type(int(key.max())))  # small integers are sorted by radix
         order = np.concatenate(
-            [
-                first + np.argsort(number[first:last] * ranks + src[first:last], kind="stable")
-                for first, last in pairwise([*edges.tolist(), len(to)])
-            ]
+            [first + np.argsort(key[first:last], kind="stable") for first, last in pairwise([*edges.tolist(), len(to)])]
         )
         src, to, number, length = src[order], to[order], number[order], length[order]
         src_row, dst_row = src_row[order], dst_row[order]
