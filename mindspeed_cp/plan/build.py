@@ -96,14 +96,15 @@ def build_plan(
         ConfigError: the algorithm or an option is unknown or out of range, or the documents do not go together; names
             what is valid.
     """
-    for what, value, kind in (
-        ("documents", documents, Documents),
-        ("topology", topology, Topology),
-        ("attention", attention, AttentionConfig),
-        ("kv_documents", documents if kv_documents is None else kv_documents, Documents),
-    ):
-        if not isinstance(value, kind):
-            raise ConfigError(f"{what} is {value!r}; valid: {kind.__name__}(...)")
+    given: dict[str, tuple[object, type]] = {
+        "documents": (documents, Documents),
+        "topology": (topology, Topology),
+        "attention": (attention, AttentionConfig),
+        "kv_documents": (documents if kv_documents is None else kv_documents, Documents),
+    }
+    for what, (found, kind) in given.items():
+        if not isinstance(found, kind):
+            raise ConfigError(f"{what} is {found!r}; valid: {kind.__name__}(...)")
     name = algorithm_name(algorithm)
     valid = algorithm_options(name)
     for key, value in options.items():
