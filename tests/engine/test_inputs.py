@@ -128,7 +128,11 @@ def test_evaluation_makes_the_calls_of_an_attention_without_dropout():
     plan, plain, cpu = Case((300, 40), 1, dropout=0.2).plan(), Case((300, 40), 1).plan(), backend_named("cpu")
 
     def calls(of, drops):
-        return [len(c) for step in agenda.agenda_of(of, 0, "forward", cpu, torch.float32, drops).steps for _, c in step.compute]
+        return [
+            len(c)
+            for step in agenda.agenda_of(of, 0, "forward", cpu, torch.float32, drops).steps
+            for _, c in step.compute
+        ]
 
     assert calls(plan, False) == calls(plain, False)
     assert sum(calls(plan, True)) > sum(calls(plan, False))
