@@ -15,7 +15,7 @@ from mindspeed_cp.engine.moves import move_all, moves_of
 from mindspeed_cp.engine.run import Run
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, backend_for
-from mindspeed_cp.ops.attention.contract import DropoutKey, Heads
+from mindspeed_cp.ops.attention.contract import DropoutKey, Heads, checked_dropout_key
 from mindspeed_cp.plan import AttentionConfig, Plan
 
 
@@ -159,10 +159,7 @@ def _dropout_key(share: float, key: DropoutKey | None) -> DropoutKey:
             f"attention.dropout is {share} and no dropout_key was given; valid: dropout_key=(seed, layer), the same on "
             "all ranks, or training=False, which drops nothing"
         )
-    whole = isinstance(key, tuple) and len(key) == 2 and all(isinstance(n, int) for n in key)
-    if not whole or not all(0 <= n < 2**63 for n in key):
-        raise ConfigError(f"dropout_key is {key!r}; valid: (seed, layer), whole numbers from 0 to below 2**63")
-    return key
+    return checked_dropout_key(key)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, backend: AttentionBackend) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
 
 #: (step, slot) -> what the backend made of the tiles there; opaque to the caller.
@@ -23,6 +24,19 @@ Lowered = Mapping[tuple[int, int], Sequence[Any]]
 
 #: (seed, layer): with head, document and positions they decide which attention weights are dropped.
 DropoutKey = tuple[int, int]
+
+
+def checked_dropout_key(key: object) -> DropoutKey:
+    """The key as Python's whole numbers.
+
+    Raises:
+        ConfigError: it is not (seed, layer), two whole numbers from 0 to below 2**63.
+    """
+    numbers = key if isinstance(key, (tuple, list)) and len(key) == 2 else ()
+    whole = [int(n) for n in numbers if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < 2**63]
+    if len(whole) != 2:
+        raise ConfigError(f"dropout_key is {key!r}; valid: (seed, layer), whole numbers from 0 to below 2**63")
+    return whole[0], whole[1]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Kernels:
             return distance_mask(self.attention, self.heads, reach, call.rows, call.keys)
         if not self._is_linear(call):
             return None
-        away = torch.arange(call.keys) - call.keys // 2
+        away = _count(0, call.keys) - call.keys // 2
         return (self._slopes * (away.flip(0) if call.kind == Kind.REVERSED else away))[None, :, None].float()
 
     def _is_linear(self, call: Call) -> bool:
@@ -86,7 +86,7 @@ class Kernels:
 
     def _shift(self, call: Call) -> Tensor:
         """slope * (query - middle key) of a call, fp32 [rows, heads]."""
-        away = torch.arange(call.rows) + (call.q_pos - call.k_pos - call.keys // 2)
+        away = _count(0, call.rows) + (call.q_pos - call.k_pos - call.keys // 2)
         return (away[:, None] * self._slopes[:, 0]).float()
 
     @cached_property
@@ -99,10 +99,15 @@ class Kernels:
         """What the attention weights of a call are multiplied by: 0, or 1 / (1 - p); fp32 [heads, rows, keys]."""
         assert self.dropout is not None
         p, first = self.attention.dropout, self.attention.first_head
-        heads = torch.arange(first + self.heads[0], first + self.heads[1])
-        queries, keys = (torch.arange(a, a + n) for a, n in ((call.q_pos, call.rows), (call.k_pos, call.keys)))
+        heads = _count(first + self.heads[0], first + self.heads[1])
+        queries, keys = (_count(a, a + n) for a, n in ((call.q_pos, call.rows), (call.k_pos, call.keys)))
         queries = queries.flip(0) if _turns(call)[0] else queries
         return keep_mask(*self.dropout, heads, call.document, queries, keys, p).float().div_(1 - p)
+
+
+def _count(first: int, stop: int) -> Tensor:
+    """first .. stop - 1 as int64 on the CPU, whatever torch's default device is."""
+    return torch.arange(first, stop, dtype=torch.int64, device="cpu")
 
 
 def _is_causal(call: Call) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,21 +47,23 @@ def distance_mask(attention: AttentionConfig, heads: tuple[int, int], reach: int
     else:
         table, first = _table(attention, heads, reach, last), 0
     many, length = table.shape
-    return table.as_strided((1, many, queries, keys), (0, length, 1, 1), first)
+    return torch.from_numpy(table).as_strided((1, many, queries, keys), (0, length, 1, 1), first)
 
 
 @lru_cache(maxsize=16)
-def _near(attention: AttentionConfig, heads: tuple[int, int]) -> Tensor:
+def _near(attention: AttentionConfig, heads: tuple[int, int]) -> np.ndarray:
+    """The table that is kept. An array: a tensor would stay what the first caller's default type, default device or
+    dispatch mode had made of it."""
     return _table(attention, heads, NEAR, -NEAR)
 
 
-def _table(attention: AttentionConfig, heads: tuple[int, int], first: int, last: int) -> Tensor:
+def _table(attention: AttentionConfig, heads: tuple[int, int], first: int, last: int) -> np.ndarray:
     """fp32 [heads or 1, distances] for the distances first, first - 1 .. last."""
-    distance = torch.arange(first, last - 1, -1)
+    distance = np.arange(first, last - 1, -1, dtype=np.int64)
     if attention.slopes is None:
-        table = torch.zeros(1, len(distance))
+        table = np.zeros((1, len(distance)), np.float32)
     else:
-        slopes = torch.from_numpy(attention.slopes[slice(*heads)].copy())
-        table = (slopes[:, None] * -distance.abs()).float()
+        table = (attention.slopes[slice(*heads), None] * -np.abs(distance)).astype(np.float32)
     left, right = attention.reach
-    return table.masked_fill_((distance > left) | (distance < -right), float("-inf"))
+    table[:, (distance > left) | (distance < -right)] = -np.inf
+    return table

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import SPAN, Documents
-from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import tiles_between
 
@@ -54,10 +54,14 @@ class Problem:
         )  # fmt: skip
         if attention.dropout > 0 and dropout_key is None:
             raise ConfigError(f"dropout_p is {dropout_p}, dropout_key is None; valid: (seed, layer), or dropout_p=0.0")
+        key = checked_dropout_key(dropout_key) if attention.dropout > 0 else None
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+            if not np.issubdtype(np.asarray(x).dtype, np.integer):
+                raise ConfigError(f"{name} is of {np.asarray(x).dtype}; valid: whole numbers")
         cu_q, cu_k = (np.asarray(x, np.int64) for x in (cu_seqlens_q, cu_seqlens_kv))
         _check_lengths(cu_q, cu_k, len(q), len(k), mask)
         tiles = _tiles(np.diff(cu_q), np.diff(cu_k), attention)
-        return Problem(attention, tiles, dropout_key if attention.dropout > 0 else None)
+        return Problem(attention, tiles, key)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
