@@ -65,7 +65,7 @@ def test_another_default_device_leaves_nothing_behind():
 
 @pytest.mark.parametrize("key", [7, (1, 2, 3), (1, 2.5), (1, -1), (True, 1), (2**63, 0), None, "ab"])
 def test_dropout_keys_that_are_none_are_refused(key):
-    with pytest.raises(ConfigError, match="dropout_key is|dropout_p is"):
+    with pytest.raises(ConfigError, match=r"dropout_key is|dropout_p is"):
         attention(*(torch.zeros(90, 4, 16) for _ in range(3)), CU, CU, dropout_p=0.1, dropout_key=key)
 
 
