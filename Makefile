@@ -1,6 +1,6 @@
 # The two commands:  make train   and   make test.   Both make the virtual environment .venv first if it is missing.
 #
-#   make train ARGS="--nproc 2 --set train.train_iters=50"     arguments go to `mindspeed-cp train`
+#   make train ARGS="--set train.train_iters=20"         arguments go to `mindspeed-cp train`
 #   make train CONFIG=my.yaml                            another configuration
 #   make test ARGS="tests/data -k packing"               arguments go to pytest
 #   make test PYTHON=python3.12 VENV=.venv-3.12          another Python (3.10, 3.11 or 3.12), its own environment

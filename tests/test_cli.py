@@ -137,7 +137,7 @@ def test_plan_switches_are_those_of_build_plan(
         (["plan", "--lengths", "5", "--algorithm", "hybrid", "--ulysses-degree", "3"], "4 ranks: 1, 2, 4"),
         (["plan", "--lengths", "5", "--window", "5"], "must be LEFT,RIGHT"),
         (["plan", "--lengths", "5", "--window", "5,1"], "valid: (5, 0), or mask 'full'"),
-        (["plan", "--lengths", "5", "--kv-lengths", "6"], "valid: mask 'full', or the same lengths"),
+        (["plan", "--lengths", "5", "--kv-lengths", "6"], "valid: mask 'full', or kv_documents with the lengths of documents"),
         (["plan", "--lengths", "5", "--kv-lengths", "6,7", "--mask", "full"], "one length of keys for each"),
         (["plan", "--lengths", "5", "--kv-lengths", "x"], "'x' is not a length"),
         (["plan", "--lengths", "5", "--dropout", "1"], "valid: a number from 0 to below 1"),
