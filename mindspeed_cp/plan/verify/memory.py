@@ -87,12 +87,16 @@ def _result(move: Redistribution, adjoint: bool) -> np.ndarray:
 
 
 def _staging(move: Redistribution, adjoint: bool) -> np.ndarray:
-    """(row, head) pairs that a move holds apart while it is under way, int64 [ranks]: parts of some heads, or of rows
-    in several places, on the side with all heads; rows in several places on the other; and what is summed."""
-    parts = move.parts[move.parts["src"] != move.parts["dst"]]
+    """(row, head) pairs that a move holds apart while it is under way, int64 [ranks], at most: parts of some heads, or
+    of rows in several places, on the side with all heads; rows in several places on the other; what is summed; and what
+    a rank keeps, where it gathers that from several places."""
     out = np.zeros(move.source.ranks, np.int64)
-    for part in parts:
+    for part in move.parts:
         runs, pairs = move.runs_of(part), int(part["rows"] * part["heads"])
+        if part["src"] == part["dst"]:
+            if not _one_run(runs["dst_row" if adjoint else "src_row"], runs["rows"]):
+                out[part["src"]] += pairs
+            continue
         some_heads = part["heads"] < move.heads and part["rows"] > 1
         if some_heads or not _one_run(runs["src_row"], runs["rows"]) or (adjoint and move.replicates):
             out[part["src"]] += pairs
