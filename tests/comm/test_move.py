@@ -10,9 +10,13 @@ import torch
 
 from mindspeed_cp.comm import Transport, move_of, start_moves
 from mindspeed_cp.layout import Documents, Redistribution, contiguous, zigzag
+from mindspeed_cp.plan.verify.memory import _staging as held_apart
 from tests.engine.meters import Meter
 
 HEADS = 5
+
+#: Bytes of a row and head of the two tensors that are moved: three of fp32, two of bf16.
+WIDTH = 3 * 4 + 2 * 2
 
 
 def layout(ranks, rng, replicated):
@@ -49,9 +53,11 @@ def there_and_back(rank, group, seeds):
         a, b = whole(seed)
         move, back = move_of(redistribution, rank), move_of(redistribution, rank, adjoint=True)
         held = [redistribution.source.shard(x, rank) for x in (a, b)]
-        moved = start_moves([(x, move) for x in held], transport, "test")()
-        returned = start_moves([(x, back) for x in moved], transport, "test")()
-        found.append((moved, returned))
+        with Meter() as forward:
+            moved = start_moves([(x, move) for x in held], transport, "test")()
+        with Meter() as backward:
+            returned = start_moves([(x, back) for x in moved], transport, "test")()
+        found.append((moved, returned, forward.peak["staging"], backward.peak["staging"]))
     return found
 
 
@@ -63,7 +69,8 @@ def whole(seed):
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_rows_and_heads_arrive_and_copies_are_summed_on_the_way_back(workers, ranks):
-    """Whole numbers: sums are exact. The adjoint gives each (token, head) as often as it was copied."""
+    """Whole numbers: sums are exact. The adjoint gives each (token, head) as often as it was copied. What is held apart
+    meanwhile is what `peak_bytes` counts."""
     seeds = list(range(2, 14))
     results = workers.run(ranks, there_and_back, seeds)
     copied = 0
@@ -77,7 +84,12 @@ def test_rows_and_heads_arrive_and_copies_are_summed_on_the_way_back(workers, ra
         copied += int(times.max() > 1)
         assert redistribution.replicates == bool(times.max() > 1)
         for rank in range(ranks):
-            moved, returned = results[rank][i]
+            moved, returned, *staging = results[rank][i]
+            kept = redistribution.kept(rank)
+            gathered = 0 if kept is None else int(kept["rows"] * kept["heads"]) * WIDTH
+            for measured, back in zip(staging, (False, True), strict=True):
+                stated = int(held_apart(redistribution, back)[rank]) * WIDTH
+                assert measured <= stated <= measured + gathered
             for j, x in enumerate(whole(seed)):
                 assert torch.equal(moved[j], redistribution.target.shard(x, rank))
                 assert torch.equal(returned[j], redistribution.source.shard((x * times).to(x.dtype), rank))
