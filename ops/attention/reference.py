@@ -67,7 +67,8 @@ def dense_attention(
     if right != -1:
         sees = sees & (away <= right)
     if slopes is not None:
-        scores = scores - torch.tensor(np.asarray(slopes, np.float64))[:, None, None] * away.abs().double()
+        slope = torch.tensor(np.asarray(slopes, np.float64), device=q.device)
+        scores = scores - slope[:, None, None] * away.abs().double()
     lse = scores.masked_fill(~sees, float("-inf")).logsumexp(-1)
     blind = ~sees.any(1)
     weights = (scores - lse.masked_fill(blind, 0.0)[..., None]).masked_fill(~sees, float("-inf")).exp()
@@ -103,9 +104,9 @@ def dense_packed_attention(
     outs, statistics = [], []
     keys = documents if kv_documents is None else kv_documents
     borders, k_borders = (x.offsets.tolist() if len(x) else [0, 0] for x in (documents, keys))
-    heads = torch.arange(q.shape[1]) + first_head
+    heads = torch.arange(q.shape[1], device=q.device) + first_head
     for number, ((a, b), (c, d)) in enumerate(zip(pairwise(borders), pairwise(k_borders), strict=True)):
-        position_q, position_k = torch.arange(b - a), torch.arange(d - c)
+        position_q, position_k = (torch.arange(n, device=q.device) for n in (b - a, d - c))
         keep = None
         if dropout_key is not None:
             keep = keep_mask(*dropout_key, heads, number, position_q, position_k, dropout_p)

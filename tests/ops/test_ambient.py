@@ -1,78 +1,65 @@
-"""What torch's ambient state was when a mask was first made does not matter, then or later."""
+"""What torch's default type, default device and dispatch modes are when the operator is called changes neither that
+call nor later ones."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mindspeed_cp import ConfigError
-from mindspeed_cp.ops.attention import attention
-from mindspeed_cp.ops.attention.contract import checked_dropout_key
-from mindspeed_cp.ops.attention.distances import _near
+from mindspeed_cp.ops.attention import attention, attention_backward, distances
+from tests.ops.yardstick import tensors
 
-CU = np.array([0, 90])
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept():
-    """Every test makes its tables anew, and leaves none."""
-    _near.cache_clear()
-    yield
-    _near.cache_clear()
+SETTINGS = [dict(), dict(window=(20, 0)), dict(mask="full", alibi=True), dict(alibi=(8.0, 0.5, 0.1, 0.01)), dict(window=(30, 0), alibi=True, dropout_p=0.3, dropout_key=(3, 1))]  # fmt: skip
+every_attention = pytest.mark.parametrize("settings", SETTINGS, ids=str)
 
 
-def windowed():
-    q, k, v = (torch.randn(90, 4, 16, generator=torch.Generator().manual_seed(i), dtype=torch.float32) for i in range(3))
-    return attention(q, k, v, CU, CU, window=(20, 0), alibi=True)[0]
+def results(settings, x):
+    q, k, v, dout = x
+    out, lse = attention(q, k, v, [0, 90, 100], [0, 90, 100], **settings)
+    return [out, lse, *attention_backward(dout, q, k, v, out, lse, [0, 90, 100], [0, 90, 100], **settings)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_another_default_type_changes_nothing(dtype):
-    expected = windowed()
-    _near.cache_clear()
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def inputs(request):
+    return tensors(100, 100, (4, 2, 16, 16), request.param)
+
+
+@pytest.fixture
+def want(settings, inputs):
+    """Results of a normal call; tables that it left are forgotten."""
+    out = results(settings, inputs)
+    distances._near.cache_clear()
+    yield out
+    distances._near.cache_clear()
+
+
+def same(a, b):
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@every_attention
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_type(dtype, settings, inputs, want):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        got = windowed()
+        inside = results(settings, inputs)
     finally:
         torch.set_default_dtype(before)
-    assert torch.equal(got, expected)
-    assert torch.equal(windowed(), expected)
+    assert same(inside, want) and same(results(settings, inputs), want)
 
 
-def test_a_call_under_a_fake_mode_leaves_nothing_behind():
-    expected = windowed()
-    _near.cache_clear()
-    with FakeTensorMode():
-        try:
-            windowed()
-        except Exception as error:  # a fake run may not be possible; what counts is what it leaves
-            assert not isinstance(error, ConfigError)
-    assert torch.equal(windowed(), expected)
-
-
-def test_another_default_device_leaves_nothing_behind():
-    expected = windowed()
-    _near.cache_clear()
-    q, k, v = (torch.randn(90, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+@every_attention
+def test_the_default_device(settings, inputs, want):
     with torch.device("meta"):
-        got = attention(q, k, v, CU, CU, window=(20, 0), alibi=True)[0]
-    assert got.device.type == "meta" or torch.equal(got, expected)
-    assert torch.equal(windowed(), expected)
+        inside = results(settings, inputs)
+    assert same(inside, want) and same(results(settings, inputs), want)
 
 
-@pytest.mark.parametrize("key", [7, (1, 2, 3), (1, 2.5), (1, -1), (True, 1), (2**63, 0), None, "ab"])
-def test_dropout_keys_that_are_none_are_refused(key):
-    with pytest.raises(ConfigError, match=r"dropout_key is|dropout_p is"):
-        attention(*(torch.zeros(90, 4, 16) for _ in range(3)), CU, CU, dropout_p=0.1, dropout_key=key)
-
-
-def test_numpys_whole_numbers_are_keys():
-    assert checked_dropout_key((np.int64(3), 4)) == (3, 4)
-
-
-def test_cumulative_lengths_that_are_not_whole_are_refused():
-    with pytest.raises(ConfigError, match="cu_seqlens_q is of float64; valid: whole numbers"):
-        attention(*(torch.zeros(90, 4, 16) for _ in range(3)), CU + 0.7, CU)
+@every_attention
+def test_fake_tensors(settings, inputs, want):
+    with FakeTensorMode() as mode:
+        inside = results(settings, [mode.from_tensor(x) for x in inputs])
+    assert all(isinstance(x, FakeTensor) and x.shape == y.shape for x, y in zip(inside, want, strict=True))
+    assert same(results(settings, inputs), want)
