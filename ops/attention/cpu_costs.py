@@ -8,7 +8,9 @@ their corners in vain, the more the higher they are, and squares are worth their
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, overload
 
+import numpy as np
 import torch
 
 from mindspeed_cp.ops.attention.regions import Region
@@ -60,10 +62,16 @@ class Costs:
         work = attention.heads * (attention.head_dim + attention.head_dim_v) / 1024
         return Costs(direction, dtype != torch.float32, work)
 
-    def upcasts(self, queries: int, keys: int) -> bool:
-        """Whether such a call is computed in fp32 although its inputs are not."""
-        small = queries * keys <= UPCAST_PAIRS or (queries <= UPCAST_QUERIES and keys <= UPCAST_KEYS)
-        return small and self.half and self.direction == "backward"
+    @overload
+    def upcasts(self, queries: int, keys: int) -> bool: ...
+
+    @overload
+    def upcasts(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray: ...
+
+    def upcasts(self, queries: Any, keys: Any) -> Any:
+        """Whether such a call, or each of such calls, is computed in fp32 although its inputs are not."""
+        small = (queries * keys <= UPCAST_PAIRS) | ((queries <= UPCAST_QUERIES) & (keys <= UPCAST_KEYS))
+        return small & (self.half and self.direction == "backward")
 
     def cut(self, region: Region, square_rows: int) -> tuple[bool, int]:
         """How to cut a region so that it is the cheapest.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
+from itertools import compress, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from mindspeed_cp.ops.attention.cpu_costs import Costs
+from mindspeed_cp.ops.attention.first_touch import FirstTouch, runs
 from mindspeed_cp.ops.attention.regions import Block, Region, Shape
 from mindspeed_cp.plan import BAND, CAUSAL, FULL, UNLIMITED, AttentionConfig
 
@@ -34,8 +36,7 @@ class Kind(Enum):
     DISTANCE = "distance"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of a kernel.
 
     Attributes:
@@ -78,37 +79,91 @@ def lower(tiles: np.ndarray, rows: int, attention: AttentionConfig, costs: Costs
 
     Args:
         tiles: records of dtype TILE in the order they run.
-        rows: the rank's queries.
+        rows: the rank's queries, which no tile exceeds.
         attention: what is computed.
         costs: of the kernel that will run.
     """
+    touch = FirstTouch.of(tiles["q_row"], tiles["q_rows"])
+    whole = _whole(tiles, attention)
+    calls = _calls_of_whole(tiles, whole, touch, costs)
+    before = np.concatenate([[0], np.cumsum(whole)]).tolist()  # calls of whole tiles before each tile
+    moves = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
+    alone = ~(whole[1:] & whole[:-1])
+    borders = [0, *(np.flatnonzero(moves | alone) + 1).tolist(), len(tiles)] if len(tiles) else []
     out: Lowering = {}
-    touched = np.zeros(rows, bool)
-    for step, slot, q_row, q_rows, k_row, k_rows, mask, document, q_pos, k_pos in tiles.tolist():
-        calls = out.setdefault((step, slot), [])
-        if mask == CAUSAL:  # a tile may join several runs of positions; its rows and keys are as good
-            q_pos = k_pos + k_rows - q_rows
-        region = Region.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
-        squares, blocks = _blocks(region, mask, q_pos - k_pos, attention, costs)
-        for block in blocks:
-            (a, b), (c, d) = block.q, block.k
-            q = slice(q_row + a, q_row + b)
-            seen = touched[q]
-            some = bool(seen.any())
-            calls.append(
-                Call(
-                    q=q,
-                    k=slice(k_row + c, k_row + d),
-                    kind=_kind(block.shape, squares, attention),
-                    first=not some,
-                    fresh=_runs(~seen, q.start) if some and not seen.all() else (),
-                    upcast=costs.upcasts(b - a, d - c),
-                    document=document,
-                    q_pos=q_pos + a,
-                    k_pos=k_pos + c,
-                )
+    for a, b in pairwise(borders):
+        place = out.setdefault((int(tiles["step"][a]), int(tiles["slot"][a])), [])
+        place += (
+            calls[before[a] : before[b]] if whole[a] else _calls_of_blocks(tiles[a], touch.touched(a), attention, costs)
+        )
+    return out
+
+
+def _whole(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
+    """Which tiles are one call as they are, bool [tiles]: most, where positions do not matter. A window leaves tiles
+    that it does not cut."""
+    if attention.dropout > 0 or attention.slopes is not None:
+        return np.zeros(len(tiles), bool)
+    mask = tiles["mask"]
+    return (mask == FULL) | ((mask == CAUSAL) & (tiles["q_rows"] == tiles["k_rows"]))
+
+
+def _calls_of_whole(tiles: np.ndarray, whole: np.ndarray, touch: FirstTouch, costs: Costs) -> list[Call]:
+    """The calls of those tiles, all at once: a rank of many has tens of thousands."""
+    some = tiles[whole]
+    q, q_rows, k, k_rows = (some[name].astype(np.int64) for name in ("q_row", "q_rows", "k_row", "k_rows"))
+    causal = some["mask"] == CAUSAL
+    fresh: list[tuple[slice, ...]] = [()] * len(tiles)
+    for tile in touch.mixed[whole[touch.mixed]].tolist():
+        fresh[tile] = touch.fresh_rows(tile)
+    return list(
+        map(
+            Call,
+            map(slice, q.tolist(), (q + q_rows).tolist()),
+            map(slice, k.tolist(), (k + k_rows).tolist()),
+            (Kind.CAUSAL if square else Kind.PLAIN for square in causal.tolist()),
+            touch.alone[whole].tolist(),
+            compress(fresh, whole),
+            costs.upcasts(q_rows, k_rows).tolist(),
+            some["doc"].tolist(),
+            np.where(causal, some["k_pos"], some["q_pos"]).tolist(),
+            some["k_pos"].tolist(),
+        )
+    )
+
+
+def _calls_of_blocks(tile: np.void, touched: np.ndarray, attention: AttentionConfig, costs: Costs) -> list[Call]:
+    """The calls of a tile that is cut, or needs a mask.
+
+    Args:
+        tile: one record.
+        touched: bool [rows of the tile], whether tiles before have touched them; updated.
+        attention, costs: see :func:`lower`.
+    """
+    _, _, q_row, q_rows, k_row, k_rows, mask, document, q_pos, k_pos = tile.tolist()
+    if mask == CAUSAL:  # a tile may join several runs of positions; its rows and keys are as good
+        q_pos = k_pos + k_rows - q_rows
+    region = Region.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
+    squares, blocks = _blocks(region, mask, q_pos - k_pos, attention, costs)
+    out = []
+    for block in blocks:
+        (a, b), (c, d) = block.q, block.k
+        seen = touched[a:b]
+        some = bool(seen.any())
+        out.append(
+            Call(
+                q=slice(q_row + a, q_row + b),
+                k=slice(k_row + c, k_row + d),
+                kind=_kind(block.shape, squares, attention),
+                first=not some,
+                fresh=runs(~seen, q_row + a) if some and not seen.all() else (),
+                upcast=costs.upcasts(b - a, d - c),
+                document=document,
+                q_pos=q_pos + a,
+                k_pos=k_pos + c,
             )
-            touched[q] = True
+        )
+        seen[:] = True
     return out
 
 
@@ -119,9 +174,6 @@ def _blocks(
     if attention.dropout > 0:
         return False, region.strips(DROPOUT_BLOCK, DROPOUT_BLOCK)
     if mask != BAND and attention.slopes is None:
-        past = region.keys - region.rows
-        if mask == FULL or past == 0:  # most tiles: no need to look closer
-            return True, (Block((0, region.rows), (0, region.keys), Shape.ALL if mask == FULL else Shape.LOWER),)
         return (False, region.strips(region.rows)) if region.rows <= ONE_CALL else (True, region.squares(region.rows))
     squares, rows = costs.cut(region, _square_rows(region, ahead, attention, costs))
     return squares, region.squares(rows) if squares else region.strips(rows)
@@ -141,9 +193,3 @@ def _kind(shape: Shape, squares: bool, attention: AttentionConfig) -> Kind:
     if squares and shape in (Shape.LOWER, Shape.UPPER):
         return Kind.CAUSAL if shape == Shape.LOWER else Kind.REVERSED
     return Kind.PLAIN if shape == Shape.ALL and attention.slopes is None else Kind.DISTANCE
-
-
-def _runs(wanted: np.ndarray, start: int) -> tuple[slice, ...]:
-    """Runs of True, counted from `start`."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]]).astype(np.int8))) + start
-    return tuple(slice(a, b) for a, b in edges.reshape(-1, 2).tolist())
