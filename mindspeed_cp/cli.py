@@ -181,7 +181,7 @@ def plan(
     options = plan_options(algorithm, named, option or ())
     place = topology(ranks, nodes, ranks_per_node)
     made = build_plan(batch, place, attention, algorithm, kv_documents=keys, **options)
-    write_plan(made, bytes_per_element, verify=verify, png=png, as_json=as_json)
+    write_plan(made, bytes_per_element, options, verify=verify, png=png, as_json=as_json)
     return 0
 
 

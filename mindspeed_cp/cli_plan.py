@@ -93,7 +93,29 @@ def plan_options(algorithm: str, named: Mapping[str, Any], pairs: Iterable[str])
     return options
 
 
-def write_plan(plan: Plan, bytes_per_element: int, *, verify: bool, png: Path | None, as_json: bool) -> None:
+def hints(plan: Plan, options: Mapping[str, Any]) -> list[str]:
+    """What looks odd in a plan, why, and which option changes it."""
+    found = []
+    window = options.get("cp_window_size", plan.topology.ranks_per_node)
+    if plan.algorithm == "double_ring" and window == plan.ranks > 1:
+        found.append(
+            "double_ring with one window of all ranks is the ring; give --cp-window-size, or --nodes above 1 for a "
+            "window on each node"
+        )
+    heads = [plan.q_layout.head_range(rank, plan.attention.heads) for rank in range(plan.ranks)]
+    idle = [rank for rank, (first, last) in enumerate(heads) if first == last]
+    if idle:
+        found.append(
+            f"{plan.attention.heads} heads are fewer than {plan.ranks} ranks: {len(idle)} of these "
+            f"compute{'s' * (len(idle) == 1)} nothing; "
+            "hybrid with --ulysses-degree at most the number of heads keeps all of them busy"
+        )
+    return found
+
+
+def write_plan(
+    plan: Plan, bytes_per_element: int, options: Mapping[str, Any], *, verify: bool, png: Path | None, as_json: bool
+) -> None:
     """Print a plan's tables or its JSON; prove and draw it if asked to."""
     from mindspeed_cp.report import plan_tables, summarize
 
@@ -112,6 +134,8 @@ def write_plan(plan: Plan, bytes_per_element: int, *, verify: bool, png: Path | 
     from mindspeed_cp.report.console import print_tables
 
     print_tables(plan_tables(summary))
+    for hint in hints(plan, options):
+        print(f"note: {hint}")
     if verify:
         print("proved: every visible pair once, every message matched, no dead-lock")
     if png is not None:

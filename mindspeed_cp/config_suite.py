@@ -13,21 +13,21 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mindspeed_cp.config_errors import bad_value, meant, show
+from mindspeed_cp.config_errors import bad_value, show
 from mindspeed_cp.config_file import in_file, override, read_settings_file
 from mindspeed_cp.config_sections import Count, Positive, Section
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan import ALGORITHMS, ALIASES, Topology, algorithm_name, algorithm_options
+from mindspeed_cp.plan import (
+    ALGORITHMS,
+    ALIASES,
+    LATER_ALGORITHMS,
+    Topology,
+    algorithm_name,
+    algorithm_options,
+    no_algorithm,
+)
 
 __all__ = ["ALSO_READ", "LATER_ALGORITHMS", "LATER_KEYS", "SuiteSettings"]
-
-#: Algorithms of later versions and of other projects, and what comes nearest to each in this one.
-LATER_ALGORITHMS = {
-    "hierarchical": "direct with layout: balanced, which keeps short documents on one rank",
-    "auto": "direct with layout: balanced for packed documents, ring for one long document",
-    "adaptive_cp_algo": "direct, which sends only what the mask lets others see",
-    "hybrid_adaptive_cp_algo": "hybrid",
-}
 
 #: Keys of Megatron that nothing uses yet, and what comes nearest.
 LATER_KEYS = {
@@ -117,7 +117,10 @@ class SuiteSettings(Section):
         for name, value in self.options.items():
             if name not in own:
                 others = ", ".join(other for other in ALGORITHMS if name in algorithm_options(other))
-                rule = f"is no option of algorithm {self.algorithm}; algorithms that have it: {others}"
+                rule = (
+                    f"is no option of algorithm {self.algorithm}; algorithms that have it: {others}; "
+                    f"to leave it out: {name}: null, on the command line --set context_parallel_suite.{name}=null"
+                )
                 raise bad_value(name, value, rule)
         for name in ("cp_window_size", "ulysses_degree"):
             if getattr(self, name) is not None:
@@ -155,16 +158,13 @@ class SuiteSettings(Section):
 
 def _algorithm(key: str, value: Any) -> str:
     """The project's name of an algorithm of this version, given under any of its names."""
-    names = [*ALGORITHMS, *ALIASES]
-    valid = ", ".join(names)
     if isinstance(value, list):
+        valid = ", ".join([*ALGORITHMS, *ALIASES])
         raise bad_value(key, value, f"one algorithm per layer is not in this version; give one of {valid}")
-    if isinstance(value, str) and value in names:
-        return algorithm_name(value)
-    if isinstance(value, str) and value in LATER_ALGORITHMS:
-        raise bad_value(key, value, f"is not in this version; nearest: {LATER_ALGORITHMS[value]}; valid: {valid}")
-    near = meant(value, names) if isinstance(value, str) else None
-    raise bad_value(key, value, f"unknown algorithm; {f'did you mean {near}? ' if near else ''}valid: {valid}")
+    problem = no_algorithm(value)
+    if problem is not None:
+        raise bad_value(key, value, problem)
+    return algorithm_name(value)
 
 
 def _with_degree(values: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,25 @@ HEADS_SPLIT = ("ulysses", "hybrid")
 
 
 @pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--algorithm", "double_ring"], "one window of all ranks is the ring; give --cp-window-size"),
+        (["--algorithm", "double_ring", "--cp-window-size", "4"], "one window of all ranks is the ring"),
+        (["--algorithm", "double_ring", "--nodes", "2"], None),
+        (["--algorithm", "double_ring", "--cp-window-size", "2"], None),
+        (["--algorithm", "ulysses", "--heads", "3"], "3 heads are fewer than 4 ranks: 1 of these computes nothing"),
+        (["--algorithm", "ulysses", "--heads", "2"], "2 heads are fewer than 4 ranks: 2 of these compute nothing"),
+        (["--algorithm", "ulysses", "--heads", "4"], None),
+        (["--algorithm", "ring"], None),
+    ],
+)
+def test_plan_says_what_looks_odd(arguments: list[str], hint: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--lengths", "700,30,410", "--ranks", "4", *arguments]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert [hint in note for note in notes] == [True] if hint else not notes
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--algorithm", "a2a+p2p", "--ranks", "6", "--ulysses-degree", "3"],
@@ -130,7 +149,7 @@ def test_plan_switches_are_those_of_build_plan(
         ),
         (["plan", "--lengths", "5", "--kv-heads", "3"], "kv_heads is 3"),
         (["plan", "--lengths", "5", "--mask", "diagonal"], "valid: causal, full"),
-        (["plan", "--lengths", "5", "--algorithm", "auto"], "valid in this version: ring"),
+        (["plan", "--lengths", "5", "--algorithm", "auto"], "is not in this version; nearest: direct with layout balanced"),
         (["plan", "--lengths", "5", "--algorithm", "ring", "--prefetch", "2"], "algorithms that have it: direct"),
         (["plan", "--lengths", "5", "--option", "depth=2"], "'depth' is not one of algorithm 'ring'; valid: layout"),
         (["plan", "--lengths", "5", "--layout", "balanced", "--option", "layout=zigzag"], "layout is given twice"),

@@ -48,7 +48,8 @@ def context_parallel_attention(
             time-out of their group.
         dropout_key: (seed, layer), needed where the plan's attention has dropout. The same on all ranks of the group;
             another one for every layer and micro-batch. With head, document and positions it decides which weights are
-            dropped, so the result depends neither on the number of ranks nor on the algorithm.
+            dropped, so the result depends neither on the number of ranks nor on the algorithm. May be given where there
+            is no dropout; it is not used then.
         training: False drops nothing.
 
     Returns:

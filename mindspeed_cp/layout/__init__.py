@@ -4,9 +4,9 @@ from mindspeed_cp.layout.build import contiguous, equal_tokens, from_spans, zigz
 from mindspeed_cp.layout.documents import Documents
 from mindspeed_cp.layout.layout import SPAN, Layout, Span
 from mindspeed_cp.layout.redistribution import PART, PART_RUN, Redistribution
-from mindspeed_cp.layout.runs import expand, merged, overlaps
+from mindspeed_cp.layout.runs import expand, joined, merged, overlaps
 
 __all__ = [
     "PART", "PART_RUN", "SPAN", "Documents", "Layout", "Redistribution", "Span",
-    "contiguous", "equal_tokens", "expand", "from_spans", "merged", "overlaps", "zigzag",
+    "contiguous", "equal_tokens", "expand", "from_spans", "joined", "merged", "overlaps", "zigzag",
 ]  # fmt: skip

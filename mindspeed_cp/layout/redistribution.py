@@ -14,7 +14,7 @@ import numpy as np
 
 from mindspeed_cp.errors import PlanError
 from mindspeed_cp.layout.layout import Layout
-from mindspeed_cp.layout.runs import overlaps
+from mindspeed_cp.layout.runs import joined, overlaps
 
 #: Rank `src` gives rank `dst` `rows` rows, runs[first : first + count], of heads head .. head + heads - 1, counted over
 #: all heads.
@@ -74,20 +74,15 @@ class Redistribution:
             src = spans["rank"][j]
             order = np.argsort(src, kind="stable")  # in one part token order is row order on both sides
             src, found = src[order], found[order]
-            follows = (
-                (src[1:] == src[:-1])
-                & (found["src_row"][1:] == found["src_row"][:-1] + found["rows"][:-1])
-                & (found["dst_row"][1:] == found["dst_row"][:-1] + found["rows"][:-1])
-            )
-            begins = np.flatnonzero(np.append(True, ~follows))[: len(found)]
-            joined, of = found[begins], src[begins]
-            joined["rows"] = np.add.reduceat(found["rows"], begins) if len(begins) else joined["rows"]
+            other = np.append(True, src[1:] != src[:-1])[: len(src)]
+            whole, begins = joined(found, ("src_row", "dst_row"), other)
+            of = src[begins]
             for rank in np.unique(of).tolist():
                 own = np.flatnonzero(of == rank)
-                size = int(joined["rows"][own].sum())
+                size = int(whole["rows"][own].sum())
                 parts.append((rank, dst, total + int(own[0]), len(own), size, low, high - low))
-            runs.append(joined)
-            total += len(joined)
+            runs.append(whole)
+            total += len(whole)
         table = np.array(parts, PART) if parts else np.empty(0, PART)
         return table, np.concatenate(runs) if runs else np.empty(0, PART_RUN)
 

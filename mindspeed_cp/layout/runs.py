@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -10,6 +12,28 @@ def expand(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(first - ends + count, count) + np.arange(total, dtype=np.int64)
+
+
+def joined(runs: np.ndarray, sides: Sequence[str], breaks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Runs that continue the one before on every side become one with it.
+
+    Args:
+        runs: records with the fields `rows` and, for each side, its first row.
+        sides: names of the fields of first rows.
+        breaks: bool [n], True where a run begins something new and is never joined to the one before.
+
+    Returns:
+        The joined runs, and for each the number of its first run.
+    """
+    new = np.zeros(len(runs), bool) if breaks is None else breaks.copy()
+    new[:1] = True
+    for side in sides:
+        new[1:] |= runs[side][1:] != runs[side][:-1] + runs["rows"][:-1]
+    begins = np.flatnonzero(new)
+    out = runs[begins]
+    if len(out):
+        out["rows"] = np.add.reduceat(runs["rows"], begins)
+    return out, begins
 
 
 def merged(runs: np.ndarray) -> np.ndarray:

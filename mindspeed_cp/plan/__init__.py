@@ -1,7 +1,15 @@
 """What each rank sends and computes, step by step, and the proof that it is right.  NumPy only."""
 
 from mindspeed_cp.plan.adjoint import adjoint
-from mindspeed_cp.plan.build import ALGORITHMS, ALIASES, algorithm_name, algorithm_options, build_plan
+from mindspeed_cp.plan.build import (
+    ALGORITHMS,
+    ALIASES,
+    LATER_ALGORITHMS,
+    algorithm_name,
+    algorithm_options,
+    build_plan,
+    no_algorithm,
+)
 from mindspeed_cp.plan.config import MASKS, UNLIMITED, AttentionConfig, Topology, alibi_slopes
 from mindspeed_cp.plan.placement import LAYOUTS
 from mindspeed_cp.plan.program import Plan, Program
@@ -10,8 +18,8 @@ from mindspeed_cp.plan.traffic import TRAFFIC, traffic
 from mindspeed_cp.plan.verify import peak_bytes, verify_plan
 
 __all__ = [
-    "ALGORITHMS", "ALIASES", "BAND", "CAUSAL", "CONTENT", "FULL", "LAYOUTS", "MASKS", "MESSAGE", "RUN", "TILE",
-    "TRAFFIC", "UNLIMITED", "AttentionConfig", "MessageList", "Messages", "Plan", "Program", "Topology",
-    "adjoint", "algorithm_name", "algorithm_options", "alibi_slopes", "build_plan", "peak_bytes", "traffic",
-    "verify_plan",
+    "ALGORITHMS", "ALIASES", "BAND", "CAUSAL", "CONTENT", "FULL", "LATER_ALGORITHMS", "LAYOUTS", "MASKS", "MESSAGE",
+    "RUN", "TILE", "TRAFFIC", "UNLIMITED", "AttentionConfig", "MessageList", "Messages", "Plan", "Program", "Topology",
+    "adjoint", "algorithm_name", "algorithm_options", "alibi_slopes", "build_plan", "no_algorithm", "peak_bytes",
+    "traffic", "verify_plan",
 ]  # fmt: skip

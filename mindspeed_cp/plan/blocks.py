@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.layout import Layout
+from mindspeed_cp.layout import Layout, joined
 from mindspeed_cp.plan.config import AttentionConfig
 from mindspeed_cp.plan.records import CONTENT, MESSAGE, RUN, Messages
 from mindspeed_cp.plan.visibility import seen_elsewhere
@@ -56,7 +56,7 @@ class Blocks:
             runs["src_row"] = row[of[mine]] - row[bounds[block]] + pieces["start"][mine] - spans["start"][of[mine]]
             runs["rows"] = length[mine]
             runs["dst_row"] = np.cumsum(length[mine]) - length[mine]
-            leaving[block] = _joined(runs)
+            leaving[block] = joined(runs, ("src_row", "dst_row"))[0]
         return Blocks(keys, np.concatenate(tables), first, count, rows, leaving)
 
     def contents(self, step: np.ndarray, rank: np.ndarray, slot: np.ndarray, block: np.ndarray) -> np.ndarray:
@@ -103,17 +103,4 @@ def moves(start: np.ndarray, done: np.ndarray, src: np.ndarray, dst: np.ndarray,
     for name, column in zip(("start", "done", "src", "dst", "src_slot", "dst_slot"),
                             (start, done, src, dst, src_slot, dst_slot), strict=True):  # fmt: skip
         out[name] = column
-    return out
-
-
-def _joined(runs: np.ndarray) -> np.ndarray:
-    """Runs that continue each other on both sides become one."""
-    if not len(runs):
-        return runs
-    follows = (runs["src_row"][1:] == runs["src_row"][:-1] + runs["rows"][:-1]) & (
-        runs["dst_row"][1:] == runs["dst_row"][:-1] + runs["rows"][:-1]
-    )
-    start = np.flatnonzero(np.append(True, ~follows))
-    out = runs[start]
-    out["rows"] = np.add.reduceat(runs["rows"], start)
     return out

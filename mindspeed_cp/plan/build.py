@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 
@@ -40,6 +41,21 @@ ALIASES = {
     "kvallgather_cp_algo": "all_gather",
 }
 
+#: Algorithms of later versions and of other projects, and what comes nearest to each in this one.
+LATER_ALGORITHMS = {
+    "hierarchical": "direct with layout balanced, which keeps short documents on one rank",
+    "auto": "direct with layout balanced for packed documents, ring for one long document",
+    "adaptive_cp_algo": "direct, which sends only what the mask lets others see",
+    "hybrid_adaptive_cp_algo": "hybrid",
+}
+
+#: Options under other projects' names, and ours.
+OTHER_OPTIONS = {
+    "hierarchical_context_parallel_sizes": "[degree, rest] is algorithm hybrid with ulysses_degree = degree",
+    "ulysses_degree_in_cp": "write ulysses_degree",
+    "window_size": "write cp_window_size",
+}
+
 #: Values of options that are names.
 CHOICES = {"layout": LAYOUTS}
 
@@ -64,11 +80,24 @@ def algorithm_name(name: str) -> str:
     Raises:
         ConfigError: there is no such algorithm in this version.
     """
-    own = ALIASES.get(name, name)
-    if own not in ALGORITHMS:
-        known = ", ".join([*ALGORITHMS, *ALIASES])
-        raise ConfigError(f"algorithm is {name!r}; valid in this version: {known}")
-    return own
+    problem = no_algorithm(name)
+    if problem is not None:
+        raise ConfigError(f"algorithm is {name!r}: {problem}")
+    return ALIASES.get(name, name)
+
+
+def no_algorithm(name: object) -> str | None:
+    """Why a name is none of an algorithm, and what is nearest and valid; None for a name that is one."""
+    names = [*ALGORITHMS, *ALIASES]
+    valid = f"valid: {', '.join(names)}"
+    if not isinstance(name, str):
+        return f"must be a name; {valid}"
+    if name in names:
+        return None
+    if name in LATER_ALGORITHMS:
+        return f"is not in this version; nearest: {LATER_ALGORITHMS[name]}; {valid}"
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"unknown algorithm; {f'did you mean {near[0]}? ' if near else ''}{valid}"
 
 
 def build_plan(
@@ -109,7 +138,9 @@ def build_plan(
     valid = algorithm_options(name)
     for key, value in options.items():
         if key not in valid:
-            raise ConfigError(f"option {key!r} is not one of algorithm {name!r}; valid: {', '.join(valid) or 'none'}")
+            known = ", ".join(valid) or "none"
+            known += f"; {OTHER_OPTIONS[key]}" if key in OTHER_OPTIONS else ""
+            raise ConfigError(f"option {key!r} is not one of algorithm {name!r}; valid: {known}")
         choices = CHOICES.get(key)
         if choices is not None and value not in choices:
             raise ConfigError(f"option {key!r} of algorithm {name!r} is {value!r}; valid: {', '.join(choices)}")

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mindspeed_cp.layout import Layout, overlaps
+from mindspeed_cp.layout import Layout, joined, overlaps
 from mindspeed_cp.plan.config import AttentionConfig
 from mindspeed_cp.plan.halves import own_block_in_two_halves
 from mindspeed_cp.plan.program import Program
@@ -134,14 +134,9 @@ def _messages(
     runs = np.empty(len(src), RUN)
     runs["src_row"], runs["dst_row"], runs["rows"] = src_row, dst_row, length
     first = _begins(to, number, src)
-    new = np.zeros(len(runs), bool)
-    new[first] = True
-    new[1:] |= (runs["src_row"][1:] != runs["src_row"][:-1] + runs["rows"][:-1]) | (
-        runs["dst_row"][1:] != runs["dst_row"][:-1] + runs["rows"][:-1]
-    )
-    kept = np.flatnonzero(new)
-    joined = runs[kept]
-    joined["rows"] = np.add.reduceat(runs["rows"], kept)
+    other = np.zeros(len(runs), bool)
+    other[first] = True
+    whole, kept = joined(runs, ("src_row", "dst_row"), other)
 
     items = np.empty(len(first), MESSAGE)
     items["src"], items["dst"], items["src_slot"] = src[first], to[first], 0
@@ -149,9 +144,9 @@ def _messages(
     items["done"] = number[first]
     items["start"] = np.maximum(0, number[first] + 1 - prefetch)
     items["first"] = np.searchsorted(kept, first)
-    items["count"] = np.diff(np.append(items["first"], len(joined)))
+    items["count"] = np.diff(np.append(items["first"], len(whole)))
     items["rows"] = np.add.reduceat(runs["rows"], first)
-    return Messages(items, joined).sorted(ranks)
+    return Messages(items, whole).sorted(ranks)
 
 
 def _begins(*keys: np.ndarray) -> np.ndarray:

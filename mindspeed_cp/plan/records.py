@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mindspeed_cp.layout import expand
+from mindspeed_cp.layout import expand, joined
 
 FULL, CAUSAL, BAND = 0, 1, 2
 MASK_NAMES = {FULL: "full", CAUSAL: "causal", BAND: "band"}
@@ -136,10 +136,9 @@ class MessageList:
         a, b, n = a[n > 0], b[n > 0], n[n > 0]
         if not len(n):
             return
-        follows = (a[1:] == a[:-1] + n[:-1]) & (b[1:] == b[:-1] + n[:-1])
-        first = np.flatnonzero(np.append(True, ~follows))
-        runs = np.empty(len(first), RUN)
-        runs["src_row"], runs["dst_row"], runs["rows"] = a[first], b[first], np.add.reduceat(n, first)
+        found = np.empty(len(n), RUN)
+        found["src_row"], found["dst_row"], found["rows"] = a, b, n
+        runs, _ = joined(found, ("src_row", "dst_row"))
         self._items.append((start, done, src, dst, src_slot, dst_slot, self._count, len(runs), int(n.sum())))
         self._runs.append(runs)
         self._count += len(runs)

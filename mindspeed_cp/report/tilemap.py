@@ -2,7 +2,8 @@
 
 A row for each rank, a square for each step. A square is the attention matrix of the whole batch, queries downwards and
 keys to the right; grey is what the mask lets queries see, colour what this rank computes in this step. The colour is
-that of the rank that has these keys and values. All squares have one scale, so that area is work::
+that of the rank that has these keys and values (after the move, where rows move before the steps). All squares have one
+scale, so that area is work::
 
                  holds          step 0        step 1
     rank 0  1,200 tokens ▬▬     |◣   |        |    |     ▆▆▆ work
@@ -58,7 +59,7 @@ def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = No
         figure.savefig(aside, dpi=DPI, format="png")
         aside.replace(target)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--png {path}: cannot be written: {error}") from None
+        raise ConfigError(f"--png {path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
         aside.unlink(missing_ok=True)
     return target
@@ -74,7 +75,7 @@ def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
     if numbers.moves:
         _moves(page, plan, numbers)
     _bars(page, numbers)
-    _legend(page, numbers)
+    _legend(page, plan, numbers)
     return page.figure
 
 
@@ -162,7 +163,7 @@ def _bars(page: Page, numbers: PlanSummary) -> None:
         page.bar(rank, share, max(float(work.max()) / (work.mean() or 1), 1.0))
 
 
-def _legend(page: Page, numbers: PlanSummary) -> None:
+def _legend(page: Page, plan: Plan, numbers: PlanSummary) -> None:
     if page.shaded:
         entries: list[tuple[Sequence[Any], str]] = [
             ([shading(share) for share in (0, 0.5, 1)], "the darker, the more work of this rank in this step")
@@ -170,7 +171,10 @@ def _legend(page: Page, numbers: PlanSummary) -> None:
         notes = [f"There are {numbers.tiles.sum():,} tiles, too many to draw."]
     else:
         some = colours(numbers.ranks)[:3]
-        now = "computed by this rank in this step; the colour is that of the rank that has these keys and values"
+        whose = "has these keys and values"
+        if plan.kv_move is not None:
+            whose += " after the all-to-all"
+        now = f"computed by this rank in this step; the colour is that of the rank that {whose}"
         entries = [([GREY], "what the mask lets queries see"), (some, now)]
         notes = [
             "Each square is the attention matrix of the whole batch: queries downwards, keys to the right, one block "

@@ -6,17 +6,20 @@ recomputed, prefetched or shown does not (beyond rounding), so a run may go on w
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_errors import show
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.files import RunFiles
 
 _NOT_MODEL = {"recompute_granularity"}
 _TRAIN = (
     *("global_batch_size", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16", "seed", "use_distributed_optimizer"),
 )
+_LENGTH = {"train_iters", "lr_decay_iters", "max_restarts"}
 
 
 def identity(settings: Settings) -> dict[str, Any]:
@@ -47,6 +50,44 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
     raise ConfigError(
         f"{checkpoint} belongs to other settings: {'; '.join(changes)}; "
         f"go on with the old ones{longer}, or give another output.folder"
+    )
+
+
+def other_settings(path: Path, settings: Settings) -> list[str]:
+    """How the work was done before, where that differs: "context_parallel_suite.algorithm was ring and is direct".
+
+    What a checkpoint is bound to cannot differ (`check_same_run`); this is the rest, the length of the run and what
+    concerns files and the screen left out.
+
+    Args:
+        path: settings.yaml of the run; nothing is said where it cannot be read.
+        settings: those of now.
+    """
+    import yaml
+
+    try:
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    now = settings.model_dump()
+    found = []
+    for section in ("model", "context_parallel_suite", "train"):
+        old = before.get(section) if isinstance(before, dict) else None
+        for key, value in now[section].items():
+            if isinstance(old, dict) and old.get(key, value) != value and key not in _LENGTH:
+                found.append(f"{section}.{key} was {show(old[key])} and is {show(value)}")
+    return found
+
+
+def complete_note(files: RunFiles, settings: Settings) -> str:
+    """That a run is complete, and which settings make it go on."""
+    train = settings.train
+    old_schedule = ""
+    if train.lr_decay_style != "constant" and train.lr_decay_iters is None:
+        old_schedule = f" and keep its schedule, train.lr_decay_iters = {train.train_iters}"
+    return (
+        f"this run is complete, so nothing is done: to go on, raise train.train_iters{old_schedule}; to start anew, "
+        f"give another output.folder than {files.folder}"
     )
 
 

@@ -26,6 +26,7 @@ from mindspeed_cp.train.batches import Batches, MicroBatch
 from mindspeed_cp.train.checkpoint import Progress
 from mindspeed_cp.train.display import open_display
 from mindspeed_cp.train.files import RunFiles, keep_metrics, write_text
+from mindspeed_cp.train.identity import complete_note, other_settings
 from mindspeed_cp.train.model import Parts, build
 from mindspeed_cp.train.resume import checkpoint_to_resume
 from mindspeed_cp.train.stop import StopRequest
@@ -226,7 +227,10 @@ class _Writer:
         self.first_step = progress.step
         self.lines = keep_metrics(files.metrics, progress.step)
         self._file = files.metrics.open("a", encoding="utf-8")
-        write_text(files.settings, _as_yaml(settings))
+        complete = progress.step >= settings.train.train_iters
+        other = other_settings(files.settings, settings) if progress.step else []
+        if not complete:  # a complete run keeps the settings that made it
+            write_text(files.settings, _as_yaml(settings))
         self._display = open_display(
             settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval
         )
@@ -235,11 +239,11 @@ class _Writer:
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
             f"({suite.algorithm})" + (f", resumed after step {progress.step}" if progress.step else "")
         )
-        if progress.step >= settings.train.train_iters:
-            self._display.note(
-                f"this run is complete, so nothing is done: raise train.train_iters to go on, or give "
-                f"another output.folder than {files.folder} to start anew"
-            )
+        if other:
+            done = "this run was made" if complete else f"the steps up to {progress.step} were made"
+            self._display.note(f"{done} with other settings: {'; '.join(other)}")
+        if complete:
+            self._display.note(complete_note(files, settings))
         device = unused_device()
         if device is not None:
             self._display.note(f"{device} was found but is not used: this version trains on the CPU")

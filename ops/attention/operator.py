@@ -52,7 +52,7 @@ def attention(
             scores. True: the paper's slopes for these heads; else one slope for each head.
         dropout_p: share of the attention weights that is dropped, below 1; the others are divided by 1 - dropout_p.
         dropout_key: (seed, layer), whole numbers; with head, sequence and both positions they decide what is dropped
-            (:func:`mindspeed_cp.ops.dropout.keep_mask`). Needed if dropout_p is above 0.
+            (:func:`mindspeed_cp.ops.dropout.keep_mask`). Needed if dropout_p is above 0, not used if it is 0.
         backend: name; default: by the device of q.
 
     Returns:

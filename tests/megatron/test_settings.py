@@ -147,7 +147,7 @@ def test_the_group_must_have_the_size_of_the_settings(alone: None) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "valid"),
     [
-        ("algorithm", "magic", "valid in this version: ring"),
+        ("algorithm", "magic", "unknown algorithm; valid: ring"),
         ("backend", "tpu", "valid: auto, cpu"),
         ("timeout_seconds", 0.0, "valid: seconds above 0"),
         ("timeout_seconds", float("nan"), "valid: seconds above 0"),

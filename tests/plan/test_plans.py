@@ -119,7 +119,7 @@ def test_peak_bytes_count_slots_gradients_and_staging():
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), algorithm="rings"), "algorithm is 'rings'; valid in this version: ring"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), algorithm="rings"), "algorithm is 'rings': unknown algorithm; did you mean ring? valid: ring"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), window=3), "option 'window' is not one of algorithm 'ring'; valid: layout"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), layout="striped"), "valid: zigzag, contiguous, balanced"),
         (lambda: AttentionConfig(6, 4), "kv_heads is 4; valid: a divisor of attention.heads, which is 6"),

@@ -11,7 +11,8 @@ import pytest
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.files import read_metrics
+from mindspeed_cp.train.files import RunFiles, read_metrics
+from mindspeed_cp.train.identity import complete_note, other_settings
 from tests.train.nursery import Nursery, RankError
 
 
@@ -148,6 +149,24 @@ def test_a_finished_run_has_nothing_left_to_do(nursery: Nursery, corpus: Path, t
     [again] = nursery.run(1, train_here, settings.model_dump_json())
     assert again["lines"] == lines and again["summary"]["step"] == 2
     assert again["summary"]["tokens_per_s"] > 0 and again["summary"]["imbalance"] >= 1
+
+
+def test_a_finished_run_keeps_the_settings_that_made_it(
+    nursery: Nursery, corpus: Path, tmp_path: Path
+) -> None:
+    """A command with another algorithm on a complete run does nothing, says so, and leaves settings.yaml alone."""
+    common: dict[str, Any] = {"train__train_iters": 2, "train__lr_warmup_iters": 0}
+    ring = tiny(corpus, tmp_path, **common)
+    direct = tiny(corpus, tmp_path, **common, context_parallel_suite__algorithm="direct")
+    curve(nursery, ring, 1)
+    before = RunFiles(Path(ring.output.folder)).settings.read_text()
+    assert other_settings(RunFiles(Path(ring.output.folder)).settings, direct) == [
+        'context_parallel_suite.algorithm was "ring" and is "direct"'
+    ]
+    curve(nursery, direct, 1)
+    assert RunFiles(Path(ring.output.folder)).settings.read_text() == before
+    note = complete_note(RunFiles(Path(ring.output.folder)), direct)
+    assert "raise train.train_iters and keep its schedule, train.lr_decay_iters = 2;" in note
 
 
 def test_the_summary_names_speed_balance_cuts_and_files(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
