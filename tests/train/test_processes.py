@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -40,6 +41,14 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(launch, "leave", leave)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     return tmp_path / "error.json"
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP as a terminal's shell leaves it, also where the tests run under nohup, which ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def raising(error: BaseException) -> Any:
@@ -166,6 +175,7 @@ def test_standard_output_holds_nothing_but_json(
     assert (captured.out if as_json else captured.err) == ""
 
 
+@pytest.mark.usefixtures("hangups")
 def test_a_closed_terminal_asks_the_ranks_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sleep", "30"])
     monkeypatch.setattr(launch, "_ranks", lambda: [psutil.Process(child.pid)])
@@ -179,6 +189,7 @@ def test_a_closed_terminal_asks_the_ranks_to_stop(monkeypatch: pytest.MonkeyPatc
         child.wait()
 
 
+@pytest.mark.usefixtures("hangups")
 def test_a_hangup_is_remembered_unless_nohup_says_otherwise() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
