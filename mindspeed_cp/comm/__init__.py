@@ -1,17 +1,23 @@
 """Moves bytes between ranks, on HCCL, NCCL and gloo."""
 
+from mindspeed_cp.comm.lanes import Lanes, close_lanes, lanes_of, open_lanes, warm_up
 from mindspeed_cp.comm.move import Move, move_of, start_moves
 from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, Transport, group_rank, group_size, staging
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "Lanes",
     "Move",
     "Pending",
     "Transfer",
     "Transport",
+    "close_lanes",
     "group_rank",
     "group_size",
+    "lanes_of",
     "move_of",
+    "open_lanes",
     "staging",
     "start_moves",
+    "warm_up",
 ]

@@ -59,8 +59,8 @@ class Move:
     adjoint: bool
 
 
-def move_of(redistribution: Redistribution, rank: int, adjoint: bool = False) -> Move:
-    """What one rank does in a redistribution, or in its adjoint; made once for a plan."""
+def move_of(redistribution: Redistribution, rank: int, device: torch.device, adjoint: bool = False) -> Move:
+    """What one rank does in a redistribution, or in its adjoint; made once for a plan. Row numbers lie on `device`."""
     given, got = redistribution.of(rank, adjoint)
     here, there = ("dst_row", "src_row") if adjoint else ("src_row", "dst_row")
     heads = redistribution.heads
@@ -72,8 +72,8 @@ def move_of(redistribution: Redistribution, rank: int, adjoint: bool = False) ->
         first = int(item["head"])
         return Part(
             peer,
-            _rows(runs[mine], runs["rows"]),
-            _rows(runs[other], runs["rows"]),
+            _rows(runs[mine], runs["rows"], device),
+            _rows(runs[other], runs["rows"], device),
             int(item["rows"]),
             slice(first, first + int(item["heads"])),
         )
@@ -123,7 +123,7 @@ def start_moves(
     pending: Sequence[Pending] = []
     if transfers:
         assert transport is not None, "one rank keeps everything"
-        pending = transport.post(transfers)
+        pending = transport.post(transfers, with_all=True)
 
     def finish() -> list[Tensor]:
         for one in pending:
@@ -140,11 +140,11 @@ def staging_of(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return staging(like[:0].new_empty((0, *shape[1:])), shape[0], like.dtype)
 
 
-def _rows(first: np.ndarray, count: np.ndarray) -> Rows:
+def _rows(first: np.ndarray, count: np.ndarray, device: torch.device) -> Rows:
     """A slice for one run, else row numbers."""
     if len(first) == 1 or (first[1:] == first[:-1] + count[:-1]).all():
         return slice(int(first[0]), int(first[0] + count.sum()))
-    return torch.from_numpy(expand(first, count))
+    return torch.from_numpy(expand(first, count)).to(device)
 
 
 def _cut(x: Tensor, part: Part, heads: bool) -> Tensor:

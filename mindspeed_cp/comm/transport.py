@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_cp.comm.lanes import lanes_of
 from mindspeed_cp.errors import ConfigError, PeerError
 
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -50,11 +51,12 @@ class Transport:
     """Transfers over one process group.
 
     All transfers of a step are posted before any is waited for, in the plan's order, so sends and receives run at the
-    same time and a ring of any size, odd ones too, makes progress. On gloo each transfer is an operation of its own. On
-    NCCL and HCCL those of a step are one coalesced launch (`batch_isend_irecv`), which those libraries need for a
-    send and a receive between the same two ranks to run side by side; it runs on the group's own streams, which wait
-    for the tensors that the current stream has written, and `wait` makes the current stream wait for it: the host
-    never blocks.
+    same time and a ring of any size, odd ones too, makes progress. On gloo, and where the group has lanes
+    (:func:`mindspeed_cp.comm.open_lanes`), each transfer is an operation of its own; with lanes every direction of
+    every pair has a stream of its own. Else, on NCCL and HCCL, the transfers of a step are one coalesced launch
+    (`batch_isend_irecv`), which those libraries need for a send and a receive between the same two ranks to run side by
+    side, on the group's stream. These streams wait for the tensors that the current stream has written, and `wait`
+    makes the current stream wait for them: the host never blocks.
 
     Args:
         group: process group; None for the default group.
@@ -81,23 +83,31 @@ class Transport:
         self._global = dist.get_process_group_ranks(self.group)
         # Not dist.get_backend: it says "undefined" or "cpu:gloo" for groups that serve several kinds of device.
         library = self.group._get_backend(device if device is not None else torch.device("cpu"))
-        self._coalesce = library.name().lower() != "gloo"
+        self._on_host = library.name().lower() == "gloo"
+        self._lanes = lanes_of(self.group)
 
-    def post(self, transfers: Sequence[Transfer]) -> list[Pending]:
+    def post(self, transfers: Sequence[Transfer], with_all: bool = False) -> list[Pending]:
         """Start transfers; one object to wait for each, in the same order.
+
+        Args:
+            transfers: what this rank sends and receives.
+            with_all: this rank exchanges with most others, as in an all-to-all: one launch, where the library has that,
+                and not a communicator for each pair.
 
         Raises:
             PeerError: a peer is known to be gone.
         """
-        if self._coalesce:
-            return self._post_coalesced(transfers)
-        return [self._post_one(t) for t in transfers]
+        if self._on_host or (self._lanes is not None and not with_all):
+            return [self._post_one(t) for t in transfers]
+        return self._post_coalesced(transfers)
 
     def _post_one(self, transfer: Transfer) -> Pending:
         peer = self._global[transfer.peer]
         start = dist.isend if transfer.sends else dist.irecv
+        source, target = (self._rank, transfer.peer) if transfer.sends else (transfer.peer, self._rank)
+        group = self.group if self._lanes is None else self._lanes.of(source, target)
         try:
-            return _Work(self, transfer, start(transfer.tensor, peer, self.group, transfer.tag))
+            return _Work(self, transfer, start(transfer.tensor, peer, group, transfer.tag))
         except RuntimeError as error:
             raise self.failure(transfer, error) from error
 
@@ -118,7 +128,7 @@ class Transport:
     def wait(self, transfer: Transfer, work: Any) -> None:
         """Wait for one work object; see :class:`Pending`."""
         try:
-            work.wait() if self._coalesce else work.wait(self._limit)
+            work.wait(self._limit) if self._on_host else work.wait()
         except RuntimeError as error:
             raise self.failure(transfer, error) from error
 

@@ -74,12 +74,18 @@ class Agenda:
     stores_all_rows: bool
 
 
-_known: WeakKeyDictionary[Plan, dict[tuple[int, str, str, torch.dtype, bool], Agenda]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Plan, dict[tuple[Any, ...], Agenda]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def agenda_of(
-    plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtype: torch.dtype, drops: bool
+    plan: Plan,
+    rank: int,
+    direction: str,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    drops: bool,
+    device: torch.device,
 ) -> Agenda:
     """The agenda, made at the first call and kept as long as the plan lives.
 
@@ -90,12 +96,13 @@ def agenda_of(
         backend: lowers the tiles.
         dtype: of q, k and v; the best calls depend on it.
         drops: attention weights are dropped; without, the calls are those of an attention without dropout.
+        device: of the tensors; row numbers lie there.
     """
     with _lock:
         mine = _known.setdefault(plan, {})
-    key = rank, direction, backend.name, dtype, drops
+    key = rank, direction, backend.key, dtype, drops, device
     if key not in mine:
-        mine[key] = _make(plan, rank, direction, backend, dtype, drops)
+        mine[key] = _make(plan, rank, direction, backend, dtype, drops, device)
     return mine[key]
 
 
@@ -104,7 +111,7 @@ def prepare(
     rank: int,
     dtype: torch.dtype,
     backend: str | None = None,
-    device_type: str = "cpu",
+    device: torch.device | str = "cpu",
     training: bool = True,
 ) -> None:
     """Make both agendas of a rank now, for instance in the thread that loads data, and not in the first layer's call.
@@ -114,18 +121,27 @@ def prepare(
         rank: context-parallel rank.
         dtype: of the tensors that will come.
         backend, training: as for :func:`mindspeed_cp.context_parallel_attention`.
-        device_type: of the tensors that will come, "cpu".
+        device: of the tensors that will come; with its number, if it is not the CPU.
 
     Raises:
         ConfigError: no such backend serves that device.
     """
-    runner = backend_for(device_type, backend)
+    device = torch.device(device)
+    runner = backend_for(device.type, backend)
     for direction in ("forward", "backward"):
-        agenda_of(plan, rank, direction, runner, dtype, training and plan.attention.dropout > 0)
-    moves_of(plan, rank)
+        agenda_of(plan, rank, direction, runner, dtype, training and plan.attention.dropout > 0, device)
+    moves_of(plan, rank, device)
 
 
-def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtype: torch.dtype, drops: bool) -> Agenda:
+def _make(
+    plan: Plan,
+    rank: int,
+    direction: str,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    drops: bool,
+    device: torch.device,
+) -> Agenda:
     program: Program = getattr(plan, direction)
     lower = backend.lower_forward if direction == "forward" else backend.lower_backward
     tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
@@ -136,7 +152,7 @@ def _make(plan: Plan, rank: int, direction: str, backend: AttentionBackend, dtyp
     for kind, messages in (("reduce", program.reduce), ("fetch", program.fetch)):
         one_run = {side: messages.is_one_run(side) for side in ("src", "dst")}
         for index in messages.involving(rank).tolist():
-            post = _post(messages, index, kind, rank, one_run)
+            post = _post(messages, index, kind, rank, one_run, device)
             posts[int(messages.items["start"][index])].append(post)
             finish[int(messages.items["done"][index])].append(post.number)
     slots = range(program.capacity.shape[1])
@@ -163,7 +179,9 @@ def _stores_all_rows(tiles: np.ndarray, rows: int) -> bool:
     return not left
 
 
-def _post(messages: Messages, index: int, kind: str, rank: int, one_run: Mapping[str, np.ndarray]) -> Post:
+def _post(
+    messages: Messages, index: int, kind: str, rank: int, one_run: Mapping[str, np.ndarray], device: torch.device
+) -> Post:
     item = messages.items[index]
     sends = bool(item["src"] == rank)
     here, there = ("src", "dst") if sends else ("dst", "src")
@@ -171,7 +189,7 @@ def _post(messages: Messages, index: int, kind: str, rank: int, one_run: Mapping
         first = int(messages.runs_of(index)[here + "_row"][0])
         rows: Rows = slice(first, first + int(item["rows"]))
     else:
-        rows = torch.from_numpy(messages.rows_of(index)[0 if sends else 1])
+        rows = torch.from_numpy(messages.rows_of(index)[0 if sends else 1]).to(device)
     number = 2 * index + (kind == "reduce")
     what = f"{'dK and dV' if kind == 'reduce' else 'K and V'}, step {item['start']}, {item['rows']} rows"
     return Post(

@@ -97,8 +97,8 @@ class _Attention(torch.autograd.Function):
         backend: AttentionBackend,
         dropout: DropoutKey | None,
     ) -> Tensor:
-        attention, moves = plan.attention, moves_of(plan, rank)
-        agenda = agenda_of(plan, rank, "forward", backend, q.dtype, dropout is not None)
+        attention, moves = plan.attention, moves_of(plan, rank, q.device)
+        agenda = agenda_of(plan, rank, "forward", backend, q.dtype, dropout is not None, q.device)
         there = (moves.q, moves.kv, moves.kv)
         q, k, v = move_all((q.contiguous(), k.contiguous(), v.contiguous()), there, transport, "q, k and v to heads")
         empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
@@ -108,19 +108,20 @@ class _Attention(torch.autograd.Function):
         _run_forward(Run(agenda, k, v, transport), state, attention, backend)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = plan, rank, transport, backend, dropout
+        ctx.how = plan, rank, transport, backend, dropout, state.kept
         return move_all((out,), (moves.q_back,), transport, "outputs to tokens")[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        plan, rank, transport, backend, dropout = ctx.how
+        plan, rank, transport, backend, dropout, kept = ctx.how
         q, k, v, out, lse = ctx.saved_tensors
-        attention, moves = plan.attention, moves_of(plan, rank)
+        attention, moves = plan.attention, moves_of(plan, rank, q.device)
         (dout,) = move_all((dout.contiguous(),), (moves.q,), transport, "gradients of outputs to heads")
-        run = Run(agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None), k, v, transport)
+        agenda = agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None, q.device)
+        run = Run(agenda, k, v, transport)
         dq = torch.zeros_like(q, dtype=torch.float32)
-        state = BackwardState(q, out, lse, dout, dq, _heads(plan, rank), dropout)
+        state = BackwardState(q, out, lse, dout, dq, _heads(plan, rank), dropout, kept)
         dk, dv = _run_backward(run, state, attention, backend)
         del run  # its buffers
         if not moves.kv_copies:  # copies are summed in fp32 first

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from mindspeed_cp.comm import Move, Transport, move_of, start_moves
@@ -30,24 +31,24 @@ class Moves:
     kv_copies: bool
 
 
-_known: WeakKeyDictionary[Plan, dict[int, Moves]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Plan, dict[tuple[int, torch.device], Moves]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def moves_of(plan: Plan, rank: int) -> Moves:
-    """The moves of a rank, made at the first call and kept as long as the plan lives."""
+def moves_of(plan: Plan, rank: int, device: torch.device) -> Moves:
+    """The moves of a rank with row numbers on a device, made at the first call and kept as long as the plan lives."""
     with _lock:
         mine = _known.setdefault(plan, {})
-    if rank not in mine:
+    if (rank, device) not in mine:
         q, kv = plan.q_move, plan.kv_move
-        mine[rank] = Moves(
-            None if q is None else move_of(q, rank),
-            None if kv is None else move_of(kv, rank),
-            None if q is None else move_of(q, rank, adjoint=True),
-            None if kv is None else move_of(kv, rank, adjoint=True),
+        mine[rank, device] = Moves(
+            None if q is None else move_of(q, rank, device),
+            None if kv is None else move_of(kv, rank, device),
+            None if q is None else move_of(q, rank, device, adjoint=True),
+            None if kv is None else move_of(kv, rank, device, adjoint=True),
             kv is not None and kv.replicates,
         )
-    return mine[rank]
+    return mine[rank, device]
 
 
 def move_all(

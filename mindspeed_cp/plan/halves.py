@@ -21,7 +21,8 @@ def own_block_in_two_halves(
 
     The last gradients travel home in that step, and would otherwise have no work to hide behind. The own block is cut
     in one place, at the row where its work is halved (its rows, under a window); the half point lies inside a span when
-    the rank has few of them.
+    the rank has few of them. Under dropout the block stays whole: vendors' kernels draw the dropped weights anew from
+    what they kept of the same call in the forward, so that the backward must have the forward's tiles.
 
     Args:
         queries: layout of the queries.
@@ -31,6 +32,8 @@ def own_block_in_two_halves(
         table: spans that the contents refer to; begins with those of `keys`.
         last_step: step of the second halves.
     """
+    if attention.dropout > 0:
+        return contents, table
     rows, spans = keys.spans["stop"] - keys.spans["start"], keys.spans
     before = np.cumsum(rows) - rows
     causal = attention.mask == "causal" and attention.window is None

@@ -141,7 +141,7 @@ class Batches:
             if suite.verify_plans and row.index // self._world.replicas % self._world.cp == rank:
                 verify_plan(plan)
             backend = None if suite.backend == "auto" else suite.backend
-            prepare(plan, rank, self._dtype, backend, self._world.device.type)
+            prepare(plan, rank, self._dtype, backend, self._world.device)
         batch, params = planned_batch(
             {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask},
             list(plans.values()),

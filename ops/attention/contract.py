@@ -8,8 +8,8 @@ and lse, so that the parts of a distributed attention are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -69,6 +69,8 @@ class ForwardState:
         lse: fp32 [t, heads], starts at -inf.
         heads: which heads these are.
         dropout: seed and layer, or None: nothing is dropped.
+        kept: what the backend keeps of its calls for the backward, under names of its own; the states of a forward and
+            of its backward share it.
     """
 
     q: Tensor
@@ -76,6 +78,7 @@ class ForwardState:
     lse: Tensor
     heads: Heads
     dropout: DropoutKey | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class BackwardState:
         dq: fp32 [t, heads, head_dim], starts at 0.
         heads: which heads these are.
         dropout: as in the forward.
+        kept: of the forward.
     """
 
     q: Tensor
@@ -99,6 +103,7 @@ class BackwardState:
     dq: Tensor
     heads: Heads
     dropout: DropoutKey | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 class AttentionBackend(Protocol):
@@ -106,11 +111,15 @@ class AttentionBackend(Protocol):
 
     Attributes:
         name: the kind of device.
+        key: tells backends apart that lower differently: the name and the options.
         deterministic: the same call gives the same bits every time, for any number of threads.
     """
 
     name: str
     deterministic: bool
+
+    @property
+    def key(self) -> Hashable: ...
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
         """Raise ConfigError, naming setting, value, valid values and alternative, for what is not supported."""

@@ -29,6 +29,7 @@ class CpuAttention:
     """
 
     name = "cpu"
+    key = "cpu"
     deterministic = True
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from mindspeed_cp.plan.verify.memory import _staging as held_apart
 from tests.engine.meters import Meter
 
 HEADS = 5
+CPU = torch.device("cpu")
 
 #: Bytes of a row and head of the two tensors that are moved: three of fp32, two of bf16.
 WIDTH = 3 * 4 + 2 * 2
@@ -51,7 +52,7 @@ def there_and_back(rank, group, seeds):
     for seed in seeds:
         redistribution = pair(torch.distributed.get_world_size(group), seed)
         a, b = whole(seed)
-        move, back = move_of(redistribution, rank), move_of(redistribution, rank, adjoint=True)
+        move, back = move_of(redistribution, rank, CPU), move_of(redistribution, rank, CPU, adjoint=True)
         held = [redistribution.source.shard(x, rank) for x in (a, b)]
         with Meter() as forward:
             moved = start_moves([(x, move) for x in held], transport, "test")()
@@ -102,7 +103,7 @@ def staged(rank, group, target_of):
     redistribution = Redistribution.between(contiguous(documents, 2), target_of(documents, 2), HEADS)
     x = redistribution.source.shard(torch.randn(64, HEADS, 3), rank)
     with Meter() as meter:
-        start_moves([(x, move_of(redistribution, rank))], Transport(group, 30), "test")()
+        start_moves([(x, move_of(redistribution, rank, CPU))], Transport(group, 30), "test")()
     return x.nbytes, meter.peak["moved"], meter.peak["staging"]
 
 
@@ -122,5 +123,5 @@ def test_whole_runs_of_rows_are_sent_and_received_in_place(workers):
 def test_a_move_of_one_rank_needs_no_transport():
     held = contiguous(Documents([7, 4]), 1)
     x = torch.randn(11, HEADS, 3)
-    [found] = start_moves([(x, move_of(Redistribution(held, held, HEADS), 0))], None, "test")()
+    [found] = start_moves([(x, move_of(Redistribution(held, held, HEADS), 0, CPU))], None, "test")()
     assert torch.equal(found, x)

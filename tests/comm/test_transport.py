@@ -106,7 +106,7 @@ def test_gloo_is_found_however_the_group_was_made(backend, tmp_path):
     code = (
         "import torch.distributed as dist; from mindspeed_cp.comm import Transport\n"
         f"dist.init_process_group({backend}init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "assert Transport(None, 1.0)._coalesce is False"
+        "assert Transport(None, 1.0)._on_host is True"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

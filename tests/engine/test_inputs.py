@@ -100,10 +100,10 @@ def test_a_plan_whose_layouts_are_of_other_documents_is_refused():
 
 def test_agendas_are_made_once_and_go_with_their_plan():
     plan, cpu = Case((9, 4), 1).plan(), backend_named("cpu")
-    first = agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False)
-    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False) is first
+    first = agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False, torch.device("cpu"))
+    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False, torch.device("cpu")) is first
     agenda.prepare(plan, 0, torch.float32)
-    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False) is first
+    assert agenda.agenda_of(plan, 0, "forward", cpu, torch.float32, False, torch.device("cpu")) is first
     gone = weakref.ref(plan)
     del plan, first
     gc.collect()
@@ -130,7 +130,7 @@ def test_evaluation_makes_the_calls_of_an_attention_without_dropout():
     def calls(of, drops):
         return [
             len(c)
-            for step in agenda.agenda_of(of, 0, "forward", cpu, torch.float32, drops).steps
+            for step in agenda.agenda_of(of, 0, "forward", cpu, torch.float32, drops, torch.device("cpu")).steps
             for _, c in step.compute
         ]
 

@@ -1,0 +1,162 @@
+"""Lanes on real processes: both ends of every edge find the same group, warm-up connects without waiting in a circle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
+from mindspeed_cp.comm import Transfer, Transport, close_lanes, lanes_of, open_lanes, warm_up
+from mindspeed_cp.comm.lanes import edges, group_options, in_order
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan import ALGORITHMS
+
+PROCESSES = 8
+
+
+@contextmanager
+def two_groups(rank: int, ranks: int) -> Iterator[dist.ProcessGroup]:
+    """The first `ranks` processes are one group, the others another, as context-parallel groups are side by side."""
+    groups = [dist.new_group(members) for members in (list(range(ranks)), list(range(ranks, PROCESSES)))]
+    mine = groups[rank >= ranks]
+    yield mine
+    dist.barrier()
+    dist.destroy_process_group(mine)
+
+
+def recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, dist.ProcessGroup]]:
+    """What isend and irecv are asked for from now on: name, peer, group."""
+    found: list[tuple[str, int, dist.ProcessGroup]] = []
+
+    def record(name, really):
+        def call(tensor, peer, group, tag):
+            found.append((name, peer, group))
+            return really(tensor, peer, group, tag)
+
+        return call
+
+    for name in ("isend", "irecv"):
+        patch.setattr(dist, name, record(name, getattr(dist, name)))
+    return found
+
+
+def through_lanes(rank, everybody, ranks, documents, algorithm):
+    """A plan's attention with lanes, and without, on the same input; what went over which lane."""
+    with two_groups(rank, ranks) as group:
+        size, me = dist.get_world_size(group), dist.get_rank(group)
+        plan = build_plan(Documents(documents), Topology(1, size), AttentionConfig(2, head_dim=8), algorithm)
+        torch.manual_seed(rank)
+        q, k, v = (torch.randn(int(plan.layout.token_counts[me]), 2, 8, requires_grad=True) for _ in range(3))
+
+        def run():
+            out = context_parallel_attention(q, k, v, plan, group, timeout=30)
+            return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+        plain = run()
+        lanes = open_lanes(group)
+        assert open_lanes(group) is lanes and lanes_of(group) is lanes
+        warm_up(plan, group)
+        with pytest.MonkeyPatch.context() as patch:
+            sent = recorded(patch)
+            with_lanes = run()
+        names = {lanes.up: "up", lanes.down: "down"}
+        close_lanes(group)
+        assert lanes_of(group) is None
+        equal = all(torch.equal(a, b) for a, b in zip(plain, with_lanes, strict=True))
+        return equal, {(kind, dist.get_group_rank(group, peer), names.get(one)) for kind, peer, one in sent}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_attention_through_lanes(workers, ranks, algorithm):
+    results = workers.run(PROCESSES, through_lanes, ranks, [61, 0, 3, 40], algorithm)
+    for group in (results[:ranks], results[ranks:]):
+        for rank, (equal, sent) in enumerate(group):
+            assert equal
+            for kind, peer, lane in sent:
+                source, target = (rank, peer) if kind == "isend" else (peer, rank)
+                assert lane == ("up" if source < target else "down")
+                other = "irecv" if kind == "isend" else "isend"
+                assert (other, rank, lane) in group[peer][1]
+            assert sent, "nothing went through lanes"
+
+
+def warmed(rank, everybody, ranks):
+    """The edges of a ring, twice, then one message over each."""
+    with two_groups(rank, ranks) as group:
+        size, me, first = dist.get_world_size(group), dist.get_rank(group), rank - dist.get_rank(group)
+        open_lanes(group)
+        plan = build_plan(Documents([100]), Topology(1, size), AttentionConfig(1), "ring")
+        for _ in range(2):
+            warm_up(plan, group)
+        into = torch.empty(4)
+        transfers = [
+            Transfer(torch.full((4,), float(rank)), (me + 1) % size, True, 0, "block"),
+            Transfer(into, (me - 1) % size, False, 0, "block"),
+        ]
+        for pending in Transport(group, 30).post(transfers):
+            pending.wait()
+        close_lanes(group)
+        return into.tolist() == [float(first + (me - 1) % size)] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_warm_up_of_rings_of_any_size(workers, ranks):
+    assert workers.run(PROCESSES, warmed, ranks) == [True] * PROCESSES
+
+
+@given(
+    st.integers(2, 9).flatmap(
+        lambda n: st.tuples(
+            st.just(n), st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda p: p[0] != p[1]))
+        )
+    )
+)
+def test_edges_connect_without_waiting_in_a_circle(case):
+    """Every rank goes through its own edges in the order given; an edge is done when both its ends are at it."""
+    ranks, pairs = case
+    order = in_order(pairs, ranks)
+    assert set(order) == pairs and len(order) == len(pairs)
+    left = {rank: [pair for pair in order if rank in pair] for rank in range(ranks)}
+    while any(left.values()):
+        ready = [
+            mine[0] for rank, mine in left.items() if mine and left[mine[0][0]][:1] == left[mine[0][1]][:1] == mine[:1]
+        ]
+        assert ready, f"all wait: {left}"
+        for pair in set(ready):
+            for rank in pair:
+                left[rank].pop(0)
+
+
+def test_a_ring_connects_in_few_rounds():
+    """Not one pair after the other: a ring of 16 needs 4 rounds at most."""
+    order = in_order([(r, (r + 1) % 16) for r in range(16)], 16)
+    busy: dict[int, int] = {}
+    for a, b in order:
+        busy[a] = busy[b] = max(busy.get(a, 0), busy.get(b, 0)) + 1
+    assert max(busy.values()) <= 4
+
+
+def test_edges_are_those_of_both_directions():
+    plan = build_plan(Documents([64]), Topology(1, 4), AttentionConfig(1), "direct", layout="contiguous")
+    fetched = {(int(m["src"]), int(m["dst"])) for m in plan.forward.fetch.items}
+    returned = {(int(m["src"]), int(m["dst"])) for m in plan.backward.reduce.items}
+    assert edges(plan) == fetched | returned and fetched != returned
+
+
+def test_group_options_are_those_of_hccl():
+    with pytest.raises(
+        ConfigError, match=r"group option 'buffers': unknown; valid: buffer_mb, traffic_class, service_level"
+    ):
+        group_options("hccl", {"buffers": 1})
+    with pytest.raises(
+        ConfigError, match=r"group options buffer_mb: are HCCL's, and this group is gloo; leave them out"
+    ):
+        group_options("gloo", {"buffer_mb": 100})
+    assert group_options("gloo", None) is None
