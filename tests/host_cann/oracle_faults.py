@@ -1,0 +1,35 @@
+"""Faults that can be put into the oracle on purpose, so that a check of a device can be seen to fail.
+
+Each is a way in which an operator has been wrong, or could be, without saying so.
+"""
+
+from __future__ import annotations
+
+COLUMNS = "mask ignored past 512 columns"
+ORDER = "statistics in TND order"  # [T, N, 8] although per sequence [N, S_i, 8] was asked for
+KV_START = "kv_start_idx ignored"
+STATISTICS = "gradient ignores given statistics"  # it recomputes those of its own keys
+TOP_LEFT = "sparse_mode 3 from the top left"  # as mode 2
+HEADS = "key heads interleaved"  # query head h uses key head h % Nkv, not h // (Nq / Nkv)
+KEEP_PROB = "dropout without 1/keep_prob"
+BITS = "gradient drops other weights"  # its dropout mask is not the forward's
+
+FAULTS = (COLUMNS, ORDER, KV_START, STATISTICS, TOP_LEFT, HEADS, KEEP_PROB, BITS)
+
+_fault: list[str] = []
+
+
+def set_fault(name: str | None) -> None:
+    """Put a fault into the oracle, or take it out again (None).
+
+    Raises:
+        ValueError: no such fault.
+    """
+    if name and name not in FAULTS:
+        raise ValueError(f"no fault is called {name!r}; valid: {', '.join(FAULTS)}")
+    _fault[:] = [name] if name else []
+
+
+def on(name: str) -> bool:
+    """That fault is in."""
+    return name in _fault

@@ -1,0 +1,208 @@
+"""What each query of a call sees: the sparse modes of the fused attention operator and what it asks of atten_mask.
+
+Row i and column j of a sequence of Sq queries and Skv keys; `off` = Skv - Sq puts the origin bottom right:
+
+    mode                  mask tensor           row i sees column j
+    any, without a mask   none                  always (only mode 0 is accepted so: with another it would be a mistake)
+    0                     full                  where the mask is 0; the mask must be 1 outside i-pre <= j <= i+next
+    1                     full                  where the mask is 0
+    2                     2048x2048, upper      j <= i
+    3                     2048x2048, upper      j <= i+off
+    4                     2048x2048, upper      i+off-pre <= j <= i+off+next
+    5                     full                  j <= i+off or j < prefix; the mask must say the same
+    6                     3072x2048             j <= i+off or j < prefix
+    7 (TND)               2048x2048, upper      last sequence: mode 4; others: mode 3
+    8 (TND)               2048x2048, upper      first sequence: mode 4; others: mode 2
+
+Where modes 7 and 8 stand at an empty end (a first or last sequence with keys but no queries) is not documented, and
+refused. Hidden scores are -FLT_MAX, not -inf. A row that sees nothing is forbidden in TND; elsewhere it is zeroed with
+inner_precise 2, and in mode 3 with Sq > Skv, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.host_cann.oracle_rules import UNLIMITED, Problem, need
+
+COMPRESSED = (2, 3, 4, 6, 7, 8)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the rows of one sequence see: i - left <= j <= i + right, or j < prefix; or what `hidden` [1 | N, Sq, Skv]
+    leaves."""
+
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    prefix: int = 0
+    hidden: Tensor | None = None
+
+    def blind(self, sq: int, sk: int) -> bool:
+        """Some row sees nothing."""
+        if self.hidden is not None:
+            return bool(self.hidden.all(-1).any())
+        meets = self.left + self.right >= 0 and self.right >= 0 and sq - 1 - self.left <= sk - 1
+        return sq > 0 and not meets and self.prefix == 0
+
+    def hides(self, first: int, last: int, sk: int) -> Tensor:
+        """True where rows [first, last) do not see a column: bool [1 | N, last - first, Skv]."""
+        if self.hidden is not None:
+            return self.hidden[:, first:last]
+        i, j = torch.arange(first, last)[:, None], torch.arange(sk)[None]
+        outside = (j < i - self.left) | (j > i + self.right)
+        return (outside & (j >= self.prefix))[None]
+
+
+def upper(rows: int) -> Tensor:
+    """The compressed mask: 2048x2048, 1 above the diagonal; for mode 6 1024 rows more, 1 in their right half."""
+    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+    if rows == 2048:
+        return mask
+    below = torch.zeros(1024, 2048, dtype=torch.bool)
+    below[:, 1024:] = True
+    return torch.cat([mask, below])
+
+
+def band_sequence(p: Problem) -> int:
+    """Index of the sequence that modes 7 and 8 treat as a band."""
+    some = [i for i, x in enumerate(p.sequences) if x.sizes != (0, 0)]
+    index = (some or [0])[-1 if p.sparse_mode == 7 else 0]
+    need(
+        p.sequences[index].sizes[0] > 0,
+        f"not modelled: sparse_mode {p.sparse_mode} where the {'last' if p.sparse_mode == 7 else 'first'} sequence has keys but no queries",
+    )
+    return index
+
+
+def sight(p: Problem, index: int) -> Sight:
+    """What the rows of a sequence see by the arguments (modes 0, 1 and 5 look into the mask)."""
+    sq, sk = p.sequences[index].sizes
+    off, mode = sk - sq, p.sparse_mode
+    if p.mask is None:
+        return Sight()
+    if mode in (0, 1, 5):
+        mask = p.mask.bool()
+        while mask.dim() > 2:  # [B | 1, N | 1, Sq, Skv]
+            mask = mask[min(index, mask.shape[0] - 1)] if mask.dim() == 4 else mask
+            if mask.dim() == 3:
+                return Sight(hidden=mask[:, :sq, :sk])
+        return Sight(hidden=mask[None, :sq, :sk])
+    if mode in (7, 8):
+        mode = 4 if index == band_sequence(p) else {7: 3, 8: 2}[mode]
+    if mode == 2:
+        return Sight(right=0)
+    if mode == 4:
+        return Sight(left=p.pre_tokens - off, right=p.next_tokens + off)
+    return Sight(right=off, prefix=p.prefix[index] if mode == 6 else 0)
+
+
+def may_be_blind(p: Problem, index: int) -> bool:
+    """A row of the sequence that sees nothing gets zeros, instead of undefined values."""
+    sq, sk = p.sequences[index].sizes
+    return not p.packed and (p.inner_precise == 2 or (p.sparse_mode == 3 and sq > sk))
+
+
+def refuse_blind_rows(p: Problem, index: int, seen: Sight) -> None:
+    """Raise Refused where a row sees nothing and the operator does not zero it."""
+    if seen.blind(*p.sequences[index].sizes):
+        need(not p.packed, f"TND: a row of sequence {index} has every key masked")
+        need(may_be_blind(p, index), "a row has every key masked: it is zeroed only with inner_precise 2")
+
+
+def check_arguments(p: Problem) -> None:
+    """Raise Refused for what can be said against sparse_mode and mask without looking into the mask."""
+    mode, mask = p.sparse_mode, p.mask
+    valid = (0, 1, 2, 3, 4, 6, 7, 8) if p.packed else tuple(range(7))
+    need(mode in valid, f"sparse_mode is {mode}; valid for {p.layout}: {valid}")
+    need(mode in (5, 6) or not p.prefix, f"prefix means nothing with sparse_mode {mode}")
+    if mask is None:
+        need(mode == 0, f"sparse_mode {mode} needs atten_mask: without it the operator lets every query see every key")
+        return
+    need(mask.dtype in (torch.bool, torch.uint8), f"atten_mask must be bool or uint8, is {mask.dtype}")
+    check_shape(p, mask)
+    if mode in (5, 6):
+        need(len(p.prefix) == len(p.sequences) <= 32, "prefix needs one number for each batch entry, at most 32")
+        for x, n in zip(p.sequences, p.prefix, strict=True):
+            sq, sk = x.sizes
+            need(max(0, sk - sq) <= n <= sk, f"prefix is {n}; valid for Sq {sq}, Skv {sk}: {max(0, sk - sq)} to {sk}")
+    sizes = [x.sizes for x in p.sequences]
+    long = [i for i, (sq, sk) in enumerate(sizes) if sq > sk]
+    if p.packed and mode in (3, 6):
+        need(
+            not long,
+            f"TND: sparse_mode {mode} needs Sq <= Skv; sequences {long[:4]} have {[sizes[i] for i in long[:4]]}",
+        )
+    if mode in (0, 4, 7, 8):
+        need(
+            p.pre_tokens + p.next_tokens >= 0, f"pre_tokens {p.pre_tokens} and next_tokens {p.next_tokens} must overlap"
+        )
+    if mode in (7, 8):
+        check_outer_cut(p, sizes, long)
+    if mode in COMPRESSED:
+        for i in range(len(p.sequences)):
+            refuse_blind_rows(p, i, sight(p, i))
+
+
+def check_outer_cut(p: Problem, sizes: list[tuple[int, int]], long: list[int]) -> None:
+    """Modes 7 and 8: what is left of a long sequence whose queries were cut over devices."""
+    band = band_sequence(p)
+    if p.sparse_mode == 7:
+        need(set(long) <= {band}, "TND: sparse_mode 7 needs Sq <= Skv in every sequence but the last")
+    if sum(x != (0, 0) for x in sizes) == 1:
+        return  # one sequence alone: a band as in mode 4
+    need(
+        p.pre_tokens >= sizes[band][1],
+        f"sparse_mode {p.sparse_mode}: pre_tokens is {p.pre_tokens}; valid: from {sizes[band][1]}, Skv of the band's sequence",
+    )
+    if p.sparse_mode == 7:
+        need(p.next_tokens <= 0, f"sparse_mode 7: next_tokens is {p.next_tokens}; valid: at most 0")
+
+
+def check_shape(p: Problem, mask: Tensor) -> None:
+    """Raise Refused for a mask of a shape that the mode does not take."""
+    mode, shape = p.sparse_mode, list(mask.shape)
+    sq, sk = (max(x.sizes[axis] for x in p.sequences) for axis in (0, 1))
+    b, n = len(p.sequences), p.heads
+    if mode in COMPRESSED:
+        rows = 3072 if mode == 6 else 2048
+        valid = [[rows, 2048]] if p.packed else [[rows, 2048], [1, 1, rows, 2048]]
+    elif mode == 5:
+        valid = [[b, 1, sq, sk], [b, n, sq, sk]]
+    elif p.packed:
+        valid = [[sq, sk]]
+    else:
+        valid = [[sq, sk], [1, 1, sq, sk], [b, 1, sq, sk], [b, n, sq, sk]]
+    need(shape in valid, f"sparse_mode {mode}: atten_mask has shape {shape}; valid: {valid}")
+
+
+def check_contents(p: Problem) -> None:
+    """Raise Refused for a mask whose contents the mode does not take; on a device this would be a wrong result."""
+    mode, mask = p.sparse_mode, p.mask
+    if mask is None or mask.is_meta:
+        return
+    if mode in COMPRESSED:
+        want = upper(mask.shape[-2])
+        need(
+            torch.equal(mask.bool().view(want.shape), want),
+            f"sparse_mode {mode}: the compressed mask must be 1 above the diagonal{' (and prefix rows)' if mode == 6 else ''}, 0 elsewhere",
+        )
+        return
+    for i, x in enumerate(p.sequences):
+        if not x.sizes[0]:
+            continue
+        seen = sight(p, i)
+        assert seen.hidden is not None
+        if mode == 0:
+            outside = Sight(p.pre_tokens, p.next_tokens).hides(0, *x.sizes)
+            need(
+                bool((seen.hidden | ~outside).all()),
+                f"sparse_mode 0: atten_mask shows columns outside pre_tokens {p.pre_tokens}, next_tokens {p.next_tokens}",
+            )
+        if mode == 5:
+            want = Sight(right=x.sizes[1] - x.sizes[0], prefix=p.prefix[i]).hides(0, *x.sizes)
+            need(bool((seen.hidden == want).all()), "sparse_mode 5: atten_mask is not what prefix says")
+        refuse_blind_rows(p, i, seen)

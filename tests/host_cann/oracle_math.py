@@ -1,0 +1,193 @@
+"""Arithmetic of the fused attention operator, in fp32 whatever the type of the tensors; results are rounded once.
+
+    scores   scale * (q.k + pse)        pse_type 1 (or no pse)
+             scale * q.k + pse          pse_type 0
+             scale * q.k - slope * |(j + kv_start) - (i + q_start)|          pse_type 2
+             scale * q.k - slope * sqrt(|(j + kv_start) - (i + q_start)|)    pse_type 3
+    forward  m = max_j s, l = sum_j exp(s - m), out = sum_j keep_ij / keep_prob * exp(s - m) / l * v_j
+    backward with the statistics and the output that are GIVEN: p = exp(s - m) / l,
+             ds = p * (keep / keep_prob * (dout.v) - dout.out), dq = scale * ds k, dk = scale * ds^T q,
+             dv = (keep / keep_prob * p)^T dout
+
+Statistics are fp32, each value 8 times; in TND per sequence [N, S_i, 8] one after another, although the tensor is called
+[T, N, 8]; only softmax_layout "TND" makes that its true order. All blocks are of one sequence and of so many rows that
+the scores stay small in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.host_cann import oracle_faults as faults
+from tests.host_cann.oracle_dropout import kept
+from tests.host_cann.oracle_masks import Sight, sight
+from tests.host_cann.oracle_rules import Problem, Rows
+
+FLT_MAX = torch.finfo(torch.float32).max
+BLOCK = 2**23  # scores of a block
+
+# PyTorch's CPU build: the first multi-threaded fp32 exp of a process may be off by 1e-4; a small one first, on one
+# thread, and it never was.
+torch.zeros(8).exp()
+
+
+def blocks(p: Problem, index: int) -> Iterator[tuple[int, int]]:
+    """Ranges of query rows of a sequence."""
+    sq, sk = p.sequences[index].sizes
+    rows = max(1, BLOCK // max(1, p.heads * sk))
+    for first in range(0, sq, rows):
+        yield first, min(first + rows, sq)
+
+
+def of_heads(x: Tensor, first: int, last: int, heads: int) -> Tensor:
+    """Rows as fp32 [heads, rows, dim]; key and value heads are repeated for the query heads that they serve."""
+    y = x[first:last].transpose(0, 1).float()
+    group = heads // y.shape[0]
+    return y.repeat(group, 1, 1) if faults.on(faults.HEADS) else y.repeat_interleave(group, 0)
+
+
+def bias(p: Problem, index: int, first: int, last: int) -> Tensor | None:
+    """What is added to the scores of rows [first, last): [N | 1, rows, Skv], before (type 1) or after the scaling."""
+    if p.pse is None:
+        return None
+    if p.pse_type in (0, 1):
+        pse = p.pse[min(index, p.pse.shape[0] - 1)].float()
+        return pse if pse.shape[1] == 1 else pse[:, first:last]
+    q_start, kv_start = p.starts
+    if faults.on(faults.KV_START):
+        kv_start = 0
+    i = torch.arange(first, last)[:, None] + q_start
+    j = torch.arange(p.sequences[index].sizes[1])[None] + kv_start
+    far = (j - i).abs().float()
+    slopes = p.pse if p.pse.dim() == 1 else p.pse[index]
+    return -slopes[:, None, None] * (far if p.pse_type == 2 else far.sqrt())
+
+
+def hidden(p: Problem, index: int, first: int, last: int) -> Tensor | None:
+    """True where a score is masked, [1 | N, rows, Skv]; None: nowhere."""
+    if p.mask is None:
+        return None
+    seen = sight(p, index)
+    if faults.on(faults.TOP_LEFT) and p.sparse_mode == 3:
+        seen = Sight(right=0)
+    hides = seen.hides(first, last, p.sequences[index].sizes[1])
+    if faults.on(faults.COLUMNS):
+        hides = hides.clone()
+        hides[..., 512:] = False
+    return hides
+
+
+def scores(p: Problem, index: int, first: int, last: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scores [N, rows, Skv] of a block, -FLT_MAX where masked, and where that is."""
+    s, b = q @ k.transpose(1, 2), bias(p, index, first, last)
+    if b is not None and p.pse_type == 1:
+        s = s + b
+    s = s * p.scale
+    if b is not None and p.pse_type != 1:
+        s = s + b
+    hides = hidden(p, index, first, last)
+    return (s if hides is None else s.masked_fill(hides, -FLT_MAX)), hides
+
+
+def dropped(p: Problem, index: int, first: int, last: int) -> Tensor | float:
+    """keep / keep_prob of a block, [N, rows, Skv]; 1.0 where nothing is dropped."""
+    if p.drop_mask is None:
+        return 1.0
+    before = sum(x.sizes[0] * x.sizes[1] for x in p.sequences[:index]) * p.heads
+    sq, sk = p.sequences[index].sizes
+    if first == 0 and last == sq:
+        bits = kept(p.drop_mask, before, (p.heads, sq, sk))
+    else:
+        rows = (last - first, sk)
+        bits = torch.stack([kept(p.drop_mask, before + (n * sq + first) * sk, rows) for n in range(p.heads)])
+    return bits.float() / (1.0 if faults.on(faults.KEEP_PROB) else p.keep_prob)
+
+
+def statistics(p: Problem, memory: Tensor, rows: Rows, tnd: bool) -> Tensor:
+    """The statistics of a sequence, a view [N, S, 8] of the whole buffer [T * N * 8]."""
+    n = p.heads
+    if tnd:
+        return memory.view(-1, n, 8)[rows.q0 : rows.q1].transpose(0, 1)
+    return memory[rows.q0 * n * 8 : rows.q1 * n * 8].view(n, -1, 8)
+
+
+def forward(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """out [T, N, Dv] of the type of query; max and sum, flat [T * N * 8] in the order of memory."""
+    t, n = p.query.shape[0], p.heads
+    out = torch.zeros(t, n, p.value.shape[2], dtype=p.query.dtype)
+    largest, total = torch.zeros(t * n * 8), torch.zeros(t * n * 8)
+    tnd = p.same_as_input or (p.packed and faults.on(faults.ORDER))
+    for index, rows in enumerate(p.sequences):
+        if not rows.sizes[0]:
+            continue
+        k, v = (of_heads(x, rows.k0, rows.k1, n) for x in (p.key, p.value))
+        for first, last in blocks(p, index):
+            q = of_heads(p.query, rows.q0 + first, rows.q0 + last, n)
+            s, hides = scores(p, index, first, last, q, k)
+            m = s.amax(-1, keepdim=True)
+            weights = (s - m).exp()
+            sums = weights.sum(-1, keepdim=True)
+            if hides is not None:
+                blind = hides.all(-1, keepdim=True)
+                weights, sums = weights.masked_fill(blind, 0), sums.masked_fill(blind, FLT_MAX)
+            block = (weights * dropped(p, index, first, last) / sums) @ v
+            out[rows.q0 + first : rows.q0 + last] = block.transpose(0, 1).to(out.dtype)
+            statistics(p, largest, rows, tnd)[:, first:last] = m
+            statistics(p, total, rows, tnd)[:, first:last] = sums
+    return out, largest, total
+
+
+def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor) -> list[Tensor]:
+    """dq, dk, dv [T, heads, dim] of the type of query, and the gradient of an external pse (else an empty tensor).
+
+    Args:
+        p: the call.
+        dy: gradient of out, [T, N, Dv].
+        out: the given output, [T, N, Dv].
+        largest, total: the given statistics, flat in the order of memory.
+    """
+    if p.drop_mask is not None and faults.on(faults.BITS):
+        p = replace(p, drop_mask=p.drop_mask.roll(1))
+    n, kv = p.heads, p.kv_heads
+    grads = [torch.zeros(x.shape) for x in (p.query, p.key, p.value)]
+    dq, dk, dv = grads
+    external = p.pse is not None and p.pse_type in (0, 1)
+    dpse = torch.zeros(p.pse.shape) if external and p.pse is not None else torch.zeros(0)
+
+    def fold(x: Tensor) -> Tensor:
+        """[N, Skv, D] of query heads -> [Skv, Nkv, D]."""
+        by_group = x.unflatten(0, (n // kv, kv)).sum(0) if faults.on(faults.HEADS) else x.unflatten(0, (kv, -1)).sum(1)
+        return by_group.transpose(0, 1)
+
+    for index, rows in enumerate(p.sequences):
+        if not rows.sizes[0]:
+            continue
+        k, v = (of_heads(x, rows.k0, rows.k1, n) for x in (p.key, p.value))
+        m, sums = (statistics(p, x, rows, p.same_as_input)[..., :1] for x in (largest, total))
+        for first, last in blocks(p, index):
+            a, b = rows.q0 + first, rows.q0 + last
+            q, g, o = (of_heads(x, a, b, n) for x in (p.query, dy, out))
+            s, hides = scores(p, index, first, last, q, k)
+            if faults.on(faults.STATISTICS):
+                weights = s.softmax(-1)
+            else:
+                weights = (s - m[:, first:last]).exp() / sums[:, first:last]
+            if hides is not None:
+                weights = weights.masked_fill(hides, 0)
+            keep = dropped(p, index, first, last)
+            ds = weights * (g @ v.transpose(1, 2) * keep - (g * o).sum(-1, keepdim=True))
+            dq[a:b] = (ds @ k * p.scale).transpose(0, 1)
+            dk[rows.k0 : rows.k1] += fold(ds.transpose(1, 2) @ q) * p.scale
+            dv[rows.k0 : rows.k1] += fold((weights * keep).transpose(1, 2) @ g)
+            if external:
+                x = ds * p.scale if p.pse_type == 1 else ds
+                where = dpse[min(index, dpse.shape[0] - 1)]
+                if where.shape[1] == 1:
+                    where += x.sum(1, keepdim=True)
+                else:
+                    where[:, first:last] += x
+    return [*(x.to(p.query.dtype) for x in grads), dpse.to(p.query.dtype)]
