@@ -18,7 +18,8 @@ the same bits to the forward and to the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from tests.host_cann import oracle_masks as masks
 from tests.host_cann import oracle_math as math
 from tests.host_cann import oracle_ring as ring
 from tests.host_cann.oracle_calls import Call, calls, record, record_update
-from tests.host_cann.oracle_dropout import dropout_bits, dropout_numels, mask_bytes
+from tests.host_cann.oracle_dropout import dropout_bits, dropout_numels
 from tests.host_cann.oracle_faults import FAULTS, set_fault
+from tests.host_cann.oracle_given import check_dropout, check_gradient, check_slopes, check_statistics, statistics_shape
 from tests.host_cann.oracle_rules import (
     LAYOUTS,
     UNLIMITED,
@@ -117,28 +119,6 @@ def problem_of(
     return problem
 
 
-def check_dropout(p: Problem) -> None:
-    """Raise Refused where keep_prob and the dropout mask do not belong together."""
-    need(0 < p.keep_prob <= 1, f"keep_prob is {p.keep_prob}; valid: above 0, at most 1")
-    if p.keep_prob == 1:
-        need(p.drop_mask is None, "not modelled: a dropout mask with keep_prob 1")
-        return
-    need(p.drop_mask is not None, f"keep_prob {p.keep_prob} needs the dropout mask (drop_mask)")
-    assert p.drop_mask is not None
-    want = mask_bytes(dropout_numels(p.heads, (x.sizes for x in p.sequences)))
-    fits = p.drop_mask.dtype == torch.uint8 and p.drop_mask.dim() == 1 and p.drop_mask.numel() >= want
-    need(
-        fits,
-        f"the dropout mask must be uint8 [{want}], one bit for each weight; is {p.drop_mask.dtype} {list(p.drop_mask.shape)}",
-    )
-
-
-def check_slopes(p: Problem) -> None:
-    """Raise Refused for a bias that is not a number."""
-    if p.pse is not None and not p.pse.is_meta:
-        need(bool(p.pse.isfinite().all()), "not modelled: pse that is not finite")
-
-
 @torch.no_grad()
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **options: object
@@ -172,41 +152,14 @@ def fused_attention(
     return from_rows(out, p.layout, len(p.sequences)), largest.view(shape), total.view(shape)
 
 
-def statistics_shape(p: Problem) -> tuple[int, ...]:
-    """Shape of softmax_max and softmax_sum."""
-    if p.packed:
-        return p.query.shape[0], p.heads, 8
-    return len(p.sequences), p.heads, p.sequences[0].sizes[0], 8
+def connect(opapi: ctypes.CDLL) -> None:
+    """Let the stand-in's libopapi compute with this oracle; see oracle_abi."""
+    from tests.host_cann import oracle_abi
+
+    oracle_abi.connect(opapi)
 
 
-def check_gradient(p: Problem, query: Tensor, dy: Tensor, parts: Mapping[str, Tensor | None]) -> None:
-    """Raise Refused where what the gradient is given does not fit the call."""
-    for name, x in parts.items():
-        need(x is not None, f"the gradient needs {name}")
-    largest, total, out = parts["softmax_max"], parts["softmax_sum"], parts["attention_in"]
-    assert largest is not None and total is not None and out is not None
-    shape = statistics_shape(p)
-    for name, x in (("softmax_max", largest), ("softmax_sum", total)):
-        need(x.dtype == torch.float32, f"{name} must be float32, is {x.dtype}")
-        need(tuple(x.shape) == shape, f"{name} has shape {list(x.shape)}; valid: {list(shape)}")
-    want = list(query.shape)
-    d, dv = p.query.shape[2], p.value.shape[2]
-    want[-1] = want[-1] // d * dv
-    for name, x in (("dy", dy), ("attention_in", out)):
-        need(x.dtype == query.dtype, f"{name} must have the type of query, {query.dtype}; is {x.dtype}")
-        need(list(x.shape) == want, f"{name} has shape {list(x.shape)}; valid: {want}")
-
-
-def check_statistics(p: Problem, largest: Tensor, total: Tensor) -> None:
-    """Raise Refused for statistics that no forward gives."""
-    for name, x in (("softmax_max", largest), ("softmax_sum", total)):
-        need(bool(x.isfinite().all()), f"not modelled: {name} that is not finite")
-        need(bool((x == x[..., :1]).all()), f"{name} must hold each value 8 times")
-    need(bool((total > 0).all()), "softmax_sum must be positive")
-
-
-@torch.no_grad()
-def gradients(
+def check_gradient_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -219,20 +172,29 @@ def gradients(
     attention_in: Tensor | None = None,
     scale_value: float = 1.0,
     **options: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """fused_attention_grad, and the gradient of an external pse (empty where there is none)."""
+) -> tuple[Problem, dict[str, Tensor]]:
+    """The gradient's call, checked as far as it can be without looking into tensors, and what the forward gave."""
     p = problem_of(query, key, value, head_num, input_layout, scale=scale_value, **options)  # type: ignore[arg-type]
     parts = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": attention_in}
     check_gradient(p, query, dy, parts)
-    assert softmax_max is not None and softmax_sum is not None and attention_in is not None
+    return p, {name: x for name, x in parts.items() if x is not None}
+
+
+@torch.no_grad()
+def gradients(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """fused_attention_grad, and the gradient of an external pse (empty where there is none)."""
+    p, parts = check_gradient_call(query, key, value, dy, head_num, input_layout, **options)  # type: ignore[arg-type]
     if query.is_meta:
         grads = [torch.empty_like(x) for x in (p.query, p.key, p.value, query.new_empty(0))]
     else:
+        statistics = parts["softmax_max"], parts["softmax_sum"]
         masks.check_contents(p)
         check_slopes(p)
-        check_statistics(p, softmax_max, softmax_sum)
-        rows = (to_rows(x, p.layout, head_num) for x in (dy, attention_in))
-        grads = math.backward(p, *rows, *(x.reshape(-1) for x in (softmax_max, softmax_sum)))
+        check_statistics(p, *statistics)
+        rows = (to_rows(x, p.layout, head_num) for x in (dy, parts["attention_in"]))
+        grads = math.backward(p, *rows, *(x.reshape(-1) for x in statistics))
     record("fused_attention_grad", p, query=query, key=key, value=value, dy=dy, **parts)
     dq, dk, dv, dpse = grads
     dq, dk, dv = (from_rows(x, p.layout, len(p.sequences)) for x in (dq, dk, dv))
