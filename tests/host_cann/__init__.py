@@ -58,7 +58,7 @@ def load(folder: str | Path | None = None) -> ModuleType:
 
     _libraries.update(loaded)
     _connect_oracle()
-    fallback.install()
+    fallback.install(loaded["libascendcl.so"])
     return torch_npu
 
 

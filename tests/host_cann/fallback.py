@@ -1,0 +1,273 @@
+"""Ordinary aten operators on "npu" tensors: computed on the CPU, over the same memory.
+
+`install` replaces in the dispatcher every aten kernel of torch_npu that a CPU can compute. A replaced operator waits for
+the current stream, sees its arguments as CPU tensors over the same memory, computes, and puts new results into npu memory;
+so within a stream the order of operators is kept, and other streams stay asynchronous. As this is below autograd and inside the
+dispatcher, it also serves calls from torch_npu's C++ code and from the threads of the backward.
+
+Asynchronous, like on a device, are copies: between npu tensors of one device, type and memory layout, from pinned memory and
+back with non_blocking=True. Random numbers come from torch_npu's generators: seed and offset decide, and states can be kept.
+
+torch_npu's own autograd formulas for aten operators call operator kernels past the dispatcher; they are replaced by PyTorch's.
+Untouched: allocation, views, storages (KEEP) and all operators of torch_npu itself, whose kernels are in libopapi.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+KEEP = frozenset(
+    """_copy_from_and_resize _lazy_clone _pin_memory _reshape_alias as_strided as_strided_ copy_memory_ empty empty_like
+    empty_strided empty_with_format empty_with_swapped_memory get_npu_format get_storage_size is_pinned is_set_to
+    new_empty_strided record_stream resize_ resize_as_ set_ unsafe_empty_with_format view view_as_complex view_as_real""".split()
+)
+DEVICE_TO_DEVICE = 3  # ACL_MEMCPY_DEVICE_TO_DEVICE
+
+calls: collections.Counter[str] = collections.Counter()  # operator -> calls that were served here, for tests
+_library: torch.library.Library | None = None
+
+
+def install(acl: ctypes.CDLL) -> int:
+    """Replaces the kernels, once; returns how many. `acl` is libascendcl of the stand-in."""
+    global _library
+    if _library is not None:
+        return 0
+    _declare(acl)
+    _library = torch.library.Library("aten", "IMPL")
+    special: dict[str, Callable[..., Any]] = {"aten::copy_": _copy_kernel(), "aten::contiguous": _contiguous}
+    composed = ("aten::_to_copy", "aten::clone")  # of empty and copy_, by PyTorch
+    replaced = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says each time that a kernel is overridden
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
+            operator = _operator(name)
+            if operator is None or not (name in special or name in composed or _computable(name, operator)):
+                continue
+            if name in composed:
+                kernel: Callable[..., Any] = torch.library.get_kernel(name, "CPU").call_boxed
+            else:
+                kernel = special.get(name) or _kernel(operator)
+            keyset = name in composed or name == "aten::copy_"
+            _library.impl(name.removeprefix("aten::"), kernel, "PrivateUse1", with_keyset=keyset, allow_override=True)
+            replaced += 1
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutogradPrivateUse1"):
+            operator = _operator(name)
+            if operator is None or name == "aten::contiguous":
+                continue
+            if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+                _library.impl(name.removeprefix("aten::"), operator.decompose, "AutogradPrivateUse1", allow_override=True)
+            elif torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+                formula = torch.library.get_kernel(name, "AutogradCPU").call_boxed
+                _library.impl(name.removeprefix("aten::"), formula, "AutogradPrivateUse1", with_keyset=True, allow_override=True)
+            else:
+                continue
+            replaced += 1
+    return replaced
+
+
+def _operator(name: str) -> torch._ops.OpOverload | None:
+    """The aten operator of this name, unless it is one of torch_npu's own or one that is kept."""
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    if not name.startswith("aten::") or "npu_" in name or packet in KEEP or not hasattr(torch.ops.aten, packet):
+        return None
+    return getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+
+
+def _computable(name: str, operator: torch._ops.OpOverload) -> bool:
+    view = any(result.alias_info and not result.alias_info.is_write for result in operator._schema.returns)
+    return not view and torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
+
+
+# --- the stream ---------------------------------------------------------------------------------------------------------
+
+_acl: ctypes.CDLL
+
+
+def _declare(acl: ctypes.CDLL) -> None:
+    global _acl
+    _acl = acl
+    acl.host_cann_drain.argtypes = [ctypes.c_void_p]
+    acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    acl.aclrtMemcpyAsync.argtypes = [pointer, size, pointer, size, ctypes.c_int, pointer]
+
+
+def stream(device: torch.device) -> int:
+    """Handle of the current stream of this thread."""
+    index = torch.npu.current_device() if device.index is None else device.index
+    return torch.npu.current_stream(index).npu_stream
+
+
+def drain(device: torch.device, name: str) -> None:
+    """Waits for the current stream of a device; raises RuntimeError if one of its tasks failed and nobody was told."""
+    _check(_acl.host_cann_drain(stream(device)), f"{name}: an earlier task of the current stream failed")
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise RuntimeError(f"{what}, error code {code}: {_acl.aclGetRecentErrMsg().decode()}")
+
+
+# --- arguments and results ----------------------------------------------------------------------------------------------
+
+
+def host(tensor: torch.Tensor) -> torch.Tensor:
+    """CPU tensor over the memory of an npu tensor, which must live as long. Waits for nothing."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
+    view = torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return host(value) if value.device.type == "npu" else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_host(item) for item in value)
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "npu" else value
+    if isinstance(value, torch.Generator):
+        return None if value.device.type == "npu" else value
+    return value
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            return value
+        value = value.detach().resolve_conj().resolve_neg()
+        result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        if value.numel():
+            host(result).copy_(value)
+        return result
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
+
+
+def _device_of(values: Any) -> torch.device | None:
+    """The npu device that arguments name, or on which their tensors are."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            value = value.device
+        if isinstance(value, torch.device) and value.type == "npu":
+            return value
+        if isinstance(value, (list, tuple)) and (found := _device_of(value)) is not None:
+            return found
+    return None
+
+
+# --- random numbers -----------------------------------------------------------------------------------------------------
+
+
+def _random(operator: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+@contextmanager
+def _randomness(device: torch.device, given: torch.Generator | None) -> Iterator[None]:
+    """PyTorch's CPU generator goes on from the state of an npu generator for a while; the npu generator moves on by one draw."""
+    generator = given if given is not None else torch.npu.default_generators[device.index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)  # torch_npu moves in fours
+    kept = torch.default_generator.get_state()
+    torch.default_generator.manual_seed((generator.initial_seed() * 0x9E3779B97F4A7C15 + offset) % 2**63)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(kept)
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------------
+
+
+def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What runs for `operator` on npu tensors: the same on the CPU."""
+    schema = operator._schema
+    names = [argument.name for argument in schema.arguments]
+    written = [a for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    outs = [argument.name for argument in written if argument.kwarg_only]
+    # The argument that each result is, if it is one.
+    sources = [
+        next((a.name for a in written if r.alias_info and r.alias_info.before_set & a.alias_info.before_set), None)
+        for r in schema.returns
+    ]
+    random = _random(operator)
+
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        calls[schema.name] += 1
+        given = dict(zip(names, arguments, strict=False), **options)
+        device = _device_of(given.values()) or torch.device("npu")
+        if device.index is None:
+            device = torch.device("npu", torch.npu.current_device())
+        drain(device, schema.name)
+        on_cpu = {name: _to_host(value) for name, value in given.items()}
+        for name in outs:  # an empty one may have to grow
+            if isinstance(given[name], torch.Tensor) and given[name].numel() == 0:
+                on_cpu[name] = torch.empty(0, dtype=given[name].dtype)
+        positional = [on_cpu[name] for name in names[: len(arguments)]]
+        by_name = {name: on_cpu[name] for name in options}
+        generator = given.get("generator")
+        if random and (generator is None or generator.device.type == "npu"):
+            with _randomness(device, generator):
+                result = operator(*positional, **by_name)
+        else:
+            result = operator(*positional, **by_name)
+        for name in outs:
+            if isinstance(given[name], torch.Tensor) and given[name].shape != on_cpu[name].shape:
+                given[name].resize_(on_cpu[name].shape)
+                host(given[name]).copy_(on_cpu[name])
+        if not schema.returns:
+            return None
+        results = result if len(schema.returns) > 1 else (result,)
+        results = tuple(
+            given[source] if source else _to_device(value, device) for source, value in zip(sources, results, strict=True)
+        )
+        return results if len(results) > 1 else results[0]
+
+    return kernel
+
+
+def _copy_kernel() -> Callable[..., torch.Tensor]:
+    """copy_: what a stream can copy as bytes is left to the stream; the rest waits for the current stream and is done at once."""
+    original = torch.library.get_kernel("aten::copy_", "PrivateUse1")
+
+    def copy(keyset: Any, self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        calls["aten::copy_"] += 1
+        if self.numel() == 0:
+            return self
+        bytes_alone = self.dtype == source.dtype and self.shape == source.shape and _dense_alike(self, source)
+        if bytes_alone and self.device == source.device:
+            size = self.numel() * self.element_size()
+            handle = stream(self.device)
+            code = _acl.aclrtMemcpyAsync(self.data_ptr(), size, source.data_ptr(), size, DEVICE_TO_DEVICE, handle)
+            _check(code, "aten::copy_")
+            return self
+        if bytes_alone and "cpu" in (self.device.type, source.device.type):
+            return original.call_boxed(keyset, self, source, non_blocking)
+        for tensor in (self, source):
+            if tensor.device.type == "npu":
+                drain(tensor.device, "aten::copy_")
+        _to_host(self).copy_(_to_host(source))
+        return self
+
+    return copy
+
+
+def _dense_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    lazy = a.is_conj() or b.is_conj() or a.is_neg() or b.is_neg()
+    return not lazy and a.is_contiguous() and b.is_contiguous()
+
+
+def _contiguous(self: torch.Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+    return self if self.is_contiguous(memory_format=memory_format) else self.clone(memory_format=memory_format)
