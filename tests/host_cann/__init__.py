@@ -54,10 +54,10 @@ def load(folder: str | Path | None = None) -> ModuleType:
     loaded = {path.name: ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in paths}
     import torch_npu
 
-    from tests.host_cann import fallback
+    from tests.host_cann import fallback, oracle
 
     _libraries.update(loaded)
-    _connect_oracle()
+    oracle.connect(loaded["libopapi.so"])
     fallback.install(loaded["libascendcl.so"])
     return torch_npu
 
@@ -65,11 +65,3 @@ def load(folder: str | Path | None = None) -> ModuleType:
 def library(name: str) -> ctypes.CDLL:
     """One of the loaded libraries: "acl" (host_cann.h and the runtime), "opapi" or "hccl"."""
     return _libraries["libascendcl.so" if name == "acl" else f"lib{name}.so"]
-
-
-def _connect_oracle() -> None:
-    try:
-        from tests.host_cann import oracle
-    except ImportError:
-        return
-    oracle.connect(library("opapi"))

@@ -46,7 +46,7 @@ OPAPI_NAME = re.compile(
     r"aclnn\w*|acl(Create|Destroy)(Tensor|TensorList|IntArray|BoolArray|FloatArray|Scalar|ScalarList|AclOpExecutor)"
     r"|aclGetViewShape|aclRfft1D\w*|aclStft\w*"
 )
-# Names that other libraries of the real CANN bring, some of which torch_npu looks for in libhccl or libascendcl.
+REPORT = re.compile(r"Msprof|aclAppLog|aclprof")
 LOOKED_UP = re.compile(rb"\x00(acl(?:rt|mdl|op|prof|sys)?[A-Z][A-Za-z0-9]{3,60})(?=\x00)")
 OF_THE_SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s|gomp)\.so|ld-linux|libpython|linux-vdso")
 
@@ -94,7 +94,8 @@ def _compile(folder: Path) -> None:
     missing = {name for name in needed if RUNTIME_NAME.fullmatch(name) and not OPAPI_NAME.fullmatch(name)} - _defined(
         objects
     )
-    objects += _objects(folder, C, include, [_write(folder / "missing_acl.c", _stubs(missing, 0))])
+    stubs = _write(folder / "missing_acl.c", _stubs(missing, 207000))  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT
+    objects += _objects(folder, C, include, [stubs])
     _link(folder, "libascendcl.so", objects)
 
     forwarding = sorted((wanted | {"libruntime.so"}) - {"libascendcl.so", "libhccl.so"})
@@ -129,8 +130,11 @@ def _needs(wheel: Path) -> tuple[set[str], set[str]]:
 
 
 def _stubs(names: set[str], result: int) -> str:
-    """C functions that write themselves down and return `result`."""
-    lines = [f'int {name}(void) {{ host_cann_note_missing("{name}"); return {result}; }}' for name in sorted(names)]
+    """C functions that write themselves down and return `result`, or 0 if they only report."""
+    results = {name: 0 if REPORT.match(name) else result for name in sorted(names)}
+    lines = [
+        f'int {name}(void) {{ host_cann_note_missing("{name}"); return {value}; }}' for name, value in results.items()
+    ]
     return "\n".join(['#include "host_cann.h"', *lines]) + "\n"
 
 

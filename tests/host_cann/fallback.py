@@ -24,9 +24,33 @@ from typing import Any
 import torch
 
 KEEP = frozenset(
-    """_copy_from_and_resize _lazy_clone _pin_memory _reshape_alias as_strided as_strided_ copy_memory_ empty empty_like
-    empty_strided empty_with_format empty_with_swapped_memory get_npu_format get_storage_size is_pinned is_set_to
-    new_empty_strided record_stream resize_ resize_as_ set_ unsafe_empty_with_format view view_as_complex view_as_real""".split()
+    [
+        "_copy_from_and_resize",
+        "_lazy_clone",
+        "_pin_memory",
+        "_reshape_alias",
+        "as_strided",
+        "as_strided_",
+        "copy_memory_",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_with_format",
+        "empty_with_swapped_memory",
+        "get_npu_format",
+        "get_storage_size",
+        "is_pinned",
+        "is_set_to",
+        "new_empty_strided",
+        "record_stream",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "unsafe_empty_with_format",
+        "view",
+        "view_as_complex",
+        "view_as_real",
+    ]
 )
 DEVICE_TO_DEVICE = 3  # ACL_MEMCPY_DEVICE_TO_DEVICE
 
@@ -62,10 +86,14 @@ def install(acl: ctypes.CDLL) -> int:
             if operator is None or name == "aten::contiguous":
                 continue
             if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-                _library.impl(name.removeprefix("aten::"), operator.decompose, "AutogradPrivateUse1", allow_override=True)
+                _library.impl(
+                    name.removeprefix("aten::"), operator.decompose, "AutogradPrivateUse1", allow_override=True
+                )
             elif torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
                 formula = torch.library.get_kernel(name, "AutogradCPU").call_boxed
-                _library.impl(name.removeprefix("aten::"), formula, "AutogradPrivateUse1", with_keyset=True, allow_override=True)
+                _library.impl(
+                    name.removeprefix("aten::"), formula, "AutogradPrivateUse1", with_keyset=True, allow_override=True
+                )
             else:
                 continue
             replaced += 1
@@ -231,7 +259,8 @@ def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             return None
         results = result if len(schema.returns) > 1 else (result,)
         results = tuple(
-            given[source] if source else _to_device(value, device) for source, value in zip(sources, results, strict=True)
+            given[source] if source else _to_device(value, device)
+            for source, value in zip(sources, results, strict=True)
         )
         return results if len(results) > 1 else results[0]
 

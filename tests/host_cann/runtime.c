@@ -1,7 +1,4 @@
-/* The rest of libascendcl: settings, error texts, the device and its properties, names that torch_npu wants but never needs.
- *
- * Environment: HOST_CANN_DEVICES (16), HOST_CANN_SOC (Ascend910B1), HOST_CANN_MEMORY_MB (65536), HOST_CANN_POISON (0),
- * HOST_CANN_JITTER_US (0), HOST_CANN_SEED (0). */
+/* The environment, error texts, functions that are missing, the current device, the old way to operators. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -113,55 +110,6 @@ int aclrtGetPrimaryCtxState(int32_t asked, uint32_t* flags, int32_t* active) {
     (void)asked;
     if (flags) *flags = 0;
     *active = 1;
-    return ACL_SUCCESS;
-}
-const char* aclrtGetSocName(void) {
-    const char* name = getenv("HOST_CANN_SOC");
-    return name && *name ? name : "Ascend910B1";
-}
-aclError aclrtGetDeviceInfo(uint32_t asked, aclrtDevAttr attribute, int64_t* value) {
-    (void)asked, (void)attribute;
-    *value = 24;
-    return ACL_SUCCESS;
-}
-aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t a, int32_t b) {
-    *can = a != b;
-    return ACL_SUCCESS;
-}
-aclError aclrtDeviceEnablePeerAccess(int32_t peer, uint32_t flags) {
-    (void)peer, (void)flags;
-    return ACL_SUCCESS;
-}
-aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
-    (void)option;
-    *value = 0;
-    return ACL_SUCCESS;
-}
-aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t* const logic) {
-    *logic = user;
-    return ACL_SUCCESS;
-}
-aclError aclrtGetStreamOverflowSwitch(aclrtStream stream, uint32_t* flag) {
-    (void)stream;
-    *flag = 0;
-    return ACL_SUCCESS;
-}
-aclError aclrtPeekAtLastError(aclrtLastErrLevel level) {
-    (void)level;
-    return ACL_SUCCESS;
-}
-/* Detail of a device error; there is none. */
-aclError aclrtGetErrorVerbose(int32_t asked, aclrtErrorInfo* information) {
-    (void)asked, (void)information;
-    return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
-}
-size_t aclGetCompileoptSize(aclCompileOpt option) {
-    (void)option;
-    return 16;
-}
-aclError aclGetCompileopt(aclCompileOpt option, char* value, size_t length) {
-    (void)option;
-    if (length) value[0] = 0;
     return ACL_SUCCESS;
 }
 
