@@ -22,6 +22,7 @@ inner_precise 2, and in mode 3 with Sq > Skv, and refused otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class Sight:
         return (outside & (j >= self.prefix))[None]
 
 
+@cache
 def upper(rows: int) -> Tensor:
     """The compressed mask: 2048x2048, 1 above the diagonal; for mode 6 1024 rows more, 1 in their right half."""
     mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
