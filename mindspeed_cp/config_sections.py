@@ -59,6 +59,9 @@ class TrainSettings(Section):
     adam_beta2: Fraction = Field(default=0.95, description="Adam's beta 2")
     adam_eps: Positive = Field(default=1e-8, description="Adam's epsilon")
     clip_grad: NotNegative = Field(default=1.0, description="largest norm of the gradient; 0: not clipped")
+    device: Literal["auto", "cpu", "npu"] = Field(
+        default="auto", description="where ranks compute; auto: npu where torch_npu is installed, else cpu"
+    )
     bf16: bool = Field(
         default=False, description="bfloat16 weights and activations with fp32 main weights; false: fp32"
     )

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mindspeed_cp.config_errors import bad_value, show
 from mindspeed_cp.config_file import in_file, override, read_settings_file
-from mindspeed_cp.config_sections import Count, Positive, Section
+from mindspeed_cp.config_sections import Count, Natural, Positive, Section
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import (
     ALGORITHMS,
@@ -65,8 +65,23 @@ class SuiteSettings(Section):
         "is not all ranks; hierarchical_context_parallel_sizes: [degree, rest] says the same",
     )
     prefetch: Count | None = Field(default=None, description="direct: rounds under way while one is computed; null: 1")
-    backend: Literal["auto", "cpu"] = Field(
+    backend: Literal["auto", "cpu", "npu"] = Field(
         default="auto", description="implementation of the attention operator; auto: the device's"
+    )
+    p2p: Literal["auto", "batched", "lanes"] = Field(
+        default="auto",
+        description="on devices: batched: what a rank sends and receives in a step is one launch; lanes: groups by "
+        "direction, so that each neighbour has a stream for sending and one for receiving; auto: lanes for rings, else "
+        "batched",
+    )
+    hccl_buffer_mb: Count | None = Field(
+        default=None, description="buffer of each HCCL communicator of the lanes, twice; null: HCCL_BUFFSIZE"
+    )
+    hccl_traffic_class: Natural | None = Field(
+        default=None, description="network traffic class of the lanes; null: HCCL's"
+    )
+    hccl_service_level: Natural | None = Field(
+        default=None, description="network service level of the lanes; null: HCCL's"
     )
     timeout_seconds: Positive = Field(default=600.0, description="how long a rank waits for another before it gives up")
     verify_plans: bool = Field(
@@ -82,6 +97,18 @@ class SuiteSettings(Section):
     def options(self) -> dict[str, Any]:
         """The algorithm's options that were given, as build_plan takes them."""
         return {name: value for name, value in self._all_options() if value is not None}
+
+    @property
+    def uses_lanes(self) -> bool:
+        """Whether transfers between devices go over lanes."""
+        return self.p2p == "lanes" or (self.p2p == "auto" and algorithm_name(self.algorithm) in ("ring", "double_ring"))
+
+    @property
+    def group_options(self) -> dict[str, int]:
+        """What HCCL is told about the lanes, as open_lanes takes it."""
+        names = ("buffer_mb", "traffic_class", "service_level")
+        given = {name: getattr(self, f"hccl_{name}") for name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
     def _all_options(self) -> Iterator[tuple[str, Any]]:
         names = {name for algorithm in ALGORITHMS for name in algorithm_options(algorithm)}
@@ -122,6 +149,10 @@ class SuiteSettings(Section):
                     f"to leave it out: {name}: null, on the command line --set context_parallel_suite.{name}=null"
                 )
                 raise bad_value(name, value, rule)
+        if self.group_options and not self.uses_lanes:
+            name = f"hccl_{next(iter(self.group_options))}"
+            rule = f"is of the lanes, and p2p = {self.p2p} with algorithm {self.algorithm} has none; give p2p: lanes"
+            raise bad_value(name, getattr(self, name), rule)
         for name in ("cp_window_size", "ulysses_degree"):
             if getattr(self, name) is not None:
                 _divides(name, getattr(self, name), ranks)

@@ -55,6 +55,7 @@ _open: WeakKeyDictionary[dist.ProcessGroup, Lanes] = WeakKeyDictionary()
 
 def open_lanes(
     group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
     timeout: timedelta | None = None,
     options: Mapping[str, int] | None = None,
 ) -> Lanes:
@@ -66,6 +67,7 @@ def open_lanes(
 
     Args:
         group: that this process is in; None for the default group.
+        device: of the tensors that will travel: its library carries the lanes.
         timeout: of the new groups; None: torch's default.
         options: for HCCL: `buffer_mb` (of each communicator, twice), `traffic_class` and `service_level` of its
             network.
@@ -76,7 +78,7 @@ def open_lanes(
     world = group if group is not None else dist.group.WORLD
     if world is None:
         raise ConfigError("torch.distributed is not initialised; call init_process_group first")
-    library = dist.get_backend(world)
+    library = library_of(world, device)
     given = group_options(library, options)
     mine = tuple(dist.get_process_group_ranks(world))
     everybody: list[tuple[int, ...]] = [()] * dist.get_world_size()
@@ -86,6 +88,12 @@ def open_lanes(
         if ranks == mine:
             _open[world] = Lanes(up, down)
     return _open[world]
+
+
+def library_of(group: dist.ProcessGroup, device: torch.device | str) -> str:
+    """The library of a group for tensors on a device: "gloo", "hccl", "nccl". (dist.get_backend says "undefined" or
+    "cpu:gloo" for groups that serve several kinds of device.)"""
+    return group._get_backend(torch.device(device)).name().lower()
 
 
 def lanes_of(group: dist.ProcessGroup) -> Lanes | None:
@@ -110,7 +118,7 @@ def group_options(library: str, options: Mapping[str, int] | None) -> Any:
     for name in options:
         if name not in GROUP_OPTIONS:
             raise ConfigError(f"group option {name!r}: unknown; valid: {', '.join(GROUP_OPTIONS)}")
-    if "hccl" not in library:
+    if library != "hccl":
         raise ConfigError(
             f"group options {', '.join(options)}: are HCCL's, and this group is {library}; leave them out"
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm.lanes import lanes_of
+from mindspeed_cp.comm.lanes import lanes_of, library_of
 from mindspeed_cp.errors import ConfigError, PeerError
 
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -81,9 +81,7 @@ class Transport:
         self._limit = timedelta(seconds=timeout)
         self._rank = dist.get_rank(self.group)
         self._global = dist.get_process_group_ranks(self.group)
-        # Not dist.get_backend: it says "undefined" or "cpu:gloo" for groups that serve several kinds of device.
-        library = self.group._get_backend(device if device is not None else torch.device("cpu"))
-        self._on_host = library.name().lower() == "gloo"
+        self._on_host = library_of(self.group, "cpu" if device is None else device) == "gloo"
         self._lanes = lanes_of(self.group)
 
     def post(self, transfers: Sequence[Transfer], with_all: bool = False) -> list[Pending]:

@@ -30,6 +30,7 @@ with megatron_imports():
     from mindspeed_cp.megatron.local import local_spec
     from mindspeed_cp.megatron.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
     from mindspeed_cp.megatron.model import install_model
+    from mindspeed_cp.megatron.npu_mode import megatron_on, megatron_on_npu
     from mindspeed_cp.megatron.params import PlannedBatchParams
     from mindspeed_cp.megatron.rotary import LatentRotary, PlannedRotary
     from mindspeed_cp.megatron.router import PlannedRouter
@@ -56,7 +57,9 @@ __all__ = [
     "loss_function",
     "megatron_compat",
     "megatron_imports",
+    "megatron_on",
     "megatron_on_cpu",
+    "megatron_on_npu",
     "micro_batch_seed",
     "planned_batch",
     "planned_params",

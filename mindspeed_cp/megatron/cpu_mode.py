@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from mindspeed_cp.megatron.cuda_means import AtOnce, CudaMeans
 from mindspeed_cp.megatron.swap import replaced
 
 _CPU = torch.device("cpu")
@@ -49,40 +49,8 @@ def megatron_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in _shims():
             stack.enter_context(replaced(owner, name, value))
-        stack.enter_context(_CudaMeansCpu())
+        stack.enter_context(CudaMeans(_CPU))
         yield
-
-
-class _CudaMeansCpu(TorchFunctionMode):
-    """Replaces CUDA devices among the arguments of torch functions."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # every torch call passes here, so nothing is looked at twice
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.device:
-            return _CPU if any(map(_is_cuda, (*args, *kwargs.values()))) else func(*args, **kwargs)
-        if kwargs:
-            kwargs = {name: _CPU if _is_cuda(x) else x for name, x in kwargs.items()}
-            if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False
-        for x in args:
-            if (type(x) is str or type(x) is torch.device) and _is_cuda(x):
-                args = tuple(_CPU if _is_cuda(x) else x for x in args)
-                break
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str):
-            # Megatron's optimizers sort parameters by names such as torch.cuda.FloatTensor.
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
-
-
-def _is_cuda(x: object) -> bool:
-    if isinstance(x, str):
-        return x == "cuda" or x.startswith("cuda:")
-    return isinstance(x, torch.device) and x.type == "cuda"
 
 
 class _Event:
@@ -119,15 +87,6 @@ class _AnyIndex:
         return torch.default_generator
 
 
-class _AtOnce(list[Any]):
-    """torch.cuda's queue of calls that wait for CUDA to start, which it never does here: Megatron's random tracker sets
-    its
-    state through it. Such a call runs at once; kept, it would pile up with every recomputed layer."""
-
-    def append(self, item: tuple[Callable[[], None], Any]) -> None:
-        item[0]()
-
-
 def _shims() -> list[tuple[Any, str, Any]]:
     def nothing() -> Callable[..., None]:
         return lambda *args, **kwargs: (
@@ -161,5 +120,5 @@ def _shims() -> list[tuple[Any, str, Any]]:
         (cuda, "set_rng_state", set_state),
         (cuda, "manual_seed", seed),
         (cuda, "default_generators", _AnyIndex()),
-        (cuda, "_queued_calls", _AtOnce()),
+        (cuda, "_queued_calls", AtOnce()),
     ]

@@ -150,7 +150,7 @@ class Batches:
             dropout_seed=micro_batch_seed(self._seed, row.index),
         )
         return MicroBatch(
-            batch=batch,
+            batch={name: x.to(self._world.device) for name, x in batch.items()},
             params=params,
             tokens=row.documents.tokens,
             documents=len(row.documents),

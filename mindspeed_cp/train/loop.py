@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config import Settings
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step, loss_function, megatron_imports
 from mindspeed_cp.megatron.loss import REPORT_KEY
+from mindspeed_cp.plan import build_plan
 from mindspeed_cp.report.loss import draw_loss
 from mindspeed_cp.train import checkpoint
 from mindspeed_cp.train.batches import Batches, MicroBatch
@@ -85,12 +88,13 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         folder = checkpoint_to_resume(settings)
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
         parts = build(settings, world)
+        _connect(settings, world, parts)
         progress = checkpoint.load(folder, parts, world) if folder is not None else Progress()
         if progress.data is not None:
             stream.load_state_dict(progress.data)
         stop = stack.enter_context(StopRequest())
         batches = stack.enter_context(Batches(stream, settings, parts.attentions, world, stop))
-        writer = _Writer(files, settings, progress, parts.parameters) if world.is_first else None
+        writer = _Writer(files, settings, progress, parts.parameters, world.device) if world.is_first else None
         try:
             progress, saved, reason = _steps(settings, world, parts, batches, progress, stop, writer, files)
         finally:
@@ -99,6 +103,16 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         if writer is None:
             return None
         return summarize_run(settings, files, writer.lines, progress, writer.first_step, saved, reason, corpus)
+
+
+def _connect(settings: Settings, world: World, parts: Parts) -> None:
+    """Let devices connect before the first step: over the edges of a row that is one document."""
+    if world.device.type == "cpu" or world.cp == 1:
+        return
+    suite, row = settings.context_parallel_suite, Documents([settings.data.seq_length])
+    for attention in dict.fromkeys(parts.attentions):
+        plan = build_plan(row, suite.topology, attention, suite.algorithm, **suite.options)
+        warm_up(plan, world.cp_group, world.device)
 
 
 def _steps(
@@ -222,7 +236,9 @@ def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, A
 class _Writer:
     """What the first rank writes and shows for each step."""
 
-    def __init__(self, files: RunFiles, settings: Settings, progress: Progress, parameters: int) -> None:
+    def __init__(
+        self, files: RunFiles, settings: Settings, progress: Progress, parameters: int, device: torch.device
+    ) -> None:
         self._files, self._settings = files, settings
         self.first_step = progress.step
         self.lines = keep_metrics(files.metrics, progress.step)
@@ -237,16 +253,16 @@ class _Writer:
         suite = settings.context_parallel_suite
         self._display.note(
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
-            f"({suite.algorithm})" + (f", resumed after step {progress.step}" if progress.step else "")
+            f"({suite.algorithm}) on {device.type}" + (f", resumed after step {progress.step}" if progress.step else "")
         )
         if other:
             done = "this run was made" if complete else f"the steps up to {progress.step} were made"
             self._display.note(f"{done} with other settings: {'; '.join(other)}")
         if complete:
             self._display.note(complete_note(files, settings))
-        device = unused_device()
-        if device is not None:
-            self._display.note(f"{device} was found but is not used: this version trains on the CPU")
+        unused = unused_device(device)
+        if unused is not None:
+            self._display.note(f"{unused} was found but is not used: this version trains on the CPU or an NPU")
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         line = {

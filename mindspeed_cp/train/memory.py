@@ -13,6 +13,7 @@ from mindspeed_cp.config import Settings
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_model import ModelSettings
 from mindspeed_cp.data import VOCAB_SIZE
+from mindspeed_cp.train.device import device_type
 
 
 def least_bytes(settings: Settings, tokens: float, ranks: int | None = None) -> float:
@@ -77,9 +78,12 @@ def check_memory(settings: Settings, local_ranks: int, available: int | None = N
     Args:
         settings: of the run.
         local_ranks: ranks on this machine.
-        available: bytes of memory; default: this machine's, or what the system allows this process.
+        available: bytes of memory; default: this machine's, or what the system allows this process. (The memory of
+            NPUs is not known before torch is imported: without this argument nothing is checked for them.)
         ranks: of the whole run; default: local_ranks.
     """
+    if available is None and device_type(settings.train.device) != "cpu":
+        return
     total = machine_memory() if available is None else available
     ranks = local_ranks if ranks is None else ranks
     share = total / local_ranks

@@ -43,7 +43,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
         PeerError: another rank died; names it where that can be found out.
         Stopped: asked to stop in a step that cannot be finished.
     """
-    from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
+    from mindspeed_cp.megatron import megatron_compat
     from mindspeed_cp.report.console import print_tables
     from mindspeed_cp.train.display import unless_hung_up
     from mindspeed_cp.train.loop import train
@@ -51,7 +51,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     from mindspeed_cp.train.summary import stopped_line, summary_table
     from mindspeed_cp.train.world import join
 
-    with megatron_on_cpu(), megatron_compat(), join(settings) as world:
+    with megatron_compat(), join(settings) as world:
         try:
             summary = train(settings, world)
         except (PeerError, RuntimeError) as error:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from mindspeed_cp.comm import open_lanes
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import data_parallel_size
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.host_memory import keep_freed_memory
+from mindspeed_cp.train.device import memory_of, pick_device
 from mindspeed_cp.train.memory import check_memory
 
 with megatron_imports():
     from megatron.core import parallel_state
 
 EXPERT_TENSOR_PARALLEL = 1  # an expert is never cut: its ranks would gather unequal numbers of tokens, and gloo cannot
+LIBRARIES = {"npu": "hccl"}  # that carry bytes between devices
 JOIN_SECONDS = 300.0  # until every rank has to be there; ranks import Megatron before they join
 
 
@@ -50,6 +53,11 @@ class World:
     store: dist.Store
 
     @property
+    def cp_group(self) -> dist.ProcessGroup:
+        """The context-parallel ranks."""
+        return parallel_state.get_context_parallel_group()
+
+    @property
     def is_first(self) -> bool:
         """True on the one rank that prints and writes."""
         return self.rank == 0
@@ -68,22 +76,32 @@ class World:
 
 @contextmanager
 def join(settings: Settings, environment: Mapping[str, str] | None = None) -> Iterator[World]:
-    """Join the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, and make Megatron's process groups.
+    """Join the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, take this rank's device, on which
+    Megatron then runs whatever it asks of CUDA, and make Megatron's process groups.
 
     Raises:
-        ConfigError: the number of ranks does not fit the settings, they do not fit into this machine's memory, or the
-            environment is not that of a launcher.
+        ConfigError: the number of ranks does not fit the settings, they do not fit into this machine's memory, the
+            device cannot be used, or the environment is not that of a launcher.
     """
-    rank, size, local_size = _place(os.environ if environment is None else environment)
+    environment = os.environ if environment is None else environment
+    rank, size, local_size = _place(environment)
     replicas = data_parallel_size(settings, size)
     check_memory(settings, local_size, ranks=size)
-    keep_freed_memory()
+    device = pick_device(settings.train.device, _number(environment, "LOCAL_RANK", rank % local_size), local_size)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        check_memory(settings, local_size, memory_of(device) * local_size, size)
     torch.set_num_threads(settings.train.threads_per_rank or max(1, _cores() // local_size))
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
     store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    try:
+    libraries = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{LIBRARIES[device.type]}"
+    dist.init_process_group(libraries, store=store, rank=rank, world_size=size, timeout=timeout)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        stack.callback(parallel_state.destroy_model_parallel)
+        stack.enter_context(megatron_on(device))
         train, cp = settings.train, settings.context_parallel_suite.context_parallel_size
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=train.tensor_model_parallel_size,
@@ -93,10 +111,13 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
             distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
         )
         _set_timeouts(timeout)
+        suite = settings.context_parallel_suite
+        if device.type != "cpu" and cp > 1 and suite.uses_lanes:
+            open_lanes(parallel_state.get_context_parallel_group(), device, timeout, suite.group_options)
         yield World(
             rank=rank,
             size=size,
-            device=torch.device("cpu"),
+            device=device,
             replicas=replicas,
             replica=parallel_state.get_data_parallel_rank(),
             cp=cp,
@@ -104,9 +125,6 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
             tp=train.tensor_model_parallel_size,
             store=store,
         )
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def _cores() -> int:
@@ -114,12 +132,10 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def unused_device() -> str | None:
+def unused_device(device: torch.device) -> str | None:
     """An accelerator of this machine, on which this version does not train."""
-    for name, title in (("npu", "an NPU"), ("cuda", "a CUDA device")):
-        module = getattr(torch, name, None)  # torch.npu is there once torch_npu is
-        if module is not None and module.is_available():
-            return title
+    if device.type == "cpu" and torch.cuda.is_available():
+        return "a CUDA device"
     return None
 
 
@@ -145,9 +161,10 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     return rank, size, local_size
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    default = "1" if name == "LOCAL_WORLD_SIZE" else ""
-    text = environment.get(name, default)
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name == "LOCAL_WORLD_SIZE":
+        default = 1
+    text = environment.get(name, "" if default is None else str(default))
     if not text.isdigit():
         raise ConfigError(
             f"{name} = {text!r} in the environment: a launcher such as torchrun sets it to a whole number"

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import psutil
@@ -332,11 +331,12 @@ def device_notes() -> list[str | None]:
 
     from mindspeed_cp.train.world import unused_device
 
-    torch.cuda.is_available = lambda: False
-    found = [unused_device()]
-    torch.npu = SimpleNamespace(is_available=lambda: True)  # type: ignore[attr-defined]
-    return [*found, unused_device()]
+    found = []
+    for there in (False, True):
+        torch.cuda.is_available = lambda there=there: there
+        found.append(unused_device(torch.device("cpu")))
+    return found
 
 
 def test_an_accelerator_that_is_not_used_is_told(nursery: Nursery) -> None:
-    assert nursery.run(1, device_notes) == [[None, "an NPU"]]
+    assert nursery.run(1, device_notes) == [[None, "a CUDA device"]]

@@ -151,9 +151,7 @@ def test_a_finished_run_has_nothing_left_to_do(nursery: Nursery, corpus: Path, t
     assert again["summary"]["tokens_per_s"] > 0 and again["summary"]["imbalance"] >= 1
 
 
-def test_a_finished_run_keeps_the_settings_that_made_it(
-    nursery: Nursery, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_finished_run_keeps_the_settings_that_made_it(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
     """A command with another algorithm on a complete run does nothing, says so, and leaves settings.yaml alone."""
     common: dict[str, Any] = {"train__train_iters": 2, "train__lr_warmup_iters": 0}
     ring = tiny(corpus, tmp_path, **common)

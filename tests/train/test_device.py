@@ -1,0 +1,117 @@
+"""The device of a rank, and the one line for whatever keeps an NPU from being used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train import device
+from mindspeed_cp.train.memory import check_memory
+
+
+@pytest.fixture
+def npus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As if torch_npu were installed for this torch, with 8 NPUs."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: object() if name == "torch_npu" else real(name, *a)
+    )
+    made = SimpleNamespace(version="2.13.0", count=8, current=None)
+
+    def set_device(x: torch.device) -> None:
+        made.current = x
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: made.version)
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    npu = SimpleNamespace(is_available=lambda: made.count > 0, device_count=lambda: made.count, set_device=set_device)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    return made
+
+
+def test_the_cpu_needs_nothing() -> None:
+    assert device.pick_device("cpu", 3, 4) == torch.device("cpu")
+
+
+def test_auto_is_the_npu_where_torch_npu_is_installed(npus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.device_type("auto") == "npu"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "device", lambda *place: place)  # there is no NPU in this process
+        assert device.pick_device("auto", 5, 8) == ("npu", 5) == npus.current
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
+    assert device.device_type("auto") == "cpu"
+    assert device.pick_device("auto", 5, 8) == torch.device("cpu")
+
+
+def test_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
+    with pytest.raises(ConfigError, match=r"train.device = npu: torch_npu is not installed; pip install torch-npu==\d"):
+        device.pick_device("npu", 0, 1)
+
+
+def test_torch_npu_of_another_release(npus: SimpleNamespace) -> None:
+    npus.version = "2.7.1.post2"
+    with pytest.raises(ConfigError, match=r"torch_npu is 2.7.1.post2 and torch is 2.13.0\+cpu; .* torch-npu==2.13.0$"):
+        device.pick_device("npu", 0, 1)
+    npus.version = "2.13.0.post4"  # a repair of the same release
+    assert device.load_npu() is torch.npu  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ImportError("libhccl.so: cannot open shared object file: No such file or directory"),
+            "libhccl.so, a library of CANN, is not found",
+        ),
+        (RuntimeError("driver and\nCANN do not match"), "driver and CANN do not match"),
+    ],
+)
+def test_libraries_that_are_missing(
+    npus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    class Fails:
+        def find_spec(self, name: str, *args: Any) -> None:
+            if name == "torch_npu":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    monkeypatch.setattr(sys, "meta_path", [Fails(), *sys.meta_path])
+    with pytest.raises(ConfigError) as caught:
+        device.pick_device("npu", 0, 1)
+    assert f"torch_npu cannot be loaded ({said}); install CANN" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_npu(npus: SimpleNamespace) -> None:
+    npus.count = 0
+    with pytest.raises(ConfigError, match=r"train.device = npu: torch_npu finds no NPU; check `npu-smi info`"):
+        device.pick_device("npu", 0, 1)
+
+
+def test_more_ranks_than_npus(npus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"= npu: 9 ranks on this machine, which has 8 NPUs; start at most 8 ranks"):
+        device.pick_device("npu", 0, 9)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
+    npus.count = 2
+    with pytest.raises(ConfigError, match="which has 2 NPUs; ASCEND_RT_VISIBLE_DEVICES hides the others; start"):
+        device.pick_device("npu", 0, 3)
+
+
+def test_memory_of_this_machine_does_not_count_on_an_npu(npus: SimpleNamespace) -> None:
+    """The launcher cannot know the device's memory; the ranks check it."""
+    huge = Settings(data={"seq_length": 10**9}, train={"device": "npu"})
+    check_memory(huge, 1)
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_memory(huge, 1, available=64 << 30)
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_memory(Settings(data={"seq_length": 10**9}, train={"device": "cpu"}), 1)
