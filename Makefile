@@ -1,8 +1,10 @@
 # The two commands:  make train   and   make test.   Both make the virtual environment .venv first if it is missing.
+# A part of `make test` is  make test-npu:  the real torch-npu without CANN or an NPU, in an environment of its own, .venv-npu.
 #
 #   make train ARGS="--set train.train_iters=20"         arguments go to `mindspeed-cp train`
 #   make train CONFIG=my.yaml                            another configuration
-#   make test ARGS="tests/data -k packing"               arguments go to pytest
+#   make test ARGS="tests/data -k packing"               arguments go to pytest; test-npu is left out then
+#   make test-npu ARGS="-k streams"                      the same for the tests of tests/npu
 #   make test PYTHON=python3.12 VENV=.venv-3.12          another Python (3.10, 3.11 or 3.12), its own environment
 #   make test TORCH_INDEX=https://mirror/whl/cpu         another index of CPU builds of torch
 
@@ -10,23 +12,35 @@ CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 PYTHON ?=
 VENV ?= .venv
+VENV_NPU ?= $(VENV)-npu
 # Asked only where pip's own configuration offers no CPU build of torch.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 INSTALLED = $(VENV)/installed
+INSTALLED_NPU = $(VENV_NPU)/installed
 RUN = $(VENV)/bin
+ENVIRONMENT = @python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py
+ifeq ($(shell uname -s),Linux)
+AND_NPU = $(MAKE) --no-print-directory test-npu
+else
+AND_NPU = echo "test-npu is left out: torch-npu has wheels for Linux alone"
+endif
 
-.PHONY: help train test lint format bench environment clean
+.PHONY: help train test test-npu lint format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 train: $(INSTALLED) ## train a small GPT on 4 local ranks (configs/quickstart.yaml)
 	$(RUN)/mindspeed-cp train $(CONFIG) $(ARGS)
 
 test: lint ## ruff, mypy and all tests
 	$(RUN)/python -m pytest $(ARGS)
+	$(if $(strip $(ARGS)),,@$(AND_NPU))
+
+test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest tests/npu $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(RUN)/ruff check .
@@ -43,8 +57,11 @@ environment: $(INSTALLED) ## only make the virtual environment
 
 # environment.py takes a lock, so two makes at once are safe, and does nothing if the contents of its inputs have not changed.
 $(INSTALLED): $(wildcard requirements/*) pyproject.toml setup.py
-	@python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py $(VENV) --torch-index "$(TORCH_INDEX)"
+	$(ENVIRONMENT) $(VENV) --torch-index "$(TORCH_INDEX)"
 
-clean: ## remove the virtual environment, caches and build results, not runs/
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+$(INSTALLED_NPU): $(wildcard requirements/*) pyproject.toml setup.py
+	$(ENVIRONMENT) $(VENV_NPU) --requirements npu.txt --torch-index "$(TORCH_INDEX)"
+
+clean: ## remove the virtual environments, caches and build results, not runs/
+	rm -rf $(VENV) $(VENV_NPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)*' -prune -exec rm -rf {} +

@@ -1,9 +1,11 @@
-"""Makes or refreshes the virtual environment of `make train` and `make test`.  Standard library only.
+"""Makes or refreshes the virtual environment of `make train` and `make test`, or of `make test-npu`.  Standard library.
 
     python requirements/environment.py .venv --torch-index URL
+    python requirements/environment.py .venv-npu --requirements npu.txt --torch-index URL
 
-Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt), then this package, editable.
-torch comes first, and as its CPU build: on Linux x86-64 any other way brings several gigabytes of CUDA libraries.
+Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt; npu.txt adds torch-npu), then this package,
+editable. torch comes first, and as its CPU build: on Linux x86-64 any other way brings several gigabytes of CUDA libraries.
+What both environments need is downloaded once: the second takes it from pip's cache.
 
 Two makes at once are safe: the second waits for the first, then finds nothing left to do. A run that was stopped
 half-way leaves no stamp, so the next one goes on. The stamp holds a digest of all that the environment depends on.
@@ -23,8 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-INPUTS = [REQUIREMENTS / name for name in ("torch.txt", "base.txt", "dev.txt", "environment.py")]
-INPUTS += [ROOT / "pyproject.toml", ROOT / "setup.py"]
+INPUTS = [REQUIREMENTS / "torch.txt", REQUIREMENTS / "environment.py", ROOT / "pyproject.toml", ROOT / "setup.py"]
 STAMP = "installed"  # the Makefile knows this name
 
 
@@ -32,18 +33,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("environment", type=Path, help="folder of the virtual environment")
     parser.add_argument("--torch-index", required=True, help="package index that has CPU builds of torch")
+    parser.add_argument(
+        "--requirements", default="dev.txt", metavar="FILE", help="file of requirements/ with the pins (dev.txt)"
+    )
     arguments = parser.parse_args()
+    requirements = REQUIREMENTS / arguments.requirements
+    if not requirements.is_file():
+        parser.error(f"--requirements {arguments.requirements}: not a file of {REQUIREMENTS}")
     environment: Path = arguments.environment.resolve()
     environment.mkdir(parents=True, exist_ok=True)
     stamp = environment / STAMP
-    wanted = digest()
+    wanted = digest(requirements)
     with locked(environment):
         if stamp.is_file() and stamp.read_text() == wanted:
             stamp.touch()
             return 0
         stamp.unlink(missing_ok=True)
         try:
-            install(environment, arguments.torch_index)
+            install(environment, requirements, arguments.torch_index)
         except subprocess.CalledProcessError as error:
             command = " ".join(map(str, error.cmd))
             print(f"environment: `{command}` failed (exit code {error.returncode})", file=sys.stderr)
@@ -52,12 +59,18 @@ def main() -> int:
     return 0
 
 
-def digest() -> str:
+def digest(requirements: Path) -> str:
     """Of the requirements, the package's declaration, the Python and the place, which an editable install remembers."""
     state = hashlib.sha256(f"{sys.version} {sys.executable} {ROOT}".encode())
-    for path in INPUTS:
+    for path in (*INPUTS, *included(requirements)):
         state.update(path.read_bytes())
     return state.hexdigest() + "\n"
+
+
+def included(requirements: Path) -> list[Path]:
+    """A file of requirements and those that it includes by "-r"."""
+    names = [line.split()[1] for line in requirements.read_text().splitlines() if line.startswith("-r ")]
+    return [requirements, *(path for name in names for path in included(requirements.parent / name))]
 
 
 @contextmanager
@@ -75,15 +88,15 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def install(environment: Path, torch_index: str) -> None:
+def install(environment: Path, requirements: Path, torch_index: str) -> None:
     version = ".".join(map(str, sys.version_info[:3]))
     print(f"environment: filling {environment} for Python {version} (a few minutes the first time)", flush=True)
     python = environment / "bin" / "python"
     if not usable(python):
         subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", environment], check=True)
     install_torch(python, torch_index)
-    print("environment: installing the pinned packages of requirements/", flush=True)
-    pip(python, "-r", REQUIREMENTS / "dev.txt")
+    print(f"environment: installing the pinned packages of requirements/{requirements.name}", flush=True)
+    pip(python, "-r", requirements)
     print("environment: installing mindspeed-cp, editable", flush=True)
     # The build needs setuptools alone, which is pinned and installed by now; isolation would fetch another one.
     pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT)
