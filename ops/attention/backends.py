@@ -5,8 +5,10 @@ from __future__ import annotations
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cpu import CpuAttention
+from mindspeed_cp.ops.attention.npu import NpuAttention
 
-BACKENDS: dict[str, AttentionBackend] = {"cpu": CpuAttention()}
+#: The backends with their default options. The npu backend imports torch_npu when it computes, not before.
+BACKENDS: dict[str, AttentionBackend] = {"cpu": CpuAttention(), "npu": NpuAttention()}
 
 
 def backend_named(name: str) -> AttentionBackend:
@@ -20,16 +22,23 @@ def backend_named(name: str) -> AttentionBackend:
     return BACKENDS[name]
 
 
-def backend_for(device_type: str, name: str | None = None) -> AttentionBackend:
+def backend_for(device_type: str, backend: str | AttentionBackend | None = None) -> AttentionBackend:
     """The backend for tensors of a device type ("cpu", "cuda", "npu"), or the one that was asked for.
+
+    Args:
+        device_type: of the tensors.
+        backend: a name; or a backend with options of its own; None: by the device. One with an `operator` of its own
+            runs wherever that operator does.
 
     Raises:
         ConfigError: no backend serves that device in this version, or the one asked for does not run there.
     """
-    backend = backend_named(device_type if name is None else name)
-    if backend.name != device_type:
+    asked = device_type if backend is None else backend
+    chosen = backend_named(asked) if isinstance(asked, str) else asked
+    anywhere = getattr(chosen, "operator", None) is not None
+    if chosen.name != device_type and not anywhere:
         raise ConfigError(
-            f"backend {backend.name!r} does not run on tensors of device {device_type!r}; valid: {device_type!r}, "
+            f"backend {chosen.name!r} does not run on tensors of device {device_type!r}; valid: {device_type!r}, "
             "or None"
         )
-    return backend
+    return chosen
