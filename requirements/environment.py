@@ -3,9 +3,9 @@
     python requirements/environment.py .venv --torch-index URL
     python requirements/environment.py .venv-npu --requirements npu.txt --torch-index URL
 
-Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt; npu.txt adds torch-npu), then this package,
-editable. torch comes first, and as its CPU build: on Linux x86-64 any other way brings several gigabytes of CUDA libraries.
-What both environments need is downloaded once: the second takes it from pip's cache.
+Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt; npu.txt adds torch-npu), then this
+package, editable. torch comes first, and as its CPU build: on Linux x86-64 any other way brings several gigabytes of CUDA
+libraries. What both environments need is downloaded once: the second takes it from pip's cache.
 
 Two makes at once are safe: the second waits for the first, then finds nothing left to do. A run that was stopped
 half-way leaves no stamp, so the next one goes on. The stamp holds a digest of all that the environment depends on.
@@ -33,9 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("environment", type=Path, help="folder of the virtual environment")
     parser.add_argument("--torch-index", required=True, help="package index that has CPU builds of torch")
-    parser.add_argument(
-        "--requirements", default="dev.txt", metavar="FILE", help="file of requirements/ with the pins (dev.txt)"
-    )
+    parser.add_argument("--requirements", default="dev.txt", metavar="FILE", help="pins, in requirements/ (dev.txt)")
     arguments = parser.parse_args()
     requirements = REQUIREMENTS / arguments.requirements
     if not requirements.is_file():
