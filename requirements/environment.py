@@ -4,7 +4,7 @@
     python requirements/environment.py .venv-npu --requirements npu.txt --torch-index URL
 
 Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt; npu.txt adds torch-npu), then this
-package, editable. torch comes first, and as its CPU build: on Linux x86-64 any other way brings several gigabytes of CUDA
+package, editable. torch comes first, and as its CPU build: on Linux x86-64 any other way brings gigabytes of CUDA
 libraries. What both environments need is downloaded once: the second takes it from pip's cache.
 
 Two makes at once are safe: the second waits for the first, then finds nothing left to do. A run that was stopped
