@@ -32,6 +32,8 @@ class CudaMeans(TorchFunctionMode):
             return self._device if any(map(_is_cuda, (*args, *kwargs.values()))) else func(*args, **kwargs)
         if kwargs:
             kwargs = {name: self._device if _is_cuda(x) else x for name, x in kwargs.items()}
+            if type(kwargs.get("device")) is int:  # torch.cuda.current_device()
+                kwargs["device"] = self._device
             if kwargs.get("pin_memory") and not self._pins:
                 kwargs["pin_memory"] = False
         for x in args:

@@ -16,7 +16,7 @@ from mindspeed_cp.megatron.swap import replaced
 #: What Megatron-core calls of torch.cuda by attribute and torch.npu has under the same name.
 _SAME = (
     *("set_device", "synchronize", "empty_cache", "Stream", "Event", "current_stream", "default_stream", "stream"),
-    *("set_stream", "get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "is_available", "device_count"),
+    *("set_stream", "get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"),
     *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats"),
     *("reset_peak_memory_stats", "mem_get_info", "device"),
 )
@@ -48,7 +48,7 @@ def megatron_on_npu(device: torch.device) -> Iterator[None]:
             if hasattr(npu, name):
                 stack.enter_context(replaced(cuda, name, getattr(npu, name)))
         for owner, name, value in (
-            (cuda, "current_device", lambda: device),
+            (cuda, "current_device", lambda: device.index or 0),
             (cuda.random, "get_rng_state", npu.get_rng_state),
             (cuda, "default_generators", npu.default_generators),
             (cuda, "_queued_calls", AtOnce()),
