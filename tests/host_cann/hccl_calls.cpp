@@ -58,7 +58,7 @@ static void issue(const char* name, const Comm& comm, const HcclSendRecvItem* it
         list += std::string(i ? ", " : "") + "[\"" + (sends ? "send" : "recv") + "\", " + std::to_string(item.remoteRank) + ", " + std::to_string(bytes) + "]";
     }
     std::string shown = field("bytes", sent + received) + ", \"items\": [" + list + "]";
-    if (count == 1) shown += ", " + field("peer", items->remoteRank);
+    if (count == 1) shown += ", " + field("peer", items->remoteRank) + ", \"peer_process\": " + std::to_string(comm->world_rank(items->remoteRank));
     enqueue(comm, std::move(exchange), stream, shown);
 }
 

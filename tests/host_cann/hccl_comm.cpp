@@ -227,4 +227,7 @@ HcclResult HcclCommExchangeMem(HcclComm, void*, uint32_t*, uint32_t) { return gu
 HcclResult HcclCommSymWinRegister(HcclComm, void*, uint64_t, void**, uint32_t) { return guarded("HcclCommSymWinRegister", [] { not_there("memory windows"); }); }
 HcclResult HcclCommSymWinDeregister(void*) { return guarded("HcclCommSymWinDeregister", [] { not_there("memory windows"); }); }
 
+HcclResult HcommMemAlloc(void**, uint64_t) { return guarded("HcommMemAlloc", [] { not_there("memory windows"); }); }
+HcclResult HcommMemFree(void*) { return guarded("HcommMemFree", [] { not_there("memory windows"); }); }
+
 }  // extern "C"

@@ -67,6 +67,7 @@ class Link {
     bool taken(Channel channel, uint64_t serial, Deadline deadline);
     void goodbye();               // tell the peer and stop sending
     void interrupt();             // wake all waiters: the communicator is being destroyed
+    int world() const { return peer_.world; }
     std::string who() const;      // "rank 1 (RANK 3, pid 77)"
     std::string waiting() const;  // what has arrived and nobody took, for messages
 

@@ -1,7 +1,8 @@
 // Stand-in for HCCL, part 5: the record of calls (HOST_HCCL_TRACE=FILE).
 //
 // Every process appends whole lines to the same file. A call is recorded when it is made ("event": "call", with name,
-// communicator, peer, bytes, stream) and again when its task has run ("event": "ran", with start and end in nanoseconds of
+// communicator, peer, bytes, stream; peers by their rank in the communicator, `peer_process` by RANK) and again when its task
+// has run ("event": "ran", with start and end in nanoseconds of
 // the machine's monotonic clock). `call` numbers the calls of a process.
 #include <cstdio>
 #include <cstdlib>

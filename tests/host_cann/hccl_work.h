@@ -37,6 +37,7 @@ struct Communicator {
     std::string error_text;
     bool destroyed = false;
 
+    int world_rank(uint32_t r) const { return links[r] ? links[r]->world() : -1; }   // RANK of another rank, as far as known
     std::string describe() const;               // "communicator 'NAME' (ID), rank 1 of 4"
 };
 

@@ -152,6 +152,13 @@ def run(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> 
     return done
 
 
+def folder() -> Path:
+    """Of the stand-in's libraries."""
+    from tests import host_cann
+
+    return Path(os.environ.get("HOST_CANN_BUILD") or host_cann.FOLDER)
+
+
 @pytest.fixture
 def ranks() -> Callable[..., Run]:
     """`run`, as a fixture."""
