@@ -1,0 +1,101 @@
+"""Megatron trains on device "npu", by the real torch_npu and ProcessGroupHCCL over the stand-in, as it does on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+STEPS = 5
+
+#: The quickstart's model on short rows, in few steps: what differs from it is size.
+SHORT = (
+    *("--set", f"train.train_iters={STEPS}", "--set", "train.lr_decay_iters=20", "--set", "train.lr_warmup_iters=2"),
+    *("--set", "data.seq_length=1021", "--set", "train.global_batch_size=2", "--set", "output.progress=none"),
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 3 to 900 bytes."""
+    path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    words = ["plan", "ring", "rank", "tile", "token", "layout", "of", "the", "a", "sends", "holds", "key", "value"]
+    with path.open("w") as file:
+        for number in range(200):
+            length = 3 + number**3 % 897
+            text = " ".join(words[(number * 7 + word) % len(words)] for word in range(length // 2))[:length]
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def train(ranks: int, folder: Path, *settings: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a run whose ranks are started as torchrun starts them."""
+    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"HOST_CANN_JITTER_US": "200", "HOST_CANN_SEED": "3"}
+    command = [sys.executable, "-m", "tests.npu.command", "train", str(QUICKSTART), *SHORT]
+    command += ["--set", f"output.folder={folder}", "--set", f"context_parallel_suite.context_parallel_size={ranks}"]
+    for setting in settings:
+        command += ["--set", setting]
+    running = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in running] == [0] * ranks, "\n".join(text[-3000:] for text in errors)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The run of one rank on the CPU."""
+    return train(1, tmp_path_factory.mktemp("cpu"), f"data.corpus={corpus}", "train.device=cpu")
+
+
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Equal losses and gradient norms, to 1e-4 of their size."""
+    assert [line["step"] for line in found] == [line["step"] for line in wanted] == list(range(1, STEPS + 1))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in wanted], rel=1e-4)
+    assert [line["tokens"] for line in found] == [line["tokens"] for line in wanted]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, ("context_parallel_suite.algorithm=ring",)),
+        (4, ("context_parallel_suite.algorithm=direct", "context_parallel_suite.layout=balanced")),
+    ],
+    ids=["ring on lanes, cp 2", "direct, cp 4"],
+)
+def test_losses_are_those_of_the_cpu(
+    ranks: int, settings: tuple[str, ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
+) -> None:
+    assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
