@@ -35,7 +35,7 @@ def hidden(mode: int, pre: int, next: int, compressed: bool, n: int, m: int) -> 
     return (j < corner - pre) | (j > corner + next)
 
 
-def expanded(call: FusedCall, choice: Choice = Choice()):
+def expanded(call: FusedCall, choice: Choice):
     """Rows of queries and keys of all pairs that a call computes, and the distance it gives them; checks the rules."""
     q, k = numbers(call.q), numbers(call.k)
     assert len(q) == call.rows and len(k) == call.keys and len(call.cu_q) == len(call.cu_k) > 0
