@@ -1,0 +1,292 @@
+"""What only asynchronous streams and synchronous sends show: missing waits, reused buffers, wrong orders, dead peers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.npu import ranks
+
+SYNCHRONOUS = {"HOST_HCCL_SYNC": "1"}
+SHORT = {"HOST_HCCL_TIMEOUT": "3"}  # for runs that are meant to hang
+DELAYS = {"HOST_CANN_JITTER_US": "60000", "HOST_CANN_SEED": "1"}  # 60 ms at most before each task of a stream
+TRIES = 6
+
+
+# ---- two groups -------------------------------------------------------------------------------------------------------
+
+
+def crosswise(rank: int, size: int) -> None:
+    """Rank 0 starts on the default group, all others on the second one, which they finish before they join the first."""
+    other = dist.new_group(backend="hccl")
+    for group in (None, other):  # makes the communicators
+        dist.barrier(group)
+    x, y = torch.ones(3, device="npu"), torch.ones(5, device="npu")
+    if rank == 0:
+        first, second = dist.all_reduce(x, async_op=True), dist.all_reduce(y, group=other, async_op=True)
+    else:
+        second = dist.all_reduce(y, group=other, async_op=True)
+        second.wait()
+        torch.npu.current_stream().synchronize()
+        assert y.cpu().tolist() == [size] * 5
+        first = dist.all_reduce(x, async_op=True)
+    first.wait()
+    second.wait()
+    assert x.cpu().tolist() == [size] * 3 and y.cpu().tolist() == [size] * 5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_groups_of_the_same_ranks_run_side_by_side(size: int) -> None:
+    done = ranks.run(size, crosswise)
+    first, second = (
+        next(call for call in done.calls(0, "HcclAllReduce") if call["bytes"] == bytes_) for bytes_ in (12, 20)
+    )
+    assert first["stream"] != second["stream"]
+    begin, end = done.times(first)
+    assert begin < done.times(second)[1] < end  # the later one came and went while the earlier one waited for its peers
+
+
+# ---- orders that hang -------------------------------------------------------------------------------------------------
+
+
+def prepared(size: int) -> dist.ProcessGroup:
+    """A second group; on it and on the default one, the communicators of all pairs, made in one order by all ranks."""
+    other, rank = dist.new_group(backend="hccl"), dist.get_rank()
+    x = torch.zeros(1, device="npu")
+    for group in (None, other):
+        for a in range(size):
+            for b in range(a + 1, size):
+                if rank == a:
+                    dist.isend(x, b, group=group).wait()
+                elif rank == b:
+                    dist.irecv(x, a, group=group).wait()
+    torch.npu.synchronize()
+    return other
+
+
+def alternating(rank: int, size: int) -> None:
+    """Even ranks send on the default group and receive on the other, odd ones the other way around."""
+    other = prepared(size)
+    x, y = torch.full((16,), float(rank), device="npu"), torch.full((16,), -1.0, device="npu")
+    sends, receives = (None, other) if rank % 2 == 0 else (other, None)
+    works = [dist.isend(x, (rank + 1) % size, group=sends), dist.irecv(y, (rank - 1) % size, group=receives)]
+    for work in works:
+        work.wait()
+    assert y.cpu().tolist() == [(rank - 1) % size] * 16
+
+
+def by_direction(rank: int, size: int) -> None:
+    """Every rank sends on the group that its receiver receives on: the number of the sending rank chooses it."""
+    other = prepared(size)
+    x, y = torch.full((16,), float(rank), device="npu"), torch.full((16,), -1.0, device="npu")
+    before = (rank - 1) % size
+    works = [
+        dist.isend(x, (rank + 1) % size, group=other if rank % 2 else None),
+        dist.irecv(y, before, group=other if before % 2 else None),
+    ]
+    for work in works:
+        work.wait()
+    assert y.cpu().tolist() == [before] * 16
+
+
+def test_a_ring_of_4_may_alternate_between_two_groups() -> None:
+    ranks.run(4, alternating, environment=SYNCHRONOUS)
+
+
+def test_a_ring_of_3_that_alternates_between_two_groups_hangs_and_says_where() -> None:
+    done = ranks.start(3, alternating, environment={**SYNCHRONOUS, **SHORT})
+    send, receive = done.errors[2], done.errors[0]  # the edge that closes the ring: its ends are on different groups
+    assert send is not None and receive is not None
+    assert re.search(
+        r"HcclSend on communicator '\w+', rank 1 of 2: waited 3 s until rank 0 \(RANK 0, pid \d+\) takes 64 bytes", send
+    ), send
+    assert re.search(
+        r"HcclRecv on communicator '\w+', rank 0 of 2: waited 3 s for 64 bytes from rank 1 \(RANK 2, pid \d+\)", receive
+    ), receive
+    assert all(outcome.seconds < 20 for outcome in done.outcomes)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_ring_of_any_size_that_pairs_by_the_sender_passes(size: int) -> None:
+    ranks.run(size, by_direction, environment=SYNCHRONOUS)
+
+
+def both_send_first(rank: int, size: int) -> None:
+    x, y = torch.full((4,), float(rank), device="npu"), torch.empty(4, device="npu")
+    works = [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]
+    for work in works:
+        work.wait()
+    assert y.cpu().tolist() == [1 - rank] * 4
+
+
+def both_in_a_batch(rank: int, size: int) -> None:
+    x, y = torch.full((4,), float(rank), device="npu"), torch.empty(4, device="npu")
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]):
+        work.wait()
+    assert y.cpu().tolist() == [1 - rank] * 4
+
+
+def test_a_pair_that_both_sends_first_on_one_communicator_hangs_only_if_sends_are_synchronous() -> None:
+    ranks.run(2, both_send_first)
+    for rank, error in enumerate(ranks.start(2, both_send_first, environment={**SYNCHRONOUS, **SHORT}).errors):
+        assert error is not None and re.search(
+            rf"HcclSend on communicator .* rank {rank} of 2: waited 3 s until rank {1 - rank} .* takes 16 bytes", error
+        ), error
+    ranks.run(2, both_in_a_batch, environment=SYNCHRONOUS)
+
+
+def too_few(rank: int, size: int) -> None:
+    x = torch.ones(6, device="npu")
+    dist.all_reduce(x)
+    if rank != 1:
+        dist.all_reduce(x)
+    else:
+        time.sleep(5)
+
+
+def test_a_rank_that_does_not_come_is_named_by_those_who_wait() -> None:
+    errors = ranks.start(3, too_few, environment=SHORT).errors
+    assert errors[1] is None
+    for rank in (0, 2):
+        error = errors[rank]
+        told = rf"HcclAllReduce on communicator 'group_name_0' .* rank {rank} of 3: waited 3 s for 24 bytes from rank 1 \(RANK 1, pid \d+\), in vain"
+        assert error is not None and re.search(told, error), error
+
+
+def never_joins(rank: int, size: int) -> None:
+    if rank == 1:
+        time.sleep(5)
+    else:
+        dist.all_reduce(torch.ones(1, device="npu"))
+
+
+def test_a_rank_that_does_not_join_a_communicator_is_named() -> None:
+    error = ranks.start(2, never_joins, environment=SHORT).errors[0]
+    assert error is not None and re.search(
+        r"HcclCommInitRootInfoConfig: communicator \w+, rank 0 of 2: rank 1 did not join within 3 s", error
+    ), error
+
+
+# ---- buffers and waits ------------------------------------------------------------------------------------------------
+
+
+def receive_and_read(rank: int, size: int) -> tuple[int, int]:
+    """How often the receiver saw the old contents before and after wait()."""
+    early = late = 0
+    prepared(size)
+    for attempt in range(TRIES):
+        x, y = torch.full((1000,), float(attempt), device="npu"), torch.full((1000,), -1.0, device="npu")
+        if rank == 0:
+            dist.isend(x, 1).wait()
+        else:
+            work = dist.irecv(y, 0)
+            early += y.cpu().tolist() == [-1.0] * 1000
+            work.wait()
+            late += y.cpu().tolist() != [float(attempt)] * 1000
+        torch.npu.synchronize()
+    return early, late
+
+
+def test_a_receive_buffer_holds_the_message_only_after_wait() -> None:
+    _, (early, late) = ranks.run(2, receive_and_read, environment=DELAYS).values()
+    assert early > 0
+    assert late == 0
+
+
+def send_and_overwrite(rank: int, size: int, waits: bool) -> int:
+    """How many messages did not arrive as they were when they were sent."""
+    damaged = 0
+    prepared(size)
+    for attempt in range(TRIES):
+        x, y = torch.full((1000,), float(attempt), device="npu"), torch.empty(1000, device="npu")
+        torch.npu.synchronize()
+        if rank == 0:
+            work = dist.isend(x, 1)
+            if waits:
+                work.wait()
+            x.fill_(-2.0)
+            work.wait()
+        else:
+            dist.irecv(y, 0).wait()
+            damaged += y.cpu().tolist() != [float(attempt)] * 1000
+        torch.npu.synchronize()
+    return damaged
+
+
+def test_a_send_buffer_may_be_overwritten_only_after_wait() -> None:
+    assert ranks.run(2, send_and_overwrite, True, environment=DELAYS).values()[1] == 0
+    assert ranks.run(2, send_and_overwrite, False, environment=DELAYS).values()[1] > 0
+
+
+def collective_and_read(rank: int, size: int) -> tuple[int, int]:
+    """How often a rank saw its own number in place of the sum, before and after wait()."""
+    early = late = 0
+    dist.barrier()
+    for _ in range(TRIES):
+        x = torch.full((1000,), float(rank + 1), device="npu")
+        torch.npu.synchronize()
+        work = dist.all_reduce(x, async_op=True)
+        early += x.cpu().tolist() == [rank + 1] * 1000
+        work.wait()
+        late += x.cpu().tolist() != [size * (size + 1) / 2] * 1000
+    return early, late
+
+
+def test_a_collective_is_done_only_after_wait() -> None:
+    for early, late in ranks.run(3, collective_and_read, environment=DELAYS).values():
+        assert early > 0
+        assert late == 0
+
+
+# ---- peers that are gone ----------------------------------------------------------------------------------------------
+
+
+def killed(rank: int, size: int, how: str) -> None:
+    x = torch.ones(4, device="npu")
+    dist.all_reduce(x)
+    torch.npu.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "all_reduce":
+        dist.all_reduce(x)
+    elif rank == 0:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)]):
+            work.wait()
+    torch.npu.synchronize()
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "irecv"])
+def test_a_killed_rank_ends_those_who_wait_for_it_at_once_and_is_named(how: str) -> None:
+    done = ranks.start(3, killed, how)
+    assert done.outcomes[1].exit == -signal.SIGKILL
+    waiting = [0, 2] if how == "all_reduce" else [0]
+    for rank in waiting:
+        error = done.errors[rank]
+        assert error is not None and re.search(
+            rf"rank {rank} of 3: rank 1 \(RANK 1, pid \d+\) .*(ended|killed)", error
+        ), error
+        assert done.outcomes[rank].seconds < 15  # before the time limit of 20 s
+    sockets = Path("/proc/net/unix").read_text()
+    for communicator in {line["id"] for line in done.created()}:
+        assert communicator not in sockets  # nothing is left over
+
+
+def stuck(rank: int, size: int) -> Any:
+    time.sleep(60)
+
+
+def test_ranks_that_do_not_answer_are_ended_by_the_limit() -> None:
+    begin = time.monotonic()
+    done = ranks.start(2, stuck, limit=2)
+    assert time.monotonic() - begin < 15
+    assert all(error is not None and error.startswith("no answer within 2 s") for error in done.errors)
+    with pytest.raises(ranks.RankError, match="rank 1: no answer within 2 s"):
+        done.values()
