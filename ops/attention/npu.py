@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState
@@ -84,8 +85,9 @@ class NpuAttention:
         self, calls: Sequence[FusedCall], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
     ) -> None:
         """See the contract."""
+        wide_q, k = _wide(state.q, v), _wide(k, v)
         for part in even_parts(attention, state.heads):
-            q, out, lse = (x[:, part.q] for x in (state.q, state.out, state.lse))
+            q, out, lse = (x[:, part.q] for x in (wide_q, state.out, state.lse))
             kk, vv = k[:, part.kv], v[:, part.kv]
             for call in calls:
                 placed, how = place(call, q.device), _how(call, attention, part, q, state.dropout is not None)
@@ -114,8 +116,10 @@ class NpuAttention:
         dv: Tensor,
     ) -> None:
         """See the contract."""
+        width = k.shape[-1]
+        wide_q, k = _wide(state.q, v), _wide(k, v)
         for part in even_parts(attention, state.heads):
-            q, out, lse, dout, dq = (x[:, part.q] for x in (state.q, state.out, state.lse, state.dout, state.dq))
+            q, out, lse, dout, dq = (x[:, part.q] for x in (wide_q, state.out, state.lse, state.dout, state.dq))
             kk, vv, part_dk, part_dv = (x[:, part.kv] for x in (k, v, dk, dv))
             for call in calls:
                 placed, how = place(call, q.device), _how(call, attention, part, q, state.dropout is not None)
@@ -133,6 +137,7 @@ class NpuAttention:
                     given_q, given_k, given_v, given_dout, given_out, most, torch.ones_like(most), kept, how
                 )
                 some_dq, some_dk, some_dv = (x.reshape(-1, *x.shape[-2:]) for x in found)
+                some_dq, some_dk = some_dq[..., :width], some_dk[..., :width]
                 _add_to((dq,), placed.q_back.folds, placed, (some_dq,), keys=False)
                 _add_to((part_dk, part_dv), placed.k_back.folds, placed, (some_dk, some_dv), keys=True)
 
@@ -190,6 +195,13 @@ def _how(call: FusedCall, attention: AttentionConfig, part: EvenPart, q: Tensor,
         scale=attention.softmax_scale,
         keep_prob=1.0 - attention.dropout if drops else 1.0,
     )
+
+
+def _wide(x: Tensor, v: Tensor) -> Tensor:
+    """Queries or keys at least as wide as values, as the operator wants them: new channels are zero and change no
+    score."""
+    missing = v.shape[-1] - x.shape[-1]
+    return pad(x, (0, missing)) if missing > 0 else x
 
 
 def _handed(x: Tensor, rows: Index, call: FusedCall) -> Tensor:

@@ -29,17 +29,12 @@ def check_attention(attention: AttentionConfig, dtype: torch.dtype, lowering: st
             f"attention.heads is {attention.heads}; valid for the npu backend: {MOST_HEADS} on a tensor-parallel rank "
             "at most; use more tensor-parallel ranks"
         )
-    if attention.head_dim > WIDEST:
-        raise ConfigError(
-            f"attention.head_dim is {attention.head_dim}; valid for the npu backend: 1 to {WIDEST}; use more and "
-            "narrower heads"
-        )
-    if attention.head_dim_v > attention.head_dim:
-        raise ConfigError(
-            f"attention.head_dim_v is {attention.head_dim_v} and head_dim is {attention.head_dim}; valid for the npu "
-            f"backend: head_dim_v from 1 to head_dim; give queries and keys {attention.head_dim_v} channels, the new "
-            "ones zero, with scale set to the old head_dim ** -0.5"
-        )
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(attention, name) > WIDEST:
+            raise ConfigError(
+                f"attention.{name} is {getattr(attention, name)}; valid for the npu backend: 1 to {WIDEST}; use more "
+                "and narrower heads"
+            )
     if attention.slopes is None:
         return
     if lowering == "masks":
