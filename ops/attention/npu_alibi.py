@@ -71,7 +71,7 @@ def alibi_blocks(tiles: np.ndarray, place: np.ndarray, attention: AttentionConfi
         _turned(_beside(mirrored, right, choice), back=True),
     ]
     out = np.concatenate(found)
-    return out[np.lexsort((out["k_pos"], out["q_pos"], out["tile"], out["place"]))]
+    return out[np.argsort(out["tile"], kind="stable")]
 
 
 def _beside(blocks: np.ndarray, reach: int, choice: Choice) -> np.ndarray:

@@ -92,9 +92,13 @@ def part(
     blocks: np.ndarray, kind: Kind, q: np.ndarray, q_rows: np.ndarray, k: np.ndarray, k_rows: np.ndarray
 ) -> np.ndarray:
     """Parts of blocks, rows and keys counted in the block; those without rows or keys are left out."""
-    out = blocks.copy()
+    there = np.flatnonzero((q_rows > 0) & (k_rows > 0))
+    out, q, q_rows, k, k_rows = (x[there] for x in (blocks, q, q_rows, k, k_rows))
     out["kind"] = kind
-    out["q_row"], out["q_pos"], out["q_rows"] = out["q_row"] + q, out["q_pos"] + q, q_rows
-    out["k_row"], out["k_pos"], out["k_rows"] = out["k_row"] + k, out["k_pos"] + k, k_rows
-    out["size"], out["pre"], out["next"] = q_rows, 0, 0
-    return out[(q_rows > 0) & (k_rows > 0)]
+    out["q_row"] += q
+    out["q_pos"] += q
+    out["k_row"] += k
+    out["k_pos"] += k
+    out["q_rows"], out["k_rows"], out["size"] = q_rows, k_rows, q_rows
+    out["pre"], out["next"] = 0, 0
+    return out

@@ -171,3 +171,8 @@ def ramps(first: np.ndarray, count: np.ndarray, sign: np.ndarray, stop: np.ndarr
     if stop is not None:
         within = np.minimum(within, np.repeat(stop - 1, count))
     return np.repeat(first, count) + np.repeat(sign, count) * within
+
+
+def identity_of(records: np.ndarray, names: tuple[str, ...]) -> bytes:
+    """Some fields of records, in their order. (A view of some fields of a record has the bytes of the others too.)"""
+    return np.stack([records[name] for name in names]).tobytes()

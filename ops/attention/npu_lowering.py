@@ -17,6 +17,7 @@ from mindspeed_cp.ops.attention.npu_calls import (
     Kind,
     Rows,
     compact,
+    identity_of,
     ramps,
 )
 from mindspeed_cp.ops.attention.npu_fold import back_of
@@ -81,24 +82,25 @@ def _within(tiles: np.ndarray, limit: int) -> np.ndarray:
 
 def _groups(blocks: np.ndarray, attention: AttentionConfig, choice: Choice) -> list[np.ndarray]:
     """Blocks that one call can take, limits aside."""
-    own = np.where(blocks["kind"] == Kind.PAIR, 1, 0)
-    keys = [blocks["place"], blocks["kind"], own * blocks["pre"], own * blocks["next"]]
+    group = blocks["place"] * len(Kind) + blocks["kind"]
     side = (blocks["kind"] == Kind.SIDE) | (blocks["kind"] == Kind.SIDE_UPPER)
-    if attention.slopes is not None and not choice.share:
-        keys.append(np.arange(len(blocks)))
+    if (blocks["kind"] == Kind.PAIR).any():
+        limits = np.where(blocks["kind"] == Kind.PAIR, np.stack([blocks["pre"], blocks["next"]]), 0)
+        group = np.unique(np.stack([group, *limits]), axis=1, return_inverse=True)[1].reshape(-1)
+    elif attention.slopes is not None and not choice.share:
+        group = np.arange(len(blocks))
     elif side.any():
-        keys.append(_rounds(blocks, side, keys[:2], attention, choice))
-    order = np.lexsort(keys[::-1])
-    changes = np.zeros(len(blocks), bool)
-    for key in keys:
-        changes[1:] |= key[order][1:] != key[order][:-1]
-    return np.split(blocks[order], np.flatnonzero(changes))
+        turn = _rounds(blocks, side, group, attention, choice)
+        group = group * (int(turn.max()) + 1) + turn
+    order = np.argsort(group, kind="stable")
+    group = group[order]
+    return np.split(blocks[order], np.flatnonzero(group[1:] != group[:-1]) + 1)
 
 
 def _rounds(
-    blocks: np.ndarray, side: np.ndarray, keys: list[np.ndarray], attention: AttentionConfig, choice: Choice
+    blocks: np.ndarray, side: np.ndarray, group: np.ndarray, attention: AttentionConfig, choice: Choice
 ) -> np.ndarray:
-    """Number of the call, out of those of one place and kind, that each block beside the diagonal joins.
+    """Number of the call, out of those of one group (place and kind), that each block beside the diagonal joins.
 
     A call's start is as large as its largest square wants it. What is much nearer to its keys than that waits for
     another call, so that its bias is not rounded by more than its true value would be.
@@ -108,7 +110,6 @@ def _rounds(
     wait = np.flatnonzero(side & (_ahead(blocks) + slack < blocks["k_rows"][side].max() - 1))
     turn = 0
     while len(wait):  # against the largest square of the same turn, place and kind
-        group = keys[0] * 16 + keys[1]
         most = np.zeros(int(group.max()) + 1, np.int64)
         same = side & (out == turn)
         np.maximum.at(most, group[same], blocks["k_rows"][same] - 1)
@@ -160,7 +161,7 @@ def _call(blocks: np.ndarray, attention: AttentionConfig, choice: Choice, touche
     mode, pre, next_, compressed = _mode(kind, blocks, attention)
     filled = size > blocks["q_rows"]
     padding = compact(expand((q_at + blocks["q_rows"])[filled], (size - blocks["q_rows"])[filled]))
-    identity = blocks[["kind", "q_row", "q_rows", "k_rows", "doc", "q_pos", "k_pos"]]
+    names = ("kind", "q_row", "q_rows", "k_rows", "doc", "q_pos", "k_pos")
     return FusedCall(
         layout="TND",
         q=q,
@@ -178,7 +179,7 @@ def _call(blocks: np.ndarray, attention: AttentionConfig, choice: Choice, touche
         q_back=q_back,
         k_back=k_back,
         fresh=touch(touched, q_back.target),
-        identity=np.ascontiguousarray(identity).tobytes() if attention.dropout > 0 else b"",
+        identity=identity_of(blocks, names) if attention.dropout > 0 else b"",
     )
 
 
@@ -201,7 +202,7 @@ def _with_gaps(blocks: np.ndarray, choice: Choice) -> tuple[slice, np.ndarray, n
         return None
     there = np.flatnonzero(gaps > 0)
     keys = int(stop[-1] - start[0])
-    enough = keys <= 2 * int(blocks["k_rows"].sum()) and keys <= choice.rows
+    enough = keys <= 3 * int(blocks["k_rows"].sum()) and keys <= choice.rows
     if not len(there) or not enough or len(blocks) + len(there) > choice.sequences:
         return None
     cu_q, cu_k = np.cumsum(blocks["size"]), stop - start[0]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.layout import expand
-from mindspeed_cp.ops.attention.npu_calls import NO_LIMIT, Back, FusedCall, compact
+from mindspeed_cp.ops.attention.npu_calls import NO_LIMIT, Back, FusedCall, compact, identity_of
 from mindspeed_cp.ops.attention.npu_lowering import Lowering, touch
 from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 from mindspeed_cp.plan.tiles import visible_keys
@@ -57,7 +57,7 @@ def _call(tiles: np.ndarray, attention: AttentionConfig, touched: np.ndarray) ->
     q, k = compact(row[begins]), compact(np.flatnonzero(used))
     n, m = len(begins), int(before[-1])
     everything = bool(((visible[:, 1] - visible[:, 0]).sum(0) == m).all())  # runs of a row do not overlap
-    identity = tiles[["q_row", "q_rows", "doc", "q_pos", "k_pos", "k_rows", "mask"]]
+    names = ("q_row", "q_rows", "doc", "q_pos", "k_pos", "k_rows", "mask")
     return FusedCall(
         layout="BSND",
         q=q,
@@ -75,7 +75,7 @@ def _call(tiles: np.ndarray, attention: AttentionConfig, touched: np.ndarray) ->
         q_back=Back((), slice(0, n), q),
         k_back=Back((), slice(0, m), k),
         fresh=touch(touched, q),
-        identity=np.ascontiguousarray(identity).tobytes() if attention.dropout > 0 else b"",
+        identity=identity_of(tiles, names) if attention.dropout > 0 else b"",
     )
 
 

@@ -16,14 +16,11 @@ class OracleOperator:
     """FusedOperator over tests.host_cann.oracle. Seeds of dropout count up from 1."""
 
     def __init__(self) -> None:
-        self.seed = 0
-        self.forwards: list[tuple[Masking, Kept]] = []
-        self.updates = 0
+        self.seed = self.updates = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Masking) -> tuple[Tensor, Tensor, Tensor, Kept]:
         self.seed += 1
         kept = self.seed, 0, oracle.dropout_numels(how.heads, sizes(q, k, how)) if how.keep_prob < 1 else 0
-        self.forwards.append((how, kept))
         given = dict(scale=how.scale, **arguments(how, kept))
         return *oracle.fused_attention(q, k, v, how.heads, how.layout, **given), kept
 
@@ -53,11 +50,9 @@ def arguments(how: Masking, kept: Kept) -> Mapping[str, object]:
     return dict(how.arguments(), drop_mask=bits)
 
 
-def kept_weights(how: Masking, kept: Kept) -> list[Tensor]:
-    """Which weights of each sequence are not dropped, bool [heads, Sq, Skv]."""
-    q, k = (torch.empty(1, ends[-1] if ends else 0) for ends in (how.cu_q, how.cu_k))
-    numels = [how.heads * a * b for a, b in sizes(q, k, how)]
-    bits = oracle.dropout_bits(*kept, 1 - how.keep_prob)
+def kept_weights(heads: int, sizes: list[tuple[int, int]], kept: Kept, keep_prob: float) -> list[Tensor]:
+    """Which weights of each sequence of a call are not dropped, bool [heads, Sq, Skv]."""
+    bits = oracle.dropout_bits(*kept, 1 - keep_prob)
     flat = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: kept[2]].bool()
-    parts = flat.split(numels)
-    return [part.view(how.heads, a, b) for part, (a, b) in zip(parts, sizes(q, k, how), strict=True)]
+    parts = flat.split([heads * a * b for a, b in sizes])
+    return [part.view(heads, a, b) for part, (a, b) in zip(parts, sizes, strict=True)]

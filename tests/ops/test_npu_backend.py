@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from random import Random
 
 import numpy as np
 import pytest
@@ -14,15 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, capabilities
+from mindspeed_cp import AttentionConfig, ConfigError, capabilities
 from mindspeed_cp.layout import expand
 from mindspeed_cp.ops.attention import BACKENDS, BackwardState, ForwardState, Heads, backend_for, dense_attention
+from mindspeed_cp.ops.attention.heads import even_parts
 from mindspeed_cp.ops.attention.npu import NpuAttention
-from mindspeed_cp.plan import ALGORITHMS, Plan
+from mindspeed_cp.ops.attention.npu_placed import place
+from mindspeed_cp.ops.attention.npu_statistics import Order
+from mindspeed_cp.plan import Plan
 from tests.engine.cases import Case
 from tests.engine.draw import problem
+from tests.host_cann import oracle
 from tests.ops.npu_oracle import OracleOperator, kept_weights
-from tests.ops.test_npu_lowering import numbers
+from tests.ops.test_npu_lowering import numbers, sequences
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -58,12 +61,12 @@ class Rank:
         program = getattr(self.plan, direction)
         lower = getattr(self.backend, f"lower_{direction}")
         tiles = program.tiles(self.rank)
-        for place, calls in lower(tiles, len(self.q), self.attention, self.q.dtype).items():
-            capacity = int(program.capacity[self.rank, place[1]])
+        for at, calls in lower(tiles, len(self.q), self.attention, self.q.dtype).items():
+            capacity = int(program.capacity[self.rank, at[1]])
             k, v = (torch.full((capacity, *x.shape[1:]), float("nan"), dtype=x.dtype) for x in (self.k, self.v))
             rows, tokens = [], []
             for content in program.contents_of(self.rank):
-                if (content["step"], content["slot"]) == place:
+                if (content["step"], content["slot"]) == at:
                     tokens.append(tokens_of(program.spans_in(content)))
                     rows.append(torch.arange(len(tokens[-1])) + int(content["row"]))
             rows, tokens = torch.cat(rows), torch.cat(tokens)
@@ -150,12 +153,6 @@ CELLS = [
 ]
 
 
-def drawn(cell, ranks: int, rng: Random) -> Case:
-    """A problem that the npu backend takes."""
-    case = problem(cell, ranks, rng)
-    return case if case.head_dim >= case.head_dim_v else replace(case, head_dim=case.head_dim_v, head_dim_v=case.head_dim)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(CELLS),
@@ -167,7 +164,186 @@ def drawn(cell, ranks: int, rng: Random) -> Case:
     st.randoms(use_true_random=False),
 )
 def test_any_plan_agrees_with_fp64(cell, ranks, lowering, alibi, merge, dtype, rng):
-    case = replace(drawn(cell, ranks, rng), dtype=dtype)
+    case = replace(problem(cell, ranks, rng), dtype=dtype)
     lowering = "tnd" if case.alibi else lowering
     backend = NpuAttention(lowering, alibi, merge, OracleOperator())
     compare(case, backend, EXACT if dtype == torch.float32 else HALF)
+
+
+def kept_by(case: Case, ranks: list[Rank]) -> torch.Tensor:
+    """Which weights were not dropped, bool [heads, queries, keys], from what every forward call kept."""
+    keys = case.documents if case.kv_documents is None else case.kv_documents
+    keep = torch.ones(case.heads, case.documents.tokens, keys.tokens, dtype=torch.bool)
+    for rank in ranks:
+        kept = dict(rank.state.kept)
+        for calls, k, _, rows, tokens in rank.places("forward"):
+            token = torch.full((len(k),), -1)
+            token[rows] = tokens
+            for call in calls:
+                q_token, k_token = rank.rows[numbers(call.q)], token[numbers(call.k)]
+                n, m = np.diff([0, *call.cu_q]).tolist(), np.diff([0, *call.cu_k]).tolist()
+                for part in even_parts(rank.attention, rank.heads):
+                    heads = part.q.stop - part.q.start
+                    used = kept.pop((call.identity, part.first))
+                    weights = kept_weights(heads, list(zip(n, m, strict=True)), used, 1 - case.dropout)
+                    weights = [one for one in weights if one.shape[1]]
+                    for (a, c, seen), one in zip(sequences(call), weights, strict=True):
+                        i, j = (torch.from_numpy(x) for x in np.nonzero(seen))
+                        keep[part.first : part.first + heads, q_token[a + i], k_token[c + j]] = one[:, i, j]
+        assert not kept, "kept of calls that are not there"
+    return keep
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(CELLS),
+    st.sampled_from((1, 2, 3, 4)),
+    st.sampled_from(("tnd", "masks")),
+    st.sampled_from(("shared", "split")),
+    st.randoms(use_true_random=False),
+)
+def test_the_backward_drops_what_the_forward_dropped(cell, ranks, lowering, alibi, rng):
+    """The operator draws the dropped weights: what it kept of each call says which, and dense attention with them is the
+    yardstick."""
+    case = replace(problem(cell, ranks, rng), dropout=0.25)
+    backend = NpuAttention("tnd" if case.alibi else lowering, alibi, operator=OracleOperator())
+    found, made = run(case, backend)
+    keep = kept_by(case, made)
+    if keep.numel() > 20_000:
+        assert 0.5 < float(keep.float().mean()) < 1
+    for name, got, want in zip(NAMES, found, reference(case, keep), strict=True):
+        if want.numel():
+            blind = torch.isinf(want)
+            wrong = (got.double() - want).masked_fill(blind, 0).abs().max()
+            assert float(wrong) <= 2e-5 * max(4 / 3, float(want.masked_fill(blind, 0).abs().max())), (name, case)
+
+
+def test_a_backward_call_without_its_forward_is_refused():
+    case = Case((40, 9), 2, dropout=0.25)
+    backend = NpuAttention(operator=OracleOperator())
+    rank = Rank(case.plan(), 0, case, backend, case.inputs())
+    rank.forward()
+    assert len(rank.state.kept) == 3  # its own block, and the full tiles against the other rank
+    rank.state.kept.clear()
+    with pytest.raises(ConfigError, match="has a call that the forward had not, so"):
+        rank.backward(*(torch.zeros(49, 4, 16) for _ in "kv"))
+
+
+def test_nothing_is_dropped_where_the_state_says_so():
+    case = Case((64,), 2, dropout=0.5)
+    backend = NpuAttention(operator=OracleOperator())
+    rank = Rank(case.plan(), 0, case, backend, case.inputs())
+    rank.state = replace(rank.state, dropout=None)
+    oracle.calls.clear()
+    rank.forward()
+    assert not rank.state.kept and all(call.drop_bytes == 0 for call in oracle.calls)
+
+
+def test_shared_and_split_alibi_are_the_same_in_fewer_calls():
+    case = Case((700,), 4, heads=8, kv_heads=2, alibi=True)
+    results, made = [], []
+    for alibi in ("shared", "split"):
+        oracle.calls.clear()
+        results.append(run(case, NpuAttention(alibi=alibi, operator=OracleOperator()))[0])
+        made.append(sum(call.operator == "fused_attention" for call in oracle.calls))
+        assert all(call.pse_type == 2 and call.pse_bytes == 8 * 4 for call in oracle.calls)
+        assert all(call.mask_bytes in (0, 2048 * 2048) for call in oracle.calls)
+    assert made[0] == 3 * (2 + 3) + (1 + 3) and made[1] > 3 * (3 + 6)
+    for shared, split in zip(*results, strict=True):
+        assert float((shared - split).abs().max()) <= 5e-6 * max(1, float(split.abs().max()))
+
+
+def test_masks_are_of_one_step_only():
+    case = Case((100, 60, 40), 4)
+    oracle.calls.clear()
+    run(case, NpuAttention("masks", operator=OracleOperator()))
+    assert {call.layout for call in oracle.calls} == {"BSND"}
+    assert 0 < max(call.mask_bytes for call in oracle.calls) <= (200 // 4 + 3) ** 2
+
+
+def test_the_vendors_merge_is_called_and_keeps_fp32():
+    case = Case((300,), 3, dtype=torch.bfloat16)
+    operator = OracleOperator()
+    oracle.calls.clear()
+    compare(case, NpuAttention(merge="ring_update", operator=operator), HALF)
+    updates = [call for call in oracle.calls if call.operator == "ring_attention_update"]
+    assert len(updates) == operator.updates == 3 * 2
+    assert {call.dtype for call in updates} == {torch.float32}
+
+
+def test_rows_and_masks_are_made_once_for_all_layers():
+    case = Case((90, 40), 2, window=(20, 0), alibi=True)
+    backend = NpuAttention(operator=OracleOperator())
+    rank = Rank(case.plan(), 1, case, backend, case.inputs())
+    for calls, k, v, _, _ in rank.places("forward"):
+        backend.forward(calls, rank.attention, rank.state, k, v)
+        before = [dict(call.placed) for call in calls]
+        backend.forward(calls, rank.attention, rank.state, k, v)
+        assert [call.placed for call in calls] == before and all(before)
+        assert all(place(call, k.device) is place(call, torch.device("cpu")) for call in calls)
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [4, 0, 1, 1], list(range(1, 30)), [7, 1] * 9])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_statistics_come_and_go_in_the_order_of_sequences(lengths, heads):
+    ends = np.cumsum(lengths)
+    rows = torch.arange(int(ends[-1]) * heads, dtype=torch.float32).view(-1, heads)
+    blocks = [rows[e - n : e].T.flatten() for n, e in zip(lengths, ends.tolist(), strict=True)]
+    memory = torch.cat(blocks)[:, None].expand(-1, 8).reshape(int(ends[-1]), heads, 8).contiguous()
+    order = Order(ends.tolist(), heads, torch.device("cpu"))
+    assert torch.equal(order.read(memory), rows)
+    assert torch.equal(order.write(rows), memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "dtype", "message"),
+    [
+        ({}, {}, torch.float64, "dtype is torch.float64; the npu backend supports bfloat16, float16, float32"),
+        ({}, dict(heads=512), torch.float32, "attention.heads is 512; valid for the npu backend: 256 on a"),
+        ({}, dict(head_dim=1024), torch.float32, "attention.head_dim is 1024; valid for the npu backend: 1 to 768"),
+        ({}, dict(head_dim_v=800), torch.float32, "attention.head_dim_v is 800; valid for the npu backend: 1 to 768"),
+        (dict(lowering="masks"), dict(alibi=True), torch.float32, "attention.alibi is on and npu.lowering is 'masks'"),
+        (
+            {},
+            dict(alibi=(0.5, -0.25, 0.0, 1.0)),
+            torch.float32,
+            "has the slope -0.25; valid for the npu backend: 0 and",
+        ),
+    ],
+)
+def test_what_the_operator_does_not_compute_is_refused(options, settings, dtype, message):
+    attention = AttentionConfig(**({"heads": 4, "head_dim": 64} | settings))
+    with pytest.raises(ConfigError, match=message):
+        NpuAttention(**options).check(attention, dtype)
+
+
+@pytest.mark.parametrize("option", ["lowering", "alibi", "merge"])
+def test_options_have_their_values(option):
+    with pytest.raises(ConfigError, match=rf"npu\.{option} is 'fast'; valid: "):
+        NpuAttention(**{option: "fast"})
+    assert len({NpuAttention().key, NpuAttention("masks").key, NpuAttention(alibi="split").key}) == 3
+
+
+def test_backends_are_named_or_given():
+    given = NpuAttention(lowering="masks", operator=OracleOperator())
+    assert backend_for("npu") is backend_for("npu", "npu") is BACKENDS["npu"]
+    assert backend_for("cpu", given) is given and backend_for("npu", NpuAttention("masks")) == NpuAttention("masks")
+    with pytest.raises(ConfigError, match="backend 'npu' does not run on tensors of device 'cpu'"):
+        backend_for("cpu", NpuAttention("masks"))
+    with pytest.raises(ConfigError, match="backend 'npu' does not run on tensors of device 'cpu'"):
+        backend_for("cpu", "npu")
+
+
+def test_torch_npu_is_imported_when_it_computes_and_named_where_it_is_missing():
+    code = """
+import sys, mindspeed_cp.ops.attention as ops
+assert "torch_npu" not in sys.modules
+from mindspeed_cp.ops.attention.npu_operator import TorchNpu
+sys.modules["torch_npu"] = None
+try:
+    TorchNpu().update((), ())
+except ops.backends.ConfigError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("backend is 'npu', but torch_npu cannot be imported") and "; valid: torch_npu of" in said
