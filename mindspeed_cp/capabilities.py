@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 #: Implementations of the attention operator.
-BACKENDS = ("cpu",)
+BACKENDS = ("cpu", "npu")
 
 #: The values of every feature, in the order of the fields of `Cell`.
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -48,6 +48,15 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("as queries", "grouped"),
     "widths": ("equal", "unequal"),
     "keys": ("own", "other"),
+}
+
+#: What "exact" was seen on.
+_SEEN_ON = {
+    "cpu": "Seen on CPUs, with gloo between ranks.",
+    "npu": "Seen with the real torch-npu and its ProcessGroupHCCL over a stand-in for CANN (tests/host_cann), whose "
+    "arithmetic and rules are this project's reading of the vendor's documentation: never on a device. "
+    "`mindspeed-cp doctor --device npu` checks a device. Which weights attention dropout drops is drawn from the "
+    "device's generator, not from the dropout key, so it depends on ranks and algorithm.",
 }
 
 _LABELS = {
@@ -212,6 +221,7 @@ def _backend_table(backend: str) -> list[str]:
     exact = sum(found is None for _, found in mine)
     return [
         f"## {backend}\n",
+        *([f"{_SEEN_ON[backend]}\n"] if backend in _SEEN_ON else []),
         f"| | {' | '.join(heads)} |",
         "|---" * (1 + len(heads)) + "|",
         *(f"| {label} | {' | '.join(entries)} |" for label, *entries in zip(_LABELS.values(), *columns, strict=True)),

@@ -17,12 +17,14 @@ ROOT = Path(__file__).parent.parent
 def test_every_cell_is_exact_or_refused_with_an_alternative(algorithm: str) -> None:
     """Settings and plans agree with the table, and every plan is proved."""
     mine = [cell for cell in cells() if cell.algorithm == algorithm]
-    assert len(mine) == 2 ** (len(FEATURES) - 2)
+    assert len(mine) == 2 ** (len(FEATURES) - 2) * len(FEATURES["backend"])
     for cell in mine:
         documents, keys, attention = example(cell)
         reason = refusal(cell)
         if reason is None:
             check(algorithm, attention, documents, keys, cell.backend)
+            if cell.backend != FEATURES["backend"][0]:  # plans know no backend
+                continue
             plan = build_plan(documents, Topology(1, 3), attention, algorithm, kv_documents=keys)
             verify_plan(plan)
             continue

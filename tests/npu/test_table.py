@@ -1,0 +1,101 @@
+"""The table of capabilities on tensors of device "npu": the real torch_npu and ProcessGroupHCCL over the stand-in, 2, 3 and
+4 ranks, against fp64. Streams are delayed at random and sends wait for their receivers, so that a wait that is missing
+or a wrong order would show."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_cp import capabilities
+from mindspeed_cp.plan import ALGORITHMS
+from tests.engine.cases import Case, attend, local, worst
+from tests.engine.draw import problem
+from tests.npu.ranks import run
+
+SIZES = (2, 3, 4)
+ROUGH = {"HOST_CANN_JITTER_US": "150", "HOST_CANN_SEED": "11", "HOST_HCCL_SYNC": "1"}
+EXACT = [cell for cell in capabilities.cells() if cell.backend == "npu" and capabilities.refusal(cell) is None]
+
+
+def drawn(cell: capabilities.Cell) -> Case:
+    """The problem that stands for a cell; always the same."""
+    rng = Random(f"npu {cell}")
+    return problem(cell, rng.choice(SIZES), rng)
+
+
+CASES = {cell: drawn(cell) for cell in EXACT}
+
+
+def attend_all(rank: int, size: int, cases: list[Case], lanes: bool) -> list[list[np.ndarray]]:
+    """This rank's rows of out, dq, dk and dv of every case."""
+    from mindspeed_cp.comm import open_lanes, warm_up
+
+    if lanes:
+        open_lanes(device="npu")
+    found = []
+    for case in cases:
+        plan, leaves, dout = local(rank, case)
+        on_npu = [x.detach().to("npu").requires_grad_() for x in leaves]
+        warm_up(plan, device="npu")
+        out = attend(case, plan, on_npu, None)
+        grads = torch.autograd.grad(out, on_npu, dout.to("npu"))
+        found.append([x.detach().cpu().numpy() for x in (out, *grads)])
+    return found
+
+
+def tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_cell_agrees_with_fp64(algorithm: str, size: int) -> None:
+    cases = [c for c in CASES.values() if (c.algorithm, c.ranks) == (algorithm, size) and not c.dropout]
+    lanes = algorithm in ("ring", "double_ring", "hybrid")
+    parts = run(size, attend_all, cases, lanes, limit=280, environment=ROUGH).values()
+    found = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
+    assert cases and {case: error for case, error in found.items() if error > 1e-5} == {}
+
+
+DROPPED = [case for case in CASES.values() if case.dropout]
+
+
+def attend_twice(rank: int, size: int, cases: list[Case]) -> list[tuple[bool, bool, np.ndarray]]:
+    """For every case whether equal seeds give equal bits, whether other seeds give others, and this rank's part of the
+    sums <dout, out>, <v, dv>, <q, dq> and <k, dk>."""
+    found = []
+    for case in cases:
+        plan, leaves, dout = local(rank, case)
+        dout = dout.to("npu")
+        runs = []
+        for seed in (5, 5, 6):
+            torch.npu.manual_seed(100 * seed + rank)
+            q, k, v = (x.detach().to("npu").requires_grad_() for x in leaves)
+            out = attend(case, plan, [q, k, v], None)
+            dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+            runs.append([x.detach() for x in (out, dq, dk, dv)])
+        first, again, other = runs
+        same = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        sums = [(a.detach().double() * b.double()).sum().item() for a, b in ((dout, out), (v, dv), (q, dq), (k, dk))]
+        found.append((same, torch.equal(first[0], other[0]), np.array(sums)))
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_backward_drops_what_the_forward_dropped(size: int) -> None:
+    """What is dropped is drawn by the operator, so no reference is at hand. But the output is linear in the values, and
+    the scores in queries and in keys: <dout, out> = <v, dv> and <q, dq> = <k, dk> over the whole batch, if and only if
+    both directions drop the same."""
+    cases = [case for case in DROPPED if case.ranks == size][::4]
+    parts = run(size, attend_twice, cases, limit=280, environment=ROUGH).values()
+    for number, case in enumerate(cases):
+        mine = [part[number] for part in parts]
+        assert all(same for same, _, _ in mine), case
+        out, v, q, k = sum(sums for _, _, sums in mine)
+        size_of = max(1.0, abs(out), abs(q))
+        assert abs(out - v) <= 1e-4 * size_of and abs(q - k) <= 1e-4 * size_of, case
+    assert not all(equal for part in parts for _, equal, _ in part)
