@@ -1,8 +1,10 @@
 /* The two phases of a call, and the way of its arguments to Python. */
 #include "opapi.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 
 #include "host_cann.h"
 
@@ -51,6 +53,17 @@ int ask(int phase, const char* name, const char* arguments) {
     return INNER_ERROR;
 }
 
+/* Computes and deletes an executor; as a task of a stream, or on the calling thread. */
+int compute(void* argument) {
+    aclOpExecutor* executor = static_cast<aclOpExecutor*>(argument);
+    int status = ask(2, executor->name.c_str(), executor->arguments.c_str());
+    delete executor;
+    return status;
+}
+
+/* Operators are tasks of their stream, like copies, instead of being done when the call returns. */
+std::atomic<bool> late{getenv("HOST_CANN_LATE") != nullptr};
+
 }  // namespace
 
 namespace opapi {
@@ -76,13 +89,16 @@ int prepare(const char* name, std::initializer_list<Field> fields, uint64_t* wor
 
 int run(aclOpExecutor* executor, void* stream) {
     if (!executor) return PARAM_NULLPTR;
+    if (late) return host_cann_enqueue(stream, compute, executor);
     int status = host_cann_drain(stream); /* what was enqueued before this call comes before it */
-    if (status == 0) status = ask(2, executor->name.c_str(), executor->arguments.c_str());
-    delete executor;
-    return status;
+    if (status) delete executor;
+    return status ? status : compute(executor);
 }
 
 }  // namespace opapi
 
 /* For tests.host_cann.load(): the function that answers all calls. */
 extern "C" void host_cann_set_operators(Operators function) { operators = function; }
+
+/* For tests: from now on, operators run late (HOST_CANN_LATE in the environment at the start of the process), or at once. */
+extern "C" void host_cann_set_late(int on) { late = on != 0; }

@@ -85,3 +85,87 @@ def test_contents_are_not_looked_at_before_their_time(npu, world):
     mask.zero_()
     with pytest.raises(RuntimeError, match="must be 1 above the diagonal"):
         npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", sparse_mode=3, atten_mask=mask, **ends)
+
+
+# --- operators that run late: as tasks of their stream. Python's lock is what they need: so these tests wait for them with
+# synchronize, which lets go of it, before anything is read.
+
+
+@pytest.fixture
+def late(npu):
+    """Operators are under way when their call returns."""
+    opapi = host_cann.library("opapi")
+    opapi.host_cann_set_late(1)
+    yield
+    torch.npu.synchronize()
+    opapi.host_cann_set_late(0)
+
+
+def held_attention(npu, world):
+    """An operator whose turn does not come before release()."""
+    world.acl.host_cann_hold(handle(torch.npu.current_stream()))
+    ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
+    return npu.npu_fusion_attention_v2(world.rows, world.rows, world.rows, 2, "TND", **ends)[0]
+
+
+def release(world):
+    world.acl.host_cann_release(handle(torch.npu.current_stream()))
+
+
+def read(x):
+    torch.npu.synchronize()
+    return x.cpu()
+
+
+def test_late_rows_that_are_overwritten_too_early_show(npu, world, late):
+    """A buffer is reused by another stream that did not wait for its reader."""
+    out = held_attention(npu, world)
+    with torch.npu.stream(world.other):
+        world.rows.copy_(world.source, non_blocking=True)
+    world.other.synchronize()
+    release(world)
+    assert torch.equal(read(out), world.want["new"])
+
+
+def test_late_rows_that_wait_for_their_reader_are_safe(npu, world, late):
+    out = held_attention(npu, world)
+    world.other.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(world.other):
+        world.rows.copy_(world.source, non_blocking=True)
+    release(world)
+    assert torch.equal(read(out), world.want["old"])
+    assert torch.equal(read(world.rows), world.source.cpu())
+
+
+def test_late_results_that_are_taken_too_early_are_not_there(npu, world, late):
+    taken = torch.zeros(12, 2, 16, device="npu")
+    out = held_attention(npu, world)
+    with torch.npu.stream(world.other):
+        taken.copy_(out, non_blocking=True)
+    world.other.synchronize()
+    release(world)
+    assert torch.equal(read(out), world.want["old"])
+    assert not torch.equal(read(taken), world.want["old"])
+
+
+def test_late_errors_come_with_the_next_synchronize(npu, world, late):
+    mask = torch.zeros(2048, 2048, dtype=torch.bool, device="npu")
+    torch.npu.synchronize()
+    with torch.npu.stream(world.other):
+        ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
+        npu.npu_fusion_attention_v2(*[world.rows] * 3, 2, "TND", sparse_mode=3, atten_mask=mask, **ends)
+        with pytest.raises(RuntimeError, match="must be 1 above the diagonal"):
+            world.other.synchronize()
+
+
+def test_late_gradients(npu, world, late):
+    """Forward, backward and what is between them, on one stream; dropout masks on another."""
+    rows = world.rows.clone().requires_grad_()
+    ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
+    found = []
+    for on in (1, 0):
+        host_cann.library("opapi").host_cann_set_late(on)
+        torch.npu.manual_seed(3)
+        out = npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", keep_prob=0.7, **ends)[0]
+        found.append(read(torch.autograd.grad((out * out).sum(), rows)[0]))
+    assert torch.equal(*found)
