@@ -81,7 +81,9 @@ class Transport:
         self._limit = timedelta(seconds=timeout)
         self._rank = dist.get_rank(self.group)
         self._global = dist.get_process_group_ranks(self.group)
-        self._on_host = library_of(self.group, "cpu" if device is None else device) == "gloo"
+        library = library_of(self.group, "cpu" if device is None else device)
+        self._on_host = library == "gloo"
+        self._peers_once = library == "hccl"  # HcclBatchSendRecv takes one send and one receive for a rank (CANN 8)
         self._lanes = lanes_of(self.group)
 
     def post(self, transfers: Sequence[Transfer], with_all: bool = False) -> list[Pending]:
@@ -112,16 +114,20 @@ class Transport:
     def _post_coalesced(self, transfers: Sequence[Transfer]) -> list[Pending]:
         if not transfers:
             return []
-        operations = [
-            dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self._global[t.peer], self.group, t.tag)
-            for t in transfers
-        ]
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self.failure(transfers[0], error) from error
-        # One object for the whole launch, or one each, depending on the library.
-        return [_Work(self, t, works[min(i, len(works) - 1)]) for i, t in enumerate(transfers)]
+        pending: list[Pending | None] = [None] * len(transfers)
+        for launch in launches(transfers) if self._peers_once else [range(len(transfers))]:
+            operations = [
+                dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self._global[t.peer], self.group, t.tag)
+                for t in (transfers[i] for i in launch)
+            ]
+            try:
+                works = dist.batch_isend_irecv(operations)
+            except RuntimeError as error:
+                raise self.failure(transfers[launch[0]], error) from error
+            # One object for the whole launch, or one each, depending on the library.
+            for number, i in enumerate(launch):
+                pending[i] = _Work(self, transfers[i], works[min(number, len(works) - 1)])
+        return [one for one in pending if one is not None]
 
     def wait(self, transfer: Transfer, work: Any) -> None:
         """Wait for one work object; see :class:`Pending`."""
@@ -140,6 +146,19 @@ class Transport:
             f"rank {self._rank}: {side} rank {transfer.peer} (global rank {self._global[transfer.peer]}), "
             f"{transfer.what}: {why}"
         )
+
+
+def launches(transfers: Sequence[Transfer]) -> list[list[int]]:
+    """Numbers of transfers in launches that have one send to a rank, and one receive from it, at most: the n-th to or
+    from a rank is in the n-th launch, at both its ends."""
+    found: list[list[int]] = []
+    seen: dict[tuple[int, bool], int] = {}
+    for number, transfer in enumerate(transfers):
+        key = transfer.peer, transfer.sends
+        turn = seen[key] = seen.get(key, -1) + 1
+        found += [[] for _ in range(turn + 1 - len(found))]
+        found[turn].append(number)
+    return found
 
 
 class _Work:

@@ -10,8 +10,11 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mindspeed_cp.comm import Transfer, Transport
+from mindspeed_cp.comm.transport import launches
 from mindspeed_cp.errors import ConfigError, PeerError
 from tests.workers import WorkerError, Workers
 
@@ -114,3 +117,22 @@ def test_gloo_is_found_however_the_group_was_made(backend, tmp_path):
 def test_a_timeout_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="timeout is 0 seconds; valid: more than 0"):
         Transport(None, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1]), max_size=30))
+def test_launches_have_a_peer_once_and_match_at_both_ends(messages):
+    """Every rank posts its ends of the messages in one global order; the n-th launches of all ranks are for each other."""
+    nothing = torch.empty(0)
+    at: dict[int, list[int]] = {}  # message -> numbers of the launches of its two ends
+    for rank in range(4):
+        mine = [(number, pair) for number, pair in enumerate(messages) if rank in pair]
+        transfers = [
+            Transfer(nothing, target if source == rank else source, source == rank, 0, "")
+            for _, (source, target) in mine
+        ]
+        for turn, launch in enumerate(launches(transfers)):
+            peers = [(transfers[i].peer, transfers[i].sends) for i in launch]
+            assert launch and len(set(peers)) == len(peers)
+            for i in launch:
+                at.setdefault(mine[i][0], []).append(turn)
+    assert all(len(turns) == 2 and turns[0] == turns[1] for turns in at.values()) and len(at) == len(messages)
