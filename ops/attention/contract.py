@@ -115,8 +115,11 @@ class AttentionBackend(Protocol):
         deterministic: the same call gives the same bits every time, for any number of threads.
     """
 
-    name: str
-    deterministic: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def deterministic(self) -> bool: ...
 
     @property
     def key(self) -> Hashable: ...
