@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from mindspeed_cp.ops.attention.npu_checks import check_attention, check_option
 from mindspeed_cp.ops.attention.npu_lowering import Lowering, lower
 from mindspeed_cp.ops.attention.npu_masks import lower_to_masks
 from mindspeed_cp.ops.attention.npu_operator import FusedOperator, Masking, TorchNpu
-from mindspeed_cp.ops.attention.npu_placed import Index, Placed, order_of, place, slopes_of, take
+from mindspeed_cp.ops.attention.npu_placed import Index, Placed, PlacedBack, order_of, place, slopes_of, take
 from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.plan import AttentionConfig
 
@@ -53,9 +52,9 @@ class NpuAttention:
     merge: str = "fp32"
     operator: FusedOperator | None = None
 
-    name: ClassVar[str] = "npu"
-    #: The operator's gradient adds up dq with atomics, unless torch.use_deterministic_algorithms tells it not to.
-    deterministic: ClassVar[bool] = False
+    # Without annotations: constants of the class, not options.
+    name = "npu"
+    deterministic = False  # the operator's gradient adds up dq in any order, unless torch is told to be deterministic
 
     def __post_init__(self) -> None:
         check_option("lowering", self.lowering, ("tnd", "masks"))
@@ -91,8 +90,8 @@ class NpuAttention:
             kk, vv = k[:, part.kv], v[:, part.kv]
             for call in calls:
                 placed, how = place(call, q.device), _how(call, attention, part, q, state.dropout is not None)
-                given = (_handed(x, rows, call) for x, rows in ((q, placed.q), (kk, placed.k), (vv, placed.k)))
-                some, most, total, kept = self._operator.forward(*given, how)
+                given_k, given_v = _handed(kk, placed.k, call), _handed(vv, placed.k, call)
+                some, most, total, kept = self._operator.forward(_handed(q, placed.q, call), given_k, given_v, how)
                 if state.dropout is not None:
                     state.kept[call.identity, part.first] = kept
                 order = order_of(call, how.heads, q.device)
@@ -138,8 +137,8 @@ class NpuAttention:
                 )
                 some_dq, some_dk, some_dv = (x.reshape(-1, *x.shape[-2:]) for x in found)
                 some_dq, some_dk = some_dq[..., :width], some_dk[..., :width]
-                _add_to((dq,), placed.q_back.folds, placed, (some_dq,), keys=False)
-                _add_to((part_dk, part_dv), placed.k_back.folds, placed, (some_dk, some_dv), keys=True)
+                _add_to((dq,), placed.q_back, (some_dq,))
+                _add_to((part_dk, part_dv), placed.k_back, (some_dk, some_dv))
 
     @property
     def _operator(self) -> FusedOperator:
@@ -235,16 +234,9 @@ def _kept(state: BackwardState, call: FusedCall, part: EvenPart) -> tuple[int, i
     return state.kept[call.identity, part.first]
 
 
-def _add_to(
-    sums: tuple[Tensor, ...],
-    folds: object,
-    placed: Placed,
-    results: tuple[Tensor, ...],
-    keys: bool,
-) -> None:
+def _add_to(sums: tuple[Tensor, ...], back: PlacedBack, results: tuple[Tensor, ...]) -> None:
     """Add a call's gradients to the sums."""
-    back = placed.k_back if keys else placed.q_back
-    if folds:
+    if back.folds:
         results = tuple(x.float() for x in results)
     results = back.fold(results, _plus)
     for total, some in zip(sums, results, strict=True):

@@ -150,11 +150,9 @@ def _call(blocks: np.ndarray, attention: AttentionConfig, choice: Choice, touche
     k_row = np.where(behind == 1, blocks["k_row"] + k_rows - 1, blocks["k_row"])
     q: Rows = compact(ramps(q_row, size, 1 - 2 * behind, blocks["q_rows"]))
     spread = None if with_bias or attention.dropout > 0 else _with_gaps(blocks, choice)
-    if spread is not None:
-        k, cu_q, cu_k = spread
-        at = blocks["k_row"] - k.start
-    else:
-        k, cu_q, cu_k, at = compact(ramps(k_row, k_rows, 1 - 2 * behind)), np.cumsum(size), np.cumsum(k_rows), k_at
+    k: Rows = compact(ramps(k_row, k_rows, 1 - 2 * behind)) if spread is None else spread[0]
+    cu_q, cu_k = (np.cumsum(size), np.cumsum(k_rows)) if spread is None else spread[1:]
+    at = k_at if spread is None else blocks["k_row"] - spread[0].start
     q_back = back_of(blocks["q_row"], blocks["q_rows"], q_at, size, behind)
     k_back = back_of(blocks["k_row"], k_rows, at, k_rows, behind)
     starts, shift = _starts(kind, blocks, with_bias)
