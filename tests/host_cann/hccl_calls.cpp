@@ -1,94 +1,16 @@
-// Stand-in for HCCL, part 6: the calls that move data, each as an Exchange (hccl_work.h).
+// Stand-in for HCCL: collectives, each as an Exchange (hccl_work.h).
 //
-// Collectives send every part straight to the rank that needs it; reductions are made by the receiver, in the order of
-// ranks. That is not how the hardware does it (rings, trees, halving), and says nothing about its time or rounding.
-#include <cstdlib>
-#include <cstring>
-#include <set>
-
+// Every part goes straight to the rank that needs it; reductions are made by the receiver, in the order of ranks. That
+// is not how the hardware does it (rings, trees, halving), and says nothing about its time or rounding.
 #include "hccl/hccl.h"
 #include "hccl_data.h"
 #include "hccl_work.h"
 
 namespace host_hccl {
 
-using Comm = std::shared_ptr<Communicator>;
-
-template <class Body> static HcclResult guarded(const char* call, Body body) {
-    try {
-        body();
-        return HCCL_SUCCESS;
-    } catch (const Failure& failure) {
-        return (HcclResult)report(failure, call);
-    }
-}
-
-static std::string field(const char* name, uint64_t value) { return std::string("\"") + name + "\": " + std::to_string(value); }
-
-static void check_rank(const Communicator& comm, uint32_t rank, const char* what) {
-    if (rank >= comm.size) throw Failure(E_PARA, std::string(what) + " is " + std::to_string(rank) + "; " + comm.describe());
-}
-
-static uint64_t next(Communicator& comm, std::vector<uint64_t>& counts, uint32_t peer) {
-    std::lock_guard<std::mutex> guard(comm.lock);
-    return counts[peer]++;
-}
-
-// ---- point to point -----------------------------------------------------------------------------------------
-
-// HcclGroupStart .. HcclGroupEnd: sends and receives of one thread are collected and issued together.
-struct Grouped { Comm comm; void* stream; std::vector<HcclSendRecvItem> items; };
-static thread_local int group_depth = 0;
-static thread_local std::vector<Grouped> grouped;
-
-static void issue(const char* name, const Comm& comm, const HcclSendRecvItem* items, uint32_t count, void* stream) {
-    Exchange exchange{name, P2P, SEND_RECV, INT8, {}, {}, {}, nullptr};
-    std::string list;
-    uint64_t sent = 0, received = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        const HcclSendRecvItem& item = items[i];
-        check_rank(*comm, item.remoteRank, "remoteRank");
-        const uint64_t bytes = item.count * size_of(item.dataType);
-        const bool sends = item.sendRecvType == HCCL_SEND;
-        if (!sends && item.sendRecvType != HCCL_RECV) throw Failure(E_PARA, "sendRecvType is neither a send nor a receive");
-        if (bytes && !item.buf) throw Failure(E_PTR, "no buffer for " + std::to_string(bytes) + " bytes");
-        if (sends) exchange.out.push_back({item.remoteRank, item.buf, bytes, next(*comm, comm->sent, item.remoteRank)});
-        else exchange.in.push_back({item.remoteRank, item.buf, bytes, next(*comm, comm->received, item.remoteRank)});
-        (sends ? sent : received) += bytes;
-        list += std::string(i ? ", " : "") + "[\"" + (sends ? "send" : "recv") + "\", " + std::to_string(item.remoteRank) + ", " + std::to_string(bytes) + "]";
-    }
-    std::string shown = field("bytes", sent + received) + ", \"items\": [" + list + "]";
-    if (count == 1) shown += ", " + field("peer", items->remoteRank) + ", \"peer_process\": " + std::to_string(comm->world_rank(items->remoteRank));
-    enqueue(comm, std::move(exchange), stream, shown);
-}
-
-static void single(const char* name, HcclSendRecvType direction, void* buffer, uint64_t count, HcclDataType type, uint32_t peer, HcclComm handle, void* stream) {
-    Comm comm = find(handle);
-    check_rank(*comm, peer, direction == HCCL_SEND ? "destRank" : "srcRank");
-    if (peer == comm->rank) throw Failure(E_PARA, comm->describe() + " sends to or receives from itself");
-    const HcclSendRecvItem item{direction, buffer, count, type, peer};
-    if (!group_depth) return issue(name, comm, &item, 1, stream);
-    for (Grouped& g : grouped) {
-        if (g.comm != comm || g.stream != stream) continue;
-        g.items.push_back(item);
-        return;
-    }
-    grouped.push_back({comm, stream, {item}});
-}
-
-// The documentation (CANN 8.0 to 8.3) forbids two sends, or two receives, with the same rank in one list.
-static void check_list(const HcclSendRecvItem* items, uint32_t count) {
-    static const bool allowed = [] { const char* text = getenv("HOST_HCCL_BATCH_DUPLICATES"); return text && strcmp(text, "1") == 0; }();
-    std::set<std::pair<int, uint32_t>> seen;
-    for (uint32_t i = 0; i < count; i++)
-        if (!seen.insert({items[i].sendRecvType, items[i].remoteRank}).second && !allowed)
-            throw Failure(E_PARA, std::string("two ") + (items[i].sendRecvType == HCCL_SEND ? "sends to" : "receives from") + " rank " + std::to_string(items[i].remoteRank) +
-                          " in one list, which the documentation of HcclBatchSendRecv forbids; make one message of them, or several calls");
-}
-
-// ---- collectives --------------------------------------------------------------------------------------------
-
-struct Part { uint64_t offset, bytes; };
+struct Part {
+    uint64_t offset, bytes;
+};
 
 static std::vector<Part> equal_parts(uint32_t size, uint64_t bytes, bool apart) {
     std::vector<Part> parts;
@@ -99,13 +21,15 @@ static std::vector<Part> equal_parts(uint32_t size, uint64_t bytes, bool apart) 
 static std::vector<Part> given_parts(uint32_t size, const void* counts, const void* offsets, uint64_t element) {
     if (!counts || !offsets) throw Failure(E_PTR, "no counts or displacements");
     std::vector<Part> parts;
-    for (uint32_t r = 0; r < size; r++) parts.push_back({((const uint64_t*)offsets)[r] * element, ((const uint64_t*)counts)[r] * element});
+    for (uint32_t r = 0; r < size; r++)
+        parts.push_back({((const uint64_t*)offsets)[r] * element, ((const uint64_t*)counts)[r] * element});
     return parts;
 }
 
 // Rank r gets out[r] of `send`, and sends what lands in in[r] of `receive`. Parts of no bytes travel too: they keep the
 // ranks in step, and a size on one side only is an error.
-static Exchange all_parts(const Comm& comm, const char* name, Call call, int type, const void* send, const std::vector<Part>& out, void* receive, const std::vector<Part>& in) {
+static Exchange all_parts(const Comm& comm, const char* name, Call call, int type, const void* send,
+                          const std::vector<Part>& out, void* receive, const std::vector<Part>& in) {
     Exchange exchange{name, COLLECTIVE, call, type, {}, {}, {}, nullptr};
     std::lock_guard<std::mutex> guard(comm->lock);
     const uint64_t serial = comm->collectives++;
@@ -117,7 +41,8 @@ static Exchange all_parts(const Comm& comm, const char* name, Call call, int typ
 }
 
 // Send out[r] to rank r, then reduce what all ranks sent here (`bytes` each) into `receive`; not where that is null.
-static Exchange reduced(const Comm& comm, const char* name, Call call, int type, int op, const void* send, const std::vector<Part>& out, void* receive, uint64_t bytes) {
+static Exchange reduced(const Comm& comm, const char* name, Call call, int type, int op, const void* send,
+                        const std::vector<Part>& out, void* receive, uint64_t bytes) {
     check_reduction(type, op);
     Exchange exchange = all_parts(comm, name, call, type, send, out, nullptr, equal_parts(comm->size, bytes, false));
     exchange.after = [=](Exchange& self) {
@@ -138,46 +63,20 @@ using namespace host_hccl;
 
 extern "C" {
 
-HcclResult HcclSend(void* buffer, uint64_t count, HcclDataType type, uint32_t to, HcclComm comm, aclrtStream stream) {
-    return guarded("HcclSend", [&] { single("HcclSend", HCCL_SEND, buffer, count, type, to, comm, stream); });
-}
-
-HcclResult HcclRecv(void* buffer, uint64_t count, HcclDataType type, uint32_t from, HcclComm comm, aclrtStream stream) {
-    return guarded("HcclRecv", [&] { single("HcclRecv", HCCL_RECV, buffer, count, type, from, comm, stream); });
-}
-
-HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, HcclComm comm, aclrtStream stream) {
-    return guarded("HcclBatchSendRecv", [&] {
-        if (!items || !count) throw Failure(E_PARA, "the list is empty");
-        check_list(items, count);
-        issue("HcclBatchSendRecv", find(comm), items, count, stream);
-    });
-}
-
-HcclResult HcclGroupStart(void) {
-    group_depth++;
-    return HCCL_SUCCESS;
-}
-
-HcclResult HcclGroupEnd(void) {
-    return guarded("HcclGroupEnd", [] {
-        if (!group_depth) throw Failure(E_PARA, "HcclGroupEnd without HcclGroupStart");
-        if (--group_depth) return;
-        std::vector<Grouped> work;
-        work.swap(grouped);
-        for (Grouped& g : work) issue("HcclGroupEnd", g.comm, g.items.data(), (uint32_t)g.items.size(), g.stream);
-    });
-}
-
-HcclResult HcclAllReduce(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
+HcclResult HcclAllReduce(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
+                         aclrtStream stream) {
     return guarded("HcclAllReduce", [&] {
         Comm comm = find(handle);
         const uint64_t bytes = count * size_of(type);
-        enqueue(comm, reduced(comm, "HcclAllReduce", ALL_REDUCE, type, op, send, equal_parts(comm->size, bytes, false), receive, bytes), stream, field("bytes", bytes));
+        enqueue(comm,
+                reduced(comm, "HcclAllReduce", ALL_REDUCE, type, op, send, equal_parts(comm->size, bytes, false),
+                        receive, bytes),
+                stream, field("bytes", bytes));
     });
 }
 
-HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op, uint32_t root, HcclComm handle, aclrtStream stream) {
+HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op, uint32_t root,
+                      HcclComm handle, aclrtStream stream) {
     return guarded("HcclReduce", [&] {
         Comm comm = find(handle);
         check_rank(*comm, root, "root");
@@ -185,93 +84,128 @@ HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType ty
         std::vector<Part> out = nothing(comm);
         out[root].bytes = bytes;
         const bool mine = comm->rank == root;
-        enqueue(comm, reduced(comm, "HcclReduce", REDUCE, type, op, send, out, mine ? receive : nullptr, mine ? bytes : 0), stream, field("bytes", bytes) + ", " + field("root", root));
+        enqueue(comm,
+                reduced(comm, "HcclReduce", REDUCE, type, op, send, out, mine ? receive : nullptr, mine ? bytes : 0),
+                stream, field("bytes", bytes) + ", " + field("root", root));
     });
 }
 
-HcclResult HcclReduceScatter(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
+HcclResult HcclReduceScatter(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op,
+                             HcclComm handle, aclrtStream stream) {
     return guarded("HcclReduceScatter", [&] {
         Comm comm = find(handle);
         const uint64_t bytes = count * size_of(type);
-        enqueue(comm, reduced(comm, "HcclReduceScatter", REDUCE_SCATTER, type, op, send, equal_parts(comm->size, bytes, true), receive, bytes), stream, field("bytes", bytes));
+        enqueue(comm,
+                reduced(comm, "HcclReduceScatter", REDUCE_SCATTER, type, op, send, equal_parts(comm->size, bytes, true),
+                        receive, bytes),
+                stream, field("bytes", bytes));
     });
 }
 
-HcclResult HcclReduceScatterV(void* send, const void* counts, const void* offsets, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
+HcclResult HcclReduceScatterV(void* send, const void* counts, const void* offsets, void* receive, uint64_t count,
+                              HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
     return guarded("HcclReduceScatterV", [&] {
         Comm comm = find(handle);
         const uint64_t bytes = count * size_of(type);
-        enqueue(comm, reduced(comm, "HcclReduceScatterV", REDUCE_SCATTER_V, type, op, send, given_parts(comm->size, counts, offsets, size_of(type)), receive, bytes), stream, field("bytes", bytes));
+        enqueue(comm,
+                reduced(comm, "HcclReduceScatterV", REDUCE_SCATTER_V, type, op, send,
+                        given_parts(comm->size, counts, offsets, size_of(type)), receive, bytes),
+                stream, field("bytes", bytes));
     });
 }
 
-HcclResult HcclAllGather(void* send, void* receive, uint64_t count, HcclDataType type, HcclComm handle, aclrtStream stream) {
+HcclResult HcclAllGather(void* send, void* receive, uint64_t count, HcclDataType type, HcclComm handle,
+                         aclrtStream stream) {
     return guarded("HcclAllGather", [&] {
         Comm comm = find(handle);
         const uint64_t bytes = count * size_of(type);
-        enqueue(comm, all_parts(comm, "HcclAllGather", ALL_GATHER, type, send, equal_parts(comm->size, bytes, false), receive, equal_parts(comm->size, bytes, true)), stream, field("bytes", bytes));
+        enqueue(comm,
+                all_parts(comm, "HcclAllGather", ALL_GATHER, type, send, equal_parts(comm->size, bytes, false), receive,
+                          equal_parts(comm->size, bytes, true)),
+                stream, field("bytes", bytes));
     });
 }
 
-HcclResult HcclAllGatherV(void* send, uint64_t count, void* receive, const void* counts, const void* offsets, HcclDataType type, HcclComm handle, aclrtStream stream) {
+HcclResult HcclAllGatherV(void* send, uint64_t count, void* receive, const void* counts, const void* offsets,
+                          HcclDataType type, HcclComm handle, aclrtStream stream) {
     return guarded("HcclAllGatherV", [&] {
         Comm comm = find(handle);
         const uint64_t bytes = count * size_of(type);
-        enqueue(comm, all_parts(comm, "HcclAllGatherV", ALL_GATHER_V, type, send, equal_parts(comm->size, bytes, false), receive, given_parts(comm->size, counts, offsets, size_of(type))), stream, field("bytes", bytes));
+        enqueue(comm,
+                all_parts(comm, "HcclAllGatherV", ALL_GATHER_V, type, send, equal_parts(comm->size, bytes, false),
+                          receive, given_parts(comm->size, counts, offsets, size_of(type))),
+                stream, field("bytes", bytes));
     });
 }
 
-HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle, aclrtStream stream) {
+HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
+                         aclrtStream stream) {
     return guarded("HcclBroadcast", [&] {
         Comm comm = find(handle);
         check_rank(*comm, root, "root");
         const uint64_t bytes = count * size_of(type);
         std::vector<Part> in = nothing(comm);
         in[root].bytes = bytes;
-        enqueue(comm, all_parts(comm, "HcclBroadcast", BROADCAST, type, buffer, equal_parts(comm->size, comm->rank == root ? bytes : 0, false), buffer, in), stream, field("bytes", bytes) + ", " + field("root", root));
+        enqueue(comm,
+                all_parts(comm, "HcclBroadcast", BROADCAST, type, buffer,
+                          equal_parts(comm->size, comm->rank == root ? bytes : 0, false), buffer, in),
+                stream, field("bytes", bytes) + ", " + field("root", root));
     });
 }
 
-HcclResult HcclScatter(void* send, void* receive, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle, aclrtStream stream) {
+HcclResult HcclScatter(void* send, void* receive, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
+                       aclrtStream stream) {
     return guarded("HcclScatter", [&] {
         Comm comm = find(handle);
         check_rank(*comm, root, "root");
         const uint64_t bytes = count * size_of(type);
         std::vector<Part> in = nothing(comm);
         in[root].bytes = bytes;
-        enqueue(comm, all_parts(comm, "HcclScatter", SCATTER, type, send, comm->rank == root ? equal_parts(comm->size, bytes, true) : nothing(comm), receive, in), stream, field("bytes", bytes) + ", " + field("root", root));
+        enqueue(comm,
+                all_parts(comm, "HcclScatter", SCATTER, type, send,
+                          comm->rank == root ? equal_parts(comm->size, bytes, true) : nothing(comm), receive, in),
+                stream, field("bytes", bytes) + ", " + field("root", root));
     });
 }
 
-static void all_to_all(const char* name, Call call, const Comm& comm, const void* send, const std::vector<Part>& out, HcclDataType type, const void* receive, const std::vector<Part>& in, void* stream) {
+static void all_to_all(const char* name, Call call, const Comm& comm, const void* send, const std::vector<Part>& out,
+                       HcclDataType type, const void* receive, const std::vector<Part>& in, void* stream) {
     uint64_t bytes = 0;
     for (const Part& part : out) bytes += part.bytes;
-    enqueue(comm, all_parts(comm, name, call, type, send, out, const_cast<void*>(receive), in), stream, field("bytes", bytes));
+    enqueue(comm, all_parts(comm, name, call, type, send, out, const_cast<void*>(receive), in), stream,
+            field("bytes", bytes));
 }
 
 static uint64_t one_size(HcclDataType send, HcclDataType receive) {
-    if (send != receive) throw Failure(E_PARA, std::string("sends ") + name_of(send) + " and receives " + name_of(receive));
+    if (send != receive)
+        throw Failure(E_PARA, std::string("sends ") + name_of(send) + " and receives " + name_of(receive));
     return size_of(send);
 }
 
-HcclResult HcclAlltoAll(const void* send, uint64_t sent, HcclDataType type, const void* receive, uint64_t received, HcclDataType other, HcclComm handle, aclrtStream stream) {
+HcclResult HcclAlltoAll(const void* send, uint64_t sent, HcclDataType type, const void* receive, uint64_t received,
+                        HcclDataType other, HcclComm handle, aclrtStream stream) {
     return guarded("HcclAlltoAll", [&] {
         Comm comm = find(handle);
         const uint64_t element = one_size(type, other);
-        all_to_all("HcclAlltoAll", ALL_TO_ALL, comm, send, equal_parts(comm->size, sent * element, true), type, receive, equal_parts(comm->size, received * element, true), stream);
+        all_to_all("HcclAlltoAll", ALL_TO_ALL, comm, send, equal_parts(comm->size, sent * element, true), type, receive,
+                   equal_parts(comm->size, received * element, true), stream);
     });
 }
 
-HcclResult HcclAlltoAllV(const void* send, const void* sent, const void* from, HcclDataType type, const void* receive, const void* received, const void* to, HcclDataType other, HcclComm handle, aclrtStream stream) {
+HcclResult HcclAlltoAllV(const void* send, const void* sent, const void* from, HcclDataType type, const void* receive,
+                         const void* received, const void* to, HcclDataType other, HcclComm handle,
+                         aclrtStream stream) {
     return guarded("HcclAlltoAllV", [&] {
         Comm comm = find(handle);
         const uint64_t element = one_size(type, other);
-        all_to_all("HcclAlltoAllV", ALL_TO_ALL_V, comm, send, given_parts(comm->size, sent, from, element), type, receive, given_parts(comm->size, received, to, element), stream);
+        all_to_all("HcclAlltoAllV", ALL_TO_ALL_V, comm, send, given_parts(comm->size, sent, from, element), type,
+                   receive, given_parts(comm->size, received, to, element), stream);
     });
 }
 
 // counts[i * size + j]: elements that rank i sends to rank j; parts lie one after another on both sides
-HcclResult HcclAlltoAllVC(const void* send, const void* counts, HcclDataType type, const void* receive, HcclDataType other, HcclComm handle, aclrtStream stream) {
+HcclResult HcclAlltoAllVC(const void* send, const void* counts, HcclDataType type, const void* receive,
+                          HcclDataType other, HcclComm handle, aclrtStream stream) {
     return guarded("HcclAlltoAllVC", [&] {
         Comm comm = find(handle);
         const uint64_t element = one_size(type, other), *matrix = (const uint64_t*)counts;
@@ -290,7 +224,8 @@ HcclResult HcclAlltoAllVC(const void* send, const void* counts, HcclDataType typ
 HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {
     return guarded("HcclBarrier", [&] {
         Comm comm = find(handle);
-        enqueue(comm, all_parts(comm, "HcclBarrier", BARRIER, INT8, nullptr, nothing(comm), nullptr, nothing(comm)), stream, field("bytes", 0));
+        enqueue(comm, all_parts(comm, "HcclBarrier", BARRIER, INT8, nullptr, nothing(comm), nullptr, nothing(comm)),
+                stream, field("bytes", 0));
     });
 }
 

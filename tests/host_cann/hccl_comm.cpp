@@ -1,9 +1,14 @@
-// Stand-in for HCCL, part 4: communicators - creating, asking, destroying.
+// Stand-in for HCCL: communicators - creating, asking, destroying.
 //
-// Creating one blocks until all of its ranks are there, as the real library does. Signatures: hccl.h in torch_npu's wheel.
+// Creating one blocks until all of its ranks are there, as the real library does. Signatures: hccl.h in the wheel.
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <functional>
 #include <map>
+#include <sstream>
+#include <unistd.h>
 
 #include "hccl/hccl.h"
 #include "hccl_work.h"
@@ -40,8 +45,9 @@ static Settings settings_of(const HcclCommConfig* config, const std::string& id)
     s.name = id;
     if (!config) return s;
     uint32_t magic;
-    memcpy(&magic, config->reserved + sizeof(size_t), sizeof magic);     // as HcclCommConfigInit lays it out
-    if (magic != HCCL_COMM_CONFIG_MAGIC_WORD) throw Failure(E_PARA, "the configuration was not initialised by HcclCommConfigInit");
+    memcpy(&magic, config->reserved + sizeof(size_t), sizeof magic);  // as HcclCommConfigInit lays it out
+    if (magic != HCCL_COMM_CONFIG_MAGIC_WORD)
+        throw Failure(E_PARA, "the configuration was not initialised by HcclCommConfigInit");
     if (config->hcclBufferSize == 0) throw Failure(E_PARA, "hccl_buffer_size is 0; valid: 1 or more megabytes");
     s.buffer_mb = given(config->hcclBufferSize);
     s.deterministic = given(config->hcclDeterministic);
@@ -56,13 +62,18 @@ static Settings settings_of(const HcclCommConfig* config, const std::string& id)
 }
 
 static std::string shown(const Settings& s) {
-    return "\"buffer_mb\": " + std::to_string(s.buffer_mb) + ", \"qos\": " + std::to_string(s.qos) + ", \"traffic_class\": " + std::to_string(s.traffic_class) +
-           ", \"service_level\": " + std::to_string(s.service_level) + ", \"deterministic\": " + std::to_string(s.deterministic) + ", \"exec_timeout\": " + std::to_string(s.exec_timeout);
+    return "\"buffer_mb\": " + std::to_string(s.buffer_mb) + ", \"qos\": " + std::to_string(s.qos) +
+           ", \"traffic_class\": " + std::to_string(s.traffic_class) +
+           ", \"service_level\": " + std::to_string(s.service_level) +
+           ", \"deterministic\": " + std::to_string(s.deterministic) +
+           ", \"exec_timeout\": " + std::to_string(s.exec_timeout);
 }
 
-static void create(const char* call, const std::string& id, uint32_t rank, uint32_t size, const HcclCommConfig* config, HcclComm* out) {
+static void create(const char* call, const std::string& id, uint32_t rank, uint32_t size, const HcclCommConfig* config,
+                   HcclComm* out) {
     if (!out) throw Failure(E_PTR, "no place for the communicator");
-    if (size == 0 || rank >= size) throw Failure(E_PARA, "rank " + std::to_string(rank) + " of " + std::to_string(size) + " ranks");
+    if (size == 0 || rank >= size)
+        throw Failure(E_PARA, "rank " + std::to_string(rank) + " of " + std::to_string(size) + " ranks");
     auto comm = std::make_shared<Communicator>();
     comm->id = id;
     comm->settings = settings_of(config, id);
@@ -72,9 +83,11 @@ static void create(const char* call, const std::string& id, uint32_t rank, uint3
     comm->sent.resize(size);
     comm->received.resize(size);
     const double limit = connect_limit();
-    trace(std::string("\"event\": \"create\", \"name\": \"") + call + "\", \"comm\": " + quoted(comm->settings.name) + ", \"id\": " + quoted(id) + ", \"rank\": " + std::to_string(rank) +
-          ", \"size\": " + std::to_string(size) + ", \"time\": " + std::to_string(now_ns()) + ", " + shown(comm->settings));
-    comm->links = connect_all(id, rank, size, Clock::now() + std::chrono::microseconds((long long)(limit * 1e6)), limit);
+    trace(std::string("\"event\": \"create\", \"name\": \"") + call + "\", \"comm\": " + quoted(comm->settings.name) +
+          ", \"id\": " + quoted(id) + ", \"rank\": " + std::to_string(rank) + ", \"size\": " + std::to_string(size) +
+          ", \"time\": " + std::to_string(now_ns()) + ", " + shown(comm->settings));
+    comm->links =
+        connect_all(id, rank, size, Clock::now() + std::chrono::microseconds((long long)(limit * 1e6)), limit);
     *out = comm.get();
     std::lock_guard<std::mutex> guard(registry_lock);
     registry()[comm.get()] = comm;
@@ -86,7 +99,8 @@ static void destroy(HcclComm handle) {
     {
         std::lock_guard<std::mutex> guard(registry_lock);
         auto found = registry().find(handle);
-        if (found == registry().end()) throw Failure(E_PTR, "the handle is no communicator, or it was destroyed before");
+        if (found == registry().end())
+            throw Failure(E_PTR, "the handle is no communicator, or it was destroyed before");
         comm = found->second;
         registry().erase(found);
     }
@@ -101,20 +115,30 @@ static void destroy(HcclComm handle) {
         link->interrupt();
         link->goodbye();
     }
-    trace("\"event\": \"destroy\", \"comm\": " + quoted(comm->settings.name) + ", \"id\": " + quoted(comm->id) + ", \"rank\": " + std::to_string(comm->rank) + ", \"time\": " + std::to_string(now_ns()));
+    trace("\"event\": \"destroy\", \"comm\": " + quoted(comm->settings.name) + ", \"id\": " + quoted(comm->id) +
+          ", \"rank\": " + std::to_string(comm->rank) + ", \"time\": " + std::to_string(now_ns()));
 }
 
-// Every entry point: an error becomes a result code and a text.
-template <class Body> static HcclResult guarded(const char* call, Body body) {
-    try {
-        body();
-        return HCCL_SUCCESS;
-    } catch (const Failure& failure) {
-        return (HcclResult)report(failure, call);
-    }
-}
+// A rank table: JSON with one "rank_id" for each rank. All ranks of a job have the same one, so it identifies the
+// communicator, together with what tells jobs with the same table apart: the port and the process that started them.
+struct Table {
+    std::string id;
+    uint32_t ranks;
+};
 
-static void not_there(const char* what) { throw Failure(E_NOT_SUPPORT, std::string("the stand-in has no ") + what); }
+static Table read_table(const char* path) {
+    std::ifstream file(path ? path : "");
+    if (!file) throw Failure(E_PARA, std::string("the rank table ") + (path ? path : "(null)") + " cannot be read");
+    std::stringstream content;
+    content << file.rdbuf();
+    const std::string text = content.str(), key = "\"rank_id\"";
+    uint32_t ranks = 0;
+    for (size_t at = text.find(key); at != std::string::npos; at = text.find(key, at + 1)) ranks++;
+    if (!ranks) throw Failure(E_PARA, std::string("the rank table ") + path + " names no rank_id");
+    const char* port = getenv("MASTER_PORT");
+    const size_t digest = std::hash<std::string>()(text + (port ? port : ""));
+    return {"table-" + std::to_string(digest) + "-" + std::to_string(getppid()), ranks};
+}
 
 }  // namespace host_hccl
 
@@ -131,37 +155,46 @@ HcclResult HcclGetRootInfo(HcclRootInfo* info) {
 
 HcclResult HcclGetRootInfoScalable(HcclRootInfo* info) { return HcclGetRootInfo(info); }
 
-HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo* info, uint32_t rank, const HcclCommConfig* config, HcclComm* comm) {
-    return guarded("HcclCommInitRootInfoConfig", [&] { create("HcclCommInitRootInfoConfig", text_of(info->internal, 64), rank, size, config, comm); });
+HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo* info, uint32_t rank,
+                                      const HcclCommConfig* config, HcclComm* comm) {
+    return guarded("HcclCommInitRootInfoConfig", [&] {
+        create("HcclCommInitRootInfoConfig", text_of(info->internal, 64), rank, size, config, comm);
+    });
 }
 
 HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo* info, uint32_t rank, HcclComm* comm) {
-    return guarded("HcclCommInitRootInfo", [&] { create("HcclCommInitRootInfo", text_of(info->internal, 64), rank, size, nullptr, comm); });
+    return guarded("HcclCommInitRootInfo",
+                   [&] { create("HcclCommInitRootInfo", text_of(info->internal, 64), rank, size, nullptr, comm); });
 }
 
 // Several roots share the work of meeting; here the first one's identifier does.
-HcclResult HcclCommInitRootInfoScalable(uint32_t size, uint32_t roots, const HcclRootInfo* list, uint32_t rank, uint32_t, const HcclCommConfig* config, HcclComm* comm) {
+HcclResult HcclCommInitRootInfoScalable(uint32_t size, uint32_t roots, const HcclRootInfo* list, uint32_t rank,
+                                        uint32_t, const HcclCommConfig* config, HcclComm* comm) {
     return guarded("HcclCommInitRootInfoScalable", [&] {
         if (!roots) throw Failure(E_PARA, "no root");
         create("HcclCommInitRootInfoScalable", text_of(list->internal, 64), rank, size, config, comm);
     });
 }
 
-HcclResult HcclCreateSubCommConfig(HcclComm* parent, uint32_t size, uint32_t* ranks, uint64_t id, uint32_t rank, HcclCommConfig* config, HcclComm* comm) {
+HcclResult HcclCreateSubCommConfig(HcclComm* parent, uint32_t size, uint32_t* ranks, uint64_t id, uint32_t rank,
+                                   HcclCommConfig* config, HcclComm* comm) {
     return guarded("HcclCreateSubCommConfig", [&] {
         auto from = find(*parent);
-        for (uint32_t i = 0; i < size; i++) if (ranks[i] >= from->size) throw Failure(E_PARA, "rank " + std::to_string(ranks[i]) + " is not in " + from->describe());
-        if (rank >= size || ranks[rank] != from->rank) throw Failure(E_PARA, "rank " + std::to_string(from->rank) + " is not number " + std::to_string(rank) + " of the ranks given");
+        for (uint32_t i = 0; i < size; i++)
+            if (ranks[i] >= from->size)
+                throw Failure(E_PARA, "rank " + std::to_string(ranks[i]) + " is not in " + from->describe());
+        if (rank >= size || ranks[rank] != from->rank)
+            throw Failure(E_PARA, "rank " + std::to_string(from->rank) + " is not number " + std::to_string(rank) +
+                                      " of the ranks given");
         create("HcclCreateSubCommConfig", from->id.substr(0, 40) + "." + std::to_string(id), rank, size, config, comm);
     });
 }
 
-HcclResult HcclCommInitClusterInfoConfig(const char*, uint32_t, HcclCommConfig*, HcclComm*) {
-    return guarded("HcclCommInitClusterInfoConfig", [] { not_there("rank tables; unset RANK_TABLE_FILE"); });
-}
-
-HcclResult HcclCommInitAll(uint32_t, int32_t*, HcclComm*) {
-    return guarded("HcclCommInitAll", [] { not_there("communicator of several devices in one process; start one process per device"); });
+HcclResult HcclCommInitClusterInfoConfig(const char* path, uint32_t rank, HcclCommConfig* config, HcclComm* comm) {
+    return guarded("HcclCommInitClusterInfoConfig", [&] {
+        const Table table = read_table(path);
+        create("HcclCommInitClusterInfoConfig", table.id, rank, table.ranks, config, comm);
+    });
 }
 
 HcclResult HcclCommDestroy(HcclComm comm) {
@@ -169,7 +202,8 @@ HcclResult HcclCommDestroy(HcclComm comm) {
 }
 
 HcclResult HcclGetCommName(HcclComm comm, char* name) {
-    return guarded("HcclGetCommName", [&] { snprintf(name, COMM_NAME_MAX_LENGTH, "%s", find(comm)->settings.name.c_str()); });
+    return guarded("HcclGetCommName",
+                   [&] { snprintf(name, COMM_NAME_MAX_LENGTH, "%s", find(comm)->settings.name.c_str()); });
 }
 
 HcclResult HcclGetRankSize(HcclComm comm, uint32_t* size) {
@@ -213,21 +247,4 @@ const char* HcclGetErrorString(HcclResult code) {
 uint32_t HcclGetCommConfigCapability(void) { return HCCL_COMM_CONFIG_RESERVED; }
 HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }
 
-// Suspending, zero-copy memory and windows: torch_npu's optional features, refused here.
-HcclResult HcclCommSuspend(HcclComm) { return guarded("HcclCommSuspend", [] { not_there("suspending"); }); }
-HcclResult HcclCommResume(HcclComm) { return guarded("HcclCommResume", [] { not_there("resuming"); }); }
-HcclResult HcclCommSetMemoryRange(HcclComm, void*, size_t, size_t, uint64_t) { return guarded("HcclCommSetMemoryRange", [] { not_there("zero-copy memory; unset TORCH_HCCL_ZERO_COPY"); }); }
-HcclResult HcclCommUnsetMemoryRange(HcclComm, void*) { return guarded("HcclCommUnsetMemoryRange", [] { not_there("zero-copy memory"); }); }
-HcclResult HcclCommActivateCommMemory(HcclComm, void*, size_t, size_t, aclrtDrvMemHandle, uint64_t) { return guarded("HcclCommActivateCommMemory", [] { not_there("zero-copy memory"); }); }
-HcclResult HcclCommDeactivateCommMemory(HcclComm, void*) { return guarded("HcclCommDeactivateCommMemory", [] { not_there("zero-copy memory"); }); }
-HcclResult HcclCommWorkingDevNicSet(HcclComm, uint32_t*, bool*, uint32_t) { return guarded("HcclCommWorkingDevNicSet", [] { not_there("spare network cards"); }); }
-HcclResult HcclCommRegister(HcclComm, void*, uint64_t, void**, uint32_t) { return guarded("HcclCommRegister", [] { not_there("memory windows"); }); }
-HcclResult HcclCommDeregister(HcclComm, void*) { return guarded("HcclCommDeregister", [] { not_there("memory windows"); }); }
-HcclResult HcclCommExchangeMem(HcclComm, void*, uint32_t*, uint32_t) { return guarded("HcclCommExchangeMem", [] { not_there("memory windows"); }); }
-HcclResult HcclCommSymWinRegister(HcclComm, void*, uint64_t, void**, uint32_t) { return guarded("HcclCommSymWinRegister", [] { not_there("memory windows"); }); }
-HcclResult HcclCommSymWinDeregister(void*) { return guarded("HcclCommSymWinDeregister", [] { not_there("memory windows"); }); }
-
-HcclResult HcommMemAlloc(void**, uint64_t) { return guarded("HcommMemAlloc", [] { not_there("memory windows"); }); }
-HcclResult HcommMemFree(void*) { return guarded("HcommMemFree", [] { not_there("memory windows"); }); }
-
-}  // extern "C"
+}  // namespace host_hccl

@@ -8,7 +8,25 @@
 
 namespace host_hccl {
 
-enum DataType { INT8 = 0, INT16, INT32, FP16, FP32, INT64, UINT64, UINT8, UINT16, UINT32, FP64, BFP16, INT128, HIF8 = 14, FP8E4M3, FP8E5M2, FP8E8M0 };
+enum DataType {
+    INT8 = 0,
+    INT16,
+    INT32,
+    FP16,
+    FP32,
+    INT64,
+    UINT64,
+    UINT8,
+    UINT16,
+    UINT32,
+    FP64,
+    BFP16,
+    INT128,
+    HIF8 = 14,
+    FP8E4M3,
+    FP8E5M2,
+    FP8E8M0
+};
 enum ReduceOp { SUM = 0, PROD, MAX, MIN };
 
 // Bytes of one element. Throws Failure(E_PARA) for a number that is no type.

@@ -1,28 +1,24 @@
-// Stand-in for HCCL, part 1: links (see hccl_link.h).
+// Stand-in for HCCL: links (see hccl_link.h).
 #include "hccl_link.h"
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <thread>
 #include <unistd.h>
 
 namespace host_hccl {
 
-static const uint32_t MAGIC = 0x48434331;   // "HCC1"
+static const uint32_t MAGIC = 0x48434331;  // "HCC1"
 enum Kind : uint8_t { DATA = 1, TAKEN = 2, GOODBYE = 3 };
 
-static int milliseconds_left(Deadline deadline) {
+int milliseconds_left(Deadline deadline) {
     auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    return left < 0 ? 0 : left > 1000 ? 1000 : (int)left;   // in slices, so that nothing sleeps past an event
+    return left < 0 ? 0 : left > 1000 ? 1000 : (int)left;  // in slices, so that nothing sleeps past an event
 }
 
 // ---- the reading thread -------------------------------------------------------------------------------------
@@ -30,7 +26,10 @@ static int milliseconds_left(Deadline deadline) {
 class Reader {
   public:
     // Never destroyed: it may still read while the process runs its exit handlers.
-    static Reader& instance() { static Reader* reader = new Reader; return *reader; }
+    static Reader& instance() {
+        static Reader* reader = new Reader;
+        return *reader;
+    }
 
     void add(const std::shared_ptr<Link>& link) {
         std::lock_guard<std::mutex> guard(lock_);
@@ -42,7 +41,19 @@ class Reader {
     }
 
   private:
-    Reader() : epoll_(epoll_create1(EPOLL_CLOEXEC)) { std::thread([this] { loop(); }).detach(); }
+    Reader() : epoll_(epoll_create1(EPOLL_CLOEXEC)) {
+        std::thread([this] { loop(); }).detach();
+        // A forked child (of a data loader, say) must not keep the sockets open when this process is killed.
+        pthread_atfork(nullptr, nullptr, [] { instance().close_in_child(); });
+    }
+
+    void close_in_child() {  // one thread is left, and nobody will unlock what another thread had locked
+        for (auto& entry : links_) {
+            close(entry.first->fd_);
+            entry.first->fd_ = -1;
+        }
+        close(epoll_);
+    }
 
     void loop() {
         epoll_event events[64];
@@ -59,7 +70,7 @@ class Reader {
                 if (link->read_some()) continue;
                 epoll_ctl(epoll_, EPOLL_CTL_DEL, link->fd_, nullptr);
                 std::lock_guard<std::mutex> guard(lock_);
-                links_.erase(link.get());     // the last owner closes the socket
+                links_.erase(link.get());  // the last owner closes the socket
             }
         }
     }
@@ -68,6 +79,8 @@ class Reader {
     std::mutex lock_;
     std::map<Link*, std::shared_ptr<Link>> links_;
 };
+
+void start_reading(const std::shared_ptr<Link>& link) { Reader::instance().add(link); }
 
 // ---- one link -----------------------------------------------------------------------------------------------
 
@@ -107,7 +120,8 @@ bool Link::read_some() {
                 changed_.notify_all();
                 return false;
             }
-            if (partial_.header.kind == DATA && partial_.header.bytes) partial_.data.reset(new char[partial_.header.bytes]);
+            if (partial_.header.kind == DATA && partial_.header.bytes)
+                partial_.data.reset(new char[partial_.header.bytes]);
         }
         size_t body = partial_.header.kind == DATA ? partial_.header.bytes : 0;
         if (have_ >= sizeof(Header) && have_ == sizeof(Header) + body) file_away();
@@ -118,9 +132,12 @@ bool Link::read_some() {
 void Link::file_away() {
     std::lock_guard<std::mutex> guard(lock_);
     const Header h = partial_.header;
-    if (h.kind == DATA) inbox_[h.channel][h.serial] = std::move(partial_);
-    else if (h.kind == TAKEN) acknowledged_[h.channel][h.serial] = true;
-    else if (h.kind == GOODBYE) ended_ = "has destroyed its communicator";
+    if (h.kind == DATA)
+        inbox_[h.channel][h.serial] = std::move(partial_);
+    else if (h.kind == TAKEN)
+        acknowledged_[h.channel][h.serial] = true;
+    else if (h.kind == GOODBYE)
+        ended_ = "has destroyed its communicator";
     partial_ = Message();
     have_ = 0;
     changed_.notify_all();
@@ -132,7 +149,7 @@ void Link::send(const Header& header, const void* data, Deadline deadline) {
     if (!h.kind) h.kind = DATA;
     iovec pieces[2] = {{&h, sizeof h}, {const_cast<void*>(data), h.kind == DATA ? h.bytes : 0}};
     size_t total = sizeof h + pieces[1].iov_len, done = 0;
-    std::lock_guard<std::mutex> guard(write_);      // whole messages only
+    std::lock_guard<std::mutex> guard(write_);  // whole messages only
     while (done < total) {
         msghdr m{};
         iovec rest[2];
@@ -143,9 +160,15 @@ void Link::send(const Header& header, const void* data, Deadline deadline) {
         m.msg_iov = rest;
         m.msg_iovlen = 2;
         ssize_t n = sendmsg(fd_, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (n > 0) { done += (size_t)n; continue; }
+        if (n > 0) {
+            done += (size_t)n;
+            continue;
+        }
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno != EAGAIN) throw Failure(E_REMOTE, who() + " can no longer be reached: it has ended, was killed, or has destroyed its communicator");
+        if (n < 0 && errno != EAGAIN)
+            throw Failure(
+                E_REMOTE,
+                who() + " can no longer be reached: it has ended, was killed, or has destroyed its communicator");
         if (Clock::now() >= deadline) throw Failure(E_TIMEOUT, who() + " takes no bytes off the wire (is it stopped?)");
         pollfd p{fd_, POLLOUT, 0};
         poll(&p, 1, milliseconds_left(deadline));
@@ -187,7 +210,9 @@ void Link::check_open(const char* doing) const {
 void Link::goodbye() {
     Header h{};
     h.kind = GOODBYE;
-    try { send(h, nullptr, Clock::now() + std::chrono::seconds(1)); } catch (const Failure&) {}   // it may be gone already
+    try {
+        send(h, nullptr, Clock::now() + std::chrono::seconds(1));
+    } catch (const Failure&) {}  // it may be gone already
     shutdown(fd_, SHUT_WR);
 }
 
@@ -201,85 +226,8 @@ std::string Link::waiting() const {
     std::lock_guard<std::mutex> guard(lock_);
     size_t p2p = inbox_[P2P].size(), parts = inbox_[COLLECTIVE].size();
     if (!p2p && !parts) return "nothing of it is waiting here";
-    return std::to_string(p2p) + " point-to-point messages and " + std::to_string(parts) + " parts of collectives of it are waiting here, untaken";
-}
-
-// ---- connecting ---------------------------------------------------------------------------------------------
-
-static socklen_t abstract_name(sockaddr_un& address, const std::string& id, uint32_t rank) {
-    address = {};
-    address.sun_family = AF_UNIX;
-    // a leading zero byte: a name without a file
-    int n = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "host_hccl/%s/%u", id.c_str(), rank);
-    if (n <= 0 || (size_t)n >= sizeof address.sun_path - 1) throw Failure(E_PARA, "identifier of the communicator is too long: " + id);
-    return (socklen_t)(offsetof(sockaddr_un, sun_path) + 1 + (size_t)n);
-}
-
-static void greet(int fd, const Peer& self, Peer& other, Deadline deadline) {
-    timeval limit{milliseconds_left(deadline) / 1000 + 1, 0};
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-    if (::send(fd, &self, sizeof self, MSG_NOSIGNAL) != (ssize_t)sizeof self || recv(fd, &other, sizeof other, MSG_WAITALL) != (ssize_t)sizeof other)
-        throw Failure(E_TCP_CONNECT, "a peer ended while the communicator was made");
-    int room = 4 << 20;    // fewer wake-ups for large messages; the kernel cuts it to what it allows
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
-    setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &room, sizeof room);
-}
-
-std::vector<std::shared_ptr<Link>> connect_all(const std::string& id, uint32_t rank, uint32_t size, Deadline deadline, double seconds) {
-    const char* world = getenv("RANK");
-    const Peer self{rank, size, world ? atoi(world) : -1, (int32_t)getpid()};
-    std::vector<std::shared_ptr<Link>> links(size);
-    sockaddr_un address;
-    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (listener < 0) throw Failure(E_TCP_CONNECT, std::string("socket: ") + strerror(errno));
-    auto fail = [&](int code, const std::string& why) -> Failure {
-        close(listener);
-        return Failure(code, "communicator " + id + ", rank " + std::to_string(rank) + " of " + std::to_string(size) + ": " + why);
-    };
-    socklen_t length = abstract_name(address, id, rank);
-    if (bind(listener, (sockaddr*)&address, length) || listen(listener, (int)size))
-        throw fail(E_PARA, std::string("another process has this rank already, or the name cannot be used: ") + strerror(errno));
-    auto meet = [&](int fd) {
-        Peer other{};
-        greet(fd, self, other, deadline);
-        if (other.size != size) throw fail(E_PARA, "rank " + std::to_string(other.rank) + " says that it has " + std::to_string(other.size) + " ranks");
-        if (other.rank >= size || other.rank == rank || links[other.rank]) throw fail(E_PARA, "two processes say that they are rank " + std::to_string(other.rank));
-        links[other.rank] = std::make_shared<Link>(fd, other);
-    };
-    // every rank calls the ranks below itself and is called by those above
-    for (;;) {
-        bool all = true;
-        for (uint32_t r = 0; r < rank; r++) {
-            if (links[r]) continue;
-            int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-            length = abstract_name(address, id, r);
-            if (fd >= 0 && connect(fd, (sockaddr*)&address, length) == 0) meet(fd);
-            else { close(fd); all = false; }
-        }
-        for (int fd; (fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) meet(fd);
-        for (uint32_t r = rank + 1; r < size; r++) all = all && links[r];
-        if (all) break;
-        if (Clock::now() >= deadline) {
-            std::string missing;
-            for (uint32_t r = 0; r < size; r++) if (r != rank && !links[r]) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
-            char limit[32];
-            snprintf(limit, sizeof limit, "%g", seconds);
-            throw fail(E_TIMEOUT, "rank " + missing + " did not join within " + limit + " s");
-        }
-        pollfd p{listener, POLLIN, 0};
-        poll(&p, 1, 2);       // short: the ranks below may start to listen at any time
-    }
-    close(listener);
-    for (auto& link : links) if (link) Reader::instance().add(link);
-    return links;
-}
-
-std::string random_identifier() {
-    uint64_t words[2] = {};
-    if (getrandom(words, sizeof words, 0) != (ssize_t)sizeof words) throw Failure(E_TCP_CONNECT, "getrandom failed");
-    char text[40];
-    snprintf(text, sizeof text, "%016llx%016llx", (unsigned long long)words[0], (unsigned long long)words[1]);
-    return text;
+    return std::to_string(p2p) + " point-to-point messages and " + std::to_string(parts) +
+           " parts of collectives of it are waiting here, untaken";
 }
 
 }  // namespace host_hccl

@@ -24,7 +24,16 @@ using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
 // Results of the real library (hccl_types.h in torch_npu's include folder).
-enum Result { SUCCESS = 0, E_PARA = 1, E_PTR = 2, E_NOT_SUPPORT = 5, E_TIMEOUT = 9, E_TCP_CONNECT = 11, E_TRANSFER = 13, E_REMOTE = 21 };
+enum Result {
+    SUCCESS = 0,
+    E_PARA = 1,
+    E_PTR = 2,
+    E_NOT_SUPPORT = 5,
+    E_TIMEOUT = 9,
+    E_TCP_CONNECT = 11,
+    E_TRANSFER = 13,
+    E_REMOTE = 21
+};
 
 struct Failure : std::runtime_error {
     Failure(int code, const std::string& text) : std::runtime_error(text), code(code) {}
@@ -36,11 +45,11 @@ enum Channel : uint8_t { P2P = 0, COLLECTIVE = 1, CHANNELS = 2 };
 
 struct Header {
     uint32_t magic;
-    uint8_t kind;      // DATA, TAKEN (the receiver's task has the message), GOODBYE (communicator destroyed)
+    uint8_t kind;  // DATA, TAKEN (the receiver's task has the message), GOODBYE (communicator destroyed)
     uint8_t channel;
-    uint8_t call;      // which entry point sent it (hccl_work.h), so that unlike calls are told apart
-    uint8_t type;      // data type
-    uint64_t serial;   // number of the message in its channel and direction
+    uint8_t call;     // which entry point sent it (hccl_work.h), so that unlike calls are told apart
+    uint8_t type;     // data type
+    uint64_t serial;  // number of the message in its channel and direction
     uint64_t bytes;
 };
 
@@ -49,9 +58,9 @@ struct Message {
     std::unique_ptr<char[]> data;
 };
 
-struct Peer {          // what the ranks tell each other when they connect
+struct Peer {  // what the ranks tell each other when they connect
     uint32_t rank, size;
-    int32_t world, pid;   // world: the environment's RANK, -1 if not set
+    int32_t world, pid;  // world: the environment's RANK, -1 if not set
 };
 
 class Link {
@@ -65,15 +74,15 @@ class Link {
     bool take(Channel channel, uint64_t serial, Message& into, Deadline deadline);
     // Wait until the peer's task has taken message `serial`; as take.
     bool taken(Channel channel, uint64_t serial, Deadline deadline);
-    void goodbye();               // tell the peer and stop sending
-    void interrupt();             // wake all waiters: the communicator is being destroyed
+    void goodbye();    // tell the peer and stop sending
+    void interrupt();  // wake all waiters: the communicator is being destroyed
     int world() const { return peer_.world; }
     std::string who() const;      // "rank 1 (RANK 3, pid 77)"
     std::string waiting() const;  // what has arrived and nobody took, for messages
 
   private:
     friend class Reader;
-    bool read_some();             // by the reading thread; false at the end of the stream
+    bool read_some();  // by the reading thread; false at the end of the stream
     void file_away();
     void check_open(const char* doing) const;
 
@@ -84,17 +93,23 @@ class Link {
     std::condition_variable changed_;
     std::map<uint64_t, Message> inbox_[CHANNELS];
     std::map<uint64_t, bool> acknowledged_[CHANNELS];
-    std::string ended_;           // why nothing more will come; empty while the link lives
+    std::string ended_;  // why nothing more will come; empty while the link lives
     bool interrupted_ = false;
-    Message partial_;             // the message being read
-    size_t have_ = 0;             // its bytes so far, header included
+    Message partial_;  // the message being read
+    size_t have_ = 0;  // its bytes so far, header included
 };
+
+// Hands a link to the reading thread.
+void start_reading(const std::shared_ptr<Link>& link);
 
 // Connects `rank` with all other ranks that use the same identifier; blocks until all are there.
 // links[rank] stays empty. Throws Failure when the deadline passes, naming the ranks that are missing.
-std::vector<std::shared_ptr<Link>> connect_all(const std::string& id, uint32_t rank, uint32_t size, Deadline deadline, double seconds);
+std::vector<std::shared_ptr<Link>> connect_all(const std::string& id, uint32_t rank, uint32_t size, Deadline deadline,
+                                               double seconds);
 
 std::string random_identifier();
+
+int milliseconds_left(Deadline deadline);  // for poll: at most a second, so that nothing sleeps past an event
 
 }  // namespace host_hccl
 #endif

@@ -1,9 +1,9 @@
-// Stand-in for HCCL, part 5: the record of calls (HOST_HCCL_TRACE=FILE).
+// Stand-in for HCCL: the record of calls (HOST_HCCL_TRACE=FILE).
 //
 // Every process appends whole lines to the same file. A call is recorded when it is made ("event": "call", with name,
-// communicator, peer, bytes, stream; peers by their rank in the communicator, `peer_process` by RANK) and again when its task
-// has run ("event": "ran", with start and end in nanoseconds of
-// the machine's monotonic clock). `call` numbers the calls of a process.
+// communicator, peer, bytes, stream; peers by their rank in the communicator, `peer_process` by RANK) and again when
+// its task has run ("event": "ran", with start and end in nanoseconds of the machine's monotonic clock). `call` numbers
+// the calls of a process.
 #include <cstdio>
 #include <cstdlib>
 #include <fcntl.h>
@@ -35,14 +35,20 @@ std::string quoted(const std::string& text) {
     return out + "\"";
 }
 
-long long now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
+std::string field(const char* name, uint64_t value) { return quoted(name) + ": " + std::to_string(value); }
+
+long long now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+}
 
 void trace(const std::string& fields) {
     if (!tracing()) return;
     static const char* world = getenv("RANK");
-    std::string line = "{\"process\": " + std::to_string(world ? atoi(world) : -1) + ", \"pid\": " + std::to_string(getpid()) + ", " + fields + "}\n";
+    std::string line = "{\"process\": " + std::to_string(world ? atoi(world) : -1) +
+                       ", \"pid\": " + std::to_string(getpid()) + ", " + fields + "}\n";
     // one write: lines of several processes do not mix
-    if (write(file(), line.data(), line.size()) != (ssize_t)line.size()) fprintf(stderr, "[stand-in HCCL] a line of HOST_HCCL_TRACE was lost\n");
+    if (write(file(), line.data(), line.size()) != (ssize_t)line.size())
+        fprintf(stderr, "[stand-in HCCL] a line of HOST_HCCL_TRACE was lost\n");
 }
 
 }  // namespace host_hccl

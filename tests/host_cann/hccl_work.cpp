@@ -1,4 +1,4 @@
-// Stand-in for HCCL, part 3: the tasks behind the calls (see hccl_work.h).
+// Stand-in for HCCL: the tasks behind the calls (see hccl_work.h).
 //
 // A task writes its messages, takes those of the others, and acknowledges each to its sender. With HOST_HCCL_SYNC=1 it
 // ends only when all of its own messages are acknowledged, that is, when the receivers' tasks have them: a send without
@@ -15,7 +15,7 @@
 
 namespace host_hccl {
 
-static const int TASK_FAILED = 507000;   // acl: error of the runtime while a task ran
+static const int TASK_FAILED = 507000;  // acl: error of the runtime while a task ran
 
 static double seconds_of(const char* name, double fallback) {
     const char* text = getenv(name);
@@ -23,24 +23,39 @@ static double seconds_of(const char* name, double fallback) {
     char* end = nullptr;
     const double value = strtod(text, &end);
     if (*end || !(value >= 0)) throw Failure(E_PARA, std::string(name) + " is " + text + "; valid: seconds, 0 or more");
-    return value == 0 ? 1e6 : value;     // 0: for ever, as for the real variables
+    return value == 0 ? 1e6 : value;  // 0: for ever, as for the real variables
 }
 
 double time_limit(const Settings& settings) {
-    const double real = settings.exec_timeout > 0 ? (double)settings.exec_timeout : seconds_of("HCCL_EXEC_TIMEOUT", 1836);
+    const double real =
+        settings.exec_timeout > 0 ? (double)settings.exec_timeout : seconds_of("HCCL_EXEC_TIMEOUT", 1836);
     return seconds_of("HOST_HCCL_TIMEOUT", real);
 }
 
 double connect_limit() { return seconds_of("HOST_HCCL_TIMEOUT", seconds_of("HCCL_CONNECT_TIMEOUT", 120)); }
 
 bool synchronous() {
-    static const bool on = [] { const char* text = getenv("HOST_HCCL_SYNC"); return text && strcmp(text, "1") == 0; }();
+    static const bool on = [] {
+        const char* text = getenv("HOST_HCCL_SYNC");
+        return text && strcmp(text, "1") == 0;
+    }();
     return on;
 }
 
 const char* name_of_call(uint8_t call) {
-    static const char* const names[] = {"HcclSend or HcclBatchSendRecv", "HcclAllReduce", "HcclAllGather", "HcclAllGatherV", "HcclReduceScatter", "HcclReduceScatterV",
-                                        "HcclBroadcast", "HcclReduce", "HcclScatter", "HcclAlltoAll", "HcclAlltoAllV", "HcclAlltoAllVC", "HcclBarrier"};
+    static const char* const names[] = {"HcclSend or HcclBatchSendRecv",
+                                        "HcclAllReduce",
+                                        "HcclAllGather",
+                                        "HcclAllGatherV",
+                                        "HcclReduceScatter",
+                                        "HcclReduceScatterV",
+                                        "HcclBroadcast",
+                                        "HcclReduce",
+                                        "HcclScatter",
+                                        "HcclAlltoAll",
+                                        "HcclAlltoAllV",
+                                        "HcclAlltoAllVC",
+                                        "HcclBarrier"};
     return call < sizeof names / sizeof *names ? names[call] : "an unknown call";
 }
 
@@ -76,9 +91,14 @@ struct Task {
 static void store(const Communicator& comm, const Exchange& exchange, const In& in, const Message& message) {
     const Header& h = message.header;
     const std::string from = "the message of " + comm.links[in.from]->who();
-    if (h.call != exchange.call) throw Failure(E_TRANSFER, from + " comes from " + name_of_call(h.call) + " (" + bytes(h.bytes) + "): the ranks make different calls");
-    if (h.bytes != in.bytes) throw Failure(E_TRANSFER, from + " has " + bytes(h.bytes) + ", this rank expects " + bytes(in.bytes));
-    if (h.type != exchange.type) throw Failure(E_TRANSFER, from + " has type " + name_of(h.type) + ", this rank expects " + name_of(exchange.type));
+    if (h.call != exchange.call)
+        throw Failure(E_TRANSFER, from + " comes from " + name_of_call(h.call) + " (" + bytes(h.bytes) +
+                                      "): the ranks make different calls");
+    if (h.bytes != in.bytes)
+        throw Failure(E_TRANSFER, from + " has " + bytes(h.bytes) + ", this rank expects " + bytes(in.bytes));
+    if (h.type != exchange.type)
+        throw Failure(E_TRANSFER,
+                      from + " has type " + name_of(h.type) + ", this rank expects " + name_of(exchange.type));
     if (in.bytes) memcpy(in.data, message.data.get(), in.bytes);
 }
 
@@ -88,11 +108,13 @@ static void to_itself(const Communicator& comm, const Exchange& exchange) {
         if (in.from != comm.rank) continue;
         while (out != exchange.out.end() && out->to != comm.rank) ++out;
         if (out == exchange.out.end()) throw Failure(E_PARA, "a receive from the own rank has no send");
-        if (out->bytes != in.bytes) throw Failure(E_TRANSFER, "sends itself " + bytes(out->bytes) + " and expects " + bytes(in.bytes));
+        if (out->bytes != in.bytes)
+            throw Failure(E_TRANSFER, "sends itself " + bytes(out->bytes) + " and expects " + bytes(in.bytes));
         if (in.bytes) memmove(in.data, out->data, in.bytes);
         ++out;
     }
-    for (; out != exchange.out.end(); ++out) if (out->to == comm.rank) throw Failure(E_PARA, "a send to the own rank has no receive");
+    for (; out != exchange.out.end(); ++out)
+        if (out->to == comm.rank) throw Failure(E_PARA, "a send to the own rank has no receive");
 }
 
 static void move(Communicator& comm, Exchange& exchange) {
@@ -114,7 +136,8 @@ static void move(Communicator& comm, Exchange& exchange) {
         Link& link = *comm.links[in.from];
         Message message;
         if (!link.take(channel, in.serial, message, deadline))
-            throw Failure(E_TIMEOUT, "waited " + limit_text(comm.seconds) + " for " + bytes(in.bytes) + " from " + link.who() + ", in vain; " + link.waiting());
+            throw Failure(E_TIMEOUT, "waited " + limit_text(comm.seconds) + " for " + bytes(in.bytes) + " from " +
+                                         link.who() + ", in vain; " + link.waiting());
         store(comm, exchange, in, message);
         if (synchronous()) {
             Header acknowledgement{};
@@ -129,7 +152,8 @@ static void move(Communicator& comm, Exchange& exchange) {
             if (out.to == comm.rank) continue;
             Link& link = *comm.links[out.to];
             if (!link.taken(channel, out.serial, deadline))
-                throw Failure(E_TIMEOUT, "waited " + limit_text(comm.seconds) + " until " + link.who() + " takes " + bytes(out.bytes) + ", in vain (HOST_HCCL_SYNC=1)");
+                throw Failure(E_TIMEOUT, "waited " + limit_text(comm.seconds) + " until " + link.who() + " takes " +
+                                             bytes(out.bytes) + ", in vain (HOST_HCCL_SYNC=1)");
         }
     }
     if (exchange.after) exchange.after(exchange);
@@ -151,7 +175,7 @@ static int run(void* argument) {
         std::lock_guard<std::mutex> guard(comm.lock);
         before = comm.error_text;
     }
-    if (!before.empty()) {       // one failure ends a communicator; its text is the cause of all that follows
+    if (!before.empty()) {  // one failure ends a communicator; its text is the cause of all that follows
         host_cann_set_error(before.c_str());
         result = TASK_FAILED;
     } else {
@@ -169,7 +193,8 @@ static int run(void* argument) {
         }
     }
     if (tracing())
-        trace("\"event\": \"ran\", \"call\": " + std::to_string(task->number) + ", \"start\": " + std::to_string(start) + ", \"end\": " + std::to_string(now_ns()) +
+        trace("\"event\": \"ran\", \"call\": " + std::to_string(task->number) +
+              ", \"start\": " + std::to_string(start) + ", \"end\": " + std::to_string(now_ns()) +
               ", \"ok\": " + (result ? "false" : "true"));
     finish(comm);
     return result;
@@ -181,8 +206,10 @@ int enqueue(const std::shared_ptr<Communicator>& comm, Exchange exchange, void* 
     if (tracing()) {
         char handle[32];
         snprintf(handle, sizeof handle, "%p", stream);
-        trace("\"event\": \"call\", \"call\": " + std::to_string(number) + ", \"name\": " + quoted(exchange.name) + ", \"comm\": " + quoted(comm->settings.name) + ", \"id\": " + quoted(comm->id) +
-              ", \"rank\": " + std::to_string(comm->rank) + ", \"size\": " + std::to_string(comm->size) + ", \"stream\": \"" + handle + "\", \"time\": " + std::to_string(now_ns()) + ", " + shown);
+        trace("\"event\": \"call\", \"call\": " + std::to_string(number) + ", \"name\": " + quoted(exchange.name) +
+              ", \"comm\": " + quoted(comm->settings.name) + ", \"id\": " + quoted(comm->id) +
+              ", \"rank\": " + std::to_string(comm->rank) + ", \"size\": " + std::to_string(comm->size) +
+              ", \"stream\": \"" + handle + "\", \"time\": " + std::to_string(now_ns()) + ", " + shown);
     }
     {
         std::lock_guard<std::mutex> guard(comm->lock);

@@ -10,7 +10,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a forked child must not need threads that its parent had
 
-from tests import host_cann  # noqa: E402
+from tests import host_cann
 
 
 def load() -> None:
@@ -26,7 +26,16 @@ def _hcomm(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="mindspeed-cp-hcomm-") as made:
         source, target = Path(made) / "empty.c", Path(made) / "libhcomm.so"
         source.write_text("")
-        command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libhcomm.so", "-Wl,--no-as-needed", source, f"-L{folder}", "-lhccl"]
+        command = [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-Wl,-soname,libhcomm.so",
+            "-Wl,--no-as-needed",
+            source,
+            f"-L{folder}",
+            "-lhccl",
+        ]
         subprocess.run([str(word) for word in [*command, "-o", target]], check=True)
         ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
 

@@ -169,20 +169,32 @@ def _collect(processes: list[Any], pipes: list[Connection], begin: float, limit:
     outcomes: dict[int, Outcome] = {}
     deadline = begin + limit
     while len(outcomes) < len(pipes) and time.monotonic() < deadline:
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes], deadline - time.monotonic())
-        for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
-            try:
-                ok, value = pipe.recv()  # type: ignore[union-attr]
-                outcome = Outcome(value=value) if ok else Outcome(error=value)
-            except EOFError:
-                processes[rank].join(5)
-                status = processes[rank].exitcode
-                how = f"killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
-                outcome = Outcome(error=f"the process was {how}", exit=status)
-            outcomes[rank] = Outcome(outcome.value, outcome.error, outcome.exit, time.monotonic() - begin)
+        open_ranks = [rank for rank in range(len(pipes)) if rank not in outcomes]
+        # a pipe does not close while a child of its rank has it, hence the processes too
+        watched = [thing for rank in open_ranks for thing in (pipes[rank], processes[rank].sentinel)]
+        wait(watched, max(0.0, deadline - time.monotonic()))
+        for rank in open_ranks:
+            gone = bool(wait([processes[rank].sentinel], 0))
+            if pipes[rank].poll():
+                try:
+                    ok, value = pipes[rank].recv()
+                    outcome = Outcome(value=value) if ok else Outcome(error=value)
+                except EOFError:
+                    outcome = _ended(processes[rank])
+            elif gone:
+                outcome = _ended(processes[rank])
+            else:
+                continue
+            outcomes[rank] = replace(outcome, seconds=time.monotonic() - begin)
     silent = Outcome(error=f"no answer within {limit:g} s", seconds=limit)
     return [outcomes.get(rank, silent) for rank in range(len(pipes))]
+
+
+def _ended(process: Any) -> Outcome:
+    process.join(5)
+    status = process.exitcode
+    how = f"killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
+    return Outcome(error=f"the process was {how}", exit=status)
 
 
 def _with_log(outcome: Outcome, log: Path) -> Outcome:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,12 @@ def test_every_entry_point_that_torch_npu_looks_up_is_there() -> None:
 
     wheel = build._package("torch_npu")
     include = wheel / "include"
-    registered = set(re.findall(r"TORCH_NPU_(?:LOAD|REGISTER)_FUNCTION\((?:libhcomm, )?(Hc\w+)\)", (include / "torch_npu/csrc/distributed/HcclCompile.h").read_text()))
+    registered = set(
+        re.findall(
+            r"TORCH_NPU_(?:LOAD|REGISTER)_FUNCTION\((?:libhcomm, )?(Hc\w+)\)",
+            (include / "torch_npu/csrc/distributed/HcclCompile.h").read_text(),
+        )
+    )
     declared = set(re.findall(r"\b(Hccl[A-Z]\w+)\(", (include / "third_party/hccl/inc/hccl/hccl.h").read_text()))
     texts = set((wheel / "lib/libtorch_npu.so").read_bytes().split(b"\0"))
     wanted = registered | {name for name in declared if name.encode() in texts}
@@ -55,7 +63,10 @@ def collectives(rank: int, size: int) -> None:
         x = parts[rank].to("npu")
         dist.all_reduce(x)
         same(x, total)
-        for op, want in ((dist.ReduceOp.MAX, torch.stack(parts).amax(0)), (dist.ReduceOp.MIN, torch.stack(parts).amin(0))):
+        for op, want in (
+            (dist.ReduceOp.MAX, torch.stack(parts).amax(0)),
+            (dist.ReduceOp.MIN, torch.stack(parts).amin(0)),
+        ):
             x = parts[rank].to("npu")
             dist.all_reduce(x, op=op)
             same(x, want)
@@ -132,7 +143,10 @@ def test_collectives_of_uneven_parts_and_of_objects(size: int) -> None:
 def rounding(rank: int, size: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         # from far below the smallest normal number of fp16 to its largest, ties to even among them
-        parts = [torch.randn(4000, generator=torch.Generator().manual_seed(r)) * 2.0 ** torch.arange(-30, 10).repeat(100) for r in range(size)]
+        parts = [
+            torch.randn(4000, generator=torch.Generator().manual_seed(r)) * 2.0 ** torch.arange(-30, 10).repeat(100)
+            for r in range(size)
+        ]
         parts = [part.to(dtype) for part in parts]
         want = parts[0].float()
         for part in parts[1:]:
@@ -154,7 +168,11 @@ def test_reductions_add_in_fp32_in_the_order_of_ranks_and_round_once() -> None:
 
 def reductions_refused(rank: int, size: int) -> list[str]:
     told = []
-    for dtype, op in ((torch.float64, dist.ReduceOp.SUM), (torch.bfloat16, dist.ReduceOp.PRODUCT), (torch.int16, dist.ReduceOp.PRODUCT)):
+    for dtype, op in (
+        (torch.float64, dist.ReduceOp.SUM),
+        (torch.bfloat16, dist.ReduceOp.PRODUCT),
+        (torch.int16, dist.ReduceOp.PRODUCT),
+    ):
         try:
             dist.all_reduce(torch.ones(2, dtype=dtype).to("npu"), op=op)
             told.append("")
@@ -193,7 +211,9 @@ def test_send_and_receive(size: int) -> None:
     for rank in range(size):
         assert {line["size"] for line in done.created(rank)} == {2}
         peers = {line["id"]: line["peer_process"] for line in done.calls(rank)}
-        assert sorted(peers.values()) == [r for r in range(size) if r != rank]  # one communicator for both directions of a pair
+        assert sorted(peers.values()) == [
+            r for r in range(size) if r != rank
+        ]  # one communicator for both directions of a pair
         assert {line["buffer_mb"] for line in done.created(rank)} == {20}  # P2P_HCCL_BUFFSIZE
 
 
@@ -215,7 +235,11 @@ def test_isend_and_irecv_make_a_communicator_and_a_stream_for_each_group_and_pai
     done = ranks.run(4, two_groups)
     for rank, current in enumerate(done.values()):
         calls = done.calls(rank)
-        assert [line["name"] for line in calls].count("HcclSend") == [line["name"] for line in calls].count("HcclRecv") == 4
+        assert (
+            [line["name"] for line in calls].count("HcclSend")
+            == [line["name"] for line in calls].count("HcclRecv")
+            == 4
+        )
         made = done.created(rank)
         assert [line["size"] for line in made] == [2] * 4  # two groups, two neighbours
         streams = {line["id"]: {call["stream"] for call in calls if call["id"] == line["id"]} for line in made}
@@ -240,7 +264,9 @@ def ring(rank: int, size: int, rows: int) -> None:
     y = torch.empty(rows, 64, device="npu")
     after, before = (rank + 1) % size, (rank - 1) % size
     for _ in range(3):
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x.to("npu"), after), dist.P2POp(dist.irecv, y, before)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x.to("npu"), after), dist.P2POp(dist.irecv, y, before)]
+        ):
             work.wait()
         want = torch.empty(rows, 64).fill_(before + 1)
         want[-1] = torch.arange(64.0) + before
@@ -274,7 +300,9 @@ def batches_of_older_cann(rank: int, size: int) -> str:
 def test_a_batch_of_cann_8_is_one_HcclBatchSendRecv_which_refuses_two_sends_to_the_same_rank() -> None:
     done = ranks.run(2, batches_of_older_cann, environment={"HOST_CANN_VERSION": "8.3.0"})
     for rank, told in enumerate(done.values()):
-        assert [line["items"] for line in done.calls(rank, "HcclBatchSendRecv")] == [[["send", 1 - rank, 512], ["recv", 1 - rank, 512]]] * 3
+        assert [line["items"] for line in done.calls(rank, "HcclBatchSendRecv")] == [
+            [["send", 1 - rank, 512], ["recv", 1 - rank, 512]]
+        ] * 3
         assert f"two sends to rank {1 - rank} in one list" in told
 
 
@@ -283,7 +311,11 @@ def test_messages_of_8_megabytes() -> None:
 
 
 def sub_groups(rank: int, size: int) -> None:
-    groups = [dist.new_group([0, 2], backend="hccl"), dist.new_group([1, 3], backend="hccl"), dist.new_group([1, 2, 3], backend="hccl")]
+    groups = [
+        dist.new_group([0, 2], backend="hccl"),
+        dist.new_group([1, 3], backend="hccl"),
+        dist.new_group([1, 2, 3], backend="hccl"),
+    ]
     for group in groups:
         members = dist.get_process_group_ranks(group)
         if rank in members:
@@ -316,6 +348,46 @@ def test_options_of_a_group_reach_hccl() -> None:
         assert (line["buffer_mb"], line["traffic_class"], line["service_level"]) == (7, 132, 4)
 
 
+def sub_groups_and_a_pair(rank: int, size: int) -> None:
+    sub_groups(rank, size)
+    x = torch.full((3,), float(rank), device="npu")
+    if rank < 2:
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+        same(x, torch.zeros(3))
+
+
+def test_with_a_rank_table_communicators_are_made_from_it_and_from_one_another(tmp_path: Path) -> None:
+    devices = [{"device_id": str(i), "device_ip": f"192.168.1.{i}", "rank_id": str(i)} for i in range(4)]
+    servers = [{"server_id": "127.0.0.1", "device": devices}]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"version": "1.0", "server_count": "1", "status": "completed", "server_list": servers}))
+    done = ranks.run(4, sub_groups_and_a_pair, environment={"RANK_TABLE_FILE": str(table)})
+    first, *others = sorted(done.created(1), key=lambda line: line["time"])
+    assert (first["name"], first["size"]) == ("HcclCommInitClusterInfoConfig", 4)
+    assert [(line["name"], line["size"]) for line in others] == [("HcclCreateSubCommConfig", n) for n in (2, 3, 2)]
+
+
+def many_groups(rank: int, size: int) -> list[int]:
+    """Open files after each of some groups was made, used and destroyed."""
+    found = []
+    for _ in range(6):
+        group = dist.new_group(backend="hccl")
+        dist.all_reduce(torch.ones(3, device="npu"), group=group)
+        torch.npu.synchronize()
+        dist.destroy_process_group(group)
+        dist.barrier()
+        torch.npu.synchronize()
+        time.sleep(0.1)
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+def test_destroyed_groups_leave_no_connection() -> None:
+    for rank, found in enumerate((done := ranks.run(2, many_groups)).values()):
+        assert len(set(found)) == 1, found
+        assert sum(line["event"] == "destroy" and line["process"] == rank for line in done.trace) == 7
+
+
 # ---- what ranks do not agree on ---------------------------------------------------------------------------------------
 
 
@@ -340,10 +412,19 @@ def calls(rank: int, size: int) -> None:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (sizes, "HcclRecv on communicator .* rank 0 of 2: the message of rank 1 .* has 20 bytes, this rank expects 16 bytes"),
-        (counts, "HcclAllReduce on communicator 'group_name_0' .* rank 0 of 2: .* rank 1 .* has 20 bytes, this rank expects 16"),
+        (
+            sizes,
+            "HcclRecv on communicator .* rank 0 of 2: the message of rank 1 .* has 20 bytes, this rank expects 16 bytes",
+        ),
+        (
+            counts,
+            "HcclAllReduce on communicator 'group_name_0' .* rank 0 of 2: .* rank 1 .* has 20 bytes, this rank expects 16",
+        ),
         (types, "HcclAllReduce on communicator .* rank 0 of 2: .* rank 1 .* has type fp32, this rank expects int32"),
-        (calls, "HcclAllReduce on communicator .* rank 0 of 2: .* rank 1 .* comes from HcclBroadcast .* the ranks make different calls"),
+        (
+            calls,
+            "HcclAllReduce on communicator .* rank 0 of 2: .* rank 1 .* comes from HcclBroadcast .* the ranks make different calls",
+        ),
     ],
 )
 def test_ranks_that_do_not_agree_get_an_error_that_names_both(function: Any, told: str) -> None:

@@ -279,6 +279,54 @@ def test_a_killed_rank_ends_those_who_wait_for_it_at_once_and_is_named(how: str)
         assert communicator not in sockets  # nothing is left over
 
 
+def killed_with_a_child(rank: int, size: int) -> None:
+    x = torch.ones(4, device="npu")
+    dist.all_reduce(x)
+    torch.npu.synchronize()
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x)
+    torch.npu.synchronize()
+
+
+def test_a_killed_rank_is_noticed_at_once_though_a_child_of_it_lives_on() -> None:
+    done = ranks.start(2, killed_with_a_child)
+    error = done.errors[0]
+    assert error is not None and re.search(r"rank 1 \(RANK 1, pid \d+\) has ended or was killed", error), error
+    assert done.outcomes[0].seconds < 8
+
+
+def careless(rank: int, size: int) -> None:
+    dist.all_reduce(torch.ones(4 + rank, device="npu"), async_op=True)
+    time.sleep(20)
+
+
+def test_torch_npu_ends_a_rank_that_never_asks_after_a_failed_operation() -> None:
+    for rank, outcome in enumerate(ranks.start(2, careless).outcomes):
+        assert outcome.exit == -signal.SIGABRT
+        told = rf"watchdog thread terminated with exception: .* HcclAllReduce .* rank {rank} of 2: the message of rank {1 - rank} "
+        assert outcome.error is not None and re.search(told, outcome.error), outcome.error
+
+
+def ended_early(rank: int, size: int) -> None:
+    x = torch.ones(4, device="npu")
+    dist.all_reduce(x)
+    torch.npu.synchronize()
+    if rank == 0:
+        dist.all_reduce(x, async_op=True)
+        time.sleep(1)
+        torch.npu.synchronize()
+
+
+def test_a_rank_that_ends_in_good_order_while_another_waits_for_it_is_named() -> None:
+    first, second = ranks.start(2, ended_early).errors
+    assert second is None
+    assert first is not None and re.search(r"rank 1 \(RANK 1, pid \d+\) has destroyed its communicator", first), first
+
+
 def stuck(rank: int, size: int) -> Any:
     time.sleep(60)
 
