@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,15 +21,30 @@ def delay(stream: torch.npu.Stream, seconds: float) -> None:
     assert library("acl").host_cann_delay(_handle(stream), ctypes.c_uint32(round(seconds * 1e6))) == 0
 
 
+def hold(stream: torch.npu.Stream) -> None:
+    """Enqueues a task that waits for a `release`; what comes after it into the stream waits with it."""
+    assert library("acl").host_cann_hold(_handle(stream)) == 0
+
+
+def release(stream: torch.npu.Stream) -> None:
+    """Opens one `hold` of this stream."""
+    assert library("acl").host_cann_release(_handle(stream)) == 0
+
+
 @contextmanager
-def held(stream: torch.npu.Stream) -> Iterator[None]:
-    """Tasks that come into the stream within the block do not start before its end."""
-    acl = library("acl")
-    assert acl.host_cann_hold(_handle(stream)) == 0
+def held(stream: torch.npu.Stream, seconds: float | None = None) -> Iterator[None]:
+    """Tasks that come into the stream within the block do not start before its end; with `seconds`, only then."""
+    hold(stream)
+    timer = threading.Timer(seconds, release, [stream]) if seconds is not None else None
+    if timer:
+        timer.start()
     try:
         yield
     finally:
-        assert acl.host_cann_release(_handle(stream)) == 0
+        if timer:
+            timer.join()
+        else:
+            release(stream)
 
 
 def fail(stream: torch.npu.Stream, code: int, text: str) -> None:
