@@ -1,0 +1,236 @@
+"""Ordinary operators on npu tensors: values, gradients and whole training steps are those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.host_cann import fallback
+
+# x, y: [6, 8]; w: [8, 5]; rows: three row numbers. All but the last are leaves with gradients.
+CASES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "arithmetic": lambda x, y, w, rows: (x + y) * 2 - x / (y.abs() + 1) + x**2 + (1 - y).square(),
+    "in place": lambda x, y, w, rows: x.clone().add_(y).mul_(0.5).clamp_(min=0).sub_(1).t().contiguous(),
+    "in place through a view": lambda x, y, w, rows: _write_block(x.clone(), y),
+    "out of order memory": lambda x, y, w, rows: (x.t() @ y).t()[::2].contiguous() + w.sum() * y.t()[:4, 1::2].sum(),
+    "cat, stack, split, chunk": lambda x, y, w, rows: torch.cat([*x.split(3), torch.stack([x, y]).sum(0), *y.chunk(2)]),
+    "indexing": lambda x, y, w, rows: x.index_select(0, rows).sum() + x[rows].sum() + x[:, 2:5].sum() + x[x > 0].sum(),
+    "gather and take_along_dim": lambda x, y, w, rows: x.gather(0, rows[:, None]) + y.take_along_dim(rows[None], 1)[:3],
+    "index_add, index_copy, index_put": lambda x, y, w, rows: (
+        torch.zeros_like(x).index_add(0, rows, y[:3]) + x.index_copy(0, rows, y[:3]) + x.index_put((rows,), y[0])
+    ),
+    "scatter": lambda x, y, w, rows: (
+        torch.zeros_like(x).scatter_add(0, rows[:, None], y[:3, :1]).scatter(0, rows[None], 2.0)
+    ),
+    "exp, log, where": lambda x, y, w, rows: (
+        torch.where(x > 0, x.exp(), (x.abs() + 1).log()).sigmoid().tanh() + x.erf()
+    ),
+    "trigonometry and roots": lambda x, y, w, rows: (
+        x.sin() * y.cos() + (x.abs() + 1).rsqrt() + (y.abs() + 1).sqrt().atan()
+    ),
+    "matmul, linear, einsum": lambda x, y, w, rows: x @ w + F.linear(y, w.t()) + torch.einsum("ij,jk->ik", x, w),
+    "addmm, bmm, baddbmm": lambda x, y, w, rows: (
+        torch.addmm(w[0], x, w).sum()
+        + torch.bmm(x[None], y.t()[None])
+        + torch.baddbmm(x[None, :, :6], x[None], y.t()[None])
+    ),
+    "broadcast matmul": lambda x, y, w, rows: x.view(2, 3, 8) @ w + torch.matmul(y, w[:, 0])[:5],
+    "reductions": lambda x, y, w, rows: (
+        x.sum(0) + x.mean() + x.amax(0) + x.max(0)[0] + x.logsumexp(0) + x.std() + x.var(0)
+    ),
+    "norms and products": lambda x, y, w, rows: (
+        x.norm() + torch.linalg.vector_norm(y, dim=1).sum() + x.prod(0) + x.cumsum(0)[-1]
+    ),
+    "softmax": lambda x, y, w, rows: x.softmax(-1) + y.log_softmax(0) + F.logsigmoid(x),
+    "activations": lambda x, y, w, rows: (
+        F.gelu(x) + F.gelu(x, approximate="tanh") + F.silu(y) + F.relu(x) + F.softplus(y)
+    ),
+    "gated activations": lambda x, y, w, rows: F.glu(x) + F.leaky_relu(y)[:, :4] + F.mish(x)[:, 4:] + F.elu(y)[:, 4:],
+    "layer_norm, rms_norm, group_norm": lambda x, y, w, rows: (
+        F.layer_norm(x, (8,), y[0], y[1]) + F.rms_norm(x, (8,), y[0]) + F.group_norm(x, 2, y[2], y[3])
+    ),
+    "embedding": lambda x, y, w, rows: F.embedding(rows, x) + F.one_hot(rows, 8) * y[:3],
+    "cross entropy": lambda x, y, w, rows: (
+        F.cross_entropy(x, rows.repeat(2)) + F.nll_loss(y.log_softmax(1), rows.repeat(2))
+    ),
+    "other losses": lambda x, y, w, rows: (
+        F.mse_loss(x, y)
+        + F.l1_loss(x, y)
+        + F.smooth_l1_loss(x, y)
+        + F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean")
+    ),
+    "binary cross entropy": lambda x, y, w, rows: (
+        F.binary_cross_entropy_with_logits(x, y.sigmoid()) + F.binary_cross_entropy(x.sigmoid(), y.sigmoid())
+    ),
+    "attention": lambda x, y, w, rows: F.scaled_dot_product_attention(
+        x[None, None], y[None, None], y[None, None], is_causal=True
+    ),
+    "casts": lambda x, y, w, rows: (
+        (x.bfloat16().float() + x.half().float() + x.double().float()).to(torch.float64).float()
+    ),
+    "masks and factories": lambda x, y, w, rows: (
+        x.masked_fill(y > 0, 0.0).triu(1)
+        + x.tril()
+        + torch.arange(8, device=x.device)
+        + torch.full_like(x, 3)
+        + torch.ones(8, device=x.device)
+    ),
+    "rotary": lambda x, y, w, rows: torch.cat([-x[..., 4:], x[..., :4]], -1) * y.cos() + x * y.sin(),
+    "complex": lambda x, y, w, rows: torch.view_as_real(
+        torch.view_as_complex(x.view(6, 4, 2)) * torch.polar(y[:, :4].abs(), y[:, 4:])
+    ),
+    "sort, topk, argmax": lambda x, y, w, rows: (
+        x.topk(3)[0].sum() + x.sort(1)[0][:, 0].sum() + x.argmax(1).float().sum() + y.median()
+    ),
+    "pad, roll, flip, repeat": lambda x, y, w, rows: (
+        F.pad(x, (1, 2)).roll(1, 0).flip(1).repeat(2, 1).view(-1, 11).unsqueeze(0).expand(2, 12, 11)
+    ),
+    "repeat_interleave, unfold, tile": lambda x, y, w, rows: (
+        x.repeat_interleave(2, 0)[:, ::2] + y.unfold(1, 4, 4).reshape(12, 4)
+    ),
+    "convolution": lambda x, y, w, rows: F.conv1d(x[None], y[:, :, None][:, :6, :1]) + F.avg_pool1d(x[None], 2).sum(),
+    "fft": lambda x, y, w, rows: torch.fft.irfft(torch.fft.rfft(x) * 2, n=8),
+    "lists of tensors": lambda x, y, w, rows: sum(t.sum() for t in torch._foreach_mul([x, y, w], 2.0)),
+    "cumulative and search": lambda x, y, w, rows: (
+        x.cumsum(1) + torch.searchsorted(rows.sort()[0], rows.repeat(2))[:, None] + y.cummax(1)[0]
+    ),
+    "autocast": lambda x, y, w, rows: _autocast(x, w),
+    "checkpoint": lambda x, y, w, rows: checkpoint(lambda a: (a @ w).relu(), x, use_reentrant=False),
+    "second order": lambda x, y, w, rows: torch.autograd.grad((x**3 * y).sum(), x, create_graph=True)[0],
+}
+
+
+def _write_block(x: Tensor, y: Tensor) -> Tensor:
+    x[1:4, ::2] = y[:3, :4]
+    x[:, 3].mul_(2)
+    return x
+
+
+def _autocast(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        out = x @ w
+    assert out.dtype == torch.bfloat16
+    return out
+
+
+def on(device: str, case: Callable[..., Tensor]) -> list[Tensor]:
+    """Result and gradients of a case."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in ((6, 8), (6, 8), (8, 5))]
+    out = case(*leaves, torch.tensor([3, 0, 5]).to(device))
+    assert out.device.type == device
+    (out.float() * torch.linspace(-1, 2, out.numel()).to(device).view(out.shape)).sum().backward()
+    grads = [torch.zeros(()) if leaf.grad is None else leaf.grad.cpu() for leaf in leaves]
+    return [out.detach().cpu(), *grads]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_group_and_its_gradients_equal_the_cpu(name: str) -> None:
+    expected, given = on("cpu", CASES[name]), on("npu", CASES[name])
+    assert any(tensor.any() for tensor in expected[1:])
+    for a, b in zip(expected, given, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+def test_there_are_enough_groups() -> None:
+    assert len(CASES) >= 25
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+def train(device: str, optimizer: str, steps: int = 5) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a two-layer transformer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(53, 32), Block(32, 4), Block(32, 4), nn.LayerNorm(32), nn.Linear(32, 53)).to(
+        device
+    )
+    update = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+    generator, losses, norms = torch.Generator().manual_seed(1), [], []
+    for _ in range(steps):
+        tokens = torch.randint(0, 53, (3, 25), generator=generator).to(device)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        update.zero_grad()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        update.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_training_a_transformer_equals_the_cpu(optimizer: str) -> None:
+    served = fallback.calls.total()
+    expected, given = train("cpu", optimizer), train("npu", optimizer)
+    assert fallback.calls.total() - served > 500  # it did not run elsewhere
+    assert expected[0][0] - expected[0][-1] > 0.01
+    torch.testing.assert_close(torch.tensor(given), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_results_with_out_grow_and_are_written_in_place() -> None:
+    x = torch.arange(6.0, device="npu")
+    out, kept = torch.empty(0, device="npu"), torch.empty(6, device="npu")
+    address = kept.data_ptr()
+    torch.add(x, 1, out=out)
+    torch.add(x, 2, out=kept)
+    assert out.tolist() == [1, 2, 3, 4, 5, 6] and kept.tolist() == [2, 3, 4, 5, 6, 7] and kept.data_ptr() == address
+
+
+def test_values_come_to_the_host_after_the_stream() -> None:
+    x = torch.arange(6.0, device="npu").view(2, 3)
+    assert x.sum().item() == 15 and x.tolist() == [[0, 1, 2], [3, 4, 5]] and bool((x == x).all()) and "npu:0" in repr(x)
+    assert x.nonzero().tolist() == [[0, 1], [0, 2], [1, 0], [1, 1], [1, 2]] and x.numpy(force=True).sum() == 15
+
+
+def test_copies_between_devices_and_types() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    on_one = x.to("npu:1")
+    assert on_one.device.index == 1
+    assert torch.equal(on_one.to("npu:0").cpu(), x)
+    assert torch.equal(on_one.t().to("npu:0", torch.int32).cpu(), x.t().to(torch.int32))
+    assert torch.equal((on_one + 1).cpu(), x + 1) and (on_one + 1).device.index == 1
+
+
+def test_a_gradient_flows_from_one_device_to_another() -> None:
+    x = torch.arange(3.0, device="npu:0", requires_grad=True)
+    (x.to("npu:1") ** 2).sum().to("cpu").backward()
+    assert x.grad is not None and x.grad.tolist() == [0, 2, 4]
+
+
+def test_backward_runs_on_the_stream_of_the_forward() -> None:
+    seen = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+            seen.append(torch.npu.current_stream().npu_stream)
+            return grad
+
+    side = torch.npu.Stream()
+    x = torch.ones(3, device="npu", requires_grad=True)
+    with torch.npu.stream(side):
+        y = Note.apply(x)
+    torch.npu.current_stream().wait_stream(side)
+    y.sum().backward()
+    assert seen == [side.npu_stream]
