@@ -18,11 +18,11 @@ def wire() -> Iterator[dict[str, int]]:
     found = {"fetch": 0, "reduce": 0, "move": 0}
     post = Transport.post
 
-    def counting(self: Transport, transfers: Sequence[Transfer]) -> list[Pending]:
+    def counting(self: Transport, transfers: Sequence[Transfer], with_all: bool = False) -> list[Pending]:
         for transfer in transfers:
             if transfer.sends:
                 found[KINDS.get(transfer.what.split(",")[0], "move")] += transfer.tensor.nbytes
-        return post(self, transfers)
+        return post(self, transfers, with_all)
 
     with patch.object(Transport, "post", counting):
         yield found
