@@ -101,6 +101,7 @@ PACKED = [
     Case("mode 3", UNEVEN, bottom_right, mask="upper", options=dict(sparse_mode=3)),
     Case("mode 3, sequences without queries", GAPS, bottom_right, mask="upper", heads=(6, 1), options=dict(sparse_mode=3)),
     Case("mode 3, past 512 columns", ((40, 600),), bottom_right, mask="upper", heads=(1, 1), options=dict(sparse_mode=3)),
+    Case("mode 3, past 2048 rows", ((2060, 2100),), bottom_right, mask="upper", heads=(1, 1), dims=(8, 8), options=dict(sparse_mode=3)),
     Case("mode 4, left window", UNEVEN, band(6, 0), mask="upper", options=dict(sparse_mode=4, pre_tokens=6, next_tokens=0)),
     Case("mode 4, both sides", SQUARE, band(3, 2), mask="upper", options=dict(sparse_mode=4, pre_tokens=3, next_tokens=2)),
     Case("mode 4, keys behind", ((4, 9), (6, 12)), band(8, -3), mask="upper", options=dict(sparse_mode=4, pre_tokens=8, next_tokens=-3)),
@@ -256,6 +257,15 @@ def reference(case: Case, inputs: Inputs, bits: Tensor | None = None) -> dict[st
     grads = [pack(zero[a : a + count], case.layout) for a in (0, count, 2 * count)]
     named = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     return {"out": pack([x.detach() for x in outs], case.layout), "lse": torch.cat(lses), **named}
+
+
+def bias_gradient(case: Case, inputs: Inputs) -> Tensor:
+    """Gradient of the external bias of a case in BNSD whose queries see everything; fp64, of the bias's shape."""
+    q, k, v, dy = (torch.stack(part).double() for part in inputs.parts)
+    pse, group = inputs.options["pse"].double().requires_grad_(), case.heads[0] // case.heads[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * inputs.scale + pse * (inputs.scale if inputs.options["pse_type"] == 1 else 1)
+    return torch.autograd.grad(scores.softmax(-1) @ v, pse, dy)[0]
 
 
 def lse_of(largest: Tensor, total: Tensor) -> Tensor:

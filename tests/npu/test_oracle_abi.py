@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch_npu
 
 from tests import host_cann
 from tests.host_cann import oracle
@@ -44,11 +45,6 @@ LISTS = {"prefixN", "ac_seq_qlen", "ac_seq_kvlen", "q_start_idx_val", "kv_start_
 WHOLE = {"pre_tokens", "next_tokens", "head_num", "inner_precise", "sparse_mode", "pse_type", "seed", "offset"}
 
 
-@pytest.fixture(scope="module")
-def npu():
-    return host_cann.load()
-
-
 def normal(name):
     """A name in the wheel as the stand-in has it."""
     renamed = {"actual_seq_qlen_tensor": "actual_seq_qlen"}
@@ -57,15 +53,15 @@ def normal(name):
 
 
 @pytest.fixture(scope="module")
-def lists(npu):
+def lists():
     """Argument lists in torch_npu's library."""
-    data = (Path(npu.__file__).parent / "lib" / "libtorch_npu.so").read_bytes()
+    data = (Path(torch_npu.__file__).parent / "lib" / "libtorch_npu.so").read_bytes()
     texts = re.findall(rb"\x00([a-zA-Z_0-9]+(?:, [a-zA-Z_0-9]+){5,})(?=\x00)", data)
     return {", ".join(normal(x) for x in text.decode().split(", ")) for text in texts}
 
 
 @pytest.fixture
-def opapi(npu):
+def opapi():
     library = host_cann.library("opapi")
     yield library
     oracle.connect(library)

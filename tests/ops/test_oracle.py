@@ -14,6 +14,7 @@ from tests.host_cann.oracle_cases import (
     PACKED,
     SQUARE,
     Case,
+    bias_gradient,
     bottom_right,
     compare,
     compressed,
@@ -102,6 +103,22 @@ def test_a_row_that_sees_nothing_has_the_statistics_of_nothing():
     out, largest, total = oracle.fused_attention(*inputs.tensors[:3], 4, "BNSD", **inputs.options)
     assert not out[:, :, :8].any() and (largest[:, :, :8] == -FLT_MAX).all() and (total[:, :, :8] == FLT_MAX).all()
     assert (total[:, :, 8:] < 100).all()
+
+
+BIASED = [
+    Case(f"{pse}, type {kind}", ((6, 9),) * 2, everything, layout="BNSD", pse=pse, options=dict(pse_type=kind))
+    for pse in ("each", "shared", "row") for kind in (0, 1)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BIASED, ids=str)
+def test_the_gradient_of_an_external_bias(case):
+    inputs = inputs_of(case, torch.float32)
+    q, k, v, dy = inputs.tensors
+    out, largest, total = oracle.fused_attention(q, k, v, 4, "BNSD", scale=inputs.scale, **inputs.options)
+    given = dict(softmax_max=largest, softmax_sum=total, attention_in=out, scale_value=inputs.scale)
+    dpse = oracle.gradients(q, k, v, dy, 4, "BNSD", **given, **inputs.options)[3]
+    compare({"dpse": dpse}, {"dpse": bias_gradient(case, inputs)}, torch.float32)
 
 
 def split_keys(q, k, v, half, **options):

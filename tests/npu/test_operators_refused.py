@@ -1,0 +1,69 @@
+"""Wrong calls of the fused attention operators through the real torch_npu: refused, with the reason in the error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_npu
+
+from tests.host_cann import oracle
+from tests.host_cann.oracle_wrong import WRONG, arguments, sound
+from tests.npu.operators import UNEVEN, gradient_v2, on_npu, to_npu
+
+
+@pytest.fixture
+def calls():
+    oracle.calls.clear()
+    return oracle.calls
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_call_is_refused_with_the_reason(wrong, calls):
+    call = {name: to_npu(x) for name, x in arguments(wrong).items()}
+    with pytest.raises((RuntimeError, IndexError), match=wrong.host or f"refused by the stand-in.*{wrong.says}"):
+        torch_npu.npu_fusion_attention_v2(**call)
+    assert not calls
+
+
+@pytest.mark.parametrize("layout", ["TND", "BNSD"])
+def test_the_sound_call_is_accepted(layout, calls):
+    torch_npu.npu_fusion_attention_v2(**{name: to_npu(x) for name, x in sound(layout).items()})
+    assert [x.layout for x in calls] == [layout]
+
+
+def test_statistics_that_no_forward_gives_are_refused():
+    _, leaves, dy, options = on_npu(UNEVEN, torch.float32)
+    results = torch_npu.npu_fusion_attention_v2(*leaves, 4, "TND", **options)
+    empty = torch.full_like(results[1], -torch.inf)
+    with pytest.raises(RuntimeError, match="softmax_max that is not finite"):
+        gradient_v2(leaves, dy, 4, results, options, softmax_max=empty)
+
+
+ROPE = dict.fromkeys(("query_rope", "key_rope"), torch.zeros(32, 4, 8))
+
+
+@pytest.mark.parametrize("more, says", [
+    (ROPE, "aclnnFlashAttentionVarLenScoreV3 .* not in libopapi"),
+    (dict(sink=torch.zeros(4)), "sink is not supported in this CANN version"),
+], ids=["rope", "sink"])  # fmt: skip
+def test_what_the_stand_in_does_not_have_is_refused_by_torch_npu(more, says, calls):
+    """As on a CANN without these operators."""
+    call = {name: to_npu(x) for name, x in (sound("TND") | more).items()}
+    with pytest.raises(RuntimeError, match=says):
+        torch_npu.npu_fusion_attention_v2(**call)
+    assert not calls
+
+
+def test_a_mask_on_the_cpu_is_refused(calls):
+    call = {name: to_npu(x) for name, x in sound("BNSD").items()}
+    with pytest.raises(RuntimeError, match="atten_mask is on cpu"):
+        torch_npu.npu_fusion_attention_v2(**call, sparse_mode=1, atten_mask=torch.zeros(32, 32, dtype=torch.bool))
+    assert not calls
+
+
+def test_ring_update_of_a_head_size_that_is_no_multiple_of_64():
+    out, stats = torch.ones(6, 2, 32, device="npu"), torch.ones(6, 2, 8, device="npu")
+    with pytest.raises(RuntimeError, match="multiples of 64"):
+        torch_npu.npu_ring_attention_update(
+            out, stats, stats, out, stats, stats, actual_seq_qlen=torch.tensor([6], device="npu"), input_layout="TND"
+        )
