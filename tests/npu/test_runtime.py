@@ -1,0 +1,179 @@
+"""The stand-in as a device: memory, properties, random numbers, refusals, the build."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import host_cann
+from tests.host_cann import fallback
+from tests.host_cann.build import BuildError, build, digest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh process with the stand-in prints."""
+    program = f"from tests import host_cann\ntorch_npu = host_cann.load()\nimport torch\n{code}"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_the_package_is_the_real_one_and_belongs_to_this_torch() -> None:
+    import torch_npu
+
+    assert importlib.metadata.version("torch-npu") == "2.13.0" and torch.__version__.split("+")[0] == "2.13.0"
+    assert Path(torch_npu.__file__).parent == Path(
+        str(importlib.metadata.distribution("torch-npu").locate_file("torch_npu"))
+    )
+
+
+def test_devices_and_their_properties() -> None:
+    assert torch.npu.is_available() and torch.npu.device_count() == 16
+    properties = torch.npu.get_device_properties(0)
+    assert properties.name == torch.npu.get_device_name() == "Ascend910B1" and properties.total_memory == 64 << 30
+    assert torch.npu.is_bf16_supported()
+
+
+def test_the_current_device_is_where_tensors_are_made() -> None:
+    assert torch.npu.current_device() == 0
+    with torch.npu.device(3):
+        assert torch.npu.current_device() == 3 and torch.ones(1, device="npu").device.index == 3
+    torch.npu.set_device("npu:2")
+    assert (torch.ones(1, device="npu") + 1).device.index == 2
+    torch.npu.set_device(0)
+    with pytest.raises(RuntimeError, match=r"107000|invalid"):
+        torch.npu.set_device(99)
+
+
+def test_streams_of_a_device_stay_there() -> None:
+    with torch.npu.device(1):
+        stream = torch.npu.Stream()
+    assert stream.device.index == 1 and torch.npu.current_stream(0) != torch.npu.current_stream(1)
+    with torch.npu.stream(stream):
+        assert torch.npu.current_device() == 1 and torch.npu.current_stream() == stream
+    assert torch.npu.current_stream() == torch.npu.default_stream()
+
+
+def test_memory_is_counted_and_given_back() -> None:
+    torch.npu.empty_cache()
+    before, (free, total) = torch.npu.memory_allocated(), torch.npu.mem_get_info()
+    torch.npu.reset_peak_memory_stats()
+    tensor = torch.empty((3 << 20) - 8, device="npu")  # torch_npu asks for 32 bytes more
+    assert torch.npu.memory_allocated() - before == 12 << 20 and torch.npu.mem_get_info() == (free - (12 << 20), total)
+    del tensor
+    assert torch.npu.memory_allocated() == before and torch.npu.max_memory_allocated() == before + (12 << 20)
+    torch.npu.empty_cache()
+    assert torch.npu.mem_get_info()[0] == free
+
+
+def test_a_small_poisoned_device_with_the_other_allocator() -> None:
+    code = """
+x = torch.empty(1 << 20, device="npu")
+print(x.isnan().all().item(), x.view(torch.bfloat16).isnan().all().item())
+print(sum(torch.full((1 << 12,), float(i), device="npu").mean().item() for i in range(40)))
+try:
+    torch.empty(80 << 20, dtype=torch.uint8, device="npu")
+except torch.OutOfMemoryError as error:
+    print("out of memory" in str(error))
+"""
+    settings = dict(HOST_CANN_POISON="1", HOST_CANN_MEMORY_MB="64", PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
+    assert python(code, **settings).splitlines()[-3:] == ["True True", "780.0", "True"]
+
+
+def test_a_setting_that_is_no_number_is_refused() -> None:
+    path = Path(os.environ.get("HOST_CANN_BUILD") or host_cann.FOLDER) / "libascendcl.so"
+    code = f"import ctypes; ctypes.CDLL({str(path.resolve())!r}).host_cann_drain(None)"
+    settings = {**os.environ, "HOST_CANN_JITTER_US": "often"}
+    done = subprocess.run([sys.executable, "-I", "-c", code], env=settings, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "host_cann: HOST_CANN_JITTER_US=often is no whole number\n"
+
+
+def test_random_numbers_follow_the_seed_and_the_state() -> None:
+    def draw() -> list[float]:
+        return torch.cat([torch.rand(3, device="npu"), torch.randn(3, device="npu")]).tolist()
+
+    torch.npu.manual_seed(3)
+    first, state, second = draw(), torch.npu.get_rng_state(), draw()
+    torch.npu.set_rng_state(state)
+    assert draw() == second != first
+    torch.npu.manual_seed(3)
+    assert draw() == first
+    torch.manual_seed(3)  # seeds every device
+    assert draw() == first
+
+
+def test_random_numbers_of_the_cpu_are_left_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    torch.rand(3, device="npu")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_generators_of_ones_own() -> None:
+    generator = torch.Generator(device="npu").manual_seed(5)
+    first = torch.randint(0, 1000, (8,), device="npu", generator=generator).tolist()
+    assert torch.randint(0, 1000, (8,), device="npu", generator=generator).tolist() != first
+    assert torch.randint(0, 1000, (8,), device="npu", generator=generator.manual_seed(5)).tolist() == first
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3])
+def test_dropout_scales_follows_the_seed_and_has_its_gradient(probability: float) -> None:
+    results = []
+    for _ in range(2):
+        torch.npu.manual_seed(1)
+        x = torch.ones(1000, device="npu", requires_grad=True)
+        out = torch.nn.functional.dropout(x, probability)
+        out.sum().backward()
+        assert torch.equal(x.grad, out)
+        results.append(out.tolist())
+    assert results[0] == results[1]
+    dropped = results[0].count(0.0)
+    assert dropped == 0 if probability == 0 else 200 < dropped < 400
+
+
+def test_what_the_stand_in_does_not_have_is_refused() -> None:
+    x = torch.ones(2, 8, device="npu")
+    with pytest.raises(RuntimeError, match=r"RmsNorm has no implementation in the stand-in"):
+        torch.ops.npu.npu_rms_norm(x, x[0])
+
+
+def test_a_wrong_order_of_imports_and_torch_npus_own_queue_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cann, "_libraries", {})
+    with pytest.raises(RuntimeError, match="torch_npu is already imported"):
+        host_cann.load()
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    with pytest.raises(RuntimeError, match="TASK_QUEUE_ENABLE=2; the stand-in needs 0"):
+        host_cann.load()
+
+
+def test_a_second_load_is_the_same_module_and_a_second_build_does_nothing() -> None:
+    assert host_cann.load() is sys.modules["torch_npu"] and fallback.install(host_cann.library("acl")) == 0
+    folder = Path(os.environ.get("HOST_CANN_BUILD") or host_cann.FOLDER)
+    before = [path.stat().st_mtime_ns for path in build(folder)]
+    assert before == [path.stat().st_mtime_ns for path in build(folder)] and (folder / "built").read_text() == digest()
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"gcc is not on PATH.*apt install gcc"):
+        build(tmp_path / "libraries")
+
+
+def test_a_change_in_a_source_changes_the_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tests.host_cann import build as module
+
+    before = digest()
+    (tmp_path / "more.c").write_text("")
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    assert digest() != before
