@@ -1,6 +1,6 @@
 """What launch.sh has to know of the settings, of a rank table and of this machine before it starts torchrun.
 
-    check.py settings CONFIG --ranks-per-node N --nodes N [--set SECTION.KEY=VALUE ...]
+    check.py settings CONFIG --ranks-per-node N --nodes N --node-rank N [--set SECTION.KEY=VALUE ...]
     check.py rank-table FILE --ranks-per-node N --nodes N --machine NAME --versions "1.2 1.0"
     check.py machine --device npu|cpu --ranks-per-node N --node-rank N --master-port PORT
 
@@ -45,16 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.add_argument("--versions", required=True)
     machine = checks.add_parser("machine")
     machine.add_argument("--device", required=True)
-    machine.add_argument("--node-rank", type=int, required=True)
     machine.add_argument("--master-port", type=int, required=True)
     for check in (settings, table, machine):
         check.add_argument("--ranks-per-node", type=int, required=True)
+    for check in (settings, machine):
+        check.add_argument("--node-rank", type=int, required=True)
     for check in (settings, table):
         check.add_argument("--nodes", type=int, required=True)
     given = parser.parse_args(arguments)
     try:
         if given.check == "settings":
-            print_settings(given.config, given.overrides, given.ranks_per_node, given.nodes)
+            print_settings(given.config, given.overrides, given.ranks_per_node, given.nodes, given.node_rank)
         elif given.check == "rank-table":
             versions = given.versions.split()
             check_rank_table(given.file, given.ranks_per_node, given.nodes, given.machine, versions)
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def print_settings(config: str, overrides: Sequence[str], ranks_per_node: int, nodes: int) -> None:
+def print_settings(config: str, overrides: Sequence[str], ranks_per_node: int, nodes: int, node_rank: int) -> None:
     """Prints context_parallel_suite.timeout_seconds, rounded down, and output.folder, if the settings are right."""
     try:
         from mindspeed_cp.config import load_settings
@@ -87,7 +88,7 @@ def print_settings(config: str, overrides: Sequence[str], ranks_per_node: int, n
         raise SystemExit(2) from None
     suite = settings.context_parallel_suite
     spanned = settings.model_parallel_size / ranks_per_node
-    if spanned > 1 and spanned != suite.nodes:
+    if node_rank == 0 and spanned > 1 and spanned != suite.nodes:
         print(
             f"note: context_parallel_suite.nodes = {suite.nodes}, but with {ranks_per_node} ranks on a node the "
             f"{suite.context_parallel_size} ranks of a context are on {spanned:g}; plans follow the setting",

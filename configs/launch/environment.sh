@@ -52,7 +52,7 @@ give OMP_NUM_THREADS 1
 # need not be one that other nodes reach (torch, ProcessGroupGloo).  On one node the loop-back does.
 if [[ -n $INTERFACE ]]; then
     give GLOO_SOCKET_IFNAME "$INTERFACE"
-elif ((NODES == 1)); then
+elif ((NODES == 1)) && [[ $OSTYPE == linux* ]]; then
     give GLOO_SOCKET_IFNAME lo
 else
     take GLOO_SOCKET_IFNAME

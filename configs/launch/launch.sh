@@ -157,7 +157,8 @@ SETTINGS+=(--set "train.device=$DEVICE")
 if ! command -v "$PYTHON" >/dev/null; then
     refuse --python "$PYTHON" "no such program; activate the environment of mindspeed-cp, or name its python"
 fi
-facts=$("$PYTHON" "$LAUNCH/check.py" settings "$CONFIG" --ranks-per-node "$RANKS" --nodes "$NODES" "${SETTINGS[@]}") || exit 2
+facts=$("$PYTHON" "$LAUNCH/check.py" settings "$CONFIG" --ranks-per-node "$RANKS" --nodes "$NODES" \
+    --node-rank "$NODE_RANK" "${SETTINGS[@]}") || exit 2
 {
     read -r TIMEOUT
     read -r OUTPUT
@@ -212,7 +213,7 @@ if [[ -z $(trap -p HUP) ]]; then HANDLED+=,SIGHUP; fi # under nohup it is ignore
 COMMAND=("$PYTHON" -m torch.distributed.run
     --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS"
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
-    --rdzv-id "$RUN_ID" --rdzv-conf "timeout=$JOIN_TIMEOUT"
+    --rdzv-backend static --rdzv-id "$RUN_ID" --rdzv-conf "timeout=$JOIN_TIMEOUT"
     --max-restarts "$MAX_RESTARTS" --shutdown-timeout "$STOP_TIMEOUT" --signals-to-handle "$HANDLED"
     --log-dir "$LOGS" --redirects 3 --tee "0:3"
     -m mindspeed_cp.cli train "$CONFIG" "${SETTINGS[@]}" "${REST[@]}")
