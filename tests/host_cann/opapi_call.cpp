@@ -61,8 +61,14 @@ int compute(void* argument) {
     return status;
 }
 
-/* Operators are tasks of their stream, like copies, instead of being done when the call returns. */
-std::atomic<bool> late{getenv("HOST_CANN_LATE") != nullptr};
+/* Operators are tasks of their stream, like copies, instead of being done when the call returns: 1 or 0, or -1: if
+ * HOST_CANN_LATE is in the environment, which is asked at every call because processes are forked and then given another. */
+std::atomic<int> asked_late{-1};
+
+bool late() {
+    int asked = asked_late;
+    return asked >= 0 ? asked != 0 : getenv("HOST_CANN_LATE") != nullptr;
+}
 
 }  // namespace
 
@@ -89,7 +95,7 @@ int prepare(const char* name, std::initializer_list<Field> fields, uint64_t* wor
 
 int run(aclOpExecutor* executor, void* stream) {
     if (!executor) return PARAM_NULLPTR;
-    if (late) return host_cann_enqueue(stream, compute, executor);
+    if (late()) return host_cann_enqueue(stream, compute, executor);
     int status = host_cann_drain(stream); /* what was enqueued before this call comes before it */
     if (status) delete executor;
     return status ? status : compute(executor);
@@ -100,5 +106,5 @@ int run(aclOpExecutor* executor, void* stream) {
 /* For tests.host_cann.load(): the function that answers all calls. */
 extern "C" void host_cann_set_operators(Operators function) { operators = function; }
 
-/* For tests: from now on, operators run late (HOST_CANN_LATE in the environment at the start of the process), or at once. */
-extern "C" void host_cann_set_late(int on) { late = on != 0; }
+/* For tests: from now on, operators run late (1), at once (0), or as the environment says (-1). */
+extern "C" void host_cann_set_late(int on) { asked_late = on; }

@@ -160,15 +160,23 @@ def handler(name: str) -> Callable[[Arguments, bool], None]:
     return {"aclnnDropoutGenMaskV2": dropout_mask, "aclnnRingAttentionUpdateV2": update}.get(name, copy)
 
 
+def follow_environment() -> None:
+    """Put the fault in that HOST_CANN_FAULT names, if it is set; asked at every call, because processes are forked."""
+    fault = os.environ.get("HOST_CANN_FAULT")
+    if fault is not None:
+        oracle.set_fault(fault)
+
+
 def connect(opapi: ctypes.CDLL) -> None:
-    """Let libopapi ask the oracle, and put the fault in that HOST_CANN_FAULT names, if any."""
-    oracle.set_fault(os.environ.get("HOST_CANN_FAULT"))
+    """Let libopapi ask the oracle."""
+    follow_environment()
     set_error = opapi.host_cann_set_error  # of libascendcl, which libopapi is linked with
     set_error.argtypes = [ctypes.c_char_p]
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
     def answer(phase: int, name: bytes, arguments: bytes) -> int:
         try:
+            follow_environment()
             with torch.no_grad():
                 handler(name.decode())(json.loads(arguments), phase == 2)
         except Refused as error:

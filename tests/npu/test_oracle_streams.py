@@ -86,7 +86,7 @@ def late():
     opapi.host_cann_set_late(1)
     yield
     torch.npu.synchronize()
-    opapi.host_cann_set_late(0)
+    opapi.host_cann_set_late(-1)
 
 
 def held_attention(world):
