@@ -186,11 +186,16 @@ def plan(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> int:
-    """Check this machine: versions, devices, backends, and the attention operator against the fp64 reference."""
+def doctor(
+    device: Annotated[str, typer.Option(help="cpu, npu, or auto: all that is there.")] = "auto",
+    as_json: AsJson = False,
+) -> int:
+    """Check this machine: versions, devices, links, and the attention operator against the fp64 reference."""
+    if device not in ("auto", "cpu", "npu"):
+        raise ConfigError(f"--device {device}: is no device that can be checked; valid: auto, cpu, npu")
     from mindspeed_cp.doctor import examine, write_report
 
-    report = examine()
+    report = examine(device)
     write_report(report, as_json=as_json)
     return 0 if report["ok"] else FAILED
 

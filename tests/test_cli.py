@@ -250,14 +250,15 @@ def test_doctor_says_so_when_the_operator_is_wrong(
     import torch
 
     from mindspeed_cp import doctor
+    from mindspeed_cp.doctor import operator
 
-    true_backward = doctor.attention_backward
+    true_backward = operator.attention_backward
 
     def wrong(*arguments: object, **options: object) -> tuple[torch.Tensor, ...]:
         dq, dk, dv = true_backward(*arguments, **options)  # type: ignore[arg-type]
         return dq, dk, dv.index_fill(0, torch.tensor([0]), float("nan"))
 
-    monkeypatch.setattr(doctor, "attention_backward", wrong)
+    monkeypatch.setattr(operator, "attention_backward", wrong)
     assert run(["doctor"]) == 1
     total = 2 * len(doctor.CASES)
     assert f"FAILED: {total} of {total} checks" in capsys.readouterr().out

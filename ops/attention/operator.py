@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_key: DropoutKey | None = None,
     backend: str | None = None,
+    kept: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences; sequence i of q meets sequence i of k and v. Not differentiable: its gradient is
     :func:`attention_backward`, and :func:`mindspeed_cp.context_parallel_attention` is the function for autograd.
@@ -54,6 +56,8 @@ def attention(
         dropout_key: (seed, layer), whole numbers; with head, sequence and both positions they decide what is dropped
             (:func:`mindspeed_cp.ops.dropout.keep_mask`). Needed if dropout_p is above 0, not used if it is 0.
         backend: name; default: by the device of q.
+        kept: an empty dict, filled for :func:`attention_backward`: what an operator keeps of what it dropped. Needed on
+            NPUs with dropout.
 
     Returns:
         out [tq, heads, head_dim_v] of q's type and lse = log(sum(exp(scores))) fp32 [tq, heads], of all scores, dropped
@@ -70,7 +74,7 @@ def attention(
     lse = q.new_full((len(q), q.shape[1]), float("-inf"), dtype=torch.float32)
     calls = runner.lower_forward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
     q, k, v = (_dense(x) for x in (q, k, v))
-    state = ForwardState(q, out, lse, Heads.all(config), problem.dropout_key)
+    state = ForwardState(q, out, lse, Heads.all(config), problem.dropout_key, {} if kept is None else kept)
     runner.forward(calls, config, state, k, v)
     return out.to(q.dtype), lse
 
@@ -93,6 +97,7 @@ def attention_backward(
     dropout_p: float = 0.0,
     dropout_key: DropoutKey | None = None,
     backend: str | None = None,
+    kept: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`attention`, from the GLOBAL out and lse: k and v may be a part of all keys.
 
@@ -101,6 +106,7 @@ def attention_backward(
         out, lse: of the complete attention over all keys.
         q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key, backend: as for
             :func:`attention`; the same key drops the same weights.
+        kept: as the forward has filled it.
 
     Returns:
         dq, dk and dv in fp32, of the shapes of q, k and v; dq is this part's share.
@@ -125,7 +131,7 @@ def attention_backward(
     q, k, v, out, dout = (_dense(x) for x in (q, k, v, out, dout))
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     calls = runner.lower_backward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
-    state = BackwardState(q, out, lse, dout, dq, Heads.all(config), problem.dropout_key)
+    state = BackwardState(q, out, lse, dout, dq, Heads.all(config), problem.dropout_key, kept or {})
     runner.backward(calls, config, state, k, v, dk, dv)
     return dq, dk, dv
 

@@ -1,0 +1,88 @@
+"""`mindspeed-cp doctor`: what this machine has, and whether its attention operator computes attention.
+
+The numeric check runs the operator forward and backward on packed batches whose lengths divide by nothing and compares
+with attention by its definition in fp64.  On a new device, driver or library this is a minute well spent.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_cp.doctor.links import check_links
+from mindspeed_cp.doctor.machine import DEVICES, backend, device, machine, versions
+from mindspeed_cp.doctor.operator import CASES, LIMITS, LONG, check
+from mindspeed_cp.doctor.tables import tables
+from mindspeed_cp.report.console import print_tables
+
+__all__ = ["CASES", "LIMITS", "LONG", "examine", "write_report"]
+
+LINK_MEGABYTES = 64
+
+
+def examine(kind: str = "auto", seed: int = 0, link_megabytes: int = LINK_MEGABYTES) -> dict[str, Any]:
+    """Look at the machine and check the operators of its devices.
+
+    Args:
+        kind: "cpu" or "npu": this device only, and it must be there; "auto": every device that is there.
+        seed: of the numbers.
+        link_megabytes: of a message between NPUs when speed is measured.
+
+    Returns:
+        {"ok", "versions", "machine", "devices", "backends", "communication", "checks", "links"}, all of it plain data;
+        "ok" is True if at least one backend runs, no check is over its limit and all links are right.
+
+    Raises:
+        ConfigError: the device asked for cannot be used; names the cause and the remedy.
+    """
+    if kind == "npu":
+        from mindspeed_cp.train.device import load_npu
+
+        load_npu("--device npu")
+    devices = {name: device(name) for name in DEVICES}
+    backends = {name: backend(name, devices[name]) for name in DEVICES}
+    wanted = [name for name in DEVICES if backends[name]["available"] and kind in ("auto", name)]
+    checks = [
+        check(name, dtype, case, seed)
+        for name in wanted
+        for dtype in LIMITS
+        for case in (*CASES, *(LONG if name != "cpu" else ()))
+    ]
+    links = check_links(devices["npu"]["count"], link_megabytes) if "npu" in wanted else []
+    return {
+        "ok": bool(checks) and all(row["ok"] for row in (*checks, *links)),
+        "versions": versions("npu" in wanted),
+        "machine": machine(),
+        "devices": devices,
+        "backends": backends,
+        "communication": {
+            "gloo": dist.is_available() and dist.is_gloo_available(),
+            "nccl": dist.is_available() and dist.is_nccl_available(),
+            "hccl": importlib.util.find_spec("torch_npu") is not None,
+        },
+        "checks": checks,
+        "links": links,
+    }
+
+
+def write_report(report: dict[str, Any], *, as_json: bool) -> None:
+    """Print a report of `examine`, as tables or as JSON."""
+    if as_json:
+        print(json.dumps(report))
+        return
+    print_tables(tables(report))
+    failed = sum(not check["ok"] for check in report["checks"])
+    total = len(report["checks"])
+    cut = [row["case"] for row in report["links"] if not row["ok"]]
+    if report["ok"]:
+        links = f"; all {len(report['links'])} rings turn" if report["links"] else ""
+        print(f"ok: all {total} checks of the attention operator agree with the fp64 reference{links}")
+    elif failed:
+        print(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
+    elif not total:
+        print("FAILED: no backend of the attention operator runs here")
+    if cut:
+        print(f"FAILED: {', '.join(cut)}")

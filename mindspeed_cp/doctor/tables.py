@@ -1,0 +1,51 @@
+"""A report of the doctor as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_cp.doctor.operator import PARTS
+from mindspeed_cp.report.text import Table
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """Versions, devices, checks of the operator, rings between NPUs."""
+    machine = report["machine"]
+    versions = [(name, version or "not installed") for name, version in report["versions"].items()]
+    versions.append(("machine", f"{machine['system']}, {machine['cores']} cores, {machine['threads']} threads"))
+    devices = [
+        (
+            kind,
+            str(device["count"]),
+            ", ".join(sorted(set(device["names"]))) or device["why"],
+            "yes" if report["backends"][kind]["available"] else f"no: {report['backends'][kind]['why']}",
+        )
+        for kind, device in report["devices"].items()
+    ]
+    checks = [
+        (
+            f"{check['backend']} {check['dtype']}: {check['case']}",
+            *(f"{check['differences'][part]:.1e}" if part in check["differences"] else "-" for part in PARTS),
+            f"{check['limit']:.0e}",
+            "ok" if check["ok"] else f"FAILED {check['error'] or ''}".strip(),
+        )
+        for check in report["checks"]
+    ]
+    links = ", ".join(name for name, there in report["communication"].items() if there) or "none"
+    found = [
+        Table("Versions", ("", ""), (*versions, ("communication", links))),
+        Table("Devices", ("device", "number", "which", "attention operator"), tuple(devices)),
+        Table("Attention operator, difference to fp64", ("check", *PARTS, "limit", ""), tuple(checks)),
+    ]
+    if report["links"]:
+        rings = [
+            (
+                row["case"],
+                "-" if row["gigabytes_per_second"] is None else f"{row['gigabytes_per_second']:.1f}",
+                "ok" if row["ok"] else f"FAILED {row['error']}",
+            )
+            for row in report["links"]
+        ]
+        columns = ("HCCL between NPUs of this machine", "GB/s, slowest rank, each way", "")
+        found.append(Table("Links", columns, tuple(rings)))
+    return found
