@@ -2,7 +2,7 @@
 
 A plan says who holds which tokens, who sends which keys and values to whom, and who computes which tile; everything
 else runs, times, proves or draws that plan. Importing this package does not import torch;
-`context_parallel_attention` does, when it is first asked for.
+`context_parallel_attention` and `check_agreement` do, when they are first asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan, verify_plan
 
 if TYPE_CHECKING:
-    from mindspeed_cp.engine import context_parallel_attention
+    from mindspeed_cp.engine import check_agreement, context_parallel_attention
 
 __version__ = "0.1.0"
 
@@ -28,14 +28,15 @@ __all__ = [
     "PlanError",
     "Topology",
     "build_plan",
+    "check_agreement",
     "context_parallel_attention",
     "verify_plan",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "context_parallel_attention":
-        from mindspeed_cp.engine import context_parallel_attention
+    if name in ("check_agreement", "context_parallel_attention"):
+        from mindspeed_cp import engine
 
-        return context_parallel_attention
+        return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

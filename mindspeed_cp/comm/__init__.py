@@ -1,8 +1,17 @@
 """Moves bytes between ranks, on HCCL, NCCL and gloo."""
 
-from mindspeed_cp.comm.lanes import Lanes, close_lanes, lanes_of, open_lanes, warm_up
+from mindspeed_cp.comm.lanes import Lanes, close_lanes, lanes_of, library_of, open_lanes, warm_up
 from mindspeed_cp.comm.move import Move, move_of, start_moves
-from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, Transport, group_rank, group_size, staging
+from mindspeed_cp.comm.transport import (
+    DEFAULT_TIMEOUT,
+    Pending,
+    Transfer,
+    Transport,
+    checked_timeout,
+    group_rank,
+    group_size,
+    staging,
+)
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -11,10 +20,12 @@ __all__ = [
     "Pending",
     "Transfer",
     "Transport",
+    "checked_timeout",
     "close_lanes",
     "group_rank",
     "group_size",
     "lanes_of",
+    "library_of",
     "move_of",
     "open_lanes",
     "staging",

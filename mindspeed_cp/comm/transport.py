@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +16,7 @@ from mindspeed_cp.comm.lanes import lanes_of, library_of
 from mindspeed_cp.errors import ConfigError, PeerError
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+LEAST_TIMEOUT, MOST_TIMEOUT = 0.001, 1e9  # gloo counts whole milliseconds, and takes 0 of them for no time-out
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,12 @@ class Transport:
         timeout: float = DEFAULT_TIMEOUT,
         device: torch.device | None = None,
     ) -> None:
-        if timeout <= 0:
-            raise ConfigError(f"timeout is {timeout} seconds; valid: more than 0")
         world = group if group is not None else dist.group.WORLD
         if world is None:
             raise ConfigError("torch.distributed is not initialised; call init_process_group first, or give a group")
         self.group: dist.ProcessGroup = world
-        self.timeout = timeout
-        self._limit = timedelta(seconds=timeout)
+        self.timeout = checked_timeout(timeout)
+        self._limit = timedelta(seconds=self.timeout)
         self._rank = dist.get_rank(self.group)
         self._global = dist.get_process_group_ranks(self.group)
         library = library_of(self.group, "cpu" if device is None else device)
@@ -173,8 +173,34 @@ class _Work:
         self._transport.wait(self._transfer, self._work)
 
 
+def checked_timeout(timeout: object) -> float:
+    """Seconds as they are used, a millisecond at the least.
+
+    Raises:
+        ConfigError: they are no number above 0.
+    """
+    is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout <= MOST_TIMEOUT:  # type: ignore[operator]
+        shown = timeout if is_number else repr(timeout)
+        raise ConfigError(f"timeout is {shown} seconds; valid: more than 0, at most {MOST_TIMEOUT:.0e}")
+    return max(float(timeout), LEAST_TIMEOUT)  # type: ignore[arg-type]
+
+
+def _check_group(group: object) -> None:
+    # NON_GROUP_MEMBER is what new_group gives a process that is not in the group.
+    if group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    raise ConfigError(f"group is {group!r}; valid: a torch.distributed.ProcessGroup, or None for all processes")
+
+
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of the group; 1 when torch.distributed is not initialised and no group is given."""
+    """Ranks of the group; 1 when torch.distributed is not initialised and no group is given; -1 where this process is
+    not in the group.
+
+    Raises:
+        ConfigError: it is no group.
+    """
+    _check_group(group)
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 1
     return dist.get_world_size(group)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport, group_rank, group_size
+from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport, checked_timeout, group_rank, group_size
 from mindspeed_cp.engine.agenda import agenda_of
 from mindspeed_cp.engine.moves import move_all, moves_of
 from mindspeed_cp.engine.run import Run
@@ -41,7 +41,8 @@ def context_parallel_attention(
         q: this rank's rows in plan.layout, [t, heads, head_dim].
         k: this rank's rows in plan.layout_kv (plan.layout, but in cross-attention), [t, kv_heads, head_dim].
         v: [t, kv_heads, head_dim_v], rows as k.
-        plan: from :func:`mindspeed_cp.build_plan`, the same on every rank.
+        plan: from :func:`mindspeed_cp.build_plan`, the same on every rank; :func:`mindspeed_cp.check_agreement` tells
+            whether it is.
         group: the context-parallel ranks; default: all processes.
         backend: of the attention operator; default: by the device of q.
         timeout: seconds until a peer that does not answer in one transfer is given up; on gloo. NCCL and HCCL use the
@@ -60,8 +61,7 @@ def context_parallel_attention(
         PeerError: the neighbour that this rank waited for died or did not answer within `timeout`; names it. That one
             may itself have been waiting for another.
     """
-    if not timeout > 0:
-        raise ConfigError(f"timeout is {timeout} seconds; valid: more than 0")
+    timeout = checked_timeout(timeout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
