@@ -30,7 +30,7 @@ static std::vector<Part> given_parts(uint32_t size, const void* counts, const vo
 // ranks in step, and a size on one side only is an error.
 static Exchange all_parts(const Comm& comm, const char* name, Call call, int type, const void* send,
                           const std::vector<Part>& out, void* receive, const std::vector<Part>& in) {
-    Exchange exchange{name, COLLECTIVE, call, type, {}, {}, {}, nullptr};
+    Exchange exchange{name, COLLECTIVE, call, type, {}, {}, 0, {}, nullptr};
     std::lock_guard<std::mutex> guard(comm->lock);
     const uint64_t serial = comm->collectives++;
     for (uint32_t r = 0; r < comm->size; r++) {
@@ -50,8 +50,7 @@ static Exchange reduced(const Comm& comm, const char* name, Call call, int type,
         for (auto& part : self.stage) parts.push_back(part.data());
         if (receive && bytes) reduce(parts, (char*)receive, bytes / size_of(type), type, op);
     };
-    exchange.stage.assign(comm->size, std::vector<char>(bytes));
-    for (In& in : exchange.in) in.data = exchange.stage[in.from].data();
+    exchange.stage_bytes = bytes;
     return exchange;
 }
 

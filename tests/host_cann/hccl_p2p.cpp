@@ -1,7 +1,9 @@
 // Stand-in for HCCL: point-to-point calls, one by one, as a list, or between HcclGroupStart and HcclGroupEnd.
-#include <cstdlib>
-#include <cstring>
+//
+// Messages between two ranks of a communicator are matched in the order of the calls; their sizes are compared, their
+// types are not.
 #include <set>
+#include <utility>
 
 #include "hccl/hccl.h"
 #include "hccl_data.h"
@@ -24,7 +26,7 @@ static uint64_t next(Communicator& comm, std::vector<uint64_t>& counts, uint32_t
 }
 
 static void issue(const char* name, const Comm& comm, const HcclSendRecvItem* items, uint32_t count, void* stream) {
-    Exchange exchange{name, P2P, SEND_RECV, INT8, {}, {}, {}, nullptr};
+    Exchange exchange{name, P2P, SEND_RECV, INT8, {}, {}, 0, {}, nullptr};
     std::string list;
     uint64_t sent = 0, received = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -67,18 +69,15 @@ static void single(const char* name, HcclSendRecvType direction, void* buffer, u
 
 // The documentation (CANN 8.0 to 8.3) forbids two sends, or two receives, with the same rank in one list.
 static void check_list(const HcclSendRecvItem* items, uint32_t count) {
-    static const bool allowed = [] {
-        const char* text = getenv("HOST_HCCL_BATCH_DUPLICATES");
-        return text && strcmp(text, "1") == 0;
-    }();
     std::set<std::pair<int, uint32_t>> seen;
-    for (uint32_t i = 0; i < count; i++)
-        if (!seen.insert({items[i].sendRecvType, items[i].remoteRank}).second && !allowed)
-            throw Failure(E_PARA, std::string("two ") +
-                                      (items[i].sendRecvType == HCCL_SEND ? "sends to" : "receives from") + " rank " +
-                                      std::to_string(items[i].remoteRank) +
-                                      " in one list, which the documentation of HcclBatchSendRecv forbids; make one "
-                                      "message of them, or several calls");
+    for (uint32_t i = 0; i < count; i++) {
+        if (seen.insert({items[i].sendRecvType, items[i].remoteRank}).second) continue;
+        throw Failure(E_PARA, std::string("two ") +
+                                  (items[i].sendRecvType == HCCL_SEND ? "sends to" : "receives from") + " rank " +
+                                  std::to_string(items[i].remoteRank) +
+                                  " in one list, which the documentation of HcclBatchSendRecv forbids; make one " +
+                                  "message of them, or several calls");
+    }
 }
 
 }  // namespace host_hccl

@@ -120,6 +120,10 @@ static void to_itself(const Communicator& comm, const Exchange& exchange) {
 static void move(Communicator& comm, Exchange& exchange) {
     const Deadline deadline = Clock::now() + std::chrono::microseconds((long long)(comm.seconds * 1e6));
     const Channel channel = exchange.channel;
+    if (exchange.stage_bytes) {
+        exchange.stage.assign(comm.size, std::vector<char>(exchange.stage_bytes));
+        for (In& in : exchange.in) in.data = exchange.stage[in.from].data();
+    }
     Header header{};
     header.channel = channel;
     header.call = exchange.call;

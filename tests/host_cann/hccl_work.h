@@ -1,4 +1,11 @@
 // Communicators, and the work that their calls put on streams.
+//
+// Environment, read by each process when first needed:
+//   HOST_HCCL_SYNC=1         a task ends only when the receivers' tasks have taken its messages
+//   HOST_HCCL_TIMEOUT        seconds that a task, or the creation of a communicator, waits for its peers; if not set:
+//                            the communicator's own limit or HCCL_EXEC_TIMEOUT (1836); HCCL_CONNECT_TIMEOUT (120)
+//   HOST_HCCL_TRACE=FILE     record of calls (hccl_trace.cpp)
+//   RANK                     number of the process in messages and in the record
 #ifndef HOST_HCCL_WORK_H
 #define HOST_HCCL_WORK_H
 
@@ -87,7 +94,8 @@ struct Exchange {
     int type;
     std::vector<Out> out;
     std::vector<In> in;
-    std::vector<std::vector<char>> stage;  // memory behind `in` for reductions
+    uint64_t stage_bytes = 0;              // for each rank, memory behind `in`, made when the task runs: reductions
+    std::vector<std::vector<char>> stage;  // that memory, by rank
     std::function<void(Exchange&)> after;  // after everything arrived
 };
 
