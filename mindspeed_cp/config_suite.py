@@ -85,7 +85,9 @@ class SuiteSettings(Section):
     )
     timeout_seconds: Positive = Field(default=600.0, description="how long a rank waits for another before it gives up")
     verify_plans: bool = Field(
-        default=False, description="prove every plan before it runs, in the thread that makes it"
+        default=False,
+        description="prove every plan before it runs, in the thread that makes it, and compare it over the ranks that "
+        "run it, which must have the same",
     )
 
     @property

@@ -56,7 +56,7 @@ def test_every_algorithm_is_explained_with_its_names_and_options() -> None:
 
 def test_the_page_on_attention_runs() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "attention.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     scope: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/attention.md", "exec"), scope)

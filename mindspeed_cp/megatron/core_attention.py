@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
-import numpy as np
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -13,10 +9,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.layout import Layout
+from mindspeed_cp import AttentionConfig, ConfigError, Plan, check_agreement, context_parallel_attention
 from mindspeed_cp.megatron.attentions import attention_config
-from mindspeed_cp.megatron.batch import planned_params
+from mindspeed_cp.megatron.equal_rows import params_of_equal_rows
 from mindspeed_cp.megatron.params import PlannedBatchParams
 from mindspeed_cp.megatron.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.settings import Suite, check_deterministic, check_model_config
@@ -151,8 +146,8 @@ class PlannedAttention(MegatronModule):
             [s, b, heads * dim_v] or [t, heads * dim_v].
 
         Raises:
-            ConfigError: the batch does not fit the plan or the plan the model, or something is asked that no plan
-            covers.
+            ConfigError: the batch does not fit the plan or the plan the model, something is asked that no plan covers,
+                or, with suite.verify_plans, ranks have other plans.
         """
         self._refuse(attention_mask, attn_mask_type, attention_bias)
         params, plan = self._params(query, packed_seq_params)
@@ -161,6 +156,8 @@ class PlannedAttention(MegatronModule):
             q, k = self.rotary.rotate(q, params), self.rotary.rotate(k, params)
         if self.config.deterministic_mode and self.suite.backend == "auto":
             check_deterministic(q.device.type)
+        if self.suite.verify_plans:
+            self._check_agreement(params, plan, q, given=packed_seq_params is not None)
         out = context_parallel_attention(
             q,
             k,
@@ -173,6 +170,15 @@ class PlannedAttention(MegatronModule):
             training=self.training,
         )
         return params.from_rows(out)
+
+    def _check_agreement(self, params: PlannedBatchParams, plan: Plan, q: Tensor, given: bool) -> None:
+        """Once for each plan of a micro-batch. Params that were made here are those of every batch of that shape, which
+        another rank may have met more often or less: they are compared at every call."""
+        key = params.plans.index(plan), q.dtype
+        if given and key in params.agreed:
+            return
+        check_agreement(plan, q.dtype, self.cp_group, q.device, self.suite.timeout_seconds)
+        params.agreed.add(key)
 
     def _dropout_key(self, params: PlannedBatchParams) -> tuple[int, int] | None:
         """What decides, with head, document and positions, which attention weights are dropped."""
@@ -208,7 +214,7 @@ class PlannedAttention(MegatronModule):
         """The parameters of this call, checked against the model and the group, and this layer's plan among theirs."""
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         if given is None and query.dim() == 4:
-            made = _params_of_equal_rows(
+            made = params_of_equal_rows(
                 query.shape[0],
                 query.shape[1],
                 ranks,
@@ -247,46 +253,3 @@ class PlannedAttention(MegatronModule):
                 "or not)"
             )
         return given, plan
-
-
-@lru_cache(maxsize=8)
-def _params_of_equal_rows(
-    rows: int,
-    batch_size: int,
-    ranks: int,
-    rank: int,
-    attention: AttentionConfig,
-    algorithm: str,
-    options: tuple[tuple[str, Any], ...],
-) -> PlannedBatchParams:
-    """Parameters of `batch_size` whole sequences as documents, of which each rank holds `rows` rows: a pure function.
-
-    Unambiguous only where Megatron's own slicing applies, two equal chunks of every sequence on every rank. One rank's
-    odd count cannot say how long the sequence is, and an algorithm may want other tokens on this rank.
-    """
-    if ranks > 1 and rows % 2:
-        raise ConfigError(
-            f"query has {rows} rows of each sequence on rank {rank}, an odd number, and no plan; pass "
-            "packed_seq_params=planned_params(plan, rank, 'sbhd'), or use sequence lengths divisible by 2 * "
-            "context_parallel_size"
-        )
-    documents = Documents([rows * ranks] * batch_size)
-    plan = build_plan(documents, Topology(1, ranks), attention, algorithm, **dict(options))
-    if not _is_megatrons_zigzag(plan.layout, rank, rows, batch_size):
-        raise ConfigError(
-            f"algorithm {algorithm!r} has other tokens on rank {rank} than Megatron's zig-zag of chunks, by which a "
-            "batch without a plan is cut; pass packed_seq_params=planned_params(plan, rank, 'sbhd') and cut the batch "
-            "with planned_batch, or use algorithm 'ring'"
-        )
-    return planned_params(plan, rank, "sbhd", batch_size=batch_size)
-
-
-def _is_megatrons_zigzag(layout: Layout, rank: int, rows: int, batch_size: int) -> bool:
-    """True if the rank holds chunks `rank` and 2 * ranks - 1 - rank of the 2 * ranks chunks of every sequence."""
-    if layout.ranks == 1:
-        return True
-    half = rows // 2
-    chunks = np.array([rank, 2 * layout.ranks - 1 - rank])
-    own = (chunks[:, None] * half + np.arange(half)).reshape(-1)
-    starts = np.arange(batch_size)[:, None] * rows * layout.ranks
-    return np.array_equal(layout.tokens(rank), (starts + own).reshape(-1))

@@ -45,6 +45,7 @@ class PlannedBatchParams(PackedSeqParams):
             where nothing is.
         tables: what layers share about this micro-batch, by the module that made it (rotary cos and sin); dies with
             either.
+        agreed: (number of the plan, type of q) that all ranks were found to share.
     """
 
     plan: Plan | None = None
@@ -54,6 +55,7 @@ class PlannedBatchParams(PackedSeqParams):
     padding: int = 0
     dropout_seed: int | None = None
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
+    agreed: set[tuple[int, torch.dtype]] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def rows(self) -> int:

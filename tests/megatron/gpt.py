@@ -57,6 +57,7 @@ class Suite:
     backend: str = "auto"
     timeout_seconds: float = 60.0
     options: dict[str, Any] = field(default_factory=dict)
+    verify_plans: bool = False
 
 
 @dataclass(frozen=True)
