@@ -40,7 +40,7 @@ test: lint ## ruff, mypy and all tests
 	$(if $(strip $(ARGS)),,@$(AND_NPU))
 
 test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest tests/npu $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread tests/npu $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(RUN)/ruff check .

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from tests.host_cann import library
+from tests.host_cann import device_memory, library
 
 
 def _handle(stream: torch.npu.Stream) -> ctypes.c_void_p:
@@ -55,6 +56,44 @@ def fail(stream: torch.npu.Stream, code: int, text: str) -> None:
 def jitter(microseconds: int, seed: int = 0) -> None:
     """A random delay, up to this long, before each task of every stream from now on."""
     library("acl").host_cann_set_jitter(ctypes.c_uint32(microseconds), ctypes.c_uint64(seed))
+
+
+@contextmanager
+def late() -> Iterator[None]:
+    """Results of ordinary operators come late within the block (HOST_CANN_LATE)."""
+    before = os.environ.get("HOST_CANN_LATE")
+    os.environ["HOST_CANN_LATE"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("HOST_CANN_LATE")
+        if before is not None:
+            os.environ["HOST_CANN_LATE"] = before
+
+
+@contextmanager
+def operator_held(stream: torch.npu.Stream, seconds: float | None = None) -> Iterator[None]:
+    """As `held`, for the first operator on this stream within the block: computed, but neither read nor written yet.
+
+    Needs `late`. (`held` would stop the operator itself, which waits for its stream before it computes.)
+    """
+
+    def once() -> None:
+        device_memory.before_late.remove(once)
+        hold(stream)
+        if timer:
+            timer.start()
+
+    timer = threading.Timer(seconds, release, [stream]) if seconds is not None else None
+    device_memory.before_late.append(once)
+    try:
+        yield
+    finally:
+        assert once not in device_memory.before_late, "no operator ran late"
+        if timer:
+            timer.join()
+        else:
+            release(stream)
 
 
 def tasks() -> int:

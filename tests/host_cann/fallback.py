@@ -8,6 +8,8 @@ dispatcher, it also serves calls from torch_npu's C++ code and from the threads 
 Asynchronous, like on a device, are copies: between npu tensors of one device, type and memory layout, from pinned memory and
 back with non_blocking=True. Random numbers come from torch_npu's generators: seed and offset decide, and states can be kept.
 
+With HOST_CANN_LATE=1 results come late, as on a device: see `late.c` and README.md.
+
 torch_npu's own autograd formulas for aten operators call operator kernels past the dispatcher; they are replaced by PyTorch's.
 Untouched: allocation, views, storages (KEEP) and all operators of torch_npu itself, whose kernels are in libopapi.
 """
@@ -22,6 +24,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from tests.host_cann import device_memory
+from tests.host_cann.device_memory import copied, copy_bytes, drain, host, late, put, tensors, watch
 
 KEEP = frozenset(
     [
@@ -52,7 +57,6 @@ KEEP = frozenset(
         "view_as_real",
     ]
 )
-DEVICE_TO_DEVICE = 3  # ACL_MEMCPY_DEVICE_TO_DEVICE
 
 calls: collections.Counter[str] = collections.Counter()  # operator -> calls that were served here, for tests
 _library: torch.library.Library | None = None
@@ -63,7 +67,7 @@ def install(acl: ctypes.CDLL) -> int:
     global _library
     if _library is not None:
         return 0
-    _declare(acl)
+    device_memory.declare(acl)
     _library = torch.library.Library("aten", "IMPL")
     special: dict[str, Callable[..., Any]] = {"aten::copy_": _copy_kernel(), "aten::contiguous": _contiguous}
     composed = ("aten::_to_copy", "aten::clone")  # of empty and copy_, by PyTorch
@@ -113,48 +117,7 @@ def _computable(name: str, operator: torch._ops.OpOverload) -> bool:
     return not view and torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
 
 
-# --- the stream ---------------------------------------------------------------------------------------------------------
-
-_acl: ctypes.CDLL
-
-
-def _declare(acl: ctypes.CDLL) -> None:
-    global _acl
-    _acl = acl
-    acl.host_cann_drain.argtypes = [ctypes.c_void_p]
-    acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    acl.aclrtMemcpyAsync.argtypes = [pointer, size, pointer, size, ctypes.c_int, pointer]
-
-
-def stream(device: torch.device) -> int:
-    """Handle of the current stream of this thread."""
-    index = torch.npu.current_device() if device.index is None else device.index
-    return torch.npu.current_stream(index).npu_stream
-
-
-def drain(device: torch.device, name: str) -> None:
-    """Waits for the current stream of a device; raises RuntimeError if one of its tasks failed and nobody was told."""
-    _check(_acl.host_cann_drain(stream(device)), f"{name}: an earlier task of the current stream failed")
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise RuntimeError(f"{what}, error code {code}: {_acl.aclGetRecentErrMsg().decode()}")
-
-
 # --- arguments and results ----------------------------------------------------------------------------------------------
-
-
-def host(tensor: torch.Tensor) -> torch.Tensor:
-    """CPU tensor over the memory of an npu tensor, which must live as long. Waits for nothing."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
-    view = torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
-    view = view.conj() if tensor.is_conj() else view
-    return torch._neg_view(view) if tensor.is_neg() else view
 
 
 def _to_host(value: Any) -> Any:
@@ -175,8 +138,7 @@ def _to_device(value: Any, device: torch.device) -> Any:
             return value
         value = value.detach().resolve_conj().resolve_neg()
         result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        if value.numel():
-            host(result).copy_(value)
+        put(result, value)
         return result
     if isinstance(value, (list, tuple)):
         return type(value)(_to_device(item, device) for item in value)
@@ -240,6 +202,11 @@ def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             device = torch.device("npu", torch.npu.current_device())
         drain(device, schema.name)
         on_cpu = {name: _to_host(value) for name, value in given.items()}
+        delayed = late() and bool(schema.returns or written)
+        changed = [argument.name for argument in written if delayed and given.get(argument.name) is not None]
+        if delayed:
+            watch(schema.name, device, list(tensors([value for name, value in given.items() if name not in outs])))
+            on_cpu.update({name: copied(on_cpu[name]) for name in changed})
         for name in outs:  # an empty one may have to grow
             if isinstance(given[name], torch.Tensor) and given[name].numel() == 0:
                 on_cpu[name] = torch.empty(0, dtype=given[name].dtype)
@@ -254,7 +221,14 @@ def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
         for name in outs:
             if isinstance(given[name], torch.Tensor) and given[name].shape != on_cpu[name].shape:
                 given[name].resize_(on_cpu[name].shape)
-                host(given[name]).copy_(on_cpu[name])
+                if not delayed:
+                    host(given[name]).copy_(on_cpu[name])
+        for name in changed:
+            one = isinstance(given[name], torch.Tensor)
+            for target, value in zip(
+                [given[name]] if one else given[name], [on_cpu[name]] if one else on_cpu[name], strict=True
+            ):
+                put(target, value)
         if not schema.returns:
             return None
         results = result if len(schema.returns) > 1 else (result,)
@@ -277,17 +251,20 @@ def _copy_kernel() -> Callable[..., torch.Tensor]:
             return self
         bytes_alone = self.dtype == source.dtype and self.shape == source.shape and _dense_alike(self, source)
         if bytes_alone and self.device == source.device:
-            size = self.numel() * self.element_size()
-            handle = stream(self.device)
-            code = _acl.aclrtMemcpyAsync(self.data_ptr(), size, source.data_ptr(), size, DEVICE_TO_DEVICE, handle)
-            _check(code, "aten::copy_")
+            copy_bytes(self, source)
             return self
         if bytes_alone and "cpu" in (self.device.type, source.device.type):
             return original.call_boxed(keyset, self, source, non_blocking)
         for tensor in (self, source):
             if tensor.device.type == "npu":
                 drain(tensor.device, "aten::copy_")
-        _to_host(self).copy_(_to_host(source))
+        value = _to_host(source)
+        if self.device.type == "cpu":
+            self.copy_(value)
+            return self
+        if late() and source.device.type == "npu":
+            watch("aten::copy_", self.device, list(tensors(source)))
+        put(self, value.to(self.dtype).expand(self.shape))
         return self
 
     return copy

@@ -31,6 +31,25 @@ int host_cann_drain(void* stream);
 /* Text for this thread's next aclGetRecentErrMsg. In a task: the text of the task's error. */
 void host_cann_set_error(const char* text);
 
+/* --- operators whose results come late (late.c) ----------------------------------------------------------------------- */
+
+#define HOST_CANN_DIMENSIONS 12
+
+/* A tensor: `strides` in bytes, `item` bytes for each element, `data` the address of the first. */
+struct host_cann_view {
+    void* data;
+    int64_t item;
+    int32_t dimensions;
+    int64_t sizes[HOST_CANN_DIMENSIONS];
+    int64_t strides[HOST_CANN_DIMENSIONS];
+};
+
+/* Enqueues a task that fails, with the operator's name, if one of these tensors is no longer what it is at the call. */
+int host_cann_watch(void* stream, const char* name, int count, const struct host_cann_view* views);
+
+/* Enqueues a task that writes a tensor; `from` holds its elements in row-major order and is copied at the call. */
+int host_cann_write(void* stream, const struct host_cann_view* to, const void* from);
+
 /* --- for tests ------------------------------------------------------------------------------------------------------ */
 
 /* A random delay of 0 to `maximum` microseconds before each task from now on; every stream draws its own sequence from `seed`.

@@ -53,7 +53,7 @@ void host_cann_set_jitter(uint32_t maximum, uint64_t seed) {
     __atomic_store_n(&jitter, maximum, __ATOMIC_RELAXED);
 }
 
-static void pause_for(uint64_t microseconds) {
+void pause_for(uint64_t microseconds) {
     struct timespec left = {(time_t)(microseconds / 1000000), (long)(microseconds % 1000000) * 1000};
     while (microseconds && nanosleep(&left, &left) != 0) {
     }
@@ -255,16 +255,7 @@ int device_wait(int32_t device, int64_t milliseconds) {
     return result;
 }
 
-/* --- what tests put into streams ------------------------------------------------------------------------------------ */
-
-static int delay(void* microseconds) {
-    pause_for((uintptr_t)microseconds);
-    return ACL_SUCCESS;
-}
-
-int host_cann_delay(void* stream, uint32_t microseconds) {
-    return host_cann_enqueue(stream, delay, (void*)(uintptr_t)microseconds);
-}
+/* --- holding up ----------------------------------------------------------------------------------------------------- */
 
 static int held(void* ignored) {
     (void)ignored;
@@ -286,27 +277,6 @@ int host_cann_release(void* stream) {
     pthread_cond_broadcast(&s->progress);
     pthread_mutex_unlock(&s->lock);
     return ACL_SUCCESS;
-}
-
-struct failure {
-    int code;
-    char text[TEXT];
-};
-
-static int fail(void* argument) {
-    struct failure* failure = argument;
-    int code = failure->code;
-    host_cann_set_error(failure->text);
-    free(failure);
-    return code;
-}
-
-int host_cann_fail(void* stream, int code, const char* text) {
-    struct failure* failure = calloc(1, sizeof *failure);
-    if (!failure) return ACL_ERROR_RT_RESOURCE_ALLOC_FAIL;
-    failure->code = code;
-    strncpy(failure->text, text ? text : "", TEXT - 1);
-    return host_cann_enqueue(stream, fail, failure);
 }
 
 uint64_t host_cann_tasks(void) { return __atomic_load_n(&finished, __ATOMIC_RELAXED); }

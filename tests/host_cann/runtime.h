@@ -18,6 +18,7 @@ int stream_take_error(struct stream* stream);                           /* retur
 bool stream_idle(struct stream* stream);
 uint32_t stream_id(struct stream* stream);
 void stream_close(struct stream* stream);                               /* no task is lost; the worker ends after the last */
+void pause_for(uint64_t microseconds);
 int device_wait(int32_t device, int64_t milliseconds);                  /* all streams of a device; returns and forgets their errors */
 
 /* runtime.c */

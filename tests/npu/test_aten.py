@@ -162,10 +162,11 @@ def train(device: str, optimizer: str, steps: int = 5) -> tuple[list[float], lis
     model = nn.Sequential(nn.Embedding(53, 32), Block(32, 4), Block(32, 4), nn.LayerNorm(32), nn.Linear(32, 53)).to(
         device
     )
-    update = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+    update = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2 if optimizer == "AdamW" else 0.1)
     generator, losses, norms = torch.Generator().manual_seed(1), [], []
-    for _ in range(steps):
-        tokens = torch.randint(0, 53, (3, 25), generator=generator).to(device)
+    batches = [torch.randint(0, 53, (3, 25), generator=generator) for _ in range(2)]
+    for step in range(steps):
+        tokens = batches[step % 2].to(device)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         update.zero_grad()
         loss.backward()
@@ -180,7 +181,7 @@ def test_training_a_transformer_equals_the_cpu(optimizer: str) -> None:
     served = fallback.calls.total()
     expected, given = train("cpu", optimizer), train("npu", optimizer)
     assert fallback.calls.total() - served > 500  # it did not run elsewhere
-    assert expected[0][0] - expected[0][-1] > 0.01
+    assert expected[0][0] - expected[0][-1] > 0.01  # it learns
     torch.testing.assert_close(torch.tensor(given), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
