@@ -16,7 +16,8 @@ Row i and column j of a sequence of Sq queries and Skv keys; `off` = Skv - Sq pu
 
 Where modes 7 and 8 stand at an empty end (a first or last sequence with keys but no queries) is not documented, and
 refused. Hidden scores are -FLT_MAX, not -inf. A row that sees nothing is forbidden in TND; elsewhere it is zeroed with
-inner_precise 2, and in mode 3 with Sq > Skv, and refused otherwise.
+inner_precise 2, and refused otherwise. Where documents differ the stricter one holds: mode 3 with Sq > Skv is refused in
+every layout (as for npu_fusion_attention_v2; the first version's text lets rows be zeroed).
 """
 
 from __future__ import annotations
@@ -102,17 +103,11 @@ def sight(p: Problem, index: int) -> Sight:
     return Sight(right=off, prefix=p.prefix[index] if mode == 6 else 0)
 
 
-def may_be_blind(p: Problem, index: int) -> bool:
-    """A row of the sequence that sees nothing gets zeros, instead of undefined values."""
-    sq, sk = p.sequences[index].sizes
-    return not p.packed and (p.inner_precise == 2 or (p.sparse_mode == 3 and sq > sk))
-
-
 def refuse_blind_rows(p: Problem, index: int, seen: Sight) -> None:
     """Raise Refused where a row sees nothing and the operator does not zero it."""
     if seen.blind(*p.sequences[index].sizes):
         need(not p.packed, f"TND: a row of sequence {index} has every key masked")
-        need(may_be_blind(p, index), "a row has every key masked: it is zeroed only with inner_precise 2")
+        need(p.inner_precise == 2, "a row has every key masked: it is zeroed only with inner_precise 2")
 
 
 def check_arguments(p: Problem) -> None:
@@ -133,10 +128,10 @@ def check_arguments(p: Problem) -> None:
             need(max(0, sk - sq) <= n <= sk, f"prefix is {n}; valid for Sq {sq}, Skv {sk}: {max(0, sk - sq)} to {sk}")
     sizes = [x.sizes for x in p.sequences]
     long = [i for i, (sq, sk) in enumerate(sizes) if sq > sk]
-    if p.packed and mode in (3, 6):
+    if mode == 3 or (p.packed and mode == 6):
         need(
             not long,
-            f"TND: sparse_mode {mode} needs Sq <= Skv; sequences {long[:4]} have {[sizes[i] for i in long[:4]]}",
+            f"sparse_mode {mode} needs Sq <= Skv; sequences {long[:4]} have {[sizes[i] for i in long[:4]]}",
         )
     if mode in (0, 4, 7, 8):
         need(

@@ -194,7 +194,7 @@ def checked_pse(problem: Problem, starts_given: bool) -> None:
         need(kind == 1, f"pse_type {kind} needs pse")
         return
     need(not p.packed or all(x.sizes[0] for x in p.sequences), "TND: no pse where a sequence has length 0")
-    need(not (p.packed and p.sparse_mode == 7), "sparse_mode 7 takes no pse")
+    need(p.sparse_mode not in (7, 8), f"sparse_mode {p.sparse_mode} takes no pse")  # for 8, aclnn's text: experimental
     if kind in (0, 1):
         need(not p.packed, "not modelled: external pse in TND (the operator takes the compressed form only)")
         need(pse.dtype == p.query.dtype, "pse must have the type of query")
@@ -209,18 +209,6 @@ def checked_pse(problem: Problem, starts_given: bool) -> None:
     valid = [[p.heads], [len(p.sequences), p.heads]]
     need(list(pse.shape) in valid, f"pse_type {kind}: slopes have shape {list(pse.shape)}; valid: {valid}")
     uneven = [i for i, x in enumerate(p.sequences) if x.sizes[0] != x.sizes[1]]
-    if p.packed and p.sparse_mode == 8:
-        (sq, sk), (qs, ks) = p.sequences[0].sizes, p.starts
-        need(
-            sq - sk + qs - ks == 0,
-            f"sparse_mode 8 with slopes: Sq - Skv + q_start - kv_start of the first sequence must be 0, is {sq - sk + qs - ks}",
-        )
-        need(set(uneven) <= {0}, "sparse_mode 8 with slopes: Sq == Skv in every sequence after the first")
-        need(
-            len(p.sequences) == 1 or qs == ks == 0,
-            "not modelled: sparse_mode 8 with slopes, start indices and several sequences (experimental, says the vendor)",
-        )
-        return
     need(
         not uneven,
         f"pse_type {kind} needs Sq == Skv; sequences {uneven[:4]} have sizes {[p.sequences[i].sizes for i in uneven[:4]]}",
