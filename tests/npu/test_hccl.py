@@ -337,7 +337,13 @@ def options(rank: int, size: int) -> None:
     import torch_npu
 
     chosen = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-    chosen.hccl_config = {"hccl_buffer_size": 7, "qos_traffic_class": 132, "qos_service_level": 4}
+    chosen.hccl_config = {
+        "hccl_buffer_size": 7,
+        "qos_traffic_class": 132,
+        "qos_service_level": 4,
+        "hccl_sdma_qos": 3,
+        "hccl_exec_timeout": 77,
+    }
     group = dist.new_group(backend="hccl", pg_options=chosen)
     x = torch.ones(2, device="npu")
     dist.all_reduce(x, group=group)
@@ -346,6 +352,7 @@ def options(rank: int, size: int) -> None:
 def test_options_of_a_group_reach_hccl() -> None:
     for line in ranks.run(2, options).created():
         assert (line["buffer_mb"], line["traffic_class"], line["service_level"]) == (7, 132, 4)
+        assert (line["qos"], line["exec_timeout"]) == (3, 77)
 
 
 def sub_groups_and_a_pair(rank: int, size: int) -> None:

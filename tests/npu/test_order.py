@@ -153,7 +153,7 @@ def too_few(rank: int, size: int) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_by_those_who_wait() -> None:
-    errors = ranks.start(3, too_few, environment=SHORT).errors
+    errors = ranks.start(3, too_few, environment={"HOST_HCCL_TIMEOUT": "", "HCCL_EXEC_TIMEOUT": "3"}).errors
     assert errors[1] is None
     for rank in (0, 2):
         error = errors[rank]
@@ -169,10 +169,16 @@ def never_joins(rank: int, size: int) -> None:
 
 
 def test_a_rank_that_does_not_join_a_communicator_is_named() -> None:
-    error = ranks.start(2, never_joins, environment=SHORT).errors[0]
+    limits = {"HOST_HCCL_TIMEOUT": "", "HCCL_CONNECT_TIMEOUT": "3"}
+    error = ranks.start(2, never_joins, environment=limits).errors[0]
     assert error is not None and re.search(
         r"HcclCommInitRootInfoConfig: communicator \w+, rank 0 of 2: rank 1 did not join within 3 s", error
     ), error
+
+
+def test_a_time_limit_that_is_no_number_is_an_error() -> None:
+    for error in ranks.start(2, too_few, environment={"HOST_HCCL_TIMEOUT": "soon"}).errors:
+        assert error is not None and "HOST_HCCL_TIMEOUT is soon; valid: seconds, 0 or more" in error, error
 
 
 # ---- buffers and waits ------------------------------------------------------------------------------------------------
