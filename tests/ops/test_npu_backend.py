@@ -153,7 +153,7 @@ CELLS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(CELLS),
     st.sampled_from((1, 2, 3, 4, 5, 8)),

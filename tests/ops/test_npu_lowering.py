@@ -19,7 +19,7 @@ from mindspeed_cp.ops.attention.npu_calls import MOST_ROWS, MOST_SEQUENCES, NO_L
 from mindspeed_cp.ops.attention.npu_fold import back_of
 from mindspeed_cp.ops.attention.npu_lowering import lower
 from mindspeed_cp.ops.attention.npu_masks import lower_to_masks
-from mindspeed_cp.plan import BAND, CAUSAL, FULL, TILE, Program
+from mindspeed_cp.plan import ALGORITHMS, BAND, CAUSAL, FULL, TILE, Program
 from tests.plan.problems import choices, problems
 
 DEFAULT = Choice()
@@ -192,6 +192,21 @@ def test_calls_of_any_plan_hold_every_visible_pair_once_and_break_no_rule(data):
         check(program, rank, lower_to_masks(tiles, rows, problem.attention), DEFAULT)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("full", None), ("causal", (30, 0)), ("full", (9, 25))])
+def test_every_rank_of_every_algorithm_with_each_lowering(algorithm, mask, window):
+    for alibi in (False, True):
+        attention = AttentionConfig(4, 2, 8, mask=mask, window=window, alibi=alibi)
+        plan = build_plan(Documents([131, 0, 17, 64, 2]), Topology(2, 2), attention, algorithm)
+        for program in (plan.forward, plan.backward):
+            for rank in range(4):
+                tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
+                for choice in (DEFAULT, Choice(share=False), Choice(least=8, small=8, excess=2.0)):
+                    check(program, rank, lower(tiles, rows, attention, choice), choice)
+                if not alibi:
+                    check(program, rank, lower_to_masks(tiles, rows, attention), DEFAULT)
+
+
 def lowered(plan: Plan, rank: int, choice: Choice = DEFAULT, direction: str = "forward"):
     program = getattr(plan, direction)
     return lower(program.tiles(rank), int(plan.q_layout.token_counts[rank]), plan.attention, choice)
@@ -264,6 +279,21 @@ def test_a_thousand_documents_are_lowered_in_half_a_second():
 
 def block(q_rows: int, k_rows: int, mask: int = FULL, q_pos: int = 0, k_pos: int = 0) -> np.ndarray:
     return np.array([(0, 0, 0, q_rows, 0, k_rows, mask, 0, q_pos, k_pos)], TILE)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 9), (5, 12), (12, 12)])
+def test_causal_tiles_are_aligned_bottom_right(n, m):
+    want = np.arange(m) <= np.arange(n)[:, None] + m - n
+    tiles = block(n, m, CAUSAL, q_pos=m - n)
+    for alibi in (False, True):
+        attention = AttentionConfig(8, 8, 64, alibi=alibi)
+        for lowering in [lower(tiles, n, attention, DEFAULT)] + [lower_to_masks(tiles, n, attention)] * (not alibi):
+            found = np.zeros((n, m), int)
+            for call in lowering[0, 0]:
+                check_rules(call, DEFAULT)
+                q, k, _ = expanded(call)
+                np.add.at(found, (q, k), 1)
+            assert (found == want).all()
 
 
 @pytest.mark.parametrize(
