@@ -27,6 +27,7 @@ def declare(acl: ctypes.CDLL) -> None:
     acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     acl.aclrtMemcpyAsync.argtypes = [pointer, size, pointer, size, ctypes.c_int, pointer]
+    acl.aclrtMemsetAsync.argtypes = [pointer, size, ctypes.c_int32, size, pointer]
 
 
 def stream(device: torch.device) -> int:
@@ -52,6 +53,15 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     handle = stream(target.device)
     code = _acl.aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, DEVICE_TO_DEVICE, handle)
     check(code, "aten::copy_")
+
+
+def fill_bytes(tensor: torch.Tensor, value: int) -> None:
+    """Fills a tensor's memory on the current stream, asynchronously."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if size:
+        code = _acl.aclrtMemsetAsync(storage.data_ptr(), size, value, size, stream(tensor.device))
+        check(code, "poison")
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,9 +99,18 @@ class View(ctypes.Structure):
 
 def late() -> bool:
     """Whether HOST_CANN_LATE is 1."""
-    setting = os.environ.get("HOST_CANN_LATE", "0")
+    return _on("HOST_CANN_LATE")
+
+
+def poison() -> bool:
+    """Whether HOST_CANN_POISON is 1."""
+    return _on("HOST_CANN_POISON")
+
+
+def _on(name: str) -> bool:
+    setting = os.environ.get(name, "0")
     if setting not in ("0", "1"):
-        raise ValueError(f"HOST_CANN_LATE={setting}; valid: 0, 1")
+        raise ValueError(f"{name}={setting}; valid: 0, 1")
     return setting == "1"
 
 
@@ -122,6 +141,8 @@ def put(target: torch.Tensor, value: torch.Tensor) -> None:
     if not target.numel():
         return
     if not late() or target.is_conj() or target.is_neg():
+        if poison():  # which is on its way
+            drain(target.device, "poison")
         host(target).copy_(value)
         return
     value = value.resolve_conj().resolve_neg().contiguous()

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tests.host_cann import device_memory
-from tests.host_cann.device_memory import copied, copy_bytes, drain, host, late, put, tensors, watch
+from tests.host_cann.device_memory import copied, copy_bytes, drain, fill_bytes, host, late, poison, put, tensors, watch
 
 KEEP = frozenset(
     [
@@ -58,6 +58,8 @@ KEEP = frozenset(
     ]
 )
 
+ALLOCATE = ("empty.memory_format", "empty_strided")  # kept, but poisoned if wanted
+
 calls: collections.Counter[str] = collections.Counter()  # operator -> calls that were served here, for tests
 _library: torch.library.Library | None = None
 
@@ -74,6 +76,10 @@ def install(acl: ctypes.CDLL) -> int:
     replaced = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says each time that a kernel is overridden
+        for name in ALLOCATE:
+            _library.impl(
+                name, _allocation_kernel(f"aten::{name}"), "PrivateUse1", with_keyset=True, allow_override=True
+            )
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
             operator = _operator(name)
             if operator is None or not (name in special or name in composed or _computable(name, operator)):
@@ -268,6 +274,19 @@ def _copy_kernel() -> Callable[..., torch.Tensor]:
         return self
 
     return copy
+
+
+def _allocation_kernel(name: str) -> Callable[..., torch.Tensor]:
+    """torch_npu's own allocation. With HOST_CANN_POISON=1 its memory is NaN, also where the caching allocator uses it again."""
+    original = torch.library.get_kernel(name, "PrivateUse1")
+
+    def allocate(keyset: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        result = original.call_boxed(keyset, *arguments, **options)
+        if poison():
+            fill_bytes(result, 0xFF)
+        return result
+
+    return allocate
 
 
 def _dense_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -89,6 +89,21 @@ except torch.OutOfMemoryError as error:
     assert python(code, **settings).splitlines()[-3:] == ["True True", "780.0", "True"]
 
 
+def test_memory_that_is_used_again_is_poisoned_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again() -> torch.Tensor:
+        used = torch.ones(1000, device="npu")
+        address = used.data_ptr()
+        del used
+        fresh = torch.empty(1000, device="npu")
+        assert fresh.data_ptr() == address
+        return fresh
+
+    assert (again() == 1).all()
+    monkeypatch.setenv("HOST_CANN_POISON", "1")
+    assert again().isnan().all()
+    assert torch.zeros(1000, device="npu").sum().item() == 0
+
+
 def test_a_setting_that_is_no_number_is_refused() -> None:
     path = Path(os.environ.get("HOST_CANN_BUILD") or host_cann.FOLDER) / "libascendcl.so"
     code = f"import ctypes; ctypes.CDLL({str(path.resolve())!r}).host_cann_drain(None)"
