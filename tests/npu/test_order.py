@@ -232,6 +232,33 @@ def test_a_send_buffer_may_be_overwritten_only_after_wait() -> None:
     assert ranks.run(2, send_and_overwrite, False, environment=DELAYS).values()[1] > 0
 
 
+def send_from_another_stream(rank: int, size: int, waits: bool) -> int:
+    """How many messages left before the stream that makes their contents had made them."""
+    early = 0
+    prepared(size)
+    side = torch.npu.Stream()
+    for attempt in range(TRIES):
+        x, y = torch.full((1000,), -1.0, device="npu"), torch.empty(1000, device="npu")
+        torch.npu.synchronize()
+        if rank == 0:
+            with torch.npu.stream(side):
+                x.fill_(float(attempt))
+            if waits:
+                torch.npu.current_stream().wait_stream(side)
+            dist.isend(x, 1).wait()
+        else:
+            dist.irecv(y, 0).wait()
+            early += y.cpu().tolist() != [float(attempt)] * 1000
+        torch.npu.synchronize()
+    return early
+
+
+def test_a_message_is_what_its_stream_has_made_only_if_the_current_stream_waits_for_that() -> None:
+    late = {**DELAYS, "HOST_CANN_LATE": "1"}
+    assert ranks.run(2, send_from_another_stream, True, environment=late).values()[1] == 0
+    assert ranks.run(2, send_from_another_stream, False, environment=late).values()[1] > 0
+
+
 def collective_and_read(rank: int, size: int) -> tuple[int, int]:
     """How often a rank saw its own number in place of the sum, before and after wait()."""
     early = late = 0
