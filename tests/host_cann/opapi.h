@@ -5,10 +5,6 @@
  * the arguments down as JSON, under the names that torch_npu has for them, and asks a Python function whether it takes them; the
  * second waits for the stream's tasks, so that the order within a stream is kept, and has the same function compute on the
  * calling thread. Tensors in the text are addresses: device memory is host memory here.
- *
- * With HOST_CANN_LATE in the environment (or host_cann_set_late) the second phase only enqueues, as a device does: the operator
- * reads and writes when its turn comes, so that a buffer that is overwritten too early shows, and its errors come with the next
- * synchronize. Whoever waits for a stream must then not hold Python's lock.
  */
 #ifndef HOST_CANN_OPAPI_H
 #define HOST_CANN_OPAPI_H

@@ -1,10 +1,8 @@
 /* The two phases of a call, and the way of its arguments to Python. */
 #include "opapi.h"
 
-#include <atomic>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 
 #include "host_cann.h"
 
@@ -12,8 +10,9 @@ namespace {
 
 const int PARAM_NULLPTR = 161001, INNER_ERROR = 561000; /* codes of aclnn */
 
-/* phase 1: are these arguments taken? 2: compute. Returns 0 or a code, having set the error text. */
-typedef int (*Operators)(int phase, const char* name, const char* arguments);
+/* phase 1: are these arguments taken? 2: compute, for that stream, of which nothing is left to do. Returns 0 or a code, having set
+ * the error text. */
+typedef int (*Operators)(int phase, const char* name, const char* arguments, void* stream);
 Operators operators = nullptr;
 
 std::string list(const std::vector<int64_t>& numbers) {
@@ -47,27 +46,10 @@ std::string described(const aclTensor* tensor) {
 
 std::string named(const char* name, const std::string& value) { return quoted(name) + ":" + value; }
 
-int ask(int phase, const char* name, const char* arguments) {
-    if (operators) return operators(phase, name, arguments);
+int ask(int phase, const char* name, const char* arguments, void* stream) {
+    if (operators) return operators(phase, name, arguments, stream);
     host_cann_set_error("host_cann: libopapi has no operators: tests.host_cann.load() connects them");
     return INNER_ERROR;
-}
-
-/* Computes and deletes an executor; as a task of a stream, or on the calling thread. */
-int compute(void* argument) {
-    aclOpExecutor* executor = static_cast<aclOpExecutor*>(argument);
-    int status = ask(2, executor->name.c_str(), executor->arguments.c_str());
-    delete executor;
-    return status;
-}
-
-/* Operators are tasks of their stream, like copies, instead of being done when the call returns: 1 or 0, or -1: if
- * HOST_CANN_LATE is in the environment, which is asked at every call because processes are forked and then given another. */
-std::atomic<int> asked_late{-1};
-
-bool late() {
-    int asked = asked_late;
-    return asked >= 0 ? asked != 0 : getenv("HOST_CANN_LATE") != nullptr;
 }
 
 }  // namespace
@@ -88,23 +70,20 @@ int prepare(const char* name, std::initializer_list<Field> fields, uint64_t* wor
     text += "}";
     *workspace = 0;
     *executor = nullptr;
-    int status = ask(1, name, text.c_str());
+    int status = ask(1, name, text.c_str(), nullptr);
     if (status == 0) *executor = new aclOpExecutor{name, text};
     return status;
 }
 
 int run(aclOpExecutor* executor, void* stream) {
     if (!executor) return PARAM_NULLPTR;
-    if (late()) return host_cann_enqueue(stream, compute, executor);
     int status = host_cann_drain(stream); /* what was enqueued before this call comes before it */
-    if (status) delete executor;
-    return status ? status : compute(executor);
+    if (status == 0) status = ask(2, executor->name.c_str(), executor->arguments.c_str(), stream);
+    delete executor;
+    return status;
 }
 
 }  // namespace opapi
 
 /* For tests.host_cann.load(): the function that answers all calls. */
 extern "C" void host_cann_set_operators(Operators function) { operators = function; }
-
-/* For tests: from now on, operators run late (1), at once (0), or as the environment says (-1). */
-extern "C" void host_cann_set_late(int on) { asked_late = on; }

@@ -11,12 +11,13 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.host_cann import oracle
+from tests.host_cann import device_memory, oracle
 from tests.host_cann import oracle_ring as ring
 from tests.host_cann.oracle_dropout import mask_bytes
 from tests.host_cann.oracle_rules import Refused, need
@@ -39,10 +40,8 @@ GRADIENT = {"softmax_max": "softmax_max", "softmax_sum": "softmax_sum", "attenti
 _kept: list[object] = []  # callbacks must outlive the libraries that call them
 
 
-def memory(about: Mapping[str, Any] | None) -> Tensor | None:
+def memory(about: Mapping[str, Any]) -> Tensor:
     """The tensor that an aclTensor describes, over its own memory."""
-    if about is None:
-        return None
     dtype, shape, stride = TYPES[about["type"]], about["shape"], about["stride"]
     if 0 in shape or not about["data"]:
         return torch.empty(shape, dtype=dtype)
@@ -52,108 +51,139 @@ def memory(about: Mapping[str, Any] | None) -> Tensor | None:
     return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, stride)
 
 
-def shape_only(about: Mapping[str, Any] | None) -> Tensor | None:
-    """The same without contents."""
-    if about is None:
-        return None
-    need(about["type"] in TYPES, f"not modelled: a tensor of acl data type {about['type']}")
-    return torch.empty(about["shape"], dtype=TYPES[about["type"]], device="meta")
+@dataclass
+class Asked:
+    """One question of libopapi.
+
+    Attributes:
+        name: of the operator.
+        arguments: by their names in C.
+        compute: the second phase; else only shapes are looked at.
+        stream: its handle, in the second phase.
+        library: libopapi.
+        inputs: what was taken, in the second phase.
+    """
+
+    name: str
+    arguments: Arguments
+    compute: bool
+    stream: int | None
+    library: ctypes.CDLL
+    inputs: list[Tensor] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def take(self, name: str) -> Tensor | None:
+        """The tensor of an argument; in the first phase without contents."""
+        about = self.arguments[name]
+        if about is None:
+            return None
+        need(about["type"] in TYPES, f"not modelled: a tensor of acl data type {about['type']}")
+        if not self.compute:
+            return torch.empty(about["shape"], dtype=TYPES[about["type"]], device="meta")
+        self.inputs.append(memory(about))
+        return self.inputs[-1]
+
+    def give(self, **results: Tensor) -> None:
+        """Write results into the memory of outputs: at once, or, with HOST_CANN_LATE, by tasks of the stream, which first
+        see to it that no input has changed since (late.c)."""
+        outputs = {name: memory(self.arguments[name]) for name in results}
+        for name, x in results.items():
+            shape = list(outputs[name].shape)
+            need(shape == list(x.shape), f"{name} has shape {shape}, the result {list(x.shape)}")
+        if not device_memory.late():
+            for name, x in results.items():
+                outputs[name].copy_(x)
+            return
+        for hook in device_memory.before_late:
+            hook()
+        stream, inputs = ctypes.c_void_p(self.stream), [x for x in self.inputs if x.numel()]
+        views = (device_memory.View * len(inputs))(*map(device_memory.View.of, inputs))
+        self.check(self.library.host_cann_watch(stream, self.name.encode(), len(inputs), views))
+        for name, x in results.items():
+            x = x.to(outputs[name].dtype).contiguous()
+            to, start = ctypes.byref(device_memory.View.of(outputs[name])), ctypes.c_void_p(x.data_ptr())
+            self.check(self.library.host_cann_write(stream, to, start))
+
+    def check(self, code: int) -> None:
+        """Raise RuntimeError unless the code of the runtime is 0."""
+        if code:
+            raise RuntimeError(f"a task for late results was not taken, error code {code}")
 
 
-def options(arguments: Arguments, take: Callable[[Any], Tensor | None]) -> dict[str, Any]:
+def options(asked: Asked) -> dict[str, Any]:
     """Keyword arguments of the oracle."""
-    named = {ours: arguments[theirs] for theirs, ours in OPTIONS.items() if theirs in arguments}
-    return named | {name: take(arguments[name]) for name in FORWARD}
+    named = {ours: asked[theirs] for theirs, ours in OPTIONS.items() if theirs in asked.arguments}
+    return named | {name: asked.take(name) for name in FORWARD}
 
 
-def attention(arguments: Arguments, compute: bool) -> None:
+def attention(asked: Asked) -> None:
     """aclnnFlashAttention[VarLen]Score of any version."""
-    take = memory if compute else shape_only
-    inputs = [take(arguments[name]) for name in ("query", "key", "value")]
+    inputs = [asked.take(name) for name in ("query", "key", "value")]
     need(all(x is not None for x in inputs), "query, key and value are needed")
-    named = options(arguments, take)
-    if not compute:
-        oracle.problem_of(*inputs, arguments["head_num"], arguments["input_layout"], **named)  # type: ignore[arg-type]
+    call = (*inputs, asked["head_num"], asked["input_layout"])
+    if not asked.compute:
+        oracle.problem_of(*call, **options(asked))
         return
-    results = oracle.fused_attention(*inputs, arguments["head_num"], arguments["input_layout"], **named)  # type: ignore[arg-type]
-    for name, x in zip(("attention_score", "softmax_max", "softmax_sum"), results, strict=True):
-        store(arguments[name], x)
+    out, largest, total = oracle.fused_attention(*call, **options(asked))
+    asked.give(attention_score=out, softmax_max=largest, softmax_sum=total)
 
 
-def gradient(arguments: Arguments, compute: bool) -> None:
+def gradient(asked: Asked) -> None:
     """aclnnFlashAttention[Unpadding]ScoreGrad of any version."""
-    take = memory if compute else shape_only
-    inputs = [take(arguments[name]) for name in ("query", "key", "value", "dy")]
+    inputs = [asked.take(name) for name in ("query", "key", "value", "dy")]
     need(all(x is not None for x in inputs), "query, key, value and dy are needed")
-    named = options(arguments, take) | {ours: take(arguments[theirs]) for theirs, ours in GRADIENT.items()}
-    if not compute:
-        oracle.check_gradient_call(*inputs, arguments["head_num"], arguments["input_layout"], **named)  # type: ignore[arg-type]
+    call = (*inputs, asked["head_num"], asked["input_layout"])
+    named = options(asked) | {ours: asked.take(theirs) for theirs, ours in GRADIENT.items()}
+    if not asked.compute:
+        oracle.check_gradient_call(*call, **named)
         return
-    *grads, dpse = oracle.gradients(*inputs, arguments["head_num"], arguments["input_layout"], **named)  # type: ignore[arg-type]
-    for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
-        store(arguments[name], x)
-    out = memory(arguments["dpse"])
-    if out is not None and out.numel():
-        slopes = not dpse.numel()  # there is no gradient of slopes: nobody may take what is there for one
-        out.copy_(torch.full_like(out, torch.nan) if slopes else dpse)
+    dq, dk, dv, dpse = oracle.gradients(*call, **named)
+    results, shape = dict(dq=dq, dk=dk, dv=dv), asked["dpse"] and asked["dpse"]["shape"]
+    if shape and 0 not in shape:  # there is no gradient of slopes: nobody may take what is there for one
+        results["dpse"] = dpse if dpse.numel() else torch.full(shape, torch.nan)
+    asked.give(**results)
 
 
-def dropout_mask(arguments: Arguments, compute: bool) -> None:
+def dropout_mask(asked: Asked) -> None:
     """aclnnDropoutGenMaskV2."""
-    numels = torch.Size(arguments["shapeArray"]).numel()
-    out = (memory if compute else shape_only)(arguments["mask"])
-    need(out is not None and out.dtype == torch.uint8, "the dropout mask must be uint8")
-    assert out is not None
-    need(
-        out.numel() == mask_bytes(numels),
-        f"the mask of {numels} elements has {mask_bytes(numels)} bytes, not {out.numel()}",
-    )
-    if compute:
-        out.copy_(
-            oracle.dropout_bits(arguments["seed"], arguments["offset"], numels, arguments["prob"]).view(out.shape)
-        )
+    numels, mask = torch.Size(asked["shapeArray"]).numel(), asked["mask"]
+    need(mask is not None and TYPES.get(mask["type"]) == torch.uint8, "the dropout mask must be uint8")
+    size = torch.Size(mask["shape"]).numel()
+    need(size == mask_bytes(numels), f"the mask of {numels} elements has {mask_bytes(numels)} bytes, not {size}")
+    if asked.compute:
+        bits = oracle.dropout_bits(asked["seed"], asked["offset"], numels, asked["prob"])
+        asked.give(mask=bits.view(mask["shape"]))
 
 
-def update(arguments: Arguments, compute: bool) -> None:
+def update(asked: Asked) -> None:
     """aclnnRingAttentionUpdateV2."""
-    take = memory if compute else shape_only
-    six = [take(arguments[f"{a}_{b}"]) for a in ("prev", "cur") for b in ("attn_out", "softmax_max", "softmax_sum")]
+    six = [asked.take(f"{a}_{b}") for a in ("prev", "cur") for b in ("attn_out", "softmax_max", "softmax_sum")]
     need(all(x is not None for x in six), "both parts are needed")
-    lengths, layouts = (
-        take(arguments["actual_seq_qlen"]),
-        (arguments["input_layout"], arguments["input_softmax_layout"]),
-    )
-    if not compute:
+    lengths, layouts = asked.take("actual_seq_qlen"), (asked["input_layout"], asked["input_softmax_layout"])
+    if not asked.compute:
         ring.check_arguments(tuple(six[:3]), tuple(six[3:]), lengths, *layouts)  # type: ignore[arg-type]
         return
-    named = dict(actual_seq_qlen=lengths, input_layout=layouts[0], input_softmax_layout=layouts[1])
-    results = oracle.ring_attention_update(*six, **named)  # type: ignore[arg-type]
-    for name, x in zip(("attn_out", "softmax_max", "softmax_sum"), results, strict=True):
-        store(arguments[name], x)
+    named: dict[str, Any] = dict(actual_seq_qlen=lengths, input_layout=layouts[0], input_softmax_layout=layouts[1])
+    out, largest, total = oracle.ring_attention_update(*six, **named)  # type: ignore[arg-type]
+    asked.give(attn_out=out, softmax_max=largest, softmax_sum=total)
 
 
-def copy(arguments: Arguments, compute: bool) -> None:
+def copy(asked: Asked) -> None:
     """aclnnCast, aclnnInplaceCopy and aclnnConstantPadNd."""
-    if not compute:
+    if not asked.compute:
         return
-    x, out = memory(arguments["self"]), memory(arguments.get("out"))
-    if "src" in arguments:
-        x, out = memory(arguments["src"]), x
-    assert x is not None and out is not None
-    if "pad" in arguments:
-        x = torch.nn.functional.pad(x, arguments["pad"], value=arguments["value"])
-    out.copy_(x)
+    source, target = ("src", "self") if "src" in asked.arguments else ("self", "out")
+    x = asked.take(source)
+    need(x is not None and asked[target] is not None, f"{source} and {target} are needed")
+    assert x is not None
+    if "pad" in asked.arguments:
+        x = torch.nn.functional.pad(x, asked["pad"], value=asked["value"])
+    asked.give(**{target: x.expand(asked[target]["shape"])})
 
 
-def store(about: Mapping[str, Any], x: Tensor) -> None:
-    """Put a result into the memory of an output."""
-    out = memory(about)
-    assert out is not None
-    need(out.shape == x.shape, f"an output has shape {list(out.shape)}, the result {list(x.shape)}")
-    out.copy_(x)
-
-
-def handler(name: str) -> Callable[[Arguments, bool], None]:
+def handler(name: str) -> Callable[[Asked], None]:
     """What answers calls of that operator."""
     if name.startswith("aclnnFlashAttention"):
         return gradient if "Grad" in name else attention
@@ -173,12 +203,13 @@ def connect(opapi: ctypes.CDLL) -> None:
     set_error = opapi.host_cann_set_error  # of libascendcl, which libopapi is linked with
     set_error.argtypes = [ctypes.c_char_p]
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
-    def answer(phase: int, name: bytes, arguments: bytes) -> int:
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+    def answer(phase: int, name: bytes, arguments: bytes, stream: int | None) -> int:
         try:
             follow_environment()
             with torch.no_grad():
-                handler(name.decode())(json.loads(arguments), phase == 2)
+                asked = Asked(name.decode(), json.loads(arguments), phase == 2, stream, opapi)
+                handler(asked.name)(asked)
         except Refused as error:
             set_error(f"{name.decode()} refused by the stand-in: {error}".encode())
             return REFUSED

@@ -98,8 +98,8 @@ def argument(opapi, name, index):
 def test_every_argument_arrives_under_its_name(operator, opapi):
     asked = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
-    def note(phase, name, arguments):
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+    def note(phase, name, arguments, stream):
         asked.append((phase, name.decode(), json.loads(arguments)))
         return 0
 
@@ -118,8 +118,8 @@ def test_every_argument_arrives_under_its_name(operator, opapi):
 def test_an_argument_that_is_not_there_is_null(opapi):
     asked = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
-    def refuse(phase, name, arguments):
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+    def refuse(phase, name, arguments, stream):
         asked.append(json.loads(arguments))
         return 161002
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch_npu
 
-from tests import host_cann
 from tests.host_cann import control, oracle
 
 
@@ -75,85 +74,69 @@ def test_contents_are_not_looked_at_before_their_time(world):
         torch_npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", sparse_mode=3, atten_mask=mask, **ends)
 
 
-# --- operators that run late: as tasks of their stream. Python's lock is what they need: so these tests wait for them with
-# synchronize, which lets go of it, before anything is read.
+# --- with results that come late (HOST_CANN_LATE)
 
 
 @pytest.fixture
 def late():
-    """Operators are under way when their call returns."""
-    opapi = host_cann.library("opapi")
-    opapi.host_cann_set_late(1)
-    yield
-    torch.npu.synchronize()
-    opapi.host_cann_set_late(-1)
+    with control.late():
+        yield
 
 
-def held_attention(world):
-    """An operator whose turn does not come before release()."""
-    control.hold(torch.npu.current_stream())
+def attend(world):
     ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
     return torch_npu.npu_fusion_attention_v2(world.rows, world.rows, world.rows, 2, "TND", **ends)[0]
 
 
-def release():
-    control.release(torch.npu.current_stream())
-
-
-def read(x):
-    torch.npu.synchronize()
-    return x.cpu()
-
-
-def test_late_rows_that_are_overwritten_too_early_show(world, late):
+def test_late_rows_that_are_overwritten_too_early_are_told(world, late):
     """A buffer is reused by another stream that did not wait for its reader."""
-    out = held_attention(world)
-    with torch.npu.stream(world.other):
-        world.rows.copy_(world.source, non_blocking=True)
-    world.other.synchronize()
-    release()
-    assert torch.equal(read(out), world.want["new"])
+    stream = torch.npu.Stream()
+    with torch.npu.stream(stream), control.operator_held(stream):
+        attend(world)
+        with torch.npu.stream(world.other):
+            world.rows.copy_(world.source, non_blocking=True)
+        world.other.synchronize()
+    with pytest.raises(RuntimeError, match="input 0 of aclnnFlashAttentionVarLenScoreV2 was overwritten"):
+        stream.synchronize()
 
 
 def test_late_rows_that_wait_for_their_reader_are_safe(world, late):
-    out = held_attention(world)
-    world.other.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(world.other):
-        world.rows.copy_(world.source, non_blocking=True)
-    release()
-    assert torch.equal(read(out), world.want["old"])
-    assert torch.equal(read(world.rows), world.source.cpu())
-
-
-def test_late_results_that_are_taken_too_early_are_not_there(world, late):
-    taken = torch.zeros(12, 2, 16, device="npu")
-    out = held_attention(world)
-    with torch.npu.stream(world.other):
-        taken.copy_(out, non_blocking=True)
+    current = torch.npu.current_stream()
+    with control.operator_held(current):
+        out = attend(world)
+        world.other.wait_stream(current)
+        with torch.npu.stream(world.other):
+            world.rows.copy_(world.source, non_blocking=True)
+    assert torch.equal(out.cpu(), world.want["old"])
     world.other.synchronize()
-    release()
-    assert torch.equal(read(out), world.want["old"])
-    assert not torch.equal(read(taken), world.want["old"])
+    assert torch.equal(world.rows.cpu(), world.source.cpu())
 
 
-def test_late_errors_come_with_the_next_synchronize(world, late):
-    mask = torch.zeros(2048, 2048, dtype=torch.bool, device="npu")
+@pytest.mark.parametrize("wait", [False, True])
+def test_late_results_that_are_taken_without_a_wait_are_not_there(world, late, wait):
+    taken, current = torch.zeros(12, 2, 16, device="npu"), torch.npu.current_stream()
     torch.npu.synchronize()
-    with torch.npu.stream(world.other):
-        ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
-        torch_npu.npu_fusion_attention_v2(*[world.rows] * 3, 2, "TND", sparse_mode=3, atten_mask=mask, **ends)
-        with pytest.raises(RuntimeError, match="must be 1 above the diagonal"):
-            world.other.synchronize()
+    with control.operator_held(current, 0.05 if wait else None):
+        out = attend(world)
+        if wait:
+            world.other.wait_stream(current)
+        with torch.npu.stream(world.other):
+            taken.copy_(out, non_blocking=True)
+        world.other.synchronize()
+    assert torch.equal(out.cpu(), world.want["old"])
+    assert torch.equal(taken.cpu(), world.want["old"]) == wait
 
 
-def test_late_gradients(world, late):
+def test_late_gradients(world):
     """Forward, backward and what is between them, on one stream; dropout masks on another."""
     rows = world.rows.clone().requires_grad_()
     ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
-    found = []
-    for on in (1, 0):
-        host_cann.library("opapi").host_cann_set_late(on)
+
+    def gradient():
         torch.npu.manual_seed(3)
         out = torch_npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", keep_prob=0.7, **ends)[0]
-        found.append(read(torch.autograd.grad((out * out).sum(), rows)[0]))
-    assert torch.equal(*found)
+        return torch.autograd.grad((out * out).sum(), rows)[0].cpu()
+
+    want = gradient()
+    with control.late():
+        assert torch.equal(gradient(), want)
