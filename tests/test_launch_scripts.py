@@ -177,7 +177,7 @@ def test_one_node(script: Path) -> None:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "HCCL_CONNECT_TIMEOUT": "600",
+        "HCCL_CONNECT_TIMEOUT": "540",
         "HCCL_EXEC_TIMEOUT": "540",
         "TORCH_HCCL_ASYNC_ERROR_HANDLING": "1",
         "HCCL_BUFFSIZE": "200",
@@ -206,7 +206,6 @@ def test_two_nodes(script: Path, by_flags: bool) -> None:
     expected |= {"--master-port": "23456", "--log-dir": "somewhere/node1"}
     assert {name: made.option(name) for name in expected} == expected
     assert made.command[made.command.index("mindspeed_cp.cli") :][1:3] == ["train", "configs/ring.yaml"]
-    assert made.environment["HCCL_CONNECT_TIMEOUT"] == "1200"
     assert "GLOO_SOCKET_IFNAME" not in made.environment and "HCCL_SOCKET_IFNAME" not in made.environment
 
 
@@ -215,11 +214,11 @@ def test_torchrun_understands_the_command_and_the_settings_are_those_of_the_file
 
     from mindspeed_cp.config import load_settings
 
-    made = dry_run(A3, "--nodes=2", "--node-rank=1", "--master-addr=head", "--max-restarts=3", "--stop-timeout=77")
+    made = dry_run(A3, "--nodes=2", "--node-rank=1", "--master-addr=head", "--stop-timeout=77")
     torchrun = get_args_parser().parse_args(made.command[3:])
     assert (torchrun.module, torchrun.training_script) == (True, "mindspeed_cp.cli")
     assert (torchrun.nnodes, torchrun.node_rank, torchrun.nproc_per_node) == ("2", 1, "16")
-    assert (torchrun.max_restarts, torchrun.shutdown_timeout, torchrun.rdzv_backend) == (3, 77, "static")
+    assert (torchrun.max_restarts, torchrun.shutdown_timeout, torchrun.rdzv_backend) == (0, 77, "static")
     assert torchrun.signals_to_handle in ("SIGTERM", "SIGTERM,SIGHUP")
     name, config, *rest = torchrun.training_script_args
     assert (name, rest[::2]) == ("train", ["--set"] * (len(rest) // 2))
@@ -244,7 +243,7 @@ def test_nohup_is_respected() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "nodes", "connect", "exec_"),
-    [("100", 1, "300", "90"), ("600", 1, "600", "540"), ("600", 2, "1200", "540"), ("9000.5", 2, "7200", "8100")],
+    [("100", 1, "120", "90"), ("600", 1, "540", "540"), ("1800", 2, "1620", "1620"), ("9000.5", 2, "7200", "8100")],
 )
 def test_time_outs_of_hccl_follow_that_of_the_settings(seconds: str, nodes: int, connect: str, exec_: str) -> None:
     words = [f"--set=context_parallel_suite.timeout_seconds={seconds}", f"--nodes={nodes}", "--node-rank=0"]
@@ -252,6 +251,12 @@ def test_time_outs_of_hccl_follow_that_of_the_settings(seconds: str, nodes: int,
     assert made.environment["HCCL_CONNECT_TIMEOUT"] == connect
     assert made.environment["HCCL_EXEC_TIMEOUT"] == exec_
     assert made.option("--shutdown-timeout") == str(int(float(seconds)))
+
+
+def test_a_connect_time_out_over_that_of_the_watchdog_is_mentioned() -> None:
+    note = "note: HCCL_CONNECT_TIMEOUT = 600 is not less than context_parallel_suite.timeout_seconds = 600"
+    assert run(A2, "--dry-run", EIGHT, "--connect-timeout=600").stderr.startswith(note)
+    assert run(A2, "--dry-run", EIGHT, "--connect-timeout=599").stderr == ""
 
 
 def test_what_the_user_has_set_is_kept_and_flags_go_before() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Atlas A3: 8 packages of 2 dies in a node; each die is a device of its own.  Run it on every node; --help tells the rest.
+# Atlas A3: 8 packages of 2 dies in a node, and each die is a device.  Run it on every node; --help tells the rest.
 set -euo pipefail
 MACHINE="Atlas A3"
 DEVICES_PER_NODE=16

@@ -24,8 +24,7 @@ On many nodes run it on each of them, with the same options but --node-rank; und
   --interface NAME        the host's network device, such as eth0, for HCCL and gloo
   --log-dir FOLDER        output of every rank                          (LOG_DIR; OUTPUT.FOLDER/logs)
   --rank-table FILE       JSON of all devices, for HCCL                 (RANK_TABLE_FILE)
-  --connect-timeout S     120 to 7200; until a communicator is made     (HCCL_CONNECT_TIMEOUT; timeout_seconds,
-                                                                         at least 300, on many nodes 1200)
+  --connect-timeout S     120 to 7200; until a communicator is made     (HCCL_CONNECT_TIMEOUT; 9/10 of timeout_seconds)
   --exec-timeout S        less than timeout_seconds: what a device
                           waits inside an operation                     (HCCL_EXEC_TIMEOUT; 9/10 of timeout_seconds)
   --buffer-mb MB          of each communicator, twice                   (HCCL_BUFFSIZE; 200)
@@ -34,7 +33,6 @@ On many nodes run it on each of them, with the same options but --node-rank; und
   --join-timeout S        until all nodes have started                  (900)
   --stop-timeout S        for ranks to finish a step and write a
                           checkpoint after Ctrl-C or SIGTERM            (timeout_seconds)
-  --max-restarts N        starts all ranks again after a failure        (0)
   --run-id NAME           the same on all nodes; names the logs         (train)
   --cann FILE             CANN's set_env.sh, sourced first
   --python FILE           interpreter of the ranks                      (PYTHON; python3)
@@ -59,7 +57,7 @@ whole() {
     fi
 }
 
-# --- options ------------------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 CONFIG=${CONFIG:-${LAUNCH%/*}/quickstart.yaml}
 DEVICE=npu
@@ -72,7 +70,6 @@ INTERFACE=""
 LOG_DIR=${LOG_DIR-}
 JOIN_TIMEOUT=900
 STOP_TIMEOUT=""
-MAX_RESTARTS=0
 RUN_ID=train
 CANN=""
 PYTHON=${PYTHON:-python3}
@@ -103,7 +100,7 @@ while (($#)); do
     case $1 in
         --config | --set | --device | --ranks-per-node | --nodes | --node-rank | --master-addr | --master-port) ;;
         --interface | --log-dir | --rank-table | --connect-timeout | --exec-timeout | --buffer-mb | --p2p-buffer-mb) ;;
-        --cpu-affinity | --join-timeout | --stop-timeout | --max-restarts | --run-id | --cann | --python) ;;
+        --cpu-affinity | --join-timeout | --stop-timeout | --run-id | --cann | --python) ;;
         *) refuse "option" "$1" "there is no such option; ${0##*/} --help lists them" ;;
     esac
     if (($# < 2)) || [[ -z $2 ]]; then refuse "$1" "" "needs a value; see ${0##*/} --help"; fi
@@ -126,7 +123,6 @@ while (($#)); do
         --cpu-affinity) export CPU_AFFINITY_CONF=$2 ;;
         --join-timeout) JOIN_TIMEOUT=$2 ;;
         --stop-timeout) STOP_TIMEOUT=$2 ;;
-        --max-restarts) MAX_RESTARTS=$2 ;;
         --run-id) RUN_ID=$2 ;;
         --cann) CANN=$2 ;;
         --python) PYTHON=$2 ;;
@@ -134,12 +130,12 @@ while (($#)); do
     shift 2
 done
 
+set -- # CANN's set_env.sh is sourced below, and has no business with our arguments
 if [[ $DEVICE != npu && $DEVICE != cpu ]]; then refuse --device "$DEVICE" "must be npu or cpu"; fi
 whole --ranks-per-node "$RANKS" 1 "$DEVICES_PER_NODE" "the devices of a node of $MACHINE"
 whole --nodes "$NODES" 1 65536
 whole --master-port "$MASTER_PORT" 1024 65535
 whole --join-timeout "$JOIN_TIMEOUT" 1 86400
-whole --max-restarts "$MAX_RESTARTS" 0 1000
 if [[ ! $RUN_ID =~ ^[A-Za-z0-9._-]+$ ]]; then refuse --run-id "$RUN_ID" "must be letters, digits, dots, - and _"; fi
 if ((NODES > 1)); then
     if [[ -z $MASTER_ADDR ]]; then refuse --master-addr "" "needed for $NODES nodes: name or address of node 0"; fi
@@ -152,7 +148,7 @@ for setting in "${SETTINGS[@]}"; do
 done
 SETTINGS+=(--set "train.device=$DEVICE")
 
-# --- settings and environment -------------------------------------------------------------------------------------------
+# --- settings and environment -----------------------------------------------------------------------------------------
 
 if ! command -v "$PYTHON" >/dev/null; then
     refuse --python "$PYTHON" "no such program; activate the environment of mindspeed-cp, or name its python"
@@ -189,11 +185,14 @@ fi
 # shellcheck source=environment.sh
 source "$LAUNCH/environment.sh"
 if [[ $DEVICE == npu ]]; then
-    # check.py and these agree with what environment.sh says of each.
     range() { if [[ -n ${!1-} ]]; then whole "$1" "${!1}" "${@:2}"; fi; }
     range HCCL_CONNECT_TIMEOUT 120 7200 "(--connect-timeout) seconds"
     range HCCL_EXEC_TIMEOUT 1 $((TIMEOUT - 1)) \
         "(--exec-timeout) less than context_parallel_suite.timeout_seconds = $TIMEOUT, so that CANN's log names the rank"
+    if ((${HCCL_CONNECT_TIMEOUT:-120} >= TIMEOUT)); then
+        printf 'note: HCCL_CONNECT_TIMEOUT = %s is not less than context_parallel_suite.timeout_seconds = %s; %s\n' \
+            "${HCCL_CONNECT_TIMEOUT:-120}" "$TIMEOUT" "a rank that is given up may be gone before CANN's log tells why" >&2
+    fi
     range HCCL_BUFFSIZE 1 65536 "(--buffer-mb) MB"
     range P2P_HCCL_BUFFSIZE 0 65536 "(--p2p-buffer-mb) MB"
     range HCCL_IF_BASE_PORT 1024 65520
@@ -206,15 +205,18 @@ if [[ $DEVICE == npu ]]; then
     fi
 fi
 
-# --- the command --------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 HANDLED=SIGTERM # Ctrl-C reaches the ranks by itself, and torchrun then sends SIGTERM: one of each, and they stop in order
 if [[ -z $(trap -p HUP) ]]; then HANDLED+=,SIGHUP; fi # under nohup it is ignored, and has to stay so
+# No restarts by torchrun: its static rendezvous keeps one store for all attempts, and ranks of the second one would
+# find the addresses of the first there ("Connection refused", seen with torch 2.13).  The same command goes on from the
+# checkpoint.
 COMMAND=("$PYTHON" -m torch.distributed.run
     --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS"
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
     --rdzv-backend static --rdzv-id "$RUN_ID" --rdzv-conf "timeout=$JOIN_TIMEOUT"
-    --max-restarts "$MAX_RESTARTS" --shutdown-timeout "$STOP_TIMEOUT" --signals-to-handle "$HANDLED"
+    --max-restarts 0 --shutdown-timeout "$STOP_TIMEOUT" --signals-to-handle "$HANDLED"
     --log-dir "$LOGS" --redirects 3 --tee "0:3"
     -m mindspeed_cp.cli train "$CONFIG" "${SETTINGS[@]}" "${REST[@]}")
 
@@ -225,7 +227,7 @@ quoted() {
     printf '%s\n' "${line# }"
 }
 
-# --- checks of this machine ---------------------------------------------------------------------------------------------
+# --- checks of this machine -------------------------------------------------------------------------------------------
 
 # failed SETTING VALUE VALID: shown in a dry run, else the end of the start.
 failed() {
