@@ -73,3 +73,45 @@ def test_so_they_are_for_any_problem(workers, ranks):
     rng = Random(ranks)
     cells = rng.sample([cell for cell in capabilities.cells() if capabilities.refusal(cell) is None], 16)
     check(workers, [problem(cell, ranks, rng) for cell in cells], ranks)
+
+
+def states(plan, rank, size):
+    """Bytes beside the communication, forward and backward: the formula of `peak_bytes` and of docs/plans.md."""
+    a, rounded = plan.attention, size if size < 4 else 0
+    t, r = int(plan.q_layout.token_counts[rank]), int(plan.kv_layout.token_counts[rank])
+    (first, last), (low, high) = plan.q_layout.head_range(rank, a.heads), plan.kv_layout.head_range(rank, a.kv_heads)
+    h, g, d, e = last - first, high - low, a.head_dim, a.head_dim_v
+    shared = plan.kv_move is not None and plan.kv_move.replicates
+    if shared:
+        r, g = int(plan.layout_kv.token_counts[rank]), a.kv_heads
+    forward = t * h * (4 * e + 4) + rounded * t * h * e
+    dq, dkv = rounded * t * h * d, rounded * r * g * (d + e)
+    return forward, t * h * (size * e + 4) + 4 * t * h * d + (max(dq, dkv) if shared else dq + dkv)
+
+
+def counted_states(rank, group, cases):
+    """For each case: peak bytes of what the engine makes beside buffers, forward and backward."""
+    found = []
+    for case in cases:
+        plan, leaves, dout = local(rank, case)
+        with Meter() as meter:
+            out = attend(case, plan, leaves, group)
+        forward = meter.peak["engine"]
+        meter.restart()
+        with meter:
+            torch.autograd.grad(out, leaves, dout)
+        found.append((forward, meter.peak["engine"]))
+    return found
+
+
+@pytest.mark.parametrize("variant", ["ring", "ulysses", "hybrid", "direct"])
+def test_what_comes_on_top_of_buffers_is_as_documented(workers, variant):
+    """Also where ranks share a kv head, and where some have no head at all."""
+    cases = [case.on(4, variant) for case in PROBLEMS]
+    assert any(c.plan().kv_move is not None and c.plan().kv_move.replicates for c in cases) == (
+        variant in ("ulysses", "hybrid")
+    )
+    results = workers.run(4, counted_states, cases, timeout=120)
+    for i, case in enumerate(cases):
+        expected = [states(case.plan(), rank, case.dtype.itemsize) for rank in range(4)]
+        assert [result[i] for result in results] == expected, case

@@ -112,7 +112,7 @@ def test_peak_bytes_count_slots_gradients_and_staging():
         rows * width * 4,
     )
     verify_plan(plan, max_bytes=int(backward["total"]))
-    with pytest.raises(PlanError, match="backward: rank 0: buffers take"):
+    with pytest.raises(PlanError, match="backward: rank 0: communication buffers take"):
         verify_plan(plan, max_bytes=int(backward["total"]) - 1)
 
 

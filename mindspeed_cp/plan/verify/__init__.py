@@ -33,11 +33,12 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
       again; no gradient is sent while it is still summed (:mod:`.lifetimes`);
     * no dead-lock, even if every send waits for its receiver (:mod:`.queues`); moves between layouts are posted all at
       once and need no such order;
-    * the peak bytes of buffers are within `max_bytes`, when that is given (:mod:`.memory`).
+    * the peak bytes of communication buffers are within `max_bytes`, when that is given (:mod:`.memory`; the engine's
+      accumulators, copies and kernels come on top: :func:`peak_bytes` has their sizes).
 
     Args:
         plan: the plan.
-        max_bytes: bound for the buffers of one rank.
+        max_bytes: bound for the communication buffers of one rank.
         bytes_per_element: of keys and values, for that bound.
         seed: of the random numbers.
 

@@ -1,4 +1,4 @@
-"""Peak bytes of the buffers that the engine allocates for a plan."""
+"""Peak bytes of the communication buffers that the engine allocates for a plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ PEAK = record("kv gradients moved staging total")
 
 
 def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.ndarray:
-    """Bytes of communication buffers of every rank: what the engine allocates beside the caller's tensors and the
-    kernels' own results.
+    """Bytes of communication buffers of every rank, and of nothing else.
+
+    Counted is what the engine allocates so that rows can travel:
 
     * kv: slots 1 and up, K and V, for the whole program;
     * gradients (backward): dK and dV in fp32 of every slot that is computed or receives a reduce, for the whole
@@ -26,13 +27,25 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
     * staging: rows that leave from several places are gathered, K and V that land in several places and every reduce
       are received apart; in moves, heads too are cut out and put in. The largest sum over what is under way at once.
 
+    Not counted is what one rank alone would need as well. With t rows of queries and r of keys that this rank computes
+    with, h and g heads of them, widths d and e (of v and the output), b bytes an element; the terms in b are there
+    where b < 4, as fp32 is not rounded:
+
+    * forward: out and its lse, in fp32 and rounded: t*h*(4*e + 4) + b*t*h*e;
+    * backward: out and lse from the forward (t*h*(b*e + 4)), dq in fp32 and rounded (4*t*h*d + b*t*h*d), dk and dv
+      rounded (b*r*g*(d + e)). Where a kv head is on several ranks, dk and dv are rounded last, rows and heads of the
+      caller's layout, when the rounded dq has gone: the larger of the two terms counts;
+    * copies of q, k, v and of the output's gradient, where the caller's are not contiguous: as large as these;
+    * the caller's tensors, and what the kernels of the attention operator make of one call.
+
     Args:
         plan: the plan.
         direction: "forward" or "backward".
         bytes_per_element: of K and V.
 
     Returns:
-        Records of dtype PEAK [ranks].
+        Records of dtype PEAK [ranks]. Its parts need not be largest at the same time: the total is a bound of what is
+        counted.
     """
     program: Program = getattr(plan, direction)
     kv_heads = plan.attention.kv_heads
@@ -126,7 +139,7 @@ def check_memory(plan: Plan, max_bytes: int, bytes_per_element: int) -> None:
         if peak["total"][rank] > max_bytes:
             p = peak[rank]
             raise PlanError(
-                f"{direction}: rank {rank}: buffers take {p['total']} bytes ({p['kv']} keys and values, "
+                f"{direction}: rank {rank}: communication buffers take {p['total']} bytes ({p['kv']} keys and values, "
                 f"{p['gradients']} gradients, {p['moved']} moved, {p['staging']} staging), more than the bound of "
                 f"{max_bytes}"
             )
