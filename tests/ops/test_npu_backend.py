@@ -13,9 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import AttentionConfig, ConfigError, capabilities
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, capabilities
 from mindspeed_cp.layout import expand
-from mindspeed_cp.ops.attention import BACKENDS, BackwardState, ForwardState, Heads, backend_for, dense_attention
+from mindspeed_cp.ops.attention import (
+    BACKENDS,
+    BackwardState,
+    ForwardState,
+    Heads,
+    attention,
+    attention_backward,
+    backend_for,
+    dense_attention,
+)
 from mindspeed_cp.ops.attention.heads import even_parts
 from mindspeed_cp.ops.attention.npu import NpuAttention
 from mindspeed_cp.ops.attention.npu_placed import place
@@ -26,6 +35,7 @@ from tests.engine.draw import problem
 from tests.host_cann import oracle
 from tests.ops.npu_oracle import OracleOperator, kept_weights
 from tests.ops.test_npu_lowering import numbers, sequences
+from tests.ops.yardstick import tensors
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -237,6 +247,38 @@ def test_nothing_is_dropped_where_the_state_says_so():
     oracle.calls.clear()
     rank.forward()
     assert not rank.state.kept and all(call.drop_bytes == 0 for call in oracle.calls)
+
+
+@pytest.mark.parametrize(("lowering", "alibi"), [("tnd", False), ("masks", False), ("tnd", True)])
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [
+        ("causal", None),
+        ("causal", (0, 0)),
+        ("causal", (6, 0)),
+        ("full", None),
+        ("full", (70, 30)),
+        ("full", (-1, 3)),
+        ("full", (0, 0)),
+    ],
+)
+def test_sequences_by_cumulative_lengths(mask, window, alibi, lowering):
+    """Through the operator: bottom right with more keys than queries, other lengths, sequences without rows or keys."""
+    queries, keys = Documents([5, 37, 0, 9, 60, 3]), Documents([5, 60, 4, 30, 160, 0])
+    shape = (6, 2, 16, 24)
+    q, k, v, dout = tensors(queries.tokens, keys.tokens, shape, torch.float32)
+    how = dict(mask=mask, window=window, alibi=alibi, backend=NpuAttention(lowering, operator=OracleOperator()))
+    out, lse = attention(q, k, v, queries.offsets, keys.offsets, **how)
+    grads = attention_backward(dout, q, k, v, out, lse, queries.offsets, keys.offsets, **how)
+    config = AttentionConfig(*shape, mask=mask, window=window, alibi=alibi)
+    del how["backend"]
+    expected = attention(q, k, v, queries.offsets, keys.offsets, **how, backend="cpu")
+    expected += attention_backward(dout, q, k, v, *expected, queries.offsets, keys.offsets, **how, backend="cpu")
+    for got, want in zip((out, lse, *grads), expected, strict=True):
+        blind = torch.isinf(want)
+        assert (torch.isinf(got) == blind).all()
+        largest = float(want.masked_fill(blind, 0).abs().max())
+        assert float((got - want).masked_fill(blind, 0).abs().max()) <= 2e-5 * max(1, largest), config
 
 
 def test_shared_and_split_alibi_are_the_same_in_fewer_calls():
