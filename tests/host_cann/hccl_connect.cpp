@@ -27,12 +27,29 @@ static socklen_t abstract_name(sockaddr_un& address, const std::string& id, uint
     return (socklen_t)(offsetof(sockaddr_un, sun_path) + 1 + (size_t)n);
 }
 
+// Closes on the way out, unless released.
+struct Socket {
+    explicit Socket(int fd) : fd(fd) {}
+    Socket(const Socket&) = delete;
+    ~Socket() {
+        if (fd >= 0) close(fd);
+    }
+    int release() {
+        const int given = fd;
+        fd = -1;
+        return given;
+    }
+    int fd;
+};
+
+// Each tells the other who it is. The peer may take its time: it answers when it comes to it.
 static void greet(int fd, const Peer& self, Peer& other, Deadline deadline) {
-    timeval limit{milliseconds_left(deadline) / 1000 + 1, 0};
+    const auto left = std::chrono::duration_cast<std::chrono::seconds>(deadline - Clock::now()).count();
+    timeval limit{left < 0 ? 1 : (time_t)left + 1, 0};
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     if (::send(fd, &self, sizeof self, MSG_NOSIGNAL) != (ssize_t)sizeof self ||
         recv(fd, &other, sizeof other, MSG_WAITALL) != (ssize_t)sizeof other)
-        throw Failure(E_TCP_CONNECT, "a peer ended while the communicator was made");
+        throw Failure(E_TCP_CONNECT, "a peer ended or did not answer while the communicator was made");
     int room = 4 << 20;  // fewer wake-ups for large messages; the kernel cuts it to what it allows
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
     setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &room, sizeof room);
@@ -44,42 +61,43 @@ std::vector<std::shared_ptr<Link>> connect_all(const std::string& id, uint32_t r
     const Peer self{rank, size, world ? atoi(world) : -1, (int32_t)getpid()};
     std::vector<std::shared_ptr<Link>> links(size);
     sockaddr_un address;
-    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (listener < 0) throw Failure(E_TCP_CONNECT, std::string("socket: ") + strerror(errno));
+    Socket listener(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (listener.fd < 0) throw Failure(E_TCP_CONNECT, std::string("socket: ") + strerror(errno));
     auto fail = [&](int code, const std::string& why) -> Failure {
-        close(listener);
         return Failure(
             code, "communicator " + id + ", rank " + std::to_string(rank) + " of " + std::to_string(size) + ": " + why);
     };
     socklen_t length = abstract_name(address, id, rank);
-    if (bind(listener, (sockaddr*)&address, length) || listen(listener, (int)size))
+    if (bind(listener.fd, (sockaddr*)&address, length) || listen(listener.fd, (int)size))
         throw fail(E_PARA, std::string("another process has this rank already, or the name cannot be used: ") +
                                strerror(errno));
-    auto meet = [&](int fd) {
+    auto meet = [&](Socket& peer) {
         Peer other{};
-        greet(fd, self, other, deadline);
+        greet(peer.fd, self, other, deadline);
         if (other.size != size)
             throw fail(E_PARA, "rank " + std::to_string(other.rank) + " says that it has " +
                                    std::to_string(other.size) + " ranks");
         if (other.rank >= size || other.rank == rank || links[other.rank])
             throw fail(E_PARA, "two processes say that they are rank " + std::to_string(other.rank));
-        links[other.rank] = std::make_shared<Link>(fd, other);
+        links[other.rank] = std::make_shared<Link>(peer.release(), other);
     };
     // every rank calls the ranks below itself and is called by those above
     for (;;) {
         bool all = true;
         for (uint32_t r = 0; r < rank; r++) {
             if (links[r]) continue;
-            int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+            Socket peer(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
             length = abstract_name(address, id, r);
-            if (fd >= 0 && connect(fd, (sockaddr*)&address, length) == 0)
-                meet(fd);
-            else {
-                close(fd);
+            if (peer.fd >= 0 && connect(peer.fd, (sockaddr*)&address, length) == 0)
+                meet(peer);
+            else
                 all = false;
-            }
         }
-        for (int fd; (fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) meet(fd);
+        for (;;) {
+            Socket peer(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
+            if (peer.fd < 0) break;
+            meet(peer);
+        }
         for (uint32_t r = rank + 1; r < size; r++) all = all && links[r];
         if (all) break;
         if (Clock::now() >= deadline) {
@@ -90,10 +108,9 @@ std::vector<std::shared_ptr<Link>> connect_all(const std::string& id, uint32_t r
             snprintf(limit, sizeof limit, "%g", seconds);
             throw fail(E_TIMEOUT, "rank " + missing + " did not join within " + limit + " s");
         }
-        pollfd p{listener, POLLIN, 0};
+        pollfd p{listener.fd, POLLIN, 0};
         poll(&p, 1, 2);  // short: the ranks below may start to listen at any time
     }
-    close(listener);
     for (auto& link : links)
         if (link) start_reading(link);
     return links;

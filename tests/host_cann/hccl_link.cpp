@@ -14,7 +14,6 @@
 namespace host_hccl {
 
 static const uint32_t MAGIC = 0x48434331;  // "HCC1"
-enum Kind : uint8_t { DATA = 1, TAKEN = 2, GOODBYE = 3 };
 
 int milliseconds_left(Deadline deadline) {
     auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
@@ -146,7 +145,6 @@ void Link::file_away() {
 void Link::send(const Header& header, const void* data, Deadline deadline) {
     Header h = header;
     h.magic = MAGIC;
-    if (!h.kind) h.kind = DATA;
     iovec pieces[2] = {{&h, sizeof h}, {const_cast<void*>(data), h.kind == DATA ? h.bytes : 0}};
     size_t total = sizeof h + pieces[1].iov_len, done = 0;
     std::lock_guard<std::mutex> guard(write_);  // whole messages only

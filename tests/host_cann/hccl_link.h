@@ -43,9 +43,12 @@ struct Failure : std::runtime_error {
 // Point-to-point messages and parts of collectives are counted apart.
 enum Channel : uint8_t { P2P = 0, COLLECTIVE = 1, CHANNELS = 2 };
 
+// DATA carries a message; TAKEN says that the receiver's task has it; GOODBYE, that the communicator was destroyed.
+enum Kind : uint8_t { DATA = 1, TAKEN = 2, GOODBYE = 3 };
+
 struct Header {
     uint32_t magic;
-    uint8_t kind;  // DATA, TAKEN (the receiver's task has the message), GOODBYE (communicator destroyed)
+    uint8_t kind;  // Kind
     uint8_t channel;
     uint8_t call;     // which entry point sent it (hccl_work.h), so that unlike calls are told apart
     uint8_t type;     // data type

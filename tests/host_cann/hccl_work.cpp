@@ -125,6 +125,7 @@ static void move(Communicator& comm, Exchange& exchange) {
         for (In& in : exchange.in) in.data = exchange.stage[in.from].data();
     }
     Header header{};
+    header.kind = DATA;
     header.channel = channel;
     header.call = exchange.call;
     header.type = (uint8_t)exchange.type;
@@ -145,7 +146,7 @@ static void move(Communicator& comm, Exchange& exchange) {
         store(comm, exchange, in, message);
         if (synchronous()) {
             Header acknowledgement{};
-            acknowledgement.kind = 2;
+            acknowledgement.kind = TAKEN;
             acknowledgement.channel = channel;
             acknowledgement.serial = in.serial;
             link.send(acknowledgement, nullptr, deadline);
