@@ -148,6 +148,19 @@ def test_help_names_every_option_and_default() -> None:
     assert run(SLURM, "--machine", "a3", "--help").stdout == run(A3, "--help").stdout
 
 
+def test_the_commands_of_the_readme_are_right(slurm: dict[str, str]) -> None:
+    text = (LAUNCH / "README.md").read_text("utf-8").replace("my.yaml", str(CONFIG))
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    commands = [shlex.split(line, comments=True) for line in blocks.splitlines() if "configs/launch/" in line]
+    assert len(commands) == 6
+    for words in commands:
+        if words[0] == "sbatch":
+            words = [word for word in words[1:] if word != "--nodes=4"]
+        words = [word for word in words if word != "--cann" and not word.endswith("set_env.sh")]
+        done = run(ROOT / words[0], "--dry-run", "--set=train.global_batch_size=16", *words[1:], **slurm)
+        assert (done.returncode, done.stderr) == (0, ""), words
+
+
 # one node and many
 
 

@@ -57,6 +57,8 @@ whole() {
     fi
 }
 
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then refuse bash "$BASH_VERSION" "must be 4.4 or newer"; fi
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 CONFIG=${CONFIG:-${LAUNCH%/*}/quickstart.yaml}
