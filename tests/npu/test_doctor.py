@@ -1,0 +1,81 @@
+"""mindspeed-cp doctor --device npu over the stand-in: all rows pass, and an operator with a fault is found and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_cp.doctor import CASES, LONG
+from mindspeed_cp.doctor.operator import check
+from tests.host_cann.oracle_calls import Call, calls
+from tests.host_cann.oracle_faults import COLUMNS, FAULTS, KV_START, TOP_LEFT, set_fault
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def doctor(**environment: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report and messages."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **environment}
+    command = [sys.executable, "-m", "tests.npu.command", "doctor", "--device", "npu", "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=280
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr[-3000:]
+    return done.returncode, json.loads(lines[-1]), done.stderr
+
+
+def test_every_row_passes_and_odd_rings_turn() -> None:
+    code, report, _ = doctor(HOST_CANN_DEVICES="4", HOST_HCCL_SYNC="1")
+    assert code == 0 and report["ok"]
+    assert report["devices"]["npu"]["count"] == 4 and report["versions"]["CANN"] and report["versions"]["torch-npu"]
+    assert all(check["backend"] == "npu" and check["ok"] for check in report["checks"])
+    assert {check["dtype"] for check in report["checks"]} == {"fp32", "bf16"}
+    assert [(row["case"], row["ok"]) for row in report["links"]] == [
+        (f"ring of {ranks}, {how}", True) for ranks in (4, 3) for how in ("one launch a step", "lanes")
+    ]
+    assert all(row["gigabytes_per_second"] > 0 for row in report["links"])
+
+
+def test_a_mask_that_is_ignored_is_found_and_named() -> None:
+    code, report, _ = doctor(HOST_CANN_DEVICES="1", HOST_CANN_FAULT=COLUMNS)
+    failed = {check["case"] for check in report["checks"] if not check["ok"]}
+    assert code == 1 and not report["ok"] and report["links"] == []
+    assert {"causal, 2,500 tokens", "packed causal, past 2,048"} <= failed
+    assert not {"one causal document", "grouped queries", "full mask, past 2,048"} & failed
+
+
+@pytest.fixture
+def fault() -> Iterator[Callable[[str], None]]:
+    yield set_fault
+    set_fault(None)
+
+
+#: Faults in what this project's calls do not use: whether a call does.
+UNUSED: dict[str, Callable[[Call], bool]] = {
+    KV_START: lambda call: call.starts[1] != 0,
+    TOP_LEFT: lambda call: call.sparse_mode == 3 and any(queries != keys for queries, keys in call.sizes),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_of_the_operator_is_found(name: str, fault: Callable[[str], None]) -> None:
+    """Or it is a fault in something that no call makes use of."""
+    fault(name)
+    calls.clear()
+    found = any(not check("npu", "fp32", case)["ok"] for case in reversed((*CASES, *LONG)))
+    assert calls and found == (name not in UNUSED or any(map(UNUSED[name], calls)))
+
+
+def test_without_a_fault_nothing_is_found() -> None:
+    """What the doctor finds in the tests above is the fault."""
+    for case in (*CASES, *LONG):
+        found = check("npu", "fp32", case, seed=1)
+        assert found["ok"], found
