@@ -3,6 +3,8 @@
 <output.folder>/
   settings.yaml  metrics.jsonl  loss.png  summary.json  .lock
   checkpoints/   iter_0000050/ (Megatron's shards, run.json)   latest
+
+settings.yaml has the settings of the last start that finished a step.
 """
 
 from __future__ import annotations

@@ -54,13 +54,14 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
 
 
 def other_settings(path: Path, settings: Settings) -> list[str]:
-    """How the work was done before, where that differs: "context_parallel_suite.algorithm was ring and is direct".
+    """How the last start did its work, where that differs: "context_parallel_suite.algorithm was ring and is direct".
 
     What a checkpoint is bound to cannot differ (`check_same_run`); this is the rest, the length of the run and what
-    concerns files and the screen left out.
+    concerns files and the screen left out. What starts before the last one did is not known.
 
     Args:
-        path: settings.yaml of the run; nothing is said where it cannot be read.
+        path: settings.yaml of the run, which its last start wrote after its first step; nothing is said where it cannot
+            be read.
         settings: those of now.
     """
     import yaml
@@ -77,6 +78,12 @@ def other_settings(path: Path, settings: Settings) -> list[str]:
             if isinstance(old, dict) and old.get(key, value) != value and key not in _LENGTH:
                 found.append(f"{section}.{key} was {show(old[key])} and is {show(value)}")
     return found
+
+
+def other_settings_note(path: Path, settings: Settings) -> str | None:
+    """One line that says `other_settings`; None where there are none."""
+    other = other_settings(path, settings)
+    return f"this run was last started with other settings: {'; '.join(other)}" if other else None
 
 
 def complete_note(files: RunFiles, settings: Settings) -> str:

@@ -29,7 +29,7 @@ from mindspeed_cp.train.batches import Batches, MicroBatch
 from mindspeed_cp.train.checkpoint import Progress
 from mindspeed_cp.train.display import open_display
 from mindspeed_cp.train.files import RunFiles, keep_metrics, write_text
-from mindspeed_cp.train.identity import complete_note, other_settings
+from mindspeed_cp.train.identity import complete_note, other_settings_note
 from mindspeed_cp.train.model import Parts, build
 from mindspeed_cp.train.resume import checkpoint_to_resume
 from mindspeed_cp.train.stop import StopRequest
@@ -244,9 +244,8 @@ class _Writer:
         self.lines = keep_metrics(files.metrics, progress.step)
         self._file = files.metrics.open("a", encoding="utf-8")
         complete = progress.step >= settings.train.train_iters
-        other = other_settings(files.settings, settings) if progress.step else []
-        if not complete:  # a complete run keeps the settings that made it
-            write_text(files.settings, _as_yaml(settings))
+        self._has_settings = False  # written after the first step: a start that fails before leaves settings.yaml alone
+        other = other_settings_note(files.settings, settings) if progress.step else None
         self._display = open_display(
             settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval
         )
@@ -255,9 +254,8 @@ class _Writer:
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
             f"({suite.algorithm}) on {device.type}" + (f", resumed after step {progress.step}" if progress.step else "")
         )
-        if other:
-            done = "this run was made" if complete else f"the steps up to {progress.step} were made"
-            self._display.note(f"{done} with other settings: {'; '.join(other)}")
+        if other is not None:
+            self._display.note(other)
         if complete:
             self._display.note(complete_note(files, settings))
         unused = unused_device(device)
@@ -279,6 +277,9 @@ class _Writer:
         self.lines.append(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        if not self._has_settings:
+            write_text(self._files.settings, _as_yaml(self._settings))
+            self._has_settings = True
         self._display.step(line)
 
     def draw(self) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.files import RunFiles, read_metrics
-from mindspeed_cp.train.identity import complete_note, other_settings
+from mindspeed_cp.train.identity import complete_note, other_settings, other_settings_note
 from tests.train.nursery import Nursery, RankError
 
 
@@ -151,20 +152,57 @@ def test_a_finished_run_has_nothing_left_to_do(nursery: Nursery, corpus: Path, t
     assert again["summary"]["tokens_per_s"] > 0 and again["summary"]["imbalance"] >= 1
 
 
-def test_a_finished_run_keeps_the_settings_that_made_it(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_a_finished_run_keeps_the_settings_of_its_last_steps(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
     """A command with another algorithm on a complete run does nothing, says so, and leaves settings.yaml alone."""
     common: dict[str, Any] = {"train__train_iters": 2, "train__lr_warmup_iters": 0}
     ring = tiny(corpus, tmp_path, **common)
     direct = tiny(corpus, tmp_path, **common, context_parallel_suite__algorithm="direct")
     curve(nursery, ring, 1)
-    before = RunFiles(Path(ring.output.folder)).settings.read_text()
-    assert other_settings(RunFiles(Path(ring.output.folder)).settings, direct) == [
-        'context_parallel_suite.algorithm was "ring" and is "direct"'
-    ]
+    files = RunFiles(Path(ring.output.folder))
+    before = files.settings.read_text()
+    assert Settings(**yaml.safe_load(before)) == ring
+    assert other_settings(files.settings, direct) == ['context_parallel_suite.algorithm was "ring" and is "direct"']
     curve(nursery, direct, 1)
-    assert RunFiles(Path(ring.output.folder)).settings.read_text() == before
-    note = complete_note(RunFiles(Path(ring.output.folder)), direct)
+    assert files.settings.read_text() == before
+    note = complete_note(files, direct)
     assert "raise train.train_iters and keep its schedule, train.lr_decay_iters = 2;" in note
+
+
+def fails_at_once(settings: str) -> str:
+    """In a rank: the first step of this start has a loss that is no number."""
+    from mindspeed_cp.train.batches import Batches, MicroBatch
+
+    made = Batches._make
+
+    def poisoned(self: Batches, row: Any) -> MicroBatch:
+        micro = made(self, row)
+        micro.batch["loss_mask"][0, 0] = float("nan")
+        return micro
+
+    Batches._make = poisoned  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as caught:
+        train_here(settings)
+    return str(caught.value)
+
+
+def test_settings_are_those_of_the_last_start_that_finished_a_step(
+    nursery: Nursery, corpus: Path, tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"train__lr_warmup_iters": 0, "train__lr_decay_iters": 9}
+    ring = tiny(corpus, tmp_path, train__train_iters=1, **common)
+    direct = tiny(corpus, tmp_path, train__train_iters=2, **common, context_parallel_suite__algorithm="direct")
+    files = RunFiles(Path(ring.output.folder))
+    nursery.run(1, fails_at_once, ring.model_dump_json())
+    assert not files.settings.exists(), "nothing was done"
+    curve(nursery, ring, 1)
+    assert other_settings_note(files.settings, ring) is None
+    nursery.run(1, fails_at_once, direct.model_dump_json())
+    assert Settings(**yaml.safe_load(files.settings.read_text())) == ring
+    assert other_settings_note(files.settings, direct) == (
+        'this run was last started with other settings: context_parallel_suite.algorithm was "ring" and is "direct"'
+    )
+    curve(nursery, direct, 1)
+    assert Settings(**yaml.safe_load(files.settings.read_text())) == direct
 
 
 def test_the_summary_names_speed_balance_cuts_and_files(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
