@@ -37,7 +37,7 @@ LIBRARIES = "libraries.txt"
 STAMP = "built"
 TOOLS = {"gcc": "gcc", "g++": "g++", "nm": "binutils", "readelf": "binutils"}
 WARNINGS = ["-Wall", "-Wextra"]
-C = ["gcc", "-std=gnu17", "-O2", "-g", "-fPIC", "-pthread", *WARNINGS]
+C = ["gcc", "-std=c17", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-pthread", *WARNINGS]
 CPP = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-pthread", *WARNINGS]
 
 RUNTIME_NAME = re.compile(r"(acl[A-Z]|acl(rt|mdl|op|prof|sys)[A-Z]|Msprof|rt[A-Z])\w*")
