@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Elements of `out` merged at a time: 1 MiB in fp32, so that the converted part stays in the cache of one core.
+#: Elements of `out` merged at a time on a CPU: 1 MiB in fp32, so that the converted part stays in the cache of one core.
+#: On a device all are merged at once: launches cost more there.
 CHUNK = 1 << 18
 
 
@@ -22,6 +23,9 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         part: [t, heads, dim], any floating type.
         part_lse: fp32 [t, heads].
     """
+    if out.device.type != "cpu":
+        _merge_chunk(out, lse, part, part_lse)
+        return
     rows = max(1, CHUNK // max(1, out[0].numel())) if len(out) else 1
     for part_of in zip(*(x.split(rows) for x in (out, lse, part, part_lse)), strict=True):
         _merge_chunk(*part_of)

@@ -96,6 +96,8 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
     store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
+    # torchrun may start ranks again over the same store, where their first attempt's addresses still are.
+    store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     libraries = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{LIBRARIES[device.type]}"
     dist.init_process_group(libraries, store=store, rank=rank, world_size=size, timeout=timeout)
     with ExitStack() as stack:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
 from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, dense_attention, dense_packed_attention
+from mindspeed_cp.ops.attention.npu import NpuAttention
 from mindspeed_cp.ops.dropout import keep_mask
+from tests.ops.npu_oracle import OracleOperator
 from tests.ops.yardstick import compare, reference, tensors
 
 SHAPES = [
@@ -20,10 +22,13 @@ SHAPES = [
     (4, 1, 16, 40),
     (1, 1, 1, 1),
 ]  # heads, kv heads, head_dim, head_dim_v
+
+#: The npu backend runs on CPU tensors with the oracle of the stand-in as its operator.
+RUNNERS = ["cpu", NpuAttention(operator=OracleOperator())]
 LENGTHS = [[5, 37, 0, 130, 300], [1] * 20, [3, 60, 64, 65, 20, 9], [], [0, 0], [129]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RUNNERS, ids=["cpu", "npu over the oracle"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -213,11 +218,12 @@ def test_scale_is_used_and_defaults_to_the_head_dim():
         (dict(cu_seqlens_q=[0, 2, 5], cu_seqlens_kv=[0, 4, 5]), "sequence 1 has 3 queries and 1 keys"),
         (dict(mask="window"), "mask is 'window'"),
         (dict(window=(3, 4)), "attention.window is .3, 4., but under mask 'causal'"),
-        (dict(alibi=[0.5]), "one finite slope for each of the 2 heads"),
+        (dict(alibi=[0.5]), "one finite slope, in fp32 too, for each of the 2 heads"),
         (dict(dropout_p=1.0), "attention.dropout is 1.0; valid: a number from 0 to below 1"),
         (dict(dropout_p=0.1), r"dropout_p is 0.1, dropout_key is None; valid: \(seed, layer\)"),
         (dict(cu_seqlens_q=5), "cu_seqlens_q must rise"),
-        (dict(backend="npu"), "backend is 'npu'; valid in this version: cpu"),
+        (dict(backend="tpu"), "backend is 'tpu'; valid in this version: cpu, npu"),
+        (dict(backend="npu"), "backend 'npu' does not run on tensors of device 'cpu'"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(change, says):
