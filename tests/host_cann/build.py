@@ -108,7 +108,9 @@ def _compile(folder: Path) -> None:
     missing = {name for name in needed if name.startswith("Hccl")} - _defined(hccl)
     hccl += _objects(folder, C, include, [_write(folder / "missing_hccl.c", _stubs(missing, 5))])  # HCCL_E_NOT_SUPPORT
     _link(folder, "libhccl.so", hccl, "-lascendcl")
-    _write(folder / LIBRARIES, "\n".join(["libascendcl.so", *forwarding, "libopapi.so", "libhccl.so"]) + "\n")
+    _link(folder, "libhcomm.so", [], "-Wl,--no-as-needed", "-lhccl")  # where torch_npu looks up HcclGroupStart, -End
+    libraries = ["libascendcl.so", *forwarding, "libopapi.so", "libhccl.so", "libhcomm.so"]
+    _write(folder / LIBRARIES, "\n".join(libraries) + "\n")
 
 
 def _needs(wheel: Path) -> tuple[set[str], set[str]]:
