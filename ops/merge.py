@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Elements of `out` merged at a time on a CPU: 1 MiB in fp32, so that the converted part stays in the cache of one core.
-#: On a device all are merged at once: launches cost more there.
+#: Elements of `out` merged at a time on a CPU: 1 MiB in fp32, so that the converted part stays in the cache of one
+#: core. On a device all are merged at once: launches cost more there.
 CHUNK = 1 << 18
 
 

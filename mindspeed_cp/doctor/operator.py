@@ -108,8 +108,8 @@ def check(backend: str, dtype: str, case: Case, seed: int = 0) -> dict[str, Any]
         return {**result, "differences": {}, "seconds": 0.0, "ok": False, "error": " ".join(str(error).split())}
     seconds = time.perf_counter() - began
     if abs(mean - 1) > MEAN:
-        error = f"outputs of values of 1 are {mean:.3f} in the mean"
-        return {**result, "differences": {}, "seconds": seconds, "ok": False, "error": error}
+        wrong = f"outputs of values of 1 are {mean:.3f} in the mean"
+        return {**result, "differences": {}, "seconds": seconds, "ok": False, "error": wrong}
     if drawn_by_operator:
         differences = _same_drops(found, given)
     else:

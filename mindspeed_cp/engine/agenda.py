@@ -110,7 +110,7 @@ def prepare(
     plan: Plan,
     rank: int,
     dtype: torch.dtype,
-    backend: str | None = None,
+    backend: str | AttentionBackend | None = None,
     device: torch.device | str = "cpu",
     training: bool = True,
 ) -> None:

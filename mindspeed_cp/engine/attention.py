@@ -25,7 +25,7 @@ def context_parallel_attention(
     v: Tensor,
     plan: Plan,
     group: dist.ProcessGroup | None = None,
-    backend: str | None = None,
+    backend: str | AttentionBackend | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     dropout_key: DropoutKey | None = None,
     training: bool = True,
@@ -44,7 +44,7 @@ def context_parallel_attention(
         plan: from :func:`mindspeed_cp.build_plan`, the same on every rank; :func:`mindspeed_cp.check_agreement` tells
             whether it is.
         group: the context-parallel ranks; default: all processes.
-        backend: of the attention operator; default: by the device of q.
+        backend: of the attention operator, by name or with options of its own; default: by the device of q.
         timeout: seconds until a peer that does not answer in one transfer is given up; on gloo. NCCL and HCCL use the
             time-out of their group.
         dropout_key: (seed, layer), needed where the plan's attention has dropout. The same on all ranks of the group;

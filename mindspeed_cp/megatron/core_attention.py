@@ -15,6 +15,7 @@ from mindspeed_cp.megatron.equal_rows import params_of_equal_rows
 from mindspeed_cp.megatron.params import PlannedBatchParams
 from mindspeed_cp.megatron.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.settings import Suite, check_deterministic, check_model_config
+from mindspeed_cp.ops.attention import backend_of
 
 _MASKS = {
     AttnMaskType.causal: "causal",
@@ -164,7 +165,7 @@ class PlannedAttention(MegatronModule):
             v,
             plan,
             group=self.cp_group,
-            backend=None if self.suite.backend == "auto" else self.suite.backend,
+            backend=backend_of(self.suite, q.device.type),
             timeout=self.suite.timeout_seconds,
             dropout_key=self._dropout_key(params),
             training=self.training,

@@ -22,6 +22,7 @@ from mindspeed_cp.config import Settings
 from mindspeed_cp.data import PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
+from mindspeed_cp.ops.attention import backend_of
 from mindspeed_cp.plan import AttentionConfig, Plan, build_plan, verify_plan
 from mindspeed_cp.train.stop import Stopped, StopRequest
 from mindspeed_cp.train.world import World
@@ -140,8 +141,7 @@ class Batches:
             # Every rank has the same plans: the ranks of a context-parallel group take turns to prove them.
             if suite.verify_plans and row.index // self._world.replicas % self._world.cp == rank:
                 verify_plan(plan)
-            backend = None if suite.backend == "auto" else suite.backend
-            prepare(plan, rank, self._dtype, backend, self._world.device)
+            prepare(plan, rank, self._dtype, backend_of(suite, self._world.device.type), self._world.device)
         batch, params = planned_batch(
             {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask},
             list(plans.values()),

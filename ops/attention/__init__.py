@@ -1,6 +1,6 @@
 """The attention operator: contract, backends, and the dense fp64 reference."""
 
-from mindspeed_cp.ops.attention.backends import BACKENDS, backend_for, backend_named
+from mindspeed_cp.ops.attention.backends import BACKENDS, backend_for, backend_named, backend_of
 from mindspeed_cp.ops.attention.contract import (
     AttentionBackend,
     BackwardState,
@@ -24,6 +24,7 @@ __all__ = [
     "attention_backward",
     "backend_for",
     "backend_named",
+    "backend_of",
     "dense_attention",
     "dense_attention_of",
     "dense_packed_attention",

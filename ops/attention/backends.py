@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cpu import CpuAttention
@@ -20,6 +23,26 @@ def backend_named(name: str) -> AttentionBackend:
     if name not in BACKENDS:
         raise ConfigError(f"backend is {name!r}; valid in this version: {', '.join(BACKENDS)}")
     return BACKENDS[name]
+
+
+@cache
+def _npu(lowering: str, alibi: str, merge: str) -> NpuAttention:
+    return NpuAttention(lowering, alibi, merge)
+
+
+def backend_of(suite: Any, device_type: str) -> AttentionBackend:
+    """The backend that settings choose for tensors of a device type.
+
+    Args:
+        suite: a section context_parallel_suite: its `backend`, and `npu_options` where it has that.
+        device_type: of the tensors.
+
+    Raises:
+        ConfigError: as for :func:`backend_for`.
+    """
+    options = getattr(suite, "npu_options", None)
+    name = device_type if suite.backend == "auto" else suite.backend
+    return backend_for(device_type, _npu(**options) if name == "npu" and options else name)
 
 
 def backend_for(device_type: str, backend: str | AttentionBackend | None = None) -> AttentionBackend:

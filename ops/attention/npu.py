@@ -54,12 +54,17 @@ class NpuAttention:
 
     # Without annotations: constants of the class, not options.
     name = "npu"
-    deterministic = False  # the operator's gradient adds up dq in any order, unless torch is told to be deterministic
 
     def __post_init__(self) -> None:
         check_option("lowering", self.lowering, ("tnd", "masks"))
         check_option("alibi", self.alibi, ("shared", "split"))
         check_option("merge", self.merge, ("fp32", "ring_update"))
+
+    @property
+    def deterministic(self) -> bool:
+        """The operator's gradient adds up dq in any order, unless torch.use_deterministic_algorithms tells it not to
+        (torch_npu hands that on to CANN; the stand-in cannot show what CANN does with it)."""
+        return torch.are_deterministic_algorithms_enabled()
 
     @property
     def key(self) -> Hashable:
