@@ -1,0 +1,126 @@
+"""How often fused operators and HCCL are called for one layer's attention, against what the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp import Plan
+from mindspeed_cp.comm.lanes import edges
+from mindspeed_cp.ops.attention import BACKENDS
+from tests.engine.cases import Case, attend, local
+from tests.npu.ranks import Run, run
+
+LENGTHS = (61, 5, 0, 44)
+CASES = {
+    "ring, packed": Case(LENGTHS, 4),
+    "ring, packed, ALiBi": Case(LENGTHS, 4, alibi=True),
+    "odd ring": Case((90,), 3),
+    "direct": Case(LENGTHS, 4, algorithm="direct"),
+    "ulysses": Case(LENGTHS, 4, algorithm="ulysses"),
+    "hybrid": Case(LENGTHS, 4, algorithm="hybrid"),
+}
+SENT = ("HcclSend", "HcclRecv")
+BATCHES = ("HcclGroupEnd", "HcclBatchSendRecv")
+
+
+def attend_once(rank: int, size: int, case: Case, lanes: bool) -> dict[str, int]:
+    """Calls of the fused operators by one layer's forward and backward."""
+    from mindspeed_cp.comm import open_lanes, warm_up
+    from tests.host_cann.oracle_calls import calls
+
+    plan, leaves, dout = local(rank, case)
+    if lanes:
+        open_lanes(device="npu")
+    warm_up(plan, device="npu")
+    torch.distributed.barrier()
+    on_npu = [x.detach().to("npu").requires_grad_() for x in leaves]
+    calls.clear()
+    attend(case, plan, on_npu, None).backward(dout.to("npu"))
+    torch.npu.synchronize()
+    torch.distributed.barrier()
+    return {name: sum(call.operator == name for call in calls) for name in ("fused_attention", "fused_attention_grad")}
+
+
+def lowered(plan: Plan, rank: int, case: Case, direction: str) -> int:
+    """Calls that the npu backend makes of a rank's tiles."""
+    program = getattr(plan, direction)
+    rows = int(plan.q_layout.token_counts[rank])
+    lower = getattr(BACKENDS["npu"], f"lower_{direction}")
+    return sum(map(len, lower(program.tiles(rank), rows, plan.attention, case.dtype).values()))
+
+
+def between_barriers(done: Run, rank: int) -> list[dict[str, Any]]:
+    """HCCL's calls of a rank between the two barriers of `attend_once`, which are its last collectives."""
+    mine = done.calls(rank)
+    barriers = [at for at, call in enumerate(mine) if call["name"] == "HcclAllReduce"]
+    return mine[barriers[-2] + 1 : barriers[-1]]
+
+
+def messages_of(plan: Plan, rank: int) -> list[tuple[str, int, int, bool]]:
+    """(program, step, peer, is sent) of every message of a rank; each is two tensors."""
+    found = []
+    for name in ("forward", "backward"):
+        program = getattr(plan, name)
+        for messages in (program.reduce, program.fetch):
+            for item in messages.items[(messages.items["src"] == rank) | (messages.items["dst"] == rank)]:
+                sends = bool(item["src"] == rank)
+                found.append((name, int(item["start"]), int(item["dst" if sends else "src"]), sends))
+    return found
+
+
+@pytest.mark.parametrize("lanes", [False, True], ids=["batched", "lanes"])
+@pytest.mark.parametrize("name", CASES)
+def test_calls_are_those_of_the_plan(name: str, lanes: bool) -> None:
+    case = CASES[name]
+    plan = case.plan()
+    done = run(case.ranks, attend_once, case, lanes)
+    for rank, counted in enumerate(done.values()):
+        assert counted["fused_attention"] == lowered(plan, rank, case, "forward")
+        assert counted["fused_attention_grad"] == lowered(plan, rank, case, "backward")
+        calls, messages = between_barriers(done, rank), messages_of(plan, rank)
+        if lanes:  # K and V of a message are two; all-to-alls are launches of the group
+            singles = [call for call in calls if call["name"] in SENT]
+            assert len(singles) == 2 * len(messages)
+            assert sum(call["name"] == "HcclSend" for call in singles) == 2 * sum(sends for *_, sends in messages)
+            launches = 0
+        else:  # in a launch every peer is once: as many launches as the busiest (peer, direction) of a step has tensors
+            steps = {(program, step) for program, step, _, _ in messages}
+            per_step = {
+                at: max(2 * sum(m[:2] == at and m[2:] == end for m in messages) for end in {m[2:] for m in messages})
+                for at in steps
+            }
+            launches = sum(per_step.values())
+        launches += moves_of(plan, rank)
+        assert sum(call["name"] in BATCHES for call in calls) == launches
+        assert len(calls) == launches + (2 * len(messages) if lanes else 0)
+
+
+def moves_of(plan: Plan, rank: int) -> int:
+    """Launches of the all-to-alls of q, k and v, of the output, and of their gradients: three tensors to a peer, one,
+    one, and three."""
+    parts = [] if plan.q_move is None else [*plan.q_move.parts, *plan.kv_move.parts]
+    moves = any(rank in (part["src"], part["dst"]) and part["src"] != part["dst"] for part in parts)
+    return 3 + 1 + 1 + 3 if moves else 0
+
+
+def test_a_ring_over_lanes_has_a_stream_for_each_neighbour_and_direction() -> None:
+    """Even for two ranks, which are each other's only neighbour; and odd rings close."""
+    for size in (2, 3, 4):
+        case = Case((80,), size)
+        done = run(size, attend_once, case, True, environment={"HOST_HCCL_SYNC": "1", "HOST_CANN_JITTER_US": "300"})
+        for rank in range(size):
+            singles = [call for call in between_barriers(done, rank) if call["name"] in SENT]
+            ways = {(call["name"], call["peer"]) for call in singles}
+            assert len({call["stream"] for call in singles}) == len(ways) == 2
+        assert edges(case.plan()) == {(rank, (rank + 1) % size) for rank in range(size)}
+
+
+def test_communicators_are_made_before_the_first_step() -> None:
+    """Those of the lanes' pairs in the warm-up: nothing is made between the barriers around the attention."""
+    done = run(3, attend_once, Case((80,), 3), True)
+    for rank in range(3):
+        first = between_barriers(done, rank)[0]["time"]
+        assert done.created(rank) and all(made["time"] < first for made in done.created(rank))
