@@ -1,0 +1,95 @@
+"""Bytes of masks and biases on one rank of 8, for docs/ascend.md: `python -m tests.npu.memory_table`.
+
+What this project's paths hand to the operator is counted from the tensors that its calls receive: whole plans run on tensors
+without memory (device meta), and the operator's double writes down what it was given. The two rows of what others build, a full
+mask and a bias matrix, are products of sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.engine.virtual import attend_virtually
+from mindspeed_cp.ops.attention.npu import NpuAttention
+from tests.host_cann.oracle_calls import Call, calls
+from tests.ops.npu_oracle import OracleOperator
+
+RANKS, HEADS, KV_HEADS, WIDTH = 8, 32, 8, 128
+SIZES = {"32K": 32 << 10, "256K": 256 << 10, "1M": 1_000_000}  # the operator takes a million tokens at most
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way of telling the operator what is visible, or how far away; bytes by size of the context."""
+
+    name: str
+    counted: bool
+    bytes: dict[str, int]
+
+
+def documents(tokens: int) -> Documents:
+    """One long document and many short ones: lengths in a geometric row, the last takes the rest."""
+    lengths = [int(tokens * 0.5 ** (i / 4) * (1 - 0.5 ** (1 / 4))) for i in range(40)]
+    return Documents([*lengths, tokens - sum(lengths)])
+
+
+def received(tokens: int, attention: AttentionConfig, lowering: str = "tnd") -> list[list[Call]]:
+    """The calls of each rank of a ring, forward and backward."""
+    plan = build_plan(documents(tokens), Topology(1, RANKS), attention, "ring")
+    shapes = ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, WIDTH), (HEADS, WIDTH))
+    q, k, v, dout = (torch.empty(tokens, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    calls.clear()
+    made = attend_virtually(plan, q, k, v, dout, NpuAttention(lowering, operator=OracleOperator()))
+    all_calls, by_rank = iter(list(calls)), []
+    for forward, backward in made.calls:
+        by_rank.append([next(all_calls) for _ in range(forward + backward)])
+    assert next(all_calls, None) is None
+    return by_rank
+
+
+def rows() -> list[Row]:
+    """The table."""
+    causal = AttentionConfig(HEADS, KV_HEADS, WIDTH)
+    alibi = AttentionConfig(HEADS, KV_HEADS, WIDTH, alibi=True)
+    found: dict[str, dict[str, int]] = {"masks": {}, "tnd": {}, "alibi mask": {}, "alibi": {}}
+    for name, tokens in SIZES.items():
+        ours = received(tokens, causal)
+        found["tnd"][name] = max(call.mask_bytes for mine in ours for call in mine)  # one tensor, given again and again
+        with_bias = received(tokens, alibi)
+        found["alibi mask"][name] = max(call.mask_bytes for mine in with_bias for call in mine)
+        found["alibi"][name] = max(call.pse_bytes for mine in with_bias for call in mine)
+        by_ids = received(tokens, causal, "masks")
+        found["masks"][name] = max(call.mask_bytes for mine in by_ids for call in mine)
+    own = {name: tokens // RANKS for name, tokens in SIZES.items()}
+    return [
+        Row("full mask of a rank's queries, bool", False, {n: own[n] * tokens for n, tokens in SIZES.items()}),
+        Row("mask by document ids, largest step (npu_lowering: masks)", True, found["masks"]),
+        Row("compressed mask (npu_lowering: tnd)", True, found["tnd"]),
+        Row("ALiBi as a bias matrix, bf16", False, {n: 2 * HEADS * own[n] * tokens for n, tokens in SIZES.items()}),
+        Row("ALiBi by slopes and offsets", True, found["alibi"]),
+        Row("... and its compressed mask", True, found["alibi mask"]),
+    ]
+
+
+def size(number: int) -> str:
+    """Bytes as people read them."""
+    if not number:
+        return "0"
+    power = min(int(math.log2(number)) // 10, 4)
+    return f"{number / (1 << 10 * power):,.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def main() -> None:
+    """Print the table in Markdown."""
+    print(f"| bytes on one rank of {RANKS}, {HEADS} heads | {' | '.join(SIZES)} | |\n|---|---|---|---|---|")
+    for row in rows():
+        cells = " | ".join(size(row.bytes[name]) for name in SIZES)
+        print(f"| {row.name} | {cells} | {'counted' if row.counted else 'computed'} |")
+
+
+if __name__ == "__main__":
+    main()
