@@ -8,7 +8,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.documents import Documents
-from mindspeed_cp.layout.layout import SPAN, Layout
+from mindspeed_cp.layout.layout import SPAN, Layout, is_whole
 from mindspeed_cp.layout.runs import expand
 
 Groups = Sequence[Sequence[int] | np.ndarray]
@@ -34,6 +34,7 @@ def zigzag(documents: Documents, ranks: int, groups: Groups | None = None) -> La
     Raises:
         ConfigError: `ranks` is not positive, or a group is empty, repeats a rank or names one that does not exist.
     """
+    _check_ranks(ranks)
     if groups is None:
         return _on_all_ranks(documents, ranks, 2 * ranks, lambda r: (r, 2 * ranks - 1 - r))
     doc, member, size, ranks_of = _members(documents, ranks, groups)
@@ -143,5 +144,5 @@ def _from_chunks(
 
 
 def _check_ranks(ranks: int) -> None:
-    if ranks < 1:
-        raise ConfigError(f"ranks is {ranks}; a layout needs 1 or more")
+    if not is_whole(ranks) or not 1 <= ranks < 2**31:
+        raise ConfigError(f"ranks is {ranks!r}; a layout needs 1 or more")

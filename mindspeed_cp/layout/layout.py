@@ -53,7 +53,8 @@ class Layout:
         return np.searchsorted(self.spans["rank"], np.arange(self.ranks + 1))
 
     def of(self, rank: int) -> np.ndarray:
-        """The rank's spans (records)."""
+        """The rank's spans (records).  ConfigError if there is no such rank."""
+        self._check_rank(rank)
         return self.spans[self.bounds[rank] : self.bounds[rank + 1]]
 
     def spans_of(self, rank: int) -> Iterator[Span]:
@@ -121,9 +122,10 @@ class Layout:
             [t, ...], a copy; differentiable for a tensor that requires gradients.
 
         Raises:
-            ConfigError: x has another number of tokens, or the rank does not exist.
+            ConfigError: x is no array or tensor, or has another number of tokens, or the rank does not exist.
         """
         self._check_rank(rank)
+        _check_array("shard: x", x, 1 if self.heads is None else 2)
         if len(x) != self.documents.tokens:
             raise ConfigError(f"shard: x has {len(x)} rows, but the documents have {self.documents.tokens} tokens")
         rows = x[self.tokens(rank)]
@@ -140,11 +142,12 @@ class Layout:
             [tokens, ...] of the type of the parts.
 
         Raises:
-            ConfigError: a part is missing or has another number of rows than the layout.
+            ConfigError: a part is missing, no array or tensor, or has another number of rows than the layout.
         """
         if len(parts) != self.ranks:
             raise ConfigError(f"unshard: {len(parts)} parts for {self.ranks} ranks")
         for rank, (part, rows) in enumerate(zip(parts, self.token_counts, strict=True)):
+            _check_array(f"unshard: the part of rank {rank}", part, 1 if self.heads is None else 2)
             if len(part) != rows:
                 raise ConfigError(f"unshard: the part of rank {rank} has {len(part)} rows, the layout has {rows}")
             tail_at = 1 if self.heads is None else 2
@@ -153,8 +156,11 @@ class Layout:
                     f"unshard: the part of rank {rank} is {part.dtype} {list(part.shape)}, that of rank 0 "
                     f"{parts[0].dtype} {list(parts[0].shape)}; types and all but the rows must agree"
                 )
-        if self.heads is not None and heads is None:
-            raise ConfigError("unshard: this layout splits heads, so the number of heads must be given")
+        if self.heads is not None and (not is_whole(heads) or heads < int(self.heads.max(initial=0))):  # type: ignore[operator]
+            raise ConfigError(
+                f"unshard: this layout splits heads, so the number of heads must be given: {heads!r}; valid: "
+                f"{int(self.heads.max(initial=0))} or more"
+            )
         tail = tuple(parts[0].shape[1:]) if self.heads is None else (heads, *parts[0].shape[2:])
         shape = (self.documents.tokens, *tail)
         first = parts[0]
@@ -207,5 +213,20 @@ class Layout:
             )
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.ranks:
-            raise ConfigError(f"rank {rank} does not exist: this layout has ranks 0 to {self.ranks - 1}")
+        if not is_whole(rank) or not 0 <= rank < self.ranks:
+            raise ConfigError(f"rank {rank!r} does not exist: this layout has ranks 0 to {self.ranks - 1}")
+
+
+def _check_array(name: str, x: object, dims: int) -> None:
+    """ConfigError unless x is a numpy array or a torch tensor of so many dims at least."""
+    shape = getattr(x, "shape", None)
+    if not isinstance(shape, tuple) or not (isinstance(x, np.ndarray) or hasattr(x, "new_empty")):
+        raise ConfigError(f"{name} is a {type(x).__name__}; valid: a numpy array or a torch tensor")
+    if len(shape) < dims:
+        axes = "[tokens, ...]" if dims == 1 else "[tokens, heads, ...], as this layout splits heads"
+        raise ConfigError(f"{name} has shape {list(shape)}; valid: {axes}")
+
+
+def is_whole(value: object) -> bool:
+    """True for a whole number, Python's or NumPy's; a truth value is none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

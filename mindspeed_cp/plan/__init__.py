@@ -10,7 +10,7 @@ from mindspeed_cp.plan.build import (
     build_plan,
     no_algorithm,
 )
-from mindspeed_cp.plan.config import MASKS, UNLIMITED, AttentionConfig, Topology, alibi_slopes
+from mindspeed_cp.plan.config import MASKS, MOST_RANKS, UNLIMITED, AttentionConfig, Topology, alibi_slopes
 from mindspeed_cp.plan.placement import LAYOUTS
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, MESSAGE, RUN, TILE, MessageList, Messages
@@ -19,6 +19,7 @@ from mindspeed_cp.plan.verify import peak_bytes, verify_plan
 
 __all__ = [
     "ALGORITHMS", "ALIASES", "BAND", "CAUSAL", "CONTENT", "FULL", "LATER_ALGORITHMS", "LAYOUTS", "MASKS", "MESSAGE",
+    "MOST_RANKS",
     "RUN", "TILE", "TRAFFIC", "UNLIMITED", "AttentionConfig", "MessageList", "Messages", "Plan", "Program", "Topology",
     "adjoint", "algorithm_name", "algorithm_options", "alibi_slopes", "build_plan", "no_algorithm", "peak_bytes",
     "traffic", "verify_plan",

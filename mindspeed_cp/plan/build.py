@@ -82,7 +82,7 @@ def algorithm_name(name: str) -> str:
     """
     problem = no_algorithm(name)
     if problem is not None:
-        raise ConfigError(f"algorithm is {name!r}: {problem}")
+        raise ConfigError(f"algorithm is {name!r}: {problem.removeprefix('is ')}")
     return ALIASES.get(name, name)
 
 
@@ -142,7 +142,7 @@ def build_plan(
             known += f"; {OTHER_OPTIONS[key]}" if key in OTHER_OPTIONS else ""
             raise ConfigError(f"option {key!r} is not one of algorithm {name!r}; valid: {known}")
         choices = CHOICES.get(key)
-        if choices is not None and value not in choices:
+        if choices is not None and not (isinstance(value, str) and value in choices):
             raise ConfigError(f"option {key!r} of algorithm {name!r} is {value!r}; valid: {', '.join(choices)}")
     keys = documents if kv_documents is None else kv_documents
     if len(keys) != len(documents):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout.layout import is_whole
 
 MASKS = ("causal", "full")
 
 #: A reach that no document exceeds (their lengths are below 2**31).
 UNLIMITED = 2**31
+
+#: No count of heads, channels or rounds is larger in earnest, and none of ranks; their products then fit into 64 bits.
+MOST, MOST_RANKS = 10**9, 10**6
+
+#: Kernels take slopes and scale in fp32.
+LARGEST_FP32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Topology:
     """nodes x ranks_per_node context-parallel ranks, numbered node by node.
 
     Raises:
-        ConfigError: a number is below 1.
+        ConfigError: a number, or the product, is below 1 or above 10**6.
     """
 
     nodes: int = 1
@@ -29,9 +35,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):
-            value = getattr(self, name)
-            if not is_whole(value) or value < 1:
-                raise ConfigError(f"Topology.{name} is {value!r}; valid: a whole number, 1 or more")
+            check_count(f"Topology.{name}", getattr(self, name), most=MOST_RANKS)
+        check_count("Topology.nodes * ranks_per_node", int(self.nodes) * int(self.ranks_per_node), most=MOST_RANKS)
 
     @property
     def ranks(self) -> int:
@@ -78,7 +83,7 @@ class AttentionConfig:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_dim_v is None:
             object.__setattr__(self, "head_dim_v", self.head_dim)
-        if not isinstance(self.alibi, (bool, tuple)):
+        if not isinstance(self.alibi, bool):
             object.__setattr__(self, "alibi", _numbers("attention.alibi", self.alibi))
         if isinstance(self.window, list):
             object.__setattr__(self, "window", tuple(self.window))
@@ -119,20 +124,18 @@ class AttentionConfig:
     def check(self) -> None:
         """Raise ConfigError, naming the setting, its value and what is valid."""
         for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if not is_whole(value) or value < 1:
-                raise ConfigError(f"attention.{name} is {value!r}; valid: a whole number, 1 or more")
-        if not is_whole(self.first_head) or self.first_head < 0:
-            raise ConfigError(f"attention.first_head is {self.first_head!r}; valid: a whole number, 0 or more")
+            check_count(f"attention.{name}", getattr(self, name))
+        check_count("attention.first_head", self.first_head, least=0)
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"attention.kv_heads is {self.kv_heads}; valid: a divisor of attention.heads, which is {self.heads}"
             )
         if self.mask not in MASKS:
             raise ConfigError(f"attention.mask is {self.mask!r}; valid: {', '.join(MASKS)}")
-        if self.scale is not None and not (_is_number(self.scale) and 0 < self.scale < math.inf):
+        if self.scale is not None and not (_is_number(self.scale) and 0 < self.scale <= LARGEST_FP32):
             raise ConfigError(
-                f"attention.scale is {self.scale!r}; valid: a finite number above 0, or None: head_dim ** -0.5"
+                f"attention.scale is {self.scale!r}; valid: a finite number above 0, in fp32 too, or None: "
+                "head_dim ** -0.5"
             )
         if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ConfigError(f"attention.dropout is {self.dropout!r}; valid: a number from 0 to below 1")
@@ -164,10 +167,10 @@ class AttentionConfig:
             )
         if isinstance(self.alibi, bool):
             return
-        if len(self.alibi) != self.heads or not all(math.isfinite(slope) for slope in self.alibi):
+        if len(self.alibi) != self.heads or not all(abs(slope) <= LARGEST_FP32 for slope in self.alibi):
             raise ConfigError(
                 f"attention.alibi is {self.alibi}; valid: True, False, or one finite slope for each of the "
-                f"{self.heads} heads"
+                f"{self.heads} heads, in fp32 too"
             )
 
 
@@ -183,6 +186,12 @@ def alibi_slopes(heads: int) -> np.ndarray:
     return np.concatenate([of_power, between])
 
 
+def check_count(name: str, value: object, least: int = 1, most: int = MOST, what: str = "a whole number") -> None:
+    """Raise ConfigError unless the value is a whole number from `least` to `most`."""
+    if not is_whole(value) or not least <= value <= most:  # type: ignore[operator]
+        raise ConfigError(f"{name} is {value!r}; valid: {what}, {least} or more, at most {most}")
+
+
 def check_divisor(name: str, value: object, ranks: int) -> None:
     """Raise ConfigError unless the option is a whole number that divides the ranks."""
     if not is_whole(value) or value < 1 or ranks % value:  # type: ignore[operator]
@@ -190,21 +199,16 @@ def check_divisor(name: str, value: object, ranks: int) -> None:
         raise ConfigError(f"{name} is {value!r}; valid: a divisor of the {ranks} ranks: {valid}")
 
 
-def is_whole(value: object) -> bool:
-    """True for a whole number, Python's or NumPy's; a truth value is none."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:
-    """A flat list of numbers out of a list, an array or a tensor."""
-    try:
-        flat = np.asarray(values.tolist() if hasattr(values, "tolist") else values, np.float64)
-    except (TypeError, ValueError):
-        flat = np.zeros((0, 0))
-    if flat.ndim != 1:
+    """A flat list of numbers out of a list, an array or a tensor; texts and truth values are none."""
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(listed, (list, tuple)) or not all(_is_number(value) for value in listed):
         raise ConfigError(f"{name} is {values!r}; valid: True, False, or one slope for each head")
-    return tuple(flat.tolist())
+    try:
+        return tuple(map(float, listed))
+    except OverflowError:
+        raise ConfigError(f"{name} is {values!r}; valid: slopes that fp32 holds") from None

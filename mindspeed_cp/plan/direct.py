@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.config import AttentionConfig, Topology, is_whole
+from mindspeed_cp.plan.config import AttentionConfig, Topology, check_count
 from mindspeed_cp.plan.exchange import exchange
 from mindspeed_cp.plan.placement import place
 from mindspeed_cp.plan.program import Plan
@@ -31,10 +30,9 @@ def build_direct(
         prefetch: rounds on their way while one is computed; buffers are one more.
 
     Raises:
-        ConfigError: prefetch is below 1.
+        ConfigError: prefetch is below 1 or above 10**9.
     """
-    if not is_whole(prefetch) or prefetch < 1:
-        raise ConfigError(f"prefetch is {prefetch!r}; valid: a whole number of rounds, 1 or more")
+    check_count("prefetch", prefetch, what="a whole number of rounds")
     held, held_kv = place(layout, queries, keys, topology.ranks, attention)
     programs = exchange(held, held_kv, attention, np.arange(topology.ranks) - 1, prefetch)
     return Plan("direct", attention, topology, held, held_kv, held, held_kv, *programs)

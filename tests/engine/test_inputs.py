@@ -7,10 +7,12 @@ import time
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from mindspeed_cp import ConfigError, Documents, PeerError, PlanError, context_parallel_attention
+from mindspeed_cp.comm import checked_timeout
 from mindspeed_cp.engine import agenda
 from mindspeed_cp.layout import contiguous
 from mindspeed_cp.ops.attention import backend_named
@@ -81,6 +83,13 @@ def test_a_plan_for_another_group_is_refused(workers):
         (dict(backend="tpu"), "backend is 'tpu'; valid in this version: cpu"),
         (dict(plan=Case((13,), 2).plan()), "the plan is for 2 ranks, but the group has 1"),
         (dict(timeout=-1), "timeout is -1 seconds; valid: more than 0"),
+        (dict(timeout="5"), "timeout is '5' seconds; valid: more than 0"),
+        (dict(timeout=None), "timeout is None seconds; valid: more than 0"),
+        (dict(timeout=True), "timeout is True seconds; valid: more than 0"),
+        (dict(timeout=float("nan")), "timeout is nan seconds; valid"),
+        (dict(timeout=float("inf")), r"timeout is inf seconds; valid: more than 0, at most 1e\+09"),
+        (dict(group="x"), "group is 'x'; valid: a torch.distributed.ProcessGroup, or None for all processes"),
+        (dict(group=0), "group is 0; valid: a torch.distributed.ProcessGroup"),
         (dict(plan=Case((9, 4), 1, mask="full", kv_lengths=(2, 5)).plan()), r"k has shape \[13, 4, 16\]; the plan gives this rank \[7, 4, 16\]"),
     ],
 )  # fmt: skip
@@ -88,6 +97,11 @@ def test_inputs_that_do_not_fit_the_plan_are_refused(change, says):
     x = torch.zeros(13, 4, 16)
     with pytest.raises(ConfigError, match=says):
         context_parallel_attention(**(dict(q=x, k=x, v=x, plan=Case((9, 4), 1).plan()) | change))
+
+
+def test_the_shortest_timeout_is_one():
+    """gloo counts milliseconds and takes 0 of them for no time-out at all."""
+    assert checked_timeout(1e-9) == 0.001 and checked_timeout(np.float32(2)) == 2.0
 
 
 def test_a_plan_whose_layouts_are_of_other_documents_is_refused():

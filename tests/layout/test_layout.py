@@ -198,3 +198,33 @@ def test_layouts_do_not_import_torch():
 
     code = "import sys, mindspeed_cp, mindspeed_cp.plan; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+SPLIT = zigzag(Documents([30]), 2).with_heads(np.array([[0, 2], [2, 3]]))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: zigzag(Documents([30]), 3).shard([1] * 30, 0), "shard: x is a list; valid: a numpy array or a torch tensor"),
+        (lambda: zigzag(Documents([30]), 3).shard(None, 0), "shard: x is a NoneType; valid"),
+        (lambda: zigzag(Documents([30]), 3).shard(np.float64(3), 0), r"shard: x is a float64; valid"),
+        (lambda: zigzag(Documents([30]), 3).shard(torch.tensor(3), 0), r"shard: x has shape \[\]; valid: \[tokens, ...\]"),
+        (lambda: SPLIT.shard(np.zeros(30), 0), r"shard: x has shape \[30\]; valid: \[tokens, heads, ...\], as this layout"),
+        (lambda: zigzag(Documents([30]), 3).shard(np.zeros(30), "0"), "rank '0' does not exist: this layout has ranks 0 to 2"),
+        (lambda: zigzag(Documents([30]), 3).shard(np.zeros(30), 1.0), r"rank 1\.0 does not exist"),
+        (lambda: zigzag(Documents([30]), 3).shard(np.zeros(30), 3), "rank 3 does not exist: this layout has ranks 0 to 2"),
+        (lambda: zigzag(Documents([30]), 3).shard(np.zeros(30), -1), "rank -1 does not exist"),
+        (lambda: zigzag(Documents([30]), 3).tokens(-1), "rank -1 does not exist"),
+        (lambda: zigzag(Documents([30]), 3).positions(3), "rank 3 does not exist"),
+        (lambda: zigzag(Documents([30]), 3).cu_seqlens(None), "rank None does not exist"),
+        (lambda: zigzag(Documents([30]), 2).unshard([[0] * 15, [0] * 15]), "unshard: the part of rank 0 is a list; valid"),
+        (lambda: SPLIT.unshard([np.zeros((15, 2)), np.zeros((15, 1))]), "number of heads must be given: None; valid: 3 or more"),
+        (lambda: SPLIT.unshard([np.zeros((15, 2)), np.zeros((15, 1))], heads="3"), "must be given: '3'"),
+        (lambda: zigzag(Documents([30]), "2"), "ranks is '2'; a layout needs 1 or more"),
+        (lambda: contiguous(Documents([30]), 2**80), "a layout needs 1 or more"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_or_joined_is_refused(call, says):
+    with pytest.raises(ConfigError, match=says):
+        call()

@@ -150,11 +150,40 @@ def test_peak_bytes_count_slots_gradients_and_staging():
         (lambda: AttentionConfig(4, scale=0.0), "scale is 0.0; valid: a finite number above 0"),
         (lambda: AttentionConfig(4.0), "heads is 4.0; valid: a whole number"),
         (lambda: Topology(0, 4), "Topology.nodes is 0"),
+        (lambda: AttentionConfig(2, alibi=("a", "b")), "alibi is ('a', 'b'); valid: True, False, or one slope"),
+        (lambda: AttentionConfig(2, alibi=["0.5", "0.25"]), "alibi is ['0.5', '0.25']; valid: True"),
+        (lambda: AttentionConfig(2, alibi=((0.5,), (0.25,))), "alibi is ((0.5,), (0.25,)); valid: True"),
+        (lambda: AttentionConfig(2, alibi=(0.5, 1j)), "alibi is (0.5, 1j); valid: True"),
+        (lambda: AttentionConfig(2, alibi=(True, False)), "alibi is (True, False); valid: True"),
+        (lambda: AttentionConfig(2, alibi=np.array([True, False])), "alibi is array([ True, False]); valid: True"),
+        (lambda: AttentionConfig(2, alibi=None), "alibi is None; valid: True"),
+        (lambda: AttentionConfig(2, alibi=(0.5, 1e39)), "alibi is (0.5, 1e+39); valid: True, False, or one finite slope for each of the 2 heads, in fp32 too"),
+        (lambda: AttentionConfig(1, alibi=(10**400,)), "valid: slopes that fp32 holds"),
+        (lambda: AttentionConfig(4, scale=1e39), "scale is 1e+39; valid: a finite number above 0, in fp32 too"),
+        (lambda: AttentionConfig(4, scale=10**400), "valid: a finite number above 0, in fp32 too"),
+        (lambda: AttentionConfig(2**80), "heads is 1208925819614629174706176; valid: a whole number, 1 or more, at most 1000000000"),
+        (lambda: AttentionConfig(4, first_head=2**80), "valid: a whole number, 0 or more, at most 1000000000"),
+        (lambda: Topology(1, 2**80), "Topology.ranks_per_node is 1208925819614629174706176; valid: a whole number, 1 or more, at most 1000000"),
+        (lambda: Topology(2**15, 2**15), "Topology.nodes * ranks_per_node is 1073741824; valid"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "direct", prefetch=2**80), "prefetch is 1208925819614629174706176; valid: a whole number of rounds, 1 or more, at most"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "direct", prefetch=None), "prefetch is None; valid"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "direct", layout=np.array(["zigzag", "balanced"])), "option 'layout' of algorithm 'direct' is array("),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=2**80), "valid: a divisor of the 6 ranks"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "double_ring", cp_window_size=[2]), "cp_window_size is [2]; valid: a divisor"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=1.5), "ulysses_degree is 1.5; valid: a divisor"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), "auto"), "algorithm is 'auto': not in this version; nearest: direct with layout balanced"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), None), "algorithm is None: must be a name; valid: ring"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(build, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         build()
+
+
+def test_many_rounds_ahead_are_all_rounds():
+    plan = build_plan(Documents([64]), Topology(1, 4), AttentionConfig(4), "direct", prefetch=2**20)
+    assert plan.forward.capacity.shape == (4, 4)
+    verify_plan(plan)
 
 
 def test_algorithms_answer_to_megatrons_and_mindspeeds_names():
