@@ -78,18 +78,23 @@ def plan_options(algorithm: str, named: Mapping[str, Any], pairs: Iterable[str])
         ConfigError: an option is malformed, is given twice, or is not one of the algorithm; names those that have it.
     """
     options = {key: value for key, value in named.items() if value is not None}
+    switches = {key: f"--{key.replace('_', '-')}" for key in options}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ConfigError(f"--option {pair!r}: must be KEY=VALUE, for example layout=contiguous")
         if key in options:
             raise ConfigError(f"--option {pair!r}: {key} is given twice")
+        switches[key] = f"--option {pair}"
         options[key] = int(value) if re.fullmatch(r"-?\d+", value) else value
     name = algorithm_name(algorithm)
     for key in options:
         others = [other for other in ALGORITHMS if key in algorithm_options(other)]
         if others and name not in others:
-            raise ConfigError(f"{key} is no option of algorithm {name}; algorithms that have it: {', '.join(others)}")
+            raise ConfigError(
+                f"{key} = {options[key]}: is no option of algorithm {name}; algorithms that have it: "
+                f"{', '.join(others)}; give --algorithm {others[0]}, or leave {switches[key]} out"
+            )
     return options
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,6 +22,9 @@ class Section(BaseModel):
 
     Whatever is wrong is a ConfigError of one line, also where a section is made in Python.
     """
+
+    #: Keys that are read too, and become others.
+    also_read: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 

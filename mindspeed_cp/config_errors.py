@@ -39,11 +39,25 @@ _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
 class SettingError(ConfigError):
-    """A ConfigError that remembers its key, so that the reader of a file can say in which line that key stands."""
+    """A ConfigError that remembers its key, so that the reader of a file can say in which line that key stands.
 
-    def __init__(self, key: str, text: str) -> None:
+    Attributes:
+        key: dotted.
+        other: of the same section, a key that it does not agree with.
+        agreeing: for either of the two the value with which they would agree, by key.
+    """
+
+    def __init__(
+        self, key: str, text: str, other: str | None = None, agreeing: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(text)
-        self.key = key
+        self.key, self.other, self.agreeing = key, other, agreeing or {}
+
+    def inside(self, sections: str) -> SettingError:
+        """The same error about the keys of a section, named with it."""
+        other = None if self.other is None else f"{sections}{self.other}"
+        agreeing = {f"{sections}{key}": value for key, value in self.agreeing.items()}
+        return SettingError(f"{sections}{self.key}", f"{sections}{self}", other, agreeing)
 
 
 def show(value: Any) -> str:
@@ -55,9 +69,11 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def bad_value(key: str, value: Any, rule: str) -> SettingError:
-    """`key = value: rule`."""
-    return SettingError(key, f"{key} = {show(value)}: {rule}")
+def bad_value(
+    key: str, value: Any, rule: str, other: str | None = None, agreeing: Mapping[str, Any] | None = None
+) -> SettingError:
+    """`key = value: rule`; of `other` and `agreeing` see :class:`SettingError`."""
+    return SettingError(key, f"{key} = {show(value)}: {rule}", other, agreeing)
 
 
 def meant(name: str, candidates: typing.Iterable[str]) -> str | None:
@@ -115,8 +131,7 @@ def one_line(model: type[BaseModel], error: ValidationError) -> SettingError:
         cause, SettingError
     ):  # found by a section's own __init__ or by a check: its line is complete but for the section's name
         sections = location[:-1] if location and location[-1] == cause.key else location
-        key = ".".join([*sections, cause.key])
-        return SettingError(key, key + str(cause)[len(cause.key) :])
+        return cause.inside("".join(f"{section}." for section in sections))
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
         return unknown_key(model, key, location[-1])
@@ -136,11 +151,12 @@ def unknown_key(
     model: type[BaseModel], key: str, name: str, elsewhere: Mapping[str, type[BaseModel]] | None = None
 ) -> SettingError:
     """`key: unknown key`, with the likeliest key of this section, or the section in which that key does stand."""
-    near = meant(name, model.model_fields)
+    keys = [*model.model_fields, *getattr(model, "also_read", ())]
+    near = meant(name, keys)
     for section, other in (elsewhere or {}).items():
         word = name if name in other.model_fields else None if near else meant(name, other.model_fields)
         if other is not model and word:
             return SettingError(key, f"{key}: unknown key; did you mean {section}.{word}?")
     parent = key[: len(key) - len(name)]
     guess = f"did you mean {parent}{near}? " if near else ""
-    return SettingError(key, f"{key}: unknown key; {guess}valid: {', '.join(model.model_fields)}")
+    return SettingError(key, f"{key}: unknown key; {guess}valid: {', '.join(keys)}")

@@ -114,7 +114,22 @@ def in_file(file: SettingsFile, prefix: str, make: Callable[[], _Made]) -> _Made
     try:
         return make()
     except SettingError as error:
-        raise ConfigError(f"{file.where(prefix + error.key)}: {prefix}{error}") from None
+        error = error.inside(prefix)
+        raise ConfigError(f"{file.where(error.key)}: {error}{_other_end(file, error)}") from None
+
+
+def _other_end(file: SettingsFile, error: SettingError) -> str:
+    """Where the key stands that the wrong one does not agree with, and how the command line changes the file's."""
+    if error.other is None:
+        return ""
+    stands = ""
+    if error.other in file.lines:
+        stands = f"; {error.other} {'stands in' if file.lines[error.other] else 'is from'} {file.where(error.other)}"
+    given = [key for key in (error.key, error.other) if file.lines.get(key) == 0]  # by --set
+    cure = next((key for key in (error.other, error.key) if key not in given and key in error.agreeing), None)
+    if len(given) != 1 or cure is None:
+        return stands
+    return f"{stands}; on the command line: --set {cure}={error.agreeing[cure]}"
 
 
 def _load(text: str, name: str, lines: dict[str, int]) -> Any:

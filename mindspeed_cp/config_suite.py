@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,6 +21,7 @@ from mindspeed_cp.plan import (
     ALGORITHMS,
     ALIASES,
     LATER_ALGORITHMS,
+    MOST_RANKS,
     Topology,
     algorithm_name,
     algorithm_options,
@@ -36,14 +37,17 @@ LATER_KEYS = {
 }
 
 SIZES = "hierarchical_context_parallel_sizes"
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 ALSO_READ = ("cp_comm_type", SIZES, *LATER_KEYS)
 
 
 class SuiteSettings(Section):
     """How attention is split over the context: the section `context_parallel_suite`."""
 
-    context_parallel_size: Count = Field(default=1, description="ranks that share the context of one row")
-    nodes: Count = Field(
+    also_read: ClassVar[tuple[str, ...]] = ("cp_comm_type", SIZES)
+
+    context_parallel_size: Ranks = Field(default=1, description="ranks that share the context of one row")
+    nodes: Ranks = Field(
         default=1, description="nodes that these ranks are on, equally many on each, numbered node by node"
     )
     algorithm: str = Field(
@@ -67,6 +71,19 @@ class SuiteSettings(Section):
     prefetch: Count | None = Field(default=None, description="direct: rounds under way while one is computed; null: 1")
     backend: Literal["auto", "cpu", "npu"] = Field(
         default="auto", description="implementation of the attention operator; auto: the device's"
+    )
+    npu_lowering: Literal["tnd", "masks"] = Field(
+        default="tnd",
+        description="npu backend: tnd: packed sequences and compressed masks; masks: one call a step with a mask of "
+        "that step's rows and keys, for layouts without packed sequences",
+    )
+    npu_alibi: Literal["shared", "split"] = Field(
+        default="shared",
+        description="npu backend: shared: squares beside the diagonal share a call, whose statistics are corrected; "
+        "split: a call for each square",
+    )
+    npu_merge: Literal["fp32", "ring_update"] = Field(
+        default="fp32", description="npu backend: fp32: ours; ring_update: npu_ring_attention_update"
     )
     p2p: Literal["auto", "batched", "lanes"] = Field(
         default="auto",
@@ -101,6 +118,11 @@ class SuiteSettings(Section):
         return {name: value for name, value in self._all_options() if value is not None}
 
     @property
+    def npu_options(self) -> dict[str, str]:
+        """Options of the npu backend."""
+        return {"lowering": self.npu_lowering, "alibi": self.npu_alibi, "merge": self.npu_merge}
+
+    @property
     def uses_lanes(self) -> bool:
         """Whether transfers between devices go over lanes."""
         return self.p2p == "lanes" or (self.p2p == "auto" and algorithm_name(self.algorithm) in ("ring", "double_ring"))
@@ -125,13 +147,18 @@ class SuiteSettings(Section):
             if values.get(key) is not None:
                 raise bad_value(key, values[key], f"is Megatron's, and not in this version; {instead}; remove the key")
         values = {key: value for key, value in values.items() if key not in LATER_KEYS}
+        source = "algorithm", values.get("algorithm")
         if "cp_comm_type" in values:
             other = values.pop("cp_comm_type")
+            source = source if "algorithm" in values else ("cp_comm_type", other)
             name = _algorithm("cp_comm_type", other)
             if "algorithm" in values and _algorithm("algorithm", values["algorithm"]) != name:
-                raise bad_value("cp_comm_type", other, f"differs from algorithm = {values['algorithm']}; give only one")
+                own = values["algorithm"]
+                agreeing = {"algorithm": name, "cp_comm_type": _algorithm("algorithm", own)}
+                rule = f"differs from algorithm = {own}; give only one"
+                raise bad_value("cp_comm_type", other, rule, "algorithm", agreeing)
             values["algorithm"] = name
-        return _with_degree(values)
+        return _with_degree(values, source)
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -200,17 +227,24 @@ def _algorithm(key: str, value: Any) -> str:
     return algorithm_name(value)
 
 
-def _with_degree(values: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's [size of all-to-all groups, size of rings] as the hybrid's degree."""
+def _with_degree(values: dict[str, Any], source: tuple[str, Any]) -> dict[str, Any]:
+    """Megatron's [size of all-to-all groups, size of rings] as the hybrid's degree; `source` is the key that named the
+    algorithm, and what it said."""
     sizes = values.pop(SIZES, None)
     if sizes is None:
         return values
     if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
         raise bad_value(SIZES, sizes, "must be two whole numbers, [ranks of an all-to-all, ranks of a ring]")
-    given = values.get("algorithm")
+    given, (key, said) = values.get("algorithm"), source
     if given is None or _algorithm("algorithm", given) != "hybrid":
-        has = "no algorithm is given" if given is None else f"algorithm = {given} does not use it"
-        raise bad_value(SIZES, sizes, f"{has}; give algorithm: hybrid (Megatron's a2a+p2p), or remove the key")
+        has = "no algorithm is given" if given is None else f"{key} = {said} does not use it"
+        raise bad_value(
+            SIZES,
+            sizes,
+            f"{has}; give algorithm: hybrid (Megatron's a2a+p2p), or remove the key",
+            key,
+            {key: "hybrid", SIZES: "null"},
+        )
     ranks = values.get("context_parallel_size", 1)
     if type(ranks) is int and sizes[0] * sizes[1] != ranks:
         pairs = ", ".join(f"[{n}, {ranks // n}]" for n in _divisors(ranks))
@@ -218,7 +252,8 @@ def _with_degree(values: dict[str, Any]) -> dict[str, Any]:
         raise bad_value(SIZES, sizes, rule)
     degree = values.get("ulysses_degree")
     if degree is not None and degree != sizes[0]:
-        raise bad_value(SIZES, sizes, f"differs from ulysses_degree = {show(degree)}; give only one")
+        rule = f"differs from ulysses_degree = {show(degree)}; give only one"
+        raise bad_value(SIZES, sizes, rule, "ulysses_degree", {"ulysses_degree": sizes[0], SIZES: "null"})
     return {**values, "ulysses_degree": sizes[0]}
 
 

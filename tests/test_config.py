@@ -204,6 +204,77 @@ def test_one_algorithm_under_two_keys_must_agree() -> None:
         SuiteSettings(**{"cp_comm_type": ["p2p", "p2p"]})
 
 
+RING = "context_parallel_suite:\n  context_parallel_size: 4\n  algorithm: ring\n"
+SUITE = "context_parallel_suite."
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (
+            RING,
+            ["cp_comm_type=a2a"],
+            '--set: {S}cp_comm_type = "a2a": differs from algorithm = ring; give only one; {S}algorithm stands in {F}:3; '
+            "on the command line: --set {S}algorithm=ulysses",
+        ),
+        (
+            RING.replace("algorithm: ring", "cp_comm_type: p2p"),
+            ["algorithm=direct"],
+            '{F}:3: {S}cp_comm_type = "p2p": differs from algorithm = direct; give only one; {S}algorithm is from --set; '
+            "on the command line: --set {S}cp_comm_type=direct",
+        ),
+        (
+            RING + "  cp_comm_type: a2a\n",
+            [],
+            '{F}:4: {S}cp_comm_type = "a2a": differs from algorithm = ring; give only one; {S}algorithm stands in {F}:3',
+        ),
+        (
+            RING,
+            ["hierarchical_context_parallel_sizes=[2, 2]"],
+            "--set: {S}hierarchical_context_parallel_sizes = [2, 2]: algorithm = ring does not use it; give algorithm: "
+            "hybrid (Megatron's a2a+p2p), or remove the key; {S}algorithm stands in {F}:3; on the command line: --set "
+            "{S}algorithm=hybrid",
+        ),
+        (
+            RING.replace("algorithm: ring", "cp_comm_type: p2p"),
+            ["hierarchical_context_parallel_sizes=[2, 2]"],
+            "--set: {S}hierarchical_context_parallel_sizes = [2, 2]: cp_comm_type = p2p does not use it; give "
+            "algorithm: hybrid (Megatron's a2a+p2p), or remove the key; {S}cp_comm_type stands in {F}:3; on the command "
+            "line: --set {S}cp_comm_type=hybrid",
+        ),
+        (
+            RING.replace("ring", "hybrid") + "  hierarchical_context_parallel_sizes: [2, 2]\n",
+            ["ulysses_degree=4"],
+            "{F}:4: {S}hierarchical_context_parallel_sizes = [2, 2]: differs from ulysses_degree = 4; give only one; "
+            "{S}ulysses_degree is from --set; on the command line: --set {S}hierarchical_context_parallel_sizes=null",
+        ),
+    ],
+    ids=["override", "file", "both in the file", "sizes", "sizes and cp_comm_type", "degree"],
+)
+def test_keys_that_do_not_agree_are_told_with_both_places_and_a_cure_that_works(
+    tmp_path: Path, text: str, overrides: list[str], expected: str
+) -> None:
+    path = write(tmp_path, text)
+    given = [SUITE + one for one in overrides]
+    line = error(path, *given)
+    assert line == expected.format(S=SUITE, F=path)
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        SuiteSettings.from_yaml(path, given)
+    if "--set " in line:
+        load_settings(path, [*given, line.split("--set ")[-1]])
+
+
+def test_the_keys_of_megatron_that_are_read_are_among_the_valid_ones(tmp_path: Path) -> None:
+    line = error(write(tmp_path, "context_parallel_suite: {cp_comm_typ: a2a}"))
+    assert "unknown key; did you mean context_parallel_suite.cp_comm_type? valid: context_parallel_size, " in line
+    assert line.endswith(", cp_comm_type, hierarchical_context_parallel_sizes")
+    with pytest.raises(
+        ConfigError, match=r"unknown key; valid: .*, cp_comm_type, hierarchical_context_parallel_sizes$"
+    ):
+        SuiteSettings(**{"qqq": 2})
+    assert "cp_comm_type" not in error(write(tmp_path, "train: {qqq: 1}"))
+
+
 EXAMPLES = {"layout": "contiguous", "cp_window_size": 2, "ulysses_degree": 4, "prefetch": 3}
 
 
@@ -346,5 +417,7 @@ def test_lanes_are_for_rings_unless_told(values: dict[str, object], lanes: bool)
         with_options = SuiteSettings(context_parallel_size=4, **values, hccl_buffer_mb=50, hccl_traffic_class=0)
         assert with_options.group_options == {"buffer_mb": 50, "traffic_class": 0}
         return
-    with pytest.raises(ConfigError, match=r"hccl_buffer_mb = 50: is of the lanes, and p2p = .* has none; give p2p: lanes"):
+    with pytest.raises(
+        ConfigError, match=r"hccl_buffer_mb = 50: is of the lanes, and p2p = .* has none; give p2p: lanes"
+    ):
         SuiteSettings(context_parallel_size=4, **values, hccl_buffer_mb=50)

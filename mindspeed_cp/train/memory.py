@@ -13,7 +13,12 @@ from mindspeed_cp.config import Settings
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_model import ModelSettings
 from mindspeed_cp.data import VOCAB_SIZE
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.report.text import size
 from mindspeed_cp.train.device import device_type
+
+PROCESS = 16 * 2**20  # bytes of its own that a rank needs before it has a model; really some ten times as many
+SHORTEST = 2  # the least data.seq_length
 
 
 def least_bytes(settings: Settings, tokens: float, ranks: int | None = None) -> float:
@@ -87,26 +92,45 @@ def check_memory(settings: Settings, local_ranks: int, available: int | None = N
     total = machine_memory() if available is None else available
     ranks = local_ranks if ranks is None else ranks
     share = total / local_ranks
+    if share < PROCESS:
+        raise _too_many_ranks(settings, local_ranks, total)
     tokens = settings.data.seq_length
     needed = least_bytes(settings, tokens, ranks)
     if needed <= share:
         return
     fixed = least_bytes(settings, 0, ranks)
-    if fixed >= share:
+    fits = int((share - fixed) / (least_bytes(settings, 1, ranks) - fixed))
+    if fits < SHORTEST:
+        fewer = int(total // least_bytes(settings, SHORTEST, ranks))
         raise bad_value(
             "model.num_layers",
             settings.model.num_layers,
-            f"the model does not fit: weights and optimizer need {_gib(fixed)} on each of {local_ranks} local ranks, "
-            f"and there are {_gib(share)}; use a smaller model, or more train.tensor_model_parallel_size",
+            f"the model does not fit: weights and optimizer need {size(fixed)} on each of {local_ranks} local ranks, "
+            f"and there are {size(share)}; use a smaller model, or more train.tensor_model_parallel_size"
+            + (f", or at most {fewer} ranks on this machine" if fewer else ""),
         )
-    fits = int((share - fixed) / (least_bytes(settings, 1, ranks) - fixed))
     raise bad_value(
         "data.seq_length",
         tokens,
-        f"does not fit: a row needs at least {_gib(needed)} on each of {local_ranks} local ranks, and there are "
-        f"{_gib(share)}; use at most {fits}, more context_parallel_suite.context_parallel_size on more machines"
+        f"does not fit: a row needs at least {size(needed)} on each of {local_ranks} local ranks, and there are "
+        f"{size(share)}; use at most {fits}, more context_parallel_suite.context_parallel_size on more machines"
         + ("" if settings.model.recompute_granularity == "full" else ", or model.recompute_granularity: full"),
     )
+
+
+def _too_many_ranks(settings: Settings, local_ranks: int, total: int) -> ConfigError:
+    """The error that names what makes so many ranks: the largest of the sizes that multiply to them."""
+    rule = (
+        f"{local_ranks} ranks on this machine would have {size(total / local_ranks)} of its {size(total)} each, and a "
+        f"process that imports torch needs more than {size(PROCESS)}; start at most {int(total // PROCESS)}, or use "
+        "more machines"
+    )
+    sizes = {
+        "context_parallel_suite.context_parallel_size": settings.context_parallel_suite.context_parallel_size,
+        "train.tensor_model_parallel_size": settings.train.tensor_model_parallel_size,
+    }
+    key = max(sizes, key=lambda name: sizes[name])
+    return bad_value(key, sizes[key], rule) if sizes[key] ** 2 > local_ranks else ConfigError(rule)
 
 
 def machine_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -140,7 +164,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _gib(amount: float) -> str:
-    return f"{amount / 2**30:,.1f} GiB"

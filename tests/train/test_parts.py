@@ -49,6 +49,33 @@ def test_a_model_that_does_not_fit_is_told_as_such() -> None:
         check_memory(changed(model={"num_layers": 400}), 1, available=2**30)
 
 
+def test_a_machine_with_too_many_ranks_is_told_as_such() -> None:
+    """Not the model: no model has room in a third of a MiB. And no amount is told as 0.0."""
+    many = changed(context_parallel_suite={"context_parallel_size": 100_000})
+    with pytest.raises(ConfigError) as caught:
+        check_memory(many, 100_000, available=32 * 2**30)
+    assert str(caught.value) == (
+        "context_parallel_suite.context_parallel_size = 100000: 100000 ranks on this machine would have 335.5 KiB of "
+        "its 32.0 GiB each, and a process that imports torch needs more than 16.0 MiB; start at most 2048, or use more "
+        "machines"
+    )
+    with pytest.raises(ConfigError, match=r"^100000 ranks on this machine would have 335"):
+        check_memory(changed(context_parallel_suite={"context_parallel_size": 2}), 100_000, available=32 * 2**30)
+    with pytest.raises(ConfigError, match=r"^train.tensor_model_parallel_size = 8: 8 ranks on this machine"):
+        check_memory(changed(train={"tensor_model_parallel_size": 8}), 8, available=2**20)
+    with pytest.raises(
+        ConfigError, match=r"need \d+\.\d MiB on each of 1000 local ranks, .* 32\.8 MiB; .* at most \d+ ranks on"
+    ):
+        check_memory(many, 1000, available=32 * 2**30)
+
+
+def test_a_row_is_never_told_to_have_no_tokens() -> None:
+    settings = changed(data={"seq_length": 10**6})
+    room = int(least_bytes(settings, 1))  # for weights, and one token
+    with pytest.raises(ConfigError, match=r"model\.num_layers = \d+: the model does not fit"):
+        check_memory(settings, 1, available=room)
+
+
 @pytest.mark.parametrize(
     "less",
     [
