@@ -73,11 +73,10 @@ def open_lanes(
             network.
 
     Raises:
-        ConfigError: an option is unknown, or the group is not HCCL's.
+        ConfigError: there is no group, this process is not in it, an option is unknown, or options are given and the
+            group is not HCCL's.
     """
-    world = group if group is not None else dist.group.WORLD
-    if world is None:
-        raise ConfigError("torch.distributed is not initialised; call init_process_group first")
+    world = _existing(group)
     library = library_of(world, device)
     given = group_options(library, options)
     mine = tuple(dist.get_process_group_ranks(world))
@@ -88,6 +87,23 @@ def open_lanes(
         if ranks == mine:
             _open[world] = Lanes(up, down)
     return _open[world]
+
+
+def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default group.
+
+    Raises:
+        ConfigError: there is none, or this process is not in it.
+    """
+    world = group if group is not None else dist.group.WORLD
+    if world is None:
+        raise ConfigError("torch.distributed is not initialised; call init_process_group first")
+    if not isinstance(world, dist.ProcessGroup):
+        raise ConfigError(
+            f"group is {world!r}; valid: a torch.distributed.ProcessGroup that this process is in, or None for all "
+            "processes"
+        )
+    return world
 
 
 def library_of(group: dist.ProcessGroup, device: torch.device | str) -> str:
@@ -137,12 +153,20 @@ def warm_up(plan: Plan, group: dist.ProcessGroup | None = None, device: torch.de
     two ranks wait for each other.
 
     Args:
-        plan: any plan of the kind that will run; edges that only later plans have are made when they come.
+        plan: any plan of the kind that will run, for the ranks of the group; edges that only later plans have are made
+            when they come.
         group: None for the default group.
         device: of the tensors that will travel.
+
+    Raises:
+        ConfigError: there is no group, this process is not in it, or the plan is for another number of ranks.
     """
-    world = group if group is not None else dist.group.WORLD
-    assert world is not None, "no group without torch.distributed"
+    world = _existing(group)
+    if plan.ranks != dist.get_world_size(world):
+        raise ConfigError(
+            f"warm_up: the plan is for {plan.ranks} ranks, but the group has {dist.get_world_size(world)}; build the "
+            "plan for the group's size"
+        )
     device = torch.device(device)
     dist.all_reduce(torch.ones(1, device=device), group=world)
     lanes = lanes_of(world)

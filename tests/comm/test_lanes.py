@@ -160,3 +160,29 @@ def test_group_options_are_those_of_hccl():
     ):
         group_options("gloo", {"buffer_mb": 100})
     assert group_options("gloo", None) is None
+
+
+def test_lanes_and_warm_up_need_a_group():
+    plan = build_plan(Documents([64]), Topology(1, 2), AttentionConfig(1))
+    for call in (lambda group: warm_up(plan, group), open_lanes):
+        with pytest.raises(ConfigError, match=r"torch.distributed is not initialised; call init_process_group first"):
+            call(None)
+        for group in ("x", dist.GroupMember.NON_GROUP_MEMBER):
+            with pytest.raises(
+                ConfigError, match=r"group is .*; valid: a torch.distributed.ProcessGroup that this process is in"
+            ):
+                call(group)
+
+
+def warmed_by_another_plan(rank, group):
+    """A plan for three ranks on a group of two; then the right one."""
+    other, right = (build_plan(Documents([64]), Topology(1, ranks), AttentionConfig(1)) for ranks in (3, 2))
+    with pytest.raises(ConfigError) as caught:
+        warm_up(other, group)
+    warm_up(right, group)
+    return str(caught.value)
+
+
+def test_warm_up_refuses_a_plan_for_other_ranks(workers):
+    for text in workers.run(2, warmed_by_another_plan):
+        assert text == "warm_up: the plan is for 3 ranks, but the group has 2; build the plan for the group's size"
