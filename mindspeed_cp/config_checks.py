@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed_cp import capabilities
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
+from mindspeed_cp.devices import device_type
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.npu_limits import check_limits
 from mindspeed_cp.plan import AttentionConfig
 
 if TYPE_CHECKING:
@@ -76,8 +79,16 @@ def _check_capabilities(settings: Settings) -> None:
         alibi=model.position_embedding_type == "alibi",
         dropout=model.attention_dropout,
     )
-    row = capabilities.find(suite.algorithm, attention, backend=suite.backend)
+    device = device_type(settings.train.device)
+    if suite.backend not in ("auto", device):
+        where = f"train.device = {settings.train.device} ({device})"
+        rule = f"does not run on {where}; use auto, or train.device: {suite.backend}"
+        raise bad_value("context_parallel_suite.backend", suite.backend, rule)
+    row = capabilities.find(suite.algorithm, attention, backend=device if device == "npu" else suite.backend)
     if row is None:
+        if device == "npu":
+            each = replace(attention, heads=max(1, attention.heads // settings.train.tensor_model_parallel_size))
+            check_limits(replace(each, kv_heads=each.heads), suite.npu_lowering)
         return
     key = next((KEYS[feature] for feature in KEYS if feature in row.where), "context_parallel_suite.algorithm")
     section, name = key.split(".")

@@ -421,3 +421,33 @@ def test_lanes_are_for_rings_unless_told(values: dict[str, object], lanes: bool)
         ConfigError, match=r"hccl_buffer_mb = 50: is of the lanes, and p2p = .* has none; give p2p: lanes"
     ):
         SuiteSettings(context_parallel_size=4, **values, hccl_buffer_mb=50)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"model": {"num_attention_heads": 512, "hidden_size": 4096}},
+            "attention.heads is 512; valid for the npu backend: 256 on a tensor-parallel rank at most",
+        ),
+        (
+            {"model": {"num_attention_heads": 2, "hidden_size": 2000}},
+            "attention.head_dim is 1000; valid for the npu backend: 1 to 768",
+        ),
+        (
+            {"model": {"position_embedding_type": "alibi"}, "context_parallel_suite": {"npu_lowering": "masks"}},
+            "attention.alibi is on and npu.lowering is 'masks'.*valid: npu.lowering 'tnd'",
+        ),
+        (
+            {"context_parallel_suite": {"backend": "cpu"}},
+            r"context_parallel_suite.backend = .cpu.: does not run on train.device = npu \(npu\); use auto",
+        ),
+    ],
+)
+def test_what_the_npu_refuses_is_told_when_settings_are_read(values: dict[str, dict[str, object]], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Settings(**{**values, "train": {"device": "npu"}})
+    if "backend" not in values.get("context_parallel_suite", {}):
+        Settings(**{**values, "train": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match=r"backend = .npu.: does not run on train.device = cpu"):
+        Settings(context_parallel_suite={"backend": "npu"}, train={"device": "cpu"})

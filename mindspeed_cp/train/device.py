@@ -8,19 +8,13 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_cp.devices import device_type
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 _REMEDY = "install CANN for this driver and `source .../ascend-toolkit/set_env.sh`, or train.device: cpu"
-
-
-def device_type(name: str) -> str:
-    """ "cpu" or "npu", of train.device: "auto" is the NPU where torch_npu is installed. Imports nothing."""
-    if name != "auto":
-        return name
-    return "cpu" if importlib.util.find_spec("torch_npu") is None else "npu"
 
 
 def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:

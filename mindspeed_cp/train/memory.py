@@ -13,9 +13,9 @@ from mindspeed_cp.config import Settings
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_model import ModelSettings
 from mindspeed_cp.data import VOCAB_SIZE
+from mindspeed_cp.devices import device_type
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.text import size
-from mindspeed_cp.train.device import device_type
 
 PROCESS = 16 * 2**20  # bytes of its own that a rank needs before it has a model; really some ten times as many
 SHORTEST = 2  # the least data.seq_length
