@@ -49,8 +49,8 @@ def test_two_groups_of_the_same_ranks_run_side_by_side(size: int) -> None:
         next(call for call in done.calls(0, "HcclAllReduce") if call["bytes"] == bytes_) for bytes_ in (12, 20)
     )
     assert first["stream"] != second["stream"]
-    begin, end = done.times(first)
-    assert begin < done.times(second)[1] < end  # the later one came and went while the earlier one waited for its peers
+    (begin, end), (later_begin, later_end) = done.times(first), done.times(second)
+    assert begin < later_end and later_begin < end  # under way at the same time; one after the other would have hung
 
 
 # ---- orders that hang -------------------------------------------------------------------------------------------------
