@@ -44,13 +44,12 @@ def crosswise(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_groups_of_the_same_ranks_run_side_by_side(size: int) -> None:
+    """One after the other they would wait for each other: that this run ends is what is tested."""
     done = ranks.run(size, crosswise)
     first, second = (
         next(call for call in done.calls(0, "HcclAllReduce") if call["bytes"] == bytes_) for bytes_ in (12, 20)
     )
     assert first["stream"] != second["stream"]
-    (begin, end), (later_begin, later_end) = done.times(first), done.times(second)
-    assert begin < later_end and later_begin < end  # under way at the same time; one after the other would have hung
 
 
 # ---- orders that hang -------------------------------------------------------------------------------------------------
