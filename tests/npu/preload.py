@@ -6,6 +6,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a forked child must not need threads that its parent had
 
-from tests import host_cann  # noqa: E402
+from tests import host_cann
 
 host_cann.load()
