@@ -29,6 +29,11 @@ from mindspeed_cp.train.resume import checkpoint_to_resume
 from mindspeed_cp.train.stop import stop_signals
 from mindspeed_cp.train.worker import BAD_INPUT, FAILED, OK, explain, leave, record, run_rank
 
+# torch_npu's watchdog takes the whole process down, and says why on standard error.
+_ABORTED = (
+    "aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within "
+    "HCCL_EXEC_TIMEOUT; its message above names them"
+)
 _GOES_ON = "the same command goes on from the newest checkpoint, if there is one"
 
 
@@ -133,13 +138,15 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
         kind = message.get("extraInfo", {}).get("kind", "killed" if failure.exitcode < 0 else "bug")
         if kind == "killed" and -failure.exitcode in (signal.SIGTERM, signal.SIGHUP):
             kind = "terminated"
+        if kind == "killed" and failure.exitcode == -signal.SIGABRT:
+            kind = "aborted"  # perhaps because another rank was killed
         kinds.setdefault(kind, (rank, message.get("message") or _end(failure)))
         when.setdefault(kind, failure.timestamp)
     if when.get("peer", math.inf) < when.get("killed", -math.inf):
         del kinds["killed"]  # silent, not dead: the others gave it up, and then the agent had to kill it
     if asked and kinds.keys() <= {"peer", "terminated"}:  # before the first step, or in one that could not be finished
         return OK, f"stopped by {asked[0]}; {_GOES_ON}"
-    for kind in ("input", "killed", "files", "bug", "stopped", "peer", "terminated"):
+    for kind in ("input", "killed", "files", "bug", "stopped", "aborted", "peer", "terminated"):
         if kind not in kinds:
             continue
         rank, text = kinds[kind]
@@ -147,7 +154,7 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
             return BAD_INPUT, text
         if kind == "stopped":
             return OK, text
-        if kind in ("killed", "terminated"):
+        if kind in ("killed", "aborted", "terminated"):
             text = (
                 f"rank {rank} {text}, and the other ranks were stopped; "
                 "the same command goes on from the newest checkpoint"
@@ -161,6 +168,8 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
 def _end(failure: Any) -> str:
     if failure.exitcode >= 0:
         return f"(process {failure.pid}) ended with exit code {failure.exitcode}"
+    if -failure.exitcode == signal.SIGABRT:
+        return f"(process {failure.pid}) {_ABORTED}"
     return f"(process {failure.pid}) was killed by {failure.signal_name()}"
 
 

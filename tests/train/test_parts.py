@@ -276,6 +276,8 @@ def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0
     ("failures", "asked", "code", "expected"),
     [
         ({0: failure(1, "peer", "lost rank 1"), 1: failure(-9)}, [], 1, "rank 1 (process 100) was killed by SIGKILL"),
+        ({0: failure(-6), 1: failure(-9)}, [], 1, "rank 1 (process 100) was killed by SIGKILL"),
+        ({0: failure(-6, seconds=1), 1: failure(-6)}, [], 1, "rank 1 (process 100) aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within HCCL_EXEC_TIMEOUT"),
         (
             {0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9)},
             [],
