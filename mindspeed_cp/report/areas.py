@@ -77,7 +77,7 @@ def areas(plan: Plan, rank: int) -> Iterator[Area]:
             for k_first, k_last, key, of in runs.between(k_row, k_row + k_rows):
                 box = (k_first - k_row, first - q_row, k_last - k_row, last - q_row)
                 corners = clipped(box, low, high)
-                if _size(corners) > 0.5:  # below one pair: the corner of a stair of the neighbouring run
+                if size(corners) > 0.5:  # below one pair: the corner of a stair of the neighbouring run
                     yield Area(step, of, corners + np.array([key - box[0], query - box[1]]))
 
 
@@ -124,7 +124,7 @@ def clipped(box: tuple[int, int, int, int], low: float, high: float) -> np.ndarr
     return np.array(corners) if len(corners) > 2 else np.empty((0, 2))
 
 
-def _size(corners: np.ndarray) -> float:
+def size(corners: np.ndarray) -> float:
     """Area inside an outline (shoelace formula)."""
     x, y = corners.T
     return float(abs(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2)

@@ -68,10 +68,10 @@ class Page:
     width: float
     top: float
     pitch: float
-    shaded: bool
+    shaded: bool = False
 
     @staticmethod
-    def of(numbers: PlanSummary, dpi: int, shaded: bool) -> Page:
+    def of(numbers: PlanSummary, dpi: int) -> Page:
         """An empty page for a plan."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -99,7 +99,7 @@ class Page:
         axes.set_axis_off()
         return Page(
             figure, axes, cell, rows, steps, captions, left, holds, before, first, after, bars, bar_width, width, top,
-            pitch, shaded,
+            pitch,
         )  # fmt: skip
 
     @property
@@ -148,10 +148,10 @@ class Page:
         colour: Sequence[float],
         held: str,
         computes: str,
-        pieces: np.ndarray,
-        borders: np.ndarray,
+        strips: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        """At the left of a row: the rank's colour and name, what it holds in words and as a strip of the packed row."""
+        """At the left of a row: the rank's colour and name, what it holds in words and as strips of the packed row: for
+        each strip pieces [pieces, 2] and borders between documents, as shares of the row."""
         from matplotlib.patches import Rectangle
 
         x, middle, room = self.left, self.row(rank) + self.cell / 2, self.holds - 0.1
@@ -163,14 +163,24 @@ class Page:
             return
         if self.captions:
             self.words(x, name_at + 0.22, held, room, 8, va="center")
-            self.words(x, name_at + 0.66, computes, room, 8, va="center")
+            self.words(x, name_at + 0.5 + 0.16 * len(strips), computes, room, 8, va="center")
         top = name_at + (0.36 if self.captions else 0.12)
-        self.axes.add_patch(Rectangle((x, top), room, 0.13, facecolor="0.88"))
+        high, gap = (0.13, 0.03) if self.captions or len(strips) == 1 else (0.06, 0.02)
+        for pieces, borders in strips:
+            self._strip(x, top, room, high, colour, pieces, borders)
+            top += high + gap
+
+    def _strip(
+        self, x: float, top: float, room: float, high: float, colour: Any, pieces: np.ndarray, borders: np.ndarray
+    ) -> None:
+        from matplotlib.patches import Rectangle
+
+        self.axes.add_patch(Rectangle((x, top), room, high, facecolor="0.88"))
         x0, x1 = (x + pieces * room).T
-        y0, y1 = np.full_like(x0, top), np.full_like(x0, top + 0.13)
+        y0, y1 = np.full_like(x0, top), np.full_like(x0, top + high)
         boxes = np.stack([np.stack([x0, x1, x1, x0], 1), np.stack([y0, y0, y1, y1], 1)], 2)
         self.polygons(list(boxes), [colour])
-        self.axes.vlines(x + borders * room, top, top + 0.13, colors="white", linewidth=0.6)
+        self.axes.vlines(x + borders * room, top, top + high, colors="white", linewidth=0.6)
 
     def node(self, name: str, first: int, last: int) -> None:
         """A bracket at the far left over the ranks of a node."""
@@ -189,12 +199,15 @@ class Page:
         self.words(x + c / 2, y - 0.08, above or "nothing to compute", c + GAP / 2, 7.5, ha="center", va="center")
         self.words(x + c / 2, y + c + 0.09, below, c + GAP / 2, 7.5, ha="center", va="center", color="0.35")
 
-    def shade(self, rank: int, step: int, share: float) -> None:
-        """Fill a square: the darker, the larger `share`, 0 to 1."""
+    def shade(self, rank: int, step: int, share: float, owners: Sequence[Any]) -> None:
+        """Fill a square: the darker, the larger `share`, 0 to 1; along its top the colours `owners`."""
         from matplotlib.patches import Rectangle
 
         (x, _), y, c = self.column(step), self.row(rank), self.cell
         self.axes.add_patch(Rectangle((x, y), c, c, facecolor=shading(share), zorder=1))
+        for number, colour in enumerate(owners):
+            each = c / len(owners)
+            self.axes.add_patch(Rectangle((x + number * each, y), each, c * 0.15, facecolor=colour, zorder=2))
 
     def polygons(self, corners: Sequence[np.ndarray], fill: Any, line: float = 0.0) -> None:
         """Areas in one go; a thin outline of their own colour keeps the smallest in sight."""

@@ -12,13 +12,15 @@ from mindspeed_cp.report.summary import PlanSummary
 from mindspeed_cp.report.text import count
 
 
-def some_documents(lengths: np.ndarray) -> str:
-    """ "3 documents (700, 30, 4,100 tokens)"."""
-    if len(lengths) == 1:
-        return f"1 document of {count(lengths[0])} tokens"
+def some_documents(lengths: np.ndarray, kv_lengths: np.ndarray) -> str:
+    """ "3 documents (700, 30, 4,100 tokens)"; in cross-attention queries and keys."""
+    crossed = kv_lengths is not lengths
     if 0 < len(lengths) <= 6:
-        return f"{len(lengths)} documents ({', '.join(count(n) for n in lengths)} tokens)"
-    return f"{len(lengths):,} documents, {count(lengths.sum())} tokens"
+        queries, keys = (", ".join(map(count, one)) for one in (lengths, kv_lengths))
+        what = f"{queries} queries; {keys} keys" if crossed else f"{queries} tokens"
+        return f"1 document of {what}" if len(lengths) == 1 else f"{len(lengths)} documents ({what})"
+    what = f"{count(lengths.sum())} {'queries' if crossed else 'tokens'}"
+    return f"{len(lengths):,} documents, {what}" + (f" and {count(kv_lengths.sum())} keys" if crossed else "")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

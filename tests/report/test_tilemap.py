@@ -85,6 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
         "lengths": [900, 400, 120, 3100, 64, 800, 30, 250, 1500, 77, 600, 340],
     },
     "cross": {"algorithm": "all_gather", "mask": "full", "kv_documents": Documents([3, 900, 17, 2000])},
+    "cross, heads": {"algorithm": "ulysses", "mask": "full", "kv_documents": Documents([3, 900, 17, 2000])},
+    "cross, small squares": {"mask": "full", "kv_documents": Documents([3, 9, 17, 20]), "ranks": 11},
     "many ranks": {"ranks": 11},
     "small squares": {"ranks": 11},
     "one rank": {"ranks": 1},
@@ -96,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_words_neither_overlap_nor_leave_the_page(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case == "small squares":
+    if case.endswith("small squares"):
         monkeypatch.setattr(page, "WIDEST", 11.0)
     figure = tile_map(plan_of(**CASES[case]))
     found = words(figure)
@@ -107,7 +109,7 @@ def test_words_neither_overlap_nor_leave_the_page(case: str, monkeypatch: pytest
         apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
         assert apart, f"{one!r} overlaps {other!r}"
     captions = any("K/V of" in text for text, _ in found)
-    assert captions == (case not in ("small squares", "one rank", "empty", "no documents"))
+    assert captions == (case not in ("small squares", "cross, small squares", "one rank", "empty", "no documents"))
 
 
 def texts(**case: Any) -> list[str]:
@@ -155,6 +157,70 @@ def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tilemap, "MOST_TILES", 1)
     found = texts(lengths=[300, 41], ranks=3)
     assert any("too many to draw" in text for text in found) and not any("attention matrix" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("case", "shaded"),
+    [
+        ({"ranks": 16, "lengths": [32768]}, False),  # chunks of 6 pixels
+        ({"ranks": 32, "lengths": [32768]}, True),  # of 1.8
+        ({"ranks": 64, "lengths": [32768]}, True),
+        ({"ranks": 32, "lengths": [32768], "algorithm": "ulysses", "heads": 32, "kv_heads": 32}, False),
+        ({"ranks": 4, "lengths": [20] * 300}, True),
+        ({"ranks": 4, "lengths": [*[3] * 300, 9000]}, False),  # most of the work is in large tiles
+    ],
+    ids=["16", "32", "64", "ulysses", "small documents", "small and large"],
+)
+def test_squares_are_shaded_where_typical_tiles_are_too_small_to_be_seen(case: dict[str, Any], shaded: bool) -> None:
+    found = texts(**case)
+    assert any("pixels wide, too small to draw" in text for text in found) == shaded
+    assert any("attention matrix" in text for text in found) != shaded
+
+
+def test_a_shaded_square_has_its_work_and_the_colours_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilemap, "LEAST_PIXELS", 1e9)
+    plan = plan_of("all_gather", lengths=[300, 41], ranks=3)
+    frames: list[Any] = list(tile_map(plan).axes[0].patches)
+    work, palette = plan.work(), page.colours(3)
+    squares = [one for one in frames if one.get_zorder() == 1 and one.get_width() == one.get_height() > 1]
+    expected = [page.shading(float(share)) for share in (work / work.max()).flat]
+    assert [one.get_facecolor()[:3] for one in squares] == [pytest.approx(colour) for colour in expected]
+    marks = [palette.index(one.get_facecolor()[:3]) for one in frames if one.get_zorder() == 2]
+    assert marks == [0, 1, 2, 1, 0, 2, 2, 0, 1], "the own keys, then those of both others, rank by rank"
+
+
+def test_cross_attention_shows_the_lengths_of_keys_and_who_holds_them() -> None:
+    case: dict[str, Any] = {"mask": "full", "kv_documents": Documents([3, 900, 17, 2000])}
+    found = texts(algorithm="direct", **case)
+    assert "direct: 4 documents (700, 30, 0, 4,100 queries; 3, 900, 17, 2,000 keys) over 4 ranks" in found
+    assert any(" queries, " in text and text.endswith(" keys") for text in found)
+    assert "What ranks hold: queries in the upper strip, keys and values in the lower." in found
+    plain = texts(algorithm="direct", mask="full")
+    assert "direct: 4 documents (700, 30, 0, 4,100 tokens) over 4 ranks" in plain
+    assert not any("strip" in text for text in plain)
+    many, one = Documents([5] * 9), Documents([70])
+    assert "ring: 9 documents, 180 queries and 45 keys over 4 ranks" in texts(
+        lengths=[20] * 9, mask="full", kv_documents=many
+    )
+    assert "ring: 1 document of 20 queries; 70 keys over 4 ranks" in texts(lengths=[20], mask="full", kv_documents=one)
+
+
+def test_strips_are_what_ranks_hold_of_queries_and_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(tilemap.Page, "rank", lambda page, rank, *arguments: drawn.append((rank, arguments[-1])))
+    keys = Documents([3, 900, 17, 2000])
+    plan = plan_of("direct", mask="full", kv_documents=keys)
+    tile_map(plan)
+    assert [rank for rank, _ in drawn] == [0, 1, 2, 3]
+    for rank, strips in drawn:
+        for (pieces, borders), layout in zip(strips, (plan.layout, plan.layout_kv), strict=True):
+            tokens = layout.documents.tokens
+            spans = [(span.start, span.stop) for span in layout.spans_of(rank)]
+            assert np.allclose(pieces * tokens, spans)
+            assert np.allclose(borders * tokens, layout.documents.offsets[1:-1])
+    drawn.clear()
+    tile_map(plan_of("direct"))
+    assert all(len(strips) == 1 for _, strips in drawn)
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
