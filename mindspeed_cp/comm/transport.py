@@ -73,11 +73,11 @@ class Transport:
         timeout: float = DEFAULT_TIMEOUT,
         device: torch.device | None = None,
     ) -> None:
+        self.timeout = checked_timeout(timeout)
         world = group if group is not None else dist.group.WORLD
         if world is None:
             raise ConfigError("torch.distributed is not initialised; call init_process_group first, or give a group")
         self.group: dist.ProcessGroup = world
-        self.timeout = checked_timeout(timeout)
         self._limit = timedelta(seconds=self.timeout)
         self._rank = dist.get_rank(self.group)
         self._global = dist.get_process_group_ranks(self.group)
