@@ -66,7 +66,8 @@ class SuiteSettings(Section):
     ulysses_degree: Count | None = Field(
         default=None,
         description="hybrid: ranks that split heads among them; null: the largest divisor of the ranks of a node that "
-        "is not all ranks; hierarchical_context_parallel_sizes: [degree, rest] says the same",
+        "is neither all ranks nor more than the heads; hierarchical_context_parallel_sizes: [degree, rest] says "
+        "the same",
     )
     prefetch: Count | None = Field(default=None, description="direct: rounds under way while one is computed; null: 1")
     backend: Literal["auto", "cpu", "npu"] = Field(

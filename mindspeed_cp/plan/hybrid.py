@@ -32,15 +32,16 @@ def build_hybrid(
     Raises:
         ConfigError: the groups do not divide the ranks.
     """
-    degree = default_degree(topology) if ulysses_degree is None else ulysses_degree
+    degree = default_degree(topology, attention.heads) if ulysses_degree is None else ulysses_degree
     check_divisor("ulysses_degree", degree, topology.ranks)
     return heads_split("hybrid", queries, keys, topology, attention, degree, layout)
 
 
-def default_degree(topology: Topology) -> int:
-    """The largest divisor of the ranks of a node that is not all of the ranks; 1 for one rank."""
+def default_degree(topology: Topology, heads: int) -> int:
+    """The largest divisor of the ranks of a node that is not all of the ranks, nor more than there are heads; 1 for one
+    rank."""
     here, ranks = topology.ranks_per_node, topology.ranks
-    return max((d for d in range(1, here + 1) if here % d == 0 and d < ranks), default=1)
+    return max((d for d in range(1, min(here, heads) + 1) if here % d == 0 and d < ranks), default=1)
 
 
 def heads_split(

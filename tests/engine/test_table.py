@@ -44,7 +44,7 @@ def test_the_problems_are_those_of_their_cells_and_go_through_all_sizes():
     assert [cell_of(case) for case in CASES] == EXACT
     assert len(EXACT) + len(REFUSED) == len(CELLS)
     for name, values in capabilities.FEATURES.items():
-        for value in values:
+        for value in values if name != "backend" else ("cpu",):
             for algorithm in ALGORITHMS:
                 sizes = {
                     case.ranks

@@ -218,3 +218,9 @@ def test_windows_without_end_are_no_windows():
     for window in ((sys.maxsize, 0), (2**70, 0), (-1, 0)):
         assert AttentionConfig(4, window=window) == AttentionConfig(4)
     assert AttentionConfig(4, mask="full", window=(3, sys.maxsize)).window == (3, -1)
+
+
+def test_hybrid_takes_no_more_ranks_for_heads_than_there_are_heads() -> None:
+    """By default; 32 ranks with 8 heads would else leave half of them without work."""
+    plan = build_plan(Documents([4000]), Topology(1, 32), AttentionConfig(8), "hybrid")
+    assert min(stop - first for first, stop in (plan.q_layout.head_range(rank, 8) for rank in range(32))) == 1
