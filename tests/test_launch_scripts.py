@@ -666,6 +666,11 @@ def test_two_nodes_of_a_slurm_job_train_together(tmp_path: Path, slurm: dict[str
         assert list(tmp_path.glob(f"run/logs/node{node}/slurm-1234567_*/attempt_0/0/stderr.log"))
 
 
+def _takes_interrupts() -> None:
+    """As a terminal's shell leaves it; a shell that runs the tests in the background has them ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     """A terminal sends SIGINT to the script, to torchrun and to the ranks; torchrun then sends them another signal."""
     words = [*tiny(tmp_path, steps=100000), "--ranks-per-node=2", "--master-port", free_port()]
@@ -675,6 +680,7 @@ def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path) -> None:
         env=environment,
         cwd=tmp_path,
         start_new_session=True,
+        preexec_fn=_takes_interrupts,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -218,7 +218,7 @@ def test_scale_is_used_and_defaults_to_the_head_dim():
         (dict(cu_seqlens_q=[0, 2, 5], cu_seqlens_kv=[0, 4, 5]), "sequence 1 has 3 queries and 1 keys"),
         (dict(mask="window"), "mask is 'window'"),
         (dict(window=(3, 4)), "attention.window is .3, 4., but under mask 'causal'"),
-        (dict(alibi=[0.5]), "one finite slope, in fp32 too, for each of the 2 heads"),
+        (dict(alibi=[0.5]), "one finite slope for each of the 2 heads, in fp32 too"),
         (dict(dropout_p=1.0), "attention.dropout is 1.0; valid: a number from 0 to below 1"),
         (dict(dropout_p=0.1), r"dropout_p is 0.1, dropout_key is None; valid: \(seed, layer\)"),
         (dict(cu_seqlens_q=5), "cu_seqlens_q must rise"),
