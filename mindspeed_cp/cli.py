@@ -202,6 +202,8 @@ def doctor(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors of the user are printed as one line."""
+    # Otherwise torch imports torch_npu by itself, and a broken installation of that ends every command in a traceback.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         result: Any = app(given, prog_name="mindspeed-cp", standalone_mode=False)

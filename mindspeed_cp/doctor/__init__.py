@@ -41,7 +41,7 @@ def examine(kind: str = "auto", seed: int = 0, link_megabytes: int = LINK_MEGABY
     if kind == "npu":
         from mindspeed_cp.train.device import load_npu
 
-        load_npu("--device npu")
+        load_npu("--device npu", "--device cpu")
     devices = {name: device(name) for name in DEVICES}
     backends = {name: backend(name, devices[name]) for name in DEVICES}
     wanted = [name for name in DEVICES if backends[name]["available"] and kind in ("auto", name)]

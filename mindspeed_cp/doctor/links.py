@@ -23,6 +23,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology, build_plan
 
 SECONDS = 180.0  # for all of it; the first communicator of a machine takes long
+SILENT = "no answer"
 ROUNDS = 5
 
 
@@ -70,11 +71,12 @@ def _collect(pipes: list[Connection]) -> list[Any]:
                 found[rank] = "the process died"
             if isinstance(found[rank], str):  # the others wait for it in vain
                 deadline = min(deadline, time.monotonic() + 5)
-    return [found.get(rank, f"no answer within {SECONDS:g} s") for rank in range(len(pipes))]
+    return [found.get(rank, SILENT) for rank in range(len(pipes))]
 
 
 def _merged(found: list[Any]) -> list[dict[str, Any]]:
     errors = [f"rank {rank}: {each}" for rank, each in enumerate(found) if isinstance(each, str)]
+    errors.sort(key=lambda text: SILENT in text)  # who says what happened, before those that waited for it in vain
     if errors:
         return [{"case": f"rings of {len(found)} NPUs", "ok": False, "error": errors[0], "gigabytes_per_second": None}]
     rows = []

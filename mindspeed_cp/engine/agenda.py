@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.engine.moves import moves_of
-from mindspeed_cp.ops.attention import AttentionBackend, backend_for
+from mindspeed_cp.ops.attention import AttentionBackend, Heads, backend_for
 from mindspeed_cp.plan import Messages, Plan, Program
 
 Rows = slice | Tensor
@@ -128,9 +128,19 @@ def prepare(
     """
     device = torch.device(device)
     runner = backend_for(device.type, backend)
+    heads = heads_of(plan, rank)
     for direction in ("forward", "backward"):
-        agenda_of(plan, rank, direction, runner, dtype, training and plan.attention.dropout > 0, device)
+        agenda = agenda_of(plan, rank, direction, runner, dtype, training and plan.attention.dropout > 0, device)
+        for step in agenda.steps:
+            for _, calls in step.compute:
+                runner.place(calls, plan.attention, heads, device)
     moves_of(plan, rank, device)
+
+
+def heads_of(plan: Plan, rank: int) -> Heads:
+    """The heads that a rank computes."""
+    attention = plan.attention
+    return Heads(plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, attention.kv_heads))
 
 
 def _make(

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport, checked_timeout, group_rank, group_size
-from mindspeed_cp.engine.agenda import agenda_of
+from mindspeed_cp.engine.agenda import agenda_of, heads_of
 from mindspeed_cp.engine.moves import move_all, moves_of
 from mindspeed_cp.engine.run import Run
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, backend_for
-from mindspeed_cp.ops.attention.contract import DropoutKey, Heads, checked_dropout_key
+from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
 from mindspeed_cp.plan import AttentionConfig, Plan
 
 
@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
         empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
         out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-        state = ForwardState(q, out, lse, _heads(plan, rank), dropout)
+        state = ForwardState(q, out, lse, heads_of(plan, rank), dropout)
         _run_forward(Run(agenda, k, v, transport), state, attention, backend)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -121,7 +121,7 @@ class _Attention(torch.autograd.Function):
         agenda = agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None, q.device)
         run = Run(agenda, k, v, transport)
         dq = torch.zeros_like(q, dtype=torch.float32)
-        state = BackwardState(q, out, lse, dout, dq, _heads(plan, rank), dropout, kept)
+        state = BackwardState(q, out, lse, dout, dq, heads_of(plan, rank), dropout, kept)
         dk, dv = _run_backward(run, state, attention, backend)
         del run  # its buffers
         if not moves.kv_copies:  # copies are summed in fp32 first
@@ -148,11 +148,6 @@ def _run_backward(
     with torch.autocast(state.q.device.type, enabled=False):
         run.steps(compute)
     return run.gradient(0)
-
-
-def _heads(plan: Plan, rank: int) -> Heads:
-    attention = plan.attention
-    return Heads(plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, attention.kv_heads))
 
 
 def _dropout_key(share: float, key: DropoutKey | None) -> DropoutKey:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_cp.engine.agenda import heads_of
 from mindspeed_cp.layout import Layout, expand
-from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, DropoutKey, ForwardState, Heads
+from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, DropoutKey, ForwardState
 from mindspeed_cp.plan import Plan
 
 
@@ -89,10 +90,7 @@ class _Rank:
         key: DropoutKey | None,
     ) -> None:
         self._plan, self._rank, self._backend = plan, rank, backend
-        attention = plan.attention
-        self.heads = Heads(
-            plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, attention.kv_heads)
-        )
+        self.heads = heads_of(plan, rank)
         self.rows = _tokens(plan.q_layout, rank, q.device)
         mine, self._theirs = slice(*self.heads.q), slice(*self.heads.kv)
         self._q, self._dout = (x[self.rows][:, mine].contiguous() for x in (q, dout))

@@ -14,7 +14,7 @@ from mindspeed_cp.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_REMEDY = "install CANN for this driver and `source .../ascend-toolkit/set_env.sh`, or train.device: cpu"
+_REMEDY = "install CANN for this driver and `source .../ascend-toolkit/set_env.sh`"
 
 
 def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
@@ -46,11 +46,12 @@ def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
     return device
 
 
-def load_npu(setting: str = "device npu") -> Any:
+def load_npu(setting: str = "device npu", instead: str = "train.device: cpu") -> Any:
     """torch.npu, after importing torch_npu.
 
     Args:
         setting: what asks for it, for the error.
+        instead: what to give instead of it.
 
     Raises:
         ConfigError: torch_npu is not installed, is not the one for this torch, or its libraries are missing.
@@ -59,8 +60,7 @@ def load_npu(setting: str = "device npu") -> Any:
 
     if importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
-            f"{setting}: torch_npu is not installed; pip install torch-npu=={_release(torch.__version__)}, or "
-            "train.device: cpu"
+            f"{setting}: torch_npu is not installed; pip install torch-npu=={_release(torch.__version__)}, or {instead}"
         )
     theirs, ours = importlib.metadata.version("torch-npu"), torch.__version__
     if _release(theirs) != _release(ours):
@@ -71,12 +71,13 @@ def load_npu(setting: str = "device npu") -> Any:
     try:
         import torch_npu  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
-        raise ConfigError(f"{setting}: torch_npu cannot be loaded ({why_not(error)}); {_REMEDY}") from None
+        raise ConfigError(
+            f"{setting}: torch_npu cannot be loaded ({why_not(error)}); {_REMEDY}, or {instead}"
+        ) from None
     npu: Any = torch.npu  # type: ignore[attr-defined]
     if not npu.is_available():
         raise ConfigError(
-            f"{setting}: torch_npu finds no NPU; check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES, or "
-            "train.device: cpu"
+            f"{setting}: torch_npu finds no NPU; check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES, or {instead}"
         )
     return npu
 

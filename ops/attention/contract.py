@@ -134,6 +134,9 @@ class AttentionBackend(Protocol):
     def lower_backward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowered:
         """The same for the backward."""
 
+    def place(self, calls: Sequence[Any], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
+        """Make what the calls need on a device now, and not in the first layer that runs them."""
+
     def forward(
         self, calls: Sequence[Any], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
     ) -> None:

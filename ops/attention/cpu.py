@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState
+from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
 from mindspeed_cp.ops.attention.cpu_costs import Costs
 from mindspeed_cp.ops.attention.cpu_kernels import Kernels
 from mindspeed_cp.ops.attention.cpu_lowering import Call, Lowering, lower
@@ -44,6 +44,9 @@ class CpuAttention:
     def lower_backward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowering:
         """See the contract."""
         return lower(tiles, rows, attention, Costs.of("backward", attention, dtype))
+
+    def place(self, calls: Sequence[Call], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
+        """See the contract: nothing is needed."""
 
     def forward(
         self, calls: Sequence[Call], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor

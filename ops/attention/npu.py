@@ -11,14 +11,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState
+from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
 from mindspeed_cp.ops.attention.heads import EvenPart, even_parts
 from mindspeed_cp.ops.attention.npu_calls import Choice, FusedCall
 from mindspeed_cp.ops.attention.npu_checks import check_attention, check_option
 from mindspeed_cp.ops.attention.npu_lowering import Lowering, lower
 from mindspeed_cp.ops.attention.npu_masks import lower_to_masks
 from mindspeed_cp.ops.attention.npu_operator import FusedOperator, Masking, TorchNpu
-from mindspeed_cp.ops.attention.npu_placed import Index, Placed, PlacedBack, order_of, place, slopes_of, take
+from mindspeed_cp.ops.attention.npu_placed import (
+    Index,
+    Placed,
+    PlacedBack,
+    compressed_mask,
+    order_of,
+    place,
+    slopes_of,
+    take,
+)
 from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.plan import AttentionConfig
 
@@ -84,6 +93,15 @@ class NpuAttention:
     def lower_backward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowering:
         """See the contract. The same calls as in the forward: under dropout they have to be."""
         return self.lower_forward(tiles, rows, attention, dtype)
+
+    def place(self, calls: Sequence[FusedCall], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
+        """See the contract: rows, masks, slopes and orders of statistics."""
+        for part in even_parts(attention, heads):
+            slopes_of(attention, part.numbers, device)
+            for call in calls:
+                if place(call, device).compressed:
+                    compressed_mask(device)
+                order_of(call, part.q.stop - part.q.start, device)
 
     def forward(
         self, calls: Sequence[FusedCall], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
@@ -193,7 +211,7 @@ def _how(call: FusedCall, attention: AttentionConfig, part: EvenPart, q: Tensor,
         sparse_mode=call.sparse_mode,
         pre=call.pre,
         next=call.next,
-        mask=place(call, q.device).mask,
+        mask=place(call, q.device).mask(call.keys),
         slopes=slopes_of(attention, part.numbers, q.device),
         starts=call.starts,
         scale=attention.softmax_scale,
@@ -262,5 +280,5 @@ def _put(x: Tensor, rows: Index, values: Tensor | float) -> None:
         x[rows] = values
     elif isinstance(values, Tensor):
         x.index_copy_(0, rows, values)
-    else:
-        x.index_fill_(0, rows, values)
+    else:  # not index_fill_: where CANN lacks it, torch_npu asks the device for every row number
+        x.index_copy_(0, rows, torch.full_like(x[:1], values).expand(len(rows), *x.shape[1:]))

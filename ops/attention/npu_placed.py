@@ -50,14 +50,18 @@ class Placed:
     """A call on a device.
 
     Attributes:
+        device: where it is.
         q, k: rows that are handed over.
         q_back, k_back: where results belong.
         fresh: rows to be cleared before results are merged; None: there are none, or all are.
         padding: rows whose results count for nothing.
         shift: fp32 [rows, 1], or None.
-        mask: True is hidden; None: everything is visible.
+        compressed: the operator's compressed mask is given.
+        visible: first and last-plus-one key that each row sees, [runs, 2, rows], where the mask is made of them; None:
+            everything is visible, or compressed.
     """
 
+    device: torch.device
     q: Index
     k: Index
     q_back: PlacedBack
@@ -65,13 +69,28 @@ class Placed:
     fresh: Index | None
     padding: Index | None
     shift: Tensor | None
-    mask: Tensor | None
+    compressed: bool
+    visible: Tensor | None
+
+    def mask(self, keys: int) -> Tensor | None:
+        """True is hidden; None: everything is visible. One that is made of rows is made at every call and goes with it:
+        kept with a plan, those of all its steps would be as large as what the suite is there to avoid."""
+        if self.compressed:
+            return compressed_mask(self.device)
+        if self.visible is None:
+            return None
+        column = torch.arange(keys, device=self.device)
+        hidden = torch.ones(self.visible.shape[-1], keys, dtype=torch.bool, device=self.device)
+        for first, last in self.visible[..., None]:
+            hidden &= (column < first) | (column >= last)
+        return hidden
 
 
 def place(call: FusedCall, device: torch.device) -> Placed:
     """The call on a device, made at the first call."""
     if device not in call.placed:
         call.placed[device] = Placed(
+            device,
             _rows(call.q, device),
             _rows(call.k, device),
             _back(call.q_back, device),
@@ -79,7 +98,8 @@ def place(call: FusedCall, device: torch.device) -> Placed:
             None if isinstance(call.fresh, bool) or not len(call.fresh) else _rows(call.fresh, device),
             None if call.padding is None else _rows(call.padding, device),
             None if call.shift is None else torch.from_numpy(call.shift.astype(np.float32)).to(device)[:, None],
-            _mask(call, device),
+            call.compressed,
+            None if call.compressed or call.visible is None else torch.from_numpy(call.visible).to(device),
         )
     return call.placed[device]
 
@@ -109,18 +129,6 @@ def compressed_mask(device: torch.device) -> Tensor:
 def take(x: Tensor, rows: Index) -> Tensor:
     """A view for a run, else a copy."""
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def _mask(call: FusedCall, device: torch.device) -> Tensor | None:
-    if call.compressed:
-        return compressed_mask(device)
-    if call.visible is None:
-        return None
-    column = torch.arange(call.keys, device=device)
-    hidden = torch.ones(call.rows, call.keys, dtype=torch.bool, device=device)
-    for first, last in torch.from_numpy(call.visible).to(device)[..., None]:
-        hidden &= (column < first) | (column >= last)
-    return hidden
 
 
 def _rows(rows: Rows, device: torch.device) -> Index:

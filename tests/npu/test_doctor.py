@@ -79,3 +79,20 @@ def test_without_a_fault_nothing_is_found() -> None:
     for case in (*CASES, *LONG):
         found = check("npu", "fp32", case, seed=1)
         assert found["ok"], found
+
+
+def test_a_broken_installation_is_one_line() -> None:
+    """torch-npu is installed and CANN is not, and nothing keeps torch from importing torch_npu by itself."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    for command in (["doctor", "--device", "npu"], ["train", "configs/quickstart.yaml", "--set", "train.device=npu"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "mindspeed_cp.cli", *command],
+            cwd=ROOT,
+            env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert done.returncode == 2 and len(errors) == 1, done.stderr
+        assert "a library of CANN, is not found); install CANN" in errors[0] and "Traceback" not in done.stderr

@@ -1,0 +1,63 @@
+"""A layer's attention neither waits for the device nor makes anything anew: it is all there once a plan is prepared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed_cp.engine import prepare
+from tests.engine.cases import Case, attend, local
+from tests.npu.ranks import run
+
+LENGTHS = (61, 5, 0, 44, 1, 30)
+CASES = {
+    "packed": Case(LENGTHS, 2),
+    "ALiBi": Case(LENGTHS, 2, alibi=True),
+    "window": Case(LENGTHS, 2, window=(17, 0)),
+    "grouped heads, uneven": Case(LENGTHS, 2, heads=6, kv_heads=3, algorithm="ulysses"),
+    "direct": Case(LENGTHS, 2, algorithm="direct"),
+}
+
+#: Operators that make the host wait for the device, or do so in one of torch_npu's versions of them.
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "index_fill_", "masked_select", "unique_dim", "_unique2"}
+
+
+class Seen(TorchDispatchMode):
+    """Operators on the way to the device, and copies between it and the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        given = [x for x in args if isinstance(x, torch.Tensor)]
+        made = func(*args, **(kwargs or {}))
+        places = {x.device.type for x in (*given, made) if isinstance(x, torch.Tensor)}
+        self.names.append("copy between host and device" if len(places) > 1 else name)
+        return made
+
+
+def one_layer(rank: int, size: int, case: Case) -> tuple[list[str], list[str]]:
+    """What the first layer's forward and backward do that they should not."""
+    plan, leaves, dout = local(rank, case)
+    prepare(plan, rank, case.dtype, device=torch.device("npu", rank))
+    on_npu = [x.detach().to("npu").requires_grad_() for x in leaves]
+    on_npu_dout = dout.to("npu")
+    found = []
+    with Seen() as forward:
+        out = attend(case, plan, on_npu, None)
+    found.append(forward.names)
+    with Seen() as backward:
+        torch.autograd.grad(out, on_npu, on_npu_dout)
+    found.append(backward.names)
+    assert all(len(names) > 10 for names in found)
+    bad = WAITS | {"copy between host and device"}
+    return tuple([name for name in names if name in bad] for names in found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_layer_neither_waits_nor_copies(name: str) -> None:
+    for forward, backward in run(2, one_layer, CASES[name]).values():
+        assert (forward, backward) == ([], [])
