@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from mindspeed_cp.engine.virtual import attend_virtually
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention import attention, attention_backward, backend_named, dense_attention_of
+from mindspeed_cp.ops.attention.npu import NpuAttention
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan
 
 #: Largest allowed difference to fp64, over max(1, largest value of the reference).  bf16 keeps 8 bits: half a unit in
@@ -32,6 +33,7 @@ class Case:
         attention: what is computed.
         kv_lengths: of the keys, in cross-attention.
         plan: algorithm, ranks and options of a plan whose ranks run one after the other; None: one rank.
+        npu: options of the npu backend, where they are not its defaults; with a plan only.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Case:
     attention: AttentionConfig
     kv_lengths: list[int] | None = None
     plan: tuple[str, int, Mapping[str, Any]] | None = None
+    npu: Mapping[str, Any] = field(default_factory=dict)
 
 
 CASES = (
@@ -69,6 +72,27 @@ LONG = (
         [901, 97],
         AttentionConfig(2, 1, 32, mask="full", alibi=True),
         plan=("ring", 3, {}),
+    ),
+    Case(
+        "a ring of 3, npu_lowering: masks",
+        [901, 97],
+        AttentionConfig(2, 1, 32),
+        plan=("ring", 3, {}),
+        npu={"lowering": "masks"},
+    ),
+    Case(
+        "a ring of 3, npu_merge: ring_update",
+        [901, 97],
+        AttentionConfig(2, 1, 64),
+        plan=("ring", 3, {}),
+        npu={"merge": "ring_update"},
+    ),
+    Case(
+        "a ring of 3, npu_alibi: split",
+        [903, 97],
+        AttentionConfig(2, 1, 32, alibi=True),
+        plan=("ring", 3, {}),
+        npu={"alibi": "split"},
     ),
     Case("direct, 4 ranks, full mask", [1201, 97], AttentionConfig(2, 1, 32, mask="full"), plan=("direct", 4, {})),
 )
@@ -135,7 +159,8 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     q, k, v, dout = (x.to(backend) for x in given)
     if case.plan is not None:
-        made = attend_virtually(_plan(case, documents, keys), q, k, v, dout, backend_named(backend))
+        runner = NpuAttention(**case.npu) if backend == "npu" else backend_named(backend)
+        made = attend_virtually(_plan(case, documents, keys), q, k, v, dout, runner)
         return {"out": made.out, "lse": made.lse, "dq": made.dq, "dk": made.dk, "dv": made.dv}
     config, lengths = case.attention, (documents.offsets, keys.offsets)
     how: dict[str, Any] = {
