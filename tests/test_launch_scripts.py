@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "configs" / "launch"
 A2, A3, SLURM = (LAUNCH / name for name in ("atlas_800t_a2.sh", "atlas_a3.sh", "slurm.sbatch"))
@@ -443,7 +445,7 @@ def test_bad_input_is_one_line(words: list[str], environment: dict[str, str], ex
 def test_a_machine_without_cann_and_devices_is_told_so(tmp_path: Path) -> None:
     """In the order of the checks; a dry run only mentions them."""
     if list(Path("/dev").glob("davinci*")):
-        pytest.skip("this machine has NPUs")
+        pytest.skip("a machine without /dev/davinci*, which this one has, is missing")
     words = [EIGHT, f"--set=output.folder={tmp_path}/run"]
     assert dry_run(A2).machine[0].startswith("ASCEND_HOME_PATH = (nothing): source CANN's set_env.sh")
     assert refusal(run(A2, *words)).startswith("error: ASCEND_HOME_PATH = (nothing): source CANN's set_env.sh")
@@ -609,12 +611,6 @@ def test_slurm_runs_a_copy_and_finds_the_scripts_all_the_same(tmp_path: Path, sl
 
 
 # training on the CPU
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return str(free.getsockname()[1])
 
 
 def tiny(folder: Path, steps: int = 2) -> list[str]:

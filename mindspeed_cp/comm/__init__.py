@@ -1,6 +1,6 @@
 """Moves bytes between ranks, on HCCL, NCCL and gloo."""
 
-from mindspeed_cp.comm.lanes import Lanes, close_lanes, lanes_of, library_of, open_lanes, warm_up
+from mindspeed_cp.comm.lanes import Lanes, close_lanes, existing_group, lanes_of, library_of, open_lanes, warm_up
 from mindspeed_cp.comm.move import Move, move_of, start_moves
 from mindspeed_cp.comm.transport import (
     DEFAULT_TIMEOUT,
@@ -22,6 +22,7 @@ __all__ = [
     "Transport",
     "checked_timeout",
     "close_lanes",
+    "existing_group",
     "group_rank",
     "group_size",
     "lanes_of",

@@ -76,7 +76,7 @@ def open_lanes(
         ConfigError: there is no group, this process is not in it, an option is unknown, or options are given and the
             group is not HCCL's.
     """
-    world = _existing(group)
+    world = existing_group(group)
     library = library_of(world, device)
     given = group_options(library, options)
     mine = tuple(dist.get_process_group_ranks(world))
@@ -89,7 +89,7 @@ def open_lanes(
     return _open[world]
 
 
-def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group, or the default group.
 
     Raises:
@@ -97,7 +97,7 @@ def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     world = group if group is not None else dist.group.WORLD
     if world is None:
-        raise ConfigError("torch.distributed is not initialised; call init_process_group first")
+        raise ConfigError("torch.distributed is not initialised; call init_process_group first, or give a group")
     if not isinstance(world, dist.ProcessGroup):
         raise ConfigError(
             f"group is {world!r}; valid: a torch.distributed.ProcessGroup that this process is in, or None for all "
@@ -161,7 +161,7 @@ def warm_up(plan: Plan, group: dist.ProcessGroup | None = None, device: torch.de
     Raises:
         ConfigError: there is no group, this process is not in it, or the plan is for another number of ranks.
     """
-    world = _existing(group)
+    world = existing_group(group)
     if plan.ranks != dist.get_world_size(world):
         raise ConfigError(
             f"warm_up: the plan is for {plan.ranks} ranks, but the group has {dist.get_world_size(world)}; build the "

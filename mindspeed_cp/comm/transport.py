@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm.lanes import lanes_of, library_of
+from mindspeed_cp.comm.lanes import existing_group, lanes_of, library_of
 from mindspeed_cp.errors import ConfigError, PeerError
 
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -74,10 +74,7 @@ class Transport:
         device: torch.device | None = None,
     ) -> None:
         self.timeout = checked_timeout(timeout)
-        world = group if group is not None else dist.group.WORLD
-        if world is None:
-            raise ConfigError("torch.distributed is not initialised; call init_process_group first, or give a group")
-        self.group: dist.ProcessGroup = world
+        self.group = existing_group(group)
         self._limit = timedelta(seconds=self.timeout)
         self._rank = dist.get_rank(self.group)
         self._global = dist.get_process_group_ranks(self.group)

@@ -6,7 +6,6 @@ with attention by its definition in fp64.  On a new device, driver or library th
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
@@ -61,7 +60,7 @@ def examine(kind: str = "auto", seed: int = 0, link_megabytes: int = LINK_MEGABY
         "communication": {
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
-            "hccl": importlib.util.find_spec("torch_npu") is not None,
+            "hccl": devices["npu"]["count"] > 0,
         },
         "checks": checks,
         "links": links,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 from importlib import metadata
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 
 import mindspeed_cp
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
+from mindspeed_cp.train.device import load_npu
 
 PACKAGES = ("torch", "torch-npu", "megatron-core", "transformer-engine", "numpy", "pydantic", "triton")
 DEVICES = ("npu", "cuda", "cpu")
@@ -62,12 +63,10 @@ def device(kind: str) -> dict[str, Any]:
     if kind == "cpu":
         return {"count": 1, "names": [platform.processor() or platform.machine()], "why": None}
     if kind == "npu":
-        if importlib.util.find_spec("torch_npu") is None:
-            return {"count": 0, "names": [], "why": "torch-npu is not installed"}
         try:
-            import torch_npu  # noqa: F401
-        except (ImportError, OSError, RuntimeError) as error:
-            return {"count": 0, "names": [], "why": f"torch-npu cannot be loaded: {' '.join(str(error).split())}"}
+            load_npu("npu", "--device cpu")
+        except ConfigError as error:
+            return {"count": 0, "names": [], "why": str(error).removeprefix("npu: ")}
     module = getattr(torch, kind)
     if not module.is_available():
         why = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.engine.moves import moves_of
-from mindspeed_cp.ops.attention import AttentionBackend, Heads, backend_for
+from mindspeed_cp.ops.attention import AttentionBackend, Heads, Lowered, backend_for
 from mindspeed_cp.plan import Messages, Plan, Program
 
 Rows = slice | Tensor
@@ -102,7 +102,11 @@ def agenda_of(
         mine = _known.setdefault(plan, {})
     key = rank, direction, backend.key, dtype, drops, device
     if key not in mine:
-        mine[key] = _make(plan, rank, direction, backend, dtype, drops, device)
+        program: Program = getattr(plan, direction)
+        lower = backend.lower_forward if direction == "forward" else backend.lower_backward
+        tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
+        lowered = lower(tiles, rows, plan.attention if drops else replace(plan.attention, dropout=0.0), dtype)
+        mine[key] = _make(program, rank, lowered, stores_all_rows(tiles, rows), device)
     return mine[key]
 
 
@@ -143,20 +147,8 @@ def heads_of(plan: Plan, rank: int) -> Heads:
     return Heads(plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, attention.kv_heads))
 
 
-def _make(
-    plan: Plan,
-    rank: int,
-    direction: str,
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    drops: bool,
-    device: torch.device,
-) -> Agenda:
-    program: Program = getattr(plan, direction)
-    lower = backend.lower_forward if direction == "forward" else backend.lower_backward
-    tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
-    attention = plan.attention if drops else replace(plan.attention, dropout=0.0)
-    lowered = lower(tiles, rows, attention, dtype)
+def _make(program: Program, rank: int, lowered: Lowered, stores_all_rows: bool, device: torch.device) -> Agenda:
+    """Messages and calls of one rank, step by step."""
     posts: list[list[Post]] = [[] for _ in range(program.steps)]
     finish: list[list[int]] = [[] for _ in range(program.steps)]
     for kind, messages in (("reduce", program.reduce), ("fetch", program.fetch)):
@@ -170,10 +162,10 @@ def _make(
         Step(posts[s], [(slot, lowered[s, slot]) for slot in slots if (s, slot) in lowered], finish[s])
         for s in range(program.steps)
     ]
-    return Agenda(steps, program.capacity[rank].tolist(), _stores_all_rows(tiles, rows))
+    return Agenda(steps, program.capacity[rank].tolist(), stores_all_rows)
 
 
-def _stores_all_rows(tiles: np.ndarray, rows: int) -> bool:
+def stores_all_rows(tiles: np.ndarray, rows: int) -> bool:
     """True when every q row is in some tile, and every tile finds its rows all untouched or all touched: then the first
     result of every row is stored, and what its memory held before does not matter."""
     touched = np.zeros(rows, bool)

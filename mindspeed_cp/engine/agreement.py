@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, checked_timeout, group_rank, group_size, library_of
+from mindspeed_cp.comm import DEFAULT_TIMEOUT, checked_timeout, existing_group, group_rank, group_size, library_of
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import Layout
 from mindspeed_cp.plan import AttentionConfig, Messages, Plan, Program
@@ -180,11 +180,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _gathered(mine: Tensor, ranks: int, group: dist.ProcessGroup | None, limit: float) -> Tensor:
     """Every rank's tensor, [ranks, ...]."""
     everyone = [torch.empty_like(mine) for _ in range(ranks)]
-    world = group if group is not None else dist.group.WORLD
-    assert world is not None, "a group of several ranks"
     try:
         work = dist.all_gather(everyone, mine, group=group, async_op=True)
-        work.wait(timedelta(seconds=limit)) if library_of(world, mine.device) == "gloo" else work.wait()
+        work.wait(timedelta(seconds=limit)) if library_of(existing_group(group), mine.device) == "gloo" else work.wait()
     except RuntimeError as error:
         raise PeerError(
             f"rank {group_rank(group)}: comparing plans over the group: a rank died, or did not take part within "

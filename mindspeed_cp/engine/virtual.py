@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_cp.engine.agenda import heads_of
+from mindspeed_cp.engine.agenda import heads_of, stores_all_rows
 from mindspeed_cp.layout import Layout, expand
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, DropoutKey, ForwardState
 from mindspeed_cp.plan import Plan
@@ -27,7 +27,7 @@ class Virtual:
         out: [tokens, heads, head_dim_v] of q's type.
         lse: fp32 [tokens, heads].
         dq, dk, dv: fp32, of the shapes of q, k and v.
-        calls: (forward, backward) calls of the backend by rank.
+        ranks: each rank after its forward and backward.
     """
 
     out: Tensor
@@ -35,7 +35,7 @@ class Virtual:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    calls: list[tuple[int, int]]
+    ranks: list[VirtualRank]
 
 
 @torch.no_grad()
@@ -64,19 +64,26 @@ def attend_virtually(
     out = q.new_zeros(dout.shape)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    calls = []
-    for rank in range(plan.ranks):
-        one = _Rank(plan, rank, backend, q, k, v, dout, dropout_key)
-        forward = one.forward()
-        backward = one.backward(dk, dv)
+    ranks = [VirtualRank(plan, rank, backend, q, k, v, dout, dropout_key) for rank in range(plan.ranks)]
+    for one in ranks:
+        one.forward()
+        one.backward(dk, dv)
         at = one.rows[:, None], torch.arange(*one.heads.q, device=q.device)
         out[at], lse[at], dq[at] = one.state.out.to(q.dtype), one.state.lse, one.dq
-        calls.append((forward, backward))
-    return Virtual(out, lse, dq, dk, dv, calls)
+    return Virtual(out, lse, dq, dk, dv, ranks)
 
 
-class _Rank:
-    """One rank: its queries, and the states of its forward and backward."""
+class VirtualRank:
+    """One rank of a plan, whose slots are filled from the whole batch. What nobody would have sent is NaN, and so are
+    outputs that the first result of a row is to replace: a kernel that reads either shows.
+
+    Attributes:
+        rows: tokens of its queries.
+        heads: that it computes.
+        state: of its forward.
+        dq: fp32, of its queries; filled by `backward`.
+        calls: of the backend in the forward and in the backward, so far.
+    """
 
     def __init__(
         self,
@@ -95,42 +102,42 @@ class _Rank:
         mine, self._theirs = slice(*self.heads.q), slice(*self.heads.kv)
         self._q, self._dout = (x[self.rows][:, mine].contiguous() for x in (q, dout))
         self._k, self._v = (x[:, self._theirs] for x in (k, v))
+        self._tiles = {direction: getattr(plan, direction).tiles(rank) for direction in ("forward", "backward")}
+        begin = float("nan") if stores_all_rows(self._tiles["forward"], len(self.rows)) else 0.0
         self.state = ForwardState(
             self._q,
-            q.new_zeros((len(self.rows), self._q.shape[1], v.shape[2]), dtype=torch.float32),
+            q.new_full((len(self.rows), self._q.shape[1], v.shape[2]), begin, dtype=torch.float32),
             q.new_full(self._q.shape[:2], float("-inf"), dtype=torch.float32),
             self.heads,
             key,
         )
         self.dq = torch.zeros_like(self._q, dtype=torch.float32)
+        self.calls = [0, 0]
 
-    def forward(self) -> int:
-        """Fills `state`; returns the number of calls."""
-        count = 0
-        for calls, k, v, _, _ in self._places("forward"):
+    def forward(self) -> None:
+        """Fills `state`."""
+        for calls, k, v, _, _ in self.places("forward"):
             self._backend.forward(calls, self._plan.attention, self.state, k, v)
-            count += len(calls)
-        return count
+            self.calls[0] += len(calls)
 
-    def backward(self, dk: Tensor, dv: Tensor) -> int:
-        """Fills `dq` and adds to the batch's dk and dv; returns the number of calls."""
-        s, count = self.state, 0
+    def backward(self, dk: Tensor, dv: Tensor) -> None:
+        """Fills `dq` and adds to the batch's dk and dv."""
+        s = self.state
         back = BackwardState(s.q, s.out.to(s.q.dtype), s.lse, self._dout, self.dq, s.heads, s.dropout, s.kept)
-        for calls, k, v, rows, tokens in self._places("backward"):
+        for calls, k, v, rows, tokens in self.places("backward"):
             parts = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
             self._backend.backward(calls, self._plan.attention, back, k, v, parts[0], parts[1])
             for total, part in zip((dk, dv), parts, strict=True):
                 total[:, self._theirs] = total[:, self._theirs].index_add(0, tokens, part[rows])
-            count += len(calls)
-        return count
+            self.calls[1] += len(calls)
 
-    def _places(self, direction: str) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor]]:
+    def places(self, direction: str) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor]]:
         """Calls of each step and slot, its keys and values, which of its rows hold something, and their tokens."""
         plan, device = self._plan, self._q.device
         program = getattr(plan, direction)
         lower = self._backend.lower_forward if direction == "forward" else self._backend.lower_backward
         contents = program.contents_of(self._rank)
-        lowered = lower(program.tiles(self._rank), len(self._q), plan.attention, self._q.dtype)
+        lowered = lower(self._tiles[direction], len(self._q), plan.attention, self._q.dtype)
         for (step, slot), calls in lowered.items():
             rows, tokens = [], []
             for content in contents[(contents["step"] == step) & (contents["slot"] == slot)]:
@@ -139,7 +146,7 @@ class _Rank:
                 rows.append(torch.arange(len(tokens[-1])) + int(content["row"]))
             at, of = torch.cat(rows).to(device), torch.cat(tokens).to(device)
             capacity = int(program.capacity[self._rank, slot])
-            k, v = (x.new_zeros((capacity, *x.shape[1:])) for x in (self._k, self._v))
+            k, v = (x.new_full((capacity, *x.shape[1:]), float("nan")) for x in (self._k, self._v))
             k[at], v[at] = self._k[of], self._v[of]
             yield calls, k, v, at, of
 

@@ -35,11 +35,11 @@ def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
     npu = load_npu(f"train.device = {name}")
     count = npu.device_count()
     if local_ranks > count:
-        visible = "; ASCEND_RT_VISIBLE_DEVICES hides the others" if _hides_devices() else ""
+        hidden = bool(os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
+        visible = "; ASCEND_RT_VISIBLE_DEVICES hides the others" * hidden
         raise ConfigError(
             f"train.device = {name}: {local_ranks} ranks on this machine, which has {count} NPUs{visible}; start "
-            "at most "
-            f"{count} ranks on it, or use more machines"
+            f"at most {count} ranks on it, or use more machines"
         )
     device = torch.device("npu", local_rank)
     npu.set_device(device)
@@ -100,7 +100,3 @@ def why_not(error: BaseException) -> str:
 def _release(version: str) -> str:
     found = re.match(r"\d+\.\d+\.\d+", version)
     return found[0] if found else version
-
-
-def _hides_devices() -> bool:
-    return bool(os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))

@@ -56,6 +56,20 @@ static Exchange reduced(const Comm& comm, const char* name, Call call, int type,
 
 static const std::vector<Part> nothing(const Comm& comm) { return equal_parts(comm->size, 0, false); }
 
+// A collective over `count` elements: make(comm, bytes) is its exchange. `root`: NO_ROOT, or a rank of it.
+constexpr uint32_t NO_ROOT = UINT32_MAX;
+template <class Make>
+static HcclResult collective(const char* name, HcclComm handle, aclrtStream stream, uint64_t count, HcclDataType type,
+                             uint32_t root, Make make) {
+    return guarded(name, [&] {
+        Comm comm = find(handle);
+        if (root != NO_ROOT) check_rank(*comm, root, "root");
+        const uint64_t bytes = count * size_of(type);
+        enqueue(comm, make(comm, bytes), stream,
+                field("bytes", bytes) + (root == NO_ROOT ? "" : ", " + field("root", root)));
+    });
+}
+
 }  // namespace host_hccl
 
 using namespace host_hccl;
@@ -64,106 +78,71 @@ extern "C" {
 
 HcclResult HcclAllReduce(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
                          aclrtStream stream) {
-    return guarded("HcclAllReduce", [&] {
-        Comm comm = find(handle);
-        const uint64_t bytes = count * size_of(type);
-        enqueue(comm,
-                reduced(comm, "HcclAllReduce", ALL_REDUCE, type, op, send, equal_parts(comm->size, bytes, false),
-                        receive, bytes),
-                stream, field("bytes", bytes));
+    return collective("HcclAllReduce", handle, stream, count, type, NO_ROOT, [&](Comm& comm, uint64_t bytes) {
+        return reduced(comm, "HcclAllReduce", ALL_REDUCE, type, op, send, equal_parts(comm->size, bytes, false), receive,
+                       bytes);
     });
 }
 
 HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op, uint32_t root,
                       HcclComm handle, aclrtStream stream) {
-    return guarded("HcclReduce", [&] {
-        Comm comm = find(handle);
-        check_rank(*comm, root, "root");
-        const uint64_t bytes = count * size_of(type);
+    return collective("HcclReduce", handle, stream, count, type, root, [&](Comm& comm, uint64_t bytes) {
         std::vector<Part> out = nothing(comm);
         out[root].bytes = bytes;
         const bool mine = comm->rank == root;
-        enqueue(comm,
-                reduced(comm, "HcclReduce", REDUCE, type, op, send, out, mine ? receive : nullptr, mine ? bytes : 0),
-                stream, field("bytes", bytes) + ", " + field("root", root));
+        return reduced(comm, "HcclReduce", REDUCE, type, op, send, out, mine ? receive : nullptr, mine ? bytes : 0);
     });
 }
 
 HcclResult HcclReduceScatter(void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp op,
                              HcclComm handle, aclrtStream stream) {
-    return guarded("HcclReduceScatter", [&] {
-        Comm comm = find(handle);
-        const uint64_t bytes = count * size_of(type);
-        enqueue(comm,
-                reduced(comm, "HcclReduceScatter", REDUCE_SCATTER, type, op, send, equal_parts(comm->size, bytes, true),
-                        receive, bytes),
-                stream, field("bytes", bytes));
+    return collective("HcclReduceScatter", handle, stream, count, type, NO_ROOT, [&](Comm& comm, uint64_t bytes) {
+        return reduced(comm, "HcclReduceScatter", REDUCE_SCATTER, type, op, send, equal_parts(comm->size, bytes, true),
+                       receive, bytes);
     });
 }
 
 HcclResult HcclReduceScatterV(void* send, const void* counts, const void* offsets, void* receive, uint64_t count,
                               HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
-    return guarded("HcclReduceScatterV", [&] {
-        Comm comm = find(handle);
-        const uint64_t bytes = count * size_of(type);
-        enqueue(comm,
-                reduced(comm, "HcclReduceScatterV", REDUCE_SCATTER_V, type, op, send,
-                        given_parts(comm->size, counts, offsets, size_of(type)), receive, bytes),
-                stream, field("bytes", bytes));
+    return collective("HcclReduceScatterV", handle, stream, count, type, NO_ROOT, [&](Comm& comm, uint64_t bytes) {
+        return reduced(comm, "HcclReduceScatterV", REDUCE_SCATTER_V, type, op, send,
+                       given_parts(comm->size, counts, offsets, size_of(type)), receive, bytes);
     });
 }
 
 HcclResult HcclAllGather(void* send, void* receive, uint64_t count, HcclDataType type, HcclComm handle,
                          aclrtStream stream) {
-    return guarded("HcclAllGather", [&] {
-        Comm comm = find(handle);
-        const uint64_t bytes = count * size_of(type);
-        enqueue(comm,
-                all_parts(comm, "HcclAllGather", ALL_GATHER, type, send, equal_parts(comm->size, bytes, false), receive,
-                          equal_parts(comm->size, bytes, true)),
-                stream, field("bytes", bytes));
+    return collective("HcclAllGather", handle, stream, count, type, NO_ROOT, [&](Comm& comm, uint64_t bytes) {
+        return all_parts(comm, "HcclAllGather", ALL_GATHER, type, send, equal_parts(comm->size, bytes, false), receive,
+                         equal_parts(comm->size, bytes, true));
     });
 }
 
 HcclResult HcclAllGatherV(void* send, uint64_t count, void* receive, const void* counts, const void* offsets,
                           HcclDataType type, HcclComm handle, aclrtStream stream) {
-    return guarded("HcclAllGatherV", [&] {
-        Comm comm = find(handle);
-        const uint64_t bytes = count * size_of(type);
-        enqueue(comm,
-                all_parts(comm, "HcclAllGatherV", ALL_GATHER_V, type, send, equal_parts(comm->size, bytes, false),
-                          receive, given_parts(comm->size, counts, offsets, size_of(type))),
-                stream, field("bytes", bytes));
+    return collective("HcclAllGatherV", handle, stream, count, type, NO_ROOT, [&](Comm& comm, uint64_t bytes) {
+        return all_parts(comm, "HcclAllGatherV", ALL_GATHER_V, type, send, equal_parts(comm->size, bytes, false),
+                         receive, given_parts(comm->size, counts, offsets, size_of(type)));
     });
 }
 
 HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
                          aclrtStream stream) {
-    return guarded("HcclBroadcast", [&] {
-        Comm comm = find(handle);
-        check_rank(*comm, root, "root");
-        const uint64_t bytes = count * size_of(type);
+    return collective("HcclBroadcast", handle, stream, count, type, root, [&](Comm& comm, uint64_t bytes) {
         std::vector<Part> in = nothing(comm);
         in[root].bytes = bytes;
-        enqueue(comm,
-                all_parts(comm, "HcclBroadcast", BROADCAST, type, buffer,
-                          equal_parts(comm->size, comm->rank == root ? bytes : 0, false), buffer, in),
-                stream, field("bytes", bytes) + ", " + field("root", root));
+        return all_parts(comm, "HcclBroadcast", BROADCAST, type, buffer,
+                         equal_parts(comm->size, comm->rank == root ? bytes : 0, false), buffer, in);
     });
 }
 
 HcclResult HcclScatter(void* send, void* receive, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
                        aclrtStream stream) {
-    return guarded("HcclScatter", [&] {
-        Comm comm = find(handle);
-        check_rank(*comm, root, "root");
-        const uint64_t bytes = count * size_of(type);
+    return collective("HcclScatter", handle, stream, count, type, root, [&](Comm& comm, uint64_t bytes) {
         std::vector<Part> in = nothing(comm);
         in[root].bytes = bytes;
-        enqueue(comm,
-                all_parts(comm, "HcclScatter", SCATTER, type, send,
-                          comm->rank == root ? equal_parts(comm->size, bytes, true) : nothing(comm), receive, in),
-                stream, field("bytes", bytes) + ", " + field("root", root));
+        return all_parts(comm, "HcclScatter", SCATTER, type, send,
+                         comm->rank == root ? equal_parts(comm->size, bytes, true) : nothing(comm), receive, in);
     });
 }
 

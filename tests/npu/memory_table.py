@@ -45,8 +45,8 @@ def received(tokens: int, attention: AttentionConfig, lowering: str = "tnd") -> 
     calls.clear()
     made = attend_virtually(plan, q, k, v, dout, NpuAttention(lowering, operator=OracleOperator()))
     all_calls, by_rank = iter(list(calls)), []
-    for forward, backward in made.calls:
-        by_rank.append([next(all_calls) for _ in range(forward + backward)])
+    for rank in made.ranks:
+        by_rank.append([next(all_calls) for _ in range(sum(rank.calls))])
     assert next(all_calls, None) is None
     return by_rank
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -36,17 +37,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def train(ranks: int, folder: Path, *settings: str) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of a run whose ranks are started as torchrun starts them."""
     place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     place |= {"HOST_CANN_JITTER_US": "200", "HOST_CANN_SEED": "3"}
     command = [sys.executable, "-m", "tests.npu.command", "train", str(QUICKSTART), *SHORT]
     command += ["--set", f"output.folder={folder}", "--set", f"context_parallel_suite.context_parallel_size={ranks}"]

@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, capabilities
+from mindspeed_cp.engine.virtual import VirtualRank, attend_virtually
 from mindspeed_cp.layout import expand
 from mindspeed_cp.ops.attention import (
     BACKENDS,
-    BackwardState,
-    ForwardState,
-    Heads,
     attention,
     attention_backward,
     backend_for,
@@ -29,7 +27,6 @@ from mindspeed_cp.ops.attention.heads import even_parts
 from mindspeed_cp.ops.attention.npu import NpuAttention
 from mindspeed_cp.ops.attention.npu_placed import place
 from mindspeed_cp.ops.attention.npu_statistics import Order
-from mindspeed_cp.plan import Plan
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.host_cann import oracle
@@ -38,86 +35,17 @@ from tests.ops.test_npu_lowering import numbers, sequences
 from tests.ops.yardstick import tensors
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-def tokens_of(spans):
-    return torch.from_numpy(expand(spans["start"], spans["stop"] - spans["start"]))
-
-
-class Rank:
-    """One rank of a plan: its slots are filled from the whole batch, what nobody sent is NaN."""
-
-    def __init__(self, plan: Plan, rank: int, case: Case, backend: NpuAttention, inputs):
-        self.plan, self.rank, self.backend, self.attention = plan, rank, backend, plan.attention
-        heads, kv_heads = self.attention.heads, self.attention.kv_heads
-        self.heads = Heads(plan.q_layout.head_range(rank, heads), plan.kv_layout.head_range(rank, kv_heads))
-        self.rows = tokens_of(plan.q_layout.of(rank))
-        q, k, v, dout = inputs
-        mine, self.theirs = slice(*self.heads.q), slice(*self.heads.kv)
-        self.mine = mine
-        self.q, self.dout = (x[self.rows][:, mine].contiguous() for x in (q, dout))
-        self.k, self.v = k[:, self.theirs], v[:, self.theirs]
-        self.key = (1, 2) if self.attention.dropout else None
-        self.state = ForwardState(
-            self.q,
-            torch.full((*self.q.shape[:2], v.shape[2]), float("nan")),
-            torch.full(self.q.shape[:2], float("-inf")),
-            self.heads,
-            self.key,
-        )
-
-    def places(self, direction: str):
-        """(calls, k, v, rows of the slot and their tokens) of each step and slot."""
-        program = getattr(self.plan, direction)
-        lower = getattr(self.backend, f"lower_{direction}")
-        tiles = program.tiles(self.rank)
-        for at, calls in lower(tiles, len(self.q), self.attention, self.q.dtype).items():
-            capacity = int(program.capacity[self.rank, at[1]])
-            k, v = (torch.full((capacity, *x.shape[1:]), float("nan"), dtype=x.dtype) for x in (self.k, self.v))
-            rows, tokens = [], []
-            for content in program.contents_of(self.rank):
-                if (content["step"], content["slot"]) == at:
-                    tokens.append(tokens_of(program.spans_in(content)))
-                    rows.append(torch.arange(len(tokens[-1])) + int(content["row"]))
-            rows, tokens = torch.cat(rows), torch.cat(tokens)
-            k[rows], v[rows] = self.k[tokens], self.v[tokens]
-            yield calls, k, v, rows, tokens
-
-    def forward(self):
-        seen = torch.zeros(len(self.q), dtype=torch.bool)
-        for calls, k, v, _, _ in self.places("forward"):
-            for call in calls:
-                seen[torch.from_numpy(numbers(call.q).copy())] = True
-            self.backend.forward(calls, self.attention, self.state, k, v)
-        self.state.out[~seen] = 0
-
-    def backward(self, dk, dv):
-        """Adds to the whole batch's dk and dv; returns dq."""
-        s = self.state
-        dq = torch.zeros(self.q.shape)
-        back = BackwardState(s.q, s.out.to(s.q.dtype), s.lse, self.dout, dq, s.heads, s.dropout, s.kept)
-        for calls, k, v, rows, tokens in self.places("backward"):
-            parts = [torch.zeros(x.shape) for x in (k, v)]
-            self.backend.backward(calls, self.attention, back, k, v, *parts)
-            for total, part in zip((dk, dv), parts, strict=True):
-                total[:, self.theirs] = total[:, self.theirs].index_add(0, tokens, part[rows])
-        return dq
+KEY = (1, 2)
 
 
 def run(case: Case, backend: NpuAttention):
     """out, lse, dq, dk, dv of the whole batch, and the ranks."""
-    plan, inputs = case.plan(), case.inputs()
-    q, k, v, dout = inputs
-    backend.check(plan.attention, case.dtype)
-    out, lse = torch.zeros(dout.shape, dtype=case.dtype), torch.full(q.shape[:2], float("-inf"))
-    dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
-    ranks = [Rank(plan, rank, case, backend, inputs) for rank in range(plan.ranks)]
-    for rank in ranks:
-        rank.forward()
-        at = rank.rows[:, None], torch.arange(*rank.heads.q)
-        out[at], lse[at] = rank.state.out.to(case.dtype), rank.state.lse
-        dq[at] = rank.backward(dk, dv)
-    return [out, lse, dq, dk, dv], ranks
+    made = attend_virtually(case.plan(), *case.inputs(), backend, KEY if case.dropout else None)
+    return [made.out, made.lse, made.dq, made.dk, made.dv], made.ranks
+
+
+def rank_of(case: Case, rank: int, backend: NpuAttention) -> VirtualRank:
+    return VirtualRank(case.plan(), rank, backend, *case.inputs(), KEY if case.dropout else None)
 
 
 def reference(case: Case, keep=None):
@@ -180,7 +108,7 @@ def test_any_plan_agrees_with_fp64(cell, ranks, lowering, alibi, merge, dtype, r
     compare(case, backend, EXACT if dtype == torch.float32 else HALF)
 
 
-def kept_by(case: Case, ranks: list[Rank]) -> torch.Tensor:
+def kept_by(case: Case, ranks: list[VirtualRank]) -> torch.Tensor:
     """Which weights were not dropped, bool [heads, queries, keys], from what every forward call kept."""
     keys = case.documents if case.kv_documents is None else case.kv_documents
     keep = torch.ones(case.heads, case.documents.tokens, keys.tokens, dtype=torch.bool)
@@ -192,7 +120,7 @@ def kept_by(case: Case, ranks: list[Rank]) -> torch.Tensor:
             for call in calls:
                 q_token, k_token = rank.rows[numbers(call.q)], token[numbers(call.k)]
                 n, m = np.diff([0, *call.cu_q]).tolist(), np.diff([0, *call.cu_k]).tolist()
-                for part in even_parts(rank.attention, rank.heads):
+                for part in even_parts(case.attention, rank.heads):
                     heads = part.q.stop - part.q.start
                     used = kept.pop((call.identity, part.first))
                     weights = kept_weights(heads, list(zip(n, m, strict=True)), used, 1 - case.dropout)
@@ -231,7 +159,7 @@ def test_the_backward_drops_what_the_forward_dropped(cell, ranks, lowering, alib
 def test_a_backward_call_without_its_forward_is_refused():
     case = Case((40, 9), 2, dropout=0.25)
     backend = NpuAttention(operator=OracleOperator())
-    rank = Rank(case.plan(), 0, case, backend, case.inputs())
+    rank = rank_of(case, 0, backend)
     rank.forward()
     assert len(rank.state.kept) == 3  # its own block, and the full tiles against the other rank
     rank.state.kept.clear()
@@ -242,7 +170,7 @@ def test_a_backward_call_without_its_forward_is_refused():
 def test_nothing_is_dropped_where_the_state_says_so():
     case = Case((64,), 2, dropout=0.5)
     backend = NpuAttention(operator=OracleOperator())
-    rank = Rank(case.plan(), 0, case, backend, case.inputs())
+    rank = rank_of(case, 0, backend)
     rank.state = replace(rank.state, dropout=None)
     oracle.calls.clear()
     rank.forward()
@@ -316,11 +244,11 @@ def test_the_vendors_merge_is_called_and_keeps_fp32():
 def test_rows_and_masks_are_made_once_for_all_layers():
     case = Case((90, 40), 2, window=(20, 0), alibi=True)
     backend = NpuAttention(operator=OracleOperator())
-    rank = Rank(case.plan(), 1, case, backend, case.inputs())
+    rank = rank_of(case, 1, backend)
     for calls, k, v, _, _ in rank.places("forward"):
-        backend.forward(calls, rank.attention, rank.state, k, v)
+        backend.forward(calls, case.attention, rank.state, k, v)
         before = [dict(call.placed) for call in calls]
-        backend.forward(calls, rank.attention, rank.state, k, v)
+        backend.forward(calls, case.attention, rank.state, k, v)
         assert [call.placed for call in calls] == before and all(before)
         assert all(place(call, k.device) is place(call, torch.device("cpu")) for call in calls)
 
