@@ -2,5 +2,17 @@
 
 from mindspeed_cp.cost.cluster import Cluster, cluster_names, load_cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
+from mindspeed_cp.cost.lengths import Lengths, length_names, load_lengths, sample_batch, sample_lengths
 
-__all__ = ["Cluster", "ComputeCost", "LayerCost", "cluster_names", "load_cluster"]
+__all__ = [
+    "Cluster",
+    "ComputeCost",
+    "LayerCost",
+    "Lengths",
+    "cluster_names",
+    "length_names",
+    "load_cluster",
+    "load_lengths",
+    "sample_batch",
+    "sample_lengths",
+]
