@@ -1,0 +1,212 @@
+"""python -m benchmarks.cluster: see the package's description."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import benchmarks.cluster
+from benchmarks.cluster import show
+from benchmarks.cluster.fabric import ClusterError, clean, cluster, leftovers, missing, run_ranks, terminated
+from benchmarks.cluster.scale import IN_NODE, Scale
+from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, draw, lengths_of, plan_for
+from benchmarks.cluster.worker import Job
+from mindspeed_cp import AttentionConfig
+from mindspeed_cp.cost import load_cluster
+from mindspeed_cp.errors import ConfigError
+
+MEASUREMENTS = ("rails", "mesh", "layer")
+LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
+MESH = (BASE, "direct, even split, all at once", "direct, balanced, all at once")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options, checked as far as they can be alone."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.cluster", description=benchmarks.cluster.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("what", nargs="*", metavar="rails|mesh|layer|clean", help="default: rails mesh layer")
+    parser.add_argument("--preset", help="a cluster of configs/clusters, or a file; default: a800, for mesh a2")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of an emulated NIC")
+    parser.add_argument("--in-node", choices=IN_NODE, help="limits of links in a node; default: preset, for rails free")
+    parser.add_argument("--sets", nargs="+", default=["wikipedia", "prolong", "one"], help="<set>.npz; one: a document")
+    parser.add_argument("--batches", type=int, default=5, help="of each set")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
+    parser.add_argument("--lengths-folder", type=Path, default=LENGTHS if LENGTHS.is_dir() else None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--wire-dim", type=int, default=4, help="channels of a head that really travel")
+    parser.add_argument("--linear", action="store_true", help="the layer's linear part takes its modelled time too")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of: {'; '.join(VARIANTS)}")
+    parser.add_argument("--kernels", choices=("modelled", "run"), default="modelled")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--message", type=float, default=8.0, help="MB of the message of rails")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    args = parser.parse_args(argv)
+    for what in args.what:
+        if what not in (*MEASUREMENTS, "clean"):
+            parser.error(f"{what!r} is no measurement; valid: {', '.join(MEASUREMENTS)}, clean")
+    for name in ("nodes", "ranks_per_node", "batches", "tokens", "repeat"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; valid: 1 or more")
+    args.what = args.what or list(MEASUREMENTS)
+    return args
+
+
+def scale_of(args: argparse.Namespace, preset: str) -> Scale:
+    """The cluster and its time."""
+    attention = AttentionConfig(args.heads, args.kv_heads, args.head_dim)
+    preset_cluster = load_cluster(args.preset or preset)
+    return Scale(preset_cluster.with_ranks(args.ranks_per_node), attention, args.wire_dim, round(args.rate * 1e6))
+
+
+def measure(job: Job, console: Any) -> list[show.Row]:
+    """What the ranks of a cluster measured."""
+    with tempfile.TemporaryDirectory(prefix="mindspeed-cp-") as folder:
+        job = dataclasses.replace(job, folder=folder)
+        path = Path(folder, "job")
+        path.write_bytes(pickle.dumps(job))
+        results = Path(folder, "results.jsonl")
+        results.touch()
+        with cluster(job.shape) as names, console.status("starting ranks") as status:
+            total = len(job.batches) * len(job.variants) * job.repeat
+
+            def watch() -> None:
+                done = results.read_text().count("\n")
+                if done:
+                    status.update(f"{done} of {total or '?'} runs")
+
+            command = [sys.executable, "-m", "benchmarks.cluster.worker", str(path)]
+            run_ranks(names, job.shape, lambda rank: [*command, str(rank)], Path(folder), watch)
+        return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def rails(args: argparse.Namespace, console: Any) -> dict[str, Any]:
+    """One message over one NIC and over all."""
+    scale = scale_of(args, "a800")
+    in_node = args.in_node or "free"
+    nics = dataclasses.replace(scale.shape(2, in_node), nics=args.ranks_per_node)
+    size = int(args.message * 1e6) // 2 * 2
+    rows = measure(Job(nics, scale, "", repeat=args.repeat, message=size), console)
+    limit = "without limits" if nics.link_rate is None else f"of {nics.link_rate / 1e6:.0f} Mbit/s"
+    title = (
+        f"{size / 1e6:g} MB from one node to another, {nics.nics} NICs in a node of {args.rate:g} Mbit/s each way, "
+        f"links in a node {limit}; medians of {args.repeat}"
+    )
+    console.print(show.message_table(title, rows, nics, size))
+    return {"what": "rails", "title": title, "rows": rows}
+
+
+def batches_of(args: argparse.Namespace, name: str, ranks: int) -> list[Batch]:
+    """The batches of a set."""
+    tokens = ranks * args.tokens
+    if name == "one":
+        return [Batch("one", 0, (tokens,))]
+    lengths = lengths_of(name, args.lengths_folder)
+    return [draw(name, lengths, number, tokens, args.seed) for number in range(args.batches)]
+
+
+def known(names: list[str], batch: Batch, scale: Scale, nodes: int, console: Any) -> list[str]:
+    """Those variants that this version can plan; a line for each of the others."""
+    out = []
+    for name in names:
+        try:
+            plan_for(name, batch, scale, nodes)
+        except ConfigError as error:
+            console.print(f"{name}: left out: {error}", highlight=False)
+        else:
+            out.append(name)
+    return out
+
+
+def layers(
+    args: argparse.Namespace, console: Any, what: str, preset: str, nodes: int, in_node: str, variants: list[str]
+) -> list[dict[str, Any]]:
+    """One layer by several plans, on every set."""
+    scale = scale_of(args, preset)
+    shape = scale.shape(nodes, in_node)
+    sets = {name: batches_of(args, name, shape.ranks) for name in args.sets}
+    first = next(iter(sets.values()))[0]
+    console.print(scale.told(nodes, in_node), highlight=False)
+    timed = "take their modelled time" if args.kernels == "modelled" else "run on this machine's cores"
+    console.print(f"kernels {timed}{'; so does the linear part' if args.linear else ''}", highlight=False)
+    names = known(variants, first, scale, nodes, console)
+    batches = tuple(batch for found in sets.values() for batch in found)
+    job = Job(shape, scale, "", batches, tuple(names), args.repeat, args.kernels, args.linear)
+    rows = measure(job, console)
+    out = []
+    for name, found in sets.items():
+        mine = [row for row in rows if row["batch"] == name]
+        documents = [len(batch.lengths) for batch in found]
+        title = (
+            f"{name}: {len(found)} batches of {shape.ranks} x {args.tokens} tokens, {min(documents)} to "
+            f"{max(documents)} documents; medians of {args.repeat}"
+        )
+        figures = show.figures(mine, shape, BASE)
+        console.print(show.layer_table(title, figures, scale.seconds, BASE))
+        out.append(
+            {
+                "what": what, "set": name, "preset": scale.cluster.name, "nodes": nodes, "in_node": in_node,
+                "factor": scale.seconds, "kernels": args.kernels, "linear": args.linear,
+                "figures": [dataclasses.asdict(figure) for figure in figures], "rows": mine,
+                "lengths": [batch.lengths for batch in found],
+            }
+        )  # fmt: skip
+    wrong = show.wrong_bytes(rows)
+    if wrong:
+        raise ClusterError(f"bytes are not those of the plan: {'; '.join(wrong)}")
+    console.print("Every rank handed over just the bytes that its plan says.\n")
+    return out
+
+
+def run(args: argparse.Namespace) -> None:
+    """The measurements that were asked for."""
+    console = show.console()
+    lack = missing()
+    if lack is not None:
+        raise ClusterError(lack)
+    if "clean" in args.what:
+        console.print(f"removed: {', '.join(clean()) or 'nothing'}")
+    elif leftovers():
+        console.print(f"left by runs that were killed, `clean` removes it: {', '.join(leftovers())}")
+    out: list[dict[str, Any]] = []
+    console.print(f"{os.cpu_count()} cores")
+    if "rails" in args.what:
+        out.append(rails(args, console))
+    if "mesh" in args.what:
+        names = args.only or list(MESH)
+        out += layers(args, console, "mesh", "a2", 1, args.in_node or "mesh", names)
+    if "layer" in args.what:
+        names = args.only or USUAL
+        out += layers(args, console, "layer", "a800", args.nodes, args.in_node or "preset", names)
+    if args.json:
+        args.json.write_text(json.dumps(out))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, terminated)
+    try:
+        run(args)
+    except (ClusterError, ConfigError) as error:
+        sys.exit(f"benchmarks.cluster: {error}")
+    except KeyboardInterrupt:
+        sys.exit("benchmarks.cluster: stopped; everything it made is removed")
+
+
+if __name__ == "__main__":
+    main()

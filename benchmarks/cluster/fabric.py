@@ -1,0 +1,165 @@
+"""Builds an emulated cluster on this machine, runs a process in each rank's namespace, and removes it all again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.cluster.network import Names, Shape, commands, remove
+
+PREFIX = "mindspeed-cp-"
+
+
+class ClusterError(RuntimeError):
+    """What went wrong, in one line."""
+
+
+def missing() -> str | None:
+    """What this machine lacks for an emulated cluster; None if nothing."""
+    needs = []
+    if os.geteuid() != 0:
+        needs.append("root")
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        needs.append("iproute2 (ip and tc)")
+    return f"an emulated cluster needs {' and '.join(needs)}, which is missing here" if needs else None
+
+
+def leftovers() -> list[str]:
+    """Namespaces of runs of this program that are over, because they were killed: their process is gone. Those of
+    others, and of runs that live, are not among them."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    found = []
+    for name in (line.split()[0] for line in listed.splitlines() if line.strip()):
+        number = name.removeprefix(PREFIX).split("-")[0]
+        if name.startswith(PREFIX) and number.isdigit() and not Path("/proc", number).exists():
+            found.append(name)
+    return found
+
+
+def clean() -> list[str]:
+    """Removes what runs left behind that are over; their names."""
+    found = leftovers()
+    for command in remove(found):
+        run(command)
+    return found
+
+
+@contextmanager
+def cluster(shape: Shape) -> Iterator[Names]:
+    """The cluster's namespaces while the context lasts; removed at its end, however it ends.
+
+    Raises:
+        ClusterError: root or iproute2 is missing, or a command failed.
+    """
+    lack = missing()
+    if lack is not None:
+        raise ClusterError(lack)
+    names = Names(f"{PREFIX}{os.getpid()}-")
+    try:
+        for command in commands(shape, names):
+            run(command)
+        yield names
+    finally:
+        with _unbroken():
+            there = {path.name for path in Path("/run/netns").glob(f"{names.prefix}*")}
+            for command in remove([name for name in names.all(shape) if name in there]):
+                run(command)
+
+
+def run(command: Sequence[str]) -> None:
+    """One command, to its end.
+
+    Raises:
+        ClusterError: it failed.
+    """
+    # A session of its own: Ctrl-C is for this program, which then stops between two commands.
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        raise ClusterError(f"`{' '.join(command)}` failed: {' '.join((done.stderr or done.stdout).split())}")
+
+
+def run_ranks(
+    names: Names,
+    shape: Shape,
+    command: Callable[[int], Sequence[str]],
+    folder: Path,
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """One process for each rank, in its namespace, until all have ended; none outlives this call.
+
+    Args:
+        names: of the namespaces.
+        shape: of the cluster.
+        command: of a rank.
+        folder: gets what each rank writes, as rank<r>.log.
+        watch: called a few times a second.
+
+    Raises:
+        ClusterError: a rank failed; names it, with the last line that it wrote.
+    """
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "nic", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(shape.ranks):
+            inside = ["ip", "netns", "exec", names.rank(rank), *command(rank)]
+            with Path(folder, f"rank{rank}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        inside,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environment,
+                        start_new_session=True,
+                    )
+                )
+        while True:
+            codes = [process.poll() for process in processes]
+            watch()
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                raise ClusterError(_told(folder, failed, codes))
+            if all(code == 0 for code in codes):
+                return
+            time.sleep(0.1)
+    finally:
+        with _unbroken():
+            _end(processes)
+
+
+def _told(folder: Path, failed: list[int], codes: Sequence[int | None]) -> str:
+    """The rank that failed for a reason of its own, if there is one, and not because another did."""
+    lines = {rank: Path(folder, f"rank{rank}.log").read_text(errors="replace").strip().splitlines() for rank in failed}
+    last = {rank: text[-1] if text else f"ended with {codes[rank]}" for rank, text in lines.items()}
+    first = next((rank for rank in failed if "PeerError" not in last[rank]), failed[0])
+    return f"rank {first} failed: {last[first]}"
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """SIGINT and SIGTERM wait until the context ends: what tidies up is not interrupted."""
+    both = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def terminated(number: int, frame: object) -> None:
+    """A handler for SIGTERM and SIGHUP: ends as Ctrl-C does."""
+    raise KeyboardInterrupt

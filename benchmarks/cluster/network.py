@@ -1,0 +1,197 @@
+"""The addresses, links and limits of an emulated cluster, as commands for ip and tc.  Pure: nothing is run here.
+
+Every rank has a network namespace of its own, with one address, 10.83.<node>.<rank of the node>; one more namespace
+holds the fabric. The routes of a rank decide which link a connection takes, by the other end's address alone::
+
+    rank ---- nic ----[ bridge of the NIC ]-- up ==== down --[ switch ]-- ...    to ranks of other nodes
+    rank ---- in -----[ bridge of the node ]-- ...                               to ranks of its node: a switch
+    rank ---- in3 ------------------------ in0 ---- rank                         to each of them apart: a mesh
+
+The NIC's limit is on both ends of the pair up/down: tbf shapes what leaves an interface, so `up` limits what the NIC's
+ranks send and `down` what they receive, whoever sends it. Links inside a node have such a limit at both ends too, or
+none. All gloo connections of a rank start from its one address, so what rank i sends to rank j leaves by i's NIC and
+arrives by j's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MTU = 9000  # fewer packets; headers are 0.7 % of a full one
+RECEIVE_WINDOW = 1 << 20  # bytes that a connection may have on its way
+QUEUE = 32 << 20  # more than all windows that meet in one queue: nothing is ever dropped
+
+#: For every namespace: no loss, no discovery of rates, no slow start after a pause, which RDMA does not have either.
+SETTINGS = {
+    "net/ipv4/tcp_congestion_control": "reno",
+    "net/ipv4/tcp_rmem": f"4096 131072 {RECEIVE_WINDOW}",
+    "net/ipv4/tcp_slow_start_after_idle": "0",
+    "net/ipv4/tcp_no_metrics_save": "1",
+    "net/ipv4/conf/all/rp_filter": "0",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is built.
+
+    Attributes:
+        nodes, ranks_per_node: of the cluster.
+        nics: NICs of a node; local rank r uses NIC r * nics // ranks_per_node.
+        nic_rate: bits/second of a NIC, each way.
+        fabric: links inside a node: "mesh": one for each pair of ranks; "switch": one port for each rank.
+        link_rate: bits/second of each of these links, each way; None: no limit.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    nics: int
+    nic_rate: int
+    fabric: str = "switch"
+    link_rate: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.ranks_per_node
+
+    def nic(self, rank: int) -> int:
+        """The NIC of a rank, numbered over all nodes."""
+        node, local = divmod(rank, self.ranks_per_node)
+        return node * self.nics + local * self.nics // self.ranks_per_node
+
+    def address(self, rank: int) -> str:
+        """The address of a rank."""
+        node, local = divmod(rank, self.ranks_per_node)
+        return f"10.83.{node}.{local + 1}"
+
+    def neighbours(self, rank: int) -> list[int]:
+        """The other ranks of the node."""
+        first = self.node(rank) * self.ranks_per_node
+        return [r for r in range(first, first + self.ranks_per_node) if r != rank]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Namespaces of one run: all begin with a prefix that holds the process's number.
+
+    Attributes:
+        prefix: for instance "mindspeed-cp-4711-".
+    """
+
+    prefix: str
+
+    @property
+    def fabric(self) -> str:
+        """The namespace of bridges and NICs."""
+        return f"{self.prefix}fabric"
+
+    def rank(self, rank: int) -> str:
+        """The namespace of a rank."""
+        return f"{self.prefix}rank{rank}"
+
+    def all(self, shape: Shape) -> list[str]:
+        """All namespaces of a cluster."""
+        return [self.fabric, *(self.rank(r) for r in range(shape.ranks))]
+
+
+Command = list[str]
+
+
+def commands(shape: Shape, names: Names) -> list[Command]:
+    """Everything that makes the cluster, in order; namespaces first."""
+    out: list[Command] = []
+    for space in names.all(shape):
+        out.append(["ip", "netns", "add", space])
+        out.append(["ip", "netns", "exec", space, "sh", "-c", settings_script()])
+        out.append(["ip", "-n", space, "link", "set", "lo", "up"])
+    fabric = names.fabric
+    out += _bridge(fabric, "switch")
+    for nic in range(shape.nodes * shape.nics):
+        out += _bridge(fabric, f"nic{nic}")
+        out += _link((fabric, f"up{nic}"), (fabric, f"down{nic}"), shape.nic_rate)
+        out += [_member(fabric, f"up{nic}", f"nic{nic}"), _member(fabric, f"down{nic}", "switch")]
+    for rank in range(shape.ranks):
+        space = names.rank(rank)
+        out += _link((space, "nic"), (fabric, f"rank{rank}"), None)
+        out.append(_member(fabric, f"rank{rank}", f"nic{shape.nic(rank)}"))
+        out.append(["ip", "-n", space, "address", "add", f"{shape.address(rank)}/32", "dev", "nic"])
+        out.append(_route(space, "10.83.0.0/16", "nic", shape.address(rank)))
+    out += _mesh(shape, names) if shape.fabric == "mesh" else _ports(shape, names)
+    return out
+
+
+def settings_script() -> str:
+    """Writes SETTINGS, in a namespace."""
+    return " && ".join(f"echo '{value}' > /proc/sys/{key}" for key, value in SETTINGS.items())
+
+
+def remove(names: list[str]) -> list[Command]:
+    """Removes namespaces, and with them all that is in them."""
+    return [["ip", "netns", "delete", name] for name in names]
+
+
+def tbf(rate: int) -> list[str]:
+    """The limiter for a rate in bits/second: a burst of a millisecond, two full packets at least; its queue drops
+    nothing."""
+    burst = max(2 * (MTU + 100), rate // 8 // 1000)
+    return ["tbf", "rate", f"{rate}bit", "burst", str(burst), "limit", str(QUEUE)]
+
+
+def _mesh(shape: Shape, names: Names) -> list[Command]:
+    """A link for each pair of ranks of a node."""
+    out = []
+    for rank in range(shape.ranks):
+        for other in shape.neighbours(rank):
+            if rank < other:
+                ends = (names.rank(rank), f"in{other}"), (names.rank(other), f"in{rank}")
+                out += _link(*ends, shape.link_rate)
+                out.append(_route(ends[0][0], f"{shape.address(other)}/32", ends[0][1], shape.address(rank)))
+                out.append(_route(ends[1][0], f"{shape.address(rank)}/32", ends[1][1], shape.address(other)))
+    return out
+
+
+def _ports(shape: Shape, names: Names) -> list[Command]:
+    """A bridge for each node, and a port on it for each rank."""
+    out: list[Command] = []
+    if shape.ranks_per_node == 1:
+        return out
+    for node in range(shape.nodes):
+        out += _bridge(names.fabric, f"node{node}")
+    for rank in range(shape.ranks):
+        space, port = names.rank(rank), f"port{rank}"
+        out += _link((space, "in"), (names.fabric, port), shape.link_rate)
+        out.append(_member(names.fabric, port, f"node{shape.node(rank)}"))
+        for other in shape.neighbours(rank):
+            out.append(_route(space, f"{shape.address(other)}/32", "in", shape.address(rank)))
+    return out
+
+
+def _bridge(space: str, name: str) -> list[Command]:
+    return [
+        ["ip", "-n", space, "link", "add", name, "mtu", str(MTU), "type", "bridge"],
+        ["ip", "-n", space, "link", "set", name, "addrgenmode", "none", "up"],
+    ]
+
+
+def _link(one: tuple[str, str], other: tuple[str, str], rate: int | None) -> list[Command]:
+    """A pair of interfaces, each (namespace, name), limited at both ends."""
+    first, second = (["name", end, "netns", where, "mtu", str(MTU)] for where, end in (one, other))
+    out = [["ip", "link", "add", *first, "type", "veth", "peer", *second]]
+    for where, end in (one, other):
+        out.append(["ip", "-n", where, "link", "set", end, "addrgenmode", "none", "up"])
+        if rate is not None:
+            out.append(["tc", "-n", where, "qdisc", "replace", "dev", end, "root", *tbf(rate)])
+    return out
+
+
+def _member(space: str, name: str, bridge: str) -> Command:
+    return ["ip", "-n", space, "link", "set", name, "master", bridge]
+
+
+def _route(space: str, to: str, device: str, source: str) -> Command:
+    return ["ip", "-n", space, "route", "add", to, "dev", device, "src", source]

@@ -1,0 +1,103 @@
+"""One factor between the time of a real cluster and the time of its emulation.
+
+The emulation moves the same rows as the real cluster, of the same lengths, over the same links; but a row is narrower
+(`wire_dim` channels for each head in place of head_dim) and a NIC slower. So a transfer takes ::
+
+    seconds = (wire_dim / head_dim) * (effective bandwidth of the preset's NIC / rate of the emulated NIC)
+
+times as long as the real one would, and modelled kernels and in-node links are slowed down by just that factor: the
+ratio of compute to communication, and of in-node to network, is the preset's. Latencies are not emulated: those of the
+emulation (gloo, scheduling of processes) are what they are, so the factor should be large (10 and more).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.cluster.network import MTU, Shape
+from mindspeed_cp import AttentionConfig, Topology
+from mindspeed_cp.cost import Cluster
+from mindspeed_cp.errors import ConfigError
+
+#: Share of a NIC's bits that are rows: Ethernet, IP and TCP headers take 66 bytes of each packet.
+PAYLOAD = (MTU - 52) / (MTU + 14)
+
+IN_NODE = ("preset", "free", "mesh", "switch")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is emulated, and how much slower.
+
+    Attributes:
+        cluster: the preset, cut to the ranks of an emulated node.
+        attention: of the real layer.
+        wire_dim: channels of a head of the rows that really travel; head_dim_v is scaled alike.
+        nic_rate: bits/second of an emulated NIC.
+
+    Raises:
+        ConfigError: wire_dim is no part of head_dim and head_dim_v, or the rate is below 1 Mbit/s.
+    """
+
+    cluster: Cluster
+    attention: AttentionConfig
+    wire_dim: int
+    nic_rate: int
+
+    def __post_init__(self) -> None:
+        a, n = self.attention, self.wire_dim
+        if n < 1 or a.head_dim % n or a.head_dim_v * n % a.head_dim:
+            raise ConfigError(
+                f"--wire-dim is {n}; valid: a divisor of head_dim = {a.head_dim} that scales head_dim_v = "
+                f"{a.head_dim_v} to a whole number"
+            )
+        if self.nic_rate < 1_000_000:
+            raise ConfigError(f"--rate is {self.nic_rate / 1e6:g} Mbit/s; valid: 1 or more")
+
+    @property
+    def seconds(self) -> float:
+        """Emulated seconds for a real one."""
+        emulated = self.nic_rate / 8 * PAYLOAD
+        return self.wire_dim / self.attention.head_dim * self.cluster.effective_nic / emulated
+
+    @property
+    def wire(self) -> AttentionConfig:
+        """The attention of the rows that really travel."""
+        a = self.attention
+        return replace(
+            a, head_dim=self.wire_dim, head_dim_v=a.head_dim_v * self.wire_dim // a.head_dim, scale=a.softmax_scale
+        )
+
+    def shape(self, nodes: int, in_node: str) -> Shape:
+        """The network.
+
+        Args:
+            nodes: of the cluster.
+            in_node: "preset": the preset's fabric and its bandwidth, scaled; "mesh", "switch": that fabric with the
+                preset's bandwidth of a pair; "free": without limits.
+        """
+        if in_node not in IN_NODE:
+            raise ConfigError(f"--in-node is {in_node!r}; valid: {', '.join(IN_NODE)}")
+        c = self.cluster
+        rate = round(self.nic_rate * c.pair_bandwidth / c.nic_bandwidth)
+        fabric = {"preset": c.fabric, "free": "switch"}.get(in_node, in_node)
+        limit = None if in_node == "free" else rate
+        return Shape(nodes, c.ranks_per_node, c.nics_per_node, self.nic_rate, fabric, limit)
+
+    def topology(self, nodes: int) -> Topology:
+        """The ranks, as a planner sees them."""
+        return Topology(nodes, self.cluster.ranks_per_node)
+
+    def told(self, nodes: int, in_node: str) -> str:
+        """The setting, in a few lines."""
+        c, a, shape = self.cluster, self.attention, self.shape(nodes, in_node)
+        links = "no limit" if shape.link_rate is None else f"{shape.link_rate / 1e6:.0f} Mbit/s"
+        kind = "a link for each pair" if shape.fabric == "mesh" else "a port for each rank"
+        return (
+            f"preset {c.name}: {nodes} nodes x {c.ranks_per_node} ranks, {shape.nics} NICs in a node of "
+            f"{shape.nic_rate / 1e6:.0f} Mbit/s each way; in a node {kind}, {links}\n"
+            f"attention {a.heads} heads, {a.kv_heads} kv heads x {a.head_dim}; rows that travel have {self.wire_dim} "
+            f"channels a head\n"
+            f"one second of the real cluster is {self.seconds:.1f} s here (NIC: {c.nic_bandwidth / 1e9:g} GB/s x "
+            f"{c.communication_efficiency:g})"
+        )

@@ -1,0 +1,148 @@
+"""Figures of a cluster run: medians, ratios, bytes; and their tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cluster.network import Shape
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A variant on a set of batches.
+
+    Attributes:
+        variant: its name.
+        seconds: median of the repeats, for each batch.
+        ratios: how many times as fast as the base it is, for each batch.
+        busy: share of the time that the mean rank computes, mean over batches; modelled.
+        imbalance: modelled compute of the busiest rank over the mean, mean over batches.
+        planned: bytes that cross NICs, by what the plan's messages hold, mean of batches.
+        counted: bytes that NICs sent, as they counted them.
+        busiest: share of its rate that the busiest direction of a NIC has over the whole time, mean.
+        cores: busy cores of this machine, mean.
+    """
+
+    variant: str
+    seconds: list[float]
+    ratios: list[float]
+    busy: float
+    imbalance: float
+    planned: float
+    counted: float
+    busiest: float
+    cores: float
+
+
+def wrong_bytes(rows: Iterable[Row]) -> list[str]:
+    """Runs whose ranks handed other numbers of bytes to gloo than their plan says; one line each."""
+    out = []
+    for row in rows:
+        handed = [sum(rank["handed"]) for rank in row["ranks"]]
+        if handed != row["planned"]:
+            out.append(f"{row['variant']}, {row['batch']} {row['number']}: sent {handed}, planned {row['planned']}")
+    return out
+
+
+def across(row: Row, shape: Shape) -> int:
+    """Bytes that ranks handed over for ranks of other nodes."""
+    return sum(
+        size
+        for rank, one in enumerate(row["ranks"])
+        for other, size in enumerate(one["handed"])
+        if shape.node(rank) != shape.node(other)
+    )
+
+
+def busiest_nic(row: Row, shape: Shape) -> float:
+    """Bytes of the busiest direction of a NIC."""
+    found = [0.0] * (2 * shape.nodes * shape.nics)
+    for rank, one in enumerate(row["ranks"]):
+        found[2 * shape.nic(rank)] += one["nic_sent"]
+        found[2 * shape.nic(rank) + 1] += one["nic_received"]
+    return max(found)
+
+
+def figures(rows: Sequence[Row], shape: Shape, base: str) -> list[Figure]:
+    """One for each variant, in the order of the rows."""
+    batches = sorted({row["number"] for row in rows})
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+
+    def median(variant: str, number: int) -> float:
+        return statistics.median(r["seconds"] for r in rows if r["variant"] == variant and r["number"] == number)
+
+    bases = {number: median(base, number) for number in batches} if base in variants else {}
+    out = []
+    for variant in variants:
+        mine = [row for row in rows if row["variant"] == variant]
+        seconds = [median(variant, number) for number in batches]
+        ratios = [bases[number] / s for number, s in zip(batches, seconds, strict=True)] if bases else []
+        mean_busy = [statistics.mean(row["busy"]) for row in mine]
+        out.append(
+            Figure(
+                variant,
+                seconds,
+                ratios,
+                statistics.mean(busy / row["seconds"] for busy, row in zip(mean_busy, mine, strict=True)),
+                statistics.mean(max(row["busy"]) / busy for busy, row in zip(mean_busy, mine, strict=True) if busy),
+                statistics.mean(across(row, shape) for row in mine),
+                statistics.mean(sum(rank["nic_sent"] for rank in row["ranks"]) for row in mine),
+                statistics.mean(busiest_nic(row, shape) * 8 / shape.nic_rate / row["seconds"] for row in mine),
+                statistics.mean(row["ranks"][0]["cores"] for row in mine),
+            )
+        )
+    return out
+
+
+def layer_table(title: str, found: Sequence[Figure], factor: float, base: str) -> Table:
+    """The table of one set of batches."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    heads = (
+        "ms here", "ms at full speed", f"x {base}: mean", "least", "most", "busy", "imbalance", "MB over NICs: handed",
+        "counted", "busiest NIC", "cores",
+    )  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="right")
+    for one in found:
+        mean = statistics.mean(one.seconds) * 1e3
+        ratios = [f"{f(one.ratios):.2f}" for f in (statistics.mean, min, max)] if one.ratios else ["", "", ""]
+        table.add_row(
+            one.variant, f"{mean:.0f}", f"{mean / factor:.2f}", *ratios, f"{one.busy:.0%}", f"{one.imbalance:.2f}",
+            f"{one.planned / 1e6:.2f}", f"{one.counted / 1e6:.2f}", f"{one.busiest:.0%}", f"{one.cores:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def message_table(title: str, rows: Sequence[Row], shape: Shape, size: int) -> Table:
+    """The table of one message's ways."""
+    table = Table(title=title, title_justify="left")
+    for head in ("", "ms", "ratio", "share of one NIC's rate", "busiest NIC: MB"):
+        table.add_column(head, justify="left" if not head else "right")
+    times = medians(rows)
+    first = next(iter(times.values()))
+    for variant, seconds in times.items():
+        most = statistics.median(busiest_nic(row, shape) for row in rows if row["variant"] == variant)
+        share = size * 8 / shape.nic_rate / seconds
+        table.add_row(variant, f"{seconds * 1e3:.0f}", f"{first / seconds:.2f}", f"{share:.2f}", f"{most / 1e6:.2f}")
+    return table
+
+
+def medians(rows: Sequence[Row]) -> dict[str, float]:
+    """Median seconds of each variant."""
+    names = dict.fromkeys(row["variant"] for row in rows)
+    return {name: statistics.median(row["seconds"] for row in rows if row["variant"] == name) for name in names}
+
+
+def console() -> Console:
+    """Wide enough for the tables where the output is no terminal."""
+    found = Console()
+    return found if found.is_terminal else Console(width=200)

@@ -1,0 +1,249 @@
+"""One rank of an emulated cluster: python -m benchmarks.cluster.worker JOB RANK, in the rank's namespace."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.modelled import ModelledAttention
+from benchmarks.cluster.network import Shape
+from benchmarks.cluster.rails import MESSAGES
+from benchmarks.cluster.scale import Scale
+from benchmarks.cluster.variants import Batch, narrowed, plan_for
+from mindspeed_cp import context_parallel_attention
+from mindspeed_cp.comm import Pending, Transfer, Transport
+from mindspeed_cp.cost import ComputeCost
+from mindspeed_cp.engine import prepare
+from mindspeed_cp.ops.host_memory import keep_freed_memory
+from mindspeed_cp.plan import Plan, traffic
+
+DTYPE = torch.bfloat16
+AHEAD = 0.02  # seconds between agreeing on a start and the start
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a cluster do.
+
+    Attributes:
+        shape: of the cluster.
+        scale: of its time.
+        folder: of the store and of the results.
+        batches: a layer is measured for each.
+        variants: names of the plans.
+        repeat: runs of each.
+        kernels: "modelled" or "run".
+        linear: the layer's linear part takes its modelled time too.
+        message: bytes of the message that is sent over one NIC and over all; 0: a layer is measured.
+    """
+
+    shape: Shape
+    scale: Scale
+    folder: str
+    batches: tuple[Batch, ...] = ()
+    variants: tuple[str, ...] = ()
+    repeat: int = 3
+    kernels: str = "modelled"
+    linear: bool = False
+    message: int = 0
+
+
+class Rank:
+    """This process: timing, counters and results."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+        self._results = Path(job.folder, "results.jsonl")
+
+    def time(self, run: Callable[[], None], **told: Any) -> None:
+        """Run on all ranks from one moment on; rank 0 writes down the time of the slowest, and everybody's counters.
+
+        Args:
+            run: this rank's part.
+            told: written beside the figures.
+        """
+        with handed(self.job.shape.ranks) as sent:
+            links, cpu = counters(), busy_cores()
+            begin = self._start()
+            run()
+            spent = time.monotonic() - begin
+            dist.barrier()
+            after, cpu = counters(), busy_cores() - cpu
+        elapsed = time.monotonic() - begin
+        mine = {
+            "seconds": spent, "handed": sent, "cores": cpu / elapsed, "rank": self.rank,
+            **{key: after[key] - links[key] for key in links},
+        }  # fmt: skip
+        everybody: list[Any] = [None] * self.job.shape.ranks
+        dist.all_gather_object(everybody, mine)
+        if self.rank == 0:
+            row = told | {"seconds": max(one["seconds"] for one in everybody), "ranks": everybody}
+            with self._results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def _start(self) -> float:
+        """One moment for all: clocks of one machine are one clock."""
+        dist.barrier()
+        moment = torch.tensor([time.monotonic() + AHEAD], dtype=torch.float64)
+        dist.broadcast(moment, 0)
+        begin = float(moment)
+        time.sleep(max(0.0, begin - time.monotonic()))
+        return begin
+
+
+def counters() -> dict[str, int]:
+    """Bytes that passed this rank's links since they are up: of its NIC, and of all in its node."""
+    out = {"nic_sent": 0, "nic_received": 0, "in_sent": 0, "in_received": 0}
+    for device in Path("/sys/class/net").iterdir():
+        kind = "nic" if device.name == "nic" else "in" if device.name.startswith("in") else None
+        if kind is not None:
+            for name, file in (("sent", "tx_bytes"), ("received", "rx_bytes")):
+                out[f"{kind}_{name}"] += int((device / "statistics" / file).read_text())
+    return out
+
+
+def busy_cores() -> float:
+    """Seconds that the cores of this machine worked since it is up."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def handed(ranks: int) -> Iterator[list[int]]:
+    """Bytes that the engine hands to torch.distributed for each other rank while the context lasts."""
+    found = [0] * ranks
+    post = Transport.post
+
+    def counting(self: Transport, transfers: Any, with_all: bool = False) -> list[Pending]:
+        transfer: Transfer
+        for transfer in transfers:
+            if transfer.sends:
+                found[transfer.peer] += transfer.tensor.nbytes
+        return post(self, transfers, with_all)
+
+    with patch.object(Transport, "post", counting):
+        yield found
+
+
+def layer(rank: Rank) -> None:
+    """Forward and backward of one attention layer, by every variant, for every batch."""
+    job, me = rank.job, rank.rank
+    cost = ComputeCost(job.scale.cluster, job.scale.attention)
+    model = ModelledAttention(cost, job.scale.seconds)
+    for batch in job.batches:
+        plans = {name: plan_for(name, batch, job.scale, job.shape.nodes) for name in job.variants}
+        plans = {name: narrowed(plan, job.scale) for name, plan in plans.items()}
+        runs = {name: layer_run(plan, me, model, job) for name, plan in plans.items()}
+        for repeat in range(job.repeat):
+            for name, run in runs.items():
+                rank.time(
+                    run, batch=batch.name, number=batch.number, documents=len(batch.lengths), variant=name,
+                    repeat=repeat, planned=traffic(plans[name], DTYPE.itemsize)["total"].tolist(),
+                    busy=busy_seconds(plans[name], model),
+                )  # fmt: skip
+
+
+def layer_run(plan: Plan, rank: int, model: ModelledAttention, job: Job) -> Callable[[], None]:
+    """This rank's share of a layer."""
+    a, backend = plan.attention, model if job.kernels == "modelled" else None
+    rows, kv_rows = int(plan.layout.token_counts[rank]), int(plan.layout_kv.token_counts[rank])
+    generator = torch.Generator().manual_seed(rank)
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator).to(DTYPE).requires_grad_(i < 3)
+        for i, shape in enumerate(
+            [
+                (rows, a.heads, a.head_dim),
+                (kv_rows, a.kv_heads, a.head_dim),
+                (kv_rows, a.kv_heads, a.head_dim_v),
+                (rows, a.heads, a.head_dim_v),
+            ]
+        )
+    )
+    prepare(plan, rank, DTYPE, backend)
+
+    def run() -> None:
+        out = context_parallel_attention(q, k, v, plan, backend=backend, timeout=300.0)
+        if job.linear:
+            model.linear(rows)
+            model.linear(rows, backward=True)
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    return run
+
+
+def busy_seconds(plan: Plan, model: ModelledAttention) -> list[float]:
+    """Modelled seconds that each rank computes attention, forward and backward."""
+    out = []
+    for rank in range(plan.ranks):
+        low, high = plan.q_layout.head_range(rank, plan.attention.heads)
+        share = (high - low) / plan.attention.heads
+        rows = int(plan.q_layout.token_counts[rank])
+        total = 0.0
+        for program, lower in ((plan.forward, model.lower_forward), (plan.backward, model.lower_backward)):
+            lowered = lower(program.tiles(rank), rows, plan.attention, DTYPE)
+            total += sum(work.math * share + work.launch for calls in lowered.values() for work in calls)
+        out.append(total)
+    return out
+
+
+def connect(rank: Rank) -> None:
+    """A message of a megabyte between every two ranks, so that connections are up and their windows open."""
+    for distance in range(1, rank.job.shape.ranks):
+        to, by = ((rank.rank + sign * distance) % rank.job.shape.ranks for sign in (1, -1))
+        works = [dist.isend(torch.zeros(1 << 18), to), dist.irecv(torch.empty(1 << 18), by)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+def message(rank: Rank) -> None:
+    """One message from the last rank of node 0 to the first of node 1, by every way."""
+    data = torch.ones(rank.job.message // DTYPE.itemsize, dtype=DTYPE)
+    per_node = rank.job.shape.ranks_per_node
+    for repeat in range(rank.job.repeat):
+        for name, send in MESSAGES.items():
+            data.fill_(repeat + 1 if rank.rank == per_node - 1 else 0)
+            rank.time(partial(send, rank.rank, per_node, data), variant=name, repeat=repeat)
+            if rank.rank == per_node and not bool((data == repeat + 1).all()):
+                raise SystemExit(f"{name}: the message did not arrive as it was sent")
+
+
+def end_with_parent() -> None:
+    """No rank outlives the program that started it, not even one that is killed."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise SystemExit("the program that started this rank is gone")
+
+
+def main() -> None:
+    end_with_parent()
+    job: Job = pickle.loads(Path(sys.argv[1]).read_bytes())
+    number = int(sys.argv[2])
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{job.folder}/store", rank=number, world_size=job.shape.ranks)
+    rank = Rank(job, number)
+    connect(rank)
+    message(rank) if job.message else layer(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
