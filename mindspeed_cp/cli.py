@@ -1,4 +1,4 @@
-"""The command line: mindspeed-cp train | plan | doctor.
+"""The command line: mindspeed-cp train | plan | calibrate | doctor.
 
 Bad input gives one line on standard error and exit code 2; a run that failed for another reason exits with 1.  Commands
 import what they need when they are called: `--help` and `plan` never import torch.
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
 
@@ -186,16 +186,80 @@ def plan(
 
 
 @app.command()
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="The preset to write, a YAML file.")],
+    device: Annotated[str, typer.Option(help="cpu, npu, or auto: npu where torch_npu is installed.")] = "auto",
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Local ranks started to measure links; 1: none. Default: all NPUs, or 2 on a CPU.", show_default=False
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Preset, by name or file, for what is not measured, such as a2.", show_default=False),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measurements: kind,seconds,flops,short_side,calls,bytes. Their kinds are not measured.",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the preset. Default: that of the file.", show_default=False)
+    ] = None,
+    peak_flops: Annotated[
+        float | None,
+        typer.Option(
+            help="Of one device, bf16, dense. Default: of the base, or the highest rate measured.", show_default=False
+        ),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Query heads of the attention that is timed.")] = 8,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Key/value heads. Default: as many.", show_default=False)
+    ] = None,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
+    longest: Annotated[
+        int | None, typer.Option(help="Rows of the largest tile. Default: 2048 on a CPU, 16384.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    seconds: Annotated[float, typer.Option(help="About as long the kernels are timed.")] = 20.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file where it is there.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Fit the numbers of a cluster, by which plans are costed, to kernels and links that are measured here.
+
+    Under torchrun every rank takes part, and links between nodes are measured too:
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m mindspeed_cp.cli calibrate OUT.yaml
+    """
+    from mindspeed_cp.cli_calibrate import Request
+    from mindspeed_cp.cli_calibrate import calibrate as measure
+
+    request = Request(
+        out, overwrite, device, nproc, base, csv, name, peak_flops, heads, kv_heads, head_dim, longest, dtype, seconds
+    )
+    measure(request, as_json=as_json)
+    return 0
+
+
+@app.command()
 def doctor(
     device: Annotated[str, typer.Option(help="cpu, npu, or auto: all that is there.")] = "auto",
+    link_seconds: Annotated[
+        float | None,
+        typer.Option(help="Time limit of the links between NPUs; default: 120, and 15 more for each NPU."),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Check this machine: versions, devices, links, and the attention operator against the fp64 reference."""
     if device not in ("auto", "cpu", "npu"):
         raise ConfigError(f"--device {device}: is no device that can be checked; valid: auto, cpu, npu")
+    if link_seconds is not None and not link_seconds > 0:
+        raise ConfigError(f"--link-seconds {link_seconds:g}: must be more than 0, or left out")
     from mindspeed_cp.doctor import examine, write_report
 
-    report = examine(device)
+    report = examine(device, link_seconds=link_seconds)
     write_report(report, as_json=as_json)
     return 0 if report["ok"] else FAILED
 
@@ -211,7 +275,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except (ConfigError, PlanError) as error:
         return _say(str(error), BAD_INPUT)
-    except PeerError as error:
+    except (PeerError, OperatorError) as error:
         return _say(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return _say("stopped", STOPPED)

@@ -49,7 +49,7 @@ class ClusterSettings(Section):
     @model_validator(mode="after")
     def _links_agree(self) -> ClusterSettings:
         most = self.pair_bandwidth * (1 if self.fabric == "switch" else max(1, self.ranks_per_node - 1))
-        if not self.pair_bandwidth <= self.rank_bandwidth <= most * (1 + 1e-9):
+        if not self.pair_bandwidth <= self.rank_bandwidth <= most * (1 + 1e-6):
             links = (
                 "the port of a switch is shared by all pairs: both are the same"
                 if self.fabric == "switch"
