@@ -1,4 +1,4 @@
-"""Checks of how the model is split beside its context: experts and sequence parallelism."""
+"""Checks of how the model and its batches are split beside the context: experts, sequence parallelism, balance."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def check_parallel(settings: Settings) -> None:
             raise bad_value("model.moe_shared_expert_intermediate_size", shared, rule)
     if model.multi_latent_attention:
         _check_latent(settings)
+    _check_balance(settings)
     suite = settings.context_parallel_suite
     if suite.layout == "balanced" and model.window_layers not in (0, model.num_layers):
         rule = (
@@ -40,6 +41,18 @@ def check_parallel(settings: Settings) -> None:
             "hold the same rows; use zigzag, or windows in all layers"
         )
         raise bad_value("context_parallel_suite.layout", suite.layout, rule)
+
+
+def _check_balance(settings: Settings) -> None:
+    model = settings.model
+    kind, weight = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if settings.data.balance == "time" and model.num_moe_experts is not None and kind != "none" and weight:
+        rule = (
+            f"lays rows anew for every number of replicas, and model.moe_router_load_balancing_type = {kind} with "
+            f"model.moe_aux_loss_coeff = {weight:g} is a loss of whole rows, which would be another one; use none, or "
+            "model.moe_aux_loss_coeff: 0"
+        )
+        raise bad_value("data.balance", "time", rule)
 
 
 def check_expert_ranks(settings: Settings, world_size: int) -> None:

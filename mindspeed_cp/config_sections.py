@@ -40,6 +40,11 @@ class DataSettings(Section):
     seq_length: Annotated[int, Field(ge=2, le=LARGE)] = Field(
         default=4096, description="context: tokens of a packed row; longer documents are cut, and the cuts are counted"
     )
+    balance: Literal["none", "time"] = Field(
+        default="none",
+        description="time: the documents of a step are laid anew over replicas and micro-batches, so that all replicas "
+        "end together by a model of their time, with other numbers of micro-batches; none: rows in turn",
+    )
 
 
 class TrainSettings(Section):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from mindspeed_cp.data.bytes import EOD
 from mindspeed_cp.data.corpus import Corpus
+from mindspeed_cp.data.dealing import Dealer, Dealt
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -34,8 +36,17 @@ class PackedRow:
     tokens: np.ndarray  # int64 [T]
     labels: np.ndarray  # int64 [T]
     loss_mask: np.ndarray  # float32 [T]
-    documents: Documents  # their lengths add up to T
+    documents: Documents  # their lengths add up to T; those of other micro-batches, if they are here, have length 0
     index: int  # number of the row, counted over all replicas
+    drawn_as: int  # tells what attention drops here from what it drops elsewhere, with the documents' numbers
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalBatch:
+    """What one replica has of a global batch: its micro-batches, and how all of it was dealt."""
+
+    rows: list[PackedRow]
+    dealt: Dealt
 
 
 class PackedStream:
@@ -43,7 +54,8 @@ class PackedStream:
 
     The sequence of rows depends on the corpus' lengths, `context`, `seed` and `lookahead` alone; of `replicas`
     replicas, number `replica` takes rows replica, replica + replicas, ... Replicas that took equally many rows have
-    equal states, so one state serves all of them, and another number of replicas goes on at the same row.
+    equal states, so one state serves all of them, and another number of replicas goes on at the same row. `next_batch`
+    takes the rows of a whole global batch at once, and may deal its documents otherwise.
 
     Args:
         corpus: the documents; see `open_corpus`.
@@ -99,34 +111,84 @@ class PackedStream:
         Raises:
             ConfigError: the corpus is not what it was when it was opened.
         """
-        before = self._packer.state_dict()
-        rows = [self._packer.next_row() for _ in range(self.replicas)]
-        try:
+        with self._unless_it_fails():
+            rows = [self._packer.next_row() for _ in range(self.replicas)]
             row = self._load(rows[self.replica], self._rows + self.replica)
+        self._count(rows)
+        return row
+
+    def next_batch(self, rows: int, dealer: Dealer) -> GlobalBatch:
+        """This replica's micro-batches of the next `rows` rows, which are a global batch, dealt by `dealer`.
+
+        No document leaves its global batch: behind it the stream stands where it would stand had its rows been taken
+        one by one. With balance "none" they are the same rows. A batch that cannot be read is not passed over.
+
+        Args:
+            rows: of all replicas; a multiple of their number.
+            dealer: for as many replicas, and rows of this context.
+
+        Raises:
+            ConfigError: the corpus is not what it was when it was opened, or the dealer is for others.
+        """
+        for name, value, own in (
+            ("replicas", dealer.replicas, self.replicas),
+            ("context", dealer.context, self.context),
+        ):
+            if value != own:
+                raise ConfigError(f"the dealer's {name} = {value}: the stream has {own}; give both the same")
+        if rows < 1 or rows % self.replicas:
+            raise ConfigError(f"rows = {rows}: a global batch is a multiple of the {self.replicas} replicas")
+        with self._unless_it_fails():
+            drawn = [self._packer.next_row() for _ in range(rows)]
+            dealt = dealer(drawn)
+            mine = [
+                self._load_numbers(dealt.pieces, numbers, at * self.replicas + self.replica, dealer)
+                for at, numbers in enumerate(dealt.micro_batches[self.replica])
+            ]
+        self._count(drawn)
+        return GlobalBatch(mine, dealt)
+
+    @contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """The packing stands where it stood before the block, if that raises."""
+        before = self._packer.state_dict()
+        try:
+            yield
         except BaseException:
             self._packer.load_state_dict(before)
             raise
-        self._rows += self.replicas
-        self._tokens += sum(int(pieces["length"].sum()) for pieces in rows)
-        return row
 
-    def _load(self, pieces: np.ndarray, index: int) -> PackedRow:
+    def _count(self, rows: Sequence[np.ndarray]) -> None:
+        self._rows += len(rows)
+        self._tokens += sum(int(pieces["length"].sum()) for pieces in rows)
+
+    def _load_numbers(self, pieces: np.ndarray, numbers: np.ndarray, at: int, dealer: Dealer) -> PackedRow:
+        """Some documents of a global batch; `at`: number of the micro-batch among those of all replicas."""
+        if dealer.balance == "none" or not dealer.keeps_numbers:
+            return self._load(pieces[numbers], self._rows + at)
+        mine = pieces.copy()
+        others = np.ones(len(pieces), bool)
+        others[numbers] = False
+        mine["length"][others] = 0
+        return self._load(mine, self._rows + at, drawn_as=self._rows)
+
+    def _load(self, pieces: np.ndarray, index: int, drawn_as: int | None = None) -> PackedRow:
         documents = Documents(pieces["length"])
         tokens = np.empty(documents.tokens, np.int64)
         for (document, start, length), at in zip(pieces.tolist(), documents.offsets[:-1].tolist(), strict=True):
-            content = self.corpus.tokens(document, start, start + length)
+            content = self.corpus.tokens(document, start, start + length) if length else tokens[:0]
             if content.shape != (length,):
                 raise ConfigError(
                     f"document {document}: the corpus gave an array of shape {list(content.shape)} for the {length} "
                     f"tokens from {start} on; a corpus must give the tokens that its lengths promise"
                 )
             tokens[at : at + length] = content
-        last = documents.offsets[1:] - 1
+        last = documents.offsets[1:][documents.lengths > 0] - 1
         labels = np.append(tokens[1:], EOD)
         labels[last] = EOD
         loss_mask = np.ones(len(tokens), np.float32)
         loss_mask[last] = 0.0
-        return PackedRow(tokens, labels, loss_mask, documents, index)
+        return PackedRow(tokens, labels, loss_mask, documents, index, index if drawn_as is None else drawn_as)
 
     @property
     def epoch(self) -> int:

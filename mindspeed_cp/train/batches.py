@@ -1,7 +1,7 @@
 """Packed rows -> planned micro-batches of this rank, made ahead of time in a thread.
 
-Packing, planning and slicing need a few milliseconds of NumPy for each row and nothing that the model computes, so they
-are done while the model computes.  All ranks of a replica make the same rows and the same plans by themselves: nothing
+Packing, dealing, planning and slicing need NumPy and nothing that the model computes, so they are done while the model
+computes, at least one step ahead.  All ranks of a replica make the same rows and the same plans by themselves: nothing
 is sent.
 """
 
@@ -12,18 +12,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mindspeed_cp.config import Settings
-from mindspeed_cp.data import PackedRow, PackedStream
+from mindspeed_cp.data import Dealer, PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
 from mindspeed_cp.ops.attention import backend_of
-from mindspeed_cp.plan import AttentionConfig, Plan, build_plan, verify_plan
+from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
+from mindspeed_cp.train.plans import PlanCache
 from mindspeed_cp.train.stop import Stopped, StopRequest
 from mindspeed_cp.train.world import World
 
@@ -41,7 +43,12 @@ class MicroBatch:
         params: carries the row's plan to every layer.
         tokens, documents: of the whole row, over all ranks.
         work: visible (query, key) pairs of this rank's heads, over all layers.
-        state: of the data stream behind this row.
+        state: of the data stream behind the global batch of this row.
+        planning: seconds that this rank needed to deal the global batch (in its first row) and to plan the row.
+        plans, known: plans that the row needed, and how many of them had been made before.
+        digest: of the whole global batch as it was dealt; equal on all ranks.
+        imbalance: of that batch: modelled time of the slowest replica over the mean.
+        is_last: of its global batch on this replica.
     """
 
     batch: dict[str, Tensor]
@@ -50,6 +57,12 @@ class MicroBatch:
     documents: int
     work: int
     state: dict[str, Any]
+    planning: float
+    plans: int
+    known: int
+    digest: int = 0
+    imbalance: float = 1.0
+    is_last: bool = False
 
 
 class Batches:
@@ -57,6 +70,7 @@ class Batches:
 
     Args:
         stream: rows of this replica, standing where training goes on.
+        dealer: deals each global batch to the replicas.
         settings: of the run.
         attentions: what each layer computes on this tensor-parallel rank.
         world: this rank's place.
@@ -66,18 +80,23 @@ class Batches:
     def __init__(
         self,
         stream: PackedStream,
+        dealer: Dealer,
         settings: Settings,
         attentions: Sequence[AttentionConfig],
         world: World,
         stop: StopRequest,
     ) -> None:
-        self._stream, self._world, self._asked = stream, world, stop
+        self._stream, self._dealer, self._world, self._asked = stream, dealer, world, stop
         self._layers = Counter(attentions)  # how many layers attend in each way
         self._suite, self._seed = settings.context_parallel_suite, settings.train.seed
         train = settings.train
         self._dtype = torch.bfloat16 if train.bf16 else torch.float32
         self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
-        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(settings.train.prefetch)
+        self._rows = train.global_batch_size
+        ahead = max(train.prefetch, self._rows // world.replicas)  # a step takes all of its micro-batches at once
+        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(ahead)
+        self._plans = PlanCache(self._prepare)
+        self._proves = False  # this rank proves the plans of the row that is being made
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="mindspeed-cp-batches", daemon=True)
 
@@ -127,39 +146,59 @@ class Batches:
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
-                self._ready.put(self._make(next(self._stream)))
+                self._put_batch()
         except BaseException as error:  # handed to the thread that trains
             self._ready.put(error)
 
+    def _put_batch(self) -> None:
+        """This replica's micro-batches of the next global batch, one after the other."""
+        batch = self._stream.next_batch(self._rows, self._dealer)
+        digest, imbalance = batch.dealt.digest, batch.dealt.imbalance
+        for number, row in enumerate(batch.rows):
+            made = self._make(row)
+            planning = made.planning + (0.0 if number else batch.dealt.took)
+            last = number == len(batch.rows) - 1
+            self._ready.put(replace(made, digest=digest, imbalance=imbalance, is_last=last, planning=planning))
+            if self._stop.is_set():
+                return
+
+    def _prepare(self, plan: Plan) -> None:
+        """Once for every plan that is made, before it is used."""
+        if self._proves:
+            verify_plan(plan)
+        device = self._world.device
+        prepare(plan, self._world.cp_rank, self._dtype, backend_of(self._suite, device.type), device)
+
     def _make(self, row: PackedRow) -> MicroBatch:
         suite, rank = self._suite, self._world.cp_rank
+        # Every rank has the same plans: the ranks of a context-parallel group take turns to prove them.
+        self._proves = suite.verify_plans and row.index // self._world.replicas % self._world.cp == rank
+        began, known = time.perf_counter(), self._plans.found
         plans = {
-            attention: build_plan(row.documents, suite.topology, attention, suite.algorithm, **suite.options)
+            attention: self._plans.get(row.documents, suite.topology, attention, suite.algorithm, suite.options)
             for attention in self._layers
         }
-        for plan in plans.values():
-            # Every rank has the same plans: the ranks of a context-parallel group take turns to prove them.
-            if suite.verify_plans and row.index // self._world.replicas % self._world.cp == rank:
-                verify_plan(plan)
-            prepare(plan, rank, self._dtype, backend_of(suite, self._world.device.type), self._world.device)
+        planning = time.perf_counter() - began
         batch, params = planned_batch(
             {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask},
             list(plans.values()),
             rank,
             rows_multiple=self._rows_multiple,
-            dropout_seed=micro_batch_seed(self._seed, row.index),
+            dropout_seed=micro_batch_seed(self._seed, row.drawn_as),
         )
         return MicroBatch(
             batch={name: x.to(self._world.device) for name, x in batch.items()},
             params=params,
             tokens=row.documents.tokens,
-            documents=len(row.documents),
+            documents=int(np.count_nonzero(row.documents.lengths)),
             work=sum(layers * _work(plans[attention], rank) for attention, layers in self._layers.items()),
             state=self._stream.state_dict(),
+            planning=planning,
+            plans=len(plans),
+            known=self._plans.found - known,
         )
 
 
 def _work(plan: Plan, rank: int) -> int:
     """Visible (query, key) pairs of a rank's heads in one layer."""
-    first, stop = plan.q_layout.head_range(rank, plan.attention.heads)
-    return int(plan.forward.work(rank).sum()) * (stop - first)
+    return int(plan.work_of(rank).sum())

@@ -30,6 +30,8 @@ def identity(settings: Settings) -> dict[str, Any]:
         f"model.{key}": filled.get(key, value) for key, value in model.model_dump().items() if key not in _NOT_MODEL
     }
     found |= {f"data.{key}": value for key, value in data.model_dump().items()}
+    if not model.attention_dropout:  # what is dropped depends on rows; nothing else does but rounding
+        del found["data.balance"]
     found |= {f"train.{key}": getattr(train, key) for key in _TRAIN}
     if train.lr_decay_style != "constant":
         found["train.lr_decay_iters"] = train.lr_decay_iters or train.train_iters
@@ -39,8 +41,8 @@ def identity(settings: Settings) -> dict[str, Any]:
 def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -> None:
     """Raise ConfigError, naming the settings, unless a checkpoint belongs to these settings."""
     now = identity(settings)
-    # An older version that did not know a setting of the model had no other value than the default.
-    saved = {key: value for key, value in identity(Settings()).items() if key.startswith("model.")} | saved
+    # An older version that did not know a setting had no other value than the default.
+    saved = {key: value for key, value in _defaults().items() if key in now} | saved
     different = [key for key in now | saved if now.get(key) != saved.get(key)]
     if not different:
         return
@@ -51,6 +53,12 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
         f"{checkpoint} belongs to other settings: {'; '.join(changes)}; "
         f"go on with the old ones{longer}, or give another output.folder"
     )
+
+
+def _defaults() -> dict[str, Any]:
+    """What checkpoints of versions that did not know these settings are bound to."""
+    found = {key: value for key, value in identity(Settings()).items() if key.startswith("model.")}
+    return found | {"data.balance": Settings().data.balance}
 
 
 def other_settings(path: Path, settings: Settings) -> list[str]:
@@ -72,7 +80,7 @@ def other_settings(path: Path, settings: Settings) -> list[str]:
         return []
     now = settings.model_dump()
     found = []
-    for section in ("model", "context_parallel_suite", "train"):
+    for section in ("model", "data", "context_parallel_suite", "train"):
         old = before.get(section) if isinstance(before, dict) else None
         for key, value in now[section].items():
             if isinstance(old, dict) and old.get(key, value) != value and key not in _LENGTH:

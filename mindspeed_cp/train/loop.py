@@ -3,65 +3,35 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config import Settings
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.megatron import check_tokens_per_step, loss_function, megatron_imports
-from mindspeed_cp.megatron.loss import REPORT_KEY
+from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.plan import build_plan
 from mindspeed_cp.report.loss import draw_loss
 from mindspeed_cp.train import checkpoint
-from mindspeed_cp.train.batches import Batches, MicroBatch
+from mindspeed_cp.train.batches import Batches
 from mindspeed_cp.train.checkpoint import Progress
+from mindspeed_cp.train.dealing import make_dealer
 from mindspeed_cp.train.display import open_display
 from mindspeed_cp.train.files import RunFiles, keep_metrics, write_text
 from mindspeed_cp.train.identity import complete_note, other_settings_note
 from mindspeed_cp.train.model import Parts, build
 from mindspeed_cp.train.resume import checkpoint_to_resume
+from mindspeed_cp.train.step import StepResult, run_step
 from mindspeed_cp.train.stop import StopRequest
 from mindspeed_cp.train.summary import summarize_run
 from mindspeed_cp.train.world import World, unused_device
-
-with megatron_imports():
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step gave, over all ranks.
-
-    Attributes:
-        loss: mean over all counted tokens.
-        grad_norm, lr: of this step.
-        tokens, documents: of its rows.
-        imbalance: attention work of the slowest rank over that of the mean rank.
-        stop: True if any rank was asked to stop.
-        data: state of the data stream behind the step's last row.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    documents: int
-    imbalance: float
-    stop: bool
-    data: dict[str, Any]
-
 
 def train(settings: Settings, world: World) -> dict[str, Any] | None:
     """Train until train.train_iters, or until asked to stop.
@@ -93,7 +63,8 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         if progress.data is not None:
             stream.load_state_dict(progress.data)
         stop = stack.enter_context(StopRequest())
-        batches = stack.enter_context(Batches(stream, settings, parts.attentions, world, stop))
+        dealer = make_dealer(settings, parts.attentions, world)
+        batches = stack.enter_context(Batches(stream, dealer, settings, parts.attentions, world, stop))
         writer = _Writer(files, settings, progress, parts.parameters, world.device) if world.is_first else None
         try:
             progress, saved, reason = _steps(settings, world, parts, batches, progress, stop, writer, files)
@@ -127,11 +98,11 @@ def _steps(
 ) -> tuple[Progress, Path | None, str | None]:
     """All steps that are left.  Returns where the run stands, its newest checkpoint and why it stopped early."""
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
-    count = settings.train.global_batch_size // world.replicas
+    checked = settings.context_parallel_suite.verify_plans
     saved: Path | None = files.checkpoint(progress.step) if progress.step else None
     while progress.step < last:
         began = time.perf_counter()
-        result = run_step(parts, batches, count, progress.step + 1, world, stop)
+        result = run_step(parts, batches, progress.step + 1, world, stop, checked)
         seconds = time.perf_counter() - began
         progress = replace(
             progress,
@@ -151,51 +122,6 @@ def _steps(
     return progress, saved, None
 
 
-def run_step(
-    parts: Parts, batches: Iterator[MicroBatch], count: int, step: int, world: World, stop: StopRequest
-) -> StepResult:
-    """One optimizer step over `count` micro-batches of this replica.
-
-    Raises:
-        ConfigError: loss or gradient norm are no numbers; names the step and the ranks.
-    """
-    parts.wrapped.zero_grad_buffer()  # type: ignore[operator]
-    parts.optimizer.zero_grad()
-    micro = [next(batches) for _ in range(count)]
-    reports = get_forward_backward_func()(
-        forward_step_func=_forward,
-        data_iterator=iter(micro),
-        model=[parts.wrapped],
-        num_microbatches=count,
-        seq_length=max(m.tokens for m in micro),
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    total, counted = (float(sum(float(r[REPORT_KEY][i]) for r in reports)) for i in (0, 1))
-    own = [total, counted, *(float(sum(getattr(m, name) for m in micro)) for name in ("work", "tokens", "documents"))]
-    everyone = world.gather([*own, float(stop.reason is not None)])
-    _check_losses(everyone[:, 0], step)
-    rows = everyone[:: world.tp]  # tensor-parallel ranks hold the same tokens
-    parts.schedule.step(1)  # before the step: the first one already moves, the last one has min_lr
-    lr = parts.optimizer.param_groups[0]["lr"]
-    _, norm, _ = parts.optimizer.step()
-    grad_norm = float(norm)
-    if not math.isfinite(grad_norm):
-        raise ConfigError(f"step {step}: the gradient's norm is {grad_norm}, while the loss is a number; {_ADVICE}")
-    work = rows[:, 2]
-    replicas = rows[:: world.cp]  # every rank of a replica counts whole rows
-    return StepResult(
-        loss=float(rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)),
-        grad_norm=grad_norm,
-        lr=lr,
-        tokens=int(replicas[:, 3].sum()),
-        documents=int(replicas[:, 4].sum()),
-        imbalance=float(work.max() / work.mean()) if work.sum() else 1.0,
-        stop=bool(everyone[:, 5].any()),
-        data=micro[-1].state,
-    )
-
-
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """Within the block torch takes algorithms that give the same bits every time, and refuses what has none."""
@@ -205,32 +131,6 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
-
-
-_ADVICE = "lower train.lr, or clip more (train.clip_grad); the step was not kept, and checkpoints are untouched"
-
-
-def _check_losses(losses: Tensor, step: int) -> None:
-    bad = [rank for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss)]
-    if bad:
-        kind = "NaN" if losses.isnan().any() else "infinite"
-        ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        raise ConfigError(f"step {step}: the loss is {kind} on {ranks} of {len(losses)}; {_ADVICE}")
-
-
-def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
-    """Megatron's forward step."""
-    micro = next(batches)
-    batch = micro.batch
-    losses = model(
-        batch["tokens"],
-        batch["position_ids"],
-        None,
-        labels=batch["labels"],
-        packed_seq_params=micro.params,
-        padding_mask=micro.params.padding_mask(batch["tokens"].device) if micro.params.padding else None,
-    )
-    return losses, partial(loss_function, batch["loss_mask"])
 
 
 class _Writer:
@@ -273,6 +173,11 @@ class _Writer:
             "imbalance": result.imbalance,
             "seconds": seconds,
             "documents": result.documents,
+            "replica_imbalance": result.replica_imbalance,
+            "planning_seconds": result.planning,
+            "waiting_seconds": result.waiting,
+            "plans": result.plans,
+            "known_plans": result.known,
         }
         self.lines.append(line)
         self._file.write(json.dumps(line) + "\n")

@@ -55,6 +55,7 @@ def summarize_run(
         "imbalance": float(np.average([n["imbalance"] for n in own], weights=[n["tokens"] for n in own]))
         if own
         else None,
+        **_planning(own),
         "documents": int(sum(line["documents"] for line in lines)),
         "corpus_documents": len(corpus),
         "cut_documents": len(longer),
@@ -67,6 +68,25 @@ def summarize_run(
     }
     write_json(files.summary, summary)
     return summary
+
+
+def _planning(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How replicas were balanced, and what planning cost; nothing where the lines are those of an older version.
+
+    The first step is left out of the waiting: there is nothing to compute while its batch is made.
+    """
+    lines = [line for line in lines if "planning_seconds" in line]
+    if not lines:
+        return {}
+    return {
+        "replica_imbalance": float(
+            np.average([line["replica_imbalance"] for line in lines], weights=[line["tokens"] for line in lines])
+        ),
+        "planning_seconds": float(sum(line["planning_seconds"] for line in lines)),
+        "waiting_seconds": float(sum(line["waiting_seconds"] for line in lines[1:])),
+        "plans": int(sum(line["plans"] for line in lines)),
+        "known_plans": int(sum(line["known_plans"] for line in lines)),
+    }
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
@@ -82,6 +102,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if summary["tokens_per_s"] is not None:
         rows.append(("speed", f"{summary['tokens_per_s']:,.0f} tokens/s"))
         rows.append(("imbalance", f"{summary['imbalance']:.3f} (attention work of the slowest rank / mean)"))
+    if "plans" in summary:
+        rows.append(("replicas", f"{summary['replica_imbalance']:.3f} (modelled time of the slowest replica / mean)"))
+        ahead, waited = summary["planning_seconds"], summary["waiting_seconds"]
+        text = f"{ahead:,.2f} s ahead of the steps, which waited {waited:,.2f} s for batches"
+        rows.append(("planning", f"{text}; {summary['known_plans']:,} of {summary['plans']:,} plans were known"))
     cut = summary["cut_documents"]
     rows.append(
         (

@@ -1,0 +1,259 @@
+"""data.balance: the same curve with documents laid anew over replicas; plans ahead of the steps; ranks that disagree."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_cp import Documents
+from mindspeed_cp.errors import ConfigError
+from tests.train.nursery import Nursery
+from tests.train.test_beside import MODELS
+from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
+
+CP2: dict[str, Any] = dict(context_parallel_suite__context_parallel_size=2)
+COMMON: dict[str, Any] = dict(train__train_iters=5, train__lr_decay_iters=20, train__global_batch_size=4)
+TIME: dict[str, Any] = dict(data__balance="time")
+
+
+def by_square(settings: str) -> dict[str, Any]:
+    """In a rank: train where a document costs the square of its length, and a micro-batch nothing besides, so that
+    replicas get other numbers of micro-batches.  Also those numbers, of this rank, for each step."""
+    from mindspeed_cp.train import loop, step
+
+    make, schedule, counts = loop.make_dealer, step.get_forward_backward_func, []
+
+    def counted() -> Any:
+        run = schedule()
+
+        def wrapped(**arguments: Any) -> Any:
+            counts.append(arguments["num_microbatches"])
+            return run(**arguments)
+
+        return wrapped
+
+    loop.make_dealer = lambda *given: replace(make(*given), cost=_square, per_micro_batch=0.0)
+    step.get_forward_backward_func = counted
+    return {**train_here(settings), "counts": counts}
+
+
+def _square(lengths: np.ndarray) -> np.ndarray:
+    return lengths * lengths.astype(np.float64)
+
+
+def compared(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without what tells documents' pieces apart: none here is cut otherwise."""
+    return [{key: line[key] for key in ("step", "loss", "grad_norm", "tokens", "documents", "lr")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def reference(nursery: Nursery, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """5 steps of 4 rows on one rank, as they come."""
+    return curve(nursery, tiny(corpus, tmp_path_factory.mktemp("one"), **COMMON), 1)
+
+
+def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
+    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
+) -> None:
+    off = nursery.run(4, by_square, tiny(corpus, tmp_path / "off", **COMMON, **CP2).model_dump_json())[0]["lines"]
+    settings = tiny(corpus, tmp_path / "on", **COMMON, **CP2, **TIME)
+    ranks = nursery.run(4, by_square, settings.model_dump_json())
+    lines, counts = ranks[0]["lines"], [rank["counts"] for rank in ranks]
+    assert_same_curve(lines, off)
+    assert_same_curve(lines, reference)
+    assert counts[0] == counts[1] and counts[2] == counts[3], "ranks of a replica"
+    assert any(one != other for one, other in zip(counts[0], counts[2], strict=True)), "this is what must be exact"
+    on, before = (np.array(values(one, "replica_imbalance")) for one in (lines, off))
+    assert (on >= 1).all() and (on <= before).all() and on.mean() < 1.05 < before.mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_replica_balances_its_micro_batches_and_gives_the_same_losses(
+    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], ranks: int
+) -> None:
+    settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__context_parallel_size=ranks)
+    assert_same_curve(curve(nursery, settings, ranks), reference)
+
+
+def test_what_dropout_drops_does_not_depend_on_the_number_of_replicas(
+    nursery: Nursery, corpus: Path, tmp_path: Path
+) -> None:
+    """With windows, biases and dropout; documents keep the numbers that they have in the global batch."""
+    changes = {**COMMON, **MODELS["biased"], **TIME}
+    alone = nursery.run(1, by_square, tiny(corpus, tmp_path / "one", **changes).model_dump_json())[0]["lines"]
+    for ranks, more in ((4, {}), (4, CP2)):
+        settings = tiny(corpus, tmp_path / f"{ranks}{len(more)}", **changes, **more)
+        assert_same_curve(nursery.run(ranks, by_square, settings.model_dump_json())[0]["lines"], alone)
+
+
+@pytest.mark.parametrize("experts", [2, 4])
+def test_replicas_that_share_experts_have_equally_many_micro_batches(
+    nursery: Nursery, corpus: Path, tmp_path: Path, experts: int
+) -> None:
+    """With 4 expert-parallel ranks a group spans both replicas, which then wait for each other in every layer."""
+    model = {**MODELS["experts"], "model__moe_aux_loss_coeff": 0.0}
+    changes = {**COMMON, **CP2, **model, "train__expert_model_parallel_size": experts}
+    off = curve(nursery, tiny(corpus, tmp_path / "off", **changes), 4)
+    ranks = nursery.run(4, by_square, tiny(corpus, tmp_path / "on", **changes, **TIME).model_dump_json())
+    assert_same_curve(ranks[0]["lines"], off)
+    different = [one != other for one, other in zip(ranks[0]["counts"], ranks[2]["counts"], strict=True)]
+    assert any(different) == (experts == 2)
+
+
+def test_a_loss_of_whole_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data\.balance = \"time\": lays rows anew .* model\.moe_aux_loss_coeff: 0$"
+    ):
+        tiny(corpus, tmp_path, **MODELS["experts"], **TIME)
+
+
+def test_a_resumed_run_goes_on_exactly_and_with_another_number_of_replicas(
+    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
+) -> None:
+    whole = nursery.run(2, by_square, tiny(corpus, tmp_path / "whole", **COMMON, **TIME).model_dump_json())[0]["lines"]
+    assert_same_curve(whole, reference)
+    for name, ranks in (("same", 2), ("others", 4)):
+        first = tiny(corpus, tmp_path / name, **{**COMMON, "train__train_iters": 3}, **TIME)
+        nursery.run(2, by_square, first.model_dump_json())
+        second = tiny(corpus, tmp_path / name, **COMMON, **TIME)
+        lines = nursery.run(ranks, by_square, second.model_dump_json())[0]["lines"]
+        if name == "same":
+            assert compared(lines) == compared(whole)
+        else:
+            assert_same_curve(lines, reference)
+    first = tiny(corpus, tmp_path / "switched", **{**COMMON, "train__train_iters": 3}, **TIME)
+    nursery.run(2, by_square, first.model_dump_json())
+    assert_same_curve(curve(nursery, tiny(corpus, tmp_path / "switched", **COMMON), 1), reference)
+
+
+# planning ahead
+
+
+def slow(settings: str, planning: float, computing: float) -> list[float]:
+    """In a rank: every plan takes so many seconds, and every step computes for so many; how long each step waited."""
+    from mindspeed_cp.train import plans, step
+
+    build, schedule = plans.build_plan, step.get_forward_backward_func
+
+    def planned(*arguments: Any, **options: Any) -> Any:
+        time.sleep(planning)
+        return build(*arguments, **options)
+
+    def computed() -> Any:
+        time.sleep(computing)
+        return schedule()
+
+    plans.build_plan, step.get_forward_backward_func = planned, computed
+    lines = train_here(settings)["lines"]
+    assert all(line["planning_seconds"] >= planning * (line["plans"] - line["known_plans"]) for line in lines)
+    return values(lines, "waiting_seconds")
+
+
+def test_planning_costs_the_steps_nothing_while_it_takes_less_than_they_do(
+    nursery: Nursery, corpus: Path, tmp_path: Path
+) -> None:
+    """All four micro-batches of a step are planned ahead, though prefetch is 1."""
+    settings = tiny(corpus, tmp_path / "a", **COMMON, train__prefetch=1)
+    [waits] = nursery.run(1, slow, settings.model_dump_json(), 0.1, 1.0)
+    assert waits[0] >= 0.4, "there was nothing to compute yet"
+    assert max(waits[1:]) < 0.1, "four plans take 0.4 s, and a step a second"
+    [waits] = nursery.run(1, slow, tiny(corpus, tmp_path / "b", **COMMON).model_dump_json(), 0.2, 0.0)
+    assert max(waits[1:]) > 0.2, "and this is how it would be seen"
+
+
+def test_rows_of_equal_lengths_are_planned_once(nursery: Nursery, tmp_path: Path) -> None:
+    """Documents longer than the context: most rows are one piece of it."""
+    path = tmp_path / "long.jsonl"
+    text = "".join(chr(97 + i % 26) for i in range(2000))
+    path.write_text("".join(json.dumps({"text": text[i:] + text[:i]}) + "\n" for i in range(10)))
+    settings = tiny(path, tmp_path / "a", **COMMON, **CP2, data__seq_length=128)
+    [kept, _] = nursery.run(2, train_here, settings.model_dump_json())
+    anew = nursery.run(2, forgetful, settings.model_copy(update={"output": _folder(settings, "b")}).model_dump_json())[
+        0
+    ]
+    assert sum(values(kept["lines"], "plans")) == 20
+    assert sum(values(kept["lines"], "known_plans")) > 10 and sum(values(anew["lines"], "known_plans")) == 0
+    assert compared(kept["lines"]) == compared(anew["lines"]), "not a bit differs"
+    assert kept["summary"]["known_plans"] == sum(values(kept["lines"], "known_plans"))
+    assert kept["summary"]["waiting_seconds"] == sum(values(kept["lines"][1:], "waiting_seconds"))
+
+
+def forgetful(settings: str) -> dict[str, Any]:
+    """In a rank: train, and keep no plan."""
+    from mindspeed_cp.train import batches, plans
+
+    batches.PlanCache = lambda ready: plans.PlanCache(ready, most=0)  # type: ignore[assignment, misc]
+    return train_here(settings)
+
+
+def _folder(settings: Any, name: str) -> Any:
+    return settings.output.model_copy(update={"folder": str(Path(settings.output.folder).parent / name)})
+
+
+# ranks that disagree
+
+
+def deals_otherwise(settings: str, odd: int) -> tuple[str, float]:
+    """In a rank: one rank leaves documents where they are; what every rank is told, and after how long."""
+    import torch.distributed as dist
+
+    from mindspeed_cp.train import loop
+
+    make = loop.make_dealer
+
+    def other(*given: Any) -> Any:
+        dealer = replace(make(*given), cost=_square, per_micro_batch=0.0)
+        return replace(dealer, balance="none") if dist.get_rank() == odd else dealer
+
+    loop.make_dealer = other
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        train_here(settings)
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_replicas_that_deal_otherwise_are_told(nursery: Nursery, corpus: Path, tmp_path: Path, verify: bool) -> None:
+    """Also where only the numbers of their micro-batches tell, and before the step with verify_plans."""
+    settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__verify_plans=verify)
+    for text, seconds in nursery.run(3 + 1, deals_otherwise, settings.model_dump_json(), 2):
+        assert text.startswith("step 1: rank 2 has dealt other documents to the replicas") and "ranks of 4" in text
+        assert seconds < 20
+    assert not list((tmp_path / "checkpoints").glob("iter*"))
+
+
+def plans_otherwise(settings: str) -> tuple[str, float]:
+    """In a rank: rank 3 plans documents of other lengths, of as many tokens."""
+    import torch.distributed as dist
+
+    from mindspeed_cp.train import plans
+
+    build = plans.build_plan
+
+    def other(documents: Documents, *given: Any, **options: Any) -> Any:
+        if dist.get_rank() == 3:
+            documents = Documents(documents.lengths[::-1].copy())
+        return build(documents, *given, **options)
+
+    plans.build_plan = other
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        train_here(settings)
+    return str(caught.value), time.monotonic() - began
+
+
+def test_ranks_with_other_plans_are_told_and_none_hangs(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    """Of the two replicas the one that is right finds out when the other one is gone, or is not asked at all."""
+    settings = tiny(
+        corpus, tmp_path, **COMMON, context_parallel_suite__context_parallel_size=4,
+        context_parallel_suite__verify_plans=True,
+    )  # fmt: skip
+    for text, seconds in nursery.run(4, plans_otherwise, settings.model_dump_json()):
+        assert "the ranks of the group do not have the same plan: documents: rank 3 has" in text
+        assert seconds < 20
