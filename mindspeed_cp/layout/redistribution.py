@@ -54,37 +54,32 @@ class Redistribution:
 
     @cached_property
     def _made(self) -> tuple[np.ndarray, np.ndarray]:
-        source, ranks = self.source, self.source.ranks
+        source, target = self.source, self.target
         by_token = np.argsort(source.spans["start"], kind="stable")
-        spans = source.spans[by_token]
-        row = source.first_rows[by_token]
-        parts, runs, total = [], [], 0
-        for dst in range(ranks):
-            low, high = self.target.head_range(dst, self.heads)
-            mine = self.target.of(dst)
-            if high == low or not len(mine):
-                continue
-            length = mine["stop"] - mine["start"]
-            at = np.cumsum(length) - length
-            i, j, first, last = overlaps(mine["start"], mine["stop"], spans["start"], spans["stop"])
-            found = np.empty(len(i), PART_RUN)
-            found["src_row"] = row[j] + first - spans["start"][j]
-            found["dst_row"] = at[i] + first - mine["start"][i]
-            found["rows"] = last - first
-            src = spans["rank"][j]
-            order = np.argsort(src, kind="stable")  # in one part token order is row order on both sides
-            src, found = src[order], found[order]
-            other = np.append(True, src[1:] != src[:-1])[: len(src)]
-            whole, begins = joined(found, ("src_row", "dst_row"), other)
-            of = src[begins]
-            for rank in np.unique(of).tolist():
-                own = np.flatnonzero(of == rank)
-                size = int(whole["rows"][own].sum())
-                parts.append((rank, dst, total + int(own[0]), len(own), size, low, high - low))
-            runs.append(whole)
-            total += len(whole)
-        table = np.array(parts, PART) if parts else np.empty(0, PART)
-        return table, np.concatenate(runs) if runs else np.empty(0, PART_RUN)
+        spans, row = source.spans[by_token], source.first_rows[by_token]
+        ranges = np.array([target.head_range(rank, self.heads) for rank in range(target.ranks)], np.int64).reshape(
+            -1, 2
+        )
+        low, heads = ranges[:, 0], ranges[:, 1] - ranges[:, 0]
+        used = heads[target.spans["rank"]] > 0
+        wanted, at = target.spans[used], target.first_rows[used]
+        i, j, first, last = overlaps(wanted["start"], wanted["stop"], spans["start"], spans["stop"])
+        found = np.empty(len(i), PART_RUN)
+        found["src_row"] = row[j] + first - spans["start"][j]
+        found["dst_row"] = at[i] + first - wanted["start"][i]
+        found["rows"] = last - first
+        src, dst = spans["rank"][j], wanted["rank"][i]
+        order = np.lexsort((src, dst))  # stable: in one part token order is row order on both sides
+        src, dst, found = src[order], dst[order], found[order]
+        other = np.append(True, (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]))[: len(src)]
+        runs, begins = joined(found, ("src_row", "dst_row"), other)
+        starts = np.flatnonzero(other[begins])
+        parts = np.empty(len(starts), PART)
+        parts["src"], parts["dst"] = src[begins[starts]], dst[begins[starts]]
+        parts["first"], parts["count"] = starts, np.diff(np.append(starts, len(runs)))
+        parts["rows"] = np.add.reduceat(runs["rows"], starts) if len(starts) else 0
+        parts["head"], parts["heads"] = low[parts["dst"]], heads[parts["dst"]]
+        return parts, runs
 
     @property
     def parts(self) -> np.ndarray:
