@@ -1,7 +1,7 @@
 """Moves bytes between ranks, on HCCL, NCCL and gloo."""
 
 from mindspeed_cp.comm.lanes import Lanes, close_lanes, existing_group, lanes_of, library_of, open_lanes, warm_up
-from mindspeed_cp.comm.move import Move, move_of, start_moves
+from mindspeed_cp.comm.move import Move, Rows, move_of, rows_at, start_moves
 from mindspeed_cp.comm.transport import (
     DEFAULT_TIMEOUT,
     Pending,
@@ -18,6 +18,7 @@ __all__ = [
     "Lanes",
     "Move",
     "Pending",
+    "Rows",
     "Transfer",
     "Transport",
     "checked_timeout",
@@ -29,6 +30,7 @@ __all__ = [
     "library_of",
     "move_of",
     "open_lanes",
+    "rows_at",
     "staging",
     "start_moves",
     "warm_up",

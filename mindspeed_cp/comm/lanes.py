@@ -185,7 +185,7 @@ def warm_up(plan: Plan, group: dist.ProcessGroup | None = None, device: torch.de
 def edges(plan: Plan) -> set[tuple[int, int]]:
     """(source, target) of all messages between steps, forward and backward."""
     found: set[tuple[int, int]] = set()
-    for program in (plan.forward, plan.backward):
+    for program in (program for piece in plan.pieces for program in (piece.forward, piece.backward)):
         for messages in (program.fetch, program.reduce):
             pairs = np.unique(messages.items[["src", "dst"]])
             found.update(zip(pairs["src"].tolist(), pairs["dst"].tolist(), strict=True))

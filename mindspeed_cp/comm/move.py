@@ -59,8 +59,23 @@ class Move:
     adjoint: bool
 
 
-def move_of(redistribution: Redistribution, rank: int, device: torch.device, adjoint: bool = False) -> Move:
-    """What one rank does in a redistribution, or in its adjoint; made once for a plan. Row numbers lie on `device`."""
+def move_of(
+    redistribution: Redistribution,
+    rank: int,
+    device: torch.device,
+    adjoint: bool = False,
+    rows: np.ndarray | None = None,
+) -> Move:
+    """What one rank does in a redistribution, or in its adjoint; made once for a plan. Row numbers lie on `device`.
+
+    Args:
+        redistribution: from layout to layout.
+        rank: whose part it is.
+        device: of the tensors.
+        adjoint: the way back.
+        rows: the input has more rows than the redistribution's source: for each of the source's rows its number in the
+            input. Not for the adjoint.
+    """
     given, got = redistribution.of(rank, adjoint)
     here, there = ("dst_row", "src_row") if adjoint else ("src_row", "dst_row")
     heads = redistribution.heads
@@ -72,8 +87,8 @@ def move_of(redistribution: Redistribution, rank: int, device: torch.device, adj
         first = int(item["head"])
         return Part(
             peer,
-            _rows(runs[mine], runs["rows"], device),
-            _rows(runs[other], runs["rows"], device),
+            rows_at(runs[mine], runs["rows"], device, rows if mine == "src_row" else None),
+            rows_at(runs[other], runs["rows"], device),
             int(item["rows"]),
             slice(first, first + int(item["heads"])),
         )
@@ -91,7 +106,7 @@ def move_of(redistribution: Redistribution, rank: int, device: torch.device, adj
 
 
 def start_moves(
-    work: Sequence[tuple[Tensor, Move]], transport: Transport | None, what: str
+    work: Sequence[tuple[Tensor, Move]], transport: Transport | None, what: str, tag: int = 0
 ) -> Callable[[], list[Tensor]]:
     """Post several moves at once.
 
@@ -99,6 +114,7 @@ def start_moves(
         work: for each move this rank's input [rows, heads, dim], contiguous; dims and types may differ.
         transport: to the other ranks; None for one rank.
         what: for error messages.
+        tag: the first of the moves' tags, the same on all ranks: as many follow as there are moves.
 
     Returns:
         A function that waits and returns the outputs [rows, heads, dim], of the types of the inputs; it raises
@@ -107,17 +123,17 @@ def start_moves(
     transfers: list[Transfer] = []
     landings: list[Callable[[], None]] = []
     outputs = []
-    for tag, (x, move) in enumerate(work):
+    for number, (x, move) in enumerate(work, tag):
         shape = (*move.shape, *x.shape[2:])
         out = x.new_zeros(shape) if move.adds else staging_of(x, shape)
         outputs.append(out)
         for part in move.give:
             name = f"{what}, {part.count} rows"
-            transfers.append(Transfer(_cut(x, part, not move.adjoint), part.peer, True, tag, name))
+            transfers.append(Transfer(_cut(x, part, not move.adjoint), part.peer, True, number, name))
         for part in move.get:
             target, land = _landing(out, part, move)
             landings.append(land)
-            transfers.append(Transfer(target, part.peer, False, tag, f"{what}, {part.count} rows"))
+            transfers.append(Transfer(target, part.peer, False, number, f"{what}, {part.count} rows"))
         if move.keep is not None:
             _keep(x, out, move.keep, move)
     pending: Sequence[Pending] = []
@@ -140,8 +156,14 @@ def staging_of(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return staging(like[:0].new_empty((0, *shape[1:])), shape[0], like.dtype)
 
 
-def _rows(first: np.ndarray, count: np.ndarray, device: torch.device) -> Rows:
-    """A slice for one run, else row numbers."""
+def rows_at(first: np.ndarray, count: np.ndarray, device: torch.device, of: np.ndarray | None = None) -> Rows:
+    """Runs of rows, as a slice where they are one run, else as row numbers; with `of` those of the rows at these
+    places in it."""
+    if of is not None:
+        first = of[expand(first, count)]
+        count = np.ones_like(first)
+    if not len(first):
+        return slice(0, 0)
     if len(first) == 1 or (first[1:] == first[:-1] + count[:-1]).all():
         return slice(int(first[0]), int(first[0] + count.sum()))
     return torch.from_numpy(expand(first, count)).to(device)

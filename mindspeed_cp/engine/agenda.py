@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.engine.moves import moves_of
+from mindspeed_cp.engine.pieces import pieces_of
 from mindspeed_cp.ops.attention import AttentionBackend, Heads, Lowered, backend_for
 from mindspeed_cp.plan import Messages, Plan, Program
 
@@ -90,7 +90,7 @@ def agenda_of(
     """The agenda, made at the first call and kept as long as the plan lives.
 
     Args:
-        plan: the plan.
+        plan: a plan without parts.
         rank: context-parallel rank.
         direction: "forward" or "backward".
         backend: lowers the tiles.
@@ -132,13 +132,14 @@ def prepare(
     """
     device = torch.device(device)
     runner = backend_for(device.type, backend)
-    heads = heads_of(plan, rank)
-    for direction in ("forward", "backward"):
-        agenda = agenda_of(plan, rank, direction, runner, dtype, training and plan.attention.dropout > 0, device)
-        for step in agenda.steps:
-            for _, calls in step.compute:
-                runner.place(calls, plan.attention, heads, device)
-    moves_of(plan, rank, device)
+    for piece in plan.pieces:
+        heads = heads_of(piece, rank)
+        for direction in ("forward", "backward"):
+            agenda = agenda_of(piece, rank, direction, runner, dtype, training and plan.attention.dropout > 0, device)
+            for step in agenda.steps:
+                for _, calls in step.compute:
+                    runner.place(calls, plan.attention, heads, device)
+    pieces_of(plan, rank, device)
 
 
 def heads_of(plan: Plan, rank: int) -> Heads:

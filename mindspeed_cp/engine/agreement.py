@@ -102,15 +102,12 @@ def _parts(plan: Plan) -> Mapping[str, str]:
                 f"attention.{field.name}": repr(_plain(getattr(plan.attention, field.name)))
                 for field in fields(AttentionConfig)
             },
-            "algorithm": plan.algorithm,
-            "layout": _with_digest(
-                f"rows {plan.layout.token_counts.tolist()}",
-                (x for one in (plan.layout, plan.layout_kv, plan.q_layout, plan.kv_layout) for x in _layout(one)),
-            ),
+            "algorithm": " + ".join([plan.algorithm, *(part.algorithm for part in plan.parts)]),
+            "layout": _with_digest(f"rows {plan.layout.token_counts.tolist()}", _layouts(plan)),
             "program": _with_digest(
-                f"{plan.forward.steps} steps forward, {plan.backward.steps} backward, "
-                f"{int(plan.forward.fetch.items['rows'].sum())} rows sent",
-                (x for one in (plan.forward, plan.backward) for x in _program(one)),
+                f"{len(plan.turns('forward'))} steps forward, {len(plan.turns('backward'))} backward, "
+                f"{sum(int(piece.forward.fetch.items['rows'].sum()) for piece in plan.pieces)} rows sent",
+                _programs(plan),
             ),
         }
         _known[plan] = found
@@ -137,6 +134,21 @@ def _with_digest(text: str, arrays: Iterable[np.ndarray]) -> str:
         digest.update(f"{one.dtype.descr}{one.shape}".encode())
         digest.update(np.ascontiguousarray(one).tobytes())
     return f"{text}\0{digest.hexdigest()}"
+
+
+def _layouts(plan: Plan) -> Iterable[np.ndarray]:
+    """Everything of who holds what, of the whole and of its parts."""
+    for one in (plan, *plan.parts):
+        yield one.documents.lengths
+        for layout in (one.layout, one.layout_kv, one.q_layout, one.kv_layout, one.linear or one.layout):
+            yield from _layout(layout)
+
+
+def _programs(plan: Plan) -> Iterable[np.ndarray]:
+    """All steps, messages and contents, and the order of the parts' steps."""
+    for piece in plan.pieces:
+        yield from (*_program(piece.forward), *_program(piece.backward))
+    yield from (np.array(plan.order, np.int64), np.array(plan.order_backward, np.int64))
 
 
 def _layout(layout: Layout) -> tuple[np.ndarray, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport, checked_timeout, group_rank, group_size
 from mindspeed_cp.engine.agenda import agenda_of, heads_of
-from mindspeed_cp.engine.moves import move_all, moves_of
+from mindspeed_cp.engine.moves import move_all
+from mindspeed_cp.engine.pieces import MOVES, Piece, join, pieces_of, take, take_turns
 from mindspeed_cp.engine.run import Run
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, backend_for
@@ -97,56 +99,111 @@ class _Attention(torch.autograd.Function):
         backend: AttentionBackend,
         dropout: DropoutKey | None,
     ) -> Tensor:
-        attention, moves = plan.attention, moves_of(plan, rank, q.device)
-        agenda = agenda_of(plan, rank, "forward", backend, q.dtype, dropout is not None, q.device)
-        there = (moves.q, moves.kv, moves.kv)
-        q, k, v = move_all((q.contiguous(), k.contiguous(), v.contiguous()), there, transport, "q, k and v to heads")
-        empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
-        out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
-        lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-        state = ForwardState(q, out, lse, heads_of(plan, rank), dropout)
-        _run_forward(Run(agenda, k, v, transport), state, attention, backend)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = plan, rank, transport, backend, dropout, state.kept
-        return move_all((out,), (moves.q_back,), transport, "outputs to tokens")[0]
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        pieces = pieces_of(plan, rank, q.device)
+        runs = [_forward(piece, q, k, v, rank, transport, backend, dropout) for piece in pieces.all]
+        with torch.autocast(q.device.type, enabled=False):  # accumulators are fp32 whatever autocast says
+            results = take_turns(runs, pieces.turns["forward"])
+        ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
+        ctx.how = plan, rank, transport, backend, dropout, [kept for *_, kept in results]
+        outs = [(out, piece.rows) for (out, *_), piece in zip(results, pieces.all, strict=True)]
+        return join(outs, len(q))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         plan, rank, transport, backend, dropout, kept = ctx.how
-        q, k, v, out, lse = ctx.saved_tensors
-        attention, moves = plan.attention, moves_of(plan, rank, q.device)
-        (dout,) = move_all((dout.contiguous(),), (moves.q,), transport, "gradients of outputs to heads")
-        agenda = agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None, q.device)
-        run = Run(agenda, k, v, transport)
-        dq = torch.zeros_like(q, dtype=torch.float32)
-        state = BackwardState(q, out, lse, dout, dq, heads_of(plan, rank), dropout, kept)
-        dk, dv = _run_backward(run, state, attention, backend)
-        del run  # its buffers
-        if not moves.kv_copies:  # copies are summed in fp32 first
-            dk, dv = dk.to(k.dtype), dv.to(v.dtype)
-        back = (moves.q_back, moves.kv_back, moves.kv_back)
-        dq, dk, dv = move_all((dq.to(q.dtype), dk, dv), back, transport, "gradients of q, k and v to tokens")
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+        dout, saved = dout.contiguous(), ctx.saved_tensors
+        pieces = pieces_of(plan, rank, dout.device)
+        runs = [
+            _backward(piece, dout, saved[5 * n : 5 * n + 5], kept[n], rank, transport, backend, dropout)
+            for n, piece in enumerate(pieces.all)
+        ]
+        del saved
+        with torch.autocast(dout.device.type, enabled=False):
+            results = take_turns(runs, pieces.turns["backward"])
+        rows, kv_rows = [piece.rows for piece in pieces.all], [piece.kv_rows for piece in pieces.all]
+        count, kv_count = int(plan.layout.token_counts[rank]), int(plan.layout_kv.token_counts[rank])
+        dq, dk, dv = zip(*results, strict=True)
+        found = [
+            join(list(zip(parts, of, strict=True)), total)
+            for parts, of, total in ((dq, rows, count), (dk, kv_rows, kv_count), (dv, kv_rows, kv_count))
+        ]
+        return *found, None, None, None, None, None
 
 
-def _run_forward(run: Run, state: ForwardState, attention: AttentionConfig, backend: AttentionBackend) -> None:
+def _forward(
+    piece: Piece,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rank: int,
+    transport: Transport | None,
+    backend: AttentionBackend,
+    dropout: DropoutKey | None,
+) -> Generator[None, None, tuple[Tensor, Sequence[Tensor], Any]]:
+    """The forward of one part, from the caller's rows; its output there, what its backward needs, and what the backend
+    keeps for that."""
+    plan, moves = piece.plan, piece.moves
+    agenda = agenda_of(plan, rank, "forward", backend, q.dtype, dropout is not None, q.device)
+    q = q if moves.q is not None else take(q, piece.rows)
+    k, v = (k, v) if moves.kv is not None else (take(x, piece.kv_rows) for x in (k, v))
+    there = (moves.q, moves.kv, moves.kv)
+    q, k, v = yield from move_all((q, k, v), there, transport, "q, k and v to heads", piece.tag)
+    empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
+    out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    state = ForwardState(q, out, lse, heads_of(plan, rank), dropout)
+    yield from _run_forward(Run(agenda, k, v, transport, piece.tag + MOVES), state, plan.attention, backend)
+    out = out.to(q.dtype)
+    saved = q, k, v, out, lse
+    (result,) = yield from move_all((out,), (moves.q_back,), transport, "outputs to tokens", piece.tag)
+    return result, saved, state.kept
+
+
+def _backward(
+    piece: Piece,
+    dout: Tensor,
+    saved: Sequence[Tensor],
+    kept: Any,
+    rank: int,
+    transport: Transport | None,
+    backend: AttentionBackend,
+    dropout: DropoutKey | None,
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    """The backward of one part: dq, dk and dv at the caller."""
+    plan, moves, (q, k, v, out, lse) = piece.plan, piece.moves, saved
+    dout = dout if moves.q is not None else take(dout, piece.rows)
+    (dout,) = yield from move_all((dout,), (moves.q,), transport, "gradients of outputs to heads", piece.tag)
+    agenda = agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None, q.device)
+    run = Run(agenda, k, v, transport, piece.tag + MOVES)
+    dq = torch.zeros_like(q, dtype=torch.float32)
+    state = BackwardState(q, out, lse, dout, dq, heads_of(plan, rank), dropout, kept)
+    dk, dv = yield from _run_backward(run, state, plan.attention, backend)
+    del run  # its buffers
+    if not moves.kv_copies:  # copies are summed in fp32 first
+        dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+    back, what = (moves.q_back, moves.kv_back, moves.kv_back), "gradients of q, k and v to tokens"
+    dq, dk, dv = yield from move_all((dq.to(q.dtype), dk, dv), back, transport, what, piece.tag)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _run_forward(
+    run: Run, state: ForwardState, attention: AttentionConfig, backend: AttentionBackend
+) -> Iterator[None]:
     """All steps; buffers go with `run`."""
-    with torch.autocast(state.q.device.type, enabled=False):  # accumulators are fp32 whatever autocast says
-        run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
+    yield from run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
 
 
 def _run_backward(
     run: Run, state: BackwardState, attention: AttentionConfig, backend: AttentionBackend
-) -> tuple[Tensor, Tensor]:
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
     """All steps; dK and dV of slot 0."""
 
     def compute(slot: int, calls: Any) -> None:
         backend.backward(calls, attention, state, run.k[slot], run.v[slot], *run.gradient(slot))
 
-    with torch.autocast(state.q.device.type, enabled=False):
-        run.steps(compute)
+    yield from run.steps(compute)
     return run.gradient(0)
 
 

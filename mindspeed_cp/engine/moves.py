@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,36 +30,42 @@ class Moves:
     kv_copies: bool
 
 
-_known: WeakKeyDictionary[Plan, dict[tuple[int, torch.device], Moves]] = WeakKeyDictionary()
-_lock = threading.Lock()
+def moves_of(
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    rows: np.ndarray | None = None,
+    kv_rows: np.ndarray | None = None,
+) -> Moves:
+    """The moves of a rank with row numbers on a device.
 
-
-def moves_of(plan: Plan, rank: int, device: torch.device) -> Moves:
-    """The moves of a rank with row numbers on a device, made at the first call and kept as long as the plan lives."""
-    with _lock:
-        mine = _known.setdefault(plan, {})
-    if (rank, device) not in mine:
-        q, kv = plan.q_move, plan.kv_move
-        mine[rank, device] = Moves(
-            None if q is None else move_of(q, rank, device),
-            None if kv is None else move_of(kv, rank, device),
-            None if q is None else move_of(q, rank, device, adjoint=True),
-            None if kv is None else move_of(kv, rank, device, adjoint=True),
-            kv is not None and kv.replicates,
-        )
-    return mine[rank, device]
+    Args:
+        plan: a plan without parts.
+        rank: context-parallel rank.
+        device: of the tensors.
+        rows, kv_rows: the caller's tensors have other rows as well: numbers of this plan's among them.
+    """
+    q, kv = plan.q_move, plan.kv_move
+    return Moves(
+        None if q is None else move_of(q, rank, device, rows=rows),
+        None if kv is None else move_of(kv, rank, device, rows=kv_rows),
+        None if q is None else move_of(q, rank, device, adjoint=True),
+        None if kv is None else move_of(kv, rank, device, adjoint=True),
+        kv is not None and kv.replicates,
+    )
 
 
 def move_all(
-    tensors: Sequence[Tensor], moves: Sequence[Move | None], transport: Transport | None, what: str
-) -> list[Tensor]:
-    """The tensors after their moves, all under way at once; those without a move as they are.
+    tensors: Sequence[Tensor], moves: Sequence[Move | None], transport: Transport | None, what: str, tag: int = 0
+) -> Generator[None, None, list[Tensor]]:
+    """The tensors after their moves, all under way at once; those without a move as they are. Yields once, when they
+    are under way, and returns them.
 
     Raises:
         PeerError: a peer died or did not answer in time.
     """
     work = [(x, move) for x, move in zip(tensors, moves, strict=True) if move is not None]
-    if not work:
-        return list(tensors)
-    moved = iter(start_moves(work, transport, what)())
+    finish = start_moves(work, transport, what, tag) if work else None
+    yield
+    moved = iter(() if finish is None else finish())
     return [x if move is None else next(moved) for x, move in zip(tensors, moves, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,19 @@ Flying = dict[int, tuple[list[Pending], Callable[[], None] | None]]
 class Run:
     """Buffers of one program while it runs.
 
+    Args:
+        agenda: what the rank does.
+        k, v: the rank's own shard.
+        transport: to the other ranks; None for one rank.
+        tag: the first of the messages' tags.
+
     Attributes:
         k, v: rows of each slot; slot 0 is the rank's own shard.
         dk, dv: fp32 gradients of each slot; None until `gradient` is asked for the slot.
     """
 
-    def __init__(self, agenda: Agenda, k: Tensor, v: Tensor, transport: Transport | None) -> None:
-        self._agenda, self._transport = agenda, transport
+    def __init__(self, agenda: Agenda, k: Tensor, v: Tensor, transport: Transport | None, tag: int = 0) -> None:
+        self._agenda, self._transport, self._tag = agenda, transport, tag
         self.k = [k, *(staging(k, rows, k.dtype) for rows in agenda.capacity[1:])]
         self.v = [v, *(staging(v, rows, v.dtype) for rows in agenda.capacity[1:])]
         self._gradients: list[tuple[Tensor, Tensor] | None] = [None] * len(self.k)
@@ -42,8 +48,9 @@ class Run:
             )
         return found
 
-    def steps(self, compute: Compute) -> None:
-        """All steps: post, compute while messages travel, finish.
+    def steps(self, compute: Compute) -> Iterator[None]:
+        """All steps: post, compute while messages travel, finish. Yields after each step's computation: what the caller
+        does then hides what still travels.
 
         Args:
             compute: called with a slot and its calls.
@@ -57,6 +64,7 @@ class Run:
                 flying.update(self._post(step.posts))
             for slot, calls in step.compute:
                 compute(slot, calls)
+            yield
             _finish(flying, step.finish)
 
     def _post(self, posts: Sequence[Post]) -> Flying:
@@ -67,7 +75,7 @@ class Run:
             pair, land = self._outgoing(post) if post.sends else self._incoming(post)
             landings.append(land)
             transfers.extend(
-                Transfer(tensor, post.peer, post.sends, 2 * post.number + part, post.what)
+                Transfer(tensor, post.peer, post.sends, self._tag + 2 * post.number + part, post.what)
                 for part, tensor in enumerate(pair)
             )
         pending = self._transport.post(transfers)

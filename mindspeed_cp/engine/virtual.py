@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mindspeed_cp.engine.agenda import heads_of, stores_all_rows
 from mindspeed_cp.layout import Layout, expand
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, DropoutKey, ForwardState
-from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan import Plan, is_in
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Virtual:
         out: [tokens, heads, head_dim_v] of q's type.
         lse: fp32 [tokens, heads].
         dq, dk, dv: fp32, of the shapes of q, k and v.
-        ranks: each rank after its forward and backward.
+        ranks: each rank after its forward and backward; of a plan of parts for each part.
     """
 
     out: Tensor
@@ -64,18 +65,28 @@ def attend_virtually(
     out = q.new_zeros(dout.shape)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    ranks = [VirtualRank(plan, rank, backend, q, k, v, dout, dropout_key) for rank in range(plan.ranks)]
-    for one in ranks:
-        one.forward()
-        one.backward(dk, dv)
-        at = one.rows[:, None], torch.arange(*one.heads.q, device=q.device)
-        out[at], lse[at], dq[at] = one.state.out.to(q.dtype), one.state.lse, one.dq
+    ranks = []
+    for piece in plan.pieces:
+        rows, kv_rows = (
+            torch.from_numpy(np.flatnonzero(is_in(piece)[np.repeat(np.arange(len(whole)), whole.lengths)])).to(q.device)
+            for whole in (plan.documents, plan.kv_documents)
+        )
+        mine = q[rows], k[kv_rows], v[kv_rows], dout[rows]
+        piece_dk, piece_dv = (torch.zeros_like(x, dtype=torch.float32) for x in mine[1:3])
+        for rank in range(plan.ranks):
+            one = VirtualRank(piece, rank, backend, *mine, dropout_key)
+            one.forward()
+            one.backward(piece_dk, piece_dv)
+            at = rows[one.rows][:, None], torch.arange(*one.heads.q, device=q.device)
+            out[at], lse[at], dq[at] = one.state.out.to(q.dtype), one.state.lse, one.dq
+            ranks.append(one)
+        dk[kv_rows], dv[kv_rows] = piece_dk, piece_dv
     return Virtual(out, lse, dq, dk, dv, ranks)
 
 
 class VirtualRank:
-    """One rank of a plan, whose slots are filled from the whole batch. What nobody would have sent is NaN, and so are
-    outputs that the first result of a row is to replace: a kernel that reads either shows.
+    """One rank of a plan without parts, whose slots are filled from the whole batch. What nobody would have sent is
+    NaN, and so are outputs that the first result of a row is to replace: a kernel that reads either shows.
 
     Attributes:
         rows: tokens of its queries.

@@ -100,6 +100,13 @@ class Plan:
         kv_layout: where slot 0 of keys and values is; a kv head may be on several ranks.
         forward: the forward program.
         backward: the backward program.
+        parts: plans over disjoint documents of the batch, which together are this one (:mod:`.combine`); the documents
+            of other parts have length 0 in them. This plan's own layouts then are of the whole batch, and its programs
+            have no steps. Empty: a plan that is all one.
+        order: (part, step) of the forward, in the order in which every rank takes them; those of one part ascend.
+        order_backward: of the backward.
+        linear: the layout of the linear layers, and of the batch, where it differs from `layout`; hidden states then
+            move at the borders of the attention module. None: `layout`.
     """
 
     algorithm: str
@@ -111,6 +118,15 @@ class Plan:
     kv_layout: Layout
     forward: Program
     backward: Program
+    parts: tuple[Plan, ...] = ()
+    order: tuple[tuple[int, int], ...] = ()
+    order_backward: tuple[tuple[int, int], ...] = ()
+    linear: Layout | None = None
+
+    @property
+    def pieces(self) -> tuple[Plan, ...]:
+        """The parts, or this plan itself where it has none: whatever has programs of its own."""
+        return self.parts or (self,)
 
     @property
     def documents(self) -> Documents:
@@ -137,15 +153,29 @@ class Plan:
         """From `layout_kv` to `kv_layout`; None when nothing moves. Gradients go back by it, copies summed."""
         return Redistribution.between(self.layout_kv, self.kv_layout, self.attention.kv_heads)
 
+    def turns(self, direction: str = "forward") -> tuple[tuple[int, int], ...]:
+        """(piece, step) of a direction in the order in which every rank takes them."""
+        if self.parts:
+            return self.order if direction == "forward" else self.order_backward
+        program: Program = getattr(self, direction)
+        return tuple((0, step) for step in range(program.steps))
+
+    def work_of(self, rank: int) -> np.ndarray:
+        """Visible (query, key) pairs, times query heads, of one rank in each of `turns()`, int64 [turns]."""
+        each = [
+            piece.forward.work(rank) * np.diff(piece.q_layout.head_range(rank, self.attention.heads))
+            for piece in self.pieces
+        ]
+        return np.array([each[part][step] for part, step in self.turns()], np.int64)
+
     def work(self) -> np.ndarray:
-        """Visible (query, key) pairs, times query heads, of every rank and forward step, int64 [ranks, steps]."""
-        heads = [np.diff(self.q_layout.head_range(rank, self.attention.heads)) for rank in range(self.ranks)]
-        return np.stack([self.forward.work(rank) * heads[rank] for rank in range(self.ranks)])
+        """`work_of` every rank, int64 [ranks, turns]."""
+        return np.stack([self.work_of(rank) for rank in range(self.ranks)])
 
     def __repr__(self) -> str:
-        sent = int(self.forward.fetch.items["rows"].sum())
+        sent = sum(int(piece.forward.fetch.items["rows"].sum()) for piece in self.pieces)
+        parts = f"{len(self.parts)} parts, " if self.parts else ""
         return (
-            f"Plan({self.algorithm}, {self.ranks} ranks, {len(self.documents)} documents, {self.documents.tokens} "
-            "tokens, "
-            f"{self.forward.steps} forward steps, {sent} key/value rows sent)"
+            f"Plan({self.algorithm}, {parts}{self.ranks} ranks, {len(self.documents)} documents, "
+            f"{self.documents.tokens} tokens, {len(self.turns())} forward steps, {sent} key/value rows sent)"
         )

@@ -20,12 +20,22 @@ def traffic(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
     copies of kv heads are summed there.
 
     Args:
-        plan: the plan.
+        plan: the plan; one of parts sends what its parts do.
         bytes_per_element: of q, k, v and out.
 
     Returns:
         Records of dtype TRAFFIC [ranks].
     """
+    out = np.zeros(plan.ranks, TRAFFIC)
+    for piece in plan.pieces:
+        found = _of(piece, bytes_per_element)
+        for name in TRAFFIC.names:  # type: ignore[union-attr]  # a record has names
+            out[name] += found[name]
+    return out
+
+
+def _of(plan: Plan, bytes_per_element: int) -> np.ndarray:
+    """What the ranks of a plan without parts send."""
     attention = plan.attention
     width, width_v = attention.head_dim, attention.head_dim_v
     heads = np.array([np.diff(plan.kv_layout.head_range(r, attention.kv_heads))[0] for r in range(plan.ranks)])

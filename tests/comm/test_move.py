@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_cp.comm import Transport, move_of, start_moves
 from mindspeed_cp.layout import Documents, Redistribution, contiguous, zigzag
-from mindspeed_cp.plan.verify.memory import _staging as held_apart
+from mindspeed_cp.plan.verify.buffers import held_apart
 from tests.engine.meters import Meter
 
 HEADS = 5

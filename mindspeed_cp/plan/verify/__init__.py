@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
-from mindspeed_cp.layout import from_spans
+from mindspeed_cp.layout import Layout
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.verify.explain import refuse_gradient, refuse_query
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
 from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
 from mindspeed_cp.plan.verify.memory import check_memory, peak_bytes
 from mindspeed_cp.plan.verify.moves import check_move
+from mindspeed_cp.plan.verify.parts import check_parts
 from mindspeed_cp.plan.verify.queues import check_queues
 from mindspeed_cp.plan.verify.structure import check_program, check_tiles
 
@@ -33,6 +36,8 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
       again; no gradient is sent while it is still summed (:mod:`.lifetimes`);
     * no dead-lock, even if every send waits for its receiver (:mod:`.queues`); moves between layouts are posted all at
       once and need no such order;
+    * a plan of parts: its parts are over disjoint documents that are all of the batch, their rows are the plan's, each
+      is proved by itself, and in the order of their steps no dead-lock is possible (:mod:`.parts`);
     * the peak bytes of communication buffers are within `max_bytes`, when that is given (:mod:`.memory`; the engine's
       accumulators, copies and kernels come on top: :func:`peak_bytes` has their sizes).
 
@@ -43,10 +48,28 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
         seed: of the random numbers.
 
     Raises:
-        PlanError: names rank, step and tile or message.
+        PlanError: names rank, step and tile or message, and the part.
     """
+    _check_layouts(plan)
+    if plan.parts:
+        check_parts(plan)
+    elif plan.order or plan.order_backward:
+        raise PlanError("order: a plan without parts has none: its steps are taken as they are")
+    for number, piece in enumerate(plan.pieces):
+        try:
+            _prove(piece, seed)
+        except PlanError as error:
+            raise PlanError(f"part {number}: {error}" if plan.parts else str(error)) from None
+    if max_bytes is not None:
+        check_memory(plan, max_bytes, bytes_per_element)
+
+
+def _prove(plan: Plan, seed: int) -> None:
+    """The proof of a plan without parts."""
     attention = plan.attention
     _check_layouts(plan)
+    _check_heads(plan)
+    _check_moves(plan)
     rng = np.random.default_rng(seed)
     a = rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64)
     b = rng.integers(1, 2**64, plan.kv_documents.tokens, dtype=np.uint64) | np.uint64(1)
@@ -80,8 +103,6 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
             wrong = np.flatnonzero(run.gradient[rank][0] != see[1][plan.kv_layout.tokens(rank)])
             if len(wrong):
                 refuse_gradient(plan, program, rank, int(wrong[0]), tiles, (a, b))
-    if max_bytes is not None:
-        check_memory(plan, max_bytes, bytes_per_element)
 
 
 def _tiles(program: Program, known: dict[tuple[int, int], list[np.ndarray]]) -> list[np.ndarray]:
@@ -109,7 +130,23 @@ def _check_layouts(plan: Plan) -> None:
         if layouts[name].heads is not None:
             raise PlanError(f"{name}: the caller holds all heads, but it splits them")
         layouts[name].check()
-    _check_heads(plan)
+    if plan.linear is not None:
+        _check_linear(plan, plan.linear)
+
+
+def _check_linear(plan: Plan, linear: Layout) -> None:
+    """The layout of the linear layers has every token of the queries, with all heads, once."""
+    if linear.ranks != plan.ranks or linear.documents != plan.documents:
+        raise PlanError(
+            f"linear: it is of {linear.ranks} ranks and {linear.documents}, the plan of {plan.ranks} and "
+            f"{plan.documents}"
+        )
+    if linear.heads is not None:
+        raise PlanError("linear: linear layers have all heads, but it splits them")
+    linear.check()
+
+
+def _check_moves(plan: Plan) -> None:
     for name, move in (("q_move", plan.q_move), ("kv_move", plan.kv_move)):
         if move is not None:
             check_move(move, name)
@@ -118,29 +155,24 @@ def _check_layouts(plan: Plan) -> None:
 def _check_heads(plan: Plan) -> None:
     """Heads as a proof without heads needs them.
 
-    The ranks fall into classes by their query heads. A rank has just the kv heads that its query heads read; the ranks
-    of a class hold every key once among them, so that one sum over queries stands for each head of the class, and
-    copies of a kv head, which are in other classes, have sums over other query heads.
+    A rank has just the kv heads that its query heads read. Every key is on one rank for each query head: as keys and
+    values travel only between ranks with the same query heads, one sum over queries stands for each of a rank's heads,
+    and copies of a kv head, on ranks with other query heads, have sums over these.
     """
     attention = plan.attention
     kv_heads, group = attention.kv_heads, attention.heads // attention.kv_heads
-    plan.q_layout.check(attention.heads if plan.q_layout.heads is not None else None)
-    classes: dict[tuple[int, int], list[int]] = {}
+    split = attention.heads if plan.q_layout.heads is not None else None
+    plan.q_layout.check(split)
     for rank in range(plan.ranks):
         (a, b), (c, d) = plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, kv_heads)
-        classes.setdefault((a, b) if b > a else (0, 0), []).append(rank)
         if (b > a and (c, d) != (a // group, -(-b // group))) or (b == a and d > c):
             raise PlanError(
                 f"layout: rank {rank}: kv heads {c} to {d - 1} are not just those that query heads {a} to {b - 1} read"
             )
-    for (a, b), ranks in classes.items():
-        spans = plan.kv_layout.spans[np.isin(plan.kv_layout.spans["rank"], ranks)]
-        spans["rank"] = 0
-        try:
-            if b > a:
-                from_spans(plan.kv_documents, 1, spans).check()
-        except PlanError as error:
-            raise PlanError(f"kv_layout: among ranks {ranks}, which have query heads {a} to {b - 1}: {error}") from None
+    try:
+        replace(plan.kv_layout, heads=plan.q_layout.heads).check(split)
+    except PlanError as error:
+        raise PlanError(f"kv_layout: keys and values, by the query heads that read them: {error}") from None
 
 
 def _check_heads_of_messages(plan: Plan, program: Program, name: str) -> None:

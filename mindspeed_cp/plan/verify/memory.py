@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
-from mindspeed_cp.layout import Redistribution
-from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.records import Messages, record
+from mindspeed_cp.plan.combine import conclusions, rows_of
+from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.records import record
+from mindspeed_cp.plan.verify.buffers import Buffers, buffers_of
 
 #: Bytes of one rank: K/V receive buffers, fp32 gradients, what moves between layouts make, staging of what is under way
 #: (its largest moment), total.
@@ -38,6 +39,10 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
     * copies of q, k, v and of the output's gradient, where the caller's are not contiguous: as large as these;
     * the caller's tensors, and what the kernels of the attention operator make of one call.
 
+    A plan of parts has the buffers of each part from its first turn until it is concluded, and what its moves make from
+    before all turns until after them. Counted as moved, too, are rows of a part that do not lie together, which are
+    gathered where it has no move that does so, and the caller's tensors, into which the parts' results are put.
+
     Args:
         plan: the plan.
         direction: "forward" or "backward".
@@ -47,88 +52,78 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
         Records of dtype PEAK [ranks]. Its parts need not be largest at the same time: the total is a bound of what is
         counted.
     """
-    program: Program = getattr(plan, direction)
-    kv_heads = plan.attention.kv_heads
-    held = np.array([np.subtract(*plan.kv_layout.head_range(r, kv_heads)[::-1]) for r in range(plan.ranks)])
-    width = held * (plan.attention.head_dim + plan.attention.head_dim_v)
+    made = [buffers_of(piece, direction, bytes_per_element) for piece in plan.pieces]
     out = np.zeros(plan.ranks, PEAK)
-    out["kv"] = program.capacity[:, 1:].sum(1) * width * bytes_per_element
-    if direction == "backward":
-        summed = np.zeros_like(program.capacity, bool)
-        summed[:, 0] = True
-        summed[program.contents["rank"], program.contents["slot"]] = True
-        summed[program.reduce.items["dst"], program.reduce.items["dst_slot"]] = True
-        out["gradients"] = (program.capacity * summed).sum(1) * width * 4
-    staged = np.zeros((program.steps, plan.ranks), np.int64)
-    _add_staging(staged, program.fetch, bytes_per_element, receive_apart=~program.fetch.is_one_run("dst"))
-    _add_staging(staged, program.reduce, 4, receive_apart=np.ones(len(program.reduce), bool))
-    moved, moving = _moves(plan, direction, bytes_per_element)
-    out["moved"] = moved
-    out["staging"] = np.maximum(staged.max(0) * width, moving)
+    if plan.parts:
+        out["kv"], out["gradients"], out["staging"] = _while_turns(plan, direction, made, bytes_per_element)
+        out["moved"] = _moved_by_parts(plan, direction, made, bytes_per_element)
+    else:
+        (one,) = made
+        out["kv"], out["gradients"], out["moved"] = one.kv, one.gradients.sum(1), one.kept + one.there + one.back
+        out["staging"] = np.maximum(one.staged.max(0), np.maximum(one.staged_there, one.staged_back))
     out["total"] = out["kv"] + out["gradients"] + out["moved"] + out["staging"]
     return out
 
 
-def _moves(plan: Plan, direction: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the results of a direction's moves, and of the staging of the larger of its two, int64 [ranks] each."""
-    qk, v = plan.attention.head_dim, plan.attention.head_dim_v
-    q_move, kv_move = plan.q_move, plan.kv_move
-    summed = 4 if kv_move is not None and kv_move.replicates else size
-    if direction == "forward":
-        there, back = [(q_move, qk * size), (kv_move, (qk + v) * size)], [(q_move, v * size)]
-    else:
-        there, back = [(q_move, v * size)], [(q_move, qk * size), (kv_move, (qk + v) * summed)]
-    results, staging = np.zeros(plan.ranks, np.int64), np.zeros((2, plan.ranks), np.int64)
-    kept = [(q_move, qk * size), (kv_move, (qk + v) * size)] if direction == "backward" else []
-    for move, width in kept:
-        if move is not None:
-            results += _result(move, adjoint=False) * width
-    for phase, moves in enumerate((there, back)):
-        for move, width in moves:
-            if move is not None:
-                results += _result(move, adjoint=phase == 1) * width
-                staging[phase] += _staging(move, adjoint=phase == 1) * width
-    return results, staging.max(0)
+def _while_turns(
+    plan: Plan, direction: str, made: list[Buffers], size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The most bytes of K/V buffers, of gradients and of staging at any time, int64 [ranks] each: before all turns, in
+    each, and after them."""
+    turns, ends = plan.turns(direction), conclusions(plan, direction)
+    begins = [turns.index((part, 0)) for part in range(len(made))]
+    at = [-1] * len(made)  # the step of each part
+    kv, gradients, staging = np.zeros((3, len(turns) + 2, plan.ranks), np.int64)
+    for now, turn in enumerate((None, *turns, None), -1):
+        if turn is not None:
+            at[turn[0]] = turn[1]
+        for part, one in enumerate(made):
+            lives, stays = begins[part] <= now <= ends[part], size == 4 or one.sums_copies
+            kv[now] += one.kv * lives
+            gradients[now] += one.gradients[:, 1:].sum(1) * lives
+            gradients[now] += one.gradients[:, 0] * (begins[part] <= now if stays else lives)
+            if now < begins[part]:
+                staging[now] += one.staged_there
+            elif now <= ends[part]:
+                back = one.staged_back if now == ends[part] else 0
+                staging[now] += np.maximum(one.staged[at[part]], back)
+            else:
+                staging[now] += one.staged_back
+    return kv.max(0), gradients.max(0), staging.max(0)
 
 
-def _result(move: Redistribution, adjoint: bool) -> np.ndarray:
-    """(row, head) pairs of a move's result, int64 [ranks]."""
-    if adjoint:
-        return move.source.token_counts * move.heads
-    ranges = [move.target.head_range(rank, move.heads) for rank in range(move.target.ranks)]
-    return move.target.token_counts * np.array([last - first for first, last in ranges])
-
-
-def _staging(move: Redistribution, adjoint: bool) -> np.ndarray:
-    """(row, head) pairs that a move holds apart while it is under way, int64 [ranks], at most: parts of some heads, or
-    of rows in several places, on the side with all heads; rows in several places on the other; what is summed; and what
-    a rank keeps, where it gathers that from several places."""
-    out = np.zeros(move.source.ranks, np.int64)
-    for part in move.parts:
-        runs, pairs = move.runs_of(part), int(part["rows"] * part["heads"])
-        if part["src"] == part["dst"]:
-            if not _one_run(runs["dst_row" if adjoint else "src_row"], runs["rows"]):
-                out[part["src"]] += pairs
+def _moved_by_parts(plan: Plan, direction: str, made: list[Buffers], size: int) -> np.ndarray:
+    """Bytes of rows that parts gather, of what their moves make, and of the caller's tensors, int64 [ranks]."""
+    a = plan.attention
+    q_row, kv_row, out_row = a.heads * a.head_dim, a.kv_heads * (a.head_dim + a.head_dim_v), a.heads * a.head_dim_v
+    out = np.zeros(plan.ranks, np.int64)
+    for rank in range(plan.ranks):
+        rows, kv_rows = ([_gathered(plan, part, rank, keys) for part in range(len(made))] for keys in (False, True))
+        whole, kv_whole = (
+            0 if any(count is None for count in counts) else int(layout.token_counts[rank])
+            for counts, layout in ((rows, plan.layout), (kv_rows, plan.layout_kv))
+        )
+        q_taken = sum(n for part, n in zip(plan.parts, rows, strict=True) if n and part.q_move is None)
+        kv_taken = sum(n for part, n in zip(plan.parts, kv_rows, strict=True) if n and part.kv_move is None)
+        kept = (q_taken * q_row + kv_taken * kv_row) * size
+        there, back = sum(int(one.there[rank]) for one in made), sum(int(one.back[rank]) for one in made)
+        if direction == "forward":
+            out[rank] = kept + there + back + whole * out_row * size
             continue
-        some_heads = part["heads"] < move.heads and part["rows"] > 1
-        if some_heads or not _one_run(runs["src_row"], runs["rows"]) or (adjoint and move.replicates):
-            out[part["src"]] += pairs
-        if not _one_run(runs["dst_row"], runs["rows"]):
-            out[part["dst"]] += pairs
+        kept += sum(int(one.kept[rank]) for one in made)
+        left = back - sum(int(one.back_copies[rank]) for one in made if size < 4)  # rounded when a part returns
+        results = (whole * q_row + kv_whole * kv_row) * size
+        out[rank] = kept + max(there + q_taken * out_row * size + back, left + results)
     return out
 
 
-def _one_run(first: np.ndarray, rows: np.ndarray) -> bool:
-    return bool((first[1:] == first[:-1] + rows[:-1]).all())
-
-
-def _add_staging(staged: np.ndarray, messages: Messages, size: int, receive_apart: np.ndarray) -> None:
-    for item, gathered, apart in zip(messages.items, ~messages.is_one_run("src"), receive_apart, strict=True):
-        steps = slice(item["start"], item["done"] + 1)
-        if gathered:
-            staged[steps, item["src"]] += item["rows"] * size
-        if apart:
-            staged[steps, item["dst"]] += item["rows"] * size
+def _gathered(plan: Plan, part: int, rank: int, keys: bool) -> int | None:
+    """Rows of a part that are copied to be together: 0 where they are one run; None where they are all the rank's."""
+    first, count = rows_of(plan, part, rank, keys)
+    rows = int(count.sum())
+    if rows == (plan.layout_kv if keys else plan.layout).token_counts[rank]:
+        return None
+    return 0 if (first[1:] == first[:-1] + count[:-1]).all() else rows
 
 
 def check_memory(plan: Plan, max_bytes: int, bytes_per_element: int) -> None:

@@ -1,0 +1,132 @@
+"""Documents whose heads are split over a few ranks: for these documents a plan, to be a part of a larger one.
+
+The ranks that share a document exchange q, k and v before (tokens to heads) and the output after (heads to tokens);
+between the two each computes all of the document's tokens for its own heads, in one step. That is Ulysses (Jacobs et
+al. 2023) over any set of ranks, chosen for every document: mostly ranks of one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import SPAN, Documents, Layout
+from mindspeed_cp.plan.config import AttentionConfig, Topology
+from mindspeed_cp.plan.heads import head_ranges
+from mindspeed_cp.plan.program import Plan, Program
+from mindspeed_cp.plan.records import CONTENT, Messages
+
+
+def head_split_part(
+    documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    groups: Sequence[Sequence[int] | np.ndarray | None],
+    held: Layout,
+    held_kv: Layout | None = None,
+) -> Plan:
+    """A plan that splits the heads of each document over the ranks of its group.
+
+    A rank has one range of heads: documents of groups that give a rank different ranges go to different parts. Where a
+    group has more ranks than there are heads, some of its ranks compute nothing of its documents.
+
+    Args:
+        documents: all documents of the batch; those of other parts have length 0.
+        topology: the context-parallel ranks.
+        attention: what is computed.
+        groups: for each document the ranks that share it, in the order in which they take heads; not looked at for
+            documents of length 0.
+        held: who holds which rows of these documents before and after, any layout of them: mostly the group's ranks do.
+        held_kv: the same for keys and values; None: `held`.
+
+    Raises:
+        ConfigError: a group is empty, repeats a rank, names one that does not exist, or gives a rank another range of
+            heads than another group does; or a layout is of other documents or ranks.
+    """
+    keys = held if held_kv is None else held_kv
+    _check(documents, topology, groups, held, keys)
+    ranges, kv_ranges = np.zeros((2, topology.ranks, 2), np.int64)
+    in_group = -np.ones(topology.ranks, np.int64)  # a document that gave the rank its heads
+    used = np.flatnonzero((documents.lengths > 0) | (keys.documents.lengths > 0))
+    members: dict[tuple[int, ...], np.ndarray] = {}
+    for doc in used.tolist():
+        group = tuple(int(rank) for rank in groups[doc])  # type: ignore[union-attr]  # checked
+        if group in members:
+            continue
+        own, own_kv = head_ranges(attention, len(group))
+        busy = own[:, 1] > own[:, 0]
+        members[group] = np.array(group)[busy]
+        for rank, heads, kv_heads in zip(members[group].tolist(), own[busy], own_kv[busy], strict=True):
+            if in_group[rank] >= 0 and not np.array_equal(ranges[rank], heads):
+                (a, b), (c, d) = ranges[rank] - (0, 1), heads - (0, 1)
+                raise ConfigError(
+                    f"groups: rank {rank} computes heads {a} to {b} of document {in_group[rank]} and "
+                    f"{c} to {d} of document {doc}; valid: groups that give a rank the same heads; "
+                    "put one of these documents into another part"
+                )
+            in_group[rank], ranges[rank], kv_ranges[rank] = doc, heads, kv_heads
+    owners = [members[tuple(int(rank) for rank in groups[doc])] for doc in used.tolist()]  # type: ignore[union-attr]
+    q_layout = _on_members(documents, topology.ranks, used, owners).with_heads(ranges)
+    kv_layout = _on_members(keys.documents, topology.ranks, used, owners).with_heads(kv_ranges)
+    program = _one_step(q_layout, kv_layout, attention)
+    return Plan("head_split", attention, topology, held, keys, q_layout, kv_layout, program, program)
+
+
+def _check(
+    documents: Documents,
+    topology: Topology,
+    groups: Sequence[Sequence[int] | np.ndarray | None],
+    held: Layout,
+    keys: Layout,
+) -> None:
+    if len(groups) != len(documents):
+        raise ConfigError(f"groups: {len(groups)} groups for {len(documents)} documents; valid: one for each")
+    if held.documents != documents or held.ranks != topology.ranks:
+        raise ConfigError(
+            f"held is of {held.ranks} ranks and {held.documents}; valid: {topology.ranks} ranks and {documents}"
+        )
+    if keys.ranks != topology.ranks or len(keys.documents) != len(documents):
+        raise ConfigError(
+            f"held_kv is of {keys.ranks} ranks and {len(keys.documents)} documents; valid: {topology.ranks} ranks and "
+            f"{len(documents)} documents"
+        )
+    for doc in np.flatnonzero((documents.lengths > 0) | (keys.documents.lengths > 0)).tolist():
+        given = groups[doc]
+        group = [] if given is None else [int(rank) for rank in given]
+        if not group or len(set(group)) < len(group) or min(group) < 0 or max(group) >= topology.ranks:
+            raise ConfigError(
+                f"groups: document {doc} has group {group}; a group needs one or more distinct ranks out of 0 to "
+                f"{topology.ranks - 1}"
+            )
+
+
+def _on_members(documents: Documents, ranks: int, used: np.ndarray, owners: Sequence[np.ndarray]) -> Layout:
+    """Every member of a group has all tokens of the group's documents."""
+    size = np.array([len(ranks_of) for ranks_of in owners], np.int64)
+    spans = np.empty(int(size.sum()), SPAN)
+    spans["rank"] = np.concatenate([*owners, np.zeros(0, np.int64)])
+    spans["doc"] = np.repeat(used, size)
+    spans["start"], spans["stop"] = documents.offsets[spans["doc"]], documents.offsets[spans["doc"] + 1]
+    spans = spans[spans["stop"] > spans["start"]]
+    return Layout(documents, ranks, spans[np.lexsort((spans["start"], spans["rank"]))])
+
+
+def _one_step(q_layout: Layout, kv_layout: Layout, attention: AttentionConfig) -> Program:
+    """Every rank computes what it holds."""
+    ranks = np.flatnonzero(np.diff(kv_layout.bounds))
+    contents = np.zeros(len(ranks), CONTENT)
+    contents["rank"], contents["first"] = ranks, kv_layout.bounds[ranks]
+    contents["count"] = np.diff(kv_layout.bounds)[ranks]
+    return Program(
+        1,
+        kv_layout.token_counts[:, None],
+        q_layout,
+        kv_layout.documents,
+        attention,
+        contents,
+        kv_layout.spans,
+        Messages.none(),
+        Messages.none(),
+    )

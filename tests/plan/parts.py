@@ -1,0 +1,66 @@
+"""Plans of parts for tests: some documents with keys and values exchanged, others with their heads split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
+from mindspeed_cp.layout import Layout, contiguous, zigzag
+from mindspeed_cp.plan import combine, documents_of, head_split_part
+
+
+def halves(ranks: int) -> tuple[list[int], list[int]]:
+    """The ranks in two groups; of an odd number the second is larger, one rank is both."""
+    return list(range(max(ranks // 2, 1))), list(range(ranks // 2, ranks))
+
+
+def split_heads(
+    documents: Documents,
+    keys: Documents,
+    attention: AttentionConfig,
+    ranks: int,
+    chosen: Sequence[int],
+    group: Sequence[int],
+) -> Plan:
+    """The chosen documents, each cut over the ranks of a group, with heads split over these ranks."""
+    mask = np.isin(np.arange(len(documents)), chosen)
+    groups = [group] * len(documents)
+    mine, mine_kv = documents_of(documents, mask), documents_of(keys, mask)
+    held = contiguous(mine, ranks, groups)
+    held_kv = held if keys is documents else zigzag(mine_kv, ranks, groups)
+    return head_split_part(mine, Topology(1, ranks), attention, groups, held, held_kv)
+
+
+def mixed_plan(
+    documents: Documents,
+    ranks: int,
+    attention: AttentionConfig,
+    algorithm: str = "direct",
+    keys: Documents | None = None,
+) -> Plan:
+    """Documents 0, 3, 6 .. by an algorithm over all ranks; 1, 4 .. with heads split over the first half of the ranks;
+    2, 5 .. with heads split over the second."""
+    keys = documents if keys is None else keys
+    number = np.arange(len(documents))
+    first, second = halves(ranks)
+    mine, mine_kv = documents_of(documents, number % 3 == 0), documents_of(keys, number % 3 == 0)
+    parts = [
+        build_plan(mine, Topology(1, ranks), attention, algorithm, None if keys is documents else mine_kv),
+        split_heads(documents, keys, attention, ranks, number[number % 3 == 1].tolist(), first),
+        split_heads(documents, keys, attention, ranks, number[number % 3 == 2].tolist(), second),
+    ]
+    return combine("mixed", parts)
+
+
+def remapped(plan: Plan, layout: Layout) -> Plan:
+    """The same plan for a caller that holds another layout."""
+    from dataclasses import replace
+
+    from mindspeed_cp.plan import is_in, layout_of
+
+    parts = [
+        replace(part, layout=held, layout_kv=held) for part in plan.parts if (held := layout_of(layout, is_in(part)))
+    ]
+    return combine("remapped", parts, plan.order, plan.order_backward)
