@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan, verify_plan
 
@@ -23,6 +23,7 @@ __all__ = [
     "ConfigError",
     "Documents",
     "Layout",
+    "OperatorError",
     "PeerError",
     "Plan",
     "PlanError",

@@ -15,3 +15,8 @@ class PlanError(ValueError):
 
 class PeerError(RuntimeError):
     """A peer died or did not answer in time.  Names the peer, the step and what was waited for."""
+
+
+class OperatorError(RuntimeError):
+    """A device's attention operator refused a call, as it may where a library is too old.  Names call, cause and
+    remedy."""

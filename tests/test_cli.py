@@ -247,14 +247,14 @@ def test_doctor_finds_the_cpu_operator_right(capsys: pytest.CaptureFixture[str])
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["backends"]["cpu"] == {"available": True, "why": None}
     checked = {(check["backend"], check["dtype"]) for check in report["checks"]}
-    assert {("cpu", "fp32"), ("cpu", "bf16")} <= checked
+    assert {("cpu", "fp32"), ("cpu", "fp16"), ("cpu", "bf16")} <= checked
     for check in report["checks"]:
         assert set(check["differences"]) == {"out", "lse", "dq", "dk", "dv"}
         assert 0 < max(check["differences"].values()) <= check["limit"]
     for name, backend in report["backends"].items():
         assert backend["available"] or backend["why"], name
     doctor.write_report(report, as_json=False)
-    assert f"ok: all {2 * len(doctor.CASES)} checks" in capsys.readouterr().out
+    assert f"ok: all {3 * len(doctor.CASES)} checks" in capsys.readouterr().out
 
 
 def test_doctor_says_so_when_the_operator_is_wrong(
@@ -273,7 +273,7 @@ def test_doctor_says_so_when_the_operator_is_wrong(
 
     monkeypatch.setattr(operator, "attention_backward", wrong)
     assert run(["doctor"]) == 1
-    total = 2 * len(doctor.CASES)
+    total = 3 * len(doctor.CASES)
     assert f"FAILED: {total} of {total} checks" in capsys.readouterr().out
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mindspeed_cp.comm.lanes import existing_group, lanes_of, library_of
 from mindspeed_cp.errors import ConfigError, PeerError
+from mindspeed_cp.npu_errors import HCCL_REMEDY, cause
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 LEAST_TIMEOUT, MOST_TIMEOUT = 0.001, 1e9  # gloo counts whole milliseconds, and takes 0 of them for no time-out
@@ -137,7 +138,10 @@ class Transport:
         """The error that names the peer."""
         text = " ".join(str(error).split())
         late = "timed out" in text.lower() or "timeout" in text.lower()
-        why = f"no answer within {self.timeout:g} s" if late else f"the connection failed ({text[:160]})"
+        if self._on_host:
+            why = f"no answer within {self.timeout:g} s" if late else f"the connection failed ({text[:160]})"
+        else:  # the time-out is the group's, or the library's own
+            why = f"the connection failed ({cause(str(error))})" + f"; {HCCL_REMEDY}" * self._peers_once
         side = "sending to" if transfer.sends else "receiving from"
         return PeerError(
             f"rank {self._rank}: {side} rank {transfer.peer} (global rank {self._global[transfer.peer]}), "

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed_cp.devices import load_npu
 from mindspeed_cp.doctor.links import check_links
-from mindspeed_cp.doctor.machine import DEVICES, backend, device, machine, versions
+from mindspeed_cp.doctor.machine import DEVICES, backend, device, machine, requirements, versions
 from mindspeed_cp.doctor.operator import CASES, LIMITS, LONG, check
 from mindspeed_cp.doctor.tables import tables
 from mindspeed_cp.report.console import print_tables
@@ -22,24 +23,26 @@ __all__ = ["CASES", "LIMITS", "LONG", "examine", "write_report"]
 LINK_MEGABYTES = 64
 
 
-def examine(kind: str = "auto", seed: int = 0, link_megabytes: int = LINK_MEGABYTES) -> dict[str, Any]:
+def examine(
+    kind: str = "auto", seed: int = 0, link_megabytes: int = LINK_MEGABYTES, link_seconds: float | None = None
+) -> dict[str, Any]:
     """Look at the machine and check the operators of its devices.
 
     Args:
         kind: "cpu" or "npu": this device only, and it must be there; "auto": every device that is there.
         seed: of the numbers.
         link_megabytes: of a message between NPUs when speed is measured.
+        link_seconds: until the links are given up; None: by the number of NPUs.
 
     Returns:
-        {"ok", "versions", "machine", "devices", "backends", "communication", "checks", "links"}, all of it plain data;
-        "ok" is True if at least one backend runs, no check is over its limit and all links are right.
+        {"ok", "requirements", "versions", "machine", "devices", "backends", "communication", "checks", "links"},
+        all of it plain data; "ok" is True if at least one backend runs, no check is over its limit, all links are right
+        and no version is too old.
 
     Raises:
         ConfigError: the device asked for cannot be used; names the cause and the remedy.
     """
     if kind == "npu":
-        from mindspeed_cp.train.device import load_npu
-
         load_npu("--device npu", "--device cpu")
     devices = {name: device(name) for name in DEVICES}
     backends = {name: backend(name, devices[name]) for name in DEVICES}
@@ -49,10 +52,13 @@ def examine(kind: str = "auto", seed: int = 0, link_megabytes: int = LINK_MEGABY
         for name in wanted
         for dtype in LIMITS
         for case in (*CASES, *(LONG if name != "cpu" else ()))
+        if dtype != "fp16" or case.plan is None  # plans do not depend on the type
     ]
-    links = check_links(devices["npu"]["count"], link_megabytes) if "npu" in wanted else []
+    links = check_links(devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in wanted else []
+    needed = requirements() if "npu" in wanted else []
     return {
-        "ok": bool(checks) and all(row["ok"] for row in (*checks, *links)),
+        "ok": bool(checks) and all(row["ok"] for row in (*checks, *links, *needed)),
+        "requirements": needed,
         "versions": versions("npu" in wanted),
         "machine": machine(),
         "devices": devices,
@@ -73,6 +79,9 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report))
         return
     print_tables(tables(report))
+    for row in report["requirements"]:
+        if not row["ok"]:
+            print(f"FAILED: {row['error']}")
     failed = sum(not check["ok"] for check in report["checks"])
     total = len(report["checks"])
     cut = [row["case"] for row in report["links"] if not row["ok"]]

@@ -22,17 +22,23 @@ from mindspeed_cp.comm import Transfer, Transport, close_lanes, open_lanes, warm
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology, build_plan
 
-SECONDS = 180.0  # for all of it; the first communicator of a machine takes long
+SECONDS, SECONDS_EACH = 120.0, 15.0  # for all of it, and more for each NPU: a machine's first communicators take long
 SILENT = "no answer"
 ROUNDS = 5
 
 
-def check_links(devices: int, megabytes: int = 64) -> list[dict[str, Any]]:
+def time_limit(devices: int) -> float:
+    """Seconds after which the links between so many NPUs are given up."""
+    return SECONDS + SECONDS_EACH * devices
+
+
+def check_links(devices: int, megabytes: int = 64, seconds: float | None = None) -> list[dict[str, Any]]:
     """Rings over the NPUs of this machine.
 
     Args:
         devices: NPUs; with one there is nothing to check.
         megabytes: of a message when speed is measured.
+        seconds: until all of it is given up; None: :func:`time_limit`.
 
     Returns:
         For each ring {"case", "ok", "error", "gigabytes_per_second"}, the latter the slowest rank's, sent and received
@@ -40,28 +46,29 @@ def check_links(devices: int, megabytes: int = 64) -> list[dict[str, Any]]:
     """
     if devices < 2:
         return []
+    limit = time_limit(devices) if seconds is None else seconds
     context = mp.get_context("spawn")
     port = _free_port()
     processes, pipes = [], []
     try:
         for rank in range(devices):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, devices, port, megabytes, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, devices, port, megabytes, limit, theirs), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        return _merged(_collect(pipes))
+        return _merged(_collect(pipes, limit), limit)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _collect(pipes: list[Connection]) -> list[Any]:
+def _collect(pipes: list[Connection], limit: float) -> list[Any]:
     """What every rank found, or the text of its error."""
     found: dict[int, Any] = {}
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + limit
     while len(found) < len(pipes) and time.monotonic() < deadline:
         for pipe in wait([p for r, p in enumerate(pipes) if r not in found], max(0.0, deadline - time.monotonic())):
             rank = pipes.index(pipe)  # type: ignore[arg-type]
@@ -74,10 +81,12 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     return [found.get(rank, SILENT) for rank in range(len(pipes))]
 
 
-def _merged(found: list[Any]) -> list[dict[str, Any]]:
+def _merged(found: list[Any], limit: float) -> list[dict[str, Any]]:
     errors = [f"rank {rank}: {each}" for rank, each in enumerate(found) if isinstance(each, str)]
     errors.sort(key=lambda text: SILENT in text)  # who says what happened, before those that waited for it in vain
     if errors:
+        if errors[0].endswith(SILENT):  # from nobody but a time-out
+            errors[0] += f" within {limit:g} s (--link-seconds)"
         return [{"case": f"rings of {len(found)} NPUs", "ok": False, "error": errors[0], "gigabytes_per_second": None}]
     rows = []
     for number, (case, _, _) in enumerate(found[0]):
@@ -91,7 +100,7 @@ def _merged(found: list[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _serve(rank: int, size: int, port: int, megabytes: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, megabytes: int, limit: float, pipe: Connection) -> None:
     try:
         import torch_npu  # noqa: F401
 
@@ -103,16 +112,18 @@ def _serve(rank: int, size: int, port: int, megabytes: int, pipe: Connection) ->
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=SECONDS),
+            timeout=timedelta(seconds=limit),
         )
-        pipe.send(_rings(rank, size, device, megabytes))
+        pipe.send(_rings(rank, size, device, megabytes, limit))
         dist.destroy_process_group()
     except Exception as error:
         traceback.print_exc()
         pipe.send(" ".join(f"{type(error).__name__}: {error}".split())[:300])
 
 
-def _rings(rank: int, size: int, device: torch.device, megabytes: int) -> list[tuple[str, bool, float | None]]:
+def _rings(
+    rank: int, size: int, device: torch.device, megabytes: int, limit: float
+) -> list[tuple[str, bool, float | None]]:
     found = []
     sizes = [size] + ([size - 1] if size > 3 and size % 2 == 0 else [])
     for members in sizes:
@@ -123,19 +134,19 @@ def _rings(rank: int, size: int, device: torch.device, megabytes: int) -> list[t
         for lanes in (False, True):
             name = f"ring of {members}, {'lanes' if lanes else 'one launch a step'}"
             if lanes:
-                open_lanes(mine, device, timedelta(seconds=SECONDS))
-            good, speed = _turn(mine, device, megabytes) if rank < members else (True, None)
+                open_lanes(mine, device, timedelta(seconds=limit))
+            good, speed = _turn(mine, device, megabytes, limit) if rank < members else (True, None)
             if lanes:
                 close_lanes(mine)
             found.append((name, good, speed))
     return found
 
 
-def _turn(group: dist.ProcessGroup, device: torch.device, megabytes: int) -> tuple[bool, float | None]:
+def _turn(group: dist.ProcessGroup, device: torch.device, megabytes: int, limit: float) -> tuple[bool, float | None]:
     """Every rank's block goes once round; and how many GB/s a rank sends while it receives as many."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     warm_up(build_plan(Documents([4 * size]), Topology(1, size), AttentionConfig(1), "ring"), group, device)
-    transport = Transport(group, SECONDS, device)
+    transport = Transport(group, limit, device)
     rows = megabytes * (1 << 20) // 4
     held = [torch.full((rows,), float(rank), device=device), torch.empty(rows, device=device)]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import mindspeed_cp
+from mindspeed_cp.devices import cann_version, check_cann, load_npu
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
-from mindspeed_cp.train.device import load_npu
 
 PACKAGES = ("torch", "torch-npu", "megatron-core", "transformer-engine", "numpy", "pydantic", "triton")
 DEVICES = ("npu", "cuda", "cpu")
@@ -35,18 +35,17 @@ def versions(npu: bool) -> dict[str, str | None]:
 
 def npu_versions(driver: Path = DRIVER) -> dict[str, str | None]:
     """Versions of driver, CANN and HCCL, as torch_npu and the driver's own file tell them; None where they do not."""
-    from torch_npu.npu.utils import get_cann_version
-
     found: dict[str, str | None] = {"Ascend driver": None}
     if driver.exists():
         lines = dict(line.split("=", 1) for line in driver.read_text().splitlines() if "=" in line)
         found["Ascend driver"] = lines.get("Version")
-    for name in ("CANN", "HCCL"):
-        try:
-            found[name] = get_cann_version(name) or None
-        except RuntimeError:
-            found[name] = None
-    return found
+    return {**found, **{name: cann_version(name) for name in ("CANN", "HCCL")}}
+
+
+def requirements() -> list[dict[str, Any]]:
+    """{"what", "ok", "error"} for each version that an NPU needs; torch-npu's was looked at when it was loaded."""
+    wrong = check_cann(cann_version())
+    return [{"what": "CANN", "ok": wrong is None, "error": wrong}]
 
 
 def machine() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from mindspeed_cp.train.files import RunFiles
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.resume import checkpoint_to_resume
 from mindspeed_cp.train.stop import stop_signals
-from mindspeed_cp.train.worker import BAD_INPUT, FAILED, OK, explain, leave, record, run_rank
+from mindspeed_cp.train.worker import BAD_INPUT, FAILED, OK, WILL, explain, leave, record, run_rank
 
 # torch_npu's watchdog takes the whole process down, and says why on standard error.
 _ABORTED = (
@@ -135,6 +135,8 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
     when: dict[str, float] = {}
     for rank, failure in sorted(failures.items(), key=lambda item: (item[1].timestamp, item[0])):
         message = failure.message if isinstance(failure.message, dict) else {}
+        if message.get("extraInfo", {}).get("kind") == WILL and failure.exitcode < 0:
+            message = {}  # the signal says it better
         kind = message.get("extraInfo", {}).get("kind", "killed" if failure.exitcode < 0 else "bug")
         if kind == "killed" and -failure.exitcode in (signal.SIGTERM, signal.SIGHUP):
             kind = "terminated"
@@ -146,7 +148,7 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
         del kinds["killed"]  # silent, not dead: the others gave it up, and then the agent had to kill it
     if asked and kinds.keys() <= {"peer", "terminated"}:  # before the first step, or in one that could not be finished
         return OK, f"stopped by {asked[0]}; {_GOES_ON}"
-    for kind in ("input", "killed", "files", "bug", "stopped", "aborted", "peer", "terminated"):
+    for kind in ("input", "killed", "files", "device", "bug", "stopped", "aborted", "peer", WILL, "terminated"):
         if kind not in kinds:
             continue
         rank, text = kinds[kind]
@@ -159,7 +161,7 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
                 f"rank {rank} {text}, and the other ranks were stopped; "
                 "the same command goes on from the newest checkpoint"
             )
-        elif kind == "bug":
+        elif kind in ("bug", "device", WILL):
             text = f"rank {rank} failed: {text}"
         return FAILED, text
     raise AssertionError("the agent reported a failure without failures")

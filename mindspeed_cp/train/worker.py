@@ -15,12 +15,13 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+from mindspeed_cp import npu_errors
 from mindspeed_cp.config import Settings
-from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
 from mindspeed_cp.train.stop import Stopped
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
-# What gloo and the store say, in lower case, when a process at the other end is gone or silent.
+# What gloo and the store say, in lower case, when a process at the other end is gone or silent (HCCL: npu_errors).
 _LOST = (
     "connection closed by peer",
     "connection reset by peer",
@@ -31,6 +32,12 @@ _LOST = (
     "tcpstore",
     "diststoreerror",
     "distnetworkerror",
+)
+WILL = "will"  # kind of what is on record while a rank runs on an NPU
+_WILL = (
+    "rank {rank} ended without a word: it was killed, or torch_npu's watchdog aborted it (SIGABRT) because an HCCL "
+    "operation failed or a peer did not answer within HCCL_EXEC_TIMEOUT; its standard error names the operation, and the "
+    "same command goes on from the newest checkpoint"
 )
 _MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -52,16 +59,21 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     from mindspeed_cp.train.world import join
 
     with megatron_compat(), join(settings) as world:
+        if world.device.type == "npu":
+            record(WILL, _WILL.format(rank=world.rank))
         try:
             summary = train(settings, world)
         except (PeerError, RuntimeError) as error:
             if _is_memory(error):
                 raise _too_large(settings, world.rank) from None
             if isinstance(error, PeerError) or is_lost_peer(error):
+                if world.device.type == "npu":  # torch_npu's watchdog leaves no time to ask who is gone
+                    raise _lost_over_hccl(world.rank, error) from None
                 raise name_lost_peers(world, error) from None
             raise
         except MemoryError:
             raise _too_large(settings, world.rank) from None
+    take_back(WILL)
     if summary is None:
         return
     with unless_hung_up():
@@ -74,18 +86,25 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
             print(line, flush=True)
 
 
+def _lost_over_hccl(rank: int, error: BaseException) -> PeerError:
+    if isinstance(error, PeerError):  # names the peer already
+        return error
+    return PeerError(f"rank {rank} lost a peer: {npu_errors.cause(str(error))}; {npu_errors.HCCL_REMEDY}")
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """True for what torch.distributed raises when another process is gone or silent."""
     from torch.distributed import DistError
 
     text = str(error).lower()
-    return isinstance(error, DistError) or any(part in text for part in _LOST)
+    return isinstance(error, DistError) or any(part in text for part in _LOST) or npu_errors.is_hccl(text)
 
 
 def explain(error: BaseException) -> tuple[str, str, int]:
     """Kind, one line and exit code of what ended a rank.
 
-    Kinds: input, peer, files (a disk is full, a checkpoint cannot be written), stopped, and bug for everything else.
+    Kinds: input, peer, files (a disk is full, a checkpoint cannot be written), device (an NPU or its operator refused
+    or failed), stopped, and bug for everything else.
     """
     if isinstance(error, (ConfigError, PlanError)):
         return "input", str(error), BAD_INPUT
@@ -101,6 +120,15 @@ def explain(error: BaseException) -> tuple[str, str, int]:
         kind, line, code = explain(cause)
         where = f"the checkpoint of rank {rank} cannot be written or read: {line}"
         return ("files" if kind == "bug" else kind), where, code
+    if isinstance(error, OperatorError):
+        return "device", str(error), FAILED
+    text = str(error)
+    if isinstance(error, RuntimeError) and npu_errors.is_hccl(text):
+        return "peer", f"HCCL failed: {npu_errors.cause(text)}; {npu_errors.HCCL_REMEDY}", FAILED
+    if isinstance(error, RuntimeError) and npu_errors.is_operator(text):  # late: from the queue of torch_npu
+        return "device", npu_errors.operator_line(text), FAILED
+    if isinstance(error, RuntimeError) and npu_errors.is_device(text):
+        return "device", npu_errors.device_line(text), FAILED
     cause = error.__cause__
     if cause is not None and (isinstance(cause, OSError) or is_checkpoint_error(cause)):
         return explain(cause)
@@ -154,6 +182,16 @@ def record(kind: str, line: str) -> None:
         }
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
+
+
+def take_back(kind: str) -> None:
+    """Delete what is on record, if it is of this kind."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)["message"]["extraInfo"]["kind"]
+        if found == kind:
+            os.unlink(path)
 
 
 def _is_memory(error: BaseException) -> bool:

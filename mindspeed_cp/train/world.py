@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mindspeed_cp.comm import open_lanes
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import data_parallel_size
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.train.device import memory_of, pick_device
@@ -101,7 +101,10 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     libraries = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{LIBRARIES[device.type]}"
     dist.init_process_group(libraries, store=store, rank=rank, world_size=size, timeout=timeout)
     with ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
+        if device.type == "cpu":
+            stack.callback(dist.destroy_process_group)
+        else:
+            stack.push(_destroy_groups)
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(megatron_on(device))
         train, cp = settings.train, settings.context_parallel_suite.context_parallel_size
@@ -127,6 +130,17 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
             tp=train.tensor_model_parallel_size,
             store=store,
         )
+
+
+def _destroy_groups(kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+    """Destroy all groups of a device. Those with a lost peer are left: the process ends, and HCCL may wait for it."""
+    if isinstance(error, PeerError):
+        return
+    try:
+        dist.destroy_process_group()
+    except RuntimeError:
+        if error is None:  # else what came first is the cause
+            raise
 
 
 def _cores() -> int:

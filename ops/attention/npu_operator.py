@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.devices import load_torch_npu
+from mindspeed_cp.errors import OperatorError
+from mindspeed_cp.npu_errors import is_operator, operator_line
 
 #: seed, offset and number of random numbers that a forward call used.
 Kept = tuple[int, int, int]
@@ -84,7 +89,10 @@ class TorchNpu:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Masking) -> tuple[Tensor, Tensor, Tensor, Kept]:
         """See FusedOperator."""
-        found = torch_npu().npu_fusion_attention_v2(q, k, v, how.heads, how.layout, scale=how.scale, **how.arguments())
+        with refusals(q, k, v, how):
+            found = torch_npu().npu_fusion_attention_v2(
+                q, k, v, how.heads, how.layout, scale=how.scale, **how.arguments()
+            )
         out, most, total, _, seed, offset, numels = found
         return out, most, total, (seed, offset, numels)
 
@@ -93,29 +101,43 @@ class TorchNpu:
         how: Masking,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """See FusedOperator."""
-        found = torch_npu().npu_fusion_attention_grad_v2(
-            q, k, v, dout, how.heads, how.layout,
-            softmax_max=most, softmax_sum=total, attention_in=out, scale_value=how.scale,
-            seed=kept[0], offset=kept[1], numels=kept[2], **how.arguments(),
-        )  # fmt: skip
+        with refusals(q, k, v, how):
+            found = torch_npu().npu_fusion_attention_grad_v2(
+                q, k, v, dout, how.heads, how.layout,
+                softmax_max=most, softmax_sum=total, attention_in=out, scale_value=how.scale,
+                seed=kept[0], offset=kept[1], numels=kept[2], **how.arguments(),
+            )  # fmt: skip
         return found[0], found[1], found[2]
 
     def update(self, before: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         """See FusedOperator."""
-        return torch_npu().npu_ring_attention_update(*before, *part, input_layout="SBH")
+        with refusals(*before, None):
+            return torch_npu().npu_ring_attention_update(*before, *part, input_layout="SBH")
 
 
+@contextmanager
+def refusals(q: Tensor, k: Tensor, v: Tensor, how: Masking | None) -> Iterator[None]:
+    """Turn torch_npu's refusal of a call into one line with the call.
+
+    Raises:
+        OperatorError: what the block raised was the operator's.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not is_operator(text) or "out of memory" in text.lower():
+            raise
+        shapes = ", ".join(" x ".join(map(str, x.shape)) for x in (q, k, v))
+        mode = "" if how is None else f", {how.layout}, sparse mode {how.sparse_mode}"
+        raise OperatorError(operator_line(text, f" ({str(q.dtype).removeprefix('torch.')}, {shapes}{mode})")) from error
+
+
+@cache
 def torch_npu() -> Any:
     """The package.
 
     Raises:
-        ConfigError: it is not installed, or CANN is not.
+        ConfigError: it is not installed, is not the one for this torch, or CANN is not there.
     """
-    try:
-        import torch_npu as package
-    except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"backend is 'npu', but torch_npu cannot be imported: {error}; valid: torch_npu of this torch's version "
-            "with CANN's set_env.sh sourced, or backend 'cpu'"
-        ) from error
-    return package
+    return load_torch_npu("backend is 'npu'", "backend 'cpu'")

@@ -11,6 +11,7 @@ aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2; where they are 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +24,7 @@ LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
 MOST_ROWS = 1_000_000  # of a sequence and, in TND, of all of them
 MOST_SEQUENCES = 2048  # in TND
 MOST_HEADS = 256
-MOST_DIM = 768
+MOST_DIM = int(os.environ.get("HOST_CANN_WIDEST", "768"))  # 512 in older releases of CANN
 UNLIMITED = 2**31 - 1  # default of pre_tokens and next_tokens
 
 

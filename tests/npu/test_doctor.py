@@ -37,7 +37,7 @@ def test_every_row_passes_and_odd_rings_turn() -> None:
     assert code == 0 and report["ok"]
     assert report["devices"]["npu"]["count"] == 4 and report["versions"]["CANN"] and report["versions"]["torch-npu"]
     assert all(check["backend"] == "npu" and check["ok"] for check in report["checks"])
-    assert {check["dtype"] for check in report["checks"]} == {"fp32", "bf16"}
+    assert {check["dtype"] for check in report["checks"]} == {"fp32", "fp16", "bf16"}
     assert [(row["case"], row["ok"]) for row in report["links"]] == [
         (f"ring of {ranks}, {how}", True) for ranks in (4, 3) for how in ("one launch a step", "lanes")
     ]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_cp import devices
 from mindspeed_cp.config import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train import device
@@ -24,13 +25,20 @@ def npus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: object() if name == "torch_npu" else real(name, *a)
     )
-    made = SimpleNamespace(version="2.13.0", count=8, current=None)
+    made = SimpleNamespace(version="2.13.0", cann="9.0.0", count=8, current=None)
 
     def set_device(x: torch.device) -> None:
         made.current = x
 
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: made.version)
+
+    def version(name: str) -> str:
+        if made.version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return made.version
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(device, "cann_version", lambda: made.cann)
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     npu = SimpleNamespace(is_available=lambda: made.count > 0, device_count=lambda: made.count, set_device=set_device)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
@@ -43,12 +51,12 @@ def test_the_cpu_needs_nothing() -> None:
 
 
 def test_auto_is_the_npu_where_torch_npu_is_installed(npus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device.device_type("auto") == "npu"
+    assert devices.device_type("auto") == "npu"
     with monkeypatch.context() as patch:
         patch.setattr(torch, "device", lambda *place: place)  # there is no NPU in this process
         assert device.pick_device("auto", 5, 8) == ("npu", 5) == npus.current
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
-    assert device.device_type("auto") == "cpu"
+    assert devices.device_type("auto") == "cpu"
     assert device.pick_device("auto", 5, 8) == torch.device("cpu")
 
 
@@ -63,7 +71,37 @@ def test_torch_npu_of_another_release(npus: SimpleNamespace) -> None:
     with pytest.raises(ConfigError, match=r"torch_npu is 2.7.1.post2 and torch is 2.13.0\+cpu; .* torch-npu==2.13.0$"):
         device.pick_device("npu", 0, 1)
     npus.version = "2.13.0.post4"  # a repair of the same release
-    assert device.load_npu() is torch.npu  # type: ignore[attr-defined]
+    assert devices.load_npu() is torch.npu  # type: ignore[attr-defined]
+
+
+def test_torch_npu_without_its_metadata(npus: SimpleNamespace) -> None:
+    """A source tree on PYTHONPATH: the package itself tells its version."""
+    npus.version = None
+    assert devices.load_npu() is torch.npu  # type: ignore[attr-defined]
+    sys.modules["torch_npu"].__version__ = "2.12.0"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"torch_npu is 2.12.0 and torch is 2.13.0\+cpu"):
+        device.pick_device("npu", 0, 1)
+
+
+@pytest.mark.parametrize("version", ["8.5.0", "8.5.0.alpha003", "8.5.RC1", "9.0.0", "10.1.0"])
+def test_cann_that_is_new_enough(version: str) -> None:
+    assert devices.check_cann(version) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("8.3.RC1", "CANN is 8.3.RC1, needed is 8.5 or later; install CANN 8.5 or later"),
+        ("7.0.0", "CANN is 7.0.0, needed is 8.5 or later; install CANN 8.5 or later"),
+        (None, "CANN: torch_npu finds no version, needed is 8.5 or later; install CANN 8.5 or later"),
+        ("unknown", "CANN: the version is 'unknown', needed is 8.5 or later; install CANN 8.5 or later"),
+    ],
+)
+def test_cann_that_is_too_old(npus: SimpleNamespace, version: str | None, said: str) -> None:
+    npus.cann = version
+    with pytest.raises(ConfigError) as caught:
+        device.pick_device("npu", 0, 1)
+    assert str(caught.value).startswith(f"train.device = npu: {said}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""What a user of NPUs can get wrong, and ranks that are lost, as a rank under torchrun tells it: one line, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_cp.doctor.machine import requirements
+from mindspeed_cp.errors import OperatorError
+from mindspeed_cp.ops.attention import attention
+from mindspeed_cp.train.worker import FAILED, explain
+from tests.host_cann import oracle_rules
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHORT = {
+    "train.device": "npu", "train.train_iters": 5, "train.lr_warmup_iters": 0, "train.global_batch_size": 1,
+    "data.seq_length": 509, "output.progress": "none",
+}  # fmt: skip
+
+#: The command with a second rank that falls asleep when it makes its third row.
+SLEEPS = """
+import time
+from tests.npu import preload
+from mindspeed_cp.train.batches import Batches
+made = Batches._make
+def lost(self, row):
+    if row.index == 2 and self._world.rank == 1:
+        time.sleep(60)
+    return made(self, row)
+Batches._make = lost
+from mindspeed_cp.cli import main
+main()
+"""
+COMMAND = "from tests.npu.command import main; main()"
+
+
+def start(
+    folder: Path, ranks: int, program: str, alone: bool = False, **environment: str
+) -> list[tuple[int, str, dict]]:
+    """Exit code, standard error and the record for torchrun, of each rank; of the first alone when the others are not
+    started. Ranks that others have given up are ended."""
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": "the plan of a ring " * (3 + n % 9)}) + "\n" for n in range(50)))
+    settings = SHORT | {"output.folder": folder / "run", "data.corpus": corpus}
+    settings["context_parallel_suite.context_parallel_size"] = ranks
+    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", program, "train", str(ROOT / "configs" / "quickstart.yaml")]
+    command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    running = []
+    for rank in range(1 if alone else ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(folder / f"record{rank}")}
+        environ = {**os.environ, **place, **own, **environment}
+        running.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+        )
+    try:
+        errors = [running[0].communicate(timeout=90)[1]]
+        for process in running[1:]:
+            process.kill()
+            errors.append(process.communicate(timeout=10)[1])
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    records = [folder / f"record{rank}" for rank in range(len(running))]
+    told = [json.loads(path.read_text())["message"] if path.exists() else {} for path in records]
+    return list(zip([process.returncode for process in running], errors, told, strict=True))
+
+
+def lines(errors: str) -> list[str]:
+    assert "Traceback" not in errors, errors[-3000:]
+    return [line for line in errors.splitlines() if line.startswith("error: ")]
+
+
+def test_an_older_cann_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    [(code, errors, told)] = start(tmp_path, 1, COMMAND, HOST_CANN_VERSION="8.3.RC1")
+    wanted = "train.device = npu: CANN is 8.3.RC1, needed is 8.5 or later; install CANN 8.5 or later"
+    assert code == 2 and len(lines(errors)) == 1 and wanted in errors
+    assert told["message"].startswith(wanted) and told["extraInfo"]["kind"] == "input"
+
+
+def test_more_ranks_than_devices(tmp_path: Path) -> None:
+    [(code, errors, _)] = start(tmp_path, 2, COMMAND, alone=True, HOST_CANN_DEVICES="1")
+    assert code == 2 and len(lines(errors)) == 1, errors
+    assert "2 ranks on this machine, which has 1 NPUs; start at most 1 ranks on it" in errors
+
+
+def test_a_rank_that_does_not_answer_in_time_is_named_by_its_peer(tmp_path: Path) -> None:
+    """The line is out before torch_npu's watchdog ends the process, or else torchrun's report has it."""
+    limits = {"HOST_HCCL_TIMEOUT": "3"}
+    (code, errors, told), (_, _, other) = start(tmp_path, 2, SLEEPS, **limits)
+    assert code in (FAILED, -6), errors[-3000:]
+    assert told["extraInfo"]["kind"] in ("peer", "will")
+    if code == FAILED:
+        assert len(lines(errors)) == 1 and "rank 1" in lines(errors)[0] and "HCCL_EXEC_TIMEOUT" in lines(errors)[0]
+        assert "\n" not in told["message"] and told["message"] in lines(errors)[0]
+    assert other["extraInfo"]["kind"] == "will" and other["message"].startswith("rank 1 ended without a word")
+
+
+def test_an_operator_that_refuses_a_call_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an older CANN refuses wide heads, which the settings do not know."""
+    monkeypatch.setattr(oracle_rules, "MOST_DIM", 512)
+    x = torch.ones(10, 2, 576, device="npu", dtype=torch.bfloat16)
+    with pytest.raises(OperatorError) as caught:
+        attention(x, x, x, [0, 10], [0, 10], backend="npu")
+    kind, line, code = explain(caught.value)
+    assert (kind, code) == ("device", FAILED) and "\n" not in line
+    assert "refused a call (bfloat16, 10 x 2 x 576, 10 x 2 x 576, 10 x 2 x 576, TND, sparse mode 3): " in line
+    assert "head size 576; valid: 1 to 512; `mindspeed-cp doctor --device npu`" in line
+
+
+def test_the_doctor_looks_at_the_version_of_cann(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert requirements() == [{"what": "CANN", "ok": True, "error": None}]
+    monkeypatch.setattr(sys.modules[requirements.__module__], "cann_version", lambda: "8.0.RC3")
+    [row] = requirements()
+    assert not row["ok"] and row["error"].startswith("CANN is 8.0.RC3, needed is 8.5 or later; install")
