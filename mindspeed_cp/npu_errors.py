@@ -20,8 +20,6 @@ _NOISE = re.compile(
     r"^(\[ERROR\]|\[Error\]: *$|\[Error\]: .*internal error occurs|Rectify the fault|Exception raised from|frame #"
     r"|Traceback|\[W\d|#\d+ |E\w\d{4}: Inner Error!)"
 )
-    r"^(\[ERROR\]|\[Error\]: *$|\[Error\]: .*Rectify the fault|Exception raised from|frame #|Traceback|\[W\d|#\d+ |EE9999.*Inner Error)"
-)
 
 REMEDY = (
     "`mindspeed-cp doctor --device npu` tries every path of the operator; use what passes there, a later CANN, or "
@@ -74,5 +72,5 @@ def operator_line(text: str, call: str = "") -> str:
 def device_line(text: str) -> str:
     """One line for a device that failed; the operator to blame may have been called long before."""
     return (
-        f"the NPU failed: {cause(text)}; ASCEND_LAUNCH_BLOCKING=1 names the operator, CANN's logs (~/ascend/log) the cause"
+        f"the NPU failed: {cause(text)}; ASCEND_LAUNCH_BLOCKING=1 names the operator, the logs in ~/ascend/log the cause"
     )

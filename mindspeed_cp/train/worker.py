@@ -35,8 +35,8 @@ _LOST = (
 )
 WILL = "will"  # kind of what is on record while a rank runs on an NPU
 _WILL = (
-    "rank {rank} ended without a word: it was killed, or torch_npu's watchdog aborted it (SIGABRT) because an HCCL "
-    "operation failed or a peer did not answer within HCCL_EXEC_TIMEOUT; its standard error names the operation, and the "
+    "rank {rank} ended without a word: it was killed, or torch_npu's watchdog aborted it (SIGABRT) because "
+    "an HCCL operation failed or a peer did not answer within HCCL_EXEC_TIMEOUT; its standard error names it, and the "
     "same command goes on from the newest checkpoint"
 )
 _MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
