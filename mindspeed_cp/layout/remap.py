@@ -121,17 +121,43 @@ def moved(layout: Layout, flows: Flows) -> Layout:
     kept = flows.counts - np.bincount(flows.flows["src"], flows.flows["rows"], layout.ranks).astype(np.int64)
     src = np.concatenate([ranks, flows.flows["src"]])
     order = np.argsort(src, kind="stable")  # what a rank keeps, then what it gives: its rows in order
-    dst = np.concatenate([ranks, flows.flows["dst"]])[order]
-    rows = np.concatenate([kept, flows.flows["rows"]])[order]
+    dst, rows = np.concatenate([ranks, flows.flows["dst"]]), np.concatenate([kept, flows.flows["rows"]])
+    return _dealt(layout, layout.ranks, dst[order], rows[order])
+
+
+def in_shares(layout: Layout, shares: int, multiple: int) -> Layout:
+    """Every rank's rows in equal shares, one after the other: rank r's i-th share is what rank r * shares + i holds.
+
+    It is what tensor-parallel ranks hold of hidden states under sequence parallelism. A rank's rows are padded at their
+    end (:func:`padding_rows`) before they are cut; rows of padding are in no layout, so the last shares may be shorter.
+
+    Args:
+        layout: all heads on every rank.
+        shares: a divisor of `multiple`.
+        multiple: what padded rows are a multiple of.
+    """
+    counts = layout.token_counts
+    size = (counts + padding_rows(counts, multiple)) // shares
+    rows = np.clip(counts[:, None] - np.arange(shares) * size[:, None], 0, size[:, None])
+    return _dealt(layout, layout.ranks * shares, np.arange(layout.ranks * shares), rows.reshape(-1))
+
+
+def padding_rows(rows: np.ndarray, multiple: int) -> np.ndarray:
+    """Rows to add to so many so that they are a multiple of a number, and not none."""
+    return np.where(rows > 0, -rows % multiple, multiple)
+
+
+def _dealt(layout: Layout, ranks: int, to: np.ndarray, rows: np.ndarray) -> Layout:
+    """All rows, rank by rank, dealt out: the first rows[0] to rank to[0] of the new layout, and so on."""
     s = layout.spans
     size = s["stop"] - s["start"]
-    ends, span_ends = np.cumsum(rows), np.cumsum(size)  # rows numbered over all ranks
+    ends, span_ends = np.cumsum(rows), np.cumsum(size)
     piece, span, first, last = overlaps(ends - rows, ends, span_ends - size, span_ends)
     out = np.empty(len(piece), SPAN)
     shift = s["start"][span] - (span_ends - size)[span]
-    out["rank"], out["doc"] = dst[piece], s["doc"][span]
+    out["rank"], out["doc"] = to[piece], s["doc"][span]
     out["start"], out["stop"] = first + shift, last + shift
-    return from_spans(layout.documents, layout.ranks, out)
+    return from_spans(layout.documents, ranks, out)
 
 
 def _check(ranks: int, ranks_per_node: int, objective: str) -> None:

@@ -58,7 +58,7 @@ def planned_params(
         batch_size = 1
     elif batch_size is None:
         batch_size = len(first.documents)
-    length = _rows_per_sequence(first, rank, batch_size)
+    _check_sequences(first, rank, batch_size)
     borders = torch.from_numpy(first.documents.offsets.astype(np.int32))
     longest = int(first.documents.lengths.max(initial=0))
     params = PlannedBatchParams(
@@ -71,8 +71,7 @@ def planned_params(
         plans=plans,
         rank=rank,
         batch_size=batch_size,
-        # Megatron's own attention cannot reshape a tensor without rows, so a rank that holds no token gets padding too.
-        padding=-length % rows_multiple if length else rows_multiple,
+        rows_multiple=rows_multiple,
         dropout_seed=dropout_seed,
     )
     params.cp_group = RotaryTripwire()  # no field of Megatron 0.15, whose rotary module reads none
@@ -89,7 +88,8 @@ def _check_plans(plans: Sequence[Plan]) -> None:
                 f"plan {number} has keys of other documents than its queries; valid in Megatron: self-attention, "
                 "build_plan without kv_documents"
             )
-        if not plan.layout.same_as(plans[0].layout):
+        linear, others = (one.layout if one.linear is None else one.linear for one in (plan, plans[0]))
+        if not plan.layout.same_as(plans[0].layout) or not linear.same_as(others):
             raise ConfigError(
                 f"plan {number} gives ranks other tokens than plan 0, but all layers of a model hold the same rows; "
                 "build the plans of a micro-batch with the same documents, topology, algorithm and layout"
@@ -109,11 +109,16 @@ def micro_batch_seed(seed: int, number: int) -> int:
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def _rows_per_sequence(plan: Plan, rank: int, batch_size: int) -> int:
-    """Local rows of each sequence; ConfigError unless sequences are whole documents with equally many rows here."""
-    tokens, rows = plan.documents.tokens, int(plan.layout.token_counts[rank])
+def _check_sequences(plan: Plan, rank: int, batch_size: int) -> None:
+    """ConfigError unless sequences are whole documents with equally many rows here."""
+    tokens = plan.documents.tokens
     if batch_size == 1:
-        return rows
+        return
+    if plan.linear is not None:
+        raise ConfigError(
+            f"batch_size is {batch_size}, but the plan has a linear layout of its own, which cuts sequences anywhere; "
+            "use qkv_format 'thd', which packs documents of any length into one row"
+        )
     if batch_size < 1 or tokens % batch_size:
         raise ConfigError(
             f"batch_size is {batch_size}, but the plan has {tokens} tokens; valid: a divisor of that, or qkv_format "
@@ -132,7 +137,6 @@ def _rows_per_sequence(plan: Plan, rank: int, batch_size: int) -> int:
             f"rank {rank} holds {counts.tolist()} rows of the {batch_size} sequences, and 'sbhd' needs equally many; "
             "use qkv_format 'thd', which packs documents of any length into one row"
         )
-    return int(counts[0])
 
 
 def slice_batch(
@@ -182,8 +186,7 @@ def _slice(batch: Mapping[str, Tensor | np.ndarray], params: PlannedBatchParams)
     for name in ("position_ids", "attention_mask"):
         if batch.get(name) is not None:
             raise ConfigError(f"the batch brings its own {name}; leave it out: the documents of the plan determine it")
-    assert params.plan is not None
-    layout, total = params.plan.layout, params.plan.documents.tokens
+    layout, total = params.linear, params.linear.documents.tokens
     rows = torch.from_numpy(layout.tokens(params.rank))
     out = {}
     for name, value in batch.items():
@@ -203,7 +206,7 @@ def _slice(batch: Mapping[str, Tensor | np.ndarray], params: PlannedBatchParams)
 
 
 def _padded(rows: Tensor, params: PlannedBatchParams) -> Tensor:
-    return torch.nn.functional.pad(rows.reshape(params.batch_size, params.length), (0, params.padding))
+    return torch.nn.functional.pad(rows.reshape(params.batch_size, params.linear_length), (0, params.linear_padding))
 
 
 def shift_labels(tokens: Tensor | np.ndarray, documents: Documents) -> tuple[Tensor, Tensor]:

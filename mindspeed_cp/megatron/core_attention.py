@@ -84,7 +84,7 @@ class PlannedAttention(MegatronModule):
             )
         self.suite = suite
         self.layer_number = layer_number
-        self.cp_group = cp_group
+        self.cp_group, self.tp_group = cp_group, groups.tp
         self.attn_mask_type = attn_mask_type
         self.alibi = alibi
         self.attention: AttentionConfig = attention_config(

@@ -36,7 +36,7 @@ def params_of_equal_rows(
         )
     documents = Documents([rows * ranks] * batch_size)
     plan = build_plan(documents, Topology(1, ranks), attention, algorithm, **dict(options))
-    if not _is_megatrons_zigzag(plan.layout, rank, rows, batch_size):
+    if plan.linear is not None or not _is_megatrons_zigzag(plan.layout, rank, rows, batch_size):
         raise ConfigError(
             f"algorithm {algorithm!r} has other tokens on rank {rank} than Megatron's zig-zag of chunks, by which a "
             "batch without a plan is cut; pass packed_seq_params=planned_params(plan, rank, 'sbhd') and cut the batch "

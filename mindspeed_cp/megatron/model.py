@@ -12,6 +12,7 @@ from torch import nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.core_attention import PlannedAttention
+from mindspeed_cp.megatron.hidden import HiddenMove
 from mindspeed_cp.megatron.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.rotary import LatentRotary, PlannedRotary
 
@@ -19,10 +20,12 @@ ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
 
 
 def install_model(model: ModelT) -> ModelT:
-    """Let rotary positions come from the plan of each batch; needed once for every model built from an installed spec.
+    """Let rotary positions come from the plan of each batch, and hidden states move to attention's rows where linear
+    layers have their own; needed once for every model built from an installed spec.
 
-    Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, and tells every PlannedAttention about
-    it. Models with learned positions or none need the call too: it is what says so. Calling it again changes nothing.
+    Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
+    and puts hooks around every self attention (:class:`mindspeed_cp.megatron.hidden.HiddenMove`). Models with learned
+    positions or none need the call too: it is what says so. Calling it again changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
@@ -57,6 +60,7 @@ def _install_chunk(chunk: nn.Module) -> int:
                     f"install_model: {name}.core_attention is {type(module.core_attention).__name__}; valid: "
                     "PlannedAttention in every layer, from install(spec, suite)"
                 )
+            HiddenMove.install(module)
             if isinstance(module, PlannedMLASelfAttention):
                 latent.append(module)
     of_layers = _replace_latent_rotaries(latent)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan
+from mindspeed_cp.layout import Layout, padding_rows
 from mindspeed_cp.megatron.attentions import computes_the_same
 
 
@@ -39,8 +41,7 @@ class PlannedBatchParams(PackedSeqParams):
         plans: of the same rows, one for each way in which layers attend (sliding window or not); `plan` is the first.
         rank: context-parallel rank whose rows these are.
         batch_size: b of "sbhd"; 1 for "thd".
-        padding: rows added at the end of each of the b rows, outside every document: their attention output is zero.
-            Not needed for any document's length, only for `rows_multiple` and for a rank that holds no token.
+        rows_multiple: what this rank's rows with padding are a multiple of.
         dropout_seed: of this micro-batch; with a layer's number it decides which attention weights are dropped. None
             where nothing is.
         tables: what layers share about this micro-batch, by the module that made it (rotary cos and sin); dies with
@@ -52,33 +53,60 @@ class PlannedBatchParams(PackedSeqParams):
     plans: tuple[Plan, ...] = ()
     rank: int = 0
     batch_size: int = 1
-    padding: int = 0
+    rows_multiple: int = 1
     dropout_seed: int | None = None
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
     agreed: set[tuple[int, torch.dtype]] = field(default_factory=set, repr=False, compare=False)
 
     @property
-    def rows(self) -> int:
-        """Rows of the plan on this rank, over the whole batch, without padding."""
+    def layout(self) -> Layout:
+        """What attention layers hold, between their projections of q, k and v and that of the output."""
         assert self.plan is not None
-        return int(self.plan.layout.token_counts[self.rank])
+        return self.plan.layout
+
+    @property
+    def linear(self) -> Layout:
+        """What all else of the model holds: the batch's tokens, embeddings, linear layers, labels."""
+        assert self.plan is not None
+        return self.layout if self.plan.linear is None else self.plan.linear
+
+    @property
+    def rows(self) -> int:
+        """Rows of attention on this rank, over the whole batch, without padding."""
+        return int(self.layout.token_counts[self.rank])
 
     @property
     def length(self) -> int:
-        """Rows of each of the b rows on this rank, without padding."""
+        """Rows of attention of each of the b rows on this rank, without padding."""
         return self.rows // self.batch_size
 
     @property
+    def padding(self) -> int:
+        """Rows added at the end of each of the b rows, outside every document: their attention output is zero. Not
+        needed for any document's length, only for `rows_multiple` and for a rank that holds no token: Megatron's own
+        attention cannot reshape a tensor without rows."""
+        return int(padding_rows(np.array(self.length), self.rows_multiple))
+
+    @property
+    def linear_length(self) -> int:
+        """`length` of linear layers."""
+        return int(self.linear.token_counts[self.rank]) // self.batch_size
+
+    @property
+    def linear_padding(self) -> int:
+        """`padding` of linear layers."""
+        return int(padding_rows(np.array(self.linear_length), self.rows_multiple))
+
+    @property
     def positions(self) -> Tensor:
-        """Position of each of the plan's rows in its document, int64 [rows]."""
-        assert self.plan is not None
-        return torch.from_numpy(self.plan.layout.positions(self.rank))
+        """Position of each row of attention in its document, int64 [rows]."""
+        return torch.from_numpy(self.layout.positions(self.rank))
 
     def padding_mask(self, device: torch.device | str | None = None) -> Tensor:
-        """True for rows of padding, bool [batch_size, length + padding]: what a GPTModel with experts takes, so that
-        its router counts real tokens only."""
-        rows = torch.arange(self.length + self.padding, device=device)
-        return (rows >= self.length).expand(self.batch_size, -1).contiguous()
+        """True for rows of padding of linear layers, bool [batch_size, linear_length + linear_padding]: what a GPTModel
+        with experts takes, so that its router counts real tokens only."""
+        rows = torch.arange(self.linear_length + self.linear_padding, device=device)
+        return (rows >= self.linear_length).expand(self.batch_size, -1).contiguous()
 
     def plan_for(self, attention: AttentionConfig) -> Plan | None:
         """The plan that computes this attention, if there is one."""

@@ -31,6 +31,7 @@ from mindspeed_cp.megatron import (
     rows_multiple,
     shift_labels,
 )
+from mindspeed_cp.plan.remapped import with_linear_layout
 
 with megatron_imports():
     from megatron.core import parallel_state, tensor_parallel
@@ -72,6 +73,7 @@ class Case:
         optimizer: "float32" or "distributed" to take steps; None to stop at the gradients.
         steps: how many times the batches are trained on.
         algorithm, options: of the plans.
+        remap: "qkv" or "hidden": linear layers on equal-token layouts; None: on the layout of the plans.
         alibi: linear biases in place of rotary positions.
         model: arguments of GPTModel (rotary_base and the like).
         config: arguments of TransformerConfig.
@@ -85,6 +87,7 @@ class Case:
     steps: int = 1
     algorithm: str = "ring"
     options: dict[str, Any] = field(default_factory=dict)
+    remap: str | None = None
     alibi: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -231,6 +234,8 @@ def forward_step(
         build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
         for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))
     ]
+    if case.remap is not None:
+        plans = [with_linear_layout(plan, case.remap) for plan in plans]
     batch, params = planned_batch(
         whole, plans, rank, case.qkv_format, rows_multiple=rows_multiple(config),
         dropout_seed=micro_batch_seed(1, step * len(case.batches) + index),

@@ -1,0 +1,127 @@
+"""Plans behind an equal-token layout: proved, the same attention, and the bytes that are said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, verify_plan
+from mindspeed_cp.layout import OBJECTIVES, equal_token_layout
+from mindspeed_cp.plan import traffic
+from mindspeed_cp.plan.remapped import MODES, fewer_bytes, remap_bytes, with_linear_layout
+from tests.plan.parts import mixed_plan
+from tests.plan.problems import choices, problems
+
+ATTENTION = AttentionConfig(heads=8, kv_heads=2, head_dim=16)
+LENGTHS = (90, 3, 5, 1, 0, 14, 2)
+
+
+def plan_of(algorithm: str = "direct", attention: AttentionConfig = ATTENTION, **options: object) -> Plan:
+    options = options or ({} if algorithm == "ulysses" else {"layout": "balanced"})
+    return build_plan(Documents(LENGTHS), Topology(2, 2), attention, algorithm, **options)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.data(), st.sampled_from(MODES), st.sampled_from(OBJECTIVES))
+def test_plans_with_a_linear_layout_are_proved(problem, data, mode, objective) -> None:  # type: ignore[no-untyped-def]
+    algorithm, options = data.draw(choices(problem.ranks))
+    plan = problem.plan(algorithm, **options)
+    try:
+        remapped = with_linear_layout(plan, mode, objective)
+    except ConfigError:
+        assert mode == "hidden" and fewer_bytes(plan, 1) == "qkv"
+        return
+    verify_plan(remapped)
+    held = remapped.layout if remapped.linear is None else remapped.linear
+    for layout in (held, remapped.layout_kv) if mode == "qkv" else (held,):
+        assert np.ptp(layout.token_counts) <= 1
+    assert remapped.q_layout is plan.q_layout and remapped.kv_layout is plan.kv_layout
+    assert np.array_equal(remapped.work(), plan.work())
+    assert with_linear_layout(plan, mode, objective).layout.same_as(remapped.layout)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=7), st.integers(1, 6), st.sampled_from(MODES))
+def test_plans_of_parts_are_proved(lengths, ranks, mode) -> None:  # type: ignore[no-untyped-def]
+    plan = mixed_plan(Documents(lengths), ranks, ATTENTION)
+    if mode == "hidden" and all(part.q_layout.heads is not None for part in plan.parts):
+        return
+    remapped = with_linear_layout(plan, mode)
+    verify_plan(remapped)
+    held = remapped.layout if remapped.linear is None else remapped.linear
+    assert held.same_as(equal_token_layout(plan.layout, ranks, "minmax"))
+    assert remapped.order == plan.order
+
+
+def test_a_balanced_plan_stays_as_it_is() -> None:
+    plan = build_plan(Documents([64, 64]), Topology(1, 4), ATTENTION, "ring")
+    assert all(with_linear_layout(plan, mode) is plan for mode in MODES)
+
+
+def test_heads_are_split_straight_from_the_linear_layout() -> None:
+    """One move as before: from every rank's equal share to heads."""
+    plan = plan_of("hybrid")
+    remapped = with_linear_layout(plan)
+    assert not remapped.layout.same_as(plan.layout)
+    assert remapped.q_move is not None and remapped.q_move.target is plan.q_layout
+    assert remapped.linear is None
+
+
+@pytest.mark.parametrize("attention", [
+    ATTENTION,
+    AttentionConfig(heads=4, kv_heads=4, head_dim=16),
+    AttentionConfig(heads=2, kv_heads=2, head_dim=192, head_dim_v=128),
+])  # fmt: skip
+def test_bytes_of_qkv_are_those_of_the_plans_moves(attention: AttentionConfig) -> None:
+    plan = with_linear_layout(plan_of(attention=attention))
+    sent = traffic(plan)
+    rows = plan.q_move.sent().sum() // attention.heads  # type: ignore[union-attr]
+    assert rows > 0
+    row = remap_bytes(attention, hidden_size=64)["qkv"]
+    assert sent["move_forward"].sum() == row.forward * rows
+    assert sent["move_backward"].sum() == row.backward * rows
+
+
+@pytest.mark.parametrize(("attention", "hidden", "tensor", "shared", "mode"), [
+    (AttentionConfig(32, 32, 128), 4096, 1, False, "hidden"),  # 4 widths against 2
+    (AttentionConfig(32, 8, 128), 4096, 1, False, "hidden"),   # 2.5 against 2
+    (AttentionConfig(8, 2, 128), 4096, 4, False, "qkv"),       # a quarter of 2.5 against whole hidden states
+    (AttentionConfig(8, 2, 128), 4096, 4, True, "hidden"),     # a quarter of either
+    (AttentionConfig(8, 1, 128), 4096, 1, False, "qkv"),       # narrow heads: 18 * 128 against 64 * 128
+    (AttentionConfig(128, 128, 192, 128), 7168, 1, False, "hidden"),  # latent, unfolded: 640 * 128 against 112 * 128
+    (AttentionConfig(4, 4, 192, 128), 7168, 32, False, "qkv"),
+])  # fmt: skip
+def test_the_narrower_rows_move(attention: AttentionConfig, hidden: int, tensor: int, shared: bool, mode: str) -> None:
+    plan = plan_of(attention=replace(attention))
+    assert fewer_bytes(plan, hidden, tensor, shared) == mode
+    found = remap_bytes(attention, hidden, tensor, shared)
+    assert found[mode].total == min(found[name].total for name in MODES)
+
+
+def test_bytes_by_hand() -> None:
+    """Grouped queries: q and out of 32 heads, k and v of 8, 128 wide; hidden states of 4096; bf16."""
+    found = remap_bytes(AttentionConfig(32, 8, 128), 4096)
+    assert found["qkv"].forward == found["qkv"].backward == (32 + 32 + 8 + 8) * 128 * 2
+    assert found["hidden"].forward == found["hidden"].backward == 2 * 4096 * 2
+    assert remap_bytes(AttentionConfig(8, 2, 128), 4096, 4, True)["hidden"].total == 2 * 2 * 4096 * 2 / 4
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: with_linear_layout(plan_of(), "o"), "mode is 'o'; valid: qkv, hidden"),
+    (lambda: with_linear_layout(plan_of(), objective="max"), "objective is 'max'; valid: sum, minmax"),
+    (lambda: with_linear_layout(with_linear_layout(plan_of(), "hidden")), "has a linear layout already"),
+    (lambda: with_linear_layout(plan_of("hybrid"), "hidden"), "the plan splits the heads of all documents"),
+    (lambda: with_linear_layout(crossed(), "hidden"), "the plan is of cross-attention"),
+])  # fmt: skip
+def test_bad_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def crossed() -> Plan:
+    attention = replace(ATTENTION, mask="full")
+    return build_plan(Documents([9, 1]), Topology(1, 4), attention, "direct", Documents([3, 8]), layout="balanced")
