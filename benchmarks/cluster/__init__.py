@@ -1,17 +1,17 @@
 """A small cluster on one machine: real processes, real messages, links with limits.
 
     python -m benchmarks.cluster [rails] [mesh] [layer] [clean]     all three measurements, if none is named
-        [--preset a800] [--nodes 2] [--ranks-per-node 4] [--rate 200] [--in-node preset|free|mesh|switch]
+        [--preset a800] [--nodes 2] [--ranks-per-node 4] [--rate 100] [--in-node preset|free|mesh|switch]
         [--sets wikipedia prolong one] [--batches 5] [--tokens 4096] [--lengths-folder DIR] [--seed 0]
-        [--heads 32] [--kv-heads 32] [--head-dim 128] [--wire-dim 4] [--linear]
+        [--heads 32] [--kv-heads 32] [--head-dim 128] [--wire-dim 2] [--linear]
         [--only NAME ...] [--kernels modelled|run] [--repeat 3] [--json FILE]
 
 Needs root and iproute2 (ip, tc), and says so. Every rank is a process in a network namespace of its own; NICs are
-pairs of interfaces limited by tc's token bucket (`network.py` draws it); gloo carries the bytes. What is made has
+pairs of interfaces limited by tc (`network.py` draws it); gloo carries the bytes. What is made has
 names with this program's process number, and is removed at the end, on failure and on Ctrl-C. Only if the program
 itself is killed (SIGKILL) something stays: `clean` removes what such runs left, and nothing else.
 
-rails   One message between two nodes, over one NIC and over all; links in a node have no limit unless --in-node is given.
+rails   One message between two nodes, over one NIC and over all; links in a node have no limit, but with --in-node.
 mesh    One node with a link for each pair of ranks (preset a2): the ring against the direct exchange.
 layer   Forward and backward of one attention layer by the project's engine, with plans of build_plan, for batches drawn
         from the lengths of real documents, and for one long document. The time is that of the slowest rank, from one

@@ -17,7 +17,7 @@ import benchmarks.cluster
 from benchmarks.cluster import show
 from benchmarks.cluster.fabric import ClusterError, clean, cluster, leftovers, missing, run_ranks, terminated
 from benchmarks.cluster.scale import IN_NODE, Scale
-from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, draw, lengths_of, plan_for
+from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, plan_for
 from benchmarks.cluster.worker import Job
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cost import load_cluster
@@ -38,17 +38,22 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", help="a cluster of configs/clusters, or a file; default: a800, for mesh a2")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of an emulated NIC")
+    parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of an emulated NIC")
     parser.add_argument("--in-node", choices=IN_NODE, help="limits of links in a node; default: preset, for rails free")
-    parser.add_argument("--sets", nargs="+", default=["wikipedia", "prolong", "one"], help="<set>.npz; one: a document")
+    parser.add_argument(
+        "--sets", nargs="+", default=["wikipedia", "prolong", "one"], help="of lengths; one: one document"
+    )
     parser.add_argument("--batches", type=int, default=5, help="of each set")
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
-    parser.add_argument("--lengths-folder", type=Path, default=LENGTHS if LENGTHS.is_dir() else None)
+    parser.add_argument(
+        "--lengths-folder", type=Path, default=LENGTHS if LENGTHS.is_dir() else None,
+        help="of <set>.npz with real lengths; default: ../shared/data/lengths, if there; else the project's own bins",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--wire-dim", type=int, default=4, help="channels of a head that really travel")
+    parser.add_argument("--wire-dim", type=int, default=2, help="channels of a head that really travel")
     parser.add_argument("--linear", action="store_true", help="the layer's linear part takes its modelled time too")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of: {'; '.join(VARIANTS)}")
     parser.add_argument("--kernels", choices=("modelled", "run"), default="modelled")
@@ -110,15 +115,6 @@ def rails(args: argparse.Namespace, console: Any) -> dict[str, Any]:
     return {"what": "rails", "title": title, "rows": rows}
 
 
-def batches_of(args: argparse.Namespace, name: str, ranks: int) -> list[Batch]:
-    """The batches of a set."""
-    tokens = ranks * args.tokens
-    if name == "one":
-        return [Batch("one", 0, (tokens,))]
-    lengths = lengths_of(name, args.lengths_folder)
-    return [draw(name, lengths, number, tokens, args.seed) for number in range(args.batches)]
-
-
 def known(names: list[str], batch: Batch, scale: Scale, nodes: int, console: Any) -> list[str]:
     """Those variants that this version can plan; a line for each of the others."""
     out = []
@@ -138,10 +134,13 @@ def layers(
     """One layer by several plans, on every set."""
     scale = scale_of(args, preset)
     shape = scale.shape(nodes, in_node)
-    sets = {name: batches_of(args, name, shape.ranks) for name in args.sets}
+    tokens, folder = shape.ranks * args.tokens, args.lengths_folder
+    sets = {name: batches_of(name, args.batches, tokens, folder, args.seed) for name in args.sets}
     first = next(iter(sets.values()))[0]
     console.print(scale.told(nodes, in_node), highlight=False)
     timed = "take their modelled time" if args.kernels == "modelled" else "run on this machine's cores"
+    origin = f"from {folder}" if folder else "from the project's bins"
+    console.print(f"lengths of documents {origin}", highlight=False)
     console.print(f"kernels {timed}{'; so does the linear part' if args.linear else ''}", highlight=False)
     names = known(variants, first, scale, nodes, console)
     batches = tuple(batch for found in sets.values() for batch in found)

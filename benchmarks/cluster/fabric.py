@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cluster.network import Names, Shape, commands, remove
 
@@ -61,15 +62,21 @@ def cluster(shape: Shape) -> Iterator[Names]:
     if lack is not None:
         raise ClusterError(lack)
     names = Names(f"{PREFIX}{os.getpid()}-")
+    if made(names):
+        raise ClusterError(f"namespaces {', '.join(made(names))} exist, and are not of this run; `clean` removes them")
     try:
         for command in commands(shape, names):
             run(command)
         yield names
     finally:
         with _unbroken():
-            there = {path.name for path in Path("/run/netns").glob(f"{names.prefix}*")}
-            for command in remove([name for name in names.all(shape) if name in there]):
+            for command in remove(made(names)):
                 run(command)
+
+
+def made(names: Names) -> list[str]:
+    """Namespaces of a run that there are."""
+    return sorted(path.name for path in Path("/run/netns").glob(f"{names.prefix}*"))
 
 
 def run(command: Sequence[str]) -> None:
@@ -103,22 +110,14 @@ def run_ranks(
     Raises:
         ClusterError: a rank failed; names it, with the last line that it wrote.
     """
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "nic", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    settings = {"GLOO_SOCKET_IFNAME": "nic", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(shape.ranks):
             inside = ["ip", "netns", "exec", names.rank(rank), *command(rank)]
             with Path(folder, f"rank{rank}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        inside,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env=environment,
-                        start_new_session=True,
-                    )
-                )
+                how: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                processes.append(subprocess.Popen(inside, env={**os.environ, **settings}, **how))
         while True:
             codes = [process.poll() for process in processes]
             watch()

@@ -7,7 +7,7 @@ holds the fabric. The routes of a rank decide which link a connection takes, by 
     rank ---- in -----[ bridge of the node ]-- ...                               to ranks of its node: a switch
     rank ---- in3 ------------------------ in0 ---- rank                         to each of them apart: a mesh
 
-The NIC's limit is on both ends of the pair up/down: tbf shapes what leaves an interface, so `up` limits what the NIC's
+The NIC's limit is on both ends of the pair up/down: tc shapes what leaves an interface, so `up` limits what the NIC's
 ranks send and `down` what they receive, whoever sends it. Links inside a node have such a limit at both ends too, or
 none. All gloo connections of a rank start from its one address, so what rank i sends to rank j leaves by i's NIC and
 arrives by j's.
@@ -20,6 +20,9 @@ from dataclasses import dataclass
 MTU = 9000  # fewer packets; headers are 0.7 % of a full one
 RECEIVE_WINDOW = 1 << 20  # bytes that a connection may have on its way
 QUEUE = 32 << 20  # more than all windows that meet in one queue: nothing is ever dropped
+
+#: A TCP packet without data: 20 + 32 bytes of headers and nothing behind them.
+ACKNOWLEDGEMENT = ["match", "ip", "protocol", "6", "0xff", "match", "u16", "52", "0xffff", "at", "2"]
 
 #: For every namespace: no loss, no discovery of rates, no slow start after a pause, which RDMA does not have either.
 SETTINGS = {
@@ -135,11 +138,27 @@ def remove(names: list[str]) -> list[Command]:
     return [["ip", "netns", "delete", name] for name in names]
 
 
-def tbf(rate: int) -> list[str]:
-    """The limiter for a rate in bits/second: a burst of a millisecond, two full packets at least; its queue drops
-    nothing."""
-    burst = max(2 * (MTU + 100), rate // 8 // 1000)
-    return ["tbf", "rate", f"{rate}bit", "burst", str(burst), "limit", str(QUEUE)]
+def limiter(space: str, device: str, rate: int) -> list[Command]:
+    """Limits what leaves an interface to a rate in bits/second: bursts of a millisecond, two full packets at least; its
+    queue drops nothing. Bare acknowledgements pass first: behind the data of the other direction they would hold up
+    their own, and two busy directions would reach half of the rate (Zhang, Shenker and Clark, SIGCOMM 1991)."""
+    burst = str(max(2 * (MTU + 100), rate // 8 // 1000))
+    tc, on = ["tc", "-n", space], ["dev", device]
+    bursts = ["burst", burst, "cburst", burst, "quantum", str(2 * MTU)]
+
+    def kind(number: int, share: int, order: int) -> Command:
+        rates = ["rate", f"{share}bit", "ceil", f"{rate}bit"]
+        under = ["parent", "1:1", "classid", f"1:{number}"]
+        return [*tc, "class", "add", *on, *under, "htb", *rates, "prio", str(order), *bursts]
+
+    return [
+        [*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "3"],
+        [*tc, "class", "add", *on, "parent", "1:", "classid", "1:1", "htb", "rate", f"{rate}bit", *bursts],
+        kind(2, rate // 20, 0),
+        kind(3, rate - rate // 20, 1),
+        [*tc, "qdisc", "add", *on, "parent", "1:3", "bfifo", "limit", str(QUEUE)],
+        [*tc, "filter", "add", *on, "parent", "1:", "protocol", "ip", "u32", *ACKNOWLEDGEMENT, "flowid", "1:2"],
+    ]
 
 
 def _mesh(shape: Shape, names: Names) -> list[Command]:
@@ -185,7 +204,7 @@ def _link(one: tuple[str, str], other: tuple[str, str], rate: int | None) -> lis
     for where, end in (one, other):
         out.append(["ip", "-n", where, "link", "set", end, "addrgenmode", "none", "up"])
         if rate is not None:
-            out.append(["tc", "-n", where, "qdisc", "replace", "dev", end, "root", *tbf(rate)])
+            out += limiter(where, end, rate)
     return out
 
 

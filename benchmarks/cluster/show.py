@@ -29,6 +29,7 @@ class Figure:
         counted: bytes that NICs sent, as they counted them.
         busiest: share of its rate that the busiest direction of a NIC has over the whole time, mean.
         cores: busy cores of this machine, mean.
+        own: of these, those that the ranks kept busy.
     """
 
     variant: str
@@ -40,6 +41,7 @@ class Figure:
     counted: float
     busiest: float
     cores: float
+    own: float
 
 
 def wrong_bytes(rows: Iterable[Row]) -> list[str]:
@@ -97,6 +99,7 @@ def figures(rows: Sequence[Row], shape: Shape, base: str) -> list[Figure]:
                 statistics.mean(sum(rank["nic_sent"] for rank in row["ranks"]) for row in mine),
                 statistics.mean(busiest_nic(row, shape) * 8 / shape.nic_rate / row["seconds"] for row in mine),
                 statistics.mean(row["ranks"][0]["cores"] for row in mine),
+                statistics.mean(sum(rank["own"] for rank in row["ranks"]) for row in mine),
             )
         )
     return out
@@ -108,7 +111,7 @@ def layer_table(title: str, found: Sequence[Figure], factor: float, base: str) -
     table.add_column("")
     heads = (
         "ms here", "ms at full speed", f"x {base}: mean", "least", "most", "busy", "imbalance", "MB over NICs: handed",
-        "counted", "busiest NIC", "cores",
+        "counted", "busiest NIC", "cores: ranks' of all",
     )  # fmt: skip
     for head in heads:
         table.add_column(head, justify="right")
@@ -117,7 +120,8 @@ def layer_table(title: str, found: Sequence[Figure], factor: float, base: str) -
         ratios = [f"{f(one.ratios):.2f}" for f in (statistics.mean, min, max)] if one.ratios else ["", "", ""]
         table.add_row(
             one.variant, f"{mean:.0f}", f"{mean / factor:.2f}", *ratios, f"{one.busy:.0%}", f"{one.imbalance:.2f}",
-            f"{one.planned / 1e6:.2f}", f"{one.counted / 1e6:.2f}", f"{one.busiest:.0%}", f"{one.cores:.1f}",
+            f"{one.planned / 1e6:.2f}", f"{one.counted / 1e6:.2f}", f"{one.busiest:.0%}",
+            f"{one.own:.1f} of {one.cores:.1f}",
         )  # fmt: skip
     return table
 

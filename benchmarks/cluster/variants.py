@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.cluster.scale import Scale
 from mindspeed_cp import Documents, Plan, build_plan
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.cost import sample_batch
 
 BASE = "even-split ring"
 
@@ -46,44 +44,20 @@ class Batch:
     lengths: tuple[int, ...]
 
 
-def draw(name: str, lengths: np.ndarray, number: int, tokens: int, seed: int = 0) -> Batch:
-    """Batch `number` of a set: documents drawn at random until it is full, cut at its end.
+def batches_of(name: str, count: int, tokens: int, folder: Path | None = None, seed: int = 0) -> list[Batch]:
+    """The batches of a set.
 
     Args:
-        name: of the set.
-        lengths: of the set's documents, or what they are drawn from, with repetition.
-        number: another number, another batch.
-        tokens: of the batch.
-        seed: of the draw.
+        name: "one": a single document; else as for :func:`mindspeed_cp.cost.sample_batch`.
+        count: of batches; one document is one batch.
+        tokens: of a batch.
+        folder: of real lengths; None: they are drawn from the project's own bins.
+        seed: of the first batch; the next number is that of the next.
     """
-    rng = np.random.default_rng((seed, number))
-    found: list[int] = []
-    left = tokens
-    while left:
-        length = min(int(lengths[rng.integers(len(lengths))]), left)
-        if length:
-            found.append(length)
-            left -= length
-    return Batch(name, number, tuple(found))
-
-
-def lengths_of(name: str, folder: Path | None) -> np.ndarray:
-    """Lengths of the documents of a set.
-
-    Args:
-        name: of the set: <folder>/<name>.npz with an array `lengths`.
-        folder: of such files.
-
-    Raises:
-        ConfigError: there is no such file, or it holds no lengths.
-    """
-    path = None if folder is None else folder / f"{name}.npz"
-    if path is None or not path.is_file():
-        raise ConfigError(f"set {name!r}: there is no {path}; valid: --lengths-folder with {name}.npz, or set one")
-    with np.load(path) as file:
-        if "lengths" not in file or file["lengths"].ndim != 1 or not len(file["lengths"]):
-            raise ConfigError(f"{path}: has no list `lengths`; valid: an .npz with one, in tokens")
-        return np.asarray(file["lengths"].astype(np.int64))
+    if name == "one":
+        return [Batch("one", 0, (tokens,))]
+    drawn = [sample_batch(name, tokens, seed + number, folder=folder) for number in range(count)]
+    return [Batch(name, number, tuple(lengths.tolist())) for number, lengths in enumerate(drawn)]
 
 
 def plan_for(name: str, batch: Batch, scale: Scale, nodes: int) -> Plan:
@@ -104,9 +78,11 @@ def plan_for(name: str, batch: Batch, scale: Scale, nodes: int) -> Plan:
 def narrowed(plan: Plan, scale: Scale) -> Plan:
     """The same plan for the narrower rows that really travel: the same rows, tiles and messages."""
 
-    def narrow(program: Any) -> Any:
-        return replace(program, attention=scale.wire)
-
-    parts = getattr(plan, "parts", ())
-    more = {"parts": tuple(narrowed(part, scale) for part in parts)} if parts else {}
-    return replace(plan, attention=scale.wire, forward=narrow(plan.forward), backward=narrow(plan.backward), **more)
+    wire = scale.wire
+    return replace(
+        plan,
+        attention=wire,
+        forward=replace(plan.forward, attention=wire),
+        backward=replace(plan.backward, attention=wire),
+        parts=tuple(narrowed(part, scale) for part in plan.parts),
+    )

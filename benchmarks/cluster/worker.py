@@ -26,9 +26,10 @@ from benchmarks.cluster.rails import MESSAGES
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.variants import Batch, narrowed, plan_for
 from mindspeed_cp import context_parallel_attention
-from mindspeed_cp.comm import Pending, Transfer, Transport
+from mindspeed_cp.comm import Pending, Transfer, Transport, move_of, start_moves
 from mindspeed_cp.cost import ComputeCost
 from mindspeed_cp.engine import prepare
+from mindspeed_cp.layout import Redistribution
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Plan, traffic
 
@@ -78,15 +79,15 @@ class Rank:
             told: written beside the figures.
         """
         with handed(self.job.shape.ranks) as sent:
-            links, cpu = counters(), busy_cores()
+            links, cpu, own = counters(), busy_cores(), time.process_time()
             begin = self._start()
             run()
             spent = time.monotonic() - begin
             dist.barrier()
-            after, cpu = counters(), busy_cores() - cpu
+            after, cpu, own = counters(), busy_cores() - cpu, time.process_time() - own
         elapsed = time.monotonic() - begin
         mine = {
-            "seconds": spent, "handed": sent, "cores": cpu / elapsed, "rank": self.rank,
+            "seconds": spent, "handed": sent, "cores": cpu / elapsed, "own": own / elapsed,
             **{key: after[key] - links[key] for key in links},
         }  # fmt: skip
         everybody: list[Any] = [None] * self.job.shape.ranks
@@ -148,13 +149,14 @@ def layer(rank: Rank) -> None:
     for batch in job.batches:
         plans = {name: plan_for(name, batch, job.scale, job.shape.nodes) for name in job.variants}
         plans = {name: narrowed(plan, job.scale) for name, plan in plans.items()}
+        planned = {name: planned_bytes(plan) for name, plan in plans.items()}
+        busy = {name: busy_seconds(plan, model) for name, plan in plans.items()}
         runs = {name: layer_run(plan, me, model, job) for name, plan in plans.items()}
         for repeat in range(job.repeat):
             for name, run in runs.items():
                 rank.time(
                     run, batch=batch.name, number=batch.number, documents=len(batch.lengths), variant=name,
-                    repeat=repeat, planned=traffic(plans[name], DTYPE.itemsize)["total"].tolist(),
-                    busy=busy_seconds(plans[name], model),
+                    repeat=repeat, planned=planned[name], busy=busy[name],
                 )  # fmt: skip
 
 
@@ -162,42 +164,89 @@ def layer_run(plan: Plan, rank: int, model: ModelledAttention, job: Job) -> Call
     """This rank's share of a layer."""
     a, backend = plan.attention, model if job.kernels == "modelled" else None
     rows, kv_rows = int(plan.layout.token_counts[rank]), int(plan.layout_kv.token_counts[rank])
+    shapes = (
+        (rows, a.heads, a.head_dim),
+        (kv_rows, a.kv_heads, a.head_dim),
+        (kv_rows, a.kv_heads, a.head_dim_v),
+        (rows, a.heads, a.head_dim_v),
+    )
     generator = torch.Generator().manual_seed(rank)
     q, k, v, dout = (
-        torch.randn(shape, generator=generator).to(DTYPE).requires_grad_(i < 3)
-        for i, shape in enumerate(
-            [
-                (rows, a.heads, a.head_dim),
-                (kv_rows, a.kv_heads, a.head_dim),
-                (kv_rows, a.kv_heads, a.head_dim_v),
-                (rows, a.heads, a.head_dim_v),
-            ]
-        )
+        torch.randn(shape, generator=generator).to(DTYPE).requires_grad_(i < 3) for i, shape in enumerate(shapes)
     )
     prepare(plan, rank, DTYPE, backend)
+    border = Border(plan, rank)
 
     def run() -> None:
+        border.there()
         out = context_parallel_attention(q, k, v, plan, backend=backend, timeout=300.0)
+        border.back()
         if job.linear:
-            model.linear(rows)
-            model.linear(rows, backward=True)
+            model.linear(border.rows)
+            model.linear(border.rows, backward=True)
+        border.there()
         torch.autograd.grad(out, (q, k, v), dout)
+        border.back()
 
     return run
 
 
+class Border:
+    """Moves hidden states between the layouts of linear layers and of attention, where a plan says so; hidden states
+    are as wide as all heads.
+
+    Attributes:
+        rows: of this rank's linear layers.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        linear = plan.layout if plan.linear is None else plan.linear
+        self.rows = int(linear.token_counts[rank])
+        between = Redistribution.between(linear, plan.layout, 1)
+        width, cpu = hidden(plan), torch.device("cpu")
+        self._moves = None
+        if between is not None:
+            self._moves = move_of(between, rank, cpu), move_of(between, rank, cpu, adjoint=True)
+            self._held = [torch.zeros(n, 1, width, dtype=DTYPE) for n in (self.rows, plan.layout.token_counts[rank])]
+            self._transport = Transport(None)
+
+    def there(self) -> None:
+        """From the linear layout to attention's."""
+        self._move(0)
+
+    def back(self) -> None:
+        """From attention's layout to the linear one."""
+        self._move(1)
+
+    def _move(self, way: int) -> None:
+        if self._moves is not None:
+            start_moves([(self._held[way], self._moves[way])], self._transport, "hidden states")()
+
+
+def hidden(plan: Plan) -> int:
+    """Channels of a hidden state: those of all heads."""
+    return plan.attention.heads * plan.attention.head_dim
+
+
+def planned_bytes(plan: Plan) -> list[int]:
+    """Bytes that each rank sends in a layer, forward and backward, as the plan has them."""
+    sent = traffic(plan, DTYPE.itemsize)["total"]
+    between = None if plan.linear is None else Redistribution.between(plan.linear, plan.layout, 1)
+    if between is not None:
+        sent = sent + 2 * (between.sent() + between.sent(adjoint=True)) * hidden(plan) * DTYPE.itemsize
+    return [int(size) for size in sent]
+
+
 def busy_seconds(plan: Plan, model: ModelledAttention) -> list[float]:
     """Modelled seconds that each rank computes attention, forward and backward."""
-    out = []
-    for rank in range(plan.ranks):
-        low, high = plan.q_layout.head_range(rank, plan.attention.heads)
-        share = (high - low) / plan.attention.heads
-        rows = int(plan.q_layout.token_counts[rank])
-        total = 0.0
-        for program, lower in ((plan.forward, model.lower_forward), (plan.backward, model.lower_backward)):
-            lowered = lower(program.tiles(rank), rows, plan.attention, DTYPE)
-            total += sum(work.math * share + work.launch for calls in lowered.values() for work in calls)
-        out.append(total)
+    out = [0.0] * plan.ranks
+    for piece in plan.pieces:
+        for rank in range(plan.ranks):
+            low, high = piece.q_layout.head_range(rank, piece.attention.heads)
+            share, rows = (high - low) / piece.attention.heads, int(piece.q_layout.token_counts[rank])
+            for program, lower in ((piece.forward, model.lower_forward), (piece.backward, model.lower_backward)):
+                lowered = lower(program.tiles(rank), rows, piece.attention, DTYPE)
+                out[rank] += sum(work.math * share + work.launch for calls in lowered.values() for work in calls)
     return out
 
 
