@@ -22,6 +22,7 @@ from torch import Tensor
 from mindspeed_cp.config import Settings
 from mindspeed_cp.data import Dealer, PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
+from mindspeed_cp.engine.remap import remap_of
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
 from mindspeed_cp.ops.attention import backend_of
 from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
@@ -168,6 +169,9 @@ class Batches:
             verify_plan(plan)
         device = self._world.device
         prepare(plan, self._world.cp_rank, self._dtype, backend_of(self._suite, device.type), device)
+        if plan.linear is not None:  # moves of hidden states: under sequence parallelism, of this rank's share of rows
+            shares = self._rows_multiple
+            remap_of(plan, self._world.cp_rank * shares + self._world.rank % shares, device, shares, shares)
 
     def _make(self, row: PackedRow) -> MicroBatch:
         suite, rank = self._suite, self._world.cp_rank
