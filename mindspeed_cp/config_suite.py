@@ -93,13 +93,13 @@ class SuiteSettings(Section):
         "batched",
     )
     hccl_buffer_mb: Count | None = Field(
-        default=None, description="buffer of each HCCL communicator of the lanes, twice; null: HCCL_BUFFSIZE"
+        default=None, description="buffer of each HCCL communicator of the run, twice; null: HCCL_BUFFSIZE"
     )
     hccl_traffic_class: Natural | None = Field(
-        default=None, description="network traffic class of the lanes; null: HCCL's"
+        default=None, description="network traffic class of HCCL's communicators; null: HCCL's"
     )
     hccl_service_level: Natural | None = Field(
-        default=None, description="network service level of the lanes; null: HCCL's"
+        default=None, description="network service level of HCCL's communicators; null: HCCL's"
     )
     timeout_seconds: Positive = Field(default=600.0, description="how long a rank waits for another before it gives up")
     verify_plans: bool = Field(
@@ -130,7 +130,7 @@ class SuiteSettings(Section):
 
     @property
     def group_options(self) -> dict[str, int]:
-        """What HCCL is told about the lanes, as open_lanes takes it."""
+        """What HCCL is told about the groups of a run, as open_lanes takes it."""
         names = ("buffer_mb", "traffic_class", "service_level")
         given = {name: getattr(self, f"hccl_{name}") for name in names}
         return {name: value for name, value in given.items() if value is not None}
@@ -179,10 +179,6 @@ class SuiteSettings(Section):
                     f"to leave it out: {name}: null, on the command line --set context_parallel_suite.{name}=null"
                 )
                 raise bad_value(name, value, rule)
-        if self.group_options and not self.uses_lanes:
-            name = f"hccl_{next(iter(self.group_options))}"
-            rule = f"is of the lanes, and p2p = {self.p2p} with algorithm {self.algorithm} has none; give p2p: lanes"
-            raise bad_value(name, getattr(self, name), rule)
         for name in ("cp_window_size", "ulysses_degree"):
             if getattr(self, name) is not None:
                 _divides(name, getattr(self, name), ranks)

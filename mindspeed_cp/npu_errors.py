@@ -71,6 +71,4 @@ def operator_line(text: str, call: str = "") -> str:
 
 def device_line(text: str) -> str:
     """One line for a device that failed; the operator to blame may have been called long before."""
-    return (
-        f"the NPU failed: {cause(text)}; ASCEND_LAUNCH_BLOCKING=1 names the operator, the logs in ~/ascend/log the cause"
-    )
+    return f"the NPU failed: {cause(text)}; ASCEND_LAUNCH_BLOCKING=1 names it, the logs in ~/ascend/log the cause"

@@ -413,14 +413,8 @@ def test_ranks_must_make_whole_replicas_and_share_the_batch() -> None:
 def test_lanes_are_for_rings_unless_told(values: dict[str, object], lanes: bool) -> None:
     suite = SuiteSettings(context_parallel_size=4, **values)
     assert suite.uses_lanes is lanes and suite.group_options == {}
-    if lanes:
-        with_options = SuiteSettings(context_parallel_size=4, **values, hccl_buffer_mb=50, hccl_traffic_class=0)
-        assert with_options.group_options == {"buffer_mb": 50, "traffic_class": 0}
-        return
-    with pytest.raises(
-        ConfigError, match=r"hccl_buffer_mb = 50: is of the lanes, and p2p = .* has none; give p2p: lanes"
-    ):
-        SuiteSettings(context_parallel_size=4, **values, hccl_buffer_mb=50)
+    with_options = SuiteSettings(context_parallel_size=4, **values, hccl_buffer_mb=50, hccl_traffic_class=0)
+    assert with_options.group_options == {"buffer_mb": 50, "traffic_class": 0}  # of all groups
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ give TORCH_HCCL_ASYNC_ERROR_HANDLING 1
 
 # --- HCCL: memory and network -----------------------------------------------------------------------------------------
 
-# MB of a communicator's buffer, of which it has two; 200 is CANN's default, set so that the log says it (CANN).  For
-# the ring's own groups context_parallel_suite.hccl_buffer_mb goes before it.
+# MB of a communicator's buffer, of which it has two; 200 is CANN's default, set so that the log says it (CANN).  Where
+# context_parallel_suite.hccl_buffer_mb is given, that goes before it.
 give HCCL_BUFFSIZE 200
 
 # MB of the buffers of the communicators of one pair, which isend and irecv make; 20 is the default, and 0 makes them

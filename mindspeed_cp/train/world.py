@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.comm import open_lanes
+from mindspeed_cp.comm.lanes import group_options
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import data_parallel_size
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.train.device import memory_of, pick_device
+from mindspeed_cp.train.groups import groups_with
 from mindspeed_cp.train.memory import check_memory
 
 with megatron_imports():
@@ -99,7 +100,11 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     # torchrun may start ranks again over the same store, where their first attempt's addresses still are.
     store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     libraries = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{LIBRARIES[device.type]}"
-    dist.init_process_group(libraries, store=store, rank=rank, world_size=size, timeout=timeout)
+    suite = settings.context_parallel_suite
+    library = LIBRARIES.get(device.type, "gloo")
+    options = suite.group_options if library == "hccl" else {}
+    made = group_options(library, options)
+    dist.init_process_group(libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=made)
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.callback(dist.destroy_process_group)
@@ -107,18 +112,16 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
             stack.push(_destroy_groups)
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(megatron_on(device))
-        train, cp = settings.train, settings.context_parallel_suite.context_parallel_size
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=train.tensor_model_parallel_size,
-            context_parallel_size=cp,
-            expert_model_parallel_size=train.expert_model_parallel_size,
-            expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
-            distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
-        )
-        _set_timeouts(timeout)
-        suite = settings.context_parallel_suite
+        train, cp = settings.train, suite.context_parallel_size
+        with groups_with(timeout, library, options):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=train.tensor_model_parallel_size,
+                context_parallel_size=cp,
+                expert_model_parallel_size=train.expert_model_parallel_size,
+                expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
+            )
         if device.type != "cpu" and cp > 1 and suite.uses_lanes:
-            open_lanes(parallel_state.get_context_parallel_group(), device, timeout, suite.group_options)
+            open_lanes(parallel_state.get_context_parallel_group(), device, timeout, options)
         yield World(
             rank=rank,
             size=size,
@@ -153,12 +156,6 @@ def unused_device(device: torch.device) -> str | None:
     if device.type == "cpu" and torch.cuda.is_available():
         return "a CUDA device"
     return None
-
-
-def _set_timeouts(timeout: timedelta) -> None:
-    """Give Megatron's groups the time-out to the second: Megatron makes them with whole minutes."""
-    for group in parallel_state._global_process_group_list or ():
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
