@@ -130,8 +130,6 @@ def _measure_links(
                 "--base with its ranks_per_node"
             )
         return [], request.nproc
-    from mindspeed_cp.calibrate.links import measure_local_links
-
     if launched:
         return _measure_launched(kind)
     ranks = request.nproc if request.nproc is not None else _default_ranks(kind)
@@ -146,6 +144,8 @@ def _measure_links(
         base.with_ranks(ranks)
     if kind == "npu" and ranks > _default_ranks(kind):
         raise ConfigError(f"--nproc {ranks}: this machine has {_default_ranks(kind)} NPUs; every rank needs its own")
+    from mindspeed_cp.calibrate.links import measure_local_links
+
     return measure_local_links(kind, ranks), ranks
 
 

@@ -1,4 +1,4 @@
-"""What is installed: the operators inside the package, and nothing under their generic names."""
+"""What is installed: operators and presets inside the package, and nothing under their generic names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("ops", "ascend_kernels")
+DATA = {"cost/clusters": "configs/clusters", "cost/length_bins": "configs/lengths"}
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "ops").is_dir(), reason="a source distribution holds real folders in place of the links"
@@ -25,7 +26,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what setuptools reads, links kept as links."""
     copy = tmp_path_factory.mktemp("packaging") / "checkout"
     copy.mkdir()
-    for name in ("mindspeed_cp", *LINKED):
+    for name in ("mindspeed_cp", "configs", *LINKED):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -51,6 +52,12 @@ def test_the_links_are_relative_and_lead_to_the_top_folders(name: str) -> None:
     assert link.resolve() == ROOT / name and (link / "__init__.py").is_file()
 
 
+@pytest.mark.parametrize("name", DATA)
+def test_the_links_to_presets_are_relative_and_lead_to_configs(name: str) -> None:
+    link = ROOT / "mindspeed_cp" / name
+    assert os.readlink(link) == f"../../{DATA[name]}" and link.resolve() == ROOT / DATA[name]
+
+
 def test_a_wheel_holds_the_linked_packages_and_one_top_level_name(checkout: Path) -> None:
     with zipfile.ZipFile(build(checkout, "wheel")) as wheel:
         names = wheel.namelist()
@@ -59,25 +66,30 @@ def test_a_wheel_holds_the_linked_packages_and_one_top_level_name(checkout: Path
         inside = {f"mindspeed_cp/{name}/{source}" for source in sources(ROOT / name)}
         assert inside and inside <= set(names)
     assert "mindspeed_cp/py.typed" in names
+    for name, folder in DATA.items():
+        presets = {f"mindspeed_cp/{name}/{path.name}" for path in (ROOT / folder).iterdir()}
+        assert presets and presets == {found for found in names if found.startswith(f"mindspeed_cp/{name}/")}
 
 
 def test_a_wheel_made_from_a_source_distribution_is_the_same(checkout: Path, tmp_path: Path) -> None:
     with tarfile.open(build(checkout, "sdist")) as archive:
         archive.extractall(tmp_path)
     (unpacked,) = tmp_path.iterdir()
-    assert not (unpacked / "mindspeed_cp" / "ops").is_symlink()
+    for name in ("ops", *DATA):
+        assert not (unpacked / "mindspeed_cp" / name).is_symlink()
     wheels = [build(checkout, "wheel"), build(unpacked, "wheel")]
     names = [sorted(name for name in zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
     assert names[0] == names[1]
 
 
-def test_a_checkout_that_lost_its_links_is_refused(checkout: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "target"), [("ops", "../ops"), ("cost/clusters", "../../configs/clusters")])
+def test_a_checkout_that_lost_its_links_is_refused(name: str, target: str, checkout: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkout, broken, symlinks=True)
-    (broken / "mindspeed_cp" / "ops").unlink()
-    (broken / "mindspeed_cp" / "ops").write_text("../ops")  # what git writes where links are not allowed
+    (broken / "mindspeed_cp" / name).unlink()
+    (broken / "mindspeed_cp" / name).write_text(target)  # what git writes where links are not allowed
     done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=broken, capture_output=True, text=True)
-    assert done.returncode == 1 and "must be a link to ../ops" in done.stderr and "core.symlinks=true" in done.stderr
+    assert done.returncode == 1 and f"must be a link to {target}" in done.stderr and "core.symlinks=true" in done.stderr
 
 
 @pytest.mark.parametrize("name", LINKED)

@@ -51,7 +51,7 @@ class ClusterSettings(Section):
         most = self.pair_bandwidth * (1 if self.fabric == "switch" else max(1, self.ranks_per_node - 1))
         if not self.pair_bandwidth <= self.rank_bandwidth <= most * (1 + 1e-6):
             links = (
-                "the port of a switch is shared by all pairs: both are the same"
+                f"must be pair_bandwidth, {self.pair_bandwidth:g}: with fabric: switch a rank has one port"
                 if self.fabric == "switch"
                 else f"must be from pair_bandwidth to pair_bandwidth * {max(1, self.ranks_per_node - 1)} = {most:g}"
             )

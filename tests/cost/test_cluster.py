@@ -1,0 +1,126 @@
+"""Presets: they load, they say where their numbers are from, and what is wrong in one is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_cp.cost import Cluster, cluster_names, load_cluster
+from mindspeed_cp.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CLUSTERS = ROOT / "configs" / "clusters"
+NAMES = ("a2", "a3", "a800", "h200", "h800")
+KEYS = [field.name for field in dataclasses.fields(Cluster)]
+
+
+def changed(tmp_path: Path, pattern: str, into: str, preset: str = "a2") -> Path:
+    """A preset with one line changed."""
+    text, count = re.subn(pattern, into, (CLUSTERS / f"{preset}.yaml").read_text("utf-8"), flags=re.MULTILINE)
+    assert count == 1
+    path = tmp_path / "changed.yaml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_the_presets_are_those_of_the_folder() -> None:
+    assert tuple(cluster_names()) == NAMES == tuple(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_loads_and_each_of_its_numbers_has_a_source(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name and cluster == load_cluster(CLUSTERS / f"{name}.yaml")
+    lines = [line for line in (CLUSTERS / f"{name}.yaml").read_text("utf-8").splitlines() if line[0] != "#"]
+    assert [line.split(":")[0] for line in lines] == KEYS
+    told = [line.split(":")[0] for line in lines if "#" in line]
+    assert set(KEYS) - set(told) <= {"name", "ranks_per_node", "rank_bandwidth"}, "a number without its source"
+    nics = [cluster.nic_of(rank) for rank in range(cluster.ranks_per_node)]
+    assert sorted(set(nics)) == list(range(cluster.nics_per_node)) and nics == sorted(nics)
+    assert cluster.effective_nic == cluster.nic_bandwidth * cluster.communication_efficiency
+    if cluster.fabric == "mesh":
+        assert cluster.rank_bandwidth == cluster.pair_bandwidth * (cluster.ranks_per_node - 1)
+    else:
+        assert cluster.rank_bandwidth == cluster.pair_bandwidth
+
+
+def test_the_presets_are_the_published_machines() -> None:
+    a2, a3, a800, h200 = (load_cluster(name) for name in ("a2", "a3", "a800", "h200"))
+    assert (a2.fabric, a2.pair_bandwidth, a2.rank_bandwidth, a2.nic_bandwidth) == ("mesh", 28e9, 196e9, 25e9)
+    assert (a3.ranks_per_node, a3.nic_bandwidth, a3.network_latency) == (16, 196e9, 5.5e-6)
+    assert (a800.nics_per_node, a800.nic_bandwidth, a800.peak_flops) == (4, 25e9, 312e12)
+    assert (h200.pair_bandwidth, h200.nic_bandwidth, h200.memory) == (450e9, 50e9, 141e9)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_missing_number_is_named(key: str, tmp_path: Path) -> None:
+    path = changed(tmp_path, rf"^{key}:.*\n", "")
+    with pytest.raises(ConfigError, match=rf"changed\.yaml: {key}: is missing"):
+        load_cluster(path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "into", "message"),
+    [
+        (r"^launch:", "lunch:", r"changed\.yaml:\d+: lunch: unknown key; did you mean launch\?"),
+        (r"^nic_bandwidth: \S+", "nic_bandwidth: -1", r"nic_bandwidth = -1: must be a number > 0"),
+        (r"^nic_bandwidth: \S+", "nic_bandwidth: 25 GB", r'nic_bandwidth = "25 GB": must be a number'),
+        (r"^nic_bandwidth: \S+", "nic_bandwidth: null", r"nic_bandwidth = null: must be a number"),
+        (r"^memory: \S+", "memory: .inf", r"memory = Infinity: must be a number"),
+        (r"^ranks_per_node: 8", "ranks_per_node: 0", r"ranks_per_node = 0: must be an integer >= 1"),
+        (r"^fabric: mesh", "fabric: torus", r'fabric = "torus": must be one of mesh, switch'),
+        (r"^linear_efficiency: 0.7", "linear_efficiency: 1.7", r"linear_efficiency = 1.7: must be a number > 0 and <= 1"),
+        (r"^rank_bandwidth: \S+", "rank_bandwidth: 300e9", r"rank_bandwidth = 3.*must be from pair_bandwidth to .*1.96e\+11"),
+        (r"^rank_bandwidth: \S+", "rank_bandwidth: 1e9", r"rank_bandwidth = 1.*must be from pair_bandwidth to"),
+        (r"^fabric: mesh", "fabric: switch", r"rank_bandwidth = 196.*: must be pair_bandwidth, 2.8e\+10: with fabric: switch"),
+        (r"^launch: \S+", "launch: 10", r"launch = 10: must be a number >= 0 and <= 1"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(pattern: str, into: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_cluster(changed(tmp_path, pattern, into))
+    assert "\n" not in str(error.value) and "changed.yaml:" in str(error.value)
+
+
+def test_an_unknown_preset_is_answered_with_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"cluster 'h20': no such preset; did you mean h200\? valid: a2, a3, a800"):
+        load_cluster("h20")
+    with pytest.raises(ConfigError, match=r"no/such\.yaml: no such file"):
+        load_cluster("no/such.yaml")
+
+
+def test_a_change_is_checked_and_a_wrong_name_is_refused() -> None:
+    a2 = load_cluster("a2")
+    assert a2.with_(nic_bandwidth=50e9).nic_bandwidth == 50e9 and a2.nic_bandwidth == 25e9
+    with pytest.raises(ConfigError, match="nic_speed: unknown key of a cluster; valid: name"):
+        a2.with_(nic_speed=1.0)
+    with pytest.raises(ConfigError, match="peak_flops = 0"):
+        a2.with_(peak_flops=0.0)
+    with pytest.raises(ConfigError, match="local rank 8: valid: 0 to 7"):
+        a2.nic_of(8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_part_of_a_node_has_its_own_links_and_nics(name: str) -> None:
+    whole = load_cluster(name)
+    for ranks in range(1, whole.ranks_per_node + 1):
+        part = whole.with_ranks(ranks)
+        assert [part.nic_of(rank) for rank in range(ranks)] == [whole.nic_of(rank) for rank in range(ranks)]
+        if whole.fabric == "mesh":
+            assert part.rank_bandwidth == part.pair_bandwidth * max(1, ranks - 1)
+    with pytest.raises(ConfigError, match=f"a node of cluster {name} has {whole.ranks_per_node} ranks"):
+        whole.with_ranks(whole.ranks_per_node + 1)
+
+
+def test_costs_never_import_torch() -> None:
+    code = "import sys, mindspeed_cp.cost.assemble, mindspeed_cp.cost.lengths; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
+        == 0
+    )

@@ -1,0 +1,102 @@
+"""Seconds of kernels: they grow with the work, shrink with longer tiles, and come in arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_cp.cost import ComputeCost, LayerCost, cluster_names, load_cluster
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan import AttentionConfig
+
+A2 = load_cluster("a2")
+COST = ComputeCost(A2, AttentionConfig(32, 8, 128))
+whole = st.integers(1, 10**9)
+
+
+def test_a_long_tile_reaches_the_efficiency_of_the_preset() -> None:
+    pairs, rows = 1e12, 1e9
+    flops = 2 * pairs * 32 * (128 + 128)
+    assert COST.attention_seconds(pairs, rows) == pytest.approx(
+        flops / (A2.peak_flops * A2.attention_efficiency), rel=1e-5
+    )
+    assert COST.attention_seconds(pairs, A2.tile_rows) == pytest.approx(
+        2 * COST.attention_seconds(pairs, rows), rel=1e-5
+    )
+
+
+def test_values_may_be_of_another_width() -> None:
+    wide = ComputeCost(A2, AttentionConfig(32, 8, 192, 128))
+    assert wide.attention_seconds(1000, 10) == pytest.approx(COST.attention_seconds(1000, 10) * 320 / 256)
+
+
+@given(pairs=whole, more=whole, rows=st.integers(1, 10**6), longer=st.integers(1, 10**6), calls=st.integers(0, 100))
+def test_more_work_takes_longer_and_longer_tiles_take_less(
+    pairs: int, more: int, rows: int, longer: int, calls: int
+) -> None:
+    seconds = COST.attention_seconds(pairs, rows, calls)
+    assert COST.attention_seconds(pairs + more, rows, calls) > seconds
+    assert COST.attention_seconds(pairs, rows + longer, calls) < seconds
+    assert COST.attention_seconds(pairs, rows, calls + 1) - seconds == pytest.approx(A2.launch)
+    assert COST.linear_seconds(pairs + more) > COST.linear_seconds(pairs) > 0
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_the_backward_is_two_and_a_half_times_the_forward(name: str) -> None:
+    cost = ComputeCost(load_cluster(name), AttentionConfig(8))
+    assert cost.attention_seconds(10**7, 100, backward=True) == pytest.approx(2.5 * cost.attention_seconds(10**7, 100))
+    assert cost.linear_seconds(10**3, backward=True) == pytest.approx(2 * cost.linear_seconds(10**3))
+    launches = cost.attention_seconds(10**7, 100, 3, backward=True) - cost.attention_seconds(10**7, 100, backward=True)
+    assert launches == pytest.approx(3 * load_cluster(name).launch), "a call costs as much in the backward"
+
+
+def test_arrays_are_their_elements() -> None:
+    random = np.random.default_rng(0)
+    pairs, rows, calls = random.integers(0, 10**6, (3, 4, 5))
+    together = COST.attention_seconds(pairs, rows, calls, backward=True)
+    one_by_one = [
+        COST.attention_seconds(int(p), int(r), int(c), backward=True)
+        for p, r, c in zip(pairs.flat, rows.flat, calls.flat, strict=True)
+    ]
+    assert together.shape == (4, 5) and np.array_equal(together.ravel(), one_by_one)
+    assert COST.attention_seconds(pairs, 100).shape == (4, 5)
+    assert np.array_equal(COST.linear_seconds(pairs), [[COST.linear_seconds(int(p)) for p in row] for row in pairs])
+
+
+def test_nothing_takes_no_time() -> None:
+    assert COST.attention_seconds(0, 0) == 0 and COST.linear_seconds(0) == 0
+    assert np.isfinite(COST.attention_seconds(np.zeros(3), np.zeros(3))).all()
+
+
+def test_a_layer_counts_its_weights() -> None:
+    layer = LayerCost.of(4096, 14336, heads=32, kv_heads=8, head_dim=128, head_dim_v=128)  # LLaMA 3 8B
+    assert layer.flops_per_token / 2 == 4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert LayerCost.of(64, 256, 4, 4, 16, 16, gated=False).flops_per_token == 2 * (4 * 64 * 64 + 2 * 64 * 256)
+    half = LayerCost.of(4096, 14336, 32, 8, 128, 128, tensor_parallel=2)
+    assert half.flops_per_token == layer.flops_per_token / 2 and half.hidden_size == 4096
+
+
+def test_a_layer_like_an_attention_is_the_same_for_any_tensor_parallel_size() -> None:
+    layer = LayerCost.like(AttentionConfig(32, 8, 128))
+    assert layer.hidden_size == 4096 and layer == LayerCost.of(4096, 10923, 32, 8, 128, 128)
+    part = LayerCost.like(AttentionConfig(8, 2, 128), tensor_parallel=4)
+    assert part.hidden_size == 4096 and part.flops_per_token == layer.flops_per_token / 4
+    assert ComputeCost(A2, AttentionConfig(32, 8, 128)).layer == layer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LayerCost.of(4096, 14336, 32, 0, 128, 128), "kv_heads is 0; valid: a whole number from 1"),
+        (lambda: LayerCost.of(4096, -1, 32, 8, 128, 128), "ffn_hidden_size is -1; valid: a whole number from 0"),
+        (lambda: LayerCost(float("nan"), 8), "flops_per_token is nan"),
+        (lambda: LayerCost(1.0, 2.5), "hidden_size is 2.5"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_what_is_no_layer_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -1,0 +1,128 @@
+"""Fits: numbers that made the seconds are found again, whatever their size, and errors are told as they are."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_cp.cost import cluster_names, load_cluster
+from mindspeed_cp.cost.fit import fit_attention, fit_rate, fit_terms
+from mindspeed_cp.cost.measurements import Fits, Measurement, read_measurements
+from mindspeed_cp.errors import ConfigError
+
+#: Public data that lies beside a checkout and never in it.
+PROFILE = Path(__file__).resolve().parent.parent.parent.parent / "shared" / "data" / "h100_attention_profile.csv"
+
+ROWS = 2.0 ** np.arange(5, 15)
+FLOPS = 4.0 * 1024 * ROWS * (ROWS + 1) / 2
+
+
+def seconds_of(rate: float, tile_rows: float, launch: float) -> np.ndarray:
+    return launch + FLOPS / rate * (1 + tile_rows / ROWS)
+
+
+@given(st.floats(1e9, 1e15), st.floats(0, 5000), st.floats(0, 1e-3))
+def test_what_made_the_seconds_is_found_again(rate: float, tile_rows: float, launch: float) -> None:
+    seconds = seconds_of(rate, tile_rows, launch)
+    found = fit_attention(FLOPS, ROWS, np.ones(10), seconds)
+    again = seconds_of(found.rate, found.tile_rows, found.launch)
+    assert np.abs(again / seconds - 1).max() < 1e-6 and np.abs(found.fit.errors).max() < 1e-6
+    if launch > 1e-3 * seconds[0] and tile_rows > 1 and launch < 0.5 * seconds[-1]:
+        assert found.launch == pytest.approx(launch, rel=1e-2)
+
+
+@given(st.floats(1e6, 1e12), st.floats(0, 1e-2))
+def test_a_link_is_found_again(rate: float, latency: float) -> None:
+    sizes = 2.0 ** np.arange(10, 28, 2)
+    found = fit_rate("in_node", sizes, latency + sizes / rate)
+    assert np.abs(found.start + sizes / found.rate - latency - sizes / rate).max() < 1e-6 * (latency + sizes[-1] / rate)
+    assert found.fit.summary()["points"] == 9
+
+
+def test_noise_moves_the_fit_as_much_as_it_is_and_is_told() -> None:
+    random = np.random.default_rng(0)
+    seconds = seconds_of(1e12, 500, 2e-5)
+    errors = []
+    for _ in range(50):
+        found = fit_attention(FLOPS, ROWS, np.ones(10), seconds * random.lognormal(0, 0.05, 10))
+        errors.append(found.fit.summary()["median_error"])
+        assert found.rate == pytest.approx(1e12, rel=0.25)
+    assert 0.005 < np.mean(errors) < 0.06
+
+
+def test_no_factor_is_below_zero_and_no_small_change_is_better() -> None:
+    """The conditions of Karush, Kuhn and Tucker."""
+    random, bound = np.random.default_rng(1), 0
+    for _ in range(50):
+        terms, seconds = random.random((8, 3)) + 0.01, random.random(8) + 0.1
+        found = fit_terms(terms, seconds)
+        modelled = terms @ found.factors
+        slope = terms.T @ (1 / seconds - seconds / modelled**2)
+        size = terms.T @ (1 / seconds)
+        free = found.factors > 0
+        assert (found.factors >= 0).all() and (np.abs(slope[free]) < 1e-6 * size[free]).all()
+        assert (slope[~free] > -1e-6 * size[~free]).all()
+        bound += int((~free).sum())
+    assert bound > 10, "cases in which a factor would be below zero"
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([("attention", 1.0, 1e9, 10)] * 2, "attention: 2 measurements; at least 3"),
+        ([("linear", 1.0, 1e9)], "linear: 1 measurements; at least 2"),
+        ([("linear", 1.0, 1e9), ("linear", 0.5, 1e12)], "linear: no rate can be told"),
+    ],
+)  # fmt: skip
+def test_too_little_to_fit_is_refused(found: list[tuple[str, float, float]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Fits.of([Measurement(*one) for one in found])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "mine.csv:1: column 'kind' is missing; valid: kind, seconds"),
+        ("kind,seconds,speed\n", "column 'speed' is unknown"),
+        ("kind,seconds,seconds\n", "a column is given twice"),
+        ("kind,seconds,bytes\n", "there are no measurements in it"),
+        ("kind,seconds,bytes\nwire,1,1\n", "mine.csv:2: kind 'wire': valid: attention, linear, in_node"),
+        ("kind,seconds,bytes\nin_node,1,1\nin_node,1,\n", "mine.csv:3: bytes of in_node is '': valid: a number above 0"),
+        ("kind,seconds,bytes\nin_node,-1,1\n", "seconds of in_node is '-1'"),
+        ("kind,seconds,bytes\nin_node,1,nan\n", "bytes of in_node is 'nan'"),
+        ("kind,seconds,bytes\nin_node,1,2,3\n", "more cells than there are columns"),
+        ("kind,seconds\nlinear,1\n", "flops of linear is ''"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_of_measurements_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(text)
+    with pytest.raises(ConfigError, match=message.replace("'': valid", "''; valid")):
+        read_measurements(tmp_path / "mine.csv")
+
+
+def test_calls_default_to_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(
+        "kind,seconds,flops,short_side,calls\nattention,1e-3,2e9,64,\nattention,1,2,3,4\n"
+    )
+    first, second = read_measurements(tmp_path / "mine.csv")
+    assert first == Measurement("attention", 1e-3, flops=2e9, short_side=64, calls=1) and second.calls == 4
+
+
+@pytest.mark.skipif(not PROFILE.exists(), reason="the profile is public data that is not part of the project")
+def test_tile_rows_of_the_presets_are_fitted_to_the_profile() -> None:
+    """FlashAttention-2 forward on an H100, 64 / tp heads of 128: L / cp queries, the last keys aligned (docs/clusters.md)."""
+    rows = list(csv.DictReader(PROFILE.read_text().splitlines()))
+    length, cp, tp = (np.array([float(row[key]) for row in rows]) for key in ("L", "cp", "tp"))
+    seconds = np.array([float(row["duration_per_doc"]) for row in rows]) * 1e-3
+    flops = 4 * 128 * (64 / tp) * length**2 / (2 * cp)
+    found = fit_attention(flops, length / cp, np.ones(len(rows)), seconds)
+    assert {load_cluster(name).tile_rows for name in cluster_names()} == {round(found.tile_rows)}
+    assert found.rate == pytest.approx(334.6e12, rel=1e-3) and found.launch == pytest.approx(20.8e-6, rel=1e-2)
+    error = found.fit.summary()
+    assert error["median_error"] == pytest.approx(0.052, abs=1e-3)
+    assert error["largest_error"] == pytest.approx(0.220, abs=1e-3)
