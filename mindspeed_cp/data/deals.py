@@ -12,33 +12,36 @@ from mindspeed_cp.errors import ConfigError
 
 def best(problem: Problem) -> Deal:
     """The best of the candidates.  ConfigError if the documents do not fit into the micro-batches."""
-    found = list(_candidates(problem))
-    if not found:
+    found = None
+    for deal in _candidates(problem):
+        found = deal if found is None else min(found, deal, key=problem.key)
+        empty, slowest, *_ = problem.key(found)
+        if problem.replicas > 1 and not empty and slowest <= problem.enough:
+            break
+    if found is None:
         total = sum(problem.lengths)
         room = problem.replicas * (problem.micro_batches or 0)
         raise ConfigError(
             f"micro_batches = {problem.micro_batches}: {len(problem.lengths)} documents of {total} tokens were not "
             f"packed into {room} micro-batches of {problem.bound} tokens; give more"
         )
-    return min(found, key=problem.key)
+    return found
 
 
 def _candidates(problem: Problem) -> Iterator[Deal]:
     ordered = in_order(problem)
+    everything, count = range(len(problem.lengths)), problem.replicas * (problem.micro_batches or 0)
     if fits(problem, ordered):
         yield ordered
         rows = [row for group in ordered for row in group]
         yield exchange_rows(problem, deal_rows(problem, rows))
-    everything = range(len(problem.lengths))
-    packed = pack(problem, everything)
+        count = count or len(rows)
     if problem.micro_batches is None:
         yield longest_first(problem)
-        yield exchange_rows(problem, deal_rows(problem, packed))
-        return
-    count = problem.replicas * problem.micro_batches
-    for found in (spread(problem, everything, count), packed):
-        if found is not None and len(found) <= count:
-            found += [[] for _ in range(count - len(found))]
+    for found in (spread(problem, everything, count), pack(problem, everything)):
+        if found is not None and (problem.micro_batches is None or len(found) <= count):
+            if problem.micro_batches is not None:
+                found += [[] for _ in range(count - len(found))]
             yield exchange_rows(problem, deal_rows(problem, found))
 
 

@@ -16,6 +16,8 @@ def exchange_documents(problem: Problem, deal: Deal) -> None:
     for _ in range(EXCHANGES):
         order = sorted(range(len(deal)), key=lambda replica: (times[replica], replica))
         slowest = order[-1]
+        if times[slowest] <= problem.enough:
+            break
         for other in order[: min(PARTNERS, len(order) - 1)]:
             mine, theirs = ([one for row in deal[replica] for one in row] for replica in (slowest, other))
             swapped = _swap(problem, mine, theirs, times[slowest] - times[other])
@@ -28,11 +30,13 @@ def exchange_documents(problem: Problem, deal: Deal) -> None:
                 times[slowest], times[other] = after
                 break
         else:
-            return
+            break
 
 
 def _swap(problem: Problem, mine: Row, theirs: Row, gap: int) -> tuple[Row, Row] | None:
     """The documents of two replicas after the move or swap that comes nearest to closing the gap between them."""
+    if gap <= 0:
+        return None
     costs = np.array([problem.costs[one] for one in mine])
     back = np.array([0, *(problem.costs[one] for one in theirs)])  # 0: nothing comes back, a move
     order = np.argsort(back, kind="stable")
@@ -61,6 +65,8 @@ def exchange_rows(problem: Problem, deal: Deal) -> Deal:
     for _ in range(EXCHANGES):
         order = sorted(range(len(deal)), key=lambda replica: (times[replica], replica))
         slowest = order[-1]
+        if times[slowest] <= problem.enough:
+            break
         for other in order[: min(PARTNERS, len(order) - 1)]:
             gap = times[slowest] - times[other]
             gain = _swap_rows(problem, deal[slowest], deal[other], gap) or _swap_fitting(

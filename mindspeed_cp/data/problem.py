@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+NEAR = 8192  # a slowest replica this part of its time above the least possible is as good as that
 Row = list[int]  # documents of a micro-batch
 Deal = list[list[Row]]  # for each replica its micro-batches
 
@@ -42,6 +44,14 @@ class Problem:
         empty = sum(max(0, wanted - sum(1 for row in group if row)) for group in deal)
         times = [self.time_of(row) for group in deal for row in group]
         return empty, max(map(self.replica_time, deal)), len(times), max(times, default=0)
+
+    @cached_property
+    def enough(self) -> int:
+        """A time of the slowest replica after which nobody searches on: the least that there can be, and 1/8192."""
+        fewest = -(-sum(self.lengths) // self.bound)
+        mean = -(-(sum(self.costs) + self.fixed * fewest) // self.replicas)
+        least = max(mean, max(self.costs, default=0) + self.fixed)
+        return least + least // NEAR
 
     def by_cost(self, documents: Iterable[int]) -> Row:
         """Descending; of equal cost the longer one, then the earlier one."""

@@ -1,0 +1,130 @@
+"""How evenly the documents of a global batch end on data-parallel replicas, by method; and how long dealing takes.
+
+    python -m benchmarks.balance [--lengths wikipedia prolong lognormal] [--replicas 4 8 16] [--micro-batches 1 2 4 8]
+                                 [--batches 20] [--context 32768] [--ranks 8] [--cluster a2] [--equal]
+
+Global batches are drawn from the lengths, cut at the context and packed into rows as training packs them; every method
+gets the same documents. Times are modelled (mindspeed_cp/data/document_cost.py); planning is measured, on one core.
+Of every method: the slowest replica's time over the mean of its replicas, on average over the batches, and at worst;
+then the slowest replica's time over that of `bound`, on average. No method can be faster than `bound`: the mean of all
+documents' time, or the longest document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_cp import AttentionConfig
+from mindspeed_cp.cost import LayerCost, load_cluster, load_lengths
+from mindspeed_cp.data import DocumentCost, Packer, assign
+from mindspeed_cp.data.balance import Assignment
+from mindspeed_cp.data.balance_baselines import first_fit, in_order, karmarkar_karp
+from mindspeed_cp.data.stream import LOOKAHEAD
+
+REAL = Path(__file__).parents[2] / "shared" / "data" / "lengths"
+SETS = ("wikipedia", "prolong", "lognormal")
+
+
+def draw(name: str, count: int, random: np.random.Generator) -> tuple[np.ndarray, str]:
+    """Lengths of documents, int64 [count], and where they come from."""
+    if name == "lognormal":  # Megatron's own set: mean 1024, sigma 1.5
+        drawn = random.lognormal(np.log(1024) - 1.5**2 / 2, 1.5, count)
+        return np.clip(drawn, 128, 8192).astype(np.int64), "mean 1024, sigma 1.5, clipped to 128 .. 8192"
+    listed = (REAL / f"{name}.npz").exists()
+    found = load_lengths(name, REAL if listed else None).draw(count, random).astype(np.int64)
+    return found, "real lengths" if listed else "bins of configs/lengths"
+
+
+def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Global batches of so many packed rows: lengths of their documents, shuffled, and the row of each."""
+    packer, random = Packer(lengths, context, 0, LOOKAHEAD), np.random.default_rng(0)
+    found = []
+    for _ in range(batches):
+        drawn = [packer.next_row()["length"] for _ in range(rows)]
+        order = random.permutation(sum(map(len, drawn)))
+        of = np.repeat(np.arange(rows), [len(row) for row in drawn])
+        found.append((np.concatenate(drawn)[order], of[order]))
+    return found
+
+
+def methods(micro_batches: int, equal: bool) -> dict[str, Callable[..., Assignment]]:
+    """By name; each takes lengths, cost and replicas, and the keywords token_bound, per_micro_batch and rows."""
+
+    def without_rows(method: Callable[..., Assignment], **more: Any) -> Callable[..., Assignment]:
+        return lambda *given, rows, **options: method(*given, **options, **more)
+
+    found: dict[str, Callable[..., Assignment]] = {
+        "in order": in_order,
+        "first fit": without_rows(first_fit, decreasing=False),
+        "first fit decr.": without_rows(first_fit),
+        "Karmarkar-Karp": without_rows(karmarkar_karp),
+        "time": assign,
+    }
+    if equal:
+        found["time, equal counts"] = partial(assign, micro_batches=micro_batches)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8], help="rows for each replica")
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--context", type=int, default=32768, help="most tokens of a row, and of a document")
+    parser.add_argument("--ranks", type=int, default=8, help="context-parallel ranks of a replica")
+    parser.add_argument("--cluster", default="a2")
+    parser.add_argument("--equal", action="store_true", help="also with as many micro-batches on every replica")
+    args = parser.parse_args()
+    attention = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
+    layers = ((attention, LayerCost.like(attention)),) * 32
+    cost = DocumentCost(load_cluster(args.cluster), layers, args.ranks, whole=True)
+    print(
+        f"32 layers of 32 heads, 8 kv heads, width 4096; {args.ranks} context-parallel ranks of {args.cluster}; "
+        f"context {args.context}; {args.batches} batches; times of replicas are modelled"
+    )
+    for name in args.lengths:
+        lengths, source = draw(name, 200_000, np.random.default_rng(0))
+        print(f"\n{name}: {source}\n{'replicas x rows':16}{'method':20}{'slowest/mean':>13}{'worst':>8}", end="")
+        print(f"{'/ bound':>9}{'micro-batches':>15}{'planning, ms':>14}")
+        for replicas in args.replicas:
+            for each in args.micro_batches:
+                _compare(lengths, cost, replicas, each, args)
+
+
+def _compare(lengths: np.ndarray, cost: DocumentCost, replicas: int, each: int, args: argparse.Namespace) -> None:
+    batches = global_batches(lengths, args.context, replicas * each, args.batches)
+    documents = np.mean([len(batch) for batch, _ in batches])
+    label = f"{replicas} x {each}"
+    for name, method in methods(each, args.equal).items():
+        imbalance, over, counts, took = [], [], [], []
+        for batch, rows in batches:
+            began = time.perf_counter()
+            found = method(
+                batch, cost, replicas, token_bound=args.context, per_micro_batch=cost.per_micro_batch, rows=rows
+            )
+            took.append(time.perf_counter() - began)
+            seconds, fixed = cost(batch), cost.per_micro_batch
+            least = -(-int(batch.sum()) // args.context) * fixed  # as few micro-batches as there can be
+            bound = max((seconds.sum() + least) / replicas, seconds.max() + fixed)
+            imbalance.append(found.imbalance)
+            over.append(found.slowest / bound)
+            counts.append(sum(found.counts))
+        print(
+            f"{label:16}{name:20}{np.mean(imbalance):13.3f}{np.max(imbalance):8.3f}{np.mean(over):9.3f}"
+            f"{np.mean(counts):15.1f}{np.median(took) * 1e3:14.1f}",
+            flush=True,
+        )
+        label = ""
+    print(f"{'':16}({documents:.0f} documents)")
+
+
+if __name__ == "__main__":
+    main()
