@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_cp.cost.cluster import Cluster, load_cluster
+from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.measurements import Fits
 from mindspeed_cp.errors import ConfigError
 
@@ -154,17 +154,16 @@ def _network(made: Assembly, fits: Fits) -> None:
 
 
 def write_preset(path: str | Path, cluster: Cluster, sources: dict[str, str], title: str) -> None:
-    """Write a YAML file that :func:`mindspeed_cp.cost.load_cluster` reads, with the source of each number.
+    """Write a YAML file from which :func:`mindspeed_cp.cost.load_cluster` makes the same cluster, with the source of each
+    number.
 
     Raises:
         ConfigError: it cannot be written.
     """
     lines = [f"# {title}"]
     for key, value in dataclasses.asdict(cluster).items():
-        text = f"{value:.10g}" if isinstance(value, float) else json.dumps(value)
-        lines.append(f"{key}: {text}  # {sources[key]}")
+        lines.append(f"{key}: {json.dumps(value)}  # {sources[key]}")
     try:
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-    load_cluster(Path(path))

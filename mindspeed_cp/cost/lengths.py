@@ -96,7 +96,7 @@ def load_lengths(name_or_path: str | Path, folder: str | Path | None = None) -> 
     """
     text, path = str(name_or_path), Path(name_or_path)
     if isinstance(name_or_path, str) and text in length_names():
-        return _binned(DISTRIBUTIONS / f"{text}.yaml") if folder is None else _list(Path(folder) / f"{text}.npz")
+        return _installed(text) if folder is None else _list(Path(folder) / f"{text}.npz")
     if path.suffix in (".npz", ".npy"):
         return _list(path)
     if isinstance(name_or_path, str) and path.suffix not in (".yaml", ".yml") and path.name == text:
@@ -165,21 +165,31 @@ def sample_batch(
 
 
 @lru_cache
+def _installed(name: str) -> Lengths:
+    return _binned(DISTRIBUTIONS / f"{name}.yaml")
+
+
 def _binned(path: Path) -> Lengths:
     file = read_settings_file(path)
     settings = in_file(file, "", lambda: LengthSettings(**file.data))
     return Lengths(settings.name, tuple(settings.edges), tuple(settings.percent))
 
 
-@lru_cache(maxsize=4)
 def _list(path: Path) -> Lengths:
+    try:
+        return _list_as_of(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        raise ConfigError(f"lengths {path}: no such file; leave the folder out to draw from the bins") from None
+
+
+@lru_cache(maxsize=4)
+def _list_as_of(path: Path, changed: int) -> Lengths:
+    """The lengths of a file that was last changed then: large files are read once."""
     try:
         loaded = np.load(path, allow_pickle=False)
         if not isinstance(loaded, np.ndarray):
             with loaded as archive:
                 loaded = archive["lengths"]
-    except FileNotFoundError:
-        raise ConfigError(f"lengths {path}: no such file; leave the folder out to draw from the bins") from None
     except (KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error):
         raise ConfigError(
             f"lengths {path}: must be an .npy file, or an .npz file with an array called lengths"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,9 @@ def test_real_lengths_take_the_place_of_bins(tmp_path: Path) -> None:
     drawn = sample_lengths("prolong", 1000, folder=tmp_path)
     assert set(drawn) == {7, 11, 13} and drawn.dtype == np.int64
     assert set(sample_lengths(tmp_path / "prolong.npz", 1000)) == {7, 11, 13}
+    np.savez(tmp_path / "prolong.npz", lengths=np.array([5]))
+    os.utime(tmp_path / "prolong.npz", ns=(1, 1))
+    assert set(sample_lengths("prolong", 10, folder=tmp_path)) == {5}, "a file that was changed is read again"
     with pytest.raises(ConfigError, match=r"wikipedia\.npz: no such file; leave the folder out"):
         sample_lengths("wikipedia", 1, folder=tmp_path)
 
