@@ -1,8 +1,8 @@
 """Packed rows -> planned micro-batches of this rank, made ahead of time in a thread.
 
 Packing, dealing, planning and slicing need NumPy and nothing that the model computes, so they are done while the model
-computes, at least one step ahead.  All ranks of a replica make the same rows and the same plans by themselves: nothing
-is sent.
+computes, train.prefetch micro-batches ahead.  All ranks of a replica make the same rows and the same plans by
+themselves: nothing is sent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MicroBatch:
         plans, known: plans that the row needed, and how many of them had been made before.
         digest: of the whole global batch as it was dealt; equal on all ranks.
         imbalance: of that batch: modelled time of the slowest replica over the mean.
-        is_last: of its global batch on this replica.
+        count: micro-batches that this replica has of that batch.
     """
 
     batch: dict[str, Tensor]
@@ -63,7 +63,7 @@ class MicroBatch:
     known: int
     digest: int = 0
     imbalance: float = 1.0
-    is_last: bool = False
+    count: int = 1
 
 
 class Batches:
@@ -94,8 +94,7 @@ class Batches:
         self._dtype = torch.bfloat16 if train.bf16 else torch.float32
         self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
         self._rows = train.global_batch_size
-        ahead = max(train.prefetch, self._rows // world.replicas)  # a step takes all of its micro-batches at once
-        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(ahead)
+        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(train.prefetch)
         self._plans = PlanCache(self._prepare)
         self._proves = False  # this rank proves the plans of the row that is being made
         self._stop = threading.Event()
@@ -158,8 +157,8 @@ class Batches:
         for number, row in enumerate(batch.rows):
             made = self._make(row)
             planning = made.planning + (0.0 if number else batch.dealt.took)
-            last = number == len(batch.rows) - 1
-            self._ready.put(replace(made, digest=digest, imbalance=imbalance, is_last=last, planning=planning))
+            count = len(batch.rows)
+            self._ready.put(replace(made, digest=digest, imbalance=imbalance, count=count, planning=planning))
             if self._stop.is_set():
                 return
 

@@ -33,6 +33,7 @@ from mindspeed_cp.train.stop import StopRequest
 from mindspeed_cp.train.summary import summarize_run
 from mindspeed_cp.train.world import World, unused_device
 
+
 def train(settings: Settings, world: World) -> dict[str, Any] | None:
     """Train until train.train_iters, or until asked to stop.
 

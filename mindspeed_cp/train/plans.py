@@ -9,11 +9,12 @@ from typing import Any
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan
 
-PLANS_KEPT = 16  # each holds what its ranks send and compute, and what a device needs of that
+PLANS_KEPT = 16
+TOKENS_KEPT = 2**20  # of those plans together; a device holds up to 1 KiB for each token of a plan (docs/ascend.md)
 
 
 class PlanCache:
-    """The plans of the last PLANS_KEPT signatures: documents' lengths, topology, attention, algorithm and options.
+    """The newest plans by their signature: documents' lengths, topology, attention, algorithm and options.
 
     Rows come again with equal lengths where documents are cut at the context, which then fill a row each; rows of many
     short documents practically never do. A plan that is found needs no proof and no agenda: it had both when it was
@@ -21,15 +22,17 @@ class PlanCache:
 
     Args:
         ready: called with every plan that is made, before anyone gets it.
-        most: how many are kept; the one that was not asked for longest goes first.
+        most, tokens: how many are kept, of how many tokens together, but one at least; what was not asked for longest
+            goes first.
     """
 
-    def __init__(self, ready: Callable[[Plan], None], most: int = PLANS_KEPT) -> None:
-        self._ready, self._most = ready, most
+    def __init__(self, ready: Callable[[Plan], None], most: int = PLANS_KEPT, tokens: int = TOKENS_KEPT) -> None:
+        self._ready, self._most, self._tokens = ready, most, tokens
         self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         self.made = self.found = 0
 
     def __len__(self) -> int:
+        """Plans that are kept."""
         return len(self._plans)
 
     def get(
@@ -51,6 +54,11 @@ class PlanCache:
         self._ready(plan)
         self.made += 1
         self._plans[key] = plan
-        if len(self._plans) > self._most:
+        while len(self._plans) > max(1, self._most) or (len(self._plans) > 1 and self.tokens > self._tokens):
             self._plans.popitem(last=False)
         return plan
+
+    @property
+    def tokens(self) -> int:
+        """Of all plans that are kept."""
+        return sum(plan.documents.tokens for plan in self._plans.values())

@@ -76,25 +76,21 @@ def run_step(
     """
     parts.wrapped.zero_grad_buffer()  # type: ignore[operator]
     parts.optimizer.zero_grad()
-    began = time.perf_counter()
-    micro = [next(batches)]
-    while not micro[-1].is_last:
-        micro.append(next(batches))
-    waiting, digest = time.perf_counter() - began, float(micro[-1].digest)
+    feed = _Feed(batches)
     if checked:
-        _check_digests(world.gather([digest])[:, 0], step)
+        _check_digests(world.gather([feed.digest])[:, 0], step)
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=iter(micro),
+        data_iterator=feed,
         model=[parts.wrapped],
-        num_microbatches=len(micro),
-        seq_length=max(m.tokens for m in micro),
+        num_microbatches=feed.count,
+        seq_length=0,  # is of pipelines
         micro_batch_size=1,
         forward_only=False,
     )
     total, counted = (float(sum(float(r[REPORT_KEY][i]) for r in reports)) for i in (0, 1))
-    own = [total, counted, *(float(sum(getattr(m, name) for m in micro)) for name in _SUMMED)]
-    everyone = world.gather([*own, waiting, digest, float(stop.reason is not None)])
+    own = [total, counted, *feed.sums.values()]
+    everyone = world.gather([*own, feed.waited, feed.digest, float(stop.reason is not None)])
     _check_losses(everyone[:, 0], step)
     _check_digests(everyone[:, -2], step)
     rows = everyone[:: world.tp]  # tensor-parallel ranks hold the same tokens
@@ -116,14 +112,48 @@ def run_step(
         tokens=tokens,
         documents=documents,
         imbalance=float(work.max() / work.mean()) if work.sum() else 1.0,
-        replica_imbalance=micro[-1].imbalance,
+        replica_imbalance=feed.imbalance,
         planning=float(everyone[:, 2 + _SUMMED.index("planning")].max()),
         waiting=float(everyone[:, -3].max()),
         plans=plans,
         known=known,
         stop=bool(everyone[:, -1].any()),
-        data=micro[-1].state,
+        data=feed.state,
     )
+
+
+class _Feed:
+    """A step's micro-batches for Megatron's schedule, one at a time: only those under way keep their plans alive.
+
+    Attributes:
+        count: how many they are on this replica.
+        digest, imbalance, state: of their global batch.
+        sums: of what is added up over them, by name.
+        waited: seconds until they were there.
+    """
+
+    def __init__(self, batches: Iterator[MicroBatch]) -> None:
+        self._batches = batches
+        self.sums, self.waited = dict.fromkeys(_SUMMED, 0.0), 0.0
+        first = self._take()
+        self.count, self.digest, self.imbalance = first.count, float(first.digest), first.imbalance
+        self.state = first.state
+        self._first: MicroBatch | None = first
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        micro, self._first = self._first or self._take(), None
+        for name in _SUMMED:
+            self.sums[name] += getattr(micro, name)
+        return micro
+
+    def _take(self) -> MicroBatch:
+        began = time.perf_counter()
+        micro = next(self._batches)
+        self.waited += time.perf_counter() - began
+        return micro
 
 
 def _check_losses(losses: Tensor, step: int) -> None:
