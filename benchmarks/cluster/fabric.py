@@ -7,12 +7,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.network import Names, Shape, commands, remove
+from benchmarks.cluster.network import Command, Names, Shape, commands, remove, trial
 
 PREFIX = "mindspeed-cp-"
 
@@ -28,7 +28,13 @@ def missing() -> str | None:
         needs.append("root")
     if shutil.which("ip") is None or shutil.which("tc") is None:
         needs.append("iproute2 (ip and tc)")
-    return f"an emulated cluster needs {' and '.join(needs)}, which is missing here" if needs else None
+    if needs:
+        return f"an emulated cluster needs {' and '.join(needs)}, which is missing here"
+    try:
+        with _namespaces(Names(f"{PREFIX}{os.getpid()}-try-"), trial):
+            return None
+    except ClusterError as error:
+        return f"an emulated cluster needs namespaces, veth, bridge, htb and u32 of the kernel: {error}"
 
 
 def leftovers() -> list[str]:
@@ -61,11 +67,17 @@ def cluster(shape: Shape) -> Iterator[Names]:
     lack = missing()
     if lack is not None:
         raise ClusterError(lack)
-    names = Names(f"{PREFIX}{os.getpid()}-")
+    with _namespaces(Names(f"{PREFIX}{os.getpid()}-"), lambda names: commands(shape, names)) as names:
+        yield names
+
+
+@contextmanager
+def _namespaces(names: Names, make: Callable[[Names], Iterable[Command]]) -> Iterator[Names]:
+    """What commands make in namespaces of those names, while the context lasts."""
     if made(names):
         raise ClusterError(f"namespaces {', '.join(made(names))} exist, and are not of this run; `clean` removes them")
     try:
-        for command in commands(shape, names):
+        for command in make(names):
             run(command)
         yield names
     finally:

@@ -128,6 +128,18 @@ def commands(shape: Shape, names: Names) -> list[Command]:
     return out
 
 
+def trial(names: Names) -> list[Command]:
+    """A little of everything that a cluster needs, to see whether this machine has it."""
+    space = names.fabric
+    return [
+        ["ip", "netns", "add", space],
+        ["ip", "netns", "exec", space, "sh", "-c", settings_script()],
+        *_bridge(space, "switch"),
+        *_link((space, "up0"), (space, "down0"), 10_000_000),
+        _member(space, "up0", "switch"),
+    ]
+
+
 def settings_script() -> str:
     """Writes SETTINGS, in a namespace."""
     return " && ".join(f"echo '{value}' > /proc/sys/{key}" for key, value in SETTINGS.items())

@@ -1,0 +1,114 @@
+"""What is made on this machine, and that it goes away; the last tests need root and iproute2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster import fabric
+from benchmarks.cluster.fabric import ClusterError, cluster, missing, run_ranks
+from benchmarks.cluster.network import Shape
+
+SMALL = Shape(2, 1, 1, 50_000_000)
+LACK = missing()
+needs_cluster = pytest.mark.skipif(LACK is not None, reason=str(LACK))
+
+
+def namespaces() -> set[str]:
+    folder = Path("/run/netns")
+    return {path.name for path in folder.iterdir() if path.name.startswith(fabric.PREFIX)} if folder.is_dir() else set()
+
+
+def test_without_root_it_says_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ClusterError, match=r"needs root.*missing"), cluster(SMALL):
+        pass
+
+
+def test_without_iproute2_it_says_so(monkeypatch):
+    monkeypatch.setattr(fabric.shutil, "which", lambda name: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(ClusterError, match="needs iproute2"), cluster(SMALL):
+        pass
+
+
+def test_only_what_is_its_own_and_over_is_left_over(monkeypatch):
+    alive = subprocess.Popen(["sleep", "30"])
+    try:
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        prefix = fabric.PREFIX
+        listed = [f"{prefix}{gone.pid}-rank0 (id: 3)", f"{prefix}{alive.pid}-rank0", f"{prefix}x-rank0", "cpnode0", ""]
+        done = subprocess.CompletedProcess([], 0, stdout="\n".join(listed))
+        monkeypatch.setattr(fabric.subprocess, "run", lambda *a, **k: done)
+        assert fabric.leftovers() == [f"{prefix}{gone.pid}-rank0"]
+    finally:
+        alive.kill()
+        alive.wait()
+
+
+@needs_cluster
+def test_everything_is_removed_at_the_end_and_on_failure():
+    before = namespaces()
+    with cluster(SMALL) as names:
+        assert namespaces() - before == set(names.all(SMALL))
+    assert namespaces() == before
+    with pytest.raises(RuntimeError, match="on purpose"), cluster(SMALL):
+        raise RuntimeError("on purpose")
+    assert namespaces() == before
+
+
+@needs_cluster
+def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path):
+    code = "import sys, time; sys.exit('no luck') if sys.argv[1] == '1' else time.sleep(60)"
+    with cluster(SMALL) as names, pytest.raises(ClusterError, match="rank 1 failed: no luck"):
+        run_ranks(names, SMALL, lambda rank: [sys.executable, "-c", code, str(rank)], tmp_path)
+
+
+@needs_cluster
+def test_ctrl_c_removes_everything():
+    before = namespaces()
+    command = [sys.executable, "-m", "benchmarks.cluster", "rails", "--ranks-per-node", "1", "--message", "100"]
+    process = subprocess.Popen([*command, "--rate", "10"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        own = f"{fabric.PREFIX}{process.pid}-rank1"
+        until = time.monotonic() + 60
+        while own not in namespaces() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert own in namespaces()
+        process.send_signal(signal.SIGTERM)  # as Ctrl-C; where tests run in the background SIGINT may be ignored
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "stopped; everything it made is removed" in out
+    assert namespaces() == before
+
+
+@needs_cluster
+def test_the_smallest_cluster_sends_what_its_plans_say(tmp_path):
+    """Two nodes of one rank: a message over the NIC takes as long as its limit says, and a layer's bytes are the
+    plan's."""
+    before, out = namespaces(), tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.cluster", "rails", "layer", "--ranks-per-node", "1", "--rate", "20"]
+    more = ["--tokens", "512", "--sets", "one", "--repeat", "1", "--message", "1", "--json", str(out)]
+    variants = ["--only", "even-split ring", "all_gather", "--heads", "4", "--kv-heads", "4"]
+    done = subprocess.run([*command, *more, *variants], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rails, layer = json.loads(out.read_text())
+    for row in rails["rows"]:
+        assert row["seconds"] > 0.9 * 1e6 * 8 / 20e6
+        assert row["ranks"][0]["nic_sent"] == pytest.approx(1e6, rel=0.05)
+    assert [figure["variant"] for figure in layer["figures"]] == ["even-split ring", "all_gather"]
+    for row in layer["rows"]:
+        assert [sum(rank["handed"]) for rank in row["ranks"]] == row["planned"] and min(row["planned"]) > 0
+        for rank in row["ranks"]:
+            assert rank["nic_sent"] >= sum(rank["handed"])
+            assert rank["in_sent"] == 0
+        assert row["seconds"] >= max(row["busy"])
+    assert namespaces() == before

@@ -1,0 +1,68 @@
+"""The one factor between real and emulated time."""
+
+import pytest
+
+from benchmarks.cluster.scale import PAYLOAD, Scale
+from mindspeed_cp import AttentionConfig
+from mindspeed_cp.cost import cluster_names, load_cluster
+from mindspeed_cp.errors import ConfigError
+
+ATTENTION = AttentionConfig(32, 8, 128)
+
+
+def scale(preset: str = "a800", ranks: int = 4, wire_dim: int = 2, rate: int = 100_000_000, **attention: int) -> Scale:
+    return Scale(
+        load_cluster(preset).with_ranks(ranks), AttentionConfig(32, 8, **{"head_dim": 128} | attention), wire_dim, rate
+    )
+
+
+@pytest.mark.parametrize("preset", cluster_names())
+@pytest.mark.parametrize("wire_dim, rate", [(2, 100_000_000), (8, 50_000_000)])
+def test_a_transfer_over_a_nic_takes_the_factor_times_its_real_time(preset, wire_dim, rate):
+    found, tokens = scale(preset, wire_dim=wire_dim, rate=rate), 4096
+    real = tokens * 8 * (128 + 128) * 2 / found.cluster.effective_nic
+    emulated = tokens * 8 * (wire_dim + wire_dim) * 2 / (rate / 8 * PAYLOAD)
+    assert emulated / real == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize("preset", cluster_names())
+def test_links_in_a_node_keep_their_ratio_to_the_nic(preset):
+    found = scale(preset)
+    shape = found.shape(2, "preset")
+    ratio = found.cluster.pair_bandwidth / found.cluster.nic_bandwidth
+    assert shape.fabric == found.cluster.fabric
+    assert shape.link_rate / shape.nic_rate == pytest.approx(ratio, rel=1e-6)
+    assert found.shape(2, "free").link_rate is None
+    assert found.shape(2, "mesh").fabric == "mesh"
+
+
+def test_a_node_cut_to_half_its_ranks_has_the_nics_of_these():
+    assert scale("a800", 4).shape(2, "preset").nics == 2  # 4 NICs for 8 ranks
+    assert scale("a2", 4).shape(2, "preset").nics == 4
+    shape = scale("a800", 2).shape(4, "preset")
+    assert (shape.nodes, shape.ranks_per_node, shape.nics, shape.ranks) == (4, 2, 1, 8)
+
+
+def test_rows_get_narrower_and_scores_keep_their_scale():
+    wire = scale(head_dim=192, head_dim_v=128, wire_dim=6).wire
+    assert (wire.heads, wire.kv_heads, wire.head_dim, wire.head_dim_v) == (32, 8, 6, 4)
+    assert wire.softmax_scale == AttentionConfig(32, 8, 192).softmax_scale
+
+
+@pytest.mark.parametrize(
+    "change, names",
+    [
+        (dict(wire_dim=3), "--wire-dim is 3"),
+        (dict(wire_dim=0), "--wire-dim is 0"),
+        (dict(wire_dim=1, head_dim=192, head_dim_v=128), "head_dim_v = 128"),
+        (dict(rate=1000), "--rate is 0.001 Mbit/s"),
+    ],
+)
+def test_bad_settings_are_named(change, names):
+    with pytest.raises(ConfigError, match=names):
+        scale(**change)
+
+
+def test_unknown_links_are_named():
+    with pytest.raises(ConfigError, match="--in-node is 'star'"):
+        scale().shape(2, "star")

@@ -1,0 +1,66 @@
+"""Plans and batches of the cluster benchmark."""
+
+import numpy as np
+import pytest
+
+from benchmarks.cluster.scale import Scale
+from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, narrowed, plan_for
+from benchmarks.cluster.worker import planned_bytes
+from mindspeed_cp import AttentionConfig, Documents, Plan, verify_plan
+from mindspeed_cp.cost import load_cluster
+from mindspeed_cp.plan import ALGORITHMS, traffic
+from mindspeed_cp.plan.remapped import with_linear_layout
+
+SCALE = Scale(load_cluster("a800").with_ranks(4), AttentionConfig(8, 4, 128), 2, 100_000_000)
+#: Those whose algorithm is in this version.
+PLANNED = [name for name, (algorithm, _) in VARIANTS.items() if algorithm in ALGORITHMS]
+
+BATCH = Batch("made up", 0, (900, 40, 333, 17, 700, 58))
+
+
+def test_the_base_is_the_even_split_ring_and_measured_unless_others_are_asked_for():
+    assert VARIANTS[BASE] == ("ring", {}) and BASE in USUAL
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_narrow_rows_move_as_the_planned_ones_do(name):
+    plan = plan_for(name, BATCH, SCALE, 2)
+    narrow = narrowed(plan, SCALE)
+    assert narrow.documents == Documents(list(BATCH.lengths)) and narrow.attention == SCALE.wire
+    assert (traffic(narrow)["total"] * 64 == traffic(plan)["total"]).all()
+    verify_plan(narrow)
+
+
+def test_plans_of_parts_become_narrow_in_all_their_parts():
+    def attentions(plan: Plan) -> set[AttentionConfig]:
+        own = {plan.attention, plan.forward.attention, plan.backward.attention}
+        return own.union(*(attentions(part) for part in plan.parts))
+
+    for name in PLANNED:
+        assert attentions(narrowed(plan_for(name, BATCH, SCALE, 2), SCALE)) == {SCALE.wire}
+
+
+def test_batches_are_full_and_differ_and_come_again():
+    first, second = batches_of("wikipedia", 2, 10_000)
+    assert sum(first.lengths) == sum(second.lengths) == 10_000 and first.lengths != second.lengths
+    assert batches_of("wikipedia", 2, 10_000) == [first, second]
+    assert batches_of("wikipedia", 1, 10_000, seed=1)[0].lengths == second.lengths
+
+
+def test_one_is_one_document():
+    assert batches_of("one", 5, 123) == [Batch("one", 0, (123,))]
+
+
+def test_real_lengths_are_taken_from_a_folder(tmp_path):
+    np.savez(tmp_path / "wikipedia.npz", lengths=np.array([300, 300], np.uint32))
+    (batch,) = batches_of("wikipedia", 1, 1000, tmp_path)
+    assert batch.lengths == (300, 300, 300, 100)
+
+
+def test_hidden_states_that_move_are_in_the_planned_bytes():
+    plan = narrowed(plan_for("direct, balanced", Batch("x", 0, (1000, 10, 10, 10, 10)), SCALE, 2), SCALE)
+    linear = with_linear_layout(plan, "hidden")
+    assert linear.linear is not None
+    moved = np.abs(linear.linear.token_counts - plan.layout.token_counts).sum() // 2
+    extra = sum(planned_bytes(linear)) - sum(planned_bytes(plan))
+    assert extra == 4 * moved * 8 * 2 * 2  # there and back, twice; 8 heads x 2 channels in bf16
