@@ -55,6 +55,52 @@ def contiguous(documents: Documents, ranks: int, groups: Groups | None = None) -
     return _from_chunks(documents, ranks, ranks_of, doc, member[None], size)
 
 
+def weighted(
+    documents: Documents,
+    ranks: int,
+    doc: np.ndarray,
+    rank: np.ndarray,
+    share: np.ndarray,
+    mirrored: bool = True,
+) -> Layout:
+    """Every document over the ranks given, each of which takes a share of it.
+
+    Mirrored, as for zig-zag: a rank with the share f takes f/2 of the document in its first half and the mirror image
+    in its second, so that under a causal mask it does the share f of the work, whatever the shares of the others. Else
+    one run each, in the order of members. Borders are rounded down to whole tokens.
+
+    Args:
+        documents: the batch.
+        ranks: context-parallel ranks.
+        doc, rank: the members, sorted by document: int64 [members]; every document that is not empty has one or more,
+            all of other ranks.
+        share: fp64 [members], above 0; the shares of a document are normalised to add up to 1.
+        mirrored: False for masks under which all tokens have the same work.
+    """
+    size = np.bincount(doc, minlength=len(documents))
+    first = np.cumsum(size) - size
+    total = np.add.reduceat(share, first[size > 0]) if len(doc) else np.zeros(0)
+    whole = np.zeros(len(documents))
+    whole[size > 0] = total
+    before = np.cumsum(share) - share
+    before -= before[np.minimum(first, max(len(doc) - 1, 0))][doc] if len(doc) else 0.0
+    last = np.zeros(len(doc), bool)
+    last[(first + size - 1)[size > 0]] = True
+    length, offset = documents.lengths[doc], documents.offsets[doc]
+    half = length // 2 if mirrored else length
+    low = np.floor(np.clip(before / whole[doc], 0, 1) * half).astype(np.int64)
+    high = np.empty_like(low)
+    high[:-1] = low[1:]
+    high[last] = half[last]
+    spans = np.empty((2 if mirrored else 1, len(doc)), SPAN)
+    spans["rank"], spans["doc"] = rank, doc
+    spans["start"][0], spans["stop"][0] = offset + low, offset + high
+    if mirrored:
+        spans["start"][1] = offset + np.where(last, half, length - high)
+        spans["stop"][1] = offset + length - low
+    return from_spans(documents, ranks, spans.reshape(-1))
+
+
 def equal_tokens(documents: Documents, ranks: int) -> Layout:
     """The packed row cut into equal shares (to one token), documents or not: what linear layers like."""
     _check_ranks(ranks)

@@ -12,6 +12,7 @@ from mindspeed_cp.plan.all_gather import build_all_gather
 from mindspeed_cp.plan.config import AttentionConfig, Topology
 from mindspeed_cp.plan.direct import build_direct
 from mindspeed_cp.plan.double_ring import build_double_ring
+from mindspeed_cp.plan.hierarchical import REMAPS, build_hierarchical
 from mindspeed_cp.plan.hybrid import build_hybrid
 from mindspeed_cp.plan.placement import LAYOUTS
 from mindspeed_cp.plan.program import Plan
@@ -27,6 +28,7 @@ ALGORITHMS: dict[str, Builder] = {
     "hybrid": build_hybrid,
     "all_gather": build_all_gather,
     "direct": build_direct,
+    "hierarchical": build_hierarchical,
 }
 
 #: Names that Megatron and MindSpeed use for them.
@@ -43,8 +45,7 @@ ALIASES = {
 
 #: Algorithms of later versions and of other projects, and what comes nearest to each in this one.
 LATER_ALGORITHMS = {
-    "hierarchical": "direct with layout balanced, which keeps short documents on one rank",
-    "auto": "direct with layout balanced for packed documents, ring for one long document",
+    "auto": "hierarchical, which places every document by its cost",
     "adaptive_cp_algo": "direct, which sends only what the mask lets others see",
     "hybrid_adaptive_cp_algo": "hybrid",
 }
@@ -57,7 +58,7 @@ OTHER_OPTIONS = {
 }
 
 #: Values of options that are names.
-CHOICES = {"layout": LAYOUTS}
+CHOICES = {"layout": LAYOUTS, "remap": REMAPS}
 
 
 #: The one thing that no plan can do, and what to use instead.

@@ -26,12 +26,17 @@ LARGEST_FP32 = float(np.finfo(np.float32).max)
 class Topology:
     """nodes x ranks_per_node context-parallel ranks, numbered node by node.
 
+    Attributes:
+        nodes, ranks_per_node: how many.
+        cluster: preset or YAML file with the speeds of devices and links, for what is decided by costs.
+
     Raises:
         ConfigError: a number, or the product, is below 1 or above 10**6.
     """
 
     nodes: int = 1
     ranks_per_node: int = 1
+    cluster: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):

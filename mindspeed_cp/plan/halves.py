@@ -1,6 +1,8 @@
-"""A rank's own block in two halves, one for the first step and one for the last."""
+"""A rank's own block in shares: some for the first step, the rest for those with nothing else left to do."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,12 +19,26 @@ def own_block_in_two_halves(
     table: np.ndarray,
     last_step: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Contents, and the spans they refer to, in which every rank computes about half of its own block in the last step.
+    """Contents, and the spans they refer to, in which every rank computes about half of its own block in the last
+    step; see :func:`own_block_in_shares`."""
+    return own_block_in_shares(queries, keys, attention, contents, table, [(0, 0.5), (last_step, 0.5)])
 
-    The last gradients travel home in that step, and would otherwise have no work to hide behind. The own block is cut
-    in one place, at the row where its work is halved (its rows, under a window); the half point lies inside a span when
-    the rank has few of them. Under dropout the block stays whole: vendors' kernels draw the dropped weights anew from
-    what they kept of the same call in the forward, so that the backward must have the forward's tiles.
+
+def own_block_in_shares(
+    queries: Layout,
+    keys: Layout,
+    attention: AttentionConfig,
+    contents: np.ndarray,
+    table: np.ndarray,
+    shares: Sequence[tuple[int, float]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Contents, and the spans they refer to, in which every rank computes shares of its own block in several steps.
+
+    The last gradients travel home when no received keys are left to compute, and would otherwise have no work to hide
+    behind. The own block is cut at the rows where its work reaches the shares (its rows, under a window); a cut lies
+    inside a span when the rank has few of them, and moves to the border of a span that it nearly reaches. Under dropout
+    the block stays whole: vendors' kernels draw the dropped weights anew from what they kept of the same call in the
+    forward, so that the backward must have the forward's tiles.
 
     Args:
         queries: layout of the queries.
@@ -30,59 +46,85 @@ def own_block_in_two_halves(
         attention: what is computed.
         contents: of the forward; slot 0 is a rank's own block.
         table: spans that the contents refer to; begins with those of `keys`.
-        last_step: step of the second halves.
+        shares: (step, share of the work) in the order of steps; the shares add up to 1.
     """
     if attention.dropout > 0:
         return contents, table
     rows, spans = keys.spans["stop"] - keys.spans["start"], keys.spans
     before = np.cumsum(rows) - rows
-    causal = attention.mask == "causal" and attention.window is None
-    if attention.window is not None:
-        own = np.ones(len(spans), np.int64)
-    elif causal:
-        group = np.flatnonzero(np.append(True, (np.diff(spans["rank"]) != 0) | (np.diff(spans["doc"]) != 0)))
-        size = np.diff(np.append(group, len(spans)))  # spans of one rank and document
-        own = np.repeat(np.add.reduceat(rows, group), size)  # rows of the rank in the span's document
-        after = own - (before - np.repeat(before[group], size))  # queries at or after the first key of the span
-    else:
-        held = np.zeros((keys.ranks, len(keys.documents)), np.int64)
-        np.add.at(held, (queries.spans["rank"], queries.spans["doc"]), queries.spans["stop"] - queries.spans["start"])
-        own = held[spans["rank"], spans["doc"]]
-    work = rows * after - rows * (rows - 1) // 2 if causal else rows * own
+    work, seen = _work_of_spans(queries, keys, attention)
     done = np.concatenate([[0], np.cumsum(work)])
+    causal = attention.mask == "causal" and attention.window is None
+    ends = np.cumsum([share for _, share in shares[:-1]])
 
-    cut_spans, cut_tokens, parts = [], [], []
-    for rank in range(keys.ranks):
+    cut_spans: list[int] = []
+    cut_tokens: list[int] = []
+    parts = []
+    for rank in np.flatnonzero(np.diff(keys.bounds)).tolist():
         lo, hi = int(keys.bounds[rank]), int(keys.bounds[rank + 1])
-        if lo == hi:
-            continue
-        half = (int(done[lo]) + int(done[hi])) // 2
-        at = min(int(np.searchsorted(done, half, "right")) - 1, hi - 1)
-        missing, n = half - int(done[at]), int(rows[at])
-        if causal:  # x keys of the span are seen x * after - x * (x - 1) / 2 times
-            row = int(after[at] - np.sqrt(max(0, int(after[at]) ** 2 - 2 * missing)))
-        else:
-            row = missing // max(1, int(own[at]))
-        row = 0 if row < n // 8 else n if row > n - n // 8 else row
-        if 0 < row < n:
-            cut_spans.append(at)
-            cut_tokens.append(int(spans["start"][at]) + row)
-        spans_before = at - lo + (row > 0)
-        first = lo + len(cut_spans) - (0 < row < n)
-        count = hi - lo + (0 < row < n)
-        rows_before = int(before[at] - before[lo]) + row
-        parts += [
-            (0, rank, 0, 0, first, spans_before),
-            (last_step, rank, 0, rows_before, first + spans_before, count - spans_before),
-        ]
+        total = int(done[hi]) - int(done[lo])
+        first, first_row = lo, 0  # the next part begins at this span, and at this row of it
+        for (step, _), end in zip(shares, [*ends.tolist(), None], strict=True):
+            at, row = hi, 0
+            if end is not None:
+                goal = int(done[lo]) + int(total * end)
+                at = min(int(np.searchsorted(done, goal, "right")) - 1, hi - 1)
+                row = _row_of(goal - int(done[at]), int(rows[at]), int(seen[at]), causal)
+                at, row = (at + 1, 0) if row == rows[at] else (at, row)
+            if (at, row) <= (first, first_row):
+                continue
+            begin = first + len(cut_spans)
+            if row:
+                cut_spans.append(at)
+                cut_tokens.append(int(spans["start"][at]) + row)
+            row_before = int(before[first] - before[lo]) + first_row
+            parts.append((step, rank, 0, row_before, begin, at + len(cut_spans) - begin))
+            first, first_row = at, row
 
-    table = np.insert(table, np.array(cut_spans, np.int64) + 1, spans[cut_spans])
-    where = np.array(cut_spans, np.int64) + np.arange(len(cut_spans))
-    table["stop"][where], table["start"][where + 1] = cut_tokens, cut_tokens
-    shifted = contents[contents["slot"] > 0].copy()
-    shifted["count"] += np.searchsorted(cut_spans, shifted["first"] + shifted["count"]) - np.searchsorted(
-        cut_spans, shifted["first"]
+    table, places = _cut(table, cut_spans, cut_tokens)
+    others = contents[contents["slot"] > 0].copy()
+    others["count"] += np.searchsorted(places, others["first"] + others["count"]) - np.searchsorted(
+        places, others["first"]
     )
-    shifted["first"] += np.searchsorted(cut_spans, shifted["first"])
-    halves = np.array(parts, CONTENT)
-    return sorted_contents(np.concatenate([halves[halves["count"] > 0], shifted])), table
+    others["first"] += np.searchsorted(places, others["first"])
+    own = np.array(parts, CONTENT)
+    return sorted_contents(np.concatenate([own[own["count"] > 0], others])), table
+
+
+def _row_of(missing: int, rows: int, seen: int, causal: bool) -> int:
+    """After how many rows of a span so much work is done; all or none of them where it is nearly so."""
+    if causal:  # x keys of the span are seen x * seen - x * (x - 1) / 2 times
+        row = int(seen - np.sqrt(max(0, seen**2 - 2 * missing)))
+    else:
+        row = missing // max(1, seen)
+    return 0 if row < rows // 8 else rows if row > rows - rows // 8 else row
+
+
+def _work_of_spans(queries: Layout, keys: Layout, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """For each span of the keys the work of the rank's own queries against it, and how many of these see its first
+    key."""
+    rows, spans = keys.spans["stop"] - keys.spans["start"], keys.spans
+    if attention.window is not None:
+        return rows, np.ones(len(spans), np.int64)
+    if attention.mask == "causal":
+        before = np.cumsum(rows) - rows
+        group = np.flatnonzero(np.append(True, (np.diff(spans["rank"]) != 0) | (np.diff(spans["doc"]) != 0)))
+        group = group[: len(spans)]
+        size = np.diff(np.append(group, len(spans)))  # spans of one rank and document
+        own = np.repeat(np.add.reduceat(rows, group), size) if len(spans) else rows
+        after = own - (before - np.repeat(before[group], size))  # queries at or after the first key of the span
+        return rows * after - rows * (rows - 1) // 2, after
+    held = np.zeros((keys.ranks, len(keys.documents)), np.int64)
+    np.add.at(held, (queries.spans["rank"], queries.spans["doc"]), queries.spans["stop"] - queries.spans["start"])
+    own = held[spans["rank"], spans["doc"]]
+    return rows * own, own
+
+
+def _cut(table: np.ndarray, cut_spans: list[int], cut_tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The table with spans cut at tokens, and the numbers of the cut spans (once for each cut), ascending."""
+    places = np.array(cut_spans, np.int64)
+    out = np.insert(table, places + 1, table[places])
+    where = places + np.arange(len(places))
+    out["stop"][where] = cut_tokens
+    out["start"][where + 1] = cut_tokens
+    return out, places

@@ -1,0 +1,241 @@
+"""What a placement costs, in a few array operations: the planner's own model, by which it compares settings.
+
+For each rank the compute of its tiles, the bytes that it gets over in-node links, and the bytes that its node gets over
+its NICs. A direction takes a rank the longest of these, since transfers run beside compute; a head split's moves stand
+before and after its compute. Alpha (latency) is left out: the search compares placements of the same batch. The step by
+step timeline of a finished plan is :mod:`mindspeed_cp.cost.timeline`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_cp.cost import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.cost.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.config import AttentionConfig, Topology
+from mindspeed_cp.plan.partition import Members, Placement
+from mindspeed_cp.plan.placement import visible_pairs
+
+#: Bytes of K and V and of their gradients in the backward, in units of the forward's: K and V once more, and gradients
+#: in fp32.
+BACKWARD_TRAFFIC = 3.0
+
+#: Part of a rank's work on cut documents that has to wait for the last keys.
+LAST = 0.25
+
+#: Kernel calls of a rank for a document that it shares, more than for one of its own.
+CALLS = 3
+
+ELEMENT = 2  # bytes of q, k, v and out
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """Modelled seconds of one layer, forward and backward.
+
+    Attributes:
+        total: until the last rank is done.
+        busy: compute of each rank, attention and linear layers, fp64 [ranks].
+        attention: of that, attention's, fp64 [ranks].
+        tokens: of each rank, fp64 [ranks].
+        remap: the move between the layouts of linear layers and attention; 0 without one.
+    """
+
+    total: float
+    busy: np.ndarray
+    attention: np.ndarray
+    tokens: np.ndarray
+    remap: float
+
+
+class Estimate:
+    """The model for one batch.
+
+    Args:
+        queries, keys: the batch.
+        topology: where it runs.
+        attention: what is computed.
+        cluster: what devices and links can do; of `topology.ranks_per_node` ranks.
+        layer: the linear part of a layer.
+        routing: whether keys cross to a node once.
+    """
+
+    def __init__(
+        self,
+        queries: Documents,
+        keys: Documents,
+        topology: Topology,
+        attention: AttentionConfig,
+        cluster: Cluster,
+        layer: LayerCost,
+        routing: bool,
+    ) -> None:
+        self.topology, self.attention, self.cluster, self.routing = topology, attention, cluster, routing
+        self.cost = ComputeCost(cluster, attention, layer)
+        self.lengths = queries.lengths
+        self.pairs = visible_pairs(queries, keys, attention)
+        self.alone = self.cost.attention_seconds(self.pairs, self.lengths)  # forward, of a whole document
+        self.linear = self.cost.linear_seconds(self.lengths)
+        self.kv_row = attention.kv_heads * (attention.head_dim + attention.head_dim_v) * ELEMENT
+        self.q_row = attention.heads * (attention.head_dim + attention.head_dim_v) * ELEMENT  # of q and of out
+        self.uneven = attention.mask == "causal" and attention.window is None
+
+    @property
+    def work(self) -> np.ndarray:
+        """Seconds of each document on one rank, forward and backward, attention and linear layers, fp64 [documents]."""
+        return self.alone * (1 + ATTENTION_BACKWARD) + self.linear * (1 + LINEAR_BACKWARD)
+
+    @property
+    def attention_work(self) -> np.ndarray:
+        """Of attention alone."""
+        return self.alone * (1 + ATTENTION_BACKWARD)
+
+    def divided(self, with_linear: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Of a document that ranks share: seconds in all but for the shortness of their chunks, and what each of them
+        loses by it, fp64 [documents] each. (`rows / 2` rows on the shorter side of a tile, as in `score`: the loss of
+        a rank does not depend on its share.)"""
+        long = self.cost.attention_seconds(self.pairs, 1e12)
+        lost = (self.cost.attention_seconds(self.pairs, self.lengths / 2) - long) + CALLS * self.cluster.launch
+        linear = self.linear * (1 + LINEAR_BACKWARD) if with_linear else 0.0
+        return long * (1 + ATTENTION_BACKWARD) + linear, lost * (1 + ATTENTION_BACKWARD)
+
+    @property
+    def bound(self) -> float:
+        """No plan takes less: perfect balance, whole tiles, nothing exposed."""
+        return float(self.work.sum()) / self.topology.ranks
+
+    def score(self, placement: Placement) -> Score:
+        """What a placement costs."""
+        ranks, per, nodes = self.topology.ranks, self.topology.ranks_per_node, self.topology.nodes
+        here = _Loads(ranks, nodes)
+        self._exchanged(placement.whole, here)
+        self._split(placement.split, here)
+        nic = np.repeat(here.nic.reshape(nodes), per)
+        compute = here.attention
+        waits = here.inside + LAST * here.cut
+        forward = np.max([compute, waits, nic + LAST * here.cut, here.moves + here.split], 0)
+        factor = BACKWARD_TRAFFIC
+        backward = np.max(
+            [
+                ATTENTION_BACKWARD * compute,
+                factor * here.inside + LAST * ATTENTION_BACKWARD * here.cut,
+                factor * nic + LAST * ATTENTION_BACKWARD * here.cut,
+                here.moves + ATTENTION_BACKWARD * here.split,
+            ],
+            0,
+        )
+        linear = self.cost.linear_seconds(here.tokens) * (1 + LINEAR_BACKWARD)
+        remap = 0.0
+        if placement.setting.remap:
+            remap = self._remap(here.tokens)
+            linear = np.full(ranks, linear.mean())
+        attention = compute * (1 + ATTENTION_BACKWARD)
+        total = float((forward + backward + linear).max()) + remap
+        return Score(total, attention + linear, attention, here.tokens, remap)
+
+    def _exchanged(self, members: Members, here: _Loads) -> None:
+        """Documents whose keys are exchanged, and those that stay whole."""
+        cluster, per = self.cluster, self.topology.ranks_per_node
+        doc, rank, share = members.doc, members.rank, members.share
+        if not len(doc):
+            return
+        size = np.bincount(doc, minlength=len(self.lengths))[doc]
+        rows = share * self.lengths[doc]
+        short = np.where(size > 1, rows / 2, rows)
+        calls = np.where(size > 1, CALLS, 0)
+        seconds = self.cost.attention_seconds(self.pairs[doc] * share, short, calls)
+        here.add(rank, attention=seconds, tokens=rows)
+        cut = size > 1
+        if not cut.any():
+            return
+        doc, rank, share, rows, size = doc[cut], rank[cut], share[cut], rows[cut], size[cut]
+        here.add(rank, cut=seconds[cut])
+        first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
+        seen = self._seen(share, first, size[first])
+        length = self.lengths[doc]
+        node = rank // per
+        nodes = self.topology.nodes
+        key = doc * nodes + node
+        known, at = np.unique(key, return_inverse=True)
+        on_node = np.bincount(at, weights=share)
+        mates = np.bincount(at)
+        own_node = on_node[at]
+        others = np.maximum(1 - share, 1e-12)
+        inside = seen * length * (own_node - share) / others * self.kv_row
+        across = seen * length * (1 - own_node) / others * self.kv_row
+        links = np.maximum(mates[at] - 1, 1)
+        rate = np.minimum(cluster.effective_rank, links * cluster.effective_pair)
+        here.add(rank, inside=inside / rate)
+        if nodes == 1:
+            return
+        spans = np.bincount(known // nodes, minlength=len(self.lengths))  # nodes of each document
+        into = self.lengths[known // nodes] * (1 - on_node) * self.kv_row
+        out = self.lengths[known // nodes] * on_node * (spans[known // nodes] - 1) * self.kv_row
+        if self.routing:
+            wide = cluster.nics_per_node * cluster.effective_nic
+            np.add.at(here.nic, known % nodes, np.maximum(into, out) / wide)
+            spread = min(cluster.effective_rank, max(per - 1, 1) * cluster.effective_pair)
+            here.add(rank, inside=across * (per - 1) / per / spread)
+        else:
+            nic = cluster.effective_nic * cluster.nics_per_node / per
+            here.add(rank, inside=across / nic)
+
+    def _split(self, members: Members, here: _Loads) -> None:
+        """Documents whose heads are split inside nodes, and whose keys are exchanged between nodes."""
+        doc, node, share = members.doc, members.rank, members.share
+        if not len(doc):
+            return
+        cluster, per, attention = self.cluster, self.topology.ranks_per_node, self.attention
+        size = np.bincount(doc, minlength=len(self.lengths))[doc]
+        rows = share * self.lengths[doc]
+        busy = min(per, attention.heads)
+        part = -(-attention.heads // busy) / attention.heads
+        short = np.where(size > 1, rows / 2, rows)
+        seconds = self.cost.attention_seconds(self.pairs[doc] * share * part, short, np.where(size > 1, 2, 1))
+        copies = max(1.0, busy / attention.kv_heads)
+        moved = rows / per * (per - 1) / per * (self.q_row + self.kv_row * copies)
+        for name, value in (("attention", seconds), ("split", seconds), ("tokens", rows / per),
+                            ("moves", moved / cluster.effective_rank)):  # fmt: skip
+            getattr(here, name).reshape(-1, per)[...] += np.bincount(node, value, self.topology.nodes)[:, None]
+        if (size > 1).any():
+            first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
+            need = self._seen(share, first, size[first]) * self.lengths[doc] * self.kv_row * copies
+            wide = cluster.nics_per_node * cluster.effective_nic
+            np.add.at(here.nic, node, need / wide)
+            waiting = np.bincount(node, seconds * (size > 1), self.topology.nodes)
+            here.cut.reshape(-1, per)[...] += waiting[:, None]
+
+    def _seen(self, share: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:
+        """Part of the document that each member needs of the others."""
+        if not self.uneven:
+            return 1 - share
+        before = np.cumsum(share)
+        end = np.repeat(before[first + size - 1], size)
+        after = end - before  # shares of the members inside the mirror image
+        return 0.5 * (1 - share) + 0.5 * after
+
+    def _remap(self, tokens: np.ndarray) -> float:
+        """Seconds to move q, k, v and out between two layouts, forward and backward."""
+        cluster, per = self.cluster, self.topology.ranks_per_node
+        mean = tokens.mean()
+        row = self.q_row + self.kv_row
+        surplus = np.maximum(tokens - mean, 0).max() * row
+        across = np.maximum(tokens.reshape(-1, per).sum(1) - mean * per, 0).max() * row
+        inside = surplus / cluster.effective_rank
+        return 2 * max(inside, across / (cluster.nics_per_node * cluster.effective_nic))
+
+
+class _Loads:
+    """Sums over ranks and nodes."""
+
+    def __init__(self, ranks: int, nodes: int) -> None:
+        self.attention, self.cut, self.split, self.tokens, self.inside, self.moves = np.zeros((6, ranks))
+        self.nic = np.zeros(nodes)
+
+    def add(self, rank: np.ndarray, **seconds: np.ndarray) -> None:
+        for name, value in seconds.items():
+            total = getattr(self, name)
+            total += np.bincount(rank, value, len(total))

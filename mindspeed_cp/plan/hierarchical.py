@@ -1,0 +1,182 @@
+"""Hierarchical: every document where it is cheapest, on one rank, on some ranks of a node, or on several nodes.
+
+A search (:mod:`.search`) compares a few dozen placements by a cost model and takes the fastest. What it places
+becomes up to two parts of one plan (:mod:`.combine`):
+
+* documents whose keys are exchanged (:mod:`.staged`), those that one rank has alone among them;
+* documents whose heads are split inside nodes (:mod:`.node_split`), over one node or several.
+
+The first part's own blocks, local documents among them, are computed while the moves of the second travel, and half of
+them while its outputs do. Zeppelin (2509.21841), ByteScale (2502.21231) and FlexSP (2412.01523) have parts of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mindspeed_cp.cost import Cluster, LayerCost, load_cluster
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents, Layout
+from mindspeed_cp.layout.build import weighted
+from mindspeed_cp.plan.combine import Order, combine, documents_of
+from mindspeed_cp.plan.config import AttentionConfig, Topology, check_count
+from mindspeed_cp.plan.estimate import Estimate
+from mindspeed_cp.plan.node_split import node_split_part
+from mindspeed_cp.plan.partition import Members, Placement
+from mindspeed_cp.plan.program import Plan, Program
+from mindspeed_cp.plan.remapped import fewer_bytes, with_linear_layout
+from mindspeed_cp.plan.search import Choice, search
+from mindspeed_cp.plan.staged import staged
+
+REMAPS = ("off", "auto", "qkv", "hidden")
+
+
+def build_hierarchical(
+    queries: Documents,
+    keys: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    cluster: str | None = None,
+    routing: bool = True,
+    head_split: bool = True,
+    remap: str = "auto",
+    prefetch: int = 1,
+    max_seqlen_per_dp_cp_rank: int | None = None,
+    hidden_size: int | None = None,
+    ffn_hidden_size: int | None = None,
+    tensor_parallel_size: int = 1,
+) -> Plan:
+    """Hierarchical placement over all ranks.
+
+    Args:
+        queries, keys, topology, attention: as for the ring.
+        cluster: preset or file with the speeds of devices and links; default: that of the topology, or "a2" (more than
+            8 ranks on a node: "a3").
+        routing: keys cross to a node once, over all NICs, and are passed on inside it; False: every rank fetches what
+            it needs.
+        head_split: heads of long documents may be split inside nodes.
+        remap: a layout of their own, with equal tokens, for linear layers: "off", "auto" (where the model finds it
+            faster), or always, with "qkv" (q, k, v and out move) or "hidden" (hidden states move: under Megatron).
+        prefetch: nodes from which keys are on their way while those of one are computed.
+        max_seqlen_per_dp_cp_rank: a rank holds no more tokens; default: no bound.
+        hidden_size, ffn_hidden_size, tensor_parallel_size: of the model, for the cost of linear layers; default:
+            heads * head_dim, a gated FFN of 8/3 that, and 1.
+
+    Raises:
+        ConfigError: an option is out of range, the cluster has fewer ranks on a node than the topology, or a document
+            does not fit into the bound.
+    """
+    check_count("prefetch", prefetch, what="a whole number of nodes")
+    choice = choose(
+        queries, keys, topology, attention, cluster, routing, head_split, remap, max_seqlen_per_dp_cp_rank,
+        hidden_size, ffn_hidden_size, tensor_parallel_size,
+    )  # fmt: skip
+    plan = plan_of(choice.placement, queries, keys, topology, attention, routing, prefetch)
+    if not choice.placement.setting.remap:
+        return plan
+    mode = remap
+    if remap == "auto":
+        mode = "qkv" if hidden_size is None else fewer_bytes(plan, hidden_size, tensor_parallel_size)
+    return with_linear_layout(plan, mode)
+
+
+def choose(
+    queries: Documents,
+    keys: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    cluster: str | None = None,
+    routing: bool = True,
+    head_split: bool = True,
+    remap: str = "auto",
+    max_seqlen_per_dp_cp_rank: int | None = None,
+    hidden_size: int | None = None,
+    ffn_hidden_size: int | None = None,
+    tensor_parallel_size: int = 1,
+) -> Choice:
+    """The placement that `build_hierarchical` builds, and what it was compared with."""
+    if max_seqlen_per_dp_cp_rank is not None:
+        check_count("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank, what="a whole number of tokens")
+    layer = _layer(attention, hidden_size, ffn_hidden_size, tensor_parallel_size)
+    known = cluster_of(topology, cluster)
+    estimate = Estimate(queries, keys, topology, attention, known, layer, routing)
+    wanted = {"off": "off", "auto": "auto"}.get(remap, "on")
+    return search(estimate, max_seqlen_per_dp_cp_rank, wanted, head_split)
+
+
+def cluster_of(topology: Topology, cluster: str | None = None) -> Cluster:
+    """The cluster that a topology runs on, nodes cut to its ranks.
+
+    Raises:
+        ConfigError: there is no such cluster, or its nodes have fewer ranks.
+    """
+    name = cluster or topology.cluster or ("a2" if topology.ranks_per_node <= 8 else "a3")
+    found = load_cluster(name)
+    if topology.ranks_per_node > found.ranks_per_node:
+        raise ConfigError(
+            f"the topology has {topology.ranks_per_node} ranks on a node, but a node of cluster {found.name} has "
+            f"{found.ranks_per_node}; valid: at most that many, or cluster: a file with ranks_per_node and links of "
+            "your own"
+        )
+    return found.with_ranks(topology.ranks_per_node)
+
+
+def plan_of(
+    placement: Placement,
+    queries: Documents,
+    keys: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    routing: bool = True,
+    prefetch: int = 1,
+) -> Plan:
+    """The plan of a placement."""
+    split = np.zeros(len(queries), bool)
+    split[placement.split.doc] = True
+    parts = []
+    if not split.all() or not len(split):
+        own = [documents_of(x, ~split) for x in (queries, keys)]
+        held, held_kv = _layouts(own[0], own[1], topology.ranks, placement.whole, attention)
+        programs = staged(held, held_kv, attention, topology, routing, prefetch, tail=bool(split.any()))
+        parts.append(Plan("hierarchical", attention, topology, held, held_kv, held, held_kv, *programs))
+    if split.any():
+        own = [documents_of(x, split) for x in (queries, keys)]
+        held, held_kv = _layouts(own[0], own[1], topology.nodes, placement.split, attention)
+        parts.append(node_split_part(held, held_kv, topology, attention, prefetch))
+    if len(parts) == 1:
+        return replace(parts[0], algorithm="hierarchical")
+    return combine("hierarchical", parts, _order(parts, "forward"), _order(parts, "backward"))
+
+
+def _layouts(
+    queries: Documents, keys: Documents, ranks: int, members: Members, attention: AttentionConfig
+) -> tuple[Layout, Layout]:
+    mirrored = attention.mask == "causal" and attention.window is None
+    held = weighted(queries, ranks, members.doc, members.rank, members.share, mirrored)
+    if keys == queries:
+        return held, held
+    return held, weighted(keys, ranks, members.doc, members.rank, members.share, mirrored)
+
+
+def _order(parts: list[Plan], direction: str) -> Order:
+    """Steps of the exchange and of the head split in turns; the last of the exchange, its own blocks, after all."""
+    programs: list[Program] = [getattr(part, direction) for part in parts]
+    steps = [program.steps for program in programs]
+    turns = [(part, step) for step in range(max(steps)) for part in (0, 1) if step < steps[part] - (part == 0)]
+    return (*turns, (0, steps[0] - 1))
+
+
+def _layer(
+    attention: AttentionConfig, hidden_size: int | None, ffn_hidden_size: int | None, tensor_parallel_size: int
+) -> LayerCost:
+    """The linear part of a layer."""
+    if hidden_size is None:
+        return LayerCost.like(attention, tensor_parallel_size)
+    width = round(hidden_size * 8 / 3) if ffn_hidden_size is None else ffn_hidden_size
+    heads, kv_heads = attention.heads * tensor_parallel_size, attention.kv_heads * tensor_parallel_size
+    return LayerCost.of(
+        hidden_size, width, heads, kv_heads, attention.head_dim, attention.head_dim_v,
+        tensor_parallel=tensor_parallel_size,
+    )  # fmt: skip

@@ -1,0 +1,419 @@
+"""Which ranks share each document: one placement for one setting of the search.
+
+Loads are seconds of work. Documents whose heads are split go to whole nodes, other long ones to the fewest ranks that
+have room for them, in one node if one has room, short ones whole to the rank with the least work. Then the shares of
+the cut documents are evened out against what else their ranks do: a rank may have any share of a document
+(:func:`mindspeed_cp.layout.weighted`), so that what whole documents leave uneven is filled up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError
+
+#: A rank is filled up to this multiple of an equal part of all work before a document is cut for it.
+FULL = 1.01
+
+#: No rank takes a smaller part of an equal share of a document: it would fetch nearly all keys for a few queries.
+LEAST = 0.2
+
+#: Ranks with more than this multiple of an equal share hand on part of a document, as long as that makes the busier
+#: of the two less busy by GAIN.
+REPAIR, GAIN = 1.01, 0.004
+
+#: How often the shares of cut documents are evened out.
+SWEEPS = 2
+
+UNBOUNDED = float("inf")
+
+#: A document with its members (ranks or nodes) and their shares.
+Found = tuple[int, list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the search tries.
+
+    Attributes:
+        cut: documents with more work than this part of a rank's equal share may be cut; shorter ones stay whole.
+        split: documents with more work than this part of a node's equal share have their heads split over whole nodes.
+        power: cut documents go to 1, 2, 4, ... neighbouring ranks, in equal shares, as other systems do.
+        everywhere: all documents are cut over all ranks: by heads in the nodes if `split` is 0, else by tokens.
+        remap: linear layers have a layout of their own, so only attention's work counts.
+    """
+
+    cut: float
+    split: float
+    power: bool = False
+    everywhere: bool = False
+    remap: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Who shares documents: one entry for each document and member, sorted by document.
+
+    Attributes:
+        doc, rank: int64 [members]; of documents whose heads are split, `rank` is a node.
+        share: fp64 [members]; those of one document add up to 1.
+    """
+
+    doc: np.ndarray
+    rank: np.ndarray
+    share: np.ndarray
+
+    @staticmethod
+    def of(found: list[Found]) -> Members:
+        """From (document, ranks, shares), in any order of documents."""
+        size = np.array([len(ranks) for _, ranks, _ in found], np.int64)
+        doc = np.repeat(np.array([doc for doc, _, _ in found], np.int64), size)
+        rank = np.array([rank for _, ranks, _ in found for rank in ranks], np.int64)
+        share = np.array([share for _, _, shares in found for share in shares], np.float64)
+        order = np.argsort(doc, kind="stable")
+        return Members(doc[order], rank[order], share[order])
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where every document goes.
+
+    Attributes:
+        setting: that made it.
+        whole: members of the documents whose keys are exchanged, those that one rank has alone among them.
+        split: members, by node, of the documents whose heads are split inside nodes.
+    """
+
+    setting: Setting
+    whole: Members
+    split: Members
+
+
+class Partition:
+    """Places the documents of one batch.
+
+    A document on one rank is `work`; one that several ranks share in shares f is `divided * f + overhead` on each of
+    them: chunks are shorter than the document, and kernels slower for it.
+
+    Args:
+        work: seconds of each document on one rank, attention and linear layers, fp64 [documents].
+        divided, overhead: of each document that is cut, fp64 [documents].
+        lengths: tokens of each document, int64 [documents].
+        nodes, per_node: the ranks, numbered node by node.
+        most_tokens: a rank holds no more tokens than this; None: no bound.
+
+    Raises:
+        ConfigError: a document, or the batch, has more tokens than all ranks may hold.
+    """
+
+    def __init__(
+        self,
+        work: np.ndarray,
+        divided: np.ndarray,
+        overhead: np.ndarray,
+        lengths: np.ndarray,
+        nodes: int,
+        per_node: int,
+        most_tokens: int | None = None,
+    ) -> None:
+        self.nodes, self.per_node, self.ranks = nodes, per_node, nodes * per_node
+        check_bound(lengths, self.ranks, most_tokens)
+        self.bound = UNBOUNDED if most_tokens is None else float(most_tokens)
+        self.order = np.argsort(-work, kind="stable")
+        self.sorted_work = work[self.order]
+        self.fair = float(work.sum()) / self.ranks
+        self._docs = self.order.tolist()
+        self._work, self._lengths = work.tolist(), lengths.tolist()
+        self._divided, self._overhead = divided.tolist(), overhead.tolist()
+
+    def counts(self, setting: Setting) -> tuple[int, int]:
+        """How many documents may be cut and how many have their heads split; settings with equal counts place alike."""
+        cut = int(np.searchsorted(-self.sorted_work, -setting.cut * self.fair, "left"))
+        return cut, int(np.searchsorted(-self.sorted_work, -setting.split * self.fair * self.per_node, "left"))
+
+    def place(self, setting: Setting) -> Placement:
+        """The placement of one setting."""
+        if setting.everywhere:
+            return self._everywhere(setting)
+        here = _State([0.0] * self.ranks, [0.0] * self.ranks)
+        cut, halved = self.counts(setting)
+        by_node = [self._over_nodes(here, doc) for doc in self._docs[:halved]]
+        find = self._power if setting.power else self._fewest
+        parts = [find(here, doc) for doc in self._docs[halved : max(cut, halved)]]
+        whole = self._alone(here, self._docs[max(cut, halved) :], parts)
+        if not setting.power:
+            for _ in range(SWEEPS):
+                parts = [self._evened(here, *part) for part in parts]
+            parts, whole = self._repaired(here, parts, whole)
+            parts = [self._evened(here, *part) for part in parts]
+        return Placement(setting, Members.of(parts + whole), Members.of(by_node))
+
+    def _everywhere(self, setting: Setting) -> Placement:
+        """Every document over all ranks, or over all nodes by heads."""
+        count = self.nodes if setting.split == 0 else self.ranks
+        doc = np.arange(len(self._docs))
+        share = np.full(len(doc) * count, 1.0 / count)
+        members, none = Members(np.repeat(doc, count), np.tile(np.arange(count), len(doc)), share), Members.of([])
+        return Placement(setting, none, members) if setting.split == 0 else Placement(setting, members, none)
+
+    def _over_nodes(self, here: _State, doc: int) -> Found:
+        """The fewest nodes with room, in shares that even them out; every rank of a node gets an equal part."""
+        per, work, length = self.per_node, self._work[doc], self._lengths[doc]
+        loads = [sum(here.loads[first : first + per]) for first in range(0, self.ranks, per)]
+        limits = [self.bound] * self.nodes
+        if self.bound < UNBOUNDED:
+            limits = [
+                per * (self.bound - max(here.tokens[first : first + per])) / max(length, 1)
+                for first in range(0, self.ranks, per)
+            ]
+        nodes, shares = _filled(range(self.nodes), loads, work, 0.0, self.fair * per, limits)
+        for node, share in zip(nodes, shares, strict=True):
+            for rank in range(node * per, (node + 1) * per):
+                here.loads[rank] += share * work / per
+                here.tokens[rank] += share * length / per
+        return doc, nodes, shares
+
+    def _fewest(self, here: _State, doc: int) -> Found:
+        """The fewest ranks with room, of the node with the most room if that is enough."""
+        per, full = self.per_node, FULL * self.fair
+        emptiest = min(range(self.ranks), key=here.loads.__getitem__)
+        if here.loads[emptiest] + self._work[doc] <= full and self._limits(here, [emptiest], doc)[0] >= 1:
+            self._take(here, doc, [emptiest], [1.0], 1)
+            return doc, [emptiest], [1.0]
+        free = [
+            sum([full - load for load in here.loads[first : first + per] if load < full])
+            for first in range(0, self.ranks, per)
+        ]
+        node = max(range(self.nodes), key=free.__getitem__)
+        ranks: Sequence[int] = range(node * per, (node + 1) * per)
+        if free[node] < self._divided[doc] or self._room(here, ranks) < self._lengths[doc]:
+            order = sorted(range(self.nodes), key=lambda node: -free[node])
+            work, tokens, count = 0.0, 0.0, 0
+            while count < self.nodes and (work < self._divided[doc] or tokens < self._lengths[doc]):
+                node = order[count]
+                work += free[node]
+                tokens += self._room(here, range(node * per, (node + 1) * per))
+                count += 1
+            ranks = [rank for node in sorted(order[:count]) for rank in range(node * per, (node + 1) * per)]
+        limits = self._limits(here, ranks, doc)
+        loads = [here.loads[rank] for rank in ranks]
+        chosen, shares = _filled(ranks, loads, self._divided[doc], self._overhead[doc], self.fair, limits)
+        self._take(here, doc, chosen, shares, 1)
+        return doc, chosen, shares
+
+    def _power(self, here: _State, doc: int) -> Found:
+        """A power of two of neighbouring ranks, in equal shares."""
+        work, length = self._work[doc], self._lengths[doc]
+        least = max(work / self.fair if self.fair else 1.0, length / self.bound, 1.0)
+        count = 1
+        while count < least and count * 2 <= self.ranks:
+            count *= 2
+        first = min(range(0, self.ranks - count + 1, count), key=lambda i: max(here.loads[i : i + count]))
+        ranks, shares = list(range(first, first + count)), [1.0 / count] * count
+        self._take(here, doc, ranks, shares, 1)
+        return doc, ranks, shares
+
+    def _alone(self, here: _State, docs: list[int], parts: list[Found]) -> list[Found]:
+        """Documents, longest first, each whole to the rank with the least work that has room (Graham 1969); one that
+        fits nowhere is cut, and added to `parts`."""
+        work, lengths, held, bound = self._work, self._lengths, here.tokens, self.bound
+        heap = [(load, rank) for rank, load in enumerate(here.loads)]
+        heapq.heapify(heap)
+        one, owner, found = [1.0], [[rank] for rank in range(self.ranks)], []
+        for doc in docs:
+            full = []
+            while heap and held[heap[0][1]] + lengths[doc] > bound:
+                full.append(heapq.heappop(heap))
+            if heap:
+                load, rank = heap[0]
+                heapq.heapreplace(heap, (load + work[doc], rank))
+                held[rank] += lengths[doc]
+                found.append((doc, owner[rank], one))
+            for entry in full:
+                heapq.heappush(heap, entry)
+            if len(full) == self.ranks:  # no rank has room for all of it
+                for load, rank in heap:
+                    here.loads[rank] = load
+                parts.append(self._fewest(here, doc))
+                heap = [(load, rank) for rank, load in enumerate(here.loads)]
+                heapq.heapify(heap)
+        for load, rank in heap:
+            here.loads[rank] = load
+        return found
+
+    def _evened(self, here: _State, doc: int, ranks: list[int], shares: list[float]) -> Found:
+        """The same document on the same ranks, or fewer of them, in shares that even out the ranks' work."""
+        if len(ranks) == 1:
+            return doc, ranks, shares
+        self._take(here, doc, ranks, shares, -1)
+        limits = self._limits(here, ranks, doc)
+        loads = [here.loads[rank] for rank in ranks]
+        ranks, shares = _within(ranks, loads, self._divided[doc], self._overhead[doc], limits)
+        self._take(here, doc, ranks, shares, 1)
+        return doc, ranks, shares
+
+    def _repaired(self, here: _State, parts: list[Found], whole: list[Found]) -> tuple[list[Found], list[Found]]:
+        """The busiest rank shares one of its whole documents with the idlest of its node (or of all, where the node is
+        busy as a whole), again and again, as long as the busiest gets less to do."""
+        per, limit = self.per_node, REPAIR * self.fair
+        mine: dict[int, list[int]] = {}
+        for doc, (rank,), _ in whole + [part for part in parts if len(part[1]) == 1]:
+            mine.setdefault(rank, []).append(doc)
+        moved: set[int] = set()
+        loads = here.loads
+        for _ in range(2 * self.ranks):
+            rank = max(range(self.ranks), key=loads.__getitem__)
+            if loads[rank] <= limit:
+                break
+            first = rank // per * per
+            other = min(range(first, first + per), key=loads.__getitem__)
+            if loads[other] > self.fair:
+                other = min(range(self.ranks), key=loads.__getitem__)
+            found = self._shared(here, rank, other, mine.get(rank, []))
+            if found is None:
+                break
+            doc, share = found
+            mine[rank].remove(doc)
+            moved.add(doc)
+            self._take(here, doc, [rank], [1.0], -1)
+            ranks = sorted((rank, other))
+            shares = [1 - share, share] if rank < other else [share, 1 - share]
+            self._take(here, doc, ranks, shares, 1)
+            parts = [*parts, (doc, ranks, shares)]
+        if not moved:
+            return parts, whole
+        alone = [part for part in parts if len(part[1]) > 1 or part[0] not in moved]
+        return alone, [one for one in whole if one[0] not in moved]
+
+    def _shared(self, here: _State, rank: int, other: int, docs: list[int]) -> tuple[int, float] | None:
+        """The document of a rank, and the share of it, that makes the higher load of two ranks lowest; None where no
+        document makes it lower than it is."""
+        best, found = here.loads[rank] * (1 - GAIN), None
+        for doc in docs:
+            above, below = here.loads[rank] - self._work[doc], here.loads[other]
+            divided, overhead = self._divided[doc], self._overhead[doc]
+            if divided <= 0 or here.tokens[other] + self._lengths[doc] > self.bound:
+                continue
+            share = min(max((above - below + divided) / (2 * divided), LEAST / 2), 1 - LEAST / 2)
+            high = max(above + (1 - share) * divided, below + share * divided) + overhead
+            if high < best:
+                best, found = high, (doc, share)
+        return found
+
+    def _take(self, here: _State, doc: int, ranks: list[int], shares: list[float], sign: int) -> None:
+        """Adds a document to its ranks, or takes it away from them."""
+        if len(ranks) == 1:
+            here.loads[ranks[0]] += sign * self._work[doc]
+            here.tokens[ranks[0]] += sign * self._lengths[doc]
+            return
+        divided, overhead, length = sign * self._divided[doc], sign * self._overhead[doc], sign * self._lengths[doc]
+        for rank, share in zip(ranks, shares, strict=True):
+            here.loads[rank] += share * divided + overhead
+            here.tokens[rank] += share * length
+
+    def _room(self, here: _State, ranks: Sequence[int]) -> float:
+        """Tokens that ranks may still take."""
+        if self.bound == UNBOUNDED:
+            return UNBOUNDED
+        return sum(max(self.bound - here.tokens[rank], 0.0) for rank in ranks)
+
+    def _limits(self, here: _State, ranks: Sequence[int], doc: int) -> list[float]:
+        """The largest share of a document that each rank may take."""
+        if self.bound == UNBOUNDED:
+            return [UNBOUNDED] * len(ranks)
+        return [max(self.bound - here.tokens[rank], 0.0) / max(self._lengths[doc], 1) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class _State:
+    """Work in seconds and tokens of every rank, while documents are placed."""
+
+    loads: list[float]
+    tokens: list[float]
+
+
+def check_bound(lengths: np.ndarray, ranks: int, most_tokens: int | None) -> None:
+    """Raise ConfigError where the ranks may not hold all tokens."""
+    if most_tokens is None:
+        return
+    longest = int(np.argmax(lengths)) if len(lengths) else 0
+    for what, tokens in ((f"document {longest}", int(lengths.max(initial=0))), ("the batch", int(lengths.sum()))):
+        if tokens > ranks * most_tokens:
+            raise ConfigError(
+                f"{what} has {tokens} tokens, more than {ranks} ranks of max_tokens_per_rank = {most_tokens} hold; "
+                f"valid: max_tokens_per_rank of {-(-tokens // ranks)} or more, or more ranks"
+            )
+
+
+def _filled(
+    places: Sequence[int], loads: list[float], work: float, overhead: float, fair: float, limits: list[float]
+) -> tuple[list[int], list[float]]:
+    """The fewest places, from the emptiest on, that have room for the work, and the shares that level them.
+
+    Args:
+        places: ranks or nodes.
+        loads: of each place.
+        work, overhead: a place with the share f gets work * f + overhead.
+        fair: load up to which a place is filled.
+        limits: largest share that each place may take.
+    """
+    order = sorted(range(len(loads)), key=loads.__getitem__)
+    room, shares, count = 0.0, 0.0, 0
+    for i in order:
+        count += 1
+        room += max(FULL * fair - loads[i] - overhead, 0.0)
+        shares += limits[i]
+        if (room >= work and shares >= 1) or (count == 1 and FULL * fair - loads[i] >= work + overhead and shares >= 1):
+            break
+    chosen = sorted(order[:count])
+    return _within([places[i] for i in chosen], [loads[i] for i in chosen], work, overhead, [limits[i] for i in chosen])
+
+
+def _within(
+    places: list[int], loads: list[float], work: float, overhead: float, limits: list[float]
+) -> tuple[list[int], list[float]]:
+    """The shares that level these places; those that would take next to nothing are left out."""
+    while True:
+        shares = _level(loads, work, limits)
+        least = LEAST / len(places)
+        keep = [i for i, share in enumerate(shares) if share >= least]
+        if len(keep) == len(places) or not keep or sum(limits[i] for i in keep) < 1:
+            some = [i for i, share in enumerate(shares) if share > 0]
+            return [places[i] for i in some], [shares[i] for i in some]
+        places, loads, limits = [places[i] for i in keep], [loads[i] for i in keep], [limits[i] for i in keep]
+
+
+def _level(loads: list[float], work: float, limits: list[float]) -> list[float]:
+    """Shares of the work, none above its limit, that make the highest load as low as can be."""
+    count = len(loads)
+    if count == 1 or work <= 0:
+        return [1.0 / count] * count
+    if min(limits) < 1:
+        return _level_within(loads, work, limits)
+    total, level = work, 0.0
+    for filled, load in enumerate(sorted(loads), 1):
+        total += load
+        if total / filled <= load and filled > 1:
+            break
+        level = total / filled  # with the emptiest places filled up to it
+    return [max(level - load, 0.0) / work for load in loads]
+
+
+def _level_within(loads: list[float], work: float, limits: list[float]) -> list[float]:
+    """As `_level`, by bisection on the level, for places that may not take all."""
+    cap = [min(limit, 1.0) * work for limit in limits]
+    if sum(cap) <= work:
+        return [x / sum(cap) for x in cap]
+    low, high = min(loads), max(loads) + work
+    for _ in range(60):
+        level = (low + high) / 2
+        if sum(min(max(level - load, 0.0), most) for load, most in zip(loads, cap, strict=True)) >= work:
+            high = level
+        else:
+            low = level
+    found = [min(max(high - load, 0.0), most) for load, most in zip(loads, cap, strict=True)]
+    return [x / sum(found) for x in found]
