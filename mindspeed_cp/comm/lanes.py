@@ -154,7 +154,7 @@ def warm_up(plan: Plan, group: dist.ProcessGroup | None = None, device: torch.de
 
     Args:
         plan: any plan of the kind that will run, for the ranks of the group; edges that only later plans have are made
-            when they come.
+            when they come, in the same order (:class:`mindspeed_cp.comm.Transport`).
         group: None for the default group.
         device: of the tensors that will travel.
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm.lanes import existing_group, lanes_of, library_of
+from mindspeed_cp.comm.lanes import existing_group, in_order, lanes_of, library_of
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.npu_errors import HCCL_REMEDY, cause
 
@@ -95,9 +95,19 @@ class Transport:
         Raises:
             PeerError: a peer is known to be gone.
         """
-        if self._on_host or (self._lanes is not None and not with_all):
+        if self._on_host:
             return [self._post_one(t) for t in transfers]
-        return self._post_coalesced(transfers)
+        if self._lanes is None or with_all:
+            return self._post_coalesced(transfers)
+        posted = {i: self._post_one(transfers[i]) for i in self._in_turn(transfers)}
+        return [posted[i] for i in range(len(transfers))]
+
+    def _in_turn(self, transfers: Sequence[Transfer]) -> list[int]:
+        """Numbers of transfers in the order in which all ranks go through the edges of a step: the first one over a
+        lane makes a communicator, for which both ends wait, and in another order ranks could wait in a circle."""
+        edges = [(self._rank, t.peer) if t.sends else (t.peer, self._rank) for t in transfers]
+        turn = {edge: number for number, edge in enumerate(in_order(set(edges), len(self._global)))}
+        return sorted(range(len(transfers)), key=lambda i: turn[edges[i]])
 
     def _post_one(self, transfer: Transfer) -> Pending:
         peer = self._global[transfer.peer]

@@ -23,6 +23,7 @@ from mindspeed_cp.ops.attention.npu_placed import (
     Placed,
     PlacedBack,
     compressed_mask,
+    ones,
     order_of,
     place,
     slopes_of,
@@ -156,7 +157,7 @@ class NpuAttention:
                 given_k, given_v = _handed(kk, placed.k, call), _handed(vv, placed.k, call)
                 kept = _kept(state, call, part)
                 found = self._operator.backward(
-                    given_q, given_k, given_v, given_dout, given_out, most, torch.ones_like(most), kept, how
+                    given_q, given_k, given_v, given_dout, given_out, most, ones(most.shape, most.device), kept, how
                 )
                 some_dq, some_dk, some_dv = (x.reshape(-1, *x.shape[-2:]) for x in found)
                 some_dq, some_dk = some_dq[..., :width], some_dk[..., :width]
@@ -192,7 +193,7 @@ class NpuAttention:
 
         def given(x: Tensor, statistic: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             most = statistic.T.reshape(1, heads, rows, 1).expand(-1, -1, -1, 8).contiguous()
-            return x.to(torch.float32).reshape(rows, 1, -1).contiguous(), most, torch.ones_like(most)
+            return x.to(torch.float32).reshape(rows, 1, -1).contiguous(), most, ones(most.shape, most.device)
 
         found, most, total = self._operator.update(given(out, lse), given(some, some_lse))
         return found.view(out.shape), (most[0, ..., 0] + total[0, ..., 0].log()).T

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 import torch
@@ -124,6 +125,17 @@ def slopes_of(attention: AttentionConfig, heads: tuple[int, int], device: torch.
 def compressed_mask(device: torch.device) -> Tensor:
     """What the operator wants as mask in sparse modes 2 to 4: 2048 x 2048, True above the diagonal."""
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """fp32 ones, which nobody writes to: a part of one tensor, as large as the largest that was asked for."""
+    size = prod(shape)
+    if device not in _ones or len(_ones[device]) < size:
+        _ones[device] = torch.ones(size, device=device)
+    return _ones[device][:size].view(shape)
 
 
 def take(x: Tensor, rows: Index) -> Tensor:

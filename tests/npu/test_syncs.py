@@ -61,3 +61,22 @@ def one_layer(rank: int, size: int, case: Case) -> tuple[list[str], list[str]]:
 def test_the_first_layer_neither_waits_nor_copies(name: str) -> None:
     for forward, backward in run(2, one_layer, CASES[name]).values():
         assert (forward, backward) == ([], [])
+
+
+def ones_made(rank: int, size: int) -> list[int]:
+    """Tensors of ones that each of three layers makes."""
+    case = CASES["ALiBi"]
+    plan, leaves, dout = local(rank, case)
+    prepare(plan, rank, case.dtype, device=torch.device("npu", rank))
+    on_npu, on_npu_dout = [x.detach().to("npu").requires_grad_() for x in leaves], dout.to("npu")
+    found = []
+    for _ in range(3):
+        with Seen() as seen:
+            torch.autograd.grad(attend(case, plan, on_npu, None), on_npu, on_npu_dout)
+        found.append(sum(name in ("ones", "ones_like") for name in seen.names))
+    return found
+
+
+def test_sums_of_ones_are_made_once_for_all_layers() -> None:
+    for first, *later in run(2, ones_made).values():
+        assert first > 0 and later == [0, 0]
