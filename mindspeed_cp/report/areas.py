@@ -19,7 +19,7 @@ class Area(NamedTuple):
     """What a rank computes in one step between one run of queries and one run of keys.
 
     Attributes:
-        step: of the forward.
+        step: of the forward; in a plan of parts its turn.
         owner: rank that holds the keys and values in `plan.kv_layout`.
         corners: (key token, query token), [corners, 2], in the order of an outline.
     """
@@ -54,7 +54,16 @@ class _Runs(NamedTuple):
 
 
 def areas(plan: Plan, rank: int) -> Iterator[Area]:
-    """All that a rank computes in the forward, for its heads."""
+    """All that a rank computes in the forward, for its heads in each part."""
+    turn_of = {turn: number for number, turn in enumerate(plan.turns())}
+    for number, piece in enumerate(plan.pieces):
+        shift = plan.kv_documents.offsets - piece.kv_documents.offsets, plan.documents.offsets - piece.documents.offsets
+        for doc, area in _areas(piece, rank):
+            yield Area(turn_of[number, area.step], area.owner, area.corners + [by[doc] for by in shift])
+
+
+def _areas(plan: Plan, rank: int) -> Iterator[tuple[int, Area]]:
+    """Of a plan without parts, with the document of each."""
     program, spans = plan.forward, plan.q_layout.of(rank)
     queries, owner = _Runs.of(spans, spans["rank"]), owner_of_keys(plan, rank)
     held: dict[tuple[int, int], list[tuple[int, int, _Runs]]] = {}
@@ -78,16 +87,18 @@ def areas(plan: Plan, rank: int) -> Iterator[Area]:
                 box = (k_first - k_row, first - q_row, k_last - k_row, last - q_row)
                 corners = clipped(box, low, high)
                 if size(corners) > 0.5:  # below one pair: the corner of a stair of the neighbouring run
-                    yield Area(step, of, corners + np.array([key - box[0], query - box[1]]))
+                    yield int(tile["doc"]), Area(step, of, corners + np.array([key - box[0], query - box[1]]))
 
 
 def owners(plan: Plan, rank: int) -> list[list[int]]:
-    """For each step the ranks whose keys and values the rank has before it, as in `Area.owner`."""
-    owner = owner_of_keys(plan, rank)
-    found: list[set[int]] = [set() for _ in range(plan.forward.steps)]
-    for content in plan.forward.contents_of(rank):
-        found[content["step"]].update(owner(plan.forward.spans_in(content)["start"]).tolist())
-    return [sorted(ranks) for ranks in found]
+    """For each turn the ranks whose keys and values the rank has before it, as in `Area.owner`."""
+    found: dict[tuple[int, int], set[int]] = {turn: set() for turn in plan.turns()}
+    for number, piece in enumerate(plan.pieces):
+        owner = owner_of_keys(piece, rank)
+        for content in piece.forward.contents_of(rank):
+            spans = piece.forward.spans_in(content)
+            found[number, int(content["step"])].update(owner(spans["start"]).tolist())
+    return [sorted(ranks) for ranks in found.values()]
 
 
 def visible(plan: Plan) -> Iterator[np.ndarray]:
@@ -131,8 +142,8 @@ def size(corners: np.ndarray) -> float:
 
 
 def owner_of_keys(plan: Plan, rank: int) -> Callable[[np.ndarray], np.ndarray]:
-    """For tokens, the rank in `plan.kv_layout` from which their keys come to this rank; where copies of kv heads are on
-    several ranks, the one among those that exchange messages with this rank."""
+    """For tokens of a plan without parts, the rank in `plan.kv_layout` from which their keys come to this rank; where
+    copies of kv heads are on several ranks, the one among those that exchange messages with this rank."""
     items, together = plan.forward.fetch.items, {rank}
     while True:
         near = np.isin(items["src"], list(together)) | np.isin(items["dst"], list(together))

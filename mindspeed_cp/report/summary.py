@@ -13,7 +13,7 @@ from mindspeed_cp.plan.tiles import pairs
 
 @dataclass(frozen=True, eq=False)
 class PlanSummary:
-    """Counts over ranks and forward steps of one plan.
+    """Counts over ranks and forward steps of one plan; of a plan of parts the steps are its turns.
 
     Attributes:
         algorithm: name of the builder.
@@ -21,7 +21,8 @@ class PlanSummary:
         topology: where.
         lengths: tokens of each document, int64 [documents].
         kv_lengths: keys of each document, int64 [documents]; `lengths`, but in cross-attention.
-        heads: first and last-plus-one query head and kv head of each rank, int64 [ranks, 4].
+        heads: first and last-plus-one query head and kv head of each rank, int64 [ranks, 4]; in a plan of parts each
+            part has its own, and here are all heads.
         tokens: local rows, int64 [ranks].
         documents: documents of which a rank holds at least one token, int64 [ranks].
         spans: pieces of documents, int64 [ranks].
@@ -34,6 +35,8 @@ class PlanSummary:
         traffic: bytes that each rank sends (`mindspeed_cp.plan.traffic`).
         buffers: peak bytes of communication buffers, forward and backward, int64 [ranks, 2].
         moves: whether rows move to the layout in which attention is computed, and back.
+        labels: names of the steps: "3", or "1.3" for step 3 of part 1.
+        parts: the same of each part, in a plan of parts.
     """
 
     algorithm: str
@@ -55,6 +58,8 @@ class PlanSummary:
     traffic: np.ndarray
     buffers: np.ndarray
     moves: bool
+    labels: tuple[str, ...]
+    parts: tuple[PlanSummary, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -68,7 +73,9 @@ class PlanSummary:
 
     @property
     def splits_heads(self) -> bool:
-        """Whether ranks compute different heads."""
+        """Whether ranks compute different heads, in some part at least."""
+        if self.parts:
+            return any(part.splits_heads for part in self.parts)
         return bool((self.heads != self.heads[0]).any() or self.heads[0, 1] < self.attention.heads)
 
     @property
@@ -114,6 +121,7 @@ class PlanSummary:
             "bytes_sent_forward": int(self.sent_forward.sum()),
             "bytes_sent_backward": int(self.sent_backward.sum()),
             "per_rank": [self._rank(rank) for rank in range(self.ranks)],
+            **({"turns": list(self.labels), "parts": [part.as_dict() for part in self.parts]} if self.parts else {}),
         }
 
     def _rank(self, rank: int) -> dict[str, Any]:
@@ -144,20 +152,24 @@ def summarize(plan: Plan, bytes_per_element: int = 2) -> PlanSummary:
         plan: any plan.
         bytes_per_element: of q, k, v and out.
     """
-    layout, ranks, steps, attention = plan.layout, plan.ranks, plan.forward.steps, plan.attention
-    heads = np.array(
-        [
-            plan.q_layout.head_range(rank, attention.heads) + plan.kv_layout.head_range(rank, attention.kv_heads)
-            for rank in range(ranks)
-        ]
-    )
-    tiles = np.zeros((ranks, steps), np.int64)
-    work = np.zeros((ranks, steps), np.int64)
-    for rank in range(ranks):
-        found = plan.forward.tiles(rank)
-        tiles[rank] = np.bincount(found["step"], minlength=steps)
-        np.add.at(work[rank], found["step"], pairs(found, attention) * (heads[rank, 1] - heads[rank, 0]))
-    sent, received = _rows(plan.forward, "fetch")
+    layout, ranks, attention = plan.layout, plan.ranks, plan.attention
+    parts = tuple(summarize(part, bytes_per_element) for part in plan.parts)
+    if parts:
+        tiles, work = (
+            np.stack([getattr(parts[part], name)[:, step] for part, step in plan.turns()], 1)
+            for name in ("tiles", "work")
+        )
+        heads = np.tile([0, attention.heads, 0, attention.kv_heads], (ranks, 1))
+    else:
+        heads = np.array(
+            [
+                plan.q_layout.head_range(rank, attention.heads) + plan.kv_layout.head_range(rank, attention.kv_heads)
+                for rank in range(ranks)
+            ]
+        )
+        tiles, work = _tiles_and_work(plan, heads[:, 1] - heads[:, 0])
+    rows = [(*_rows(piece.forward, "fetch"), _rows(piece.backward, "reduce")[0]) for piece in plan.pieces]
+    sent, received, reduced = np.sum(rows, axis=0)
     return PlanSummary(
         algorithm=plan.algorithm,
         attention=attention,
@@ -172,13 +184,25 @@ def summarize(plan: Plan, bytes_per_element: int = 2) -> PlanSummary:
         work=work,
         sent=sent,
         received=received,
-        reduced=_rows(plan.backward, "reduce")[0],
-        slots=plan.forward.capacity[:, 1:].sum(1),
+        reduced=reduced,
+        slots=np.sum([piece.forward.capacity[:, 1:].sum(1) for piece in plan.pieces], axis=0),
         bytes_per_element=bytes_per_element,
         traffic=traffic(plan, bytes_per_element),
         buffers=np.stack([peak_bytes(plan, way, bytes_per_element)["total"] for way in ("forward", "backward")], 1),
-        moves=plan.q_move is not None or plan.kv_move is not None,
+        moves=any(piece.q_move is not None or piece.kv_move is not None for piece in plan.pieces),
+        labels=tuple(f"{part}.{step}" if parts else str(step) for part, step in plan.turns()),
+        parts=parts,
     )
+
+
+def _tiles_and_work(plan: Plan, heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tiles, and (query, key) pairs times heads, of each rank and step of a plan without parts."""
+    tiles, work = np.zeros((2, plan.ranks, plan.forward.steps), np.int64)
+    for rank in range(plan.ranks):
+        found = plan.forward.tiles(rank)
+        tiles[rank] = np.bincount(found["step"], minlength=plan.forward.steps)
+        np.add.at(work[rank], found["step"], pairs(found, plan.attention) * heads[rank])
+    return tiles, work
 
 
 def _rows(program: Program, kind: str) -> tuple[np.ndarray, np.ndarray]:

@@ -23,8 +23,9 @@ class Table:
 
 
 def plan_tables(summary: PlanSummary) -> list[Table]:
-    """The tables that `mindspeed-cp plan` prints: the plan, what ranks hold and send, tiles and work step by step."""
-    return [_overview(summary), _holdings(summary), *_steps(summary)]
+    """The tables that `mindspeed-cp plan` prints: the plan, its parts, what ranks hold and send, tiles and work step by
+    step."""
+    return [_overview(summary), *([_parts(summary)] if summary.parts else []), _holdings(summary), *_steps(summary)]
 
 
 def count(number: float) -> str:
@@ -102,8 +103,30 @@ def _sent(between_steps: int, what: str, by_move: int) -> str:
     return f"{size(between_steps + by_move)}: {', '.join(said)}" if len(said) == 2 else (said or ["nothing"])[0]
 
 
+def _parts(summary: PlanSummary) -> Table:
+    """What each part has of the documents and of the work."""
+    columns = ("part", "by", "documents", "tokens", "steps", "heads", "sent forward", "sent backward", "work", "of all")
+    everything = summary.work.sum()
+    rows = [
+        (
+            str(number),
+            part.algorithm,
+            f"{int((part.lengths > 0).sum()):,}",
+            count(part.lengths.sum()),
+            str(part.steps),
+            "split" if part.splits_heads else "all",
+            size(part.sent_forward.sum()),
+            size(part.sent_backward.sum()),
+            count(part.work.sum()),
+            f"{100 * part.work.sum() / everything:.0f} %" if everything else "-",
+        )
+        for number, part in enumerate(summary.parts)
+    ]
+    return Table("Parts (steps are named part.step below)", columns, tuple(rows))
+
+
 def _holdings(summary: PlanSummary) -> Table:
-    split = summary.splits_heads
+    split = summary.splits_heads and not summary.parts
     columns = (
         *("rank", *["heads"] * split, "tokens", "documents", "spans"),
         *("sent forward", "sent backward", "buffers forward", "buffers backward", "work", "of mean"),
@@ -128,7 +151,7 @@ def _holdings(summary: PlanSummary) -> Table:
 def _steps(summary: PlanSummary) -> list[Table]:
     shown = range(min(summary.steps, MOST_STEPS))
     more = () if summary.steps <= MOST_STEPS else ("...",)
-    columns = ("rank", *(f"step {step}" for step in shown), *more, "all")
+    columns = ("rank", *(f"step {summary.labels[step]}" for step in shown), *more, "all")
     ranks = _shown(summary.work.sum(1))
     note = _note(summary.ranks)
     largest = summary.work.max(1, keepdims=True).max() or 1

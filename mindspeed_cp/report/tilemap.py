@@ -113,7 +113,7 @@ def _ranks(page: Page, plan: Plan, numbers: PlanSummary) -> None:
     layouts = [plan.layout, plan.layout_kv][: 1 + _is_crossed(numbers)]
     for rank in range(numbers.ranks):
         held = held_text(plan, numbers, rank)
-        computes = f"computes {_heads(numbers, rank, kv=True)}" if numbers.splits_heads else ""
+        computes = f"computes {_heads(numbers, rank, kv=True)}" if numbers.splits_heads and not numbers.parts else ""
         page.rank(rank, palette[rank], held, computes, [_strip(layout, rank) for layout in layouts])
     if plan.topology.nodes > 1:
         for node in range(plan.topology.nodes):
@@ -142,14 +142,16 @@ def _heads(numbers: PlanSummary, rank: int, kv: bool = False) -> str:
 
 def _squares(page: Page, plan: Plan, numbers: PlanSummary, scale: np.ndarray, drawn: Sequence[Sequence[Area]]) -> None:
     for step in range(numbers.steps):
-        page.heading(*page.column(step), f"step {step}" if page.captions else str(step))
+        page.heading(*page.column(step), f"{'step ' * page.captions}{numbers.labels[step]}")
     palette = colours(numbers.ranks)
     largest = max(int(numbers.work.max(initial=0)), 1)
     for rank in range(numbers.ranks):
-        heads = f"{_heads(numbers, rank)}: " if numbers.splits_heads else ""
-        for step, of in enumerate(owners(plan, rank)):
+        for step, ((part, part_step), of) in enumerate(zip(plan.turns(), owners(plan, rank), strict=True)):
+            piece, its = plan.pieces[part], (numbers.parts or (numbers,))[part]
+            heads = f"{_heads(its, rank)}: " if its.splits_heads else ""
             busy = numbers.work[rank, step] > 0
-            page.square(rank, step, heads + of_ranks(plan, rank, of) if busy else "", arrivals(plan, rank, step))
+            above = heads + of_ranks(piece, rank, of) if busy else ""
+            page.square(rank, step, above, arrivals(piece, rank, part_step))
             if page.shaded:
                 page.shade(rank, step, float(numbers.work[rank, step]) / largest, [palette[o] for o in of if busy])
     if page.shaded:
@@ -191,7 +193,7 @@ def _bars(page: Page, numbers: PlanSummary) -> None:
 
 
 def _legend(page: Page, plan: Plan, numbers: PlanSummary, why_shaded: str) -> None:
-    moved = " after the all-to-all" if plan.kv_move is not None else ""
+    moved = " after the all-to-all" if any(piece.kv_move is not None for piece in plan.pieces) else ""
     if page.shaded:
         entries: list[tuple[Sequence[Any], str]] = [
             ([shading(share) for share in (0, 0.5, 1)], "the darker, the more work of this rank in this step"),
@@ -209,6 +211,9 @@ def _legend(page: Page, plan: Plan, numbers: PlanSummary, why_shaded: str) -> No
             "on the diagonal for each document. All squares have one scale: coloured area "
             f"{'times heads ' * numbers.splits_heads}is work."
         ]
+    if numbers.parts:
+        names = "; ".join(f"{number} by {part.algorithm}" for number, part in enumerate(numbers.parts))
+        notes.append(f"Steps are named part.step: documents are in parts that each go their own way ({names}).")
     if _is_crossed(numbers):
         notes.append("What ranks hold: queries in the upper strip, keys and values in the lower.")
     if numbers.splits_heads:

@@ -58,7 +58,8 @@ def of_ranks(plan: Plan, rank: int, owners: Sequence[int]) -> str:
 
 
 def arrivals(plan: Plan, rank: int, step: int) -> str:
-    """What arrives while a rank computes a step: "← 1,207 rows from rank 3"; empty if nothing does."""
+    """What arrives while a rank computes a step, in a plan without parts: "← 1,207 rows from rank 3"; empty if nothing
+    does."""
     items = plan.forward.fetch.items
     mine = items[(items["dst"] == rank) & (items["done"] == step)]
     if not len(mine):
@@ -67,9 +68,10 @@ def arrivals(plan: Plan, rank: int, step: int) -> str:
 
 
 def exchanging(plan: Plan) -> list[list[int]]:
-    """Groups of ranks that exchange rows before and after the steps; ranks that exchange with nobody are left out."""
+    """Groups of ranks that exchange rows before and after the steps, in one part or more; ranks that exchange with
+    nobody are left out."""
     group = list(range(plan.ranks))
-    for move in (plan.q_move, plan.kv_move):
+    for move in (move for piece in plan.pieces for move in (piece.q_move, piece.kv_move)):
         for src, dst in [] if move is None else _pairs(move):
             if group[src] != group[dst]:
                 old, new = max(group[src], group[dst]), min(group[src], group[dst])

@@ -48,6 +48,10 @@ class Meter(TorchDispatchMode):
         """Peaks begin again with what is alive now."""
         self.peak = self._alive()
 
+    def kind_of(self, x: torch.Tensor) -> str:
+        """The kind of memory of a tensor that was met."""
+        return self._known[x.untyped_storage()._cdata][1]
+
     def _alive(self) -> dict[str, int]:
         alive = dict.fromkeys(self.peak, 0)
         for reference, kind, size in self._known.values():
@@ -81,6 +85,7 @@ def asked_for() -> str:
                 return "kernel"
             if file.name == "attention.py":
                 return "engine"
-            return {"__init__": "kv", "gradient": "gradients", "start_moves": "moved"}.get(name, "staging")
+            of = {"__init__": "kv", "gradient": "gradients", "start_moves": "moved", "take": "moved", "join": "moved"}
+            return of.get(name, "staging")
         frame = frame.f_back  # type: ignore[assignment]
     return "engine"

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
-from mindspeed_cp import Plan
+from mindspeed_cp import Plan, Topology, build_plan, context_parallel_attention
+from mindspeed_cp.comm import Transport
 from mindspeed_cp.layout import equal_tokens
+from mindspeed_cp.plan import combine, documents_of, peak_bytes, traffic
 from tests.engine.cases import SIZES, Case, errors, run_all, worst
+from tests.engine.meters import BUFFERS
+from tests.engine.test_buffers import counted
 from tests.engine.test_dropout import SEEN, matrix
-from tests.plan.parts import mixed_plan, remapped
+from tests.plan.parts import mixed_plan, remapped, shuffled
 
 
 @dataclass(frozen=True)
 class Mixed(Case):
-    """Documents treated in three ways: exchanged, and with heads split over either half of the ranks."""
+    """Documents treated in three ways: exchanged, and with heads split over either half of the ranks; for a caller that
+    holds equal tokens (`remap`), or with steps in an order drawn from the seed `order`."""
 
     remap: bool = False
+    order: int | None = None
 
     def plan(self) -> Plan:
         plan = mixed_plan(self.documents, self.ranks, self.attention, self.algorithm, self.kv_documents)
+        plan = plan if self.order is None else shuffled(plan, self.order)
         return remapped(plan, equal_tokens(self.documents, self.ranks)) if self.remap else plan
 
     def on(self, ranks: int, variant: str | None = None) -> Mixed:
@@ -63,6 +72,65 @@ def test_fp32_agrees_with_fp64(workers, ranks):
     assert {name: error for name, error in found.items() if error > 1e-5} == {}
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_any_order_of_steps_gives_the_same(workers, ranks):
+    """Also two parts that exchange messages at the same time: a hybrid's ring and its all-to-all between others."""
+    names = ("packed and ragged", "a ring", "heads split after a hybrid", "another layout held, ring")
+    cases = [replace(PROBLEMS[name].on(ranks), order=seed) for name in names for seed in range(3)]
+    parts = workers.run(ranks, run_all, cases, timeout=120)
+    for i, case in enumerate(cases):
+        assert worst(case, [part[i] for part in parts]) <= 1e-5
+
+
+def two_exchanges(rank, group, case):
+    """A ring for one document and a direct exchange for the other, step by step in turn, through lanes and without;
+    transfers between the same two ranks that were under way together with one tag."""
+    from mindspeed_cp.comm import close_lanes, open_lanes, warm_up
+
+    numbers = np.arange(2)
+    parts = [
+        build_plan(documents_of(case.documents, numbers == n), Topology(1, case.ranks), case.attention, name)
+        for n, name in enumerate(("ring", "direct"))
+    ]
+    plan, flying, twice = combine("two", parts), Counter(), []
+    post = Transport.post
+
+    class Watched:
+        def __init__(self, pending, key):
+            self.pending, self.key = pending, key
+
+        def wait(self):
+            self.pending.wait()
+            flying[self.key] -= 1
+
+    def watched(self, transfers, with_all=False):
+        keys = [(t.peer, t.sends, t.tag) for t in transfers]
+        flying.update(keys)
+        twice.extend(key for key in keys if flying[key] > 1)
+        return [Watched(one, key) for one, key in zip(post(self, transfers, with_all), keys, strict=True)]
+
+    def once():
+        leaves = [plan.layout.shard(x, rank).requires_grad_() for x in case.inputs()[:3]]
+        out = context_parallel_attention(*leaves, plan, group)
+        return [out.detach(), *torch.autograd.grad(out, leaves, plan.layout.shard(case.inputs()[3], rank))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "post", watched)
+        found = once()
+        open_lanes(group)
+        warm_up(plan, group)
+        again = once()
+        close_lanes(group)
+    both = [plan.layout.shard(x, rank) for x in case.reference()]
+    wrong = max(float((a.double() - b).abs().max()) for a, b in zip(found, both, strict=True))
+    return wrong, all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), twice, sum(flying.values())
+
+
+def test_two_exchanges_at_once_have_tags_of_their_own_and_go_through_lanes(workers):
+    for wrong, same, twice, left in workers.run(8, two_exchanges, Case((90, 133), 8, 4, 2)):
+        assert wrong < 1e-5 and same and not twice and not left
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_bf16(workers, ranks):
     """As good as the kernel itself."""
@@ -87,3 +155,29 @@ def test_the_same_weights_are_dropped_as_without_parts(workers, ranks):
     found = case.plan().layout.unshard(workers.run(ranks, matrix, case))
     assert torch.equal(found == 0, alone == 0)
     assert torch.allclose(found, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_bytes_sent_and_allocated_are_those_of_the_plan(workers, ranks):
+    """What is sent agrees to the byte, and so do receive buffers and what moves and gathers make; gradients and staging
+    are bounds: their parts' largest moments need not meet."""
+    cases = [
+        replace(case.on(ranks), dtype=dtype)
+        for name, case in PROBLEMS.items()
+        if name not in ("latent attention", "dropout", "full mask")
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    results = workers.run(ranks, counted, cases, timeout=240)
+    for i, case in enumerate(cases):
+        plan, size = case.plan(), case.dtype.itemsize
+        said = traffic(plan, size)
+        limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
+        for rank in range(ranks):
+            there, back, *peaks = results[rank][i]
+            mine = said[rank]
+            assert there == {"fetch": mine["fetch_forward"], "reduce": 0, "move": mine["move_forward"]}, case
+            assert back == {"fetch": mine["fetch_backward"], "reduce": mine["reduce"], "move": mine["move_backward"]}
+            for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
+                got = {name: (peak[name], int(limit[rank][name])) for name in (*BUFFERS, "total")}
+                assert all(found <= most for found, most in got.values()), (direction, rank, case, got)
+                assert all(got[name][0] == got[name][1] for name in ("kv", "moved")), (direction, rank, case, got)

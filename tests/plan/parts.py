@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.layout import Layout, contiguous, zigzag
-from mindspeed_cp.plan import combine, documents_of, head_split_part
+from mindspeed_cp.plan import combine, documents_of, head_split_part, is_in, layout_of
 
 
 def halves(ranks: int) -> tuple[list[int], list[int]]:
@@ -56,11 +57,17 @@ def mixed_plan(
 
 def remapped(plan: Plan, layout: Layout) -> Plan:
     """The same plan for a caller that holds another layout."""
-    from dataclasses import replace
-
-    from mindspeed_cp.plan import is_in, layout_of
-
-    parts = [
-        replace(part, layout=held, layout_kv=held) for part in plan.parts if (held := layout_of(layout, is_in(part)))
-    ]
+    held = [layout_of(layout, is_in(part)) for part in plan.parts]
+    parts = [replace(part, layout=one, layout_kv=one) for part, one in zip(plan.parts, held, strict=True)]
     return combine("remapped", parts, plan.order, plan.order_backward)
+
+
+def shuffled(plan: Plan, seed: int) -> Plan:
+    """The same plan with its parts' steps in any order that is possible."""
+    rng = np.random.default_rng(seed)
+
+    def order(direction: str) -> tuple[tuple[int, int], ...]:
+        parts = rng.permutation([part for part, _ in plan.turns(direction)])
+        return tuple((int(part), int((parts[:at] == part).sum())) for at, part in enumerate(parts))
+
+    return replace(plan, order=order("forward"), order_backward=order("backward"))

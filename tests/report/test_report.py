@@ -10,6 +10,7 @@ from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.plan import ALGORITHMS, peak_bytes, traffic
 from mindspeed_cp.report import plan_tables, summarize
 from mindspeed_cp.report.text import MOST_RANKS, count, size
+from tests.plan.parts import mixed_plan
 
 
 def plan_of(lengths: list[int], ranks: int, **options: Any) -> Plan:
@@ -25,8 +26,10 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     assert summary.tokens.sum() == sum(lengths)
     assert (summary.work == plan.work()).all()
     assert summary.work.sum() == 4 * sum(n * (n + 1) // 2 for n in lengths)
-    assert summary.tiles.sum() == sum(len(plan.forward.tiles(rank)) for rank in range(ranks))
-    assert summary.sent.sum() == summary.received.sum() == plan.forward.fetch.items["rows"].sum()
+    programs = [piece.forward for piece in plan.pieces]
+    assert summary.tiles.sum() == sum(len(program.tiles(rank)) for program in programs for rank in range(ranks))
+    rows = sum(program.fetch.items["rows"].sum() for program in programs)
+    assert summary.sent.sum() == summary.received.sum() == rows
     assert summary.imbalance >= 1 and summary.step_imbalance >= summary.imbalance - 1e-12
     sent = traffic(plan, 4)
     assert (summary.sent_forward + summary.sent_backward == sent["total"]).all()
@@ -34,9 +37,8 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     last = summary.as_dict()["per_rank"][ranks - 1]
     assert last["tokens"] == plan.layout.token_counts[-1] and last["bytes_sent"]["total"] == sent["total"][-1]
     assert last["heads"] == list(plan.q_layout.head_range(ranks - 1, 4))
-    assert summary.splits_heads == (
-        ranks > 1 and algorithm in ("ulysses", "hybrid") and (algorithm, ranks) not in ALONE
-    )
+    splits = ranks > 1 and algorithm in ("ulysses", "hybrid") and (algorithm, ranks) not in ALONE
+    assert summary.splits_heads == (splits or any(piece.q_layout.heads is not None for piece in plan.parts))
 
 
 ALONE = {("hybrid", 2), ("hybrid", 3)}  # one rank for each group: the largest divisor of so many ranks is 1
@@ -89,3 +91,27 @@ def test_counts_read_well() -> None:
     assert [size(n) for n in (0, 1023, 1024, 1.5 * 2**20, 5 * 2**30)] == [
         *("0 B", "1,023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB"),
     ]
+
+
+def test_parts_are_told_apart_and_summed() -> None:
+    plan = mixed_plan(Documents([129, 63, 40, 50, 0, 12]), 4, AttentionConfig(4, 2, 16))
+    summary = summarize(plan, 4)
+    assert summary.steps == len(plan.order) and (summary.work == plan.work()).all()
+    assert [part.algorithm for part in summary.parts] == ["direct", "head_split", "head_split"]
+    for name in ("sent", "received", "reduced", "slots"):
+        assert (getattr(summary, name) == sum(getattr(part, name) for part in summary.parts)).all()
+    assert (summary.sent_forward + summary.sent_backward == traffic(plan, 4)["total"]).all()
+    assert (summary.buffers[:, 1] == peak_bytes(plan, "backward", 4)["total"]).all()
+    assert summary.labels[:4] == ("0.0", "1.0", "2.0", "0.1") and summary.splits_heads and summary.moves
+    tables = {table.title.split()[0]: table for table in plan_tables(summary)}
+    (parts,) = (table for title, table in tables.items() if title == "Parts")
+    assert [row[1:4] for row in parts.rows] == [
+        ("direct", "2", "179"),
+        ("head_split", "1", "63"),
+        ("head_split", "2", "52"),
+    ]
+    assert [row[5] for row in parts.rows] == ["all", "split", "split"]
+    assert tables["Tiles"].columns[1:5] == ("step 0.0", "step 1.0", "step 2.0", "step 0.1")
+    told = summary.as_dict()
+    assert told["turns"] == list(summary.labels) and [part["tokens"] for part in told["parts"]] == [179, 63, 52]
+    assert "parts" not in summarize(plan.parts[0]).as_dict()

@@ -15,6 +15,7 @@ from mindspeed_cp.plan import ALGORITHMS
 from mindspeed_cp.report import page, tilemap
 from mindspeed_cp.report.areas import areas, visible
 from mindspeed_cp.report.tilemap import draw_tile_map, tile_map
+from tests.plan.parts import mixed_plan
 
 LENGTHS = [700, 30, 0, 4100]
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,23 +42,41 @@ def area(corners: np.ndarray) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_areas_are_work_and_lie_where_the_mask_lets_queries_see(algorithm: str, kind: str) -> None:
-    plan = plan_of(algorithm, **KINDS[kind])
+    check_areas(plan_of(algorithm, **KINDS[kind]))
+
+
+def check_areas(plan: Plan) -> None:
     left, right = plan.attention.reach
-    heads = [np.diff(plan.q_layout.head_range(rank, 6))[0] for rank in range(4)]
     drawn, count = np.zeros_like(plan.work(), float), np.zeros_like(plan.work())
     for rank in range(4):
         for step, owner, corners in areas(plan, rank):
-            drawn[rank, step] += area(corners) * heads[rank]
-            count[rank, step] += heads[rank]
+            piece = plan.pieces[plan.turns()[step][0]]
+            heads = np.diff(piece.q_layout.head_range(rank, 6))[0]
+            drawn[rank, step] += area(corners) * heads
+            count[rank, step] += heads
             tokens = np.floor(corners.mean(0)).astype(int)  # of the middle: the same document, seen, held by the owner
-            assert plan.documents.document_of(tokens)[0] == plan.documents.document_of(tokens)[1]
-            assert -right <= tokens[1] - tokens[0] <= left
-            assert tokens[0] in plan.kv_layout.tokens(owner) and tokens[1] in plan.q_layout.tokens(rank)
+            doc, other = plan.documents.document_of(tokens)
+            assert doc == other and -right <= tokens[1] - tokens[0] <= left
+            there = tokens - plan.documents.offsets[doc] + piece.documents.offsets[doc]
+            assert there[0] in piece.kv_layout.tokens(owner) and there[1] in piece.q_layout.tokens(rank)
     assert (
         np.abs(drawn - plan.work()).max() <= count.max() / 2
     )  # a polygon lacks at most an eighth of a pair at a corner
     shown = sum(area(corners) for corners in visible(plan))
     assert shown * 6 == pytest.approx(plan.work().sum(), abs=6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_they_are_in_a_plan_of_parts(kind: str) -> None:
+    check_areas(mixed_plan(Documents([700, 230, 0, 410, 333]), 4, AttentionConfig(6, 2, 16, **KINDS[kind])))
+
+
+def test_the_picture_of_a_plan_of_parts_names_parts_and_heads() -> None:
+    plan = mixed_plan(Documents([700, 230, 400, 410]), 4, AttentionConfig(6, 2, 16))
+    words = {text.get_text() for text in tile_map(plan).axes[0].texts}
+    assert {"step 0.0", "step 1.0", "step 2.0", "step 0.1"} <= words
+    assert "heads 0-2: K/V of ranks 0-1" in words and "heads 3-5: K/V of ranks 2-3" in words
+    assert any("0 by direct; 1 by head_split; 2 by head_split" in text for text in words)
 
 
 def test_in_a_ring_the_owner_goes_round_and_in_the_hybrid_it_has_the_same_heads() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.layout import Redistribution
+from mindspeed_cp.layout import Redistribution, expand
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages
 
@@ -38,8 +39,12 @@ class Buffers:
     sums_copies: bool
 
 
-def buffers_of(plan: Plan, direction: str, size: int) -> Buffers:
-    """Buffers of a plan without parts, `size` bytes an element."""
+#: For each rank the row numbers of a part among the caller's rows; None: they are all.
+Rows = Sequence[np.ndarray] | None
+
+
+def buffers_of(plan: Plan, direction: str, size: int, rows: Rows = None, kv_rows: Rows = None) -> Buffers:
+    """Buffers of a plan without parts, `size` bytes an element; of a part, whose rows are some of the caller's, too."""
     program: Program = getattr(plan, direction)
     kv_heads = plan.attention.kv_heads
     held = np.array([np.subtract(*plan.kv_layout.head_range(r, kv_heads)[::-1]) for r in range(plan.ranks)])
@@ -55,11 +60,11 @@ def buffers_of(plan: Plan, direction: str, size: int) -> Buffers:
     _add_staging(staged, program.fetch, size, receive_apart=~program.fetch.is_one_run("dst"))
     _add_staging(staged, program.reduce, 4, receive_apart=np.ones(len(program.reduce), bool))
     kv = program.capacity[:, 1:].sum(1) * width * size
-    return Buffers(kv, gradients, staged * width, *_moves(plan, direction, size))
+    return Buffers(kv, gradients, staged * width, *_moves(plan, direction, size, (rows, kv_rows)))
 
 
 def _moves(
-    plan: Plan, direction: str, size: int
+    plan: Plan, direction: str, size: int, rows: tuple[Rows, Rows]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool]:
     """The fields of `Buffers` that moves have."""
     qk, v = plan.attention.head_dim, plan.attention.head_dim_v
@@ -76,7 +81,10 @@ def _moves(
         found = np.zeros(plan.ranks, np.int64)
         for move, width in moves:
             if move is not None:
-                found += (_result if count == "result" else held_apart)(move, adjoint) * width
+                if count == "result":
+                    found += _result(move, adjoint) * width
+                else:
+                    found += held_apart(move, adjoint, rows[int(move is not q_move)]) * width
         return found
 
     return (
@@ -98,19 +106,23 @@ def _result(move: Redistribution, adjoint: bool) -> np.ndarray:
     return move.target.token_counts * np.array([last - first for first, last in ranges])
 
 
-def held_apart(move: Redistribution, adjoint: bool) -> np.ndarray:
+def held_apart(move: Redistribution, adjoint: bool, rows: Rows = None) -> np.ndarray:
     """(row, head) pairs that a move holds apart while it is under way, int64 [ranks], at most: parts of some heads, or
     of rows in several places, on the side with all heads; rows in several places on the other; what is summed; and what
-    a rank keeps, where it gathers that from several places."""
+    a rank keeps, where it gathers that from several places. `rows`: where the source's rows are among the caller's."""
     out = np.zeros(move.source.ranks, np.int64)
     for part in move.parts:
         runs, pairs = move.runs_of(part), int(part["rows"] * part["heads"])
+        at, count = runs["src_row"], runs["rows"]
+        if rows is not None and not adjoint:  # the way back is to the part's own rows
+            at = rows[part["src"]][expand(at, count)]
+            count = np.ones_like(at)
         if part["src"] == part["dst"]:
-            if not _one_run(runs["dst_row" if adjoint else "src_row"], runs["rows"]):
+            if not (_one_run(runs["dst_row"], runs["rows"]) if adjoint else _one_run(at, count)):
                 out[part["src"]] += pairs
             continue
         some_heads = part["heads"] < move.heads and part["rows"] > 1
-        if some_heads or not _one_run(runs["src_row"], runs["rows"]) or (adjoint and move.replicates):
+        if some_heads or not _one_run(at, count) or (adjoint and move.replicates):
             out[part["src"]] += pairs
         if not _one_run(runs["dst_row"], runs["rows"]):
             out[part["dst"]] += pairs

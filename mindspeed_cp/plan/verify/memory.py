@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
+from mindspeed_cp.layout import expand
 from mindspeed_cp.plan.combine import conclusions, rows_of
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.records import record
@@ -52,7 +53,10 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
         Records of dtype PEAK [ranks]. Its parts need not be largest at the same time: the total is a bound of what is
         counted.
     """
-    made = [buffers_of(piece, direction, bytes_per_element) for piece in plan.pieces]
+    made = [
+        buffers_of(piece, direction, bytes_per_element, _rows(plan, number, False), _rows(plan, number, True))
+        for number, piece in enumerate(plan.pieces)
+    ]
     out = np.zeros(plan.ranks, PEAK)
     if plan.parts:
         out["kv"], out["gradients"], out["staging"] = _while_turns(plan, direction, made, bytes_per_element)
@@ -115,6 +119,11 @@ def _moved_by_parts(plan: Plan, direction: str, made: list[Buffers], size: int) 
         results = (whole * q_row + kv_whole * kv_row) * size
         out[rank] = kept + max(there + q_taken * out_row * size + back, left + results)
     return out
+
+
+def _rows(plan: Plan, part: int, keys: bool) -> list[np.ndarray] | None:
+    """Row numbers of a part on each rank; None in a plan without parts."""
+    return [expand(*rows_of(plan, part, rank, keys)) for rank in range(plan.ranks)] if plan.parts else None
 
 
 def _gathered(plan: Plan, part: int, rank: int, keys: bool) -> int | None:
