@@ -54,7 +54,7 @@ def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -
     return found
 
 
-def methods(micro_batches: int, equal: bool) -> dict[str, Callable[..., Assignment]]:
+def methods(equal: bool) -> dict[str, Callable[..., Assignment]]:
     """By name; each takes lengths, cost and replicas, and the keywords token_bound, per_micro_batch and rows."""
 
     def without_rows(method: Callable[..., Assignment], **more: Any) -> Callable[..., Assignment]:
@@ -68,7 +68,7 @@ def methods(micro_batches: int, equal: bool) -> dict[str, Callable[..., Assignme
         "time": assign,
     }
     if equal:
-        found["time, equal counts"] = partial(assign, micro_batches=micro_batches)
+        found["time, equal counts"] = partial(assign, equal_counts=True)
     return found
 
 
@@ -103,7 +103,7 @@ def _compare(lengths: np.ndarray, cost: DocumentCost, replicas: int, each: int, 
     batches = global_batches(lengths, args.context, replicas * each, args.batches)
     documents = np.mean([len(batch) for batch, _ in batches])
     label = f"{replicas} x {each}"
-    for name, method in methods(each, args.equal).items():
+    for name, method in methods(args.equal).items():
         imbalance, over, counts, took = [], [], [], []
         for batch, rows in batches:
             began = time.perf_counter()

@@ -82,6 +82,7 @@ def assign(
     token_bound: int,
     per_micro_batch: float = 0.0,
     rows: Sequence[int] | np.ndarray | None = None,
+    equal_counts: bool = False,
 ) -> Assignment:
     """Documents of one global batch -> replicas and their micro-batches, for the least time of the slowest replica.
 
@@ -98,12 +99,14 @@ def assign(
         per_micro_batch: modelled time that a micro-batch takes beside its documents.
         rows: the micro-batch of each document as they came, int [documents], numbered from 0 over all replicas, of
             which row i is on replica i % replicas; None: filled in the order of the documents.
+        equal_counts: every replica has as many micro-batches as the others, if there are at least as many documents as
+            `rows` gives micro-batches: for replicas that wait for each other in each.
 
     Raises:
         ConfigError: a document is longer than the bound, documents do not fit into the micro-batches, or an argument
             is out of range.
     """
-    problem = make_problem(lengths, cost, replicas, micro_batches, token_bound, per_micro_batch, rows)
+    problem = make_problem(lengths, cost, replicas, micro_batches, token_bound, per_micro_batch, rows, equal_counts)
     return finish(problem, best(problem), "time")
 
 
@@ -115,6 +118,7 @@ def make_problem(
     token_bound: int,
     per_micro_batch: float = 0.0,
     rows: Sequence[int] | np.ndarray | None = None,
+    equal_counts: bool = False,
 ) -> Problem:
     """What `assign` and the baselines decide about; arguments and errors as there."""
     tokens = _numbers("lengths", lengths, np.int64)
@@ -147,6 +151,7 @@ def make_problem(
         fixed=round(per_micro_batch / unit) if unit else 0,
         replicas=int(replicas),
         micro_batches=micro_batches,
+        equal_counts=equal_counts,
         bound=int(token_bound),
         rows=None if given is None else tuple(given.tolist()),
         unit=unit,

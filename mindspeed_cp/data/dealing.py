@@ -87,10 +87,10 @@ class Dealer:
             pieces["length"],
             self.cost,
             self.replicas,
-            len(rows) // self.replicas if self.equal_counts else None,
             token_bound=self.context,
             per_micro_batch=self.per_micro_batch,
             rows=of,
+            equal_counts=self.equal_counts,
         )
         mine = [found.rows(replica) for replica in range(self.replicas)]
         return Dealt(pieces, mine, found.seconds, time.perf_counter() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from heapq import heapify, heapreplace
 
 from mindspeed_cp.data.exchange import exchange_documents, exchange_rows
@@ -37,12 +38,13 @@ def _candidates(problem: Problem) -> Iterator[Deal]:
         yield exchange_rows(problem, deal_rows(problem, rows))
         count = count or len(rows)
     if problem.micro_batches is None:
-        yield longest_first(problem)
+        yield from alike(problem, longest_first(problem))
     for found in (spread(problem, everything, count), pack(problem, everything)):
-        if found is not None and (problem.micro_batches is None or len(found) <= count):
-            if problem.micro_batches is not None:
-                found += [[] for _ in range(count - len(found))]
-            yield exchange_rows(problem, deal_rows(problem, found))
+        if found is None or (problem.micro_batches is not None and len(found) > count):
+            continue
+        if problem.micro_batches is not None:
+            found += [[] for _ in range(count - len(found))]
+        yield from alike(problem, exchange_rows(problem, deal_rows(problem, found)))
 
 
 def fits(problem: Problem, deal: Deal) -> bool:
@@ -109,6 +111,31 @@ def longest_first(problem: Problem) -> Deal:
     deal = [pack(problem, group) for group in groups]
     exchange_documents(problem, deal)
     return [level(problem, group) for group in deal]
+
+
+def alike(problem: Problem, deal: Deal) -> Iterator[Deal]:
+    """The deal; where counts are to be equal, with its documents in as many micro-batches on every replica; nothing
+    where one has too few documents for that."""
+    if not problem.equal_counts:
+        yield deal
+        return
+    count = max(map(len, deal), default=0)
+    out = []
+    for group in deal:
+        rows = spread(problem, (document for row in group for document in row), count)
+        if rows is None or not all(rows):
+            rows = list(group)
+            while 0 < len(rows) < count and len(longest := min(rows, key=partial(_splits_first, problem))) > 1:
+                rows.remove(longest)
+                rows += [problem.by_cost(longest)[::2], problem.by_cost(longest)[1::2]]
+        if len(rows) < count or not all(rows):
+            return
+        out.append(rows)
+    yield out
+
+
+def _splits_first(problem: Problem, row: Row) -> tuple[bool, int, Row]:
+    return len(row) < 2, -problem.time_of(row), row
 
 
 def deal_rows(problem: Problem, rows: Sequence[Row]) -> Deal:

@@ -21,6 +21,7 @@ class Problem:
     fixed: int  # of each micro-batch
     replicas: int
     micro_batches: int | None
+    equal_counts: bool
     bound: int
     rows: tuple[int, ...] | None
     unit: float
