@@ -17,6 +17,7 @@ from mindspeed_cp.errors import ConfigError
 
 DTYPES = ("bf16", "fp16", "fp32")
 LONGEST, HIDDEN = {"cpu": 2048, "npu": 16384}, {"cpu": 1024, "npu": 4096}
+BAD_FIT = 0.15
 LINKS = ("in_node", "in_node_all", "network", "network_all")
 
 
@@ -265,4 +266,9 @@ def _print(
     if rates:
         tables.append(Table("All at once, as measured", ("", "bytes/second"), tuple(rates)))
     print_tables(tables)
+    for name, row in report["fits"].items():
+        if row["median_error"] > BAD_FIT:
+            print(
+                f"note: {name} is off by {row['median_error']:.0%} as a rule; if this machine was busy, calibrate again"
+            )
     print(f"written: {path}; it is read wherever a cluster is named")

@@ -105,7 +105,7 @@ class _Links:
             pending.wait()
 
     def _slowest(self, run: Callable[[], None] | None, turns: int) -> float:
-        """Seconds of a turn on the slowest rank, the median of three times that many turns; ranks with nothing to do
+        """Seconds of a turn on the slowest rank, the least of three times that many turns; ranks with nothing to do
         wait."""
         taken = []
         for number in range(4):  # the first connects
@@ -119,7 +119,7 @@ class _Links:
             seconds = time.perf_counter() - start if run is not None else 0.0
             if number:
                 taken.append(self._most(seconds) / turns)
-        return sorted(taken)[1]
+        return min(taken)
 
     def _most(self, value: float) -> Any:
         """The largest over all ranks, who all meet here."""

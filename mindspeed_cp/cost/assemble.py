@@ -154,8 +154,8 @@ def _network(made: Assembly, fits: Fits) -> None:
 
 
 def write_preset(path: str | Path, cluster: Cluster, sources: dict[str, str], title: str) -> None:
-    """Write a YAML file from which :func:`mindspeed_cp.cost.load_cluster` makes the same cluster, with the source of each
-    number.
+    """Write a YAML file from which :func:`mindspeed_cp.cost.load_cluster` makes the same cluster, with the source of
+    each number.
 
     Raises:
         ConfigError: it cannot be written.

@@ -77,7 +77,7 @@ def fit_attention(flops: np.ndarray, short_side: np.ndarray, calls: np.ndarray, 
     if inverse <= 0:
         raise ConfigError(
             "attention: no rate can be told from these measurements, whose seconds do not grow with their FLOPs where "
-            "tiles are long; measure longer tiles too"
+            "tiles are long; measure longer tiles (calibrate --longest)"
         )
     return AttentionFit(float(1 / inverse), float(tile / inverse), float(launch), fit)
 
