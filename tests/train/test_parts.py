@@ -131,6 +131,20 @@ def test_checkpoints_of_versions_with_fewer_settings_go_on_under_the_defaults() 
         check_same_run(changed(model={"attention_dropout": 0.1}), saved, "iter_1")
 
 
+def test_the_balance_binds_a_checkpoint_where_weights_are_dropped() -> None:
+    """What is dropped depends on rows; without dropout documents may be laid otherwise at any time."""
+    by_time = {"balance": "time"}
+    check_same_run(changed(data=by_time), identity(Settings()), "iter_1")
+    check_same_run(Settings(), identity(changed(data=by_time)), "iter_1")
+    dropping: dict[str, Any] = {"model": {"attention_dropout": 0.1}}
+    saved = identity(changed(**dropping))
+    older = {key: value for key, value in saved.items() if key != "data.balance"}
+    for known in (saved, older):
+        check_same_run(changed(**dropping), known, "iter_1")
+        with pytest.raises(ConfigError, match=r'data\.balance was "none" and is "time"'):
+            check_same_run(changed(**dropping, data=by_time), known, "iter_1")
+
+
 def test_what_does_not_change_the_numbers_may_change() -> None:
     saved = identity(Settings())
     other = changed(
@@ -249,6 +263,16 @@ def test_the_summary_names_everything() -> None:
     line = stopped_line(SUMMARY)
     assert line is not None and "SIGTERM after step 7" in line and "iter_0000007" in line
     assert stopped_line({**SUMMARY, "stopped_by": None}) is None
+    planned = {
+        "replica_imbalance": 1.234,
+        "planning_seconds": 2.5,
+        "waiting_seconds": 0.125,
+        "plans": 8,
+        "known_plans": 3,
+    }
+    text = " ".join(cell for row in summary_table({**SUMMARY, **planned}).rows for cell in row)
+    for part in ("1.234 (modelled time", "2.50 s ahead of the steps", "waited 0.12 s", "3 of 8 plans were known"):
+        assert part in text
     empty = {**SUMMARY, "step": 0, "last_loss": None, "tokens_per_s": None, "loss_png": None, "checkpoint": None}
     assert summary_table(empty).rows
 
@@ -277,7 +301,12 @@ def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0
     [
         ({0: failure(1, "peer", "lost rank 1"), 1: failure(-9)}, [], 1, "rank 1 (process 100) was killed by SIGKILL"),
         ({0: failure(-6), 1: failure(-9)}, [], 1, "rank 1 (process 100) was killed by SIGKILL"),
-        ({0: failure(-6, seconds=1), 1: failure(-6)}, [], 1, "rank 1 (process 100) aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within HCCL_EXEC_TIMEOUT"),
+        (
+            {0: failure(-6, seconds=1), 1: failure(-6)},
+            [],
+            1,
+            "rank 1 (process 100) aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within HCCL_EXEC_TIMEOUT",
+        ),
         (
             {0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9)},
             [],
