@@ -13,8 +13,11 @@ TOP_LEFT = "sparse_mode 3 from the top left"  # as mode 2
 HEADS = "key heads interleaved"  # query head h uses key head h % Nkv, not h // (Nq / Nkv)
 KEEP_PROB = "dropout without 1/keep_prob"
 BITS = "gradient drops other weights"  # its dropout mask is not the forward's
+MODE_1 = "sparse_mode 1 as causal"  # the mask that was given does not count
+UPDATE = "ring update without maxima"  # sums are added as if both parts had one maximum
+UPDATE_OUT = "ring update keeps the first output"  # statistics are right, the output is not weighed
 
-FAULTS = (COLUMNS, ORDER, KV_START, STATISTICS, TOP_LEFT, HEADS, KEEP_PROB, BITS)
+FAULTS = (COLUMNS, ORDER, KV_START, STATISTICS, TOP_LEFT, HEADS, KEEP_PROB, BITS, MODE_1, UPDATE, UPDATE_OUT)
 
 _fault: list[str] = []
 

@@ -74,6 +74,8 @@ def hidden(p: Problem, index: int, first: int, last: int) -> Tensor | None:
     seen = sight(p, index)
     if faults.on(faults.TOP_LEFT) and p.sparse_mode == 3:
         seen = Sight(right=0)
+    if faults.on(faults.MODE_1) and p.sparse_mode == 1:
+        seen = Sight(right=0)
     hides = seen.hides(first, last, p.sequences[index].sizes[1])
     if faults.on(faults.COLUMNS):
         hides = hides.clone()

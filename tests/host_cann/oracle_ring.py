@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tests.host_cann import oracle_faults as faults
 from tests.host_cann.oracle_rules import MOST_DIM, MOST_HEADS, TYPES, need
 
 Parts = tuple[Tensor, Tensor, Tensor]  # attention output, softmax max, softmax sum
@@ -83,6 +84,10 @@ def merge(prev: Parts, cur: Parts, lengths: Tensor | None, layout: str, softmax_
     to_rows = spread(layout, softmax_layout, out1, m1.shape[1], ends)
     m = torch.maximum(m1, m2)
     a, b = l1 * (m1 - m).exp(), l2 * (m2 - m).exp()
+    if faults.on(faults.UPDATE):
+        a, b = l1, l2
     total = a + b
+    if faults.on(faults.UPDATE_OUT):
+        return out1, m, total
     out = out1.float() * to_rows(a / total) + out2.float() * to_rows(b / total)
     return out.to(out1.dtype), m, total

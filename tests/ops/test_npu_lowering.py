@@ -212,9 +212,9 @@ def lowered(plan: Plan, rank: int, choice: Choice = DEFAULT, direction: str = "f
     return lower(program.tiles(rank), int(plan.q_layout.token_counts[rank]), plan.attention, choice)
 
 
-def counts(plan: Plan, choice: Choice = DEFAULT) -> list[int]:
-    """Calls of each rank in the forward."""
-    return [sum(map(len, lowered(plan, rank, choice).values())) for rank in range(plan.ranks)]
+def counts(plan: Plan, choice: Choice = DEFAULT, direction: str = "forward") -> list[int]:
+    """Calls of each rank."""
+    return [sum(map(len, lowered(plan, rank, choice, direction).values())) for rank in range(plan.ranks)]
 
 
 @pytest.mark.parametrize("tokens", [1 << 15, (1 << 15) + 5])
@@ -229,6 +229,35 @@ def test_ring_with_alibi_needs_fewer_calls_than_one_for_each_square(tokens):
         assert split == [3 + 2 * 7] * 7 + [1 + 2 * 7]
     else:  # chunks differ by a token, which means more squares, and in splitting more calls
         assert sum(split) > 8 * 17
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share", "forward", "backward"),
+    [
+        (1 << 15, True, 8.9, 10.9),
+        (1 << 15, False, 16.8, 28.8),
+        ((1 << 15) + 5, True, 8.9, 10.9),
+        ((1 << 15) + 5, False, 48.4, 59.4),
+    ],
+)
+def test_calls_of_a_layer_with_alibi_are_those_of_the_table(tokens, share, forward, backward):
+    """The table of docs/ascend.md: a causal ring, cp 8, mean over the ranks."""
+    plan = build_plan(Documents([tokens]), Topology(1, 8), AttentionConfig(8, 8, 64, alibi=True), "ring")
+    found = (np.mean(counts(plan, Choice(share=share), direction)) for direction in ("forward", "backward"))
+    assert tuple(round(float(mean), 1) for mean in found) == (forward, backward)
+
+
+@pytest.mark.parametrize("documents", [1, 10, 300, 1000])
+def test_calls_of_a_layer_without_bias_are_those_of_the_table(documents):
+    """One a step in the forward, at most two in the backward, which computes its own block in two halves."""
+    lengths = [1 << 15] if documents == 1 else np.random.default_rng(documents).integers(16, 2000, documents)
+    plan = build_plan(Documents(lengths), Topology(1, 8), AttentionConfig(8, 8, 64), "ring")
+    for rank in range(8):
+        assert [len(calls) for calls in lowered(plan, rank).values()] == [1] * 8
+        backward: dict[int, int] = {}
+        for (step, _), calls in lowered(plan, rank, direction="backward").items():
+            backward[step] = backward.get(step, 0) + len(calls)
+        assert len(backward) >= 8 and max(backward.values()) <= 2
 
 
 @pytest.mark.parametrize("documents", [1, 10, 300, 1000])
