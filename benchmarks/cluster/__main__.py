@@ -15,12 +15,11 @@ from typing import Any
 
 import benchmarks.cluster
 from benchmarks.cluster import show
-from benchmarks.cluster.fabric import ClusterError, clean, cluster, leftovers, missing, run_ranks, terminated
+from benchmarks.cluster.fabric import ENDING, ClusterError, clean, cluster, leftovers, missing, run_ranks, terminated
 from benchmarks.cluster.scale import IN_NODE, Scale
 from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, plan_for
 from benchmarks.cluster.worker import Job
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.cost import load_cluster
 from mindspeed_cp.errors import ConfigError
 
 MEASUREMENTS = ("rails", "mesh", "layer")
@@ -74,8 +73,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def scale_of(args: argparse.Namespace, preset: str) -> Scale:
     """The cluster and its time."""
     attention = AttentionConfig(args.heads, args.kv_heads, args.head_dim)
-    preset_cluster = load_cluster(args.preset or preset)
-    return Scale(preset_cluster.with_ranks(args.ranks_per_node), attention, args.wire_dim, round(args.rate * 1e6))
+    rate = round(args.rate * 1e6)
+    return Scale(args.preset or preset, args.ranks_per_node, attention, args.wire_dim, rate)
 
 
 def measure(job: Job, console: Any) -> list[show.Row]:
@@ -155,7 +154,8 @@ def layers(
             f"{max(documents)} documents; medians of {args.repeat}"
         )
         figures = show.figures(mine, shape, BASE)
-        console.print(show.layer_table(title, figures, scale.seconds, BASE))
+        factor = scale.seconds if args.kernels == "modelled" else None
+        console.print(show.layer_table(title, figures, factor, BASE))
         out.append(
             {
                 "what": what, "set": name, "preset": scale.cluster.name, "nodes": nodes, "in_node": in_node,
@@ -164,6 +164,9 @@ def layers(
                 "lengths": [batch.lengths for batch in found],
             }
         )  # fmt: skip
+    busy = show.busy_machine(rows, os.cpu_count() or 1)
+    if busy is not None:
+        console.print(busy, highlight=False)
     wrong = show.wrong_bytes(rows)
     if wrong:
         raise ClusterError(f"bytes are not those of the plan: {'; '.join(wrong)}")
@@ -197,7 +200,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, terminated)
     try:
         run(args)

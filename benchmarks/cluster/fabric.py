@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.cluster.network import Command, Names, Shape, commands, remove, trial
 
 PREFIX = "mindspeed-cp-"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ClusterError(RuntimeError):
@@ -162,9 +163,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _unbroken() -> Iterator[None]:
-    """SIGINT and SIGTERM wait until the context ends: what tidies up is not interrupted."""
-    both = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    """Signals wait until the context ends: what tidies up is not interrupted."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
@@ -172,5 +172,7 @@ def _unbroken() -> Iterator[None]:
 
 
 def terminated(number: int, frame: object) -> None:
-    """A handler for SIGTERM and SIGHUP: ends as Ctrl-C does."""
+    """A handler of SIGINT, SIGTERM and SIGHUP: the first ends the program, more do not disturb it in tidying up."""
+    for one in ENDING:
+        signal.signal(one, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -111,10 +111,13 @@ class ModelledAttention:
         self._take(calls, attention, state.heads)
 
     def linear(self, tokens: int, backward: bool = False) -> None:
-        """Take the modelled time of the layer's linear part, with its one launch."""
-        if tokens:
-            cost = self._cost
-            self._wait((float(cost.linear_seconds(tokens, backward)) + cost.cluster.launch) * self._factor)
+        """Take the modelled time of the layer's linear part."""
+        self._wait(self.linear_seconds(tokens, backward))
+
+    def linear_seconds(self, tokens: int, backward: bool = False) -> float:
+        """Seconds that the linear part of so many tokens takes here, as one launch."""
+        cost = self._cost
+        return (float(cost.linear_seconds(tokens, backward)) + cost.cluster.launch) * self._factor if tokens else 0.0
 
     def _take(self, calls: Sequence[Work], attention: AttentionConfig, heads: Heads) -> None:
         share = (heads.q[1] - heads.q[0]) / attention.heads
@@ -122,4 +125,5 @@ class ModelledAttention:
 
     def _wait(self, seconds: float) -> None:
         self.slept += seconds
-        self._sleep(seconds)
+        if seconds:
+            self._sleep(seconds)

@@ -13,10 +13,11 @@ emulation (gloo, scheduling of processes) are what they are, so the factor shoul
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from benchmarks.cluster.network import MTU, Shape
 from mindspeed_cp import AttentionConfig, Topology
-from mindspeed_cp.cost import Cluster
+from mindspeed_cp.cost import Cluster, load_cluster
 from mindspeed_cp.errors import ConfigError
 
 #: Share of a NIC's bits that are rows: Ethernet, IP and TCP headers take 66 bytes of each packet.
@@ -30,21 +31,25 @@ class Scale:
     """What is emulated, and how much slower.
 
     Attributes:
-        cluster: the preset, cut to the ranks of an emulated node.
+        preset: name of a cluster, or a file.
+        ranks_per_node: of an emulated node: so many of a real one's.
         attention: of the real layer.
         wire_dim: channels of a head of the rows that really travel; head_dim_v is scaled alike.
         nic_rate: bits/second of an emulated NIC.
 
     Raises:
-        ConfigError: wire_dim is no part of head_dim and head_dim_v, or the rate is below 1 Mbit/s.
+        ConfigError: there is no such preset, or its nodes have fewer ranks; wire_dim is no part of head_dim and
+            head_dim_v; or the rate is below 1 Mbit/s.
     """
 
-    cluster: Cluster
+    preset: str
+    ranks_per_node: int
     attention: AttentionConfig
     wire_dim: int
     nic_rate: int
 
     def __post_init__(self) -> None:
+        _ = self.cluster  # is there
         a, n = self.attention, self.wire_dim
         if n < 1 or a.head_dim % n or a.head_dim_v * n % a.head_dim:
             raise ConfigError(
@@ -53,6 +58,11 @@ class Scale:
             )
         if self.nic_rate < 1_000_000:
             raise ConfigError(f"--rate is {self.nic_rate / 1e6:g} Mbit/s; valid: 1 or more")
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The preset, its nodes cut to the ranks of an emulated one: with the links among these and their NICs."""
+        return load_cluster(self.preset).with_ranks(self.ranks_per_node)
 
     @property
     def seconds(self) -> float:
@@ -86,7 +96,7 @@ class Scale:
 
     def topology(self, nodes: int) -> Topology:
         """The ranks, as a planner sees them."""
-        return Topology(nodes, self.cluster.ranks_per_node)
+        return Topology(nodes, self.cluster.ranks_per_node, self.preset)
 
     def told(self, nodes: int, in_node: str) -> str:
         """The setting, in a few lines."""

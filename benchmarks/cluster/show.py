@@ -23,7 +23,7 @@ class Figure:
         variant: its name.
         seconds: median of the repeats, for each batch.
         ratios: how many times as fast as the base it is, for each batch.
-        busy: share of the time that the mean rank computes, mean over batches; modelled.
+        busy: share of the time that the mean rank computes by the model, mean over batches.
         imbalance: modelled compute of the busiest rank over the mean, mean over batches.
         planned: bytes that cross NICs, by what the plan's messages hold, mean of batches.
         counted: bytes that NICs sent, as they counted them.
@@ -105,13 +105,25 @@ def figures(rows: Sequence[Row], shape: Shape, base: str) -> list[Figure]:
     return out
 
 
-def layer_table(title: str, found: Sequence[Figure], factor: float, base: str) -> Table:
-    """The table of one set of batches."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
+def busy_machine(rows: Sequence[Row], cores: int) -> str | None:
+    """A line that tells when the machine itself may have held up the ranks: nearly all its cores were busy."""
+    mean = statistics.mean(row["ranks"][0]["cores"] for row in rows)
+    own = statistics.mean(sum(rank["own"] for rank in row["ranks"]) for row in rows)
+    if mean < 0.8 * cores:
+        return None
+    return (
+        f"{mean:.1f} of this machine's {cores} cores were busy, {own:.1f} of them for the ranks: times are longer than "
+        "they would be on an idle machine, most of all the short ones"
+    )
+
+
+def layer_table(title: str, found: Sequence[Figure], factor: float | None, base: str) -> Table:
+    """The table of one set of batches; without a factor times are this machine's own."""
+    table = Table(title=title, title_justify="left", caption="* modelled", caption_justify="left")
+    table.add_column("", min_width=30)
     heads = (
-        "ms here", "ms at full speed", f"x {base}: mean", "least", "most", "busy", "imbalance", "MB over NICs: handed",
-        "counted", "busiest NIC", "cores: ranks' of all",
+        "ms here", "ms at full speed", f"x {base}: mean", "least", "most", "busy*", "imbalance*",
+        "MB over NICs: handed", "counted", "busiest NIC", "cores: ranks' of all",
     )  # fmt: skip
     for head in heads:
         table.add_column(head, justify="right")
@@ -119,7 +131,8 @@ def layer_table(title: str, found: Sequence[Figure], factor: float, base: str) -
         mean = statistics.mean(one.seconds) * 1e3
         ratios = [f"{f(one.ratios):.2f}" for f in (statistics.mean, min, max)] if one.ratios else ["", "", ""]
         table.add_row(
-            one.variant, f"{mean:.0f}", f"{mean / factor:.2f}", *ratios, f"{one.busy:.0%}", f"{one.imbalance:.2f}",
+            one.variant, f"{mean:.0f}", f"{mean / factor:.2f}" if factor else "-", *ratios,
+            f"{one.busy:.0%}", f"{one.imbalance:.2f}",
             f"{one.planned / 1e6:.2f}", f"{one.counted / 1e6:.2f}", f"{one.busiest:.0%}",
             f"{one.own:.1f} of {one.cores:.1f}",
         )  # fmt: skip

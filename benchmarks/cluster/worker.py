@@ -79,6 +79,7 @@ class Rank:
             told: written beside the figures.
         """
         with handed(self.job.shape.ranks) as sent:
+            dist.barrier()  # whatever was on its way before has been counted
             links, cpu, own = counters(), busy_cores(), time.process_time()
             begin = self._start()
             run()
@@ -150,7 +151,7 @@ def layer(rank: Rank) -> None:
         plans = {name: plan_for(name, batch, job.scale, job.shape.nodes) for name in job.variants}
         plans = {name: narrowed(plan, job.scale) for name, plan in plans.items()}
         planned = {name: planned_bytes(plan) for name, plan in plans.items()}
-        busy = {name: busy_seconds(plan, model) for name, plan in plans.items()}
+        busy = {name: busy_seconds(plan, model, job.linear) for name, plan in plans.items()}
         runs = {name: layer_run(plan, me, model, job) for name, plan in plans.items()}
         for repeat in range(job.repeat):
             for name, run in runs.items():
@@ -237,9 +238,11 @@ def planned_bytes(plan: Plan) -> list[int]:
     return [int(size) for size in sent]
 
 
-def busy_seconds(plan: Plan, model: ModelledAttention) -> list[float]:
-    """Modelled seconds that each rank computes attention, forward and backward."""
-    out = [0.0] * plan.ranks
+def busy_seconds(plan: Plan, model: ModelledAttention, linear: bool) -> list[float]:
+    """Modelled seconds that each rank computes attention, forward and backward, and the linear part if it is asked
+    for."""
+    tokens = (plan.layout if plan.linear is None else plan.linear).token_counts.tolist()
+    out = [sum(model.linear_seconds(n, backward) for backward in (False, True)) if linear else 0.0 for n in tokens]
     for piece in plan.pieces:
         for rank in range(plan.ranks):
             low, high = piece.q_layout.head_range(rank, piece.attention.heads)

@@ -24,14 +24,14 @@ def test_every_rank_has_one_address_and_a_route_to_every_other_rank(nodes, per_n
         assert [line for line in made if f"-n {space} address add" in line] == [
             f"ip -n {space} address add {own}/32 dev nic"
         ]
-        assert f"ip -n {space} route add 10.83.0.0/16 dev nic src {own}" in made
+        assert f"ip -n {space} route add 10.83.0.0/16 dev nic src {own} rto_min 2s" in made
         for other in range(shape.ranks):
             direct = [line for line in made if line.startswith(f"ip -n {space} route add {addresses[other]}/32 ")]
             if other == rank or shape.node(other) != shape.node(rank):
                 assert direct == []  # by the NIC
             else:
                 device = "in" if fabric == "switch" else f"in{other}"
-                assert direct == [f"ip -n {space} route add {addresses[other]}/32 dev {device} src {own}"]
+                assert direct == [f"ip -n {space} route add {addresses[other]}/32 dev {device} src {own} rto_min 2s"]
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,14 @@ import pytest
 
 from benchmarks.cluster.scale import PAYLOAD, Scale
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.cost import cluster_names, load_cluster
+from mindspeed_cp.cost import cluster_names
 from mindspeed_cp.errors import ConfigError
 
 ATTENTION = AttentionConfig(32, 8, 128)
 
 
 def scale(preset: str = "a800", ranks: int = 4, wire_dim: int = 2, rate: int = 100_000_000, **attention: int) -> Scale:
-    return Scale(
-        load_cluster(preset).with_ranks(ranks), AttentionConfig(32, 8, **{"head_dim": 128} | attention), wire_dim, rate
-    )
+    return Scale(preset, ranks, AttentionConfig(32, 8, **{"head_dim": 128} | attention), wire_dim, rate)
 
 
 @pytest.mark.parametrize("preset", cluster_names())

@@ -7,11 +7,10 @@ from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, narrowed, plan_for
 from benchmarks.cluster.worker import planned_bytes
 from mindspeed_cp import AttentionConfig, Documents, Plan, verify_plan
-from mindspeed_cp.cost import load_cluster
 from mindspeed_cp.plan import ALGORITHMS, traffic
 from mindspeed_cp.plan.remapped import with_linear_layout
 
-SCALE = Scale(load_cluster("a800").with_ranks(4), AttentionConfig(8, 4, 128), 2, 100_000_000)
+SCALE = Scale("a800", 4, AttentionConfig(8, 4, 128), 2, 100_000_000)
 #: Those whose algorithm is in this version.
 PLANNED = [name for name, (algorithm, _) in VARIANTS.items() if algorithm in ALGORITHMS]
 
