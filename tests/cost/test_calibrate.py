@@ -24,7 +24,7 @@ SMALL = (
     "--seconds",
     "0.2",
     "--longest",
-    "256",
+    "512",
     "--heads",
     "2",
     "--head-dim",
@@ -200,7 +200,7 @@ def test_nproc_under_a_launcher_is_refused(
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="needs a rank that cannot start")
 def test_a_rank_that_cannot_start_is_named() -> None:
-    from mindspeed_cp.calibrate import measure_local_links
+    from mindspeed_cp.calibrate.links import measure_local_links
 
     with pytest.raises(PeerError, match=r"calibrate: rank [01]: ConfigError: --device npu: torch_npu is not installed"):
         measure_local_links("npu", 2)
