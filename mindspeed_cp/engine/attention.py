@@ -101,7 +101,10 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         pieces = pieces_of(plan, rank, q.device)
-        runs = [_forward(piece, q, k, v, rank, transport, backend, dropout) for piece in pieces.all]
+        runs = [
+            _forward(part, piece, q, k, v, rank, transport, backend, dropout)
+            for part, piece in zip(plan.pieces, pieces.all, strict=True)
+        ]
         with torch.autocast(q.device.type, enabled=False):  # accumulators are fp32 whatever autocast says
             results = take_turns(runs, pieces.turns["forward"])
         ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
@@ -116,7 +119,7 @@ class _Attention(torch.autograd.Function):
         dout, saved = dout.contiguous(), ctx.saved_tensors
         pieces = pieces_of(plan, rank, dout.device)
         runs = [
-            _backward(piece, dout, saved[5 * n : 5 * n + 5], kept[n], rank, transport, backend, dropout)
+            _backward(plan.pieces[n], piece, dout, saved[5 * n : 5 * n + 5], kept[n], rank, transport, backend, dropout)
             for n, piece in enumerate(pieces.all)
         ]
         del saved
@@ -133,6 +136,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward(
+    plan: Plan,
     piece: Piece,
     q: Tensor,
     k: Tensor,
@@ -144,7 +148,7 @@ def _forward(
 ) -> Generator[None, None, tuple[Tensor, Sequence[Tensor], Any]]:
     """The forward of one part, from the caller's rows; its output there, what its backward needs, and what the backend
     keeps for that."""
-    plan, moves = piece.plan, piece.moves
+    moves = piece.moves
     agenda = agenda_of(plan, rank, "forward", backend, q.dtype, dropout is not None, q.device)
     q = q if moves.q is not None else take(q, piece.rows)
     k, v = (k, v) if moves.kv is not None else (take(x, piece.kv_rows) for x in (k, v))
@@ -162,6 +166,7 @@ def _forward(
 
 
 def _backward(
+    plan: Plan,
     piece: Piece,
     dout: Tensor,
     saved: Sequence[Tensor],
@@ -172,7 +177,7 @@ def _backward(
     dropout: DropoutKey | None,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
     """The backward of one part: dq, dk and dv at the caller."""
-    plan, moves, (q, k, v, out, lse) = piece.plan, piece.moves, saved
+    moves, (q, k, v, out, lse) = piece.moves, saved
     dout = dout if moves.q is not None else take(dout, piece.rows)
     (dout,) = yield from move_all((dout,), (moves.q,), transport, "gradients of outputs to heads", piece.tag)
     agenda = agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None, q.device)

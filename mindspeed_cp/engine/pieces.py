@@ -28,17 +28,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Piece:
-    """One part as one rank runs it.
+    """One part as one rank runs it. It does not hold the plan, beside which it is kept.
 
     Attributes:
-        plan: the part.
         moves: from the caller's rows to those where it is computed, and its results back to its own rows.
         rows: its queries among the caller's; None where they are all.
         kv_rows: its keys and values among the caller's; None where they are all.
         tag: the first tag of its messages; those of another part are others.
     """
 
-    plan: Plan
     moves: Moves
     rows: Rows | None
     kv_rows: Rows | None
@@ -77,7 +75,7 @@ def _make(plan: Plan, rank: int, device: torch.device) -> Pieces:
     for number, part in enumerate(plan.pieces):
         rows = [_rows(plan, number, rank, keys, device) for keys in (False, True)]
         moves = moves_of(part, rank, device, rows[0][0], rows[1][0])
-        found.append(Piece(part, moves, rows[0][1], rows[1][1], tag))
+        found.append(Piece(moves, rows[0][1], rows[1][1], tag))
         messages = [m for program in (part.forward, part.backward) for m in (program.fetch, program.reduce)]
         tag += MOVES + 4 * max(map(len, messages))
     return Pieces(found, {direction: _turns(plan, direction) for direction in ("forward", "backward")})
