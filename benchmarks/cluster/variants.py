@@ -20,7 +20,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "direct, balanced": ("direct", {"layout": "balanced"}),
     "direct, balanced, all at once": ("direct", {"layout": "balanced", "prefetch": "ranks"}),
     "direct, even split, all at once": ("direct", {"prefetch": "ranks"}),
-    "hierarchical": ("hierarchical", {"routing": False, "remap": "off"}),
+    "hierarchical, no routing": ("hierarchical", {"routing": False, "remap": "off"}),
     "hierarchical + routing": ("hierarchical", {"routing": True, "remap": "off"}),
     "hierarchical + routing + remap": ("hierarchical", {"routing": True, "remap": "qkv"}),
     "hierarchical + routing, no head split": ("hierarchical", {"routing": True, "remap": "off", "head_split": False}),

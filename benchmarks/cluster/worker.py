@@ -34,7 +34,7 @@ from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Plan, traffic
 
 DTYPE = torch.bfloat16
-AHEAD = 0.02  # seconds between agreeing on a start and the start
+AHEAD = 0.05  # seconds between agreeing on a start and the start
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Rank:
         """
         with handed(self.job.shape.ranks) as sent:
             dist.barrier()  # whatever was on its way before has been counted
-            links, cpu, own = counters(), busy_cores(), time.process_time()
+            links, cpu, own, asked = counters(), busy_cores(), time.process_time(), time.monotonic()
             begin = self._start()
             run()
             spent = time.monotonic() - begin
             dist.barrier()
             after, cpu, own = counters(), busy_cores() - cpu, time.process_time() - own
-        elapsed = time.monotonic() - begin
+            elapsed = time.monotonic() - asked
         mine = {
             "seconds": spent, "handed": sent, "cores": cpu / elapsed, "own": own / elapsed,
             **{key: after[key] - links[key] for key in links},
