@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, PeerError, Topology, build_plan, check_agreement
 from mindspeed_cp.engine import agreement
+from mindspeed_cp.layout import contiguous
+from mindspeed_cp.plan import combine, head_split_part
 from tests.engine.cases import Case
+from tests.plan.parts import mixed_plan
 from tests.workers import Workers
 
 CASE = Case((30, 7, 120), 3)
@@ -93,6 +96,31 @@ def other_programs(rank: int, group: Any) -> str:
 def test_programs_are_compared_message_by_message(workers: Workers) -> None:
     for text in workers.run(3, other_programs):
         assert "program: rank 2 has 3 steps forward" in text and "(#" in text
+
+
+def other_parts(rank: int, group: Any, kind: str) -> str:
+    """The same documents on the same ranks; another order of steps, or one document with its heads split more or less."""
+    attention = AttentionConfig(2, head_dim=8)
+    plan = mixed_plan(Documents([64, 30, 20, 9]), 3, attention)
+    check_agreement(plan, torch.float32, group)
+    if rank == 2 and kind == "order":
+        plan = replace(plan, order=((1, 0), *(turn for turn in plan.order if turn != (1, 0))))
+    elif rank == 2 and kind == "groups":
+        documents, first = plan.documents, plan.parts[1]
+        other = head_split_part(first.documents, plan.topology, attention, [[1]] * 4, first.layout)
+        plan = combine("mixed", (plan.parts[0], other, plan.parts[2]))
+        assert plan.documents == documents
+    elif rank == 2:
+        plan = replace(plan, linear=contiguous(plan.documents, 3))
+    with pytest.raises(ConfigError) as caught:
+        check_agreement(plan, torch.float32, group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("order", "program: "), ("groups", "layout: "), ("linear", "layout: ")])
+def test_parts_and_their_order_are_compared(workers: Workers, kind: str, says: str) -> None:
+    for text in workers.run(3, other_parts, kind):
+        assert f"the same plan: {says}rank 2 has" in text and "(#" in text
 
 
 def absent(rank: int, group: Any) -> tuple[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -11,6 +13,7 @@ import torch
 
 from mindspeed_cp import Plan, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.comm import Transport
+from mindspeed_cp.engine import agenda, pieces, prepare
 from mindspeed_cp.layout import equal_tokens
 from mindspeed_cp.plan import combine, documents_of, peak_bytes, traffic
 from tests.engine.cases import SIZES, Case, errors, run_all, worst
@@ -181,3 +184,17 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(workers, ranks):
                 got = {name: (peak[name], int(limit[rank][name])) for name in (*BUFFERS, "total")}
                 assert all(found <= most for found, most in got.values()), (direction, rank, case, got)
                 assert all(got[name][0] == got[name][1] for name in ("kv", "moved")), (direction, rank, case, got)
+
+
+def test_everything_is_made_by_prepare_and_goes_with_the_plan(monkeypatch):
+    plan = Mixed((40, 30, 20), 1, dropout=0.1).plan()
+    prepare(plan, 0, torch.float32)
+    monkeypatch.setattr(agenda, "_make", None)
+    monkeypatch.setattr(pieces, "_make", None)
+    leaves = [torch.randn(90, 4, 16, requires_grad=True) for _ in range(3)]
+    out = context_parallel_attention(*leaves, plan, dropout_key=(1, 2))
+    torch.autograd.grad(out.sum(), leaves)
+    gone = weakref.ref(plan), weakref.ref(plan.parts[0])
+    del plan, out
+    gc.collect()
+    assert gone[0]() is None and gone[1]() is None
