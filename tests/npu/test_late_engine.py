@@ -1,0 +1,80 @@
+"""The engine where results come late, fresh memory is NaN and sends wait for their receivers; and what becomes of it when
+its transport leaves out a wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp.comm.transport import Transport
+from tests.engine.cases import Case, worst
+from tests.npu.ranks import run, start
+from tests.npu.test_table import attend_all, tensors
+
+LATE = {"HOST_CANN_LATE": "1", "HOST_CANN_POISON": "1", "HOST_CANN_JITTER_US": "300", "HOST_CANN_SEED": "7"}
+LATE |= {"HOST_HCCL_SYNC": "1"}
+LENGTHS = (61, 5, 0, 44, 1, 30)
+LANES = {
+    2: [Case(LENGTHS, 2), Case(LENGTHS, 2, alibi=True)],
+    3: [Case(LENGTHS, 3), Case(LENGTHS, 3, window=(17, 0)), Case(LENGTHS, 3, mask="full")],
+}
+BATCHED = {
+    2: [Case(LENGTHS, 2, heads=6, kv_heads=3, algorithm="ulysses"), Case(LENGTHS, 2, algorithm="direct")],
+    3: [Case(LENGTHS, 3), Case(LENGTHS, 3, algorithm="all_gather")],
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("lanes", [True, False], ids=["lanes", "one launch a step"])
+def test_attention_agrees_with_fp64(size: int, lanes: bool) -> None:
+    cases = (LANES if lanes else BATCHED)[size]
+    parts = run(size, attend_all, cases, lanes, environment=LATE).values()
+    for number, case in enumerate(cases):
+        assert worst(case, [tensors(part[number]) for part in parts]) <= 1e-5, case
+
+
+def no_wait_for_receives() -> None:
+    whole = Transport.wait
+    Transport.wait = lambda self, transfer, work: whole(self, transfer, work) if transfer.sends else None
+
+
+def no_wait_for_sends() -> None:
+    whole = Transport.wait
+    Transport.wait = lambda self, transfer, work: None if transfer.sends else whole(self, transfer, work)
+
+
+def without(rank: int, size: int, leave_out: Callable[[], None] | None, sleeps: int, cases: list[Case]) -> list[list]:
+    """`attend_all` over lanes, where one rank is late at its messages, without a wait of the transport."""
+    if leave_out is not None:
+        leave_out()
+    whole = Transport.post
+
+    def late(self: Transport, *arguments: Any) -> list[Any]:
+        time.sleep(0.15 if rank == sleeps else 0)
+        return whole(self, *arguments)
+
+    Transport.post = late  # type: ignore[method-assign]
+    return attend_all(rank, size, cases, True)
+
+
+RING = [Case(LENGTHS, 4)]
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "found"), [(None, False), (no_wait_for_receives, True), (no_wait_for_sends, True)]
+)
+def test_a_wait_that_the_transport_leaves_out_is_found(leave_out: Callable[[], None] | None, found: bool) -> None:
+    """By a wrong result, by an operator that is given NaN, or by a stream that saw an input overwritten before it was
+    read."""
+    done = start(4, without, leave_out, 2, RING, environment=LATE)
+    told = [error for error in done.errors if error]
+    if told:
+        assert found and any("was overwritten before" in x or "that is not finite" in x for x in told), told
+        return
+    parts = done.values()
+    errors = [worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(RING)]
+    assert torch.tensor(errors).le(1e-5).all() != found, errors
