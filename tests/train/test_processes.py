@@ -220,18 +220,18 @@ def test_steps_go_on_when_the_terminal_is_gone(program: str, works: bool) -> Non
 
 
 def waits_for_ever(settings: str) -> str:
-    """The third batch, the first of step 2, never comes; SIGTERM does."""
+    """The second global batch, of which step 2 is, never comes; SIGTERM does."""
     from mindspeed_cp.data import PackedStream
     from mindspeed_cp.train import batches
 
-    make, take = PackedStream.__next__, batches.Batches.__next__
+    make, take = PackedStream.next_batch, batches.Batches.__next__
     made, taken = [], []
 
-    def blocked(self: PackedStream) -> Any:
+    def blocked(self: PackedStream, *given: Any) -> Any:
         made.append(1)
-        if len(made) == 3:
+        if len(made) == 2:
             threading.Event().wait()
-        return make(self)
+        return make(self, *given)
 
     def asked(self: batches.Batches) -> Any:
         taken.append(1)
@@ -239,7 +239,7 @@ def waits_for_ever(settings: str) -> str:
             os.kill(os.getpid(), signal.SIGTERM)
         return take(self)
 
-    PackedStream.__next__ = blocked  # type: ignore[method-assign]
+    PackedStream.next_batch = blocked  # type: ignore[method-assign]
     batches.Batches.__next__ = asked  # type: ignore[method-assign]
     batches.POLL_SECONDS, batches.STOP_SECONDS, batches.END_SECONDS = 0.05, 0.2, 0.2
     try:
