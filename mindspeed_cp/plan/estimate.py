@@ -1,9 +1,9 @@
 """What a placement costs, in a few array operations: the planner's own model, by which it compares settings.
 
-For each rank the compute of its tiles, the bytes that it gets over in-node links, and the bytes that its node gets over
-its NICs. A direction takes a rank the longest of these, since transfers run beside compute; a head split's moves stand
-before and after its compute. Alpha (latency) is left out: the search compares placements of the same batch. The step by
-step timeline of a finished plan is :mod:`mindspeed_cp.cost.timeline`.
+For each rank the compute of its tiles, the bytes that it gets over in-node links, and those that its node gets over its
+NICs; and of a direction the phases that all plans of this kind have: own blocks while q, k and v move to heads, split
+heads while keys travel, exchanged keys while outputs and gradients move back. Latencies are left out: the search
+compares placements of one batch. The turn by turn timeline of a finished plan is :mod:`mindspeed_cp.cost.timeline`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from mindspeed_cp.plan.placement import visible_pairs
 #: in fp32.
 BACKWARD_TRAFFIC = 3.0
 
-#: Part of a rank's work on cut documents that has to wait for the last keys.
-LAST = 0.25
+#: Part of a rank's work on cut documents that is its own block, and part that has to wait for the last keys.
+OWN, LAST = 0.3, 0.25
+
+#: Part of own blocks that waits in the backward for the last gradients, or in both directions for outputs.
+TAIL = 0.3
 
 #: Kernel calls of a rank for a document that it shares, more than for one of its own.
 CALLS = 3
@@ -80,7 +83,8 @@ class Estimate:
         self.alone = self.cost.attention_seconds(self.pairs, self.lengths)  # forward, of a whole document
         self.linear = self.cost.linear_seconds(self.lengths)
         self.kv_row = attention.kv_heads * (attention.head_dim + attention.head_dim_v) * ELEMENT
-        self.q_row = attention.heads * (attention.head_dim + attention.head_dim_v) * ELEMENT  # of q and of out
+        self.q_row = attention.heads * attention.head_dim * ELEMENT
+        self.out_row = attention.heads * attention.head_dim_v * ELEMENT
         self.uneven = attention.mask == "causal" and attention.window is None
 
     @property
@@ -113,26 +117,15 @@ class Estimate:
         here = _Loads(ranks, nodes)
         self._exchanged(placement.whole, here)
         self._split(placement.split, here)
-        nic = np.repeat(here.nic.reshape(nodes), per)
-        compute = here.attention
-        waits = here.inside + LAST * here.cut
-        forward = np.max([compute, waits, nic + LAST * here.cut, here.moves + here.split], 0)
-        factor = BACKWARD_TRAFFIC
-        backward = np.max(
-            [
-                ATTENTION_BACKWARD * compute,
-                factor * here.inside + LAST * ATTENTION_BACKWARD * here.cut,
-                factor * nic + LAST * ATTENTION_BACKWARD * here.cut,
-                here.moves + ATTENTION_BACKWARD * here.split,
-            ],
-            0,
-        )
+        nic = np.repeat(here.nic, per)
+        forward = here.seconds(1.0, nic, here.into, here.out)
+        backward = here.seconds(ATTENTION_BACKWARD, nic, here.out, here.into)
         linear = self.cost.linear_seconds(here.tokens) * (1 + LINEAR_BACKWARD)
         remap = 0.0
         if placement.setting.remap:
             remap = self._remap(here.tokens)
             linear = np.full(ranks, linear.mean())
-        attention = compute * (1 + ATTENTION_BACKWARD)
+        attention = here.attention * (1 + ATTENTION_BACKWARD)
         total = float((forward + backward + linear).max()) + remap
         return Score(total, attention + linear, attention, here.tokens, remap)
 
@@ -196,9 +189,10 @@ class Estimate:
         short = np.where(size > 1, rows / 2, rows)
         seconds = self.cost.attention_seconds(self.pairs[doc] * share * part, short, np.where(size > 1, 2, 1))
         copies = max(1.0, busy / attention.kv_heads)
-        moved = rows / per * (per - 1) / per * (self.q_row + self.kv_row * copies)
+        moved = rows / per * (per - 1) / per / cluster.effective_rank
+        into, out = moved * (self.q_row + self.kv_row * copies), moved * self.out_row
         for name, value in (("attention", seconds), ("split", seconds), ("tokens", rows / per),
-                            ("moves", moved / cluster.effective_rank)):  # fmt: skip
+                            ("into", into), ("out", out)):  # fmt: skip
             getattr(here, name).reshape(-1, per)[...] += np.bincount(node, value, self.topology.nodes)[:, None]
         if (size > 1).any():
             first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
@@ -206,7 +200,7 @@ class Estimate:
             wide = cluster.nics_per_node * cluster.effective_nic
             np.add.at(here.nic, node, need / wide)
             waiting = np.bincount(node, seconds * (size > 1), self.topology.nodes)
-            here.cut.reshape(-1, per)[...] += waiting[:, None]
+            here.crossing.reshape(-1, per)[...] += waiting[:, None]
 
     def _seen(self, share: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:
         """Part of the document that each member needs of the others."""
@@ -221,7 +215,7 @@ class Estimate:
         """Seconds to move q, k, v and out between two layouts, forward and backward."""
         cluster, per = self.cluster, self.topology.ranks_per_node
         mean = tokens.mean()
-        row = self.q_row + self.kv_row
+        row = self.q_row + self.kv_row + self.out_row
         surplus = np.maximum(tokens - mean, 0).max() * row
         across = np.maximum(tokens.reshape(-1, per).sum(1) - mean * per, 0).max() * row
         inside = surplus / cluster.effective_rank
@@ -229,13 +223,41 @@ class Estimate:
 
 
 class _Loads:
-    """Sums over ranks and nodes."""
+    """Sums over ranks, and over nodes, of the forward, in seconds.
+
+    attention: all kernels; of these cut: of documents whose keys are exchanged, split: of split heads, crossing: of
+    these, documents of several nodes. inside: keys from in-node links, nic: keys of a node from its NICs, into and
+    out: moves to heads and back. tokens: held.
+    """
 
     def __init__(self, ranks: int, nodes: int) -> None:
-        self.attention, self.cut, self.split, self.tokens, self.inside, self.moves = np.zeros((6, ranks))
+        self.attention, self.cut, self.split, self.crossing, self.tokens, self.inside, self.into, self.out = np.zeros(
+            (8, ranks)
+        )
         self.nic = np.zeros(nodes)
 
     def add(self, rank: np.ndarray, **seconds: np.ndarray) -> None:
+        """Adds to the sums of ranks."""
         for name, value in seconds.items():
             total = getattr(self, name)
             total += np.bincount(rank, value, len(total))
+
+    def seconds(self, factor: float, nic: np.ndarray, into: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Of a direction, fp64 [ranks].
+
+        Args:
+            factor: kernels take so many times what they take in the forward; above 1, gradients travel too.
+            nic: keys of each rank's node from its NICs.
+            into, out: moves before and after the attention of split heads.
+        """
+        back = BACKWARD_TRAFFIC - 1 if factor > 1 else 0.0
+        own = (self.attention - self.split - (1 - OWN) * self.cut) * factor
+        exchanged = (1 - OWN) * self.cut * factor
+        idle = self.cut == 0
+        late = own * np.where(idle, 0.5 * (self.split > 0), TAIL if back else 0.0)
+        begun = np.maximum(own - late, into)  # then split heads
+        keys = np.maximum(into + self.inside, nic)  # when they have come
+        split = np.maximum(begun + self.split * factor, nic + LAST * self.crossing * factor)
+        done = np.maximum(split + exchanged, np.where(idle, 0.0, keys + LAST * exchanged))
+        returned = np.maximum(split, into + self.inside) + out + back * np.maximum(self.inside, nic)
+        return np.maximum(done + late, returned)

@@ -30,7 +30,7 @@ def own_block_in_shares(
     attention: AttentionConfig,
     contents: np.ndarray,
     table: np.ndarray,
-    shares: Sequence[tuple[int, float]],
+    shares: Sequence[tuple[int, np.ndarray | float]],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Contents, and the spans they refer to, in which every rank computes shares of its own block in several steps.
 
@@ -46,7 +46,7 @@ def own_block_in_shares(
         attention: what is computed.
         contents: of the forward; slot 0 is a rank's own block.
         table: spans that the contents refer to; begins with those of `keys`.
-        shares: (step, share of the work) in the order of steps; the shares add up to 1.
+        shares: (step, share of the work) in the order of steps, for all ranks or fp64 [ranks]; the shares add up to 1.
     """
     if attention.dropout > 0:
         return contents, table
@@ -55,7 +55,8 @@ def own_block_in_shares(
     work, seen = _work_of_spans(queries, keys, attention)
     done = np.concatenate([[0], np.cumsum(work)])
     causal = attention.mask == "causal" and attention.window is None
-    ends = np.cumsum([share for _, share in shares[:-1]])
+    every = np.zeros(keys.ranks)
+    ends = np.cumsum([share + every for _, share in shares], axis=0).T.tolist()
 
     cut_spans: list[int] = []
     cut_tokens: list[int] = []
@@ -64,7 +65,7 @@ def own_block_in_shares(
         lo, hi = int(keys.bounds[rank]), int(keys.bounds[rank + 1])
         total = int(done[hi]) - int(done[lo])
         first, first_row = lo, 0  # the next part begins at this span, and at this row of it
-        for (step, _), end in zip(shares, [*ends.tolist(), None], strict=True):
+        for (step, _), end in zip(shares, [*ends[rank][:-1], None], strict=True):
             at, row = hi, 0
             if end is not None:
                 goal = int(done[lo]) + int(total * end)
@@ -89,6 +90,12 @@ def own_block_in_shares(
     others["first"] += np.searchsorted(places, others["first"])
     own = np.array(parts, CONTENT)
     return sorted_contents(np.concatenate([own[own["count"] > 0], others])), table
+
+
+def own_work(queries: Layout, keys: Layout, attention: AttentionConfig) -> np.ndarray:
+    """Visible pairs of every rank's own block (its rows, under a window), fp64 [ranks]."""
+    work, _ = _work_of_spans(queries, keys, attention)
+    return np.bincount(keys.spans["rank"], work, keys.ranks)
 
 
 def _row_of(missing: int, rows: int, seen: int, causal: bool) -> int:

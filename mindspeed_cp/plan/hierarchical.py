@@ -25,6 +25,7 @@ from mindspeed_cp.plan.config import AttentionConfig, Topology, check_count
 from mindspeed_cp.plan.estimate import Estimate
 from mindspeed_cp.plan.node_split import node_split_part
 from mindspeed_cp.plan.partition import Members, Placement
+from mindspeed_cp.plan.placement import visible_pairs
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.remapped import fewer_bytes, with_linear_layout
 from mindspeed_cp.plan.search import Choice, search
@@ -42,7 +43,7 @@ def build_hierarchical(
     routing: bool = True,
     head_split: bool = True,
     remap: str = "auto",
-    prefetch: int = 1,
+    prefetch: int = 3,
     max_seqlen_per_dp_cp_rank: int | None = None,
     hidden_size: int | None = None,
     ffn_hidden_size: int | None = None,
@@ -69,11 +70,16 @@ def build_hierarchical(
             does not fit into the bound.
     """
     check_count("prefetch", prefetch, what="a whole number of nodes")
-    choice = choose(
-        queries, keys, topology, attention, cluster, routing, head_split, remap, max_seqlen_per_dp_cp_rank,
-        hidden_size, ffn_hidden_size, tensor_parallel_size,
-    )  # fmt: skip
-    plan = plan_of(choice.placement, queries, keys, topology, attention, routing, prefetch)
+    options = (cluster, routing, head_split, remap)
+    sizes = (hidden_size, ffn_hidden_size, tensor_parallel_size)
+    bound = max_seqlen_per_dp_cp_rank
+    while True:  # borders of chunks are rounded to tokens: where that breaks the bound, search below it
+        choice = choose(queries, keys, topology, attention, *options, bound, *sizes)
+        plan = plan_of(choice.placement, queries, keys, topology, attention, routing, prefetch)
+        most = int(plan.layout.token_counts.max(initial=0))
+        if bound is None or max_seqlen_per_dp_cp_rank is None or most <= max_seqlen_per_dp_cp_rank:
+            break
+        bound -= most - max_seqlen_per_dp_cp_rank
     if not choice.placement.setting.remap:
         return plan
     mode = remap
@@ -139,7 +145,8 @@ def plan_of(
     if not split.all() or not len(split):
         own = [documents_of(x, ~split) for x in (queries, keys)]
         held, held_kv = _layouts(own[0], own[1], topology.ranks, placement.whole, attention)
-        programs = staged(held, held_kv, attention, topology, routing, prefetch, tail=bool(split.any()))
+        beside = _pairs_of_split(placement, queries, keys, topology, attention) if split.any() else None
+        programs = staged(held, held_kv, attention, topology, routing, prefetch, beside)
         parts.append(Plan("hierarchical", attention, topology, held, held_kv, held, held_kv, *programs))
     if split.any():
         own = [documents_of(x, split) for x in (queries, keys)]
@@ -160,12 +167,25 @@ def _layouts(
     return held, weighted(keys, ranks, members.doc, members.rank, members.share, mirrored)
 
 
+def _pairs_of_split(
+    placement: Placement, queries: Documents, keys: Documents, topology: Topology, attention: AttentionConfig
+) -> np.ndarray:
+    """Visible pairs of the documents whose heads are split, of each rank, for all heads."""
+    members = placement.split
+    pairs = visible_pairs(queries, keys, attention)[members.doc] * members.share
+    per = topology.ranks_per_node
+    return np.repeat(np.bincount(members.rank, pairs, topology.nodes), per) / per
+
+
 def _order(parts: list[Plan], direction: str) -> Order:
-    """Steps of the exchange and of the head split in turns; the last of the exchange, its own blocks, after all."""
+    """Steps of the exchange and of the head split in turns, those steps of the exchange that only compute own blocks
+    after all."""
     programs: list[Program] = [getattr(part, direction) for part in parts]
-    steps = [program.steps for program in programs]
-    turns = [(part, step) for step in range(max(steps)) for part in (0, 1) if step < steps[part] - (part == 0)]
-    return (*turns, (0, steps[0] - 1))
+    first, second = (program.steps for program in programs)
+    own = max(1, parts[0].forward.steps) if direction == "backward" or not len(programs[0].fetch) else first
+    own = min(own, first - 1) if not len(programs[0].fetch) else own
+    turns = [(part, step) for step in range(max(own, second)) for part in (0, 1) if step < (own, second)[part]]
+    return (*turns, *((0, step) for step in range(own, first)))
 
 
 def _layer(

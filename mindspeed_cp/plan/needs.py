@@ -137,6 +137,23 @@ def filled(pieces: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
     return out
 
 
+def node_distance(layout: Layout, per_node: int, doc: np.ndarray, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+    """How many places from node src to node dst, among the nodes that hold the document: 1 for the next one, and so on
+    round to the first.
+
+    Args:
+        layout: of the keys.
+        per_node: ranks of a node.
+        doc, src, dst: document and nodes, int64 [n]. A node that does not hold the document counts as the next one.
+    """
+    nodes = layout.ranks // per_node
+    held = np.unique(layout.spans["doc"] * nodes + layout.spans["rank"] // per_node)
+    first = np.searchsorted(held, doc * nodes)
+    count = np.maximum(np.searchsorted(held, (doc + 1) * nodes) - first, 1)
+    place = [np.searchsorted(held, doc * nodes + node) - first for node in (src, dst)]
+    return (place[1] - place[0]) % count
+
+
 def begins(*keys: np.ndarray) -> np.ndarray:
     """Where, in columns sorted together, a new combination begins."""
     if not len(keys[0]):

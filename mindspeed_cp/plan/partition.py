@@ -257,13 +257,15 @@ class Partition:
         return doc, ranks, shares
 
     def _repaired(self, here: _State, parts: list[Found], whole: list[Found]) -> tuple[list[Found], list[Found]]:
-        """The busiest rank shares one of its whole documents with the idlest of its node (or of all, where the node is
-        busy as a whole), again and again, as long as the busiest gets less to do."""
+        """The busiest rank hands on one of its whole documents, or shares it with the idlest of its node, again and
+        again, as long as the busiest gets less to do. Where the node is busy as a whole, another one's idlest rank gets
+        a whole document."""
         per, limit = self.per_node, REPAIR * self.fair
         mine: dict[int, list[int]] = {}
         for doc, (rank,), _ in whole + [part for part in parts if len(part[1]) == 1]:
             mine.setdefault(rank, []).append(doc)
         moved: set[int] = set()
+        owners: dict[int, int] = {}  # of documents that were handed on
         loads = here.loads
         for _ in range(2 * self.ranks):
             rank = max(range(self.ranks), key=loads.__getitem__)
@@ -280,6 +282,12 @@ class Partition:
             mine[rank].remove(doc)
             moved.add(doc)
             self._take(here, doc, [rank], [1.0], -1)
+            if share == 1:
+                self._take(here, doc, [other], [1.0], 1)
+                mine.setdefault(other, []).append(doc)
+                owners[doc] = other
+                continue
+            owners.pop(doc, None)
             ranks = sorted((rank, other))
             shares = [1 - share, share] if rank < other else [share, 1 - share]
             self._take(here, doc, ranks, shares, 1)
@@ -287,16 +295,22 @@ class Partition:
         if not moved:
             return parts, whole
         alone = [part for part in parts if len(part[1]) > 1 or part[0] not in moved]
-        return alone, [one for one in whole if one[0] not in moved]
+        kept = [one for one in whole if one[0] not in moved]
+        return alone, [*kept, *((doc, [rank], [1.0]) for doc, rank in owners.items())]
 
     def _shared(self, here: _State, rank: int, other: int, docs: list[int]) -> tuple[int, float] | None:
         """The document of a rank, and the share of it, that makes the higher load of two ranks lowest; None where no
         document makes it lower than it is."""
         best, found = here.loads[rank] * (1 - GAIN), None
+        mates = rank // self.per_node == other // self.per_node
         for doc in docs:
-            above, below = here.loads[rank] - self._work[doc], here.loads[other]
+            above, below, work = here.loads[rank] - self._work[doc], here.loads[other], self._work[doc]
+            if here.tokens[other] + self._lengths[doc] > self.bound:
+                continue
+            if below + work < best:
+                best, found = max(below + work, above), (doc, 1.0)
             divided, overhead = self._divided[doc], self._overhead[doc]
-            if divided <= 0 or here.tokens[other] + self._lengths[doc] > self.bound:
+            if divided <= 0 or not mates:
                 continue
             share = min(max((above - below + divided) / (2 * divided), LEAST / 2), 1 - LEAST / 2)
             high = max(above + (1 - share) * divided, below + share * divided) + overhead
@@ -344,8 +358,8 @@ def check_bound(lengths: np.ndarray, ranks: int, most_tokens: int | None) -> Non
     for what, tokens in ((f"document {longest}", int(lengths.max(initial=0))), ("the batch", int(lengths.sum()))):
         if tokens > ranks * most_tokens:
             raise ConfigError(
-                f"{what} has {tokens} tokens, more than {ranks} ranks of max_tokens_per_rank = {most_tokens} hold; "
-                f"valid: max_tokens_per_rank of {-(-tokens // ranks)} or more, or more ranks"
+                f"{what} has {tokens} tokens, more than {ranks} ranks of max_seqlen_per_dp_cp_rank = {most_tokens} hold; "
+                f"valid: max_seqlen_per_dp_cp_rank of {-(-tokens // ranks)} or more, or more ranks"
             )
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.layout import overlaps
-from mindspeed_cp.plan.needs import PIECE, Held, Runs, as_spans, begins, filled
+from mindspeed_cp.layout import Layout, overlaps
+from mindspeed_cp.plan.needs import PIECE, Held, Runs, as_spans, begins, filled, node_distance
 
 #: A NIC's part of what its node sends to another is evened out when it is above this multiple of an equal part.
 UNEVEN = 1.2
@@ -26,7 +26,8 @@ UNEVEN = 1.2
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Four lists of pieces (records of dtype PIECE), of all stages. A stage is the distance from node to node.
+    """Four lists of pieces (records of dtype PIECE), of all stages. A stage is the distance from node to node, counted
+    among the nodes of the document.
 
     Attributes:
         dispatch: from owners to helpers of their node, into slot H.
@@ -45,20 +46,20 @@ class Routes:
     used: np.ndarray
 
 
-def route(needs: Runs, held: Held, nodes: int, per_node: int, tokens: int, spread: bool = True) -> Routes:
+def route(needs: Runs, held: Held, keys: Layout, nodes: int, per_node: int, spread: bool = True) -> Routes:
     """Routes of all that crosses between nodes.
 
     Args:
         needs: what each rank sees, of documents that several ranks hold.
         held: where it is.
+        keys: its layout.
         nodes, per_node: the ranks, numbered node by node.
-        tokens: of the batch.
         spread: even out what a node's NICs carry.
     """
     node_of = np.arange(nodes * per_node) // per_node
-    crossing = held.taken(needs.by(node_of, tokens))  # dst is a node
+    crossing = held.taken(needs.by(node_of, keys.documents.tokens))  # dst is a node
     crossing = crossing[crossing["src"] // per_node != crossing["dst"]]
-    crossing["stage"] = (crossing["dst"] - crossing["src"] // per_node) % nodes
+    crossing["stage"] = node_distance(keys, per_node, crossing["doc"], crossing["src"] // per_node, crossing["dst"])
     parts, helper = _helpers(crossing, nodes, per_node) if spread else (crossing, crossing["src"].copy())
 
     relayed = parts.copy()  # what arrives: sorted by stage, relay, token

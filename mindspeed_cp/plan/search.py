@@ -98,7 +98,7 @@ def search(
             break
     if not found:
         raise ConfigError(
-            f"max_tokens_per_rank is {most_tokens}: no placement found that keeps it; valid: more, such as "
+            f"max_seqlen_per_dp_cp_rank is {most_tokens}: no placement found that keeps it; valid: more, such as "
             f"{-(-int(estimate.lengths.sum()) // topology.ranks) * 5 // 4}"
         )
     _, _, placement, score = min(found)
