@@ -118,7 +118,7 @@ def _tiles(longest: int) -> list[tuple[int, int, str]]:
 
 
 def _tokens(longest: int) -> list[int]:
-    return _powers(256, max(512, longest))
+    return _powers(64, max(2048, longest))
 
 
 def _powers(first: int, last: int) -> list[int]:
