@@ -78,13 +78,21 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
 
 
 def _connect(settings: Settings, world: World, parts: Parts) -> None:
-    """Let devices connect before the first step: over the edges of a row that is one document."""
+    """Let devices connect before the first step: over the edges of a row that is one document and, where a window skips
+    ranks, of shorter documents, which reach over more of them. Edges that only other rows have are made when they
+    come."""
     if world.device.type == "cpu" or world.cp == 1:
         return
-    suite, row = settings.context_parallel_suite, Documents([settings.data.seq_length])
+    suite = settings.context_parallel_suite
     for attention in dict.fromkeys(parts.attentions):
-        plan = build_plan(row, suite.topology, attention, suite.algorithm, **suite.options)
-        warm_up(plan, world.cp_group, world.device)
+        length = settings.data.seq_length
+        while True:
+            row = Documents([length])
+            plan = build_plan(row, suite.topology, attention, suite.algorithm, **suite.options)
+            warm_up(plan, world.cp_group, world.device)
+            length //= 2
+            if attention.window is None or length < 2 * world.cp:
+                break
 
 
 def _steps(
