@@ -24,7 +24,7 @@ from mindspeed_cp.errors import ConfigError
 
 MEASUREMENTS = ("rails", "mesh", "layer")
 LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
-MESH = (BASE, "direct, even split, all at once", "direct, balanced, all at once")
+MESH = (BASE, "direct, even split, all at once", "all_gather", "hierarchical + routing")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
