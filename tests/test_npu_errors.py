@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from mindspeed_cp import npu_errors
 from mindspeed_cp.errors import OperatorError
-from mindspeed_cp.train.worker import FAILED, explain, is_lost_peer
+from mindspeed_cp.train.worker import FAILED, WILL, explain, is_lost_peer, record, take_back
 
 REFUSED = """npu_fusion_attention_common:../third_party/op-plugin/op_plugin/ops/opapi/FlashAttentionV2KernelNpuOpApi.cpp:907 \
 NPU function error: call aclnnFlashAttentionVarLenScoreV2 failed, error code is 161002
@@ -56,6 +59,20 @@ def test_what_is_no_word_of_a_device_stays_a_bug() -> None:
     assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))[0] == "bug"
     assert explain(ValueError(REFUSED))[0] == "bug"
     assert not npu_errors.is_hccl("the launcher's name is technical")
+
+
+def test_last_words_are_replaced_or_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    take_back(WILL)
+    record(WILL, "last words")
+    assert json.loads(path.read_text())["message"]["message"] == "last words"
+    take_back(WILL)
+    assert not path.exists()
+    record(WILL, "last words")
+    record("peer", "lost\nrank 1")
+    take_back(WILL)
+    assert json.loads(path.read_text())["message"]["message"] == "lost rank 1"
 
 
 def test_a_cause_is_short() -> None:

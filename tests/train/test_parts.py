@@ -322,6 +322,9 @@ def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0
         ({0: failure(-9, seconds=30), 2: failure(-9)}, [], 1, "rank 2 (process 100) was killed by SIGKILL"),
         ({2: failure(-11), 3: failure(-15)}, [], 1, "rank 2 (process 100) was killed by SIGSEGV"),
         ({1: failure(3)}, [], 1, "rank 1 failed: (process 100) ended with exit code 3"),
+        ({0: failure(-6, "will", "last words")}, [], 1, "rank 0 (process 100) aborted (SIGABRT): on NPUs torch_npu"),
+        ({0: failure(-9, "will", "last words"), 1: failure(1, "peer", "lost")}, [], 1, "was killed by SIGKILL"),
+        ({0: failure(1, "device", "refused"), 1: failure(1, "peer", "lost")}, [], 1, "rank 0 failed: refused"),
     ],
 )
 def test_the_verdict_names_the_cause(failures: dict[int, Any], asked: list[str], code: int, expected: str) -> None:
