@@ -20,20 +20,19 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from benchmarks.cluster.layer import DTYPE, Border, busy_seconds, planned_bytes
 from benchmarks.cluster.modelled import ModelledAttention
 from benchmarks.cluster.network import Shape
 from benchmarks.cluster.rails import MESSAGES
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.variants import Batch, narrowed, plan_for
 from mindspeed_cp import context_parallel_attention
-from mindspeed_cp.comm import Pending, Transfer, Transport, move_of, start_moves
+from mindspeed_cp.comm import Pending, Transfer, Transport
 from mindspeed_cp.cost import ComputeCost
 from mindspeed_cp.engine import prepare
-from mindspeed_cp.layout import Redistribution
 from mindspeed_cp.ops.host_memory import keep_freed_memory
-from mindspeed_cp.plan import Plan, traffic
+from mindspeed_cp.plan import Plan
 
-DTYPE = torch.bfloat16
 AHEAD = 0.05  # seconds between agreeing on a start and the start
 
 
@@ -190,67 +189,6 @@ def layer_run(plan: Plan, rank: int, model: ModelledAttention, job: Job) -> Call
         border.back()
 
     return run
-
-
-class Border:
-    """Moves hidden states between the layouts of linear layers and of attention, where a plan says so; hidden states
-    are as wide as all heads.
-
-    Attributes:
-        rows: of this rank's linear layers.
-    """
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        linear = plan.layout if plan.linear is None else plan.linear
-        self.rows = int(linear.token_counts[rank])
-        between = Redistribution.between(linear, plan.layout, 1)
-        width, cpu = hidden(plan), torch.device("cpu")
-        self._moves = None
-        if between is not None:
-            self._moves = move_of(between, rank, cpu), move_of(between, rank, cpu, adjoint=True)
-            self._held = [torch.zeros(n, 1, width, dtype=DTYPE) for n in (self.rows, plan.layout.token_counts[rank])]
-            self._transport = Transport(None)
-
-    def there(self) -> None:
-        """From the linear layout to attention's."""
-        self._move(0)
-
-    def back(self) -> None:
-        """From attention's layout to the linear one."""
-        self._move(1)
-
-    def _move(self, way: int) -> None:
-        if self._moves is not None:
-            start_moves([(self._held[way], self._moves[way])], self._transport, "hidden states")()
-
-
-def hidden(plan: Plan) -> int:
-    """Channels of a hidden state: those of all heads."""
-    return plan.attention.heads * plan.attention.head_dim
-
-
-def planned_bytes(plan: Plan) -> list[int]:
-    """Bytes that each rank sends in a layer, forward and backward, as the plan has them."""
-    sent = traffic(plan, DTYPE.itemsize)["total"]
-    between = None if plan.linear is None else Redistribution.between(plan.linear, plan.layout, 1)
-    if between is not None:
-        sent = sent + 2 * (between.sent() + between.sent(adjoint=True)) * hidden(plan) * DTYPE.itemsize
-    return [int(size) for size in sent]
-
-
-def busy_seconds(plan: Plan, model: ModelledAttention, linear: bool) -> list[float]:
-    """Modelled seconds that each rank computes attention, forward and backward, and the linear part if it is asked
-    for."""
-    tokens = (plan.layout if plan.linear is None else plan.linear).token_counts.tolist()
-    out = [sum(model.linear_seconds(n, backward) for backward in (False, True)) if linear else 0.0 for n in tokens]
-    for piece in plan.pieces:
-        for rank in range(plan.ranks):
-            low, high = piece.q_layout.head_range(rank, piece.attention.heads)
-            share, rows = (high - low) / piece.attention.heads, int(piece.q_layout.token_counts[rank])
-            for program, lower in ((piece.forward, model.lower_forward), (piece.backward, model.lower_backward)):
-                lowered = lower(program.tiles(rank), rows, piece.attention, DTYPE)
-                out[rank] += sum(work.math * share + work.launch for calls in lowered.values() for work in calls)
-    return out
 
 
 def connect(rank: Rank) -> None:

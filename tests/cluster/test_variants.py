@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from benchmarks.cluster.layer import planned_bytes
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, narrowed, plan_for
-from benchmarks.cluster.worker import planned_bytes
 from mindspeed_cp import AttentionConfig, Documents, Plan, verify_plan
 from mindspeed_cp.plan import traffic
 from mindspeed_cp.plan.remapped import with_linear_layout

@@ -1,0 +1,73 @@
+"""What one rank does around attention in a layer, and what a plan says that a layer sends and computes."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.cluster.modelled import ModelledAttention
+from mindspeed_cp.comm import Transport, move_of, start_moves
+from mindspeed_cp.layout import Redistribution
+from mindspeed_cp.plan import Plan, traffic
+
+DTYPE = torch.bfloat16
+
+
+class Border:
+    """Moves hidden states between the layouts of linear layers and of attention, where a plan says so; hidden states
+    are as wide as all heads.
+
+    Attributes:
+        rows: of this rank's linear layers.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        linear = plan.layout if plan.linear is None else plan.linear
+        self.rows = int(linear.token_counts[rank])
+        between = Redistribution.between(linear, plan.layout, 1)
+        width, cpu = hidden(plan), torch.device("cpu")
+        self._moves = None
+        if between is not None:
+            self._moves = move_of(between, rank, cpu), move_of(between, rank, cpu, adjoint=True)
+            self._held = [torch.zeros(n, 1, width, dtype=DTYPE) for n in (self.rows, plan.layout.token_counts[rank])]
+            self._transport = Transport(None)
+
+    def there(self) -> None:
+        """From the linear layout to attention's."""
+        self._move(0)
+
+    def back(self) -> None:
+        """From attention's layout to the linear one."""
+        self._move(1)
+
+    def _move(self, way: int) -> None:
+        if self._moves is not None:
+            start_moves([(self._held[way], self._moves[way])], self._transport, "hidden states")()
+
+
+def hidden(plan: Plan) -> int:
+    """Channels of a hidden state: those of all heads."""
+    return plan.attention.heads * plan.attention.head_dim
+
+
+def planned_bytes(plan: Plan) -> list[int]:
+    """Bytes that each rank sends in a layer, forward and backward, as the plan has them."""
+    sent = traffic(plan, DTYPE.itemsize)["total"]
+    between = None if plan.linear is None else Redistribution.between(plan.linear, plan.layout, 1)
+    if between is not None:
+        sent = sent + 2 * (between.sent() + between.sent(adjoint=True)) * hidden(plan) * DTYPE.itemsize
+    return [int(size) for size in sent]
+
+
+def busy_seconds(plan: Plan, model: ModelledAttention, linear: bool) -> list[float]:
+    """Modelled seconds that each rank computes attention, forward and backward, and the linear part if it is asked
+    for."""
+    tokens = (plan.layout if plan.linear is None else plan.linear).token_counts.tolist()
+    out = [sum(model.linear_seconds(n, backward) for backward in (False, True)) if linear else 0.0 for n in tokens]
+    for piece in plan.pieces:
+        for rank in range(plan.ranks):
+            low, high = piece.q_layout.head_range(rank, piece.attention.heads)
+            share, rows = (high - low) / piece.attention.heads, int(piece.q_layout.token_counts[rank])
+            for program, lower in ((piece.forward, model.lower_forward), (piece.backward, model.lower_backward)):
+                lowered = lower(program.tiles(rank), rows, piece.attention, DTYPE)
+                out[rank] += sum(work.math * share + work.launch for calls in lowered.values() for work in calls)
+    return out
