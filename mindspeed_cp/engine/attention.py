@@ -109,8 +109,9 @@ class _Attention(torch.autograd.Function):
             results = take_turns(runs, pieces.turns["forward"])
         ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
         ctx.how = plan, rank, transport, backend, dropout, [kept for *_, kept in results]
-        outs = [(out, piece.rows) for (out, *_), piece in zip(results, pieces.all, strict=True)]
-        return join(outs, len(q))
+        if len(results) == 1:
+            return results[0][0]
+        return join([(result[0], piece.rows) for result, piece in zip(results, pieces.all, strict=True)], len(q))
 
     @staticmethod
     @once_differentiable
@@ -125,6 +126,8 @@ class _Attention(torch.autograd.Function):
         del saved
         with torch.autocast(dout.device.type, enabled=False):
             results = take_turns(runs, pieces.turns["backward"])
+        if len(results) == 1:
+            return *results[0], None, None, None, None, None
         rows, kv_rows = [piece.rows for piece in pieces.all], [piece.kv_rows for piece in pieces.all]
         count, kv_count = int(plan.layout.token_counts[rank]), int(plan.layout_kv.token_counts[rank])
         dq, dk, dv = zip(*results, strict=True)
@@ -151,16 +154,23 @@ def _forward(
     moves = piece.moves
     agenda = agenda_of(plan, rank, "forward", backend, q.dtype, dropout is not None, q.device)
     q = q if moves.q is not None else take(q, piece.rows)
-    k, v = (k, v) if moves.kv is not None else (take(x, piece.kv_rows) for x in (k, v))
-    there = (moves.q, moves.kv, moves.kv)
-    q, k, v = yield from move_all((q, k, v), there, transport, "q, k and v to heads", piece.tag)
+    if moves.kv is None:
+        k, v = take(k, piece.kv_rows), take(v, piece.kv_rows)
+    if moves.q is None and moves.kv is None:
+        yield
+    else:
+        there = (moves.q, moves.kv, moves.kv)
+        q, k, v = yield from move_all((q, k, v), there, transport, "q, k and v to heads", piece.tag)
     empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
     out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     state = ForwardState(q, out, lse, heads_of(plan, rank), dropout)
-    yield from _run_forward(Run(agenda, k, v, transport, piece.tag + MOVES), state, plan.attention, backend)
+    yield from _forward_steps(Run(agenda, k, v, transport, piece.tag + MOVES), state, plan.attention, backend)
     out = out.to(q.dtype)
     saved = q, k, v, out, lse
+    if moves.q_back is None:
+        yield
+        return out, saved, state.kept
     (result,) = yield from move_all((out,), (moves.q_back,), transport, "outputs to tokens", piece.tag)
     return result, saved, state.kept
 
@@ -179,7 +189,10 @@ def _backward(
     """The backward of one part: dq, dk and dv at the caller."""
     moves, (q, k, v, out, lse) = piece.moves, saved
     dout = dout if moves.q is not None else take(dout, piece.rows)
-    (dout,) = yield from move_all((dout,), (moves.q,), transport, "gradients of outputs to heads", piece.tag)
+    if moves.q is None:
+        yield
+    else:
+        (dout,) = yield from move_all((dout,), (moves.q,), transport, "gradients of outputs to heads", piece.tag)
     agenda = agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None, q.device)
     run = Run(agenda, k, v, transport, piece.tag + MOVES)
     dq = torch.zeros_like(q, dtype=torch.float32)
@@ -188,16 +201,19 @@ def _backward(
     del run  # its buffers
     if not moves.kv_copies:  # copies are summed in fp32 first
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+    if moves.q_back is None and moves.kv_back is None:
+        yield
+        return dq.to(q.dtype), dk, dv
     back, what = (moves.q_back, moves.kv_back, moves.kv_back), "gradients of q, k and v to tokens"
     dq, dk, dv = yield from move_all((dq.to(q.dtype), dk, dv), back, transport, what, piece.tag)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _run_forward(
+def _forward_steps(
     run: Run, state: ForwardState, attention: AttentionConfig, backend: AttentionBackend
 ) -> Iterator[None]:
     """All steps; buffers go with `run`."""
-    yield from run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
+    return run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
 
 
 def _run_backward(

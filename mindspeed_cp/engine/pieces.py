@@ -101,6 +101,12 @@ def _turns(plan: Plan, direction: str) -> Sequence[int]:
 
 def take_turns(runs: Sequence[Generator[None, None, Result]], turns: Sequence[int]) -> list[Result]:
     """Run the generators of all parts to their ends, and return what they return."""
+    if len(runs) == 1:
+        try:
+            while True:
+                next(runs[0])
+        except StopIteration as end:
+            return [end.value]
     for run in runs:
         next(run)
     for number in turns:
