@@ -305,7 +305,7 @@ def test_messages_between_ranks_with_other_heads_are_refused():
         verify_plan(edit(plan, "forward", "fetch", 0, dst=1))
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ulysses"])
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in ("ulysses", "hierarchical")])
 def test_ranks_that_do_not_exist_are_refused(algorithm):
     plan = build_plan(Documents([40]), Topology(1, 4), AttentionConfig(4, 1), algorithm)
     with pytest.raises(PlanError, match="ranks go from 0 to 3"):
