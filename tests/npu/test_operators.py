@@ -192,6 +192,7 @@ def test_a_fault_named_in_the_environment_shows(fault, monkeypatch):
         "key heads interleaved": "mode 3",
         "dropout without 1/keep_prob": "dropout, mode 3",
         "gradient drops other weights": "dropout, mode 3",
+        "sparse_mode 1 as causal": "mode 1",
     }.get(fault)
     monkeypatch.setenv("HOST_CANN_FAULT", fault)
     with pytest.raises(AssertionError, match=r": \d"):  # "dq: 1.2e-01"
