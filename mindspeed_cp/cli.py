@@ -133,11 +133,15 @@ def plan(
     dropout: Annotated[float, typer.Option(help="Share of attention weights that is dropped.")] = 0.0,
     algorithm: Annotated[
         str,
-        typer.Option(help="ring, double_ring, ulysses, hybrid, all_gather, direct, or a name of Megatron's for them."),
+        typer.Option(
+            help="ring, double_ring, ulysses, hybrid, all_gather, direct, hierarchical, or Megatron's name for one."
+        ),
     ] = "ring",
     layout: Annotated[
         str | None,
-        typer.Option(help="All but ulysses: zigzag (default), contiguous or balanced.", show_default=False),
+        typer.Option(
+            help="All but ulysses and hierarchical: zigzag (default), contiguous or balanced.", show_default=False
+        ),
     ] = None,
     cp_window_size: Annotated[
         int | None, typer.Option(help="double_ring: ranks of an inner ring. Default: of a node.", show_default=False)
@@ -146,7 +150,43 @@ def plan(
         int | None, typer.Option(help="hybrid: ranks that split heads among them.", show_default=False)
     ] = None,
     prefetch: Annotated[
-        int | None, typer.Option(help="direct: rounds under way while one is computed.", show_default=False)
+        int | None,
+        typer.Option(help="direct: rounds under way while one is computed; hierarchical: nodes.", show_default=False),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="a2, a3, a800, h800, h200 or a YAML file: whose speeds hierarchical decides by. Default: a2.",
+            show_default=False,
+        ),
+    ] = None,
+    routing: Annotated[
+        bool | None,
+        typer.Option("--routing/--no-routing", help="hierarchical: keys cross to a node once.", show_default=False),
+    ] = None,
+    head_split: Annotated[
+        bool | None,
+        typer.Option(
+            "--head-split/--no-head-split", help="hierarchical: heads may be split inside nodes.", show_default=False
+        ),
+    ] = None,
+    remap: Annotated[
+        str | None,
+        typer.Option(help="hierarchical: off, auto (default), qkv or hidden: linear layers apart.", show_default=False),
+    ] = None,
+    max_seqlen_per_dp_cp_rank: Annotated[
+        int | None, typer.Option(help="hierarchical: most tokens that a rank may hold.", show_default=False)
+    ] = None,
+    hidden_size: Annotated[
+        int | None,
+        typer.Option(help="hierarchical: of the model. Default: heads * head-dim.", show_default=False),
+    ] = None,
+    ffn_hidden_size: Annotated[
+        int | None,
+        typer.Option(help="hierarchical: of the model. Default: 8/3 of the hidden size.", show_default=False),
+    ] = None,
+    tensor_model_parallel_size: Annotated[
+        int | None, typer.Option(help="hierarchical: ranks that share the heads. Default: 1.", show_default=False)
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -178,9 +218,16 @@ def plan(
         "cp_window_size": cp_window_size,
         "ulysses_degree": ulysses_degree,
         "prefetch": prefetch,
+        "routing": routing,
+        "head_split": head_split,
+        "remap": remap,
+        "max_seqlen_per_dp_cp_rank": max_seqlen_per_dp_cp_rank,
+        "hidden_size": hidden_size,
+        "ffn_hidden_size": ffn_hidden_size,
+        "tensor_model_parallel_size": tensor_model_parallel_size,
     }
     options = plan_options(algorithm, named, option or ())
-    place = topology(ranks, nodes, ranks_per_node)
+    place = topology(ranks, nodes, ranks_per_node, cluster)
     made = build_plan(batch, place, attention, algorithm, kv_documents=keys, **options)
     write_plan(made, bytes_per_element, options, verify=verify, png=png, as_json=as_json)
     return 0

@@ -53,14 +53,14 @@ def read_window(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def topology(ranks: int | None, nodes: int | None, ranks_per_node: int | None) -> Topology:
+def topology(ranks: int | None, nodes: int | None, ranks_per_node: int | None, cluster: str | None = None) -> Topology:
     """--ranks N is one node of N ranks; --nodes and --ranks-per-node say more."""
     if ranks is None:
-        return Topology(nodes or 1, ranks_per_node or DEFAULT_RANKS)
+        return Topology(nodes or 1, ranks_per_node or DEFAULT_RANKS, cluster)
     if ranks_per_node is None and nodes is not None and ranks % nodes:
         raise ConfigError(f"--ranks {ranks}: does not divide over --nodes {nodes}; give --ranks-per-node instead")
     made = Topology(
-        nodes or (ranks // ranks_per_node if ranks_per_node else 1), ranks_per_node or ranks // (nodes or 1)
+        nodes or (ranks // ranks_per_node if ranks_per_node else 1), ranks_per_node or ranks // (nodes or 1), cluster
     )
     if made.ranks != ranks:
         raise ConfigError(
@@ -86,7 +86,7 @@ def plan_options(algorithm: str, named: Mapping[str, Any], pairs: Iterable[str])
         if key in options:
             raise ConfigError(f"--option {pair!r}: {key} is given twice")
         switches[key] = f"--option {pair}"
-        options[key] = int(value) if re.fullmatch(r"-?\d+", value) else value
+        options[key] = _value(value)
     name = algorithm_name(algorithm)
     for key in options:
         others = [other for other in ALGORITHMS if key in algorithm_options(other)]
@@ -96,6 +96,13 @@ def plan_options(algorithm: str, named: Mapping[str, Any], pairs: Iterable[str])
                 f"{', '.join(others)}; give --algorithm {others[0]}, or leave {switches[key]} out"
             )
     return options
+
+
+def _value(text: str) -> int | bool | str:
+    """What the value of an option means."""
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return {"true": True, "false": False}.get(text, text)
 
 
 def hints(plan: Plan, options: Mapping[str, Any]) -> list[str]:

@@ -32,8 +32,7 @@ __all__ = ["ALSO_READ", "LATER_ALGORITHMS", "LATER_KEYS", "SuiteSettings"]
 
 #: Keys of Megatron that nothing uses yet, and what comes nearest.
 LATER_KEYS = {
-    "max_seqlen_per_dp_cp_rank": "layout: balanced keeps short documents on one rank",
-    "hybrid_context_parallel": "layout: balanced keeps short documents on one rank",
+    "hybrid_context_parallel": "algorithm: hierarchical places every document by its cost",
 }
 
 SIZES = "hierarchical_context_parallel_sizes"
@@ -53,12 +52,13 @@ class SuiteSettings(Section):
     algorithm: str = Field(
         default="ring",
         description="ring (also p2p, megatron_cp_algo), double_ring, ulysses (a2a, ulysses_cp_algo), hybrid (a2a+p2p, "
-        "hybrid_cp_algo), all_gather (allgather, kvallgather_cp_algo) or direct; the key may also be cp_comm_type",
+        "hybrid_cp_algo), all_gather (allgather, kvallgather_cp_algo), direct or hierarchical; the key may also "
+        "be cp_comm_type",
     )
     layout: Literal["zigzag", "contiguous", "balanced"] | None = Field(
         default=None,
-        description="how documents are cut over ranks, for all but ulysses; balanced: short ones stay whole; null: "
-        "zigzag",
+        description="how documents are cut over ranks, for all but ulysses and hierarchical; balanced: short ones stay "
+        "whole; null: zigzag",
     )
     cp_window_size: Count | None = Field(
         default=None, description="double_ring: ranks of an inner ring; null: the ranks of a node"
@@ -69,7 +69,39 @@ class SuiteSettings(Section):
         "is neither all ranks nor more than the heads; hierarchical_context_parallel_sizes: [degree, rest] says "
         "the same",
     )
-    prefetch: Count | None = Field(default=None, description="direct: rounds under way while one is computed; null: 1")
+    prefetch: Count | None = Field(
+        default=None,
+        description="direct: rounds under way while one is computed; null: 1; hierarchical: nodes whose keys are; "
+        "null: 3",
+    )
+    cluster: str | None = Field(
+        default=None,
+        description="preset (a2, a3, a800, h800, h200) or YAML file with the speeds of devices and links, by which "
+        "hierarchical decides; null: a2",
+    )
+    routing: bool | None = Field(
+        default=None,
+        description="hierarchical: keys cross to a node once, over all its NICs, and are passed on inside it; null: "
+        "true",
+    )
+    head_split: bool | None = Field(
+        default=None, description="hierarchical: heads of long documents may be split inside nodes; null: true"
+    )
+    remap: Literal["off", "auto", "qkv", "hidden"] | None = Field(
+        default=None,
+        description="hierarchical: linear layers on a layout of their own, with equal tokens: off, auto (where that is "
+        "faster), or always: qkv (q, k, v and out move) or hidden (hidden states move); null: auto",
+    )
+    max_seqlen_per_dp_cp_rank: Count | None = Field(
+        default=None, description="hierarchical: most tokens of a row that a rank may hold; null: no bound"
+    )
+    hidden_size: Count | None = Field(
+        default=None, description="hierarchical: of the model, for the cost of linear layers; null: the model's"
+    )
+    ffn_hidden_size: Count | None = Field(default=None, description="hierarchical: the same; null: the model's")
+    tensor_model_parallel_size: Count | None = Field(
+        default=None, description="hierarchical: the same; null: that of the training"
+    )
     backend: Literal["auto", "cpu", "npu"] = Field(
         default="auto", description="implementation of the attention operator; auto: the device's"
     )
@@ -111,7 +143,7 @@ class SuiteSettings(Section):
     @property
     def topology(self) -> Topology:
         """The context-parallel ranks: the second input of build_plan."""
-        return Topology(self.nodes, self.context_parallel_size // self.nodes)
+        return Topology(self.nodes, self.context_parallel_size // self.nodes, self.cluster)
 
     @property
     def options(self) -> dict[str, Any]:

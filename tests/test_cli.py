@@ -114,6 +114,10 @@ def test_plan_says_what_looks_odd(arguments: list[str], hint: str | None, capsys
         (["--algorithm", "direct", "--layout", "balanced", "--option", "prefetch=3"],
          lambda d: build_plan(d, Topology(1, 4), AttentionConfig(8, head_dim=64), "direct", layout="balanced",
                               prefetch=3)),
+        (["--algorithm", "hierarchical", "--nodes", "2", "--ranks-per-node", "2", "--cluster", "h200", "--no-routing",
+          "--no-head-split", "--remap", "qkv", "--max-seqlen-per-dp-cp-rank", "900", "--hidden-size", "512"],
+         lambda d: build_plan(d, Topology(2, 2, "h200"), AttentionConfig(8, head_dim=64), "hierarchical", routing=False,
+                              head_split=False, remap="qkv", max_seqlen_per_dp_cp_rank=900, hidden_size=512)),
         (["--window", "50,0", "--alibi", "--dropout", "0.1", "--kv-heads", "2", "--head-dim-v", "32"],
          lambda d: build_plan(d, Topology(1, 4), AttentionConfig(8, 2, 64, 32, window=(50, 0), alibi=True, dropout=0.1))),
         (["--mask", "full", "--window", "-1,20", "--kv-lengths", "90,0,41"],
@@ -151,15 +155,31 @@ def test_plan_switches_are_those_of_build_plan(
         (["plan", "--lengths", "5", "--mask", "diagonal"], "valid: causal, full"),
         (
             ["plan", "--lengths", "5", "--algorithm", "auto"],
-            "algorithm is 'auto': not in this version; nearest: direct with layout balanced",
+            "algorithm is 'auto': not in this version; nearest: hierarchical, which places every document",
         ),
         (
             ["plan", "--lengths", "5", "--algorithm", "ring", "--prefetch", "2"],
-            "prefetch = 2: is no option of algorithm ring; algorithms that have it: direct; give --algorithm direct, or leave --prefetch out",
+            "prefetch = 2: is no option of algorithm ring; algorithms that have it: direct, hierarchical; give --algorithm direct, or leave --prefetch out",
         ),
         (
             ["plan", "--lengths", "5", "--option", "ulysses_degree=2"],
             "ulysses_degree = 2: is no option of algorithm ring; algorithms that have it: hybrid; give --algorithm hybrid, or leave --option ulysses_degree=2 out",
+        ),
+        (
+            ["plan", "--lengths", "5", "--algorithm", "hierarchical", "--option", "routing=7"],
+            "option 'routing' of algorithm 'hierarchical' is 7; valid: true, false",
+        ),
+        (
+            ["plan", "--lengths", "5", "--algorithm", "hierarchical", "--cluster", "a4"],
+            "cluster 'a4': no such preset; valid: a2, a3, a800",
+        ),
+        (
+            ["plan", "--lengths", "900,70", "--algorithm", "hierarchical", "--max-seqlen-per-dp-cp-rank", "200"],
+            "document 0 has 900 tokens, more than 4 ranks of max_seqlen_per_dp_cp_rank = 200 hold; valid: max_seqlen_per_dp_cp_rank of 225 or more",
+        ),
+        (
+            ["plan", "--lengths", "9", "--ranks", "12", "--algorithm", "hierarchical", "--cluster", "h800"],
+            "cluster is 'h800', whose nodes have 8 ranks, but the topology has 12 on a node",
         ),
         (["plan", "--lengths", "5", "--option", "depth=2"], "'depth' is not one of algorithm 'ring'; valid: layout"),
         (["plan", "--lengths", "5", "--layout", "balanced", "--option", "layout=zigzag"], "layout is given twice"),

@@ -275,7 +275,19 @@ def test_the_keys_of_megatron_that_are_read_are_among_the_valid_ones(tmp_path: P
     assert "cp_comm_type" not in error(write(tmp_path, "train: {qqq: 1}"))
 
 
-EXAMPLES = {"layout": "contiguous", "cp_window_size": 2, "ulysses_degree": 4, "prefetch": 3}
+EXAMPLES = {
+    "layout": "contiguous",
+    "cp_window_size": 2,
+    "ulysses_degree": 4,
+    "prefetch": 3,
+    "routing": False,
+    "head_split": False,
+    "remap": "off",
+    "max_seqlen_per_dp_cp_rank": 40,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "tensor_model_parallel_size": 2,
+}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -344,7 +356,7 @@ def test_settings_are_checked_against_the_capabilities(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("key", LATER_KEYS)
 def test_keys_of_megatron_that_would_do_nothing_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} = 4: is Megatron's, and not in this version; layout: balanced"):
+    with pytest.raises(ConfigError, match=f"{key} = 4: is Megatron's, and not in this version; algorithm: hier"):
         SuiteSettings(**{key: 4})
     assert SuiteSettings(**{key: None}) == SuiteSettings()
 

@@ -115,12 +115,13 @@ def build_plan(
         documents: the packed batch.
         topology: the context-parallel ranks.
         attention: what one layer computes on one tensor-parallel rank.
-        algorithm: ring, double_ring, ulysses, hybrid, all_gather or direct; also under Megatron's and MindSpeed's names
-            (`ALIASES`).
+        algorithm: ring, double_ring, ulysses, hybrid, all_gather, direct or hierarchical; also under Megatron's and
+            MindSpeed's names (`ALIASES`).
         kv_documents: for cross-attention the length of each document's keys and values, when `documents` has that of
             its queries; full masks only.
-        **options: of the algorithm, see its builder. All but ulysses have layout = "zigzag" (the default), "contiguous"
-            or "balanced"; double_ring has cp_window_size, hybrid ulysses_degree, direct prefetch.
+        **options: of the algorithm, see its builder. All but ulysses and hierarchical have layout = "zigzag" (the
+            default), "contiguous" or "balanced"; double_ring has cp_window_size, hybrid ulysses_degree, direct
+            prefetch.
 
     Raises:
         ConfigError: the algorithm or an option is unknown or out of range, or the documents do not go together; names
@@ -143,6 +144,8 @@ def build_plan(
             known += f"; {OTHER_OPTIONS[key]}" if key in OTHER_OPTIONS else ""
             raise ConfigError(f"option {key!r} is not one of algorithm {name!r}; valid: {known}")
         choices = CHOICES.get(key)
+        if isinstance(valid[key], bool) and not isinstance(value, bool):
+            raise ConfigError(f"option {key!r} of algorithm {name!r} is {value!r}; valid: true, false")
         if choices is not None and not (isinstance(value, str) and value in choices):
             raise ConfigError(f"option {key!r} of algorithm {name!r} is {value!r}; valid: {', '.join(choices)}")
     keys = documents if kv_documents is None else kv_documents

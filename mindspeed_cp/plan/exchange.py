@@ -71,7 +71,8 @@ def exchange(
         return forward, forward
     reduce = fetch.reversed()
     computed = fetch.items["done"] + 1
-    reduce.items["start"] = reduce.items["done"] = computed + 1
+    reduce.items["start"] = computed + 1
+    reduce.items["done"] = np.minimum(computed + prefetch, steps)  # when the slot is filled again
     contents, table = own_block_in_two_halves(queries, keys, attention, contents, table, steps)
     backward = Program(
         steps + 1, capacity, queries, keys.documents, attention, contents, table, fetch, reduce.sorted(n)

@@ -27,9 +27,12 @@ from mindspeed_cp.plan.node_split import node_split_part
 from mindspeed_cp.plan.partition import Members, Placement
 from mindspeed_cp.plan.placement import visible_pairs
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.remapped import fewer_bytes, with_linear_layout
+from mindspeed_cp.plan.remapped import fewer_bytes, has_hidden, with_linear_layout
 from mindspeed_cp.plan.search import Choice, search
 from mindspeed_cp.plan.staged import staged
+
+#: Whose speeds are taken where the topology names no cluster.
+DEFAULT_CLUSTER = "a2"
 
 REMAPS = ("off", "auto", "qkv", "hidden")
 
@@ -39,7 +42,6 @@ def build_hierarchical(
     keys: Documents,
     topology: Topology,
     attention: AttentionConfig,
-    cluster: str | None = None,
     routing: bool = True,
     head_split: bool = True,
     remap: str = "auto",
@@ -47,22 +49,23 @@ def build_hierarchical(
     max_seqlen_per_dp_cp_rank: int | None = None,
     hidden_size: int | None = None,
     ffn_hidden_size: int | None = None,
-    tensor_parallel_size: int = 1,
+    tensor_model_parallel_size: int = 1,
 ) -> Plan:
     """Hierarchical placement over all ranks.
 
     Args:
-        queries, keys, topology, attention: as for the ring.
-        cluster: preset or file with the speeds of devices and links; default: that of the topology, or "a2" (more than
-            8 ranks on a node: "a3").
+        queries, keys, attention: as for the ring.
+        topology: the ranks; its cluster has the speeds of devices and links, by default those of preset "a2".
         routing: keys cross to a node once, over all NICs, and are passed on inside it; False: every rank fetches what
             it needs.
         head_split: heads of long documents may be split inside nodes.
         remap: a layout of their own, with equal tokens, for linear layers: "off", "auto" (where the model finds it
-            faster), or always, with "qkv" (q, k, v and out move) or "hidden" (hidden states move: under Megatron).
+            faster, in the way that moves fewer bytes if hidden_size is given), or always, with "qkv" (q, k, v and out
+            move) or "hidden" (hidden states move: under Megatron, which looks at `Plan.linear`; "qkv" for a batch of
+            which all heads are split).
         prefetch: nodes from which keys are on their way while those of one are computed.
         max_seqlen_per_dp_cp_rank: a rank holds no more tokens; default: no bound.
-        hidden_size, ffn_hidden_size, tensor_parallel_size: of the model, for the cost of linear layers; default:
+        hidden_size, ffn_hidden_size, tensor_model_parallel_size: of the model, for the cost of linear layers; default:
             heads * head_dim, a gated FFN of 8/3 that, and 1.
 
     Raises:
@@ -70,8 +73,8 @@ def build_hierarchical(
             does not fit into the bound.
     """
     check_count("prefetch", prefetch, what="a whole number of nodes")
-    options = (cluster, routing, head_split, remap)
-    sizes = (hidden_size, ffn_hidden_size, tensor_parallel_size)
+    options = (routing, head_split, remap)
+    sizes = (hidden_size, ffn_hidden_size, tensor_model_parallel_size)
     bound = max_seqlen_per_dp_cp_rank
     while True:  # borders of chunks are rounded to tokens: where that breaks the bound, search below it
         choice = choose(queries, keys, topology, attention, *options, bound, *sizes)
@@ -82,9 +85,9 @@ def build_hierarchical(
         bound -= most - max_seqlen_per_dp_cp_rank
     if not choice.placement.setting.remap:
         return plan
-    mode = remap
-    if remap == "auto":
-        mode = "qkv" if hidden_size is None else fewer_bytes(plan, hidden_size, tensor_parallel_size)
+    mode = remap if has_hidden(plan) else "qkv"  # where all heads are split, their moves start at the linear layout
+    if mode == "auto":
+        mode = "qkv" if hidden_size is None else fewer_bytes(plan, hidden_size, tensor_model_parallel_size)
     return with_linear_layout(plan, mode)
 
 
@@ -93,40 +96,44 @@ def choose(
     keys: Documents,
     topology: Topology,
     attention: AttentionConfig,
-    cluster: str | None = None,
     routing: bool = True,
     head_split: bool = True,
     remap: str = "auto",
     max_seqlen_per_dp_cp_rank: int | None = None,
     hidden_size: int | None = None,
     ffn_hidden_size: int | None = None,
-    tensor_parallel_size: int = 1,
+    tensor_model_parallel_size: int = 1,
 ) -> Choice:
     """The placement that `build_hierarchical` builds, and what it was compared with."""
     if max_seqlen_per_dp_cp_rank is not None:
         check_count("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank, what="a whole number of tokens")
-    layer = _layer(attention, hidden_size, ffn_hidden_size, tensor_parallel_size)
-    known = cluster_of(topology, cluster)
-    estimate = Estimate(queries, keys, topology, attention, known, layer, routing)
+    for name, value in (("hidden_size", hidden_size), ("ffn_hidden_size", ffn_hidden_size)):
+        if value is not None:
+            check_count(name, value)
+    check_count("tensor_model_parallel_size", tensor_model_parallel_size)
+    layer = _layer(attention, hidden_size, ffn_hidden_size, tensor_model_parallel_size)
+    estimate = Estimate(queries, keys, topology, attention, cluster_of(topology), layer, routing)
     wanted = {"off": "off", "auto": "auto"}.get(remap, "on")
     return search(estimate, max_seqlen_per_dp_cp_rank, wanted, head_split)
 
 
-def cluster_of(topology: Topology, cluster: str | None = None) -> Cluster:
+def cluster_of(topology: Topology) -> Cluster:
     """The cluster that a topology runs on, nodes cut to its ranks.
 
     Raises:
         ConfigError: there is no such cluster, or its nodes have fewer ranks.
     """
-    name = cluster or topology.cluster or ("a2" if topology.ranks_per_node <= 8 else "a3")
-    found = load_cluster(name)
-    if topology.ranks_per_node > found.ranks_per_node:
-        raise ConfigError(
-            f"the topology has {topology.ranks_per_node} ranks on a node, but a node of cluster {found.name} has "
-            f"{found.ranks_per_node}; valid: at most that many, or cluster: a file with ranks_per_node and links of "
-            "your own"
-        )
-    return found.with_ranks(topology.ranks_per_node)
+    found, here = load_cluster(topology.cluster or DEFAULT_CLUSTER), topology.ranks_per_node
+    if here <= found.ranks_per_node:
+        return found.with_ranks(here)
+    if topology.cluster is None:  # nothing is known of such nodes: the same links and NICs for each rank
+        links = found.pair_bandwidth * (here - 1)
+        return found.with_(ranks_per_node=here, rank_bandwidth=links, nics_per_node=here)
+    raise ConfigError(
+        f"cluster is {topology.cluster!r}, whose nodes have {found.ranks_per_node} ranks, but the topology has "
+        f"{here} on a "
+        "node; valid: at most as many, or a file with ranks_per_node and links of your own"
+    )
 
 
 def plan_of(
@@ -189,14 +196,14 @@ def _order(parts: list[Plan], direction: str) -> Order:
 
 
 def _layer(
-    attention: AttentionConfig, hidden_size: int | None, ffn_hidden_size: int | None, tensor_parallel_size: int
+    attention: AttentionConfig, hidden_size: int | None, ffn_hidden_size: int | None, tensor_model_parallel_size: int
 ) -> LayerCost:
     """The linear part of a layer."""
     if hidden_size is None:
-        return LayerCost.like(attention, tensor_parallel_size)
+        return LayerCost.like(attention, tensor_model_parallel_size)
     width = round(hidden_size * 8 / 3) if ffn_hidden_size is None else ffn_hidden_size
-    heads, kv_heads = attention.heads * tensor_parallel_size, attention.kv_heads * tensor_parallel_size
+    heads, kv_heads = attention.heads * tensor_model_parallel_size, attention.kv_heads * tensor_model_parallel_size
     return LayerCost.of(
         hidden_size, width, heads, kv_heads, attention.head_dim, attention.head_dim_v,
-        tensor_parallel=tensor_parallel_size,
+        tensor_parallel=tensor_model_parallel_size,
     )  # fmt: skip

@@ -358,7 +358,8 @@ def check_bound(lengths: np.ndarray, ranks: int, most_tokens: int | None) -> Non
     for what, tokens in ((f"document {longest}", int(lengths.max(initial=0))), ("the batch", int(lengths.sum()))):
         if tokens > ranks * most_tokens:
             raise ConfigError(
-                f"{what} has {tokens} tokens, more than {ranks} ranks of max_seqlen_per_dp_cp_rank = {most_tokens} hold; "
+                f"{what} has {tokens} tokens, more than {ranks} ranks of max_seqlen_per_dp_cp_rank = "
+                f"{most_tokens} hold; "
                 f"valid: max_seqlen_per_dp_cp_rank of {-(-tokens // ranks)} or more, or more ranks"
             )
 

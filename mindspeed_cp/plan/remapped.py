@@ -106,7 +106,7 @@ def remap_bytes(
 def fewer_bytes(plan: Plan, hidden_size: int, tensor_parallel_size: int = 1, sequence_parallel: bool = False) -> str:
     """The mode of :func:`with_linear_layout` that moves fewer bytes, forward and backward; "qkv" where both are equal,
     and where every document's heads are split, since then the move is there anyway."""
-    if not _has_hidden(plan):
+    if not has_hidden(plan):
         return "qkv"
     found = remap_bytes(plan.attention, hidden_size, tensor_parallel_size, sequence_parallel)
     return min(MODES, key=lambda mode: found[mode].total)
@@ -118,14 +118,14 @@ def _cut(part: Plan, layout: Layout, layout_kv: Layout, is_self: bool) -> Plan:
     return replace(part, layout=own, layout_kv=own if is_self else layout_of(layout_kv, is_in(part)))
 
 
-def _has_hidden(plan: Plan) -> bool:
+def has_hidden(plan: Plan) -> bool:
     """True where hidden states could move: queries and keys of some documents are computed on the rows that the caller
     holds."""
     return plan.layout_kv.same_as(plan.layout) and any(piece.q_layout.heads is None for piece in plan.pieces)
 
 
 def _checked_hidden(plan: Plan) -> Plan:
-    if not _has_hidden(plan):
+    if not has_hidden(plan):
         kind = "splits the heads of all documents" if plan.layout_kv.same_as(plan.layout) else "is of cross-attention"
         raise ConfigError(f"mode is 'hidden', but the plan {kind}; valid: 'qkv'")
     return plan

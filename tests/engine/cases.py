@@ -27,6 +27,8 @@ VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
     "direct": ("direct", ()),
     "direct, 3 rounds ahead": ("direct", (("prefetch", 3),)),
     "direct, balanced": ("direct", (("layout", "balanced"),)),
+    "hierarchical": ("hierarchical", ()),
+    "hierarchical, exchange": ("hierarchical", (("head_split", False), ("remap", "qkv"))),
 }
 
 
@@ -114,8 +116,8 @@ class Case:
 
 
 def nodes_for(algorithm: str, ranks: int) -> int:
-    """Nodes that make the algorithm's own default interesting: two windows, where the ranks divide by two."""
-    return 2 if algorithm == "double_ring" and ranks % 2 == 0 else 1
+    """Nodes that make the algorithm's own default interesting: two windows, or two nodes, where the ranks divide by two."""
+    return 2 if algorithm in ("double_ring", "hierarchical") and ranks % 2 == 0 else 1
 
 
 def local(rank: int, case: Case) -> tuple[Plan, list[torch.Tensor], torch.Tensor]:

@@ -90,13 +90,16 @@ def _alibi(heads: int, rng: Random) -> bool | tuple[float, ...]:
 
 def _options(algorithm: str, ranks: int, rng: Random) -> tuple[tuple[str, object], ...]:
     """Each option at its default, or at another value."""
-    drawn: dict[str, object] = {} if algorithm == "ulysses" else {"layout": rng.choice(LAYOUTS)}
+    drawn: dict[str, object] = {} if algorithm in ("ulysses", "hierarchical") else {"layout": rng.choice(LAYOUTS)}
     if algorithm == "double_ring":
         drawn["cp_window_size"] = rng.choice((None, *_divisors(ranks)))
     elif algorithm == "hybrid":
         drawn["ulysses_degree"] = rng.choice((None, *_divisors(ranks)))
     elif algorithm == "direct":
         drawn["prefetch"] = rng.choice((1, 1, 2, 5))
+    elif algorithm == "hierarchical":
+        drawn["routing"], drawn["head_split"] = rng.random() < 0.7, rng.random() < 0.7
+        drawn["remap"], drawn["prefetch"] = rng.choice(("off", "auto", "qkv")), rng.choice((1, 3))
     return tuple(drawn.items())
 
 

@@ -58,7 +58,10 @@ def check(workers, cases, ranks):
             assert sum(there.values()) + sum(back.values()) == mine["total"]
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in BUFFERS}
-                assert all(a == b for a, b in got.values()), (direction, rank, case, got)
+                # Not all parts have their most at once, nor do all tensors that a remap gathers.
+                remapped = plan.q_move is not None and plan.q_layout.heads is None
+                loose = ("gradients", "staging") if plan.parts else ("staging",) if remapped else ()
+                assert all(a == b or (a < b and name in loose) for name, (a, b) in got.items()), (direction, rank, got)
                 assert peak["total"] <= limit[rank]["total"], (direction, rank, case)
 
 

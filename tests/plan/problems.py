@@ -48,9 +48,13 @@ def options(ranks: int, algorithm: str) -> st.SearchStrategy[dict[str, object]]:
         "cp_window_size": divisors,
         "ulysses_degree": divisors,
         "prefetch": st.integers(1, 4),
+        "routing": st.booleans(),
+        "head_split": st.booleans(),
+        "remap": st.sampled_from(["off", "auto", "qkv", "hidden"]),
     }
     taken = {"hybrid": ["layout", "ulysses_degree"], "double_ring": ["layout", "cp_window_size"], "ulysses": []}
     taken["direct"] = ["layout", "prefetch"]
+    taken["hierarchical"] = ["prefetch", "routing", "head_split", "remap"]
     names = taken.get(algorithm, ["layout"])
     return st.fixed_dictionaries({name: of[name] for name in names})
 
