@@ -29,6 +29,10 @@ OWN, LAST = 0.3, 0.25
 #: Part of own blocks that waits in the backward for the last gradients, or in both directions for outputs.
 TAIL = 0.3
 
+#: What is routed takes so many times its time on the NICs: relays pass it on between steps, so that its hops come one
+#: after the other, and wait for ranks that are behind.
+HOPS = 2.0
+
 #: Kernel calls of a rank for a document that it shares, more than for one of its own.
 CALLS = 3
 
@@ -116,10 +120,10 @@ class Estimate:
         ranks, per, nodes = self.topology.ranks, self.topology.ranks_per_node, self.topology.nodes
         here = _Loads(ranks, nodes)
         self._exchanged(placement.whole, here)
-        self._split(placement.split, here)
-        nic = np.repeat(here.nic, per)
-        forward = here.seconds(1.0, nic, here.into, here.out)
-        backward = here.seconds(ATTENTION_BACKWARD, nic, here.out, here.into)
+        for width, members in placement.split.items():
+            self._split(width, members, here)
+        forward = here.seconds(1.0, per, here.into, here.out)
+        backward = here.seconds(ATTENTION_BACKWARD, per, here.out, here.into)
         linear = self.cost.linear_seconds(here.tokens) * (1 + LINEAR_BACKWARD)
         remap = 0.0
         if placement.setting.remap:
@@ -169,19 +173,21 @@ class Estimate:
         out = self.lengths[known // nodes] * on_node * (spans[known // nodes] - 1) * self.kv_row
         if self.routing:
             wide = cluster.nics_per_node * cluster.effective_nic
-            np.add.at(here.nic, known % nodes, np.maximum(into, out) / wide)
+            np.add.at(here.routed, known % nodes, np.maximum(into, out) / wide)
             spread = min(cluster.effective_rank, max(per - 1, 1) * cluster.effective_pair)
             here.add(rank, inside=across * (per - 1) / per / spread)
         else:
             nic = cluster.effective_nic * cluster.nics_per_node / per
             here.add(rank, inside=across / nic)
 
-    def _split(self, members: Members, here: _Loads) -> None:
-        """Documents whose heads are split inside nodes, and whose keys are exchanged between nodes."""
-        doc, node, share = members.doc, members.rank, members.share
+    def _split(self, width: int, members: Members, here: _Loads) -> None:
+        """Documents whose heads are split over groups of `width` nodes, and whose keys are exchanged between groups."""
+        doc, group, share = members.doc, members.rank, members.share
         if not len(doc):
             return
-        cluster, per, attention = self.cluster, self.topology.ranks_per_node, self.attention
+        cluster, attention = self.cluster, self.attention
+        per_node, groups = self.topology.ranks_per_node, self.topology.nodes // width
+        per = per_node * width
         size = np.bincount(doc, minlength=len(self.lengths))[doc]
         rows = share * self.lengths[doc]
         busy = min(per, attention.heads)
@@ -189,18 +195,19 @@ class Estimate:
         short = np.where(size > 1, rows / 2, rows)
         seconds = self.cost.attention_seconds(self.pairs[doc] * share * part, short, np.where(size > 1, 2, 1))
         copies = max(1.0, busy / attention.kv_heads)
-        moved = rows / per * (per - 1) / per / cluster.effective_rank
+        wide = cluster.nics_per_node * cluster.effective_nic
+        # Of what a rank gets, one part in `per` is its own, and one in `width` comes from its node.
+        moved = rows / per * max((per_node - 1) / per / cluster.effective_rank, per_node * (1 - 1 / width) / wide)
         into, out = moved * (self.q_row + self.kv_row * copies), moved * self.out_row
         for name, value in (("attention", seconds), ("split", seconds), ("tokens", rows / per),
                             ("into", into), ("out", out)):  # fmt: skip
-            getattr(here, name).reshape(-1, per)[...] += np.bincount(node, value, self.topology.nodes)[:, None]
+            getattr(here, name).reshape(groups, per)[...] += np.bincount(group, value, groups)[:, None]
         if (size > 1).any():
             first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
-            need = self._seen(share, first, size[first]) * self.lengths[doc] * self.kv_row * copies
-            wide = cluster.nics_per_node * cluster.effective_nic
-            np.add.at(here.nic, node, need / wide)
-            waiting = np.bincount(node, seconds * (size > 1), self.topology.nodes)
-            here.crossing.reshape(-1, per)[...] += waiting[:, None]
+            need = self._seen(share, first, size[first]) * self.lengths[doc] * self.kv_row * copies / width
+            here.nic.reshape(groups, width)[...] += np.bincount(group, need / wide, groups)[:, None]
+            waiting = np.bincount(group, seconds * (size > 1), groups)
+            here.crossing.reshape(groups, per)[...] += waiting[:, None]
 
     def _seen(self, share: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:
         """Part of the document that each member needs of the others."""
@@ -226,15 +233,15 @@ class _Loads:
     """Sums over ranks, and over nodes, of the forward, in seconds.
 
     attention: all kernels; of these cut: of documents whose keys are exchanged, split: of split heads, crossing: of
-    these, documents of several nodes. inside: keys from in-node links, nic: keys of a node from its NICs, into and
-    out: moves to heads and back. tokens: held.
+    these, documents of several nodes. inside: keys from in-node links; of a node, routed: keys from its NICs that
+    relays pass on, nic: those that ranks get themselves; into and out: moves to heads and back. tokens: held.
     """
 
     def __init__(self, ranks: int, nodes: int) -> None:
         self.attention, self.cut, self.split, self.crossing, self.tokens, self.inside, self.into, self.out = np.zeros(
             (8, ranks)
         )
-        self.nic = np.zeros(nodes)
+        self.nic, self.routed = np.zeros((2, nodes))
 
     def add(self, rank: np.ndarray, **seconds: np.ndarray) -> None:
         """Adds to the sums of ranks."""
@@ -242,22 +249,24 @@ class _Loads:
             total = getattr(self, name)
             total += np.bincount(rank, value, len(total))
 
-    def seconds(self, factor: float, nic: np.ndarray, into: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def seconds(self, factor: float, per_node: int, into: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Of a direction, fp64 [ranks].
 
         Args:
             factor: kernels take so many times what they take in the forward; above 1, gradients travel too.
-            nic: keys of each rank's node from its NICs.
+            per_node: ranks of a node.
             into, out: moves before and after the attention of split heads.
         """
         back = BACKWARD_TRAFFIC - 1 if factor > 1 else 0.0
+        nic, routed = np.repeat(self.nic, per_node), np.repeat(self.routed, per_node)
         own = (self.attention - self.split - (1 - OWN) * self.cut) * factor
         exchanged = (1 - OWN) * self.cut * factor
         idle = self.cut == 0
+        chain = np.where(idle, 0.0, self.inside + HOPS * routed)
         late = own * np.where(idle, 0.5 * (self.split > 0), TAIL if back else 0.0)
         begun = np.maximum(own - late, into)  # then split heads
-        keys = np.maximum(into + self.inside, nic)  # when they have come
         split = np.maximum(begun + self.split * factor, nic + LAST * self.crossing * factor)
+        keys = into + chain  # when they have come
         done = np.maximum(split + exchanged, np.where(idle, 0.0, keys + LAST * exchanged))
-        returned = np.maximum(split, into + self.inside) + out + back * np.maximum(self.inside, nic)
+        returned = np.maximum(split, keys) + out + back * np.maximum(chain, nic)
         return np.maximum(done + late, returned)

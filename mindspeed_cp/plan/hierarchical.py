@@ -147,7 +147,7 @@ def plan_of(
 ) -> Plan:
     """The plan of a placement."""
     split = np.zeros(len(queries), bool)
-    split[placement.split.doc] = True
+    split[placement.split_documents] = True
     parts = []
     if not split.all() or not len(split):
         own = [documents_of(x, ~split) for x in (queries, keys)]
@@ -155,13 +155,16 @@ def plan_of(
         beside = _pairs_of_split(placement, queries, keys, topology, attention) if split.any() else None
         programs = staged(held, held_kv, attention, topology, routing, prefetch, beside)
         parts.append(Plan("hierarchical", attention, topology, held, held_kv, held, held_kv, *programs))
-    if split.any():
-        own = [documents_of(x, split) for x in (queries, keys)]
-        held, held_kv = _layouts(own[0], own[1], topology.nodes, placement.split, attention)
+    for width, members in placement.split.items():
+        here = np.zeros(len(queries), bool)
+        here[members.doc] = True
+        own = [documents_of(x, here) for x in (queries, keys)]
+        held, held_kv = _layouts(own[0], own[1], topology.nodes // width, members, attention)
         parts.append(node_split_part(held, held_kv, topology, attention, prefetch))
     if len(parts) == 1:
         return replace(parts[0], algorithm="hierarchical")
-    return combine("hierarchical", parts, _order(parts, "forward"), _order(parts, "backward"))
+    exchange = not split.all()
+    return combine("hierarchical", parts, *(_order(parts, exchange, name) for name in ("forward", "backward")))
 
 
 def _layouts(
@@ -178,21 +181,24 @@ def _pairs_of_split(
     placement: Placement, queries: Documents, keys: Documents, topology: Topology, attention: AttentionConfig
 ) -> np.ndarray:
     """Visible pairs of the documents whose heads are split, of each rank, for all heads."""
-    members = placement.split
-    pairs = visible_pairs(queries, keys, attention)[members.doc] * members.share
-    per = topology.ranks_per_node
-    return np.repeat(np.bincount(members.rank, pairs, topology.nodes), per) / per
+    pairs = visible_pairs(queries, keys, attention)
+    out = np.zeros(topology.ranks)
+    for width, members in placement.split.items():
+        groups, per = topology.nodes // width, topology.ranks_per_node * width
+        out += np.repeat(np.bincount(members.rank, pairs[members.doc] * members.share, groups), per) / per
+    return out
 
 
-def _order(parts: list[Plan], direction: str) -> Order:
-    """Steps of the exchange and of the head split in turns, those steps of the exchange that only compute own blocks
-    after all."""
+def _order(parts: list[Plan], exchange: bool, direction: str) -> Order:
+    """Steps of all parts in turns; those of the exchange, the first part, that only compute own blocks, after all."""
     programs: list[Program] = [getattr(part, direction) for part in parts]
-    first, second = (program.steps for program in programs)
-    own = max(1, parts[0].forward.steps) if direction == "backward" or not len(programs[0].fetch) else first
-    own = min(own, first - 1) if not len(programs[0].fetch) else own
-    turns = [(part, step) for step in range(max(own, second)) for part in (0, 1) if step < (own, second)[part]]
-    return (*turns, *((0, step) for step in range(own, first)))
+    steps = [program.steps for program in programs]
+    before = list(steps)
+    if exchange:
+        talks = len(programs[0].fetch) > 0
+        before[0] = min(parts[0].forward.steps, steps[0]) if talks else steps[0] - 1
+    turns = [(part, step) for step in range(max(before)) for part in range(len(parts)) if step < before[part]]
+    return (*turns, *((0, step) for step in range(before[0], steps[0])))
 
 
 def _layer(

@@ -42,6 +42,8 @@ class Setting:
     Attributes:
         cut: documents with more work than this part of a rank's equal share may be cut; shorter ones stay whole.
         split: documents with more work than this part of a node's equal share have their heads split over whole nodes.
+        wide: heads of a document that needs several nodes are split over 2, 4, ... nodes together, as far as heads go;
+            else inside each node, and its keys exchanged between them.
         power: cut documents go to 1, 2, 4, ... neighbouring ranks, in equal shares, as other systems do.
         everywhere: all documents are cut over all ranks: by heads in the nodes if `split` is 0, else by tokens.
         remap: linear layers have a layout of their own, so only attention's work counts.
@@ -49,6 +51,7 @@ class Setting:
 
     cut: float
     split: float
+    wide: bool = True
     power: bool = False
     everywhere: bool = False
     remap: bool = False
@@ -59,7 +62,7 @@ class Members:
     """Who shares documents: one entry for each document and member, sorted by document.
 
     Attributes:
-        doc, rank: int64 [members]; of documents whose heads are split, `rank` is a node.
+        doc, rank: int64 [members]; of documents whose heads are split, `rank` is a group of nodes.
         share: fp64 [members]; those of one document add up to 1.
     """
 
@@ -85,12 +88,18 @@ class Placement:
     Attributes:
         setting: that made it.
         whole: members of the documents whose keys are exchanged, those that one rank has alone among them.
-        split: members, by node, of the documents whose heads are split inside nodes.
+        split: members of the documents whose heads are split, for each number of neighbouring nodes over which they
+            are: their members are the groups of so many nodes.
     """
 
     setting: Setting
     whole: Members
-    split: Members
+    split: dict[int, Members]
+
+    @property
+    def split_documents(self) -> np.ndarray:
+        """Documents whose heads are split, int64."""
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *(one.doc for one in self.split.values())]))
 
 
 class Partition:
@@ -104,6 +113,7 @@ class Partition:
         divided, overhead: of each document that is cut, fp64 [documents].
         lengths: tokens of each document, int64 [documents].
         nodes, per_node: the ranks, numbered node by node.
+        heads: query heads, of which every rank of a head split needs one.
         most_tokens: a rank holds no more tokens than this; None: no bound.
 
     Raises:
@@ -118,10 +128,14 @@ class Partition:
         lengths: np.ndarray,
         nodes: int,
         per_node: int,
+        heads: int,
         most_tokens: int | None = None,
     ) -> None:
         self.nodes, self.per_node, self.ranks = nodes, per_node, nodes * per_node
         check_bound(lengths, self.ranks, most_tokens)
+        self.widest = 1  # nodes over which heads can be split
+        while nodes % (2 * self.widest) == 0 and 2 * self.widest * per_node <= heads:
+            self.widest *= 2
         self.bound = UNBOUNDED if most_tokens is None else float(most_tokens)
         self.order = np.argsort(-work, kind="stable")
         self.sorted_work = work[self.order]
@@ -141,7 +155,10 @@ class Partition:
             return self._everywhere(setting)
         here = _State([0.0] * self.ranks, [0.0] * self.ranks)
         cut, halved = self.counts(setting)
-        by_node = [self._over_nodes(here, doc) for doc in self._docs[:halved]]
+        by_node: dict[int, list[Found]] = {}
+        for doc in self._docs[:halved]:
+            width = self._width(doc) if setting.wide else 1
+            by_node.setdefault(width, []).append(self._over_nodes(here, doc, width))
         find = self._power if setting.power else self._fewest
         parts = [find(here, doc) for doc in self._docs[halved : max(cut, halved)]]
         whole = self._alone(here, self._docs[max(cut, halved) :], parts)
@@ -150,32 +167,44 @@ class Partition:
                 parts = [self._evened(here, *part) for part in parts]
             parts, whole = self._repaired(here, parts, whole)
             parts = [self._evened(here, *part) for part in parts]
-        return Placement(setting, Members.of(parts + whole), Members.of(by_node))
+        return Placement(setting, Members.of(parts + whole), {w: Members.of(by_node[w]) for w in sorted(by_node)})
 
     def _everywhere(self, setting: Setting) -> Placement:
-        """Every document over all ranks, or over all nodes by heads."""
-        count = self.nodes if setting.split == 0 else self.ranks
+        """Every document over all ranks, or over all groups of nodes by heads."""
+        width = self.widest if setting.wide else 1
+        count = self.nodes // width if setting.split == 0 else self.ranks
         doc = np.arange(len(self._docs))
         share = np.full(len(doc) * count, 1.0 / count)
-        members, none = Members(np.repeat(doc, count), np.tile(np.arange(count), len(doc)), share), Members.of([])
-        return Placement(setting, none, members) if setting.split == 0 else Placement(setting, members, none)
+        members = Members(np.repeat(doc, count), np.tile(np.arange(count), len(doc)), share)
+        if setting.split == 0:
+            return Placement(setting, Members.of([]), {width: members})
+        return Placement(setting, members, {})
 
-    def _over_nodes(self, here: _State, doc: int) -> Found:
-        """The fewest nodes with room, in shares that even them out; every rank of a node gets an equal part."""
-        per, work, length = self.per_node, self._work[doc], self._lengths[doc]
+    def _width(self, doc: int) -> int:
+        """Nodes over which a document's heads are split: as many as it needs, 1, 2, 4, ..., but not more than go."""
+        width = 1
+        while width < self.widest and self._work[doc] > FULL * self.fair * self.per_node * width:
+            width *= 2
+        return width
+
+    def _over_nodes(self, here: _State, doc: int, width: int) -> Found:
+        """The fewest groups of `width` nodes with room, in shares that even them out; every rank of a group gets an
+        equal part."""
+        per, work, length = self.per_node * width, self._work[doc], self._lengths[doc]
+        groups = range(self.nodes // width)
         loads = [sum(here.loads[first : first + per]) for first in range(0, self.ranks, per)]
-        limits = [self.bound] * self.nodes
+        limits = [self.bound] * len(groups)
         if self.bound < UNBOUNDED:
             limits = [
                 per * (self.bound - max(here.tokens[first : first + per])) / max(length, 1)
                 for first in range(0, self.ranks, per)
             ]
-        nodes, shares = _filled(range(self.nodes), loads, work, 0.0, self.fair * per, limits)
-        for node, share in zip(nodes, shares, strict=True):
-            for rank in range(node * per, (node + 1) * per):
+        chosen, shares = _filled(groups, loads, work, 0.0, self.fair * per, limits)
+        for group, share in zip(chosen, shares, strict=True):
+            for rank in range(group * per, (group + 1) * per):
                 here.loads[rank] += share * work / per
                 here.tokens[rank] += share * length / per
-        return doc, nodes, shares
+        return doc, chosen, shares
 
     def _fewest(self, here: _State, doc: int) -> Found:
         """The fewest ranks with room, of the node with the most room if that is enough."""

@@ -20,6 +20,10 @@ import numpy as np
 from mindspeed_cp.layout import Layout, overlaps
 from mindspeed_cp.plan.needs import PIECE, Held, Runs, as_spans, begins, filled, node_distance
 
+#: Only ranks that share the document pass it on, or help to send it, where they are this part of the node's ranks or
+#: more: others have their own work, and would be waited for.
+MEMBERS = 0.5
+
 #: A NIC's part of what its node sends to another is evened out when it is above this multiple of an equal part.
 UNEVEN = 1.2
 
@@ -63,7 +67,7 @@ def route(needs: Runs, held: Held, keys: Layout, nodes: int, per_node: int, spre
     parts, helper = _helpers(crossing, nodes, per_node) if spread else (crossing, crossing["src"].copy())
 
     relayed = parts.copy()  # what arrives: sorted by stage, relay, token
-    relayed["dst"] = relayed["dst"] * per_node + helper % per_node
+    relayed["dst"] = _relays(parts["doc"], parts["dst"], helper % per_node, keys, per_node)
     order = np.lexsort((relayed["start"], relayed["dst"], relayed["stage"]))
     resident, helper = filled(relayed[order]), helper[order]
 
@@ -87,6 +91,16 @@ def route(needs: Runs, held: Held, keys: Layout, nodes: int, per_node: int, spre
     return Routes(dispatch, resident[own], onward, forward, resident, used)
 
 
+def _relays(doc: np.ndarray, node: np.ndarray, seat: np.ndarray, keys: Layout, per_node: int) -> np.ndarray:
+    """The rank of a node that receives a piece: the one with the helper's local number (seat), or, where enough ranks
+    of the node share the document, one of these."""
+    held = np.unique(keys.spans["doc"] * keys.ranks + keys.spans["rank"])
+    first = np.searchsorted(held, doc * keys.ranks + node * per_node)
+    count = np.searchsorted(held, doc * keys.ranks + (node + 1) * per_node) - first
+    member = held[np.minimum(first + seat % np.maximum(count, 1), len(held) - 1)] - doc * keys.ranks
+    return np.where(count >= MEMBERS * per_node, member, node * per_node + seat)
+
+
 def _stage_lookup(resident: np.ndarray, forward: np.ndarray, per_node: int) -> np.ndarray:
     """For each forwarded piece the number of the resident one that it is of: that of its relay with its token."""
     stride = int(resident["stop"].max(initial=0)) + 1
@@ -100,7 +114,8 @@ def _helpers(crossing: np.ndarray, nodes: int, per_node: int) -> tuple[np.ndarra
     """Pieces, cut where needed, and the rank of the owner's node over whose NIC each one crosses.
 
     For each (stage, source node) apart: an owner keeps what is no more than an equal part of all NICs, where it is
-    UNEVEN times above that; the rest, in order, fills the ranks that are below it.
+    UNEVEN times above that; the rest, in order, fills the ranks that are below it. Where owners are MEMBERS of the node
+    or more, only their NICs count.
     """
     order = np.lexsort((crossing["start"], crossing["src"], crossing["stage"]))
     parts = crossing[order]
@@ -110,7 +125,9 @@ def _helpers(crossing: np.ndarray, nodes: int, per_node: int) -> tuple[np.ndarra
     case = parts["stage"] * nodes + parts["src"] // per_node
     load = np.zeros((int(case.max()) + 1, per_node), np.int64)
     np.add.at(load, (case, parts["src"] % per_node), length)
-    share = -(-load.sum(1) // per_node)
+    owners = (load > 0).sum(1)
+    few = owners < MEMBERS * per_node
+    share = -(-load.sum(1) // np.where(few, per_node, np.maximum(owners, 1)))
     uneven = load.max(1) > UNEVEN * share
     first = begins(case, parts["src"])
     size = np.diff(np.append(first, len(parts)))
@@ -128,7 +145,7 @@ def _helpers(crossing: np.ndarray, nodes: int, per_node: int) -> tuple[np.ndarra
     begin = np.where(part_cut, (keeps - at)[~kept | cut], 0)
     surplus["start"] += begin
     surplus["src_row"] += begin
-    moved, helper = _fill(surplus, case[~kept | cut], load, share, uneven, per_node, nodes)
+    moved, helper = _fill(surplus, case[~kept | cut], load, share, uneven, few, per_node, nodes)
     return np.concatenate([stay, moved]), np.concatenate([helper_of_stay, helper])
 
 
@@ -138,13 +155,15 @@ def _fill(
     load: np.ndarray,
     share: np.ndarray,
     uneven: np.ndarray,
+    few: np.ndarray,
     per_node: int,
     nodes: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Surplus pieces, one behind the other, onto the free places of their case, one behind the other."""
     if not len(surplus):
         return surplus, surplus["src"].copy()
-    room = np.where(uneven[:, None], np.maximum(share[:, None] - load, 0), 0)
+    takes = uneven[:, None] & (few[:, None] | (load > 0))
+    room = np.where(takes, np.maximum(share[:, None] - load, 0), 0)
     length = surplus["stop"] - surplus["start"]
     stride = int(max(room.sum(1).max(), length.sum())) + 1  # cases lie apart on one axis
     before = np.cumsum(length) - length

@@ -9,7 +9,7 @@ choice is never worse than these.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_cp.errors import ConfigError
@@ -77,13 +77,14 @@ def search(
             estimate.lengths,
             topology.nodes,
             topology.ranks_per_node,
+            estimate.attention.heads,
             most_tokens,
         )
-        seen: set[tuple[int, int, bool, bool]] = set()
+        seen: set[tuple[Any, ...]] = set()
 
         def attempt(setting: Setting, partition: Partition = partition, seen: set[Any] = seen) -> bool:
             """Tries a setting, unless one like it was; True when the search may end."""
-            key = (*partition.counts(setting), setting.power, setting.everywhere)
+            key = (*partition.counts(setting), setting.wide, setting.power, setting.everywhere)
             if key not in seen:
                 seen.add(key)
                 placement = partition.place(setting)
@@ -93,7 +94,7 @@ def search(
                     found.append((score.total / (REMAP_GAIN if setting.remap else 1.0), len(found), placement, score))
             return not thorough and bool(found) and min(found)[0] <= CLOSE * bound
 
-        _try_all(attempt, found, splits, with_remap, topology.ranks)
+        _try_all(attempt, found, splits, with_remap, topology.ranks, partition.widest > 1)
         if not thorough and found and min(found)[0] <= CLOSE * bound:
             break
     if not found:
@@ -111,6 +112,7 @@ def _try_all(
     splits: Sequence[float],
     remap: bool,
     ranks: int,
+    wide: bool,
 ) -> None:
     """Settings in the order of trying, until one is close to the bound."""
     never = float("inf")
@@ -123,11 +125,15 @@ def _try_all(
         for cut in CUT[1:]:
             if attempt(Setting(cut, split, remap=remap)):
                 return
+    if wide:
+        apart = sorted(entry for entry in found[before:] if any(width > 1 for width in entry[2].split))
+        if apart and attempt(replace(apart[0][2].setting, wide=False)):
+            return
     if remap or ranks == 1:  # what other systems do has no such layout
         return
     others = [Setting(1.0, never, power=True), Setting(0, never, everywhere=True)]
     if len(splits) > 1:
-        others.append(Setting(0, 0, everywhere=True))
+        others += [Setting(0, 0, wide=far, everywhere=True) for far in ((True, False) if wide else (False,))]
     for setting in others:
         if attempt(setting):
             return

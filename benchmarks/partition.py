@@ -1,0 +1,126 @@
+"""How well documents are placed: imbalance, modelled layer time against the bound that no plan beats, planning time.
+
+    python -m benchmarks.partition [--batches 100] [--clusters a800 h200 a2 a3] [--lengths wikipedia prolong]
+                                   [--ranks 16 64 128] [--tokens 4096 8192] [--heads mha gqa8] [--others] [--json FILE]
+
+Batches are drawn from real lengths where ../shared/data/lengths has them, else from the bins of configs/lengths, and
+cut at the batch. One layer of 32 heads of 128 channels, forward and backward, with its linear layers. Everything but
+the planning time is modelled: kernels by mindspeed_cp.cost.ComputeCost, messages by the event simulation of
+mindspeed_cp.cost.timeline; nothing was measured on these clusters. The bound is perfect balance with nothing exposed:
+all work / ranks. Imbalance is busy time of the slowest rank over the mean, less one. Planning is one core of this
+machine: search and programs of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.cost import load_cluster, load_lengths, sample_batch
+from mindspeed_cp.cost.timeline import timeline
+from mindspeed_cp.plan.hierarchical import choose
+
+REAL = Path(__file__).parents[2] / "shared" / "data" / "lengths"
+HEADS = {"mha": AttentionConfig(heads=32, head_dim=128), "gqa8": AttentionConfig(heads=32, kv_heads=8, head_dim=128)}
+
+#: What else is timed with --others, by name.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ring": ("ring", {}),
+    "all-gather": ("all_gather", {}),
+    "Ulysses+ring": ("hybrid", {}),
+    "direct, balanced": ("direct", {"layout": "balanced"}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=100)
+    parser.add_argument("--clusters", nargs="+", default=["a800", "h200", "a2", "a3"])
+    parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 128])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="of each rank")
+    parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS))
+    parser.add_argument("--others", action="store_true", help="also the modelled time of other algorithms")
+    parser.add_argument("--json", type=Path, help="write every figure there")
+    options = parser.parse_args()
+    folders = {name: REAL if (REAL / f"{name}.npz").exists() else None for name in options.lengths}
+    for name in options.lengths:
+        load_lengths(name, folders[name])
+        print(f"{name}: {'real lengths' if folders[name] else 'bins of configs/lengths'}")
+    print("times are modelled, planning is measured; fraction = bound / modelled layer time: mean, 5 % quantile, least")
+    titles = (
+        f"{'cluster':8}{'lengths':11}{'heads':7}{'ranks':>6}{'tokens':>7}  imbalance median, p90     fraction of bound"
+    )
+    print(f"{titles}      planning ms" + "".join(f"  x {name}" for name in OTHERS if options.others))
+    rows = []
+    for cluster in options.clusters:
+        for heads in options.heads:
+            for name in options.lengths:
+                for ranks in options.ranks:
+                    for tokens in options.tokens:
+                        row = measure(cluster, heads, name, folders[name], ranks, tokens, options)
+                        rows.append(row)
+                        show(row)
+    every = {key: np.concatenate([row[key] for row in rows]) for key in ("imbalance", "fraction")}
+    print(summary("all", every))
+    for heads in options.heads:
+        some = {key: np.concatenate([row[key] for row in rows if row["heads"] == heads]) for key in every}
+        print(summary(heads, some))
+    if options.json:
+        options.json.write_text(json.dumps(rows))
+
+
+def measure(
+    name: str, heads: str, lengths: str, folder: Path | None, ranks: int, tokens: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """All batches of one setting."""
+    cluster, attention = load_cluster(name), HEADS[heads]
+    per_node = min(cluster.ranks_per_node, ranks)
+    topology, cluster = Topology(ranks // per_node, per_node, name), cluster.with_ranks(per_node)
+    found: dict[str, list[float]] = {key: [] for key in ("imbalance", "fraction", "model", "planning", *OTHERS)}
+    for seed in range(options.batches):
+        documents = Documents(sample_batch(lengths, ranks * tokens, seed, folder=folder))
+        began = time.perf_counter()
+        plan = build_plan(documents, topology, attention, "hierarchical")
+        found["planning"].append(time.perf_counter() - began)
+        choice = choose(documents, documents, topology, attention)
+        made = timeline(plan, cluster)
+        busy = made.compute + made.linear
+        found["imbalance"].append(float(busy.max() / busy.mean()) - 1)
+        found["fraction"].append(choice.bound / made.total)
+        found["model"].append(choice.score.total / made.total)
+        for other, (algorithm, how) in OTHERS.items() if options.others else ():
+            found[other].append(
+                timeline(build_plan(documents, topology, attention, algorithm, **how), cluster).total / made.total
+            )
+    return {"cluster": name, "heads": heads, "lengths": lengths, "ranks": ranks, "tokens": tokens, **found}
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    place = f"{row['cluster']:8}{row['lengths']:11}{row['heads']:7}{row['ranks']:6}{row['tokens']:7}"
+    imbalance, fraction = np.array(row["imbalance"]), np.array(row["fraction"])
+    quality = f"   {np.median(imbalance):7.3f} {np.quantile(imbalance, 0.9):7.3f}"
+    quality += f"          {fraction.mean():5.2f} {np.quantile(fraction, 0.05):5.2f} {fraction.min():5.2f}"
+    others = "".join(f"  {np.mean(row[name]):5.2f}" for name in OTHERS if row[name])
+    print(f"{place}{quality}      {1e3 * np.median(row['planning']):8.1f}{others}", flush=True)
+
+
+def summary(name: str, found: dict[str, np.ndarray]) -> str:
+    """Of many settings."""
+    imbalance, fraction = found["imbalance"], found["fraction"]
+    return (
+        f"{name}: imbalance median {np.median(imbalance):.3f}, p90 {np.quantile(imbalance, 0.9):.3f}; fraction of the "
+        f"bound mean {fraction.mean():.3f}, p5 {np.quantile(fraction, 0.05):.3f}, worst {fraction.min():.3f} "
+        f"({len(fraction)} batches)"
+    )
+
+
+if __name__ == "__main__":
+    main()
