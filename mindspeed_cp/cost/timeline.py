@@ -208,24 +208,25 @@ class _Run:
         """When a message arrives, that takes its turn on the links from now on."""
         cluster, per = self.cluster, self.plan.topology.ranks_per_node
         src, dst = message.src, message.dst
-        passed: list[tuple[tuple[str, int, int], float]]
-        if src // per == dst // per:
-            latency = cluster.in_node_latency
-            passed = [(("out", src, 0), cluster.effective_rank), (("in", dst, 0), cluster.effective_rank)]
-            if cluster.fabric == "mesh":
-                passed.append((("pair", src, dst), cluster.effective_pair))
-        else:
-            latency = cluster.network_latency
+        inside = src // per == dst // per
+        ports = [(("out", src, 0), cluster.effective_rank), (("in", dst, 0), cluster.effective_rank)]
+        passed, beside = ports, []
+        if not inside:
             passed = [
                 (("nic out", src // per, cluster.nic_of(src % per)), cluster.effective_nic),
                 (("nic in", dst // per, cluster.nic_of(dst % per)), cluster.effective_nic),
             ]
+        elif cluster.fabric == "mesh":  # a link of its own; all links of a rank together may be slower than their sum
+            passed, beside = [(("pair", src, dst), cluster.effective_pair)], ports
         begin, end = now, now
         for link, rate in passed:
             begin = max(begin, links.get(link, 0.0))
             links[link] = max(now, links.get(link, 0.0)) + message.bytes / rate
             end = max(end, links[link], begin + message.bytes / rate)
-        return end + latency
+        for link, rate in beside:
+            links[link] = max(now, links.get(link, 0.0)) + message.bytes / rate
+            end = max(end, links[link])
+        return end + (cluster.in_node_latency if inside else cluster.network_latency)
 
 
 def _of_move(move: Redistribution, adjoint: bool, row: float, start: int, done: int) -> list[_Message]:

@@ -29,7 +29,7 @@ def plan_of(algorithm: str = "direct", attention: AttentionConfig = ATTENTION, *
 @given(problems(), st.data(), st.sampled_from(MODES), st.sampled_from(OBJECTIVES))
 def test_plans_with_a_linear_layout_are_proved(problem, data, mode, objective) -> None:  # type: ignore[no-untyped-def]
     algorithm, options = data.draw(choices(problem.ranks))
-    plan = problem.plan(algorithm, **options)
+    plan = problem.plan(algorithm, **({**options, "remap": "off"} if algorithm == "hierarchical" else options))
     try:
         remapped = with_linear_layout(plan, mode, objective)
     except ConfigError:
@@ -39,7 +39,8 @@ def test_plans_with_a_linear_layout_are_proved(problem, data, mode, objective) -
     held = remapped.layout if remapped.linear is None else remapped.linear
     for layout in (held, remapped.layout_kv) if mode == "qkv" else (held,):
         assert np.ptp(layout.token_counts) <= 1
-    assert remapped.q_layout is plan.q_layout and remapped.kv_layout is plan.kv_layout
+    if not plan.parts:
+        assert remapped.q_layout is plan.q_layout and remapped.kv_layout is plan.kv_layout
     assert np.array_equal(remapped.work(), plan.work())
     assert with_linear_layout(plan, mode, objective).layout.same_as(remapped.layout)
 

@@ -1,0 +1,142 @@
+"""hierarchical: proved, deterministic, within its bound, and by its own model never worse than what it is compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, verify_plan
+from mindspeed_cp.cost import LayerCost, sample_batch
+from mindspeed_cp.plan.estimate import Estimate
+from mindspeed_cp.plan.hierarchical import choose, cluster_of
+from mindspeed_cp.plan.partition import Partition, Setting, _level
+from mindspeed_cp.plan.zones import zones
+
+GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
+MHA = AttentionConfig(heads=32, head_dim=128)
+WORST = {
+    "one giant document": [65536],
+    "all equal": [4096] * 16,
+    "all tiny": [32] * 2048,
+    "one document longer than all others": [60000, *[100] * 55],
+    "fewer documents than ranks": [9000, 70],
+    "nothing": [0, 0],
+}
+
+
+def estimate_of(documents: Documents, topology: Topology, attention: AttentionConfig) -> Estimate:
+    return Estimate(documents, documents, topology, attention, cluster_of(topology), LayerCost.like(attention), True)
+
+
+@pytest.mark.parametrize("name", WORST)
+@pytest.mark.parametrize("attention", [GQA, MHA], ids=["gqa", "mha"])
+def test_worst_cases_are_proved_and_balanced(name: str, attention: AttentionConfig) -> None:
+    documents, topology = Documents(WORST[name]), Topology(2, 8, "a2")
+    plan = build_plan(documents, topology, attention, "hierarchical", remap="off")
+    verify_plan(plan)
+    choice = choose(documents, documents, topology, attention, remap="off")
+    busy = choice.score.busy
+    if documents.tokens > 20000:
+        assert busy.max() <= 1.03 * busy.mean(), (name, busy)
+    assert choice.score.total <= min(seconds for _, seconds in choice.tried) * (1 + 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(1, 4), (2, 4), (4, 2), (3, 3), (2, 1)]),
+       st.sampled_from(["wikipedia", "prolong"]), st.sampled_from(["off", "auto", "qkv"]))  # fmt: skip
+def test_any_batch_is_proved_and_the_same_again(seed, shape, name, remap):  # type: ignore[no-untyped-def]
+    documents = Documents(sample_batch(name, 2048 * shape[0] * shape[1], seed))
+    topology, attention = Topology(*shape, "h200"), AttentionConfig(heads=8, kv_heads=4, head_dim=128)
+    plan, again = (build_plan(documents, topology, attention, "hierarchical", remap=remap) for _ in range(2))
+    verify_plan(plan)
+    assert plan.layout.same_as(again.layout) and plan.order == again.order
+    assert int(plan.layout.token_counts.sum()) == documents.tokens
+    for one, other in zip(plan.pieces, again.pieces, strict=True):
+        assert np.array_equal(one.forward.fetch.items, other.forward.fetch.items)
+        assert np.array_equal(one.forward.contents, other.forward.contents)
+
+
+@pytest.mark.parametrize("name", ["wikipedia", "prolong"])
+@pytest.mark.parametrize("cluster", ["a2", "h200"])
+def test_never_worse_by_its_own_model_than_what_others_do(name: str, cluster: str) -> None:
+    """Even cuts over all ranks, whole-batch head splits, and power-of-two groups."""
+    never = float("inf")
+    for seed in range(4):
+        documents, topology = Documents(sample_batch(name, 16 * 4096, seed)), Topology(2, 8, cluster)
+        estimate = estimate_of(documents, topology, MHA)
+        partition = Partition(
+            estimate.work, *estimate.divided(), estimate.lengths, topology.nodes, topology.ranks_per_node, 32
+        )
+        others = [
+            Setting(1.0, never, power=True),
+            Setting(0, never, everywhere=True),
+            Setting(0, 0, everywhere=True),
+            Setting(0, 0, wide=False, everywhere=True),
+        ]
+        best = choose(documents, documents, topology, MHA).score.total
+        assert all(best <= estimate.score(partition.place(setting)).total * (1 + 1e-9) for setting in others)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.floats(1.02, 2.0))
+def test_the_bound_of_tokens_is_kept(lengths, room):  # type: ignore[no-untyped-def]
+    documents, topology = Documents(lengths), Topology(2, 3)
+    bound = int(documents.tokens / 6 * room) + 16
+    plan = build_plan(documents, topology, MHA, "hierarchical", remap="off", max_seqlen_per_dp_cp_rank=bound)
+    assert plan.layout.token_counts.max() <= bound
+    verify_plan(plan)
+
+
+def test_a_bound_below_the_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"document 0 has 900 tokens, more than 4 ranks of max_seqlen_per_dp_cp_rank"):
+        build_plan(Documents([900]), Topology(1, 4), MHA, "hierarchical", max_seqlen_per_dp_cp_rank=200)
+    with pytest.raises(ConfigError, match=r"the batch has 1200 tokens, more than 4 ranks"):
+        build_plan(Documents([300] * 4), Topology(1, 4), MHA, "hierarchical", max_seqlen_per_dp_cp_rank=299)
+
+
+def test_a_topology_that_its_cluster_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cluster is 'a2', whose nodes have 8 ranks, but the topology has 9"):
+        build_plan(Documents([9]), Topology(1, 9, "a2"), MHA, "hierarchical")
+    with pytest.raises(ConfigError, match="no such preset"):
+        build_plan(Documents([9]), Topology(1, 2, "a9"), MHA, "hierarchical")
+    build_plan(Documents([9]), Topology(1, 40), MHA, "hierarchical")  # of no cluster in particular
+
+
+def test_long_documents_take_the_fewest_ranks_that_have_room() -> None:
+    """Any number of them, not a power of two; short ones stay whole."""
+    documents = Documents([20000, *[500] * 100])
+    choice = choose(documents, documents, Topology(2, 8, "a2"), MHA, head_split=False)
+    members = choice.placement.whole
+    count = np.bincount(members.doc)
+    assert count[0] not in (1, 2, 4, 8, 16) and (count[1:] == 1).mean() > 0.9
+
+
+def test_zones_lie_where_the_curves_cross() -> None:
+    """A document of just that length over two ranks is hidden to the byte."""
+    documents = Documents([100])
+    for cluster in ("a2", "h800"):
+        estimate = estimate_of(documents, Topology(2, 8, cluster), MHA)
+        zone, cost = zones(estimate), estimate.cost
+        pairs = zone.local**2 / 2 / 2
+        compute = cost.attention_seconds(pairs, 1e6) + cost.attention_seconds(pairs, 1e6, backward=True)
+        bytes_moved = 4 * zone.local / 2 * estimate.kv_row
+        assert compute == pytest.approx(bytes_moved / estimate.cluster.effective_pair, rel=1e-6)
+        assert zone.local <= zone.node
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=8), st.floats(0.1, 500), st.data())
+def test_shares_level_loads_as_far_as_limits_allow(loads, work, data):  # type: ignore[no-untyped-def]
+    limits = [data.draw(st.sampled_from([0.3, 0.6, float("inf")])) for _ in loads]
+    shares = _level(loads, work, limits)
+    assert sum(shares) == pytest.approx(1)
+    if sum(min(limit, 1.0) for limit in limits) < 1:
+        return
+    assert all(share <= limit + 1e-9 for share, limit in zip(shares, limits, strict=True))
+    after = [load + share * work for load, share in zip(loads, shares, strict=True)]
+    high = max(a for a, s in zip(after, shares, strict=True) if s > 0)
+    for load, share, limit in zip(after, shares, limits, strict=True):
+        if share < min(limit, 1.0) - 1e-9:  # one that could take more is as high as the highest that takes any
+            assert load >= high - 1e-6 * (1 + high)
