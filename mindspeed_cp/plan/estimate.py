@@ -18,6 +18,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.config import AttentionConfig, Topology
 from mindspeed_cp.plan.partition import Members, Placement
 from mindspeed_cp.plan.placement import visible_pairs
+from mindspeed_cp.plan.routes import MEMBERS
 
 #: Bytes of K and V and of their gradients in the backward, in units of the forward's: K and V once more, and gradients
 #: in fp32.
@@ -130,8 +131,40 @@ class Estimate:
             remap = self._remap(here.tokens)
             linear = np.full(ranks, linear.mean())
         attention = here.attention * (1 + ATTENTION_BACKWARD)
-        total = float((forward + backward + linear).max()) + remap
+        ready = forward + linear
+        total = float(max((ready + backward).max(), self._together(placement, ready, here))) + remap
         return Score(total, attention + linear, attention, here.tokens, remap)
+
+    def _together(self, placement: Placement, ready: np.ndarray, here: _Loads) -> float:
+        """When the last rank is done, where ranks that share documents wait for each other in the backward: with more
+        linear work, some come to it later than others, and keys and gradients of theirs, and what they relay, are due
+        from then on."""
+        per = self.topology.ranks_per_node
+        cut, split = ATTENTION_BACKWARD * (1 - OWN) * here.cut, ATTENTION_BACKWARD * here.split
+        last = 0.0
+        members = placement.whole
+        size = np.bincount(members.doc, minlength=len(self.lengths))[members.doc]
+        doc, rank = members.doc[size > 1], members.rank[size > 1]
+        if len(doc):
+            begin = ready[rank]
+            place = doc * self.topology.nodes + rank // per
+            _, at, mates = np.unique(place, return_inverse=True, return_counts=True)
+            first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
+            several = mates[at] < np.repeat(np.diff(np.append(first, len(doc))), np.diff(np.append(first, len(doc))))
+            if self.routing and several.any():  # few ranks of a node: all its ranks relay
+                node = np.maximum.reduceat(ready, np.arange(0, len(ready), per))
+                begin = np.where(several & (mates[at] < MEMBERS * per), node[rank // per], begin)
+            latest = np.repeat(np.maximum.reduceat(begin, first), np.diff(np.append(first, len(doc))))
+            last = float((latest + cut[rank]).max())
+        for width, members in placement.split.items():
+            if len(members.doc):
+                groups = np.maximum.reduceat(ready, np.arange(0, len(ready), per * width))
+                work = np.maximum.reduceat(split, np.arange(0, len(ready), per * width))
+                first = np.flatnonzero(np.append(True, members.doc[1:] != members.doc[:-1]))
+                count = np.diff(np.append(first, len(members.doc)))
+                latest = np.repeat(np.maximum.reduceat(groups[members.rank], first), count)
+                last = max(last, float((latest + work[members.rank]).max()))
+        return last
 
     def _exchanged(self, members: Members, here: _Loads) -> None:
         """Documents whose keys are exchanged, and those that stay whole."""
