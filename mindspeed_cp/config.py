@@ -25,6 +25,7 @@ from mindspeed_cp.config_sections import (
     TrainSettings,
 )
 from mindspeed_cp.config_suite import ALSO_READ, SuiteSettings
+from mindspeed_cp.plan import algorithm_options
 
 __all__ = ["Settings", "SuiteSettings", "load_settings"]
 
@@ -66,6 +67,18 @@ class Settings(Section):
         train = self.train
         model = train.tensor_model_parallel_size * train.pipeline_model_parallel_size
         return model * self.context_parallel_suite.context_parallel_size
+
+    @property
+    def plan_options(self) -> dict[str, Any]:
+        """Options of build_plan: the suite's, and for an algorithm that costs linear layers the sizes of the model."""
+        suite = self.context_parallel_suite
+        sizes = {
+            "hidden_size": self.model.hidden_size,
+            "ffn_hidden_size": self.model.ffn_size,
+            "tensor_model_parallel_size": self.train.tensor_model_parallel_size,
+        }
+        known = algorithm_options(suite.algorithm)
+        return {**{name: value for name, value in sizes.items() if name in known}, **suite.options}
 
 
 def load_settings(path: str | Path, overrides: Iterable[str] = ()) -> Settings:

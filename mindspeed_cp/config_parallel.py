@@ -35,12 +35,14 @@ def check_parallel(settings: Settings) -> None:
         _check_latent(settings)
     _check_balance(settings)
     suite = settings.context_parallel_suite
-    if suite.layout == "balanced" and model.window_layers not in (0, model.num_layers):
-        rule = (
-            "places documents by the work of a layer, and model.window_attn_skip_freq makes layers differ, which must "
-            "hold the same rows; use zigzag, or windows in all layers"
-        )
-        raise bad_value("context_parallel_suite.layout", suite.layout, rule)
+    placing = {"layout": suite.layout == "balanced", "algorithm": suite.algorithm == "hierarchical"}
+    for key, places in placing.items():
+        if places and model.window_layers not in (0, model.num_layers):
+            rule = (
+                "places documents by the work of a layer, and model.window_attn_skip_freq makes layers differ, which "
+                f"must hold the same rows; use {'zigzag' if key == 'layout' else 'direct'}, or windows in all layers"
+            )
+            raise bad_value(f"context_parallel_suite.{key}", getattr(suite, key), rule)
 
 
 def _check_balance(settings: Settings) -> None:

@@ -92,11 +92,17 @@ def check_deterministic(backend: str) -> None:
 
 def _check_layers(config: TransformerConfig, suite: Suite) -> None:
     """ConfigError where layers attend differently and the algorithm places documents by how they do."""
-    if suite.options.get("layout") == "balanced" and len(set(layer_attentions(config, 1, 0))) > 1:
+    hierarchical = suite.algorithm == "hierarchical"
+    if (hierarchical or suite.options.get("layout") == "balanced") and len(set(layer_attentions(config, 1, 0))) > 1:
+        key, value, other = (
+            ("algorithm", "hierarchical", "algorithm 'direct'")
+            if hierarchical
+            else ("layout", "balanced", "layout 'zigzag'")
+        )
         raise ConfigError(
-            f"window_attn_skip_freq is {config.window_attn_skip_freq!r}; valid with context_parallel_suite.layout "
-            "'balanced': None, since documents are placed by the work of a layer, and all layers hold the same rows; "
-            "or use layout 'zigzag'"
+            f"window_attn_skip_freq is {config.window_attn_skip_freq!r}; valid with context_parallel_suite.{key} "
+            f"{value!r}: None, since documents are placed by the work of a layer, and all layers hold the same rows; "
+            f"or use {other}"
         )
 
 

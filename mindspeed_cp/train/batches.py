@@ -90,6 +90,7 @@ class Batches:
         self._stream, self._dealer, self._world, self._asked = stream, dealer, world, stop
         self._layers = Counter(attentions)  # how many layers attend in each way
         self._suite, self._seed = settings.context_parallel_suite, settings.train.seed
+        self._options = settings.plan_options
         train = settings.train
         self._dtype = torch.bfloat16 if train.bf16 else torch.float32
         self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
@@ -178,7 +179,7 @@ class Batches:
         self._proves = suite.verify_plans and row.index // self._world.replicas % self._world.cp == rank
         began, known = time.perf_counter(), self._plans.found
         plans = {
-            attention: self._plans.get(row.documents, suite.topology, attention, suite.algorithm, suite.options)
+            attention: self._plans.get(row.documents, suite.topology, attention, suite.algorithm, self._options)
             for attention in self._layers
         }
         planning = time.perf_counter() - began

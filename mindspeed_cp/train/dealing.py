@@ -65,7 +65,7 @@ def document_cost(settings: Settings, attentions: Sequence[AttentionConfig]) -> 
         )
         layers.append((attention, layer))
     return DocumentCost(
-        cluster=load_cluster(suite.options.get("cluster") or suite.topology.cluster or CLUSTER),
+        cluster=load_cluster(suite.cluster or CLUSTER),
         layers=tuple(layers),
         ranks=suite.context_parallel_size,
         whole=suite.layout == "balanced" or suite.algorithm in WHOLE,

@@ -88,7 +88,7 @@ def _connect(settings: Settings, world: World, parts: Parts) -> None:
         length = settings.data.seq_length
         while True:
             row = Documents([length])
-            plan = build_plan(row, suite.topology, attention, suite.algorithm, **suite.options)
+            plan = build_plan(row, suite.topology, attention, suite.algorithm, **settings.plan_options)
             warm_up(plan, world.cp_group, world.device)
             length //= 2
             if attention.window is None or length < 2 * world.cp:

@@ -111,6 +111,8 @@ def test_layers_that_differ_cannot_place_documents_by_their_work() -> None:
     check_model_config(config, SUITE)
     with pytest.raises(ConfigError, match=r"window_attn_skip_freq is 2; valid .*'balanced': None.*use layout 'zigzag'"):
         check_model_config(config, balanced)
+    with pytest.raises(ConfigError, match=r"window_attn_skip_freq is 2; valid .*'hierarchical': None.*use algorithm"):
+        check_model_config(config, replace(SUITE, algorithm="hierarchical"))
 
 
 def test_deterministic_mode_refuses_a_backend_that_is_not(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,21 @@ def test_the_curve_is_that_of_one_rank(
     assert_same_curve(lines, references[model])
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ring"])
+@pytest.mark.parametrize("model", ["latent", "experts"])
+def test_hierarchical_on_two_supposed_nodes_gives_the_curve_of_one_rank(
+    model: str, nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Documents on one rank, some ranks or by heads on a node, and linear layers on their own layout."""
+    settings = tiny(
+        corpus, tmp_path, **COMMON, **MODELS[model], context_parallel_suite__algorithm="hierarchical",
+        context_parallel_suite__context_parallel_size=4, context_parallel_suite__nodes=2,
+        context_parallel_suite__verify_plans=True,
+        context_parallel_suite__remap="hidden" if model == "latent" else "qkv",
+    )  # fmt: skip
+    assert_same_curve(curve(nursery, settings, 4), references[model])
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in ("ring", "hierarchical")])
 def test_every_algorithm_gives_the_curve_of_one_rank(
     algorithm: str, nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:

@@ -92,6 +92,13 @@ def test_parts_of_the_model_that_do_not_go_together(model: dict[str, Any], expec
             },
             'context_parallel_suite.layout = "balanced": places documents by the work of a layer',
         ),
+        (
+            {
+                "model": {"window_size": [3, 0], "window_attn_skip_freq": 2},
+                "context_parallel_suite": {"algorithm": "hierarchical"},
+            },
+            'context_parallel_suite.algorithm = "hierarchical": places documents by the work of a layer',
+        ),
     ],
 )
 def test_sections_that_do_not_go_together(sections: dict[str, dict[str, Any]], expected: str) -> None:
