@@ -35,6 +35,9 @@ LATER_KEYS = {
     "hybrid_context_parallel": "algorithm: hierarchical places every document by its cost",
 }
 
+#: Options of HCCL's groups that lanes cannot have, and the variable of HCCL that says the same for every communicator.
+NETWORK = {"hccl_traffic_class": "HCCL_RDMA_TC", "hccl_service_level": "HCCL_RDMA_SL"}
+
 SIZES = "hierarchical_context_parallel_sizes"
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 ALSO_READ = ("cp_comm_type", SIZES, *LATER_KEYS)
@@ -125,13 +128,17 @@ class SuiteSettings(Section):
         "batched",
     )
     hccl_buffer_mb: Count | None = Field(
-        default=None, description="buffer of each HCCL communicator of the run, twice; null: HCCL_BUFFSIZE"
+        default=None,
+        description="buffer of each HCCL communicator of the run, twice; null: HCCL_BUFFSIZE, and "
+        "P2P_HCCL_BUFFSIZE for those of pairs, which lanes use and for which the variable goes before this",
     )
     hccl_traffic_class: Natural | None = Field(
-        default=None, description="network traffic class of HCCL's communicators; null: HCCL's"
+        default=None,
+        description="network traffic class of HCCL's communicators, not with lanes; null: HCCL_RDMA_TC",
     )
     hccl_service_level: Natural | None = Field(
-        default=None, description="network service level of HCCL's communicators; null: HCCL's"
+        default=None,
+        description="network service level of HCCL's communicators, not with lanes; null: HCCL_RDMA_SL",
     )
     timeout_seconds: Positive = Field(default=600.0, description="how long a rank waits for another before it gives up")
     verify_plans: bool = Field(
@@ -162,7 +169,7 @@ class SuiteSettings(Section):
 
     @property
     def group_options(self) -> dict[str, int]:
-        """What HCCL is told about the groups of a run, as open_lanes takes it."""
+        """What HCCL is told about the groups of a run; see mindspeed_cp.comm.lanes.GROUP_OPTIONS."""
         names = ("buffer_mb", "traffic_class", "service_level")
         given = {name: getattr(self, f"hccl_{name}") for name in names}
         return {name: value for name, value in given.items() if value is not None}
@@ -214,6 +221,13 @@ class SuiteSettings(Section):
         for name in ("cp_window_size", "ulysses_degree"):
             if getattr(self, name) is not None:
                 _divides(name, getattr(self, name), ranks)
+        for name, variable in NETWORK.items():
+            if getattr(self, name) is not None and self.uses_lanes and ranks > 1:
+                rule = (
+                    f"does not reach the communicators of pairs, over which lanes send (p2p: {self.p2p}, algorithm "
+                    f"{self.algorithm}); give p2p: batched, or leave it out and set {variable}, which all of HCCL reads"
+                )
+                raise bad_value(name, getattr(self, name), rule)
         return self
 
     @classmethod

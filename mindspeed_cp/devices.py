@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 from typing import Any
 
@@ -92,16 +93,39 @@ def cann_version(module: str = "CANN") -> str | None:
 
 
 def check_cann(version: str | None) -> str | None:
-    """What is wrong with a version of CANN, in one line with found, needed and remedy; None if nothing is."""
+    """What is wrong with a version of CANN, in one line with found, needed and remedy; None if nothing is, or if the
+    version is not known."""
+    found = _major_minor(version)
+    if found is None or found >= LEAST_CANN:
+        return None
     needed = ".".join(map(str, LEAST_CANN))
     remedy = f"install CANN {needed} or later with its driver, and `source .../ascend-toolkit/set_env.sh`"
+    return f"CANN is {version}, needed is {needed} or later; {remedy}"
+
+
+def unknown_cann(version: str | None) -> str | None:
+    """That a version of CANN is not known, in one line; None if it is. It stops nothing: what a CANN does not have, its
+    operators refuse."""
+    if _major_minor(version) is not None:
+        return None
+    told = "torch_npu finds no version" if version is None else f"the version is {version!r}"
+    return f"CANN: {told}, so it was not compared with {'.'.join(map(str, LEAST_CANN))}, the oldest that is needed"
+
+
+def hccl_time_outs(seconds: float) -> None:
+    """Have HCCL give up at 9/10 of a limit, for what the environment does not say: it then names the cause before the
+    watchdog of torch_npu, whose time-out the limit is, ends the process.
+
+    Sockets have 120 s at least, the least that HCCL takes.
+    """
+    sooner = int(seconds * 9 / 10)
+    os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(max(sooner, 1)))
+    os.environ.setdefault("HCCL_CONNECT_TIMEOUT", str(min(max(sooner, 120), 7200)))
+
+
+def _major_minor(version: str | None) -> tuple[int, int] | None:
     found = re.match(r"(\d+)\.(\d+)", version or "")
-    if found is None:
-        told = "torch_npu finds no version" if version is None else f"the version is {version!r}"
-        return f"CANN: {told}, needed is {needed} or later; {remedy}"
-    if (int(found[1]), int(found[2])) < LEAST_CANN:
-        return f"CANN is {version}, needed is {needed} or later; {remedy}"
-    return None
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _check_release(setting: str, theirs: str, ours: str) -> None:

@@ -425,8 +425,16 @@ def test_ranks_must_make_whole_replicas_and_share_the_batch() -> None:
 def test_lanes_are_for_rings_unless_told(values: dict[str, object], lanes: bool) -> None:
     suite = SuiteSettings(context_parallel_size=4, **values)
     assert suite.uses_lanes is lanes and suite.group_options == {}
-    with_options = SuiteSettings(context_parallel_size=4, **values, hccl_buffer_mb=50, hccl_traffic_class=0)
-    assert with_options.group_options == {"buffer_mb": 50, "traffic_class": 0}  # of all groups
+    assert SuiteSettings(context_parallel_size=4, **values, hccl_buffer_mb=50).group_options == {"buffer_mb": 50}
+    for key, variable in (("hccl_traffic_class", "HCCL_RDMA_TC"), ("hccl_service_level", "HCCL_RDMA_SL")):
+        if lanes:
+            said = rf"{key} = 0: does not reach .* give p2p: batched, or leave it out and set {variable}"
+            with pytest.raises(ConfigError, match=said):
+                SuiteSettings(context_parallel_size=4, **values, **{key: 0})
+        else:
+            made = SuiteSettings(context_parallel_size=4, **values, **{key: 0})
+            assert made.group_options == {key.removeprefix("hccl_"): 0}
+        assert SuiteSettings(context_parallel_size=1, **values, **{key: 0})
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,10 @@ give TORCH_HCCL_ASYNC_ERROR_HANDLING 1
 # context_parallel_suite.hccl_buffer_mb is given, that goes before it.
 give HCCL_BUFFSIZE 200
 
-# MB of the buffers of the communicators of one pair, which isend and irecv make; 20 is the default, and 0 makes them
-# use the group's communicator (Adapter; wheel).
-give P2P_HCCL_BUFFSIZE 20
+# MB of the buffers of the communicators of one pair, which isend and irecv make, and with them lanes; torch-npu tells
+# HCCL nothing else about those (Adapter; wheel).  Without it hccl_buffer_mb holds for them too, else 20.  0 would make
+# pairs use the group's communicator, for which all ranks have to come at once: with lanes three ranks wait for ever.
+take P2P_HCCL_BUFFSIZE
 
 # First of the 16 ports of the host that HCCL takes; 1024 to 65520 (CANN).  Two jobs on one node need two ranges, and
 # the system should keep them free: sysctl -w net.ipv4.ip_local_reserved_ports=60000-60015.
@@ -108,9 +109,10 @@ take RANK_TABLE_FILE
 
 # --- torch-npu on the host --------------------------------------------------------------------------------------------
 
-# Operators are queued by another thread than Python's: 0 no, 1 yes, 2 more of the work there; 1 is the default, and 2
-# what MindSpeed-RL sets in configs/envs/runtime_env.yaml (Adapter).  ASCEND_LAUNCH_BLOCKING=1 switches it off.
-give TASK_QUEUE_ENABLE 2
+# Operators are queued by another thread than Python's: 0 no, 1 yes, 2 more of the work there (Adapter).  1 is
+# torch-npu's own default; 2 is what MindSpeed-RL sets in configs/envs/runtime_env.yaml.  Neither was ever run here, and
+# with 2 an operator's refusal comes later and without its call.  ASCEND_LAUNCH_BLOCKING=1 switches it off.
+give TASK_QUEUE_ENABLE 1
 
 # Binds the threads of each rank to the cores of its device: 0 no, 1 all of them to one range, 2 each to a core; also
 # "1,npu0:0-23,..." (Adapter).  Where something else has bound the process already, Slurm for instance, it stays as it
@@ -118,7 +120,7 @@ give TASK_QUEUE_ENABLE 2
 give CPU_AFFINITY_CONF 1
 
 # Packed batches have tensors of ever other sizes; blocks that can grow keep them from splitting the memory up
-# (Adapter).
+# (Adapter).  Never run here: the stand-in for CANN has no virtual memory to grow them in.
 give PYTORCH_NPU_ALLOC_CONF expandable_segments:True
 
 # What a site may need and nothing here decides.  (CUDA_DEVICE_MAX_CONNECTIONS is absent: torch-npu does not know it,

@@ -28,7 +28,7 @@ On many nodes run it on each of them, with the same options but --node-rank; und
   --exec-timeout S        less than timeout_seconds: what a device
                           waits inside an operation                     (HCCL_EXEC_TIMEOUT; 9/10 of timeout_seconds)
   --buffer-mb MB          of each communicator, twice                   (HCCL_BUFFSIZE; 200)
-  --p2p-buffer-mb MB      of each pair's communicator, twice; 0: none   (P2P_HCCL_BUFFSIZE; 20)
+  --p2p-buffer-mb MB      of each pair's communicator, twice; 1 or more (P2P_HCCL_BUFFSIZE; hccl_buffer_mb, or 20)
   --cpu-affinity CONF     0, 1, 2, or 1,npu0:0-23,...                   (CPU_AFFINITY_CONF; 1)
   --join-timeout S        until all nodes have started                  (900)
   --stop-timeout S        for ranks to finish a step and write a
@@ -196,7 +196,7 @@ if [[ $DEVICE == npu ]]; then
             "${HCCL_CONNECT_TIMEOUT:-120}" "$TIMEOUT" "a rank that is given up may be gone before CANN's log tells why" >&2
     fi
     range HCCL_BUFFSIZE 1 65536 "(--buffer-mb) MB"
-    range P2P_HCCL_BUFFSIZE 0 65536 "(--p2p-buffer-mb) MB"
+    range P2P_HCCL_BUFFSIZE 1 65536 "(--p2p-buffer-mb) MB; with 0 ranks that send over lanes would wait for ever"
     range HCCL_IF_BASE_PORT 1024 65520
     range TASK_QUEUE_ENABLE 0 2
     range HCCL_WHITELIST_DISABLE 0 1

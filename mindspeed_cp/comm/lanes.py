@@ -12,6 +12,8 @@ in rings. Without lanes all messages of a step are one launch in the group itsel
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +27,11 @@ import torch.distributed as dist
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan
 
-#: What HCCL can be told about a group, and what each is called there.
+#: MB of the buffers of the communicators of one pair; all that torch-npu reads for them.
+PAIR_BUFFER = "P2P_HCCL_BUFFSIZE"
+
+#: What HCCL can be told about a group, and what each is called there. It reaches the communicators of whole groups, in
+#: which coalesced launches run, and never those of one pair, which isend and irecv make: over lanes nothing of it.
 GROUP_OPTIONS = {
     "buffer_mb": "hccl_buffer_size",
     "traffic_class": "qos_traffic_class",
@@ -57,7 +63,6 @@ def open_lanes(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     timeout: timedelta | None = None,
-    options: Mapping[str, int] | None = None,
 ) -> Lanes:
     """Make the lanes of a group, once. Transfers over the group use them from then on.
 
@@ -65,28 +70,41 @@ def open_lanes(
     which all processes must count alike. (`use_local_synchronization`, which asks only the members, names a group by
     how many groups a process is in: members that differ in that never meet.)
 
+    HCCL makes communicators of pairs for them. Options of a group (ProcessGroupHCCL.Options.hccl_config) never reach
+    those: their buffers are P2P_HCCL_BUFFSIZE MB, and their class and level in the network HCCL_RDMA_TC and
+    HCCL_RDMA_SL.
+
     Args:
         group: that this process is in; None for the default group.
         device: of the tensors that will travel: its library carries the lanes.
         timeout: of the new groups; None: torch's default.
-        options: for HCCL: `buffer_mb` (of each communicator, twice), `traffic_class` and `service_level` of its
-            network.
 
     Raises:
-        ConfigError: there is no group, this process is not in it, an option is unknown, or options are given and the
-            group is not HCCL's.
+        ConfigError: there is no group, this process is not in it, or P2P_HCCL_BUFFSIZE leaves HCCL without
+            communicators of pairs.
     """
     world = existing_group(group)
     library = library_of(world, device)
-    given = group_options(library, options)
+    if library == "hccl":
+        _check_pair_buffer(os.environ.get(PAIR_BUFFER))
     mine = tuple(dist.get_process_group_ranks(world))
     everybody: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everybody, mine if world not in _open else ())
     for ranks in sorted(set(everybody) - {()}):
-        up, down = (dist.new_group(list(ranks), timeout, library, pg_options=given) for _ in range(2))
+        up, down = (dist.new_group(list(ranks), timeout, library) for _ in range(2))
         if ranks == mine:
             _open[world] = Lanes(up, down)
     return _open[world]
+
+
+def _check_pair_buffer(text: str | None) -> None:
+    """With 0, or what torch-npu reads as 0, a pair would use the group's communicator, for which all ranks must
+    come."""
+    if text is not None and not re.fullmatch(r"\s*\+?0*[1-9][0-9]*\s*", text):
+        raise ConfigError(
+            f"{PAIR_BUFFER} = {text!r} in the environment: lanes need communicators of pairs, and ranks would wait for "
+            "ever without; valid: 1 or more (MB; 20 where it is not set), or context_parallel_suite.p2p: batched"
+        )
 
 
 def existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

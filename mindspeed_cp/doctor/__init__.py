@@ -47,6 +47,9 @@ def examine(
     devices = {name: device(name) for name in DEVICES}
     backends = {name: backend(name, devices[name]) for name in DEVICES}
     wanted = [name for name in DEVICES if backends[name]["available"] and kind in ("auto", name)]
+    needed = requirements() if "npu" in wanted else []
+    if not all(row["ok"] for row in needed):  # what would follow takes minutes, and its operators refuse to start
+        wanted.remove("npu")
     checks = [
         check(name, dtype, case, seed)
         for name in wanted
@@ -55,11 +58,10 @@ def examine(
         if dtype != "fp16" or case.plan is None  # plans do not depend on the type
     ]
     links = check_links(devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in wanted else []
-    needed = requirements() if "npu" in wanted else []
     return {
         "ok": bool(checks) and all(row["ok"] for row in (*checks, *links, *needed)),
         "requirements": needed,
-        "versions": versions("npu" in wanted),
+        "versions": versions(bool(needed)),
         "machine": machine(),
         "devices": devices,
         "backends": backends,
@@ -81,16 +83,18 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
     print_tables(tables(report))
     for row in report["requirements"]:
         if not row["ok"]:
-            print(f"FAILED: {row['error']}")
+            print(f"FAILED: {row['error']}; nothing was run on the NPUs")
+        elif "note" in row:
+            print(f"note: {row['note']}")
     failed = sum(not check["ok"] for check in report["checks"])
     total = len(report["checks"])
     cut = [row["case"] for row in report["links"] if not row["ok"]]
     if report["ok"]:
-        links = f"; all {len(report['links'])} rings turn" if report["links"] else ""
+        links = f"; all {len(report['links'])} rings of this machine's NPUs turn" if report["links"] else ""
         print(f"ok: all {total} checks of the attention operator agree with the fp64 reference{links}")
     elif failed:
         print(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
-    elif not total:
+    elif not total and all(row["ok"] for row in report["requirements"]):
         print("FAILED: no backend of the attention operator runs here")
     if cut:
         print(f"FAILED: {', '.join(cut)}")

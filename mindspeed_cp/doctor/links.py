@@ -2,7 +2,7 @@
 
 One process for each NPU of this machine. Every ring is turned twice over, in one launch for each step and through
 lanes, with as many ranks as there are NPUs and, since odd rings have hung with other pairings, with one fewer where
-that is odd.
+that is odd. Two NPUs turn no odd ring, and none reaches another machine: the rows say the first, the table the second.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.comm import Transfer, Transport, close_lanes, open_lanes, warm_up
+from mindspeed_cp.devices import hccl_time_outs
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology, build_plan
 
 SECONDS, SECONDS_EACH = 120.0, 15.0  # for all of it, and more for each NPU: a machine's first communicators take long
 SILENT = "no answer"
+NO_ODD_RING = " (no odd ring: that takes 3 NPUs)"
 ROUNDS = 5
 
 
@@ -107,6 +109,7 @@ def _serve(rank: int, size: int, port: int, megabytes: int, limit: float, pipe: 
         device = torch.device("npu", rank)
         npu: Any = torch.npu  # type: ignore[attr-defined]
         npu.set_device(device)
+        hccl_time_outs(limit)
         dist.init_process_group(
             "cpu:gloo,npu:hccl",
             init_method=f"tcp://127.0.0.1:{port}",
@@ -125,16 +128,17 @@ def _rings(
     rank: int, size: int, device: torch.device, megabytes: int, limit: float
 ) -> list[tuple[str, bool, float | None]]:
     found = []
+    timeout = timedelta(seconds=limit)
     sizes = [size] + ([size - 1] if size > 3 and size % 2 == 0 else [])
     for members in sizes:
-        group = dist.new_group(list(range(members)))
-        rest = dist.new_group(list(range(members, size))) if members < size else None
+        group = dist.new_group(list(range(members)), timeout)
+        rest = dist.new_group(list(range(members, size)), timeout) if members < size else None
         mine = group if rank < members else rest
         assert mine is not None
         for lanes in (False, True):
-            name = f"ring of {members}, {'lanes' if lanes else 'one launch a step'}"
+            name = f"ring of {members}, {'lanes' if lanes else 'one launch a step'}{NO_ODD_RING * (size == 2)}"
             if lanes:
-                open_lanes(mine, device, timedelta(seconds=limit))
+                open_lanes(mine, device, timeout)
             good, speed = _turn(mine, device, megabytes, limit) if rank < members else (True, None)
             if lanes:
                 close_lanes(mine)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mindspeed_cp
-from mindspeed_cp.devices import cann_version, check_cann, load_npu
+from mindspeed_cp.devices import cann_version, check_cann, load_npu, unknown_cann
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
 
@@ -43,9 +43,12 @@ def npu_versions(driver: Path = DRIVER) -> dict[str, str | None]:
 
 
 def requirements() -> list[dict[str, Any]]:
-    """{"what", "ok", "error"} for each version that an NPU needs; torch-npu's was looked at when it was loaded."""
-    wrong = check_cann(cann_version())
-    return [{"what": "CANN", "ok": wrong is None, "error": wrong}]
+    """{"what", "ok", "error"} for each version that an NPU needs, and "note" where it is not known; torch-npu's was
+    looked at when it was loaded."""
+    version = cann_version()
+    wrong, unknown = check_cann(version), unknown_cann(version)
+    row = {"what": "CANN", "ok": wrong is None, "error": wrong}
+    return [row if unknown is None else {**row, "note": unknown}]
 
 
 def machine() -> dict[str, Any]:

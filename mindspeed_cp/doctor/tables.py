@@ -13,6 +13,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     machine = report["machine"]
     versions = [(name, version or "not installed") for name, version in report["versions"].items()]
     versions.append(("machine", f"{machine['system']}, {machine['cores']} cores, {machine['threads']} threads"))
+    versions += [(f"{row['what']}, needed", _needed(row)) for row in report["requirements"]]
     devices = [
         (
             kind,
@@ -49,3 +50,9 @@ def tables(report: dict[str, Any]) -> list[Table]:
         columns = ("HCCL between NPUs of this machine", "GB/s, slowest rank, each way", "")
         found.append(Table("Links", columns, tuple(rings)))
     return found
+
+
+def _needed(row: dict[str, Any]) -> str:
+    if not row["ok"]:
+        return f"FAILED {row['error']}"
+    return f"not compared: {row['note']}" if "note" in row else "ok"

@@ -24,7 +24,7 @@ def groups_with(timeout: timedelta, library: str, options: Mapping[str, int]) ->
     Args:
         timeout: of every group.
         library: of the devices' tensors: "gloo", "hccl", "nccl".
-        options: for HCCL, as open_lanes takes them.
+        options: for HCCL, as group_options takes them.
     """
     create = parallel_state.create_group
 

@@ -15,6 +15,7 @@ import torch
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config import Settings
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
+from mindspeed_cp.devices import cann_version, unknown_cann
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.plan import build_plan
@@ -167,6 +168,9 @@ class _Writer:
             self._display.note(other)
         if complete:
             self._display.note(complete_note(files, settings))
+        unknown = unknown_cann(cann_version()) if device.type == "npu" else None
+        if unknown is not None:
+            self._display.note(unknown)
         unused = unused_device(device)
         if unused is not None:
             self._display.note(f"{unused} was found but is not used: this version trains on the CPU or an NPU")

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.comm import open_lanes
-from mindspeed_cp.comm.lanes import group_options
+from mindspeed_cp.comm.lanes import PAIR_BUFFER, group_options
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import data_parallel_size
+from mindspeed_cp.devices import hccl_time_outs
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.host_memory import keep_freed_memory
@@ -75,6 +76,19 @@ class World:
         self.gather([0.0])
 
 
+def check_nodes(settings: Settings, local_size: int, size: int) -> None:
+    """ConfigError where the settings put more ranks on a node than were started on this machine, and the algorithm
+    decides by what is on a node."""
+    suite, tp = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
+    here = suite.topology.ranks_per_node * tp
+    if suite.algorithm == "hierarchical" and here > local_size and size > local_size:
+        nodes = -(-suite.context_parallel_size * tp // local_size)
+        raise ConfigError(
+            f"context_parallel_suite.nodes = {suite.nodes}: puts {here} ranks on a node, but {local_size} were started "
+            f"on this machine; valid: nodes = {nodes}, or start as many on each"
+        )
+
+
 @contextmanager
 def join(settings: Settings, environment: Mapping[str, str] | None = None) -> Iterator[World]:
     """Join the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, take this rank's device, on which
@@ -87,6 +101,7 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     environment = os.environ if environment is None else environment
     rank, size, local_size = _place(environment)
     replicas = data_parallel_size(settings, size)
+    check_nodes(settings, local_size, size)
     check_memory(settings, local_size, ranks=size)
     device = pick_device(settings.train.device, _number(environment, "LOCAL_RANK", rank % local_size), local_size)
     if device.type == "cpu":
@@ -104,6 +119,10 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     library = LIBRARIES.get(device.type, "gloo")
     options = suite.group_options if library == "hccl" else {}
     made = group_options(library, options)
+    if library == "hccl":
+        hccl_time_outs(timeout.total_seconds())
+        if "buffer_mb" in options:
+            os.environ.setdefault(PAIR_BUFFER, str(options["buffer_mb"]))
     dist.init_process_group(libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=made)
     with ExitStack() as stack:
         if device.type == "cpu":
@@ -121,7 +140,7 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
             )
         if device.type != "cpu" and cp > 1 and suite.uses_lanes:
-            open_lanes(parallel_state.get_context_parallel_group(), device, timeout, options)
+            open_lanes(parallel_state.get_context_parallel_group(), device, timeout)
         yield World(
             rank=rank,
             size=size,

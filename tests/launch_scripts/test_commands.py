@@ -53,10 +53,9 @@ def test_one_node(script: Path) -> None:
         "HCCL_EXEC_TIMEOUT": "540",
         "TORCH_HCCL_ASYNC_ERROR_HANDLING": "1",
         "HCCL_BUFFSIZE": "200",
-        "P2P_HCCL_BUFFSIZE": "20",
         "HCCL_IF_BASE_PORT": "60000",
         "HCCL_WHITELIST_DISABLE": "1",
-        "TASK_QUEUE_ENABLE": "2",
+        "TASK_QUEUE_ENABLE": "1",
         "CPU_AFFINITY_CONF": "1",
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     }
@@ -139,7 +138,7 @@ def test_what_the_user_has_set_is_kept_and_flags_go_before() -> None:
         "P2P_HCCL_BUFFSIZE": "7",
     }
     words = [
-        "--p2p-buffer-mb=0",
+        "--p2p-buffer-mb=30",
         "--cpu-affinity",
         "1,npu0:0-23,npu1:24-47",
         "--exec-timeout=30",
@@ -149,7 +148,7 @@ def test_what_the_user_has_set_is_kept_and_flags_go_before() -> None:
     expected = {
         "HCCL_BUFFSIZE": "400",
         "HCCL_ALGO": "level0:NA;level1:ring",
-        "P2P_HCCL_BUFFSIZE": "0",
+        "P2P_HCCL_BUFFSIZE": "30",
         "CPU_AFFINITY_CONF": "1,npu0:0-23,npu1:24-47",
         "HCCL_EXEC_TIMEOUT": "30",
         "HCCL_CONNECT_TIMEOUT": "1800",

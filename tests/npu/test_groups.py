@@ -4,46 +4,89 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed_cp.comm import open_lanes, warm_up
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan
 from tests.npu import ranks
+from tests.ports import free_port
 
-SUITE = {"timeout_seconds": 77.5, "hccl_buffer_mb": 9, "hccl_traffic_class": 132, "hccl_service_level": 4}
+TIME_OUTS = ("HCCL_EXEC_TIMEOUT", "HCCL_CONNECT_TIMEOUT")
+BATCHED = {"p2p": "batched", "hccl_buffer_mb": 9, "hccl_traffic_class": 132, "hccl_service_level": 4}
+LANES = {"p2p": "lanes", "hccl_buffer_mb": 9}
 
 
-def join_as(rank: int, size: int, port: str) -> list[tuple[str, timedelta, dict[str, int]]]:
-    """Library, time-out and options of all groups of a run; the groups are used, so that HCCL makes communicators."""
+Groups = list[tuple[str, timedelta, dict[str, int]]]
+
+
+def ring(size: int) -> Plan:
+    return build_plan(Documents([64]), Topology(1, size), AttentionConfig(2), "ring")
+
+
+def join_as(rank: int, size: int, port: str, suite: dict[str, Any]) -> tuple[Groups, dict[str, str | None]]:
+    """Library, time-out and options of all groups of a run, and HCCL's time-outs; the groups are used and warmed up, so
+    that HCCL makes communicators."""
     from mindspeed_cp.config import Settings
     from mindspeed_cp.megatron import megatron_compat
     from mindspeed_cp.train.world import join
 
     dist.destroy_process_group()  # of tests/npu/ranks.py
     os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    settings = Settings(train={"device": "npu"}, context_parallel_suite={"context_parallel_size": size, **SUITE})
+    sizes = {"context_parallel_size": size, "timeout_seconds": 77.5}
+    settings = Settings(train={"device": "npu"}, context_parallel_suite={**sizes, **suite})
+    os.environ.pop("HCCL_EXEC_TIMEOUT", None)  # of tests/npu/ranks.py
     found = []
     with megatron_compat(), join(settings) as world:
         for group in dist.distributed_c10d._world.pg_map:
             backends = [group._get_backend(device) for device in group._device_types]
             found += [(b.name(), b.options._timeout, getattr(b.options, "hccl_config", {})) for b in backends]
-        for group in (None, world.cp_group):
-            dist.all_reduce(torch.ones(1, device="npu"), group=group)
+        dist.all_reduce(torch.ones(1, device="npu"))
+        warm_up(ring(size), world.cp_group, "npu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what ranks.py destroys
-    return found
+    return found, {name: os.environ.get(name) for name in TIME_OUTS}
 
 
-def test_all_groups_have_the_options_and_the_time_out_of_the_settings() -> None:
-    from tests.ports import free_port
-
-    done = ranks.run(2, join_as, free_port())
-    for found in done.values():
+def joined(suite: dict[str, Any], wanted: dict[str, int], **environment: str) -> list[dict[str, Any]]:
+    """Communicators of a run over two ranks whose groups all have these options."""
+    done = ranks.run(2, join_as, free_port(), suite, environment=environment)
+    for found, time_outs in done.values():
         libraries = [library for library, _, _ in found]
         assert libraries.count("hccl") > 5 and libraries.count("gloo") > 2
         assert {timeout for _, timeout, _ in found} == {timedelta(seconds=77.5)}
-        wanted = {"hccl_buffer_size": 9, "qos_traffic_class": 132, "qos_service_level": 4}
-        assert all(options == wanted for library, _, options in found if library == "hccl")
-    made = done.created()
+        of_hccl = [options for library, _, options in found if library == "hccl"]
+        assert all(options in (wanted, {}) for options in of_hccl)
+        assert sum(options == {} for options in of_hccl) == (2 if suite["p2p"] == "lanes" else 0)  # the lanes
+        assert time_outs == {"HCCL_EXEC_TIMEOUT": "69", "HCCL_CONNECT_TIMEOUT": "120"}
+    return done.created()
+
+
+def test_all_groups_have_the_options_and_the_time_out_of_the_settings() -> None:
+    made = joined(BATCHED, {"hccl_buffer_size": 9, "qos_traffic_class": 132, "qos_service_level": 4})
     assert len(made) == 4
     for line in made:
         assert (line["buffer_mb"], line["traffic_class"], line["service_level"]) == (9, 132, 4)
+
+
+def test_communicators_of_pairs_have_the_buffer_of_the_settings_unless_the_environment_says_another() -> None:
+    made = joined(LANES, {"hccl_buffer_size": 9})
+    assert [line["buffer_mb"] for line in made] == [9] * 8  # two groups and two lanes, on two ranks
+    made = joined(LANES, {"hccl_buffer_size": 9}, P2P_HCCL_BUFFSIZE="7")
+    assert sorted(line["buffer_mb"] for line in made) == [7] * 4 + [9] * 4
+
+
+def lanes_of_pairs(rank: int, size: int) -> None:
+    open_lanes(None, "npu")
+    warm_up(ring(size), None, "npu")
+
+
+@pytest.mark.parametrize("value", ["0", "", "none"])
+def test_lanes_without_communicators_of_pairs_are_refused(value: str) -> None:
+    """Three ranks would wait for each other for ever."""
+    for error in ranks.start(3, lanes_of_pairs, limit=20, environment={"P2P_HCCL_BUFFSIZE": value}).errors:
+        assert error is not None and f"ConfigError: P2P_HCCL_BUFFSIZE = '{value}' in the environment" in error
+        assert "valid: 1 or more (MB; 20 where it is not set), or context_parallel_suite.p2p: batched" in error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from mindspeed_cp import devices
 from mindspeed_cp.config import Settings
+from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train import device
 from mindspeed_cp.train.memory import check_memory
@@ -85,7 +87,38 @@ def test_torch_npu_without_its_metadata(npus: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("version", ["8.5.0", "8.5.0.alpha003", "8.5.RC1", "9.0.0", "10.1.0"])
 def test_cann_that_is_new_enough(version: str) -> None:
-    assert devices.check_cann(version) is None
+    assert devices.check_cann(version) is None and devices.unknown_cann(version) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(None, "CANN: torch_npu finds no version, so"), ("unknown", "CANN: the version is 'unknown', so")],
+)
+def test_cann_that_is_not_known_stops_nothing_and_is_told(
+    npus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: str | None, said: str
+) -> None:
+    npus.cann = version
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "device", lambda *place: place)  # there is no NPU in this process
+        assert device.pick_device("npu", 0, 1) == ("npu", 0)
+    monkeypatch.setattr(sys.modules[requirements.__module__], "cann_version", lambda: version)
+    [row] = requirements()
+    assert row["ok"] and row["note"] == devices.unknown_cann(version)
+    assert row["note"] == f"{said} it was not compared with 8.5, the oldest that is needed"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "exec_", "connect"),
+    [(600.0, "540", "540"), (77.5, "69", "120"), (9000.0, "8100", "7200"), (0.5, "1", "120")],
+)
+def test_hccl_gives_up_before_the_watchdog(
+    seconds: float, exec_: str, connect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    devices.hccl_time_outs(seconds)
+    assert os.environ == {"HCCL_EXEC_TIMEOUT": exec_, "HCCL_CONNECT_TIMEOUT": connect}
+    devices.hccl_time_outs(1e6)  # what is set is kept
+    assert os.environ["HCCL_EXEC_TIMEOUT"] == exec_
 
 
 @pytest.mark.parametrize(
@@ -93,8 +126,6 @@ def test_cann_that_is_new_enough(version: str) -> None:
     [
         ("8.3.RC1", "CANN is 8.3.RC1, needed is 8.5 or later; install CANN 8.5 or later"),
         ("7.0.0", "CANN is 7.0.0, needed is 8.5 or later; install CANN 8.5 or later"),
-        (None, "CANN: torch_npu finds no version, needed is 8.5 or later; install CANN 8.5 or later"),
-        ("unknown", "CANN: the version is 'unknown', needed is 8.5 or later; install CANN 8.5 or later"),
     ],
 )
 def test_cann_that_is_too_old(npus: SimpleNamespace, version: str | None, said: str) -> None:
