@@ -74,7 +74,7 @@ class Settings(Section):
         suite = self.context_parallel_suite
         sizes = {
             "hidden_size": self.model.hidden_size,
-            "ffn_hidden_size": self.model.ffn_size,
+            "ffn_hidden_size": self.model.ffn_width,
             "tensor_model_parallel_size": self.train.tensor_model_parallel_size,
         }
         known = algorithm_options(suite.algorithm)

@@ -135,6 +135,17 @@ class ModelSettings(Section):
         return max(64, int(self.hidden_size * 8 / 3) // 64 * 64) if self.swiglu else 4 * self.hidden_size
 
     @property
+    def ffn_width(self) -> int:
+        """Width of a gated MLP with as much work for a token as this model's layers have on average, experts counted
+        as often as a token visits them."""
+        matrices = 3 if self.swiglu else 2
+        width = self.ffn_size * (self.num_layers - self.expert_layers)
+        if self.expert_layers:
+            visited = self.moe_router_topk * self.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
+            width += visited * self.expert_layers
+        return max(1, round(width / self.num_layers * matrices / 3))
+
+    @property
     def expert_ffn_size(self) -> int:
         """Width inside one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size

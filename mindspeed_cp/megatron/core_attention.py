@@ -172,6 +172,11 @@ class PlannedAttention(MegatronModule):
         )
         return params.from_rows(out)
 
+    def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
+        """With suite.verify_plans: ConfigError where ranks have other plans, before hidden states move by them."""
+        if self.suite.verify_plans:
+            self._check_agreement(params, params.plans[0], hidden, given=True)
+
     def _check_agreement(self, params: PlannedBatchParams, plan: Plan, q: Tensor, given: bool) -> None:
         """Once for each plan of a micro-batch. Params that were made here are those of every batch of that shape, which
         another rank may have met more often or less: they are compared at every call."""

@@ -55,6 +55,7 @@ class HiddenMove:
         params = named.get("packed_seq_params")
         if not _moves(params):
             return None
+        self._core.check_before_move(params, given[0] if given else named["hidden_states"])
         if given:
             return (self._moved(given[0], params, there=True), *given[1:]), named
         return given, {**named, "hidden_states": self._moved(named["hidden_states"], params, there=True)}

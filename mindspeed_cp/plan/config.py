@@ -41,6 +41,8 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):
             check_count(f"Topology.{name}", getattr(self, name), most=MOST_RANKS)
+        if self.cluster is not None and not isinstance(self.cluster, str):
+            raise ConfigError(f"Topology.cluster is {self.cluster!r}; valid: the name of a preset, a file, or None")
         check_count("Topology.nodes * ranks_per_node", int(self.nodes) * int(self.ranks_per_node), most=MOST_RANKS)
 
     @property

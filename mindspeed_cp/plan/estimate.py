@@ -298,8 +298,10 @@ class _Loads:
         chain = np.where(idle, 0.0, self.inside + HOPS * routed)
         late = own * np.where(idle, 0.5 * (self.split > 0), TAIL if back else 0.0)
         begun = np.maximum(own - late, into)  # then split heads
-        split = np.maximum(begun + self.split * factor, nic + LAST * self.crossing * factor)
+        split = np.maximum(begun + self.split * factor, into + nic + LAST * self.crossing * factor)
         keys = into + chain  # when they have come
         done = np.maximum(split + exchanged, np.where(idle, 0.0, keys + LAST * exchanged))
-        returned = np.maximum(split, keys) + out + back * np.maximum(chain, nic)
-        return np.maximum(done + late, returned)
+        returned = np.maximum(split, keys) + out + back * chain
+        # Gradients of split heads return while other stages are computed: their NICs carry them and keys in a row.
+        carried = into + (1 + back) * nic + LAST * self.crossing * factor + out
+        return np.maximum(done + late, np.maximum(returned, carried))

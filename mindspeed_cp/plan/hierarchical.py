@@ -13,6 +13,7 @@ them while its outputs do. Zeppelin (2509.21841), ByteScale (2502.21231) and Fle
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.remapped import fewer_bytes, has_hidden, with_linear_layout
 from mindspeed_cp.plan.search import Choice, search
 from mindspeed_cp.plan.staged import staged
+from mindspeed_cp.plan.within import within
 
 #: Whose speeds are taken where the topology names no cluster.
 DEFAULT_CLUSTER = "a2"
@@ -63,7 +65,7 @@ def build_hierarchical(
             faster, in the way that moves fewer bytes if hidden_size is given), or always, with "qkv" (q, k, v and out
             move) or "hidden" (hidden states move: under Megatron, which looks at `Plan.linear`; "qkv" for a batch of
             which all heads are split).
-        prefetch: nodes from which keys are on their way while those of one are computed.
+        prefetch: nodes from which exchanged keys are on their way while those of one are computed.
         max_seqlen_per_dp_cp_rank: a rank holds no more tokens; default: no bound.
         hidden_size, ffn_hidden_size, tensor_model_parallel_size: of the model, for the cost of linear layers; default:
             heads * head_dim, a gated FFN of 8/3 that, and 1.
@@ -73,16 +75,13 @@ def build_hierarchical(
             does not fit into the bound.
     """
     check_count("prefetch", prefetch, what="a whole number of nodes")
-    options = (routing, head_split, remap)
     sizes = (hidden_size, ffn_hidden_size, tensor_model_parallel_size)
     bound = max_seqlen_per_dp_cp_rank
-    while True:  # borders of chunks are rounded to tokens: where that breaks the bound, search below it
-        choice = choose(queries, keys, topology, attention, *options, bound, *sizes)
-        plan = plan_of(choice.placement, queries, keys, topology, attention, routing, prefetch)
-        most = int(plan.layout.token_counts.max(initial=0))
-        if bound is None or max_seqlen_per_dp_cp_rank is None or most <= max_seqlen_per_dp_cp_rank:
-            break
-        bound -= most - max_seqlen_per_dp_cp_rank
+    choice = choose(queries, keys, topology, attention, routing, head_split, remap, bound, *sizes)
+    plan = plan_of(choice.placement, queries, keys, topology, attention, routing, prefetch, bound)
+    if bound is not None and plan.layout.token_counts.max() > bound:  # equal parts of split heads are rounded up
+        choice = choose(queries, keys, topology, attention, routing, False, remap, bound, *sizes)
+        plan = plan_of(choice.placement, queries, keys, topology, attention, routing, prefetch, bound)
     if not choice.placement.setting.remap:
         return plan
     mode = remap if has_hidden(plan) else "qkv"  # where all heads are split, their moves start at the linear layout
@@ -117,8 +116,10 @@ def choose(
     return search(estimate, max_seqlen_per_dp_cp_rank, wanted, head_split)
 
 
+@lru_cache(maxsize=64)
 def cluster_of(topology: Topology) -> Cluster:
-    """The cluster that a topology runs on, nodes cut to its ranks.
+    """The cluster that a topology runs on, nodes cut to its ranks. A file is read once in a process, so that all
+    plans of a run are made by the same figures.
 
     Raises:
         ConfigError: there is no such cluster, or its nodes have fewer ranks.
@@ -144,23 +145,30 @@ def plan_of(
     attention: AttentionConfig,
     routing: bool = True,
     prefetch: int = 1,
+    most_tokens: int | None = None,
 ) -> Plan:
-    """The plan of a placement."""
+    """The plan of a placement; no rank holds more than `most_tokens`, to which chunks are rounded."""
     split = np.zeros(len(queries), bool)
     split[placement.split_documents] = True
-    parts = []
-    if not split.all() or not len(split):
-        own = [documents_of(x, ~split) for x in (queries, keys)]
-        held, held_kv = _layouts(own[0], own[1], topology.ranks, placement.whole, attention)
-        beside = _pairs_of_split(placement, queries, keys, topology, attention) if split.any() else None
-        programs = staged(held, held_kv, attention, topology, routing, prefetch, beside)
-        parts.append(Plan("hierarchical", attention, topology, held, held_kv, held, held_kv, *programs))
+    by_heads = []
     for width, members in placement.split.items():
         here = np.zeros(len(queries), bool)
         here[members.doc] = True
         own = [documents_of(x, here) for x in (queries, keys)]
         held, held_kv = _layouts(own[0], own[1], topology.nodes // width, members, attention)
-        parts.append(node_split_part(held, held_kv, topology, attention, prefetch))
+        by_heads.append(node_split_part(held, held_kv, topology, attention))
+    parts = []
+    if not split.all() or not len(split):
+        own = [documents_of(x, ~split) for x in (queries, keys)]
+        held, held_kv = _layouts(own[0], own[1], topology.ranks, placement.whole, attention)
+        if most_tokens is not None:
+            others = sum((part.layout.token_counts for part in by_heads), np.zeros(topology.ranks, np.int64))
+            same, held = held_kv is held, within(held, most_tokens - others, topology.ranks_per_node)
+            held_kv = held if same else held_kv
+        beside = _pairs_of_split(placement, queries, keys, topology, attention) if split.any() else None
+        programs = staged(held, held_kv, attention, topology, routing, prefetch, beside)
+        parts.append(Plan("hierarchical", attention, topology, held, held_kv, held, held_kv, *programs))
+    parts += by_heads
     if len(parts) == 1:
         return replace(parts[0], algorithm="hierarchical")
     exchange = not split.all()

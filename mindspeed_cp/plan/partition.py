@@ -434,8 +434,11 @@ def _within(
 def _level(loads: list[float], work: float, limits: list[float]) -> list[float]:
     """Shares of the work, none above its limit, that make the highest load as low as can be."""
     count = len(loads)
+    if min(limits) < 1 and work > 0 and count > 1:
+        return _level_within(loads, work, limits)
     if count == 1 or work <= 0:
-        return [1.0 / count] * count
+        some = sum(min(limit, 1.0) for limit in limits)
+        return [min(limit, 1.0) / some for limit in limits] if some >= 1 else [1.0 / count] * count
     if min(limits) < 1:
         return _level_within(loads, work, limits)
     total, level = work, 0.0

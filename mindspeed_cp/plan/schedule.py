@@ -142,7 +142,7 @@ def _straight(
 ) -> tuple[list[Hop], list[Buffer], int, int]:
     """Every rank fetches what it needs of other nodes from its owner."""
     crossing, stages = _renumbered(crossing)
-    turn = prefetch + 1
+    turn = min(prefetch, max(stages, 1)) + 1
     at, slot = 1 + inner + np.arange(stages), slots.of(stages, turn)
     reused = stages > turn
     start = _posted(at + 1, turn, 0)
@@ -165,7 +165,7 @@ def _routed(
         _renumbered(x, known)[0]
         for x in (routes.dispatch, routes.cross, routes.cross_helped, routes.forward, routes.resident)
     )
-    help_first = int(len(dispatch) > 0)
+    help_first, prefetch = int(len(dispatch) > 0), min(prefetch, stages)
     at = max(1 + inner, 1 + prefetch + help_first) + np.arange(stages)  # computed; passed on in the steps before
     home = at + 2 + CROSSING  # helpers give gradients to owners
     turn_r, turn_h = prefetch + 1 + 2 * CROSSING, prefetch + 3 + 2 * CROSSING

@@ -26,8 +26,8 @@ CLOSE = 1.01
 #: A layout of its own for linear layers must win this much to be worth its launches, which the model leaves out.
 REMAP_GAIN = 0.995
 
-#: Chunk borders are rounded to tokens: a rank may get two more of each document it shares.
-ROUNDING = 64
+#: Shares are floating-point numbers.
+ROUNDING = 0.5
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def search(
     if not found:
         raise ConfigError(
             f"max_seqlen_per_dp_cp_rank is {most_tokens}: no placement found that keeps it; valid: more, such as "
-            f"{-(-int(estimate.lengths.sum()) // topology.ranks) * 5 // 4}"
+            f"{max(-(-int(estimate.lengths.sum()) // topology.ranks), most_tokens or 0) * 5 // 4}"
         )
     _, _, placement, score = min(found)
     return Choice(placement, score, tuple(tried), bound)

@@ -121,7 +121,8 @@ def test_attention_keeps_its_own_rows_when_hidden_states_move() -> None:
 def test_shares_need_rows_that_divide() -> None:
     """Sequence parallelism cuts rows by the tensor-parallel size."""
     config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=True)
-    move = HiddenMove(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    core = SimpleNamespace(config=config, check_before_move=lambda params, hidden: None)
+    move = HiddenMove(core)  # type: ignore[arg-type]
     params = planned_params(with_linear_layout(plan_of(), "hidden"), 0)
     named = {"hidden_states": torch.zeros(14, 1, 8), "packed_seq_params": params}
     with pytest.raises(ConfigError, match="rows_multiple is 1; valid under sequence parallelism: a multiple of"):

@@ -89,6 +89,19 @@ def test_the_bound_of_tokens_is_kept(lengths, room):  # type: ignore[no-untyped-
     verify_plan(plan)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.sampled_from([(2, 4), (1, 3), (3, 1), (2, 2)]),
+       st.sampled_from([3, 8]), st.integers(0, 2))  # fmt: skip
+def test_a_bound_that_only_just_goes_is_kept_to_the_token(lengths, shape, heads, more):  # type: ignore[no-untyped-def]
+    """As when rows are filled up to what all ranks hold."""
+    documents, topology = Documents(lengths), Topology(*shape)
+    bound = -(-documents.tokens // topology.ranks) + more
+    attention = AttentionConfig(heads=heads, head_dim=64)
+    plan = build_plan(documents, topology, attention, "hierarchical", max_seqlen_per_dp_cp_rank=bound, remap="off")
+    assert plan.layout.token_counts.max() <= bound
+    verify_plan(plan)
+
+
 def test_a_bound_below_the_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"document 0 has 900 tokens, more than 4 ranks of max_seqlen_per_dp_cp_rank"):
         build_plan(Documents([900]), Topology(1, 4), MHA, "hierarchical", max_seqlen_per_dp_cp_rank=200)
