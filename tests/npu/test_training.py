@@ -93,3 +93,14 @@ def test_losses_are_those_of_the_cpu(
     ranks: int, settings: tuple[str, ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
     assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
+
+
+@pytest.mark.parametrize("remap", ["qkv", "hidden"])
+def test_hierarchical_on_two_supposed_nodes_with_replicas_balanced_by_time(
+    remap: str, corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
+) -> None:
+    """Documents are dealt over two replicas of two ranks each, and every batch is the one of one rank."""
+    suite = ("algorithm=hierarchical", "context_parallel_size=2", "nodes=2", f"remap={remap}")
+    settings = (f"data.corpus={corpus}", "train.device=npu", "data.balance=time")
+    found = train(4, tmp_path, *settings, *(f"context_parallel_suite.{each}" for each in suite))
+    assert_same(found, on_the_cpu)
