@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_cp.comm.lanes import existing_group, in_order, lanes_of, library_of
 from mindspeed_cp.errors import ConfigError, PeerError
-from mindspeed_cp.npu_errors import HCCL_REMEDY, cause
+from mindspeed_cp.npu_errors import HCCL_REMEDY, cause, is_lost_peer
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 LEAST_TIMEOUT, MOST_TIMEOUT = 0.001, 1e9  # gloo counts whole milliseconds, and takes 0 of them for no time-out
@@ -117,6 +117,8 @@ class Transport:
         try:
             return _Work(self, transfer, start(transfer.tensor, peer, group, transfer.tag))
         except RuntimeError as error:
+            if self._of_another(error):
+                raise
             raise self.failure(transfer, error) from error
 
     def _post_coalesced(self, transfers: Sequence[Transfer]) -> list[Pending]:
@@ -131,6 +133,8 @@ class Transport:
             try:
                 works = dist.batch_isend_irecv(operations)
             except RuntimeError as error:
+                if self._of_another(error):
+                    raise
                 raise self.failure(transfers[launch[0]], error) from error
             # One object for the whole launch, or one each, depending on the library.
             for number, i in enumerate(launch):
@@ -142,7 +146,13 @@ class Transport:
         try:
             work.wait(self._limit) if self._on_host else work.wait()
         except RuntimeError as error:
+            if self._of_another(error):
+                raise
             raise self.failure(transfer, error) from error
+
+    def _of_another(self, error: RuntimeError) -> bool:
+        """Whether it is no word about a peer: on HCCL, an operator or a device may have failed long before."""
+        return self._peers_once and not is_lost_peer(str(error))
 
     def failure(self, transfer: Transfer, error: RuntimeError) -> PeerError:
         """The error that names the peer."""

@@ -7,7 +7,6 @@ that matters: the error of the rank that failed first, or which rank was killed 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import data_parallel_size
 from mindspeed_cp.data import open_corpus
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.npu_errors import TIMEOUTS
 from mindspeed_cp.train.files import RunFiles
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.resume import checkpoint_to_resume
@@ -32,7 +32,7 @@ from mindspeed_cp.train.worker import BAD_INPUT, FAILED, OK, WILL, explain, leav
 # torch_npu's watchdog takes the whole process down, and says why on standard error.
 _ABORTED = (
     "aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within "
-    "HCCL_EXEC_TIMEOUT; its message above names them"
+    f"{TIMEOUTS}; its message above names them"
 )
 _GOES_ON = "the same command goes on from the newest checkpoint, if there is one"
 
@@ -130,13 +130,21 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str,
 
 
 def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
-    """Exit code and line for what the agent saw: the likeliest cause first, what follows from another failure last."""
+    """Exit code and line for what the agent saw: the likeliest cause first, what follows from another failure last.
+
+    Args:
+        failures: in the agent's order, in which those that it ended itself come last.
+        asked: signals that asked to stop.
+    """
     kinds: dict[str, tuple[int, str]] = {}
     when: dict[str, float] = {}
-    for rank, failure in sorted(failures.items(), key=lambda item: (item[1].timestamp, item[0])):
+    order = list(failures)
+    wordless: set[int] = set()  # ended by a signal with nothing but the last words on record, so nobody knows when
+    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
         message = failure.message if isinstance(failure.message, dict) else {}
         if message.get("extraInfo", {}).get("kind") == WILL and failure.exitcode < 0:
             message = {}  # the signal says it better
+            wordless.add(rank)
         kind = message.get("extraInfo", {}).get("kind", "killed" if failure.exitcode < 0 else "bug")
         if kind == "killed" and -failure.exitcode in (signal.SIGTERM, signal.SIGHUP):
             kind = "terminated"
@@ -144,8 +152,11 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
             kind = "aborted"  # perhaps because another rank was killed
         kinds.setdefault(kind, (rank, message.get("message") or _end(failure)))
         when.setdefault(kind, failure.timestamp)
-    if when.get("peer", math.inf) < when.get("killed", -math.inf):
-        del kinds["killed"]  # silent, not dead: the others gave it up, and then the agent had to kill it
+    if {"peer", "killed"} <= kinds.keys():
+        lost, killed = kinds["peer"][0], kinds["killed"][0]
+        first = order.index(lost) < order.index(killed) if killed in wordless else when["peer"] < when["killed"]
+        if first:
+            del kinds["killed"]  # silent, not dead: the others gave it up, and then the agent had to kill it
     if asked and kinds.keys() <= {"peer", "terminated"}:  # before the first step, or in one that could not be finished
         return OK, f"stopped by {asked[0]}; {_GOES_ON}"
     for kind in ("input", "killed", "files", "device", "bug", "stopped", "aborted", "peer", WILL, "terminated"):

@@ -36,9 +36,10 @@ _LOST = (
 WILL = "will"  # kind of what is on record while a rank runs on an NPU
 _WILL = (
     "rank {rank} ended without a word: it was killed, or torch_npu's watchdog aborted it (SIGABRT) because "
-    "an HCCL operation failed or a peer did not answer within HCCL_EXEC_TIMEOUT; its standard error names it, and the "
-    "same command goes on from the newest checkpoint"
+    f"an HCCL operation failed or a peer did not answer within {npu_errors.TIMEOUTS}; its standard error names it, and "
+    "the same command goes on from the newest checkpoint"
 )
+_LAST = 2**31 - 1  # seconds: later than any failure, for torchrun takes the earliest one for the cause of all
 _MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -97,14 +98,17 @@ def is_lost_peer(error: BaseException) -> bool:
     from torch.distributed import DistError
 
     text = str(error).lower()
-    return isinstance(error, DistError) or any(part in text for part in _LOST) or npu_errors.is_hccl(text)
+    kind = npu_errors.hccl_kind(str(error))
+    if kind is not None:
+        return kind == "peer"
+    return isinstance(error, DistError) or any(part in text for part in _LOST)
 
 
 def explain(error: BaseException) -> tuple[str, str, int]:
     """Kind, one line and exit code of what ended a rank.
 
-    Kinds: input, peer, files (a disk is full, a checkpoint cannot be written), device (an NPU or its operator refused
-    or failed), stopped, and bug for everything else.
+    Kinds: input, peer, files (a disk is full, a checkpoint cannot be written), device (an NPU, its operator or
+    HCCL refused or failed), stopped, and bug for everything else.
     """
     if isinstance(error, (ConfigError, PlanError)):
         return "input", str(error), BAD_INPUT
@@ -123,8 +127,8 @@ def explain(error: BaseException) -> tuple[str, str, int]:
     if isinstance(error, OperatorError):
         return "device", str(error), FAILED
     text = str(error)
-    if isinstance(error, RuntimeError) and npu_errors.is_hccl(text):
-        return "peer", f"HCCL failed: {npu_errors.cause(text)}; {npu_errors.HCCL_REMEDY}", FAILED
+    if isinstance(error, RuntimeError) and npu_errors.hccl_kind(text) is not None:
+        return "peer" if npu_errors.is_lost_peer(text) else "device", npu_errors.hccl_line(text), FAILED
     if isinstance(error, RuntimeError) and npu_errors.is_operator(text):  # late: from the queue of torch_npu
         return "device", npu_errors.operator_line(text), FAILED
     if isinstance(error, RuntimeError) and npu_errors.is_device(text):
@@ -176,9 +180,10 @@ def record(kind: str, line: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         line = " ".join(line.split())
+        when = _LAST if kind == WILL else int(time.time())
         message: dict[str, Any] = {
             "message": line,
-            "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time())), "kind": kind},
+            "extraInfo": {"py_callstack": line, "timestamp": str(when), "kind": kind},
         }
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
@@ -195,7 +200,8 @@ def take_back(kind: str) -> None:
 
 
 def _is_memory(error: BaseException) -> bool:
-    return any(part in str(error).lower() for part in _MEMORY)
+    text = str(error)
+    return any(part in text.lower() for part in _MEMORY) and npu_errors.hccl_kind(text) is None
 
 
 def _too_large(settings: Settings, rank: int) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,9 +102,12 @@ def test_a_rank_that_does_not_answer_in_time_is_named_by_its_peer(tmp_path: Path
     (code, errors, told), (_, _, other) = start(tmp_path, 2, SLEEPS, **limits)
     assert code in (FAILED, -6), errors[-3000:]
     assert told["extraInfo"]["kind"] in ("peer", "will")
-    if code == FAILED:
-        assert len(lines(errors)) == 1 and "rank 1" in lines(errors)[0] and "HCCL_EXEC_TIMEOUT" in lines(errors)[0]
-        assert "\n" not in told["message"] and told["message"] in lines(errors)[0]
+    assert "\n" not in told["message"] and "context_parallel_suite.timeout_seconds" in told["message"]
+    found = lines(errors)
+    if told["extraInfo"]["kind"] == "peer":  # the line may come, or not, before the abortion
+        assert "rank 1" in told["message"] and (found == ["error: " + told["message"]] or (code == -6 and not found))
+    else:  # the watchdog was faster, but HCCL's message names the peer
+        assert code == -6 and not found and re.search(r"waited 3 s .* rank 1 .*in vain", errors), errors[-3000:]
     assert other["extraInfo"]["kind"] == "will" and other["message"].startswith("rank 1 ended without a word")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
@@ -19,7 +20,7 @@ from mindspeed_cp.train.launch import _verdict
 from mindspeed_cp.train.memory import check_memory, least_bytes
 from mindspeed_cp.train.stop import StopRequest
 from mindspeed_cp.train.summary import stopped_line, summary_table
-from mindspeed_cp.train.worker import explain, is_lost_peer
+from mindspeed_cp.train.worker import explain, is_lost_peer, record
 
 
 def changed(**sections: dict[str, Any]) -> Settings:
@@ -290,10 +291,34 @@ def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
     assert not is_lost_peer(RuntimeError("shape mismatch"))
 
 
-def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0) -> SimpleNamespace:
-    message: object = {"message": text, "extraInfo": {"kind": kind}} if kind else "Signal 9 received"
-    name = signal.Signals(-code).name if code < 0 else "<N/A>"
-    return SimpleNamespace(exitcode=code, pid=100, message=message, timestamp=seconds, signal_name=lambda: name)
+@dataclass(frozen=True)
+class Failed:
+    """How a rank ended: what it had put on record, if anything, and the second in which it did so or was found dead."""
+
+    code: int
+    kind: str | None
+    text: str
+    seconds: int
+
+
+def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0) -> Failed:
+    return Failed(code, kind, text, seconds)
+
+
+def seen_by_the_agent(
+    failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, ProcessFailure]:
+    """As the agent of torchrun reads it, from real records of the ranks."""
+    found = {}
+    for rank, failed in failures.items():
+        path = folder / f"record{rank}"
+        with monkeypatch.context() as patched:
+            patched.setattr("time.time", lambda failed=failed: float(failed.seconds))
+            patched.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+            if failed.kind:
+                record(failed.kind, failed.text)
+            found[rank] = ProcessFailure(rank, 100, failed.code, str(path))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -305,7 +330,7 @@ def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0
             {0: failure(-6, seconds=1), 1: failure(-6)},
             [],
             1,
-            "rank 1 (process 100) aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within HCCL_EXEC_TIMEOUT",
+            "rank 1 (process 100) aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within context_parallel_suite.timeout_seconds or HCCL_EXEC_TIMEOUT",
         ),
         (
             {0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9)},
@@ -324,9 +349,43 @@ def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0
         ({1: failure(3)}, [], 1, "rank 1 failed: (process 100) ended with exit code 3"),
         ({0: failure(-6, "will", "last words")}, [], 1, "rank 0 (process 100) aborted (SIGABRT): on NPUs torch_npu"),
         ({0: failure(-9, "will", "last words"), 1: failure(1, "peer", "lost")}, [], 1, "was killed by SIGKILL"),
+        (  # the agent killed a rank that hung, half a minute after the others had given it up
+            {1: failure(1, "peer", "lost rank 0", 600), 0: failure(-9, "will", "last words")},
+            [],
+            1,
+            "lost rank 0",
+        ),
+        (  # it died first, and then the others lost it
+            {1: failure(-9, "will", "last words"), 0: failure(1, "peer", "lost rank 1", 600)},
+            [],
+            1,
+            "rank 1 (process 100) was killed by SIGKILL",
+        ),
+        (  # and when all have last words, the first that was found dead
+            {2: failure(-9, "will", "last words"), 0: failure(-9, "will", "last words")},
+            [],
+            1,
+            "rank 2 (process 100) was killed by SIGKILL",
+        ),
         ({0: failure(1, "device", "refused"), 1: failure(1, "peer", "lost")}, [], 1, "rank 0 failed: refused"),
     ],
 )
-def test_the_verdict_names_the_cause(failures: dict[int, Any], asked: list[str], code: int, expected: str) -> None:
-    found, line = _verdict(failures, asked)
+def test_the_verdict_names_the_cause(
+    failures: dict[int, Failed],
+    asked: list[str],
+    code: int,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, line = _verdict(seen_by_the_agent(failures, tmp_path, monkeypatch), asked)
     assert found == code and expected in line and "\n" not in line
+
+
+def test_torchrun_takes_no_last_words_for_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written at the start, long before what really ended the run."""
+    failures = {0: failure(-6, "will", "last words", 100), 1: failure(1, "device", "refused", 900)}
+    error = ChildFailedError("train", seen_by_the_agent(failures, tmp_path, monkeypatch))
+    rank, cause = error.get_first_failure()
+    assert rank == 1 and cause.message["message"] == "refused"  # type: ignore[index]
+    assert "refused" in str(error).split("Root Cause")[1] and "last words" in str(error).split("Root Cause")[0]
