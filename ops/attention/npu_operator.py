@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mindspeed_cp.devices import load_torch_npu
-from mindspeed_cp.errors import OperatorError
+from mindspeed_cp.devices import cann_version, check_cann, load_torch_npu
+from mindspeed_cp.errors import ConfigError, OperatorError
 from mindspeed_cp.npu_errors import is_operator, operator_line
 
 #: seed, offset and number of random numbers that a forward call used.
@@ -138,6 +138,10 @@ def torch_npu() -> Any:
     """The package.
 
     Raises:
-        ConfigError: it is not installed, is not the one for this torch, or CANN is not there.
+        ConfigError: it is not installed, is not the one for this torch, or CANN is not there or too old.
     """
-    return load_torch_npu("backend is 'npu'", "backend 'cpu'")
+    package = load_torch_npu("backend is 'npu'", "backend 'cpu'")
+    wrong = check_cann(cann_version())
+    if wrong is not None:
+        raise ConfigError(f"backend is 'npu': {wrong}, or backend 'cpu'")
+    return package

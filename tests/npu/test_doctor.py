@@ -6,17 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_cp.doctor import CASES, LONG
+from mindspeed_cp.doctor.links import _rings
 from mindspeed_cp.doctor.operator import check
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention import attention
+from mindspeed_cp.ops.attention.npu_operator import torch_npu
 from tests.host_cann.oracle_calls import Call, calls
 from tests.host_cann.oracle_faults import COLUMNS, FAULTS, KV_START, MODE_1, TOP_LEFT, UPDATE, UPDATE_OUT, set_fault
+from tests.npu import ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -43,6 +50,40 @@ def test_every_row_passes_and_odd_rings_turn() -> None:
         (f"ring of {ranks}, {how}", True) for ranks in (4, 3) for how in ("one launch a step", "lanes")
     ]
     assert all(row["gigabytes_per_second"] > 0 for row in report["links"])
+
+
+def turned(rank: int, size: int) -> list[tuple[str, bool]]:
+    return [(name, good) for name, good, _ in _rings(rank, size, torch.device("npu", rank), 1, 60)]
+
+
+def test_two_devices_turn_no_odd_ring_and_the_rows_say_so() -> None:
+    hows = ("one launch a step", "lanes")
+    expected = [(f"ring of 2, {how} (no odd ring: that takes 3 NPUs)", True) for how in hows]
+    assert ranks.run(2, turned).values() == [expected] * 2
+
+
+def test_an_old_cann_is_told_before_anything_runs() -> None:
+    began = time.monotonic()
+    code, report, _ = doctor(HOST_CANN_DEVICES="2", HOST_CANN_VERSION="8.0.RC3")
+    assert code == 1 and time.monotonic() - began < 60
+    assert report["requirements"][0]["error"].startswith("CANN is 8.0.RC3, needed is 8.5 or later")
+    assert report["checks"] == report["links"] == [] and report["versions"]["CANN"] == "8.0.RC3"
+
+
+def test_the_operator_itself_refuses_an_old_cann(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program that asks neither the doctor nor `train`."""
+    x = torch.ones(10, 2, 16, device="npu")
+    torch_npu.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[torch_npu.__module__], "cann_version", lambda: "8.0.RC3")
+        with pytest.raises(ConfigError) as caught:
+            attention(x, x, x, [0, 10], [0, 10], backend="npu")
+        line = str(caught.value)
+        assert (
+            line.startswith("backend is 'npu': CANN is 8.0.RC3, needed is 8.5 or later; install") and "\n" not in line
+        )
+        patch.setattr(sys.modules[torch_npu.__module__], "cann_version", lambda: None)
+        attention(x, x, x, [0, 10], [0, 10], backend="npu")
 
 
 def test_a_mask_that_is_ignored_is_found_and_named() -> None:

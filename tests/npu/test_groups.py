@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan
 from tests.npu import ranks
 from tests.ports import free_port
 
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "ascend.md"
 TIME_OUTS = ("HCCL_EXEC_TIMEOUT", "HCCL_CONNECT_TIMEOUT")
 BATCHED = {"p2p": "batched", "hccl_buffer_mb": 9, "hccl_traffic_class": 132, "hccl_service_level": 4}
 LANES = {"p2p": "lanes", "hccl_buffer_mb": 9}
@@ -90,3 +93,25 @@ def test_lanes_without_communicators_of_pairs_are_refused(value: str) -> None:
     for error in ranks.start(3, lanes_of_pairs, limit=20, environment={"P2P_HCCL_BUFFSIZE": value}).errors:
         assert error is not None and f"ConfigError: P2P_HCCL_BUFFSIZE = '{value}' in the environment" in error
         assert "valid: 1 or more (MB; 20 where it is not set), or context_parallel_suite.p2p: batched" in error
+
+
+def own_program(rank: int, size: int, port: str) -> str:
+    """The code of docs/ascend.md, as a program of its own."""
+    from megatron.core.transformer import TransformerConfig
+
+    from mindspeed_cp.config import SuiteSettings
+    from mindspeed_cp.megatron import megatron_compat
+
+    dist.destroy_process_group()  # of tests/npu/ranks.py
+    os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    [block] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    suite = SuiteSettings(context_parallel_size=size, timeout_seconds=30)
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, context_parallel_size=size)
+    with megatron_compat():
+        exec(compile(block, str(PAGE), "exec"), {"suite": suite, "config": config, "sequence_length": 100})
+    return os.environ["HCCL_EXEC_TIMEOUT"]
+
+
+def test_the_program_of_the_documentation_runs() -> None:
+    done = ranks.run(3, own_program, free_port())
+    assert [line["buffer_mb"] for line in done.created()].count(20) == 6  # both ends of the three edges of a ring
