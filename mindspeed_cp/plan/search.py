@@ -26,6 +26,10 @@ CLOSE = 1.01
 #: A layout of its own for linear layers must win this much to be worth its launches, which the model leaves out.
 REMAP_GAIN = 0.995
 
+#: Cutting all documents over all ranks is not tried where that makes more pieces: thousands of documents over a thousand
+#: ranks are chunks of a token or two, and scoring them takes longer than all else.
+MOST_PIECES = 2**19
+
 #: Shares are floating-point numbers.
 ROUNDING = 0.5
 
@@ -68,6 +72,7 @@ def search(
     splits = SPLIT if head_split and topology.ranks_per_node > 1 else (never,)
     tried: list[tuple[Setting, float]] = []
     found: list[tuple[float, int, Placement, Score]] = []  # by what counts for it, and the order of trying
+    pieces = len(estimate.lengths) * topology.ranks
     for with_remap in {"off": (False,), "on": (True,), "auto": (False, True)}[remap]:
         divided, overhead = estimate.divided(with_linear=not with_remap)
         partition = Partition(
@@ -94,7 +99,7 @@ def search(
                     found.append((score.total / (REMAP_GAIN if setting.remap else 1.0), len(found), placement, score))
             return not thorough and bool(found) and min(found)[0] <= CLOSE * bound
 
-        _try_all(attempt, found, splits, with_remap, topology.ranks, partition.widest > 1)
+        _try_all(attempt, found, splits, with_remap, topology.ranks, partition.widest > 1, pieces)
         if not thorough and found and min(found)[0] <= CLOSE * bound:
             break
     if not found:
@@ -113,6 +118,7 @@ def _try_all(
     remap: bool,
     ranks: int,
     wide: bool,
+    pieces: int,
 ) -> None:
     """Settings in the order of trying, until one is close to the bound."""
     never = float("inf")
@@ -131,7 +137,9 @@ def _try_all(
             return
     if remap or ranks == 1:  # what other systems do has no such layout
         return
-    others = [Setting(1.0, never, power=True), Setting(0, never, everywhere=True)]
+    others = [Setting(1.0, never, power=True)]
+    if pieces <= MOST_PIECES:
+        others.append(Setting(0, never, everywhere=True))
     if len(splits) > 1:
         others += [Setting(0, 0, wide=far, everywhere=True) for far in ((True, False) if wide else (False,))]
     for setting in others:
