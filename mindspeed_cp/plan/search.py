@@ -26,8 +26,8 @@ CLOSE = 1.01
 #: A layout of its own for linear layers must win this much to be worth its launches, which the model leaves out.
 REMAP_GAIN = 0.995
 
-#: Cutting all documents over all ranks is not tried where that makes more pieces: thousands of documents over a thousand
-#: ranks are chunks of a token or two, and scoring them takes longer than all else.
+#: Cutting all documents over all ranks is not tried where that makes more pieces: thousands of documents over a
+#: thousand ranks are chunks of a token or two, and scoring them takes longer than all else.
 MOST_PIECES = 2**19
 
 #: Shares are floating-point numbers.
