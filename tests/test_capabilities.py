@@ -89,6 +89,6 @@ def test_the_documentation_is_the_table(monkeypatch: pytest.MonkeyPatch) -> None
     refused = Refusal({"algorithm": "direct", "bias": "alibi"}, "attention.alibi is True", "ring")
     monkeypatch.setattr(capabilities, "REFUSALS", (refused,))
     lines = capabilities_md().splitlines()
-    assert "| | ring, double_ring, ulysses, hybrid, all_gather | direct |" in lines
+    assert "| | ring, double_ring, ulysses, hybrid, all_gather, hierarchical | direct |" in lines
     assert "| ALiBi | exact | refused (1) |" in lines and "| full mask | exact | exact |" in lines
     assert "1. Refused: attention.alibi is True; valid: ring." in lines

@@ -18,4 +18,6 @@ def test_no_mask_of_ours_grows_with_the_context() -> None:
     counted = {row.name: row.bytes for row in table if row.counted and "document ids" not in row.name}
     assert len(counted) == 3 and all(len(set(sizes.values())) == 1 for sizes in counted.values())
     [by_ids] = [row.bytes for row in table if "document ids" in row.name]
-    assert all(size <= 1.01 * (tokens / 8) ** 2 for size, tokens in zip(by_ids.values(), (2**15, 2**18, 10**6), strict=True))
+    assert all(
+        size <= 1.01 * (tokens / 8) ** 2 for size, tokens in zip(by_ids.values(), (2**15, 2**18, 10**6), strict=True)
+    )

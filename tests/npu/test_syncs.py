@@ -20,7 +20,16 @@ CASES = {
 }
 
 #: Operators that make the host wait for the device, or do so in one of torch_npu's versions of them.
-WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "index_fill_", "masked_select", "unique_dim", "_unique2"}
+WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "index_fill_",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+}
 
 
 class Seen(TorchDispatchMode):

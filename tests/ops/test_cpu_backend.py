@@ -116,9 +116,23 @@ def cases(draw):
     mask = draw(st.sampled_from(["causal", "full"]))
     window = draw(st.one_of(st.none(), st.tuples(st.integers(-1, 60), st.integers(-1, 60 if mask == "full" else 0))))
     alibi = draw(st.sampled_from([False, True, (0.9, 0.03, 0.4, 0.0)]))
-    attention = AttentionConfig(4, 2, 8, 12, mask=mask, window=window, alibi=alibi, dropout=draw(st.sampled_from([0.0, 0.0, 0.4])), first_head=0 if alibi is True else draw(st.integers(0, 3)))
+    attention = AttentionConfig(
+        4,
+        2,
+        8,
+        12,
+        mask=mask,
+        window=window,
+        alibi=alibi,
+        dropout=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        first_head=0 if alibi is True else draw(st.integers(0, 3)),
+    )
     queries = Documents(draw(st.lists(st.integers(0, 90), min_size=1, max_size=3)))
-    keys = queries if mask == "causal" else Documents(draw(st.lists(st.integers(0, 90), min_size=len(queries), max_size=len(queries))))
+    keys = (
+        queries
+        if mask == "causal"
+        else Documents(draw(st.lists(st.integers(0, 90), min_size=len(queries), max_size=len(queries))))
+    )
     borders = sorted(draw(st.lists(st.integers(0, keys.tokens), max_size=4)))
     return attention, queries, keys, borders
 
@@ -135,7 +149,16 @@ def test_any_geometry_in_any_steps_however_it_is_cut(case, cut, seed):
 
 
 @pytest.mark.parametrize("rows", [3, 16, 50])
-@pytest.mark.parametrize("settings", [dict(alibi=True), dict(alibi=(2.0, 0.5, 0.01, 0.0)), dict(window=(60, 0), alibi=True), dict(window=(0, 0), alibi=True)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(alibi=True),
+        dict(alibi=(2.0, 0.5, 0.01, 0.0)),
+        dict(window=(60, 0), alibi=True),
+        dict(window=(0, 0), alibi=True),
+    ],
+    ids=str,
+)
 def test_bias_that_is_linear_in_the_key_is_the_same(settings, rows):
     """The cut for bf16, computed in fp32, so that its arithmetic shows."""
     attention = AttentionConfig(4, 2, 8, 12, **settings)
@@ -155,7 +178,9 @@ FLAT = (1e-5, 3e-6, 0.0, 1e-6)  # steep slopes would leave nothing of keys that 
 
 
 @pytest.mark.parametrize("far", [0, 100, NEAR - 100, NEAR - 40, NEAR, 10**6])
-@pytest.mark.parametrize("settings", [dict(alibi=FLAT), dict(mask="full", alibi=FLAT), dict(window=(10**6 + 70, 0))], ids=str)
+@pytest.mark.parametrize(
+    "settings", [dict(alibi=FLAT), dict(mask="full", alibi=FLAT), dict(window=(10**6 + 70, 0))], ids=str
+)
 def test_keys_far_away_lose_no_digit(settings, far):
     """In fp32, whatever the distance: also of keys that come after, and across the end of the table that is kept."""
     attention = AttentionConfig(4, 2, 8, 8, **settings)
@@ -169,7 +194,9 @@ def test_keys_far_away_lose_no_digit(settings, far):
     got = run(attention, tiles, Heads.all(attention), q, k, v, dout, {(0, 0): slice(0, 80)})
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     zeros = torch.zeros(60), torch.zeros(80)
-    out, lse = dense_attention(*leaves, *zeros, position_q, position_k, mask=attention.mask, window=attention.window, slopes=attention.slopes)
+    out, lse = dense_attention(
+        *leaves, *zeros, position_q, position_k, mask=attention.mask, window=attention.window, slopes=attention.slopes
+    )
     grads = torch.autograd.grad(out, leaves, dout.double())
     compare(got, [out.detach(), lse.detach(), *grads], torch.float32)
 

@@ -89,7 +89,9 @@ def test_pairs_and_runs_are_as_frequent_as_in_independent_bits(p):
     pairs = (dropped[:, :, 1:] & dropped[:, :, :-1], dropped[:, 1:] & dropped[:, :-1], dropped[1:] & dropped[:-1])
     four = dropped[:, :, 3:] & dropped[:, :, 2:-1] & dropped[:, :, 1:-2] & dropped[:, :, :-3]
     for both, expected in [(both, p**2) for both in pairs] + [(four, p**4)]:
-        deviation = (3 * expected / both.numel()) ** 0.5  # overlapping runs are correlated: up to three times the variance
+        deviation = (
+            3 * expected / both.numel()
+        ) ** 0.5  # overlapping runs are correlated: up to three times the variance
         assert abs(float(both.double().mean()) - expected) <= 5 * deviation
 
 

@@ -30,7 +30,11 @@ def regions(draw):
     return Region(rows, keys, low, high), sees
 
 
-TRIANGLE = {Shape.ALL: np.ones, Shape.LOWER: lambda shape: np.tril(np.ones(shape)), Shape.UPPER: lambda shape: np.triu(np.ones(shape))}
+TRIANGLE = {
+    Shape.ALL: np.ones,
+    Shape.LOWER: lambda shape: np.tril(np.ones(shape)),
+    Shape.UPPER: lambda shape: np.triu(np.ones(shape)),
+}
 
 
 @settings(max_examples=300, deadline=None)
@@ -69,14 +73,20 @@ def problems(draw):
     alibi, dropout = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5]))
     attention = AttentionConfig(2, mask=mask, window=window, alibi=alibi, dropout=dropout)
     queries = Documents(draw(st.lists(st.integers(0, 40), min_size=1, max_size=3)))
-    keys = queries if mask == "causal" else Documents(draw(st.lists(st.integers(0, 40), min_size=len(queries), max_size=len(queries))))
+    keys = (
+        queries
+        if mask == "causal"
+        else Documents(draw(st.lists(st.integers(0, 40), min_size=len(queries), max_size=len(queries))))
+    )
     return attention, queries, keys, spans(draw, queries), spans(draw, keys)
 
 
 def positions(runs, documents):
     """Document and position of every row."""
     document = np.repeat(runs["doc"], runs["stop"] - runs["start"])
-    tokens = np.concatenate([np.zeros(0, int), *(np.arange(a, b) for a, b in zip(runs["start"], runs["stop"], strict=True))])
+    tokens = np.concatenate(
+        [np.zeros(0, int), *(np.arange(a, b) for a, b in zip(runs["start"], runs["stop"], strict=True))]
+    )
     return document, tokens - documents.offsets[document]
 
 
@@ -99,7 +109,12 @@ def test_calls_hold_every_visible_pair_of_a_slot_once(problem, squares, rows, ha
             assert ((by_call <= left) & (by_call >= -right) == part).all()
             assert not attention.by_position or (by_call == distance).all()
         else:
-            assert (part == {Kind.PLAIN: np.ones, Kind.CAUSAL: TRIANGLE[Shape.LOWER], Kind.REVERSED: TRIANGLE[Shape.UPPER]}[call.kind](part.shape)).all()
+            assert (
+                part
+                == {Kind.PLAIN: np.ones, Kind.CAUSAL: TRIANGLE[Shape.LOWER], Kind.REVERSED: TRIANGLE[Shape.UPPER]}[
+                    call.kind
+                ](part.shape)
+            ).all()
             if attention.slopes is not None:
                 assert half and call.kind != Kind.PLAIN and (distance[part] >= 0).all()
         if attention.dropout:
@@ -129,13 +144,17 @@ PLAIN = AttentionConfig(8, 8, 64)
 
 
 def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores():
-    tiles = np.concatenate([tile(0, 2000, 0, 2000, CAUSAL), tile(2000, 90, 2000, 90, CAUSAL), tile(0, 2000, 0, 80, FULL, 1, 1)])
+    tiles = np.concatenate(
+        [tile(0, 2000, 0, 2000, CAUSAL), tile(2000, 90, 2000, 90, CAUSAL), tile(0, 2000, 0, 80, FULL, 1, 1)]
+    )
     calls = calls_of(tiles, 2090, PLAIN)
     assert [(c.kind, c.first) for c in calls[0, 0]] == [(Kind.CAUSAL, True)] * 2
     assert calls[1, 1] == [Call(slice(0, 2000), slice(0, 80), Kind.PLAIN, first=False)]
 
 
-@pytest.mark.parametrize(("rows", "kinds"), [(1, [Kind.PLAIN]), (64, [Kind.DISTANCE]), (1000, [Kind.PLAIN, Kind.CAUSAL])])
+@pytest.mark.parametrize(
+    ("rows", "kinds"), [(1, [Kind.PLAIN]), (64, [Kind.DISTANCE]), (1000, [Kind.PLAIN, Kind.CAUSAL])]
+)
 def test_a_causal_rectangle_is_one_call_while_it_is_small(rows, kinds):
     """Of joined runs too, whose first positions say nothing about the others."""
     (calls,) = calls_of(tile(0, rows, 0, rows + 500, CAUSAL, q_pos=7, k_pos=3), rows, PLAIN).values()
@@ -166,7 +185,11 @@ def test_alibi_uses_the_causal_mask_of_the_kernel_only_where_its_bias_stays_smal
 
 def test_small_backward_calls_are_computed_in_fp32():
     tiles = np.concatenate([tile(0, 100, 0, 100, CAUSAL), tile(100, 500, 100, 500, CAUSAL)])
-    for direction, dtype, want in (("backward", torch.bfloat16, [True, False]), ("forward", torch.bfloat16, [False] * 2), ("backward", torch.float32, [False] * 2)):
+    for direction, dtype, want in (
+        ("backward", torch.bfloat16, [True, False]),
+        ("forward", torch.bfloat16, [False] * 2),
+        ("backward", torch.float32, [False] * 2),
+    ):
         assert [c.upcast for c in calls_of(tiles, 600, PLAIN, direction, dtype)[0, 0]] == want
 
 

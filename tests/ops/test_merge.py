@@ -15,13 +15,18 @@ INF = float("inf")
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 999))
 def test_merging_parts_gives_the_whole(parts, seed):
     g = torch.Generator().manual_seed(seed)
-    scores, values = [torch.randn(4, 2, n, generator=g) * 5 for n in parts], [torch.randn(n, 3, generator=g) for n in parts]
+    scores, values = (
+        [torch.randn(4, 2, n, generator=g) * 5 for n in parts],
+        [torch.randn(n, 3, generator=g) for n in parts],
+    )
     out, lse = torch.zeros(4, 2, 3), torch.full((4, 2), -INF)
     for s, v in zip(scores, values, strict=True):
         merge_(out, lse, (s.softmax(-1) @ v) if len(v) else torch.zeros(4, 2, 3), s.logsumexp(-1))
     s, v = torch.cat(scores, -1).double(), torch.cat(values).double()
     if len(v):
-        assert torch.allclose(out.double(), s.softmax(-1) @ v, atol=1e-5) and torch.allclose(lse.double(), s.logsumexp(-1), atol=1e-5)
+        assert torch.allclose(out.double(), s.softmax(-1) @ v, atol=1e-5) and torch.allclose(
+            lse.double(), s.logsumexp(-1), atol=1e-5
+        )
     else:
         assert (out == 0).all() and (lse == -INF).all()
 
@@ -32,7 +37,12 @@ def test_rows_without_keys_stay_exact_on_either_side():
     lse, part_lse = torch.tensor([[0.0], [-INF], [0.0], [-INF]]), torch.tensor([[0.0], [3.0], [-INF], [-INF]])
     merge_(out, lse, part, part_lse)
     assert torch.equal(out.flatten(), torch.tensor([1.5, 2.0, 1.0, 0.0]))
-    assert torch.allclose(lse.flatten()[:3], torch.tensor([2.0, 1.0, 1.0]).log() + torch.tensor([0.0, 3.0, 0.0]), atol=1e-7) and lse[3] == -INF
+    assert (
+        torch.allclose(
+            lse.flatten()[:3], torch.tensor([2.0, 1.0, 1.0]).log() + torch.tensor([0.0, 3.0, 0.0]), atol=1e-7
+        )
+        and lse[3] == -INF
+    )
 
 
 def test_statistics_far_apart_do_not_overflow():

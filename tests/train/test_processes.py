@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from mindspeed_cp.train import launch, worker
 from mindspeed_cp.train.stop import Stopped, StopRequest
 from mindspeed_cp.train.worker import explain, is_lost_peer
 from tests.train.nursery import Nursery
-from tests.train.test_parts import failure
+from tests.train.test_parts import Failed, failure, seen_by_the_agent
 from tests.train.test_training import tiny, train_here
 
 
@@ -131,17 +132,19 @@ def test_under_torchrun_every_rank_tells_what_ended_it(
 # the launcher
 
 
-def test_a_run_that_was_asked_to_stop_has_not_failed() -> None:
+def test_a_run_that_was_asked_to_stop_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdict(failures: dict[int, Failed], asked: list[str]) -> tuple[int, str]:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        return launch._verdict(seen_by_the_agent(failures, folder, monkeypatch), asked)
+
     lost, killed = failure(1, "peer", "lost rank 1"), failure(-9)
-    code, line = launch._verdict({0: lost, 1: failure(-15)}, ["SIGINT"])
+    code, line = verdict({0: lost, 1: failure(-15)}, ["SIGINT"])
     assert code == 0 and line.startswith("stopped by SIGINT; the same command goes on")
-    assert launch._verdict({0: failure(-1)}, ["SIGHUP"])[0] == 0
-    assert launch._verdict({0: lost, 1: killed}, ["SIGTERM"])[0] == 1
-    assert launch._verdict({0: failure(2, "input", "bad"), 1: lost}, ["SIGTERM"]) == (2, "bad")
-    assert launch._verdict({0: failure(1, "stopped", "stopped by SIGTERM while"), 1: lost}, []) == (
-        0,
-        "stopped by SIGTERM while",
-    )
+    assert verdict({0: failure(-1)}, ["SIGHUP"])[0] == 0
+    assert verdict({0: lost, 1: killed}, ["SIGTERM"])[0] == 1
+    assert verdict({0: failure(2, "input", "bad"), 1: lost}, ["SIGTERM"]) == (2, "bad")
+    stopped = failure(1, "stopped", "stopped by SIGTERM while")
+    assert verdict({0: stopped, 1: lost}, []) == (0, "stopped by SIGTERM while")
 
 
 @pytest.mark.parametrize("asked", [["SIGTERM"], []])
