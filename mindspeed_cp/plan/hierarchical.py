@@ -36,6 +36,9 @@ from mindspeed_cp.plan.within import within
 #: Whose speeds are taken where the topology names no cluster.
 DEFAULT_CLUSTER = "a2"
 
+#: Steps of the exchange that need nothing from other nodes: the own block and two rounds in the node (:mod:`.staged`).
+IN_NODE = 3
+
 REMAPS = ("off", "auto", "qkv", "hidden")
 
 
@@ -198,14 +201,23 @@ def _pairs_of_split(
 
 
 def _order(parts: list[Plan], exchange: bool, direction: str) -> Order:
-    """Steps of all parts in turns; those of the exchange, the first part, that only compute own blocks, after all."""
+    """Steps of all parts in turns; those of the exchange, the first part, that only compute own blocks, after all.
+
+    Ranks with fewer tokens come to the backward earlier. Until the last ones that share a split document are there,
+    they compute what they have with their node alone: own blocks and the rounds in the node.
+    """
     programs: list[Program] = [getattr(part, direction) for part in parts]
     steps = [program.steps for program in programs]
     before = list(steps)
+    alone = 0  # steps of the exchange before those of the others
     if exchange:
         talks = len(programs[0].fetch) > 0
         before[0] = min(parts[0].forward.steps, steps[0]) if talks else steps[0] - 1
-    turns = [(part, step) for step in range(max(before)) for part in range(len(parts)) if step < before[part]]
+        alone = min(IN_NODE if direction == "backward" else 1, before[0])
+    turns = [(0, step) for step in range(alone)]
+    for step in range(max(before)):
+        turns += [(part, step) for part in range(int(exchange), len(parts)) if step < before[part]]
+        turns += [(0, alone + step)] if exchange and alone + step < before[0] else []
     return (*turns, *((0, step) for step in range(before[0], steps[0])))
 
 

@@ -115,6 +115,7 @@ class Partition:
         nodes, per_node: the ranks, numbered node by node.
         heads: query heads, of which every rank of a head split needs one.
         most_tokens: a rank holds no more tokens than this; None: no bound.
+        across: documents of fewer tokens are not cut over ranks of several nodes while one has room for their tokens.
 
     Raises:
         ConfigError: a document, or the batch, has more tokens than all ranks may hold.
@@ -130,7 +131,9 @@ class Partition:
         per_node: int,
         heads: int,
         most_tokens: int | None = None,
+        across: float = 0.0,
     ) -> None:
+        self.across = across
         self.nodes, self.per_node, self.ranks = nodes, per_node, nodes * per_node
         check_bound(lengths, self.ranks, most_tokens)
         self.widest = 1  # nodes over which heads can be split
@@ -219,7 +222,9 @@ class Partition:
         ]
         node = max(range(self.nodes), key=free.__getitem__)
         ranks: Sequence[int] = range(node * per, (node + 1) * per)
-        if free[node] < self._divided[doc] or self._room(here, ranks) < self._lengths[doc]:
+        if self._room(here, ranks) < self._lengths[doc] or (
+            free[node] < self._divided[doc] and self._lengths[doc] >= self.across
+        ):
             order = sorted(range(self.nodes), key=lambda node: -free[node])
             work, tokens, count = 0.0, 0.0, 0
             while count < self.nodes and (work < self._divided[doc] or tokens < self._lengths[doc]):

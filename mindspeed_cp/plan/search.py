@@ -15,6 +15,7 @@ from typing import Any
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.estimate import Estimate, Score
 from mindspeed_cp.plan.partition import Partition, Placement, Setting
+from mindspeed_cp.plan.zones import zones
 
 #: Tried for `split` first, with the first of CUT; then the others of CUT, with the best two of SPLIT.
 SPLIT = (0.12, float("inf"), 0.06, 0.4, 0.2, 0.03)
@@ -70,6 +71,7 @@ def search(
     never = float("inf")
     topology, bound = estimate.topology, estimate.bound
     splits = SPLIT if head_split and topology.ranks_per_node > 1 else (never,)
+    across = zones(estimate).node
     tried: list[tuple[Setting, float]] = []
     found: list[tuple[float, int, Placement, Score]] = []  # by what counts for it, and the order of trying
     pieces = len(estimate.lengths) * topology.ranks
@@ -84,6 +86,7 @@ def search(
             topology.ranks_per_node,
             estimate.attention.heads,
             most_tokens,
+            across,
         )
         seen: set[tuple[Any, ...]] = set()
 
