@@ -6,7 +6,7 @@
 Batches are drawn from real lengths where ../shared/data/lengths has them, else from the bins of configs/lengths, and
 cut at the batch. One layer of 32 heads of 128 channels, forward and backward, with its linear layers. Everything but
 the planning time is modelled: kernels by mindspeed_cp.cost.ComputeCost, messages by the event simulation of
-mindspeed_cp.cost.timeline; nothing was measured on these clusters. The bound is perfect balance with nothing exposed:
+mindspeed_cp.cost.simulate; nothing was measured on these clusters. The bound is perfect balance with nothing exposed:
 all work / ranks. Imbalance is busy time of the slowest rank over the mean, less one. Planning is one core of this
 machine: search and programs of all ranks.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.cost import load_cluster, load_lengths, sample_batch
-from mindspeed_cp.cost.timeline import timeline
+from mindspeed_cp.cost.simulate import simulate
 from mindspeed_cp.plan.hierarchical import choose
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "lengths"
@@ -90,14 +90,14 @@ def measure(
         plan = build_plan(documents, topology, attention, "hierarchical")
         found["planning"].append(time.perf_counter() - began)
         choice = choose(documents, documents, topology, attention)
-        made = timeline(plan, cluster)
+        made = simulate(plan, cluster)
         busy = made.compute + made.linear
         found["imbalance"].append(float(busy.max() / busy.mean()) - 1)
         found["fraction"].append(choice.bound / made.total)
         found["model"].append(choice.score.total / made.total)
         for other, (algorithm, how) in OTHERS.items() if options.others else ():
             found[other].append(
-                timeline(build_plan(documents, topology, attention, algorithm, **how), cluster).total / made.total
+                simulate(build_plan(documents, topology, attention, algorithm, **how), cluster).total / made.total
             )
     return {"cluster": name, "heads": heads, "lengths": lengths, "ranks": ranks, "tokens": tokens, **found}
 

@@ -1,35 +1,30 @@
-"""The modelled timeline of one layer: a finished plan, turn by turn, on the devices and links of a cluster.
-
-An event simulation, and nothing in it was measured. Every rank takes the turns of the plan one after the other: it
-posts the turn's messages, computes its tiles, and waits for the messages that are due. A message is under way from when
-both its ends have posted it; it passes the sender's link and the receiver's, each of which serves messages one after
-the other in the order in which they came. Links inside a node are one for each pair and direction (mesh) or each rank's
-port (switch); between nodes they are the NICs, which ranks may share. Moves between layouts are messages that are
-posted before the first turn, or after the last one of their part.
-"""
+"""The modelled timeline of one layer: what :func:`mindspeed_cp.cost.simulate` finds, and figures read off it."""
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from mindspeed_cp.cost.cluster import Cluster
-from mindspeed_cp.cost.compute import ComputeCost, LayerCost
-from mindspeed_cp.layout import Redistribution
-from mindspeed_cp.plan.combine import conclusions
-from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.tiles import pairs
+from mindspeed_cp.cost.memory import layer_bytes
+from mindspeed_cp.cost.transfers import KINDS
+from mindspeed_cp.plan.program import Plan
 
-ELEMENT, GRADIENT = 2, 4  # bytes of q, k, v and out; of gradients that are summed
+#: A transfer of a timeline: `bytes` of kind KINDS[kind] from src to dst, of part `part`, posted in turn `start` and due
+#: in turn `done`; on its way from `begin` until `end` (seconds).
+SPENT = np.dtype(
+    [
+        *((name, np.int64) for name in ("src", "dst", "start", "done", "kind", "part")),
+        *((name, np.float64) for name in ("bytes", "begin", "end")),
+    ]
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """One layer, forward and backward; all times are modelled seconds since its first rank began.
+    """One layer, forward and backward, on every rank. All times are modelled, in seconds since the first rank began.
 
     Attributes:
         total: until the last rank is done.
@@ -37,7 +32,13 @@ class Timeline:
         linear: linear layers of each rank, both directions, fp64 [ranks].
         waiting: what is left of the total: the rank waits for messages, or for the others at the end, fp64 [ranks].
         forward, backward: (start, computed, end) of every rank's turns, fp64 [ranks, turns + 2, 3]; the first entry
-            is the wait for moves before the first turn, the last one that for those after the last.
+            is the wait for moves before the first turn, the last one that for those after the last. Between the two
+            directions a rank computes its linear layers.
+        transfers, transfers_backward: records of dtype SPENT, in the order in which they are posted.
+        plan: that was simulated.
+        cluster: on which, of `plan.topology.ranks_per_node` ranks a node.
+        looked_at: ranks whose tiles were counted one by one; fewer than there are only in plans of millions of tiles,
+            where some ranks stand for their neighbours.
     """
 
     total: float
@@ -46,194 +47,78 @@ class Timeline:
     waiting: np.ndarray
     forward: np.ndarray
     backward: np.ndarray
+    transfers: np.ndarray
+    transfers_backward: np.ndarray
+    plan: Plan
+    cluster: Cluster
+    looked_at: int
 
+    @property
+    def ranks(self) -> int:
+        """Context-parallel ranks."""
+        return len(self.compute)
 
-@dataclass(frozen=True)
-class _Message:
-    """`bytes` from src to dst, posted by both in turn `start` and finished in turn `done`."""
+    @cached_property
+    def memory(self) -> np.ndarray:
+        """Bytes that the attention holds at its fullest moment, int64 [ranks] (:func:`.memory.layer_bytes`)."""
+        return layer_bytes(self.plan)
 
-    src: int
-    dst: int
-    bytes: float
-    start: int
-    done: int
+    @property
+    def imbalance(self) -> float:
+        """Busy time of the busiest rank over the mean, less one."""
+        busy = self.compute + self.linear
+        return float(busy.max() / busy.mean()) - 1 if busy.mean() > 0 else 0.0
 
+    @property
+    def exposed(self) -> np.ndarray:
+        """Seconds in which each rank waits for messages that are due, fp64 [ranks]."""
+        there, back = ((turns[:, :, 2] - turns[:, :, 1]).sum(1) for turns in (self.forward, self.backward))
+        return there + back
 
-def timeline(plan: Plan, cluster: Cluster, layer: LayerCost | None = None) -> Timeline:
-    """The timeline of a plan.
-
-    Args:
-        plan: any plan.
-        cluster: of `plan.topology.ranks_per_node` ranks (:meth:`Cluster.with_ranks`).
-        layer: the linear part of the layer; default: :meth:`LayerCost.like` the attention.
-    """
-    cost = ComputeCost(cluster, plan.attention, layer)
-    tokens = (plan.linear or plan.layout).token_counts
-    linear = [np.asarray(cost.linear_seconds(tokens, backward)) for backward in (False, True)]
-    forward_compute = _compute(plan, cost, "forward")
-    backward_compute = _compute(plan, cost, "backward")
-    forward = _Run(plan, cluster, "forward", forward_compute, cost.layer).run(np.zeros(plan.ranks))
-    begin = forward[:, -1, 2] + linear[0] + linear[1]
-    backward = _Run(plan, cluster, "backward", backward_compute, cost.layer).run(begin)
-    total = float(backward[:, -1, 2].max())
-    compute = forward_compute.sum(1) + backward_compute.sum(1)
-    return Timeline(total, compute, linear[0] + linear[1], total - compute - linear[0] - linear[1], forward, backward)
-
-
-def _compute(plan: Plan, cost: ComputeCost, direction: str) -> np.ndarray:
-    """Kernel seconds of every rank and turn, fp64 [ranks, turns]."""
-    turns = plan.turns(direction)
-    place = {turn: number for number, turn in enumerate(turns)}
-    out = np.zeros((plan.ranks, len(turns)))
-    attention = plan.attention
-    for number, piece in enumerate(plan.pieces):
-        program: Program = getattr(piece, direction)
-        at = np.array([place[number, step] for step in range(program.steps)], np.int64)
-        for rank in range(plan.ranks):
-            tiles = program.tiles(rank)
-            if not len(tiles):
-                continue
-            first, last = piece.q_layout.head_range(rank, attention.heads)
-            share = (last - first) / attention.heads
-            short = np.minimum(tiles["q_rows"], tiles["k_rows"])
-            seconds = cost.attention_seconds(pairs(tiles, attention), short, 0, direction == "backward") * share
-            np.add.at(out[rank], at[tiles["step"]], seconds)
-            calls = np.unique(np.stack([tiles["step"], tiles["slot"], tiles["mask"]]), axis=1)[0]
-            np.add.at(out[rank], at[calls], cost.cluster.launch)
-    return out
-
-
-class _Run:
-    """One direction. Turn 0 waits for the moves before the first turn, turn n + 1 for those after the last."""
-
-    def __init__(self, plan: Plan, cluster: Cluster, direction: str, compute: np.ndarray, layer: LayerCost) -> None:
-        self.plan, self.cluster, self.layer = plan, cluster, layer
-        self.direction = direction
-        turns = plan.turns(direction)
-        ranks = plan.ranks
-        self.turns = len(turns) + 2
-        self.compute = np.zeros((ranks, self.turns))
-        self.compute[:, 1:-1] = compute
-        self.messages = [*self._steps(turns), *self._moves(turns)]
-        self.posts: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.due = np.zeros((ranks, self.turns), np.int64)
-        for number, message in enumerate(self.messages):
-            for rank in (message.src, message.dst):
-                self.posts[rank, message.start].append(number)
-                self.due[rank, message.done] += 1
-
-    def _steps(self, turns: Sequence[tuple[int, int]]) -> list[_Message]:
-        attention = self.plan.attention
-        place = {turn: number + 1 for number, turn in enumerate(turns)}
-        found = []
-        for number, piece in enumerate(self.plan.pieces):
-            program: Program = getattr(piece, self.direction)
-            for messages, size in ((program.fetch, ELEMENT), (program.reduce, GRADIENT)):
-                for item in messages.items:
-                    heads = np.diff(piece.kv_layout.head_range(int(item["src"]), attention.kv_heads))[0]
-                    row = int(heads) * (attention.head_dim + attention.head_dim_v) * size
-                    start, done = (place[number, int(item[name])] for name in ("start", "done"))
-                    found.append(_Message(int(item["src"]), int(item["dst"]), float(item["rows"]) * row, start, done))
-        return found
-
-    def _moves(self, turns: Sequence[tuple[int, int]]) -> list[_Message]:
-        """Moves between layouts, of hidden states too."""
-        plan, attention = self.plan, self.plan.attention
-        last = self.turns - 1
-        forward = self.direction == "forward"
-        leaves = conclusions(plan, self.direction)
-        first_turn: dict[int, int] = {}
-        for number, (part, _) in enumerate(turns, 1):
-            first_turn.setdefault(part, number)
-        found: list[_Message] = []
-        width, width_v = attention.head_dim, attention.head_dim_v
-        for number, piece in enumerate(plan.pieces):
-            before, after = max(0, first_turn.get(number, 1) - 1), min(leaves[number] + 2, last)
-            if piece.q_move is not None:
-                found += _of_move(piece.q_move, False, (width if forward else width_v) * ELEMENT, 0, before)
-                found += _of_move(piece.q_move, True, (width_v if forward else width) * ELEMENT, after, last)
-            if piece.kv_move is not None:
-                size = GRADIENT if piece.kv_move.replicates and not forward else ELEMENT
-                back = not forward
-                at = (0, before) if forward else (after, last)
-                found += _of_move(piece.kv_move, back, (width + width_v) * size, *at)
-        if plan.linear is not None:
-            hidden = Redistribution.between(plan.linear, plan.layout, 1)
-            if hidden is not None:
-                found += _of_move(hidden, False, self.layer.hidden_size * ELEMENT, 0, 0)
-                found += _of_move(hidden, True, self.layer.hidden_size * ELEMENT, last, last)
-        return found
-
-    def run(self, begin: np.ndarray) -> np.ndarray:
-        """(start, computed, end) of every rank's turns, fp64 [ranks, turns + 2, 3], when ranks begin at those times."""
-        ranks = self.plan.ranks
-        out = np.zeros((ranks, self.turns, 3))
-        posted = np.zeros(len(self.messages), np.int64)
-        arrived = np.zeros((ranks, self.turns))
-        links: dict[tuple[str, int, int], float] = {}
-        events: list[tuple[float, int, int]] = [(float(t), -1 - rank, 0) for rank, t in enumerate(begin)]
-        heapq.heapify(events)
-        turn_of = [-1] * ranks
-
-        def ended(rank: int, turn: int) -> None:
-            if turn_of[rank] == turn and not self.due[rank, turn]:
-                end = max(out[rank, turn, 1], arrived[rank, turn])
-                out[rank, turn, 2] = end
-                if turn + 1 < self.turns:
-                    heapq.heappush(events, (end, -1 - rank, turn + 1))
-
-        while events:
-            now, what, turn = heapq.heappop(events)
-            if what < 0:  # a rank begins a turn
-                rank = -1 - what
-                turn_of[rank] = turn
-                out[rank, turn, :2] = now, now + self.compute[rank, turn]
-                for number in self.posts.get((rank, turn), ()):
-                    posted[number] += 1
-                    if posted[number] == 2:
-                        heapq.heappush(events, (now, number, -1))
-                ended(rank, turn)
-                continue
-            message = self.messages[what]
-            if turn == -1:  # both ends have posted it
-                heapq.heappush(events, (self._passes(message, now, links), what, -2))
-                continue
-            for rank in (message.src, message.dst):  # it has arrived
-                self.due[rank, message.done] -= 1
-                arrived[rank, message.done] = max(arrived[rank, message.done], now)
-                ended(rank, message.done)
+    @property
+    def hidden(self) -> np.ndarray:
+        """Seconds in which each rank computes, in attention or linear layers, while messages reach it, fp64 [ranks]."""
+        out = np.zeros(self.ranks)
+        for sent, turns in ((self.transfers, self.forward), (self.transfers_backward, self.backward)):
+            order = np.argsort(sent["dst"], kind="stable")
+            edges = np.searchsorted(sent["dst"][order], np.arange(self.ranks + 1))
+            for rank in range(self.ranks):
+                mine = sent[order[edges[rank] : edges[rank + 1]]]
+                travelling = _union(mine["begin"], mine["end"])
+                out[rank] += _overlap(travelling, turns[rank, :, 0], turns[rank, :, 1])
         return out
 
-    def _passes(self, message: _Message, now: float, links: dict[tuple[str, int, int], float]) -> float:
-        """When a message arrives, that takes its turn on the links from now on."""
-        cluster, per = self.cluster, self.plan.topology.ranks_per_node
-        src, dst = message.src, message.dst
-        inside = src // per == dst // per
-        ports = [(("out", src, 0), cluster.effective_rank), (("in", dst, 0), cluster.effective_rank)]
-        passed, beside = ports, []
-        if not inside:
-            passed = [
-                (("nic out", src // per, cluster.nic_of(src % per)), cluster.effective_nic),
-                (("nic in", dst // per, cluster.nic_of(dst % per)), cluster.effective_nic),
-            ]
-        elif cluster.fabric == "mesh":  # a link of its own; all links of a rank together may be slower than their sum
-            passed, beside = [(("pair", src, dst), cluster.effective_pair)], ports
-        begin, end = now, now
-        for link, rate in passed:
-            begin = max(begin, links.get(link, 0.0))
-            links[link] = max(now, links.get(link, 0.0)) + message.bytes / rate
-            end = max(end, links[link], begin + message.bytes / rate)
-        for link, rate in beside:
-            links[link] = max(now, links.get(link, 0.0)) + message.bytes / rate
-            end = max(end, links[link])
-        return end + (cluster.in_node_latency if inside else cluster.network_latency)
+    @property
+    def bytes_sent(self) -> np.ndarray:
+        """Bytes that each rank sends, both directions, fp64 [ranks]."""
+        both = np.concatenate([self.transfers, self.transfers_backward])
+        return np.bincount(both["src"], both["bytes"], self.ranks)
+
+    def by_kind(self) -> dict[str, float]:
+        """Bytes that all ranks send, by kind of transfer."""
+        both = np.concatenate([self.transfers, self.transfers_backward])
+        return {name: float(both["bytes"][both["kind"] == kind].sum()) for kind, name in enumerate(KINDS)}
 
 
-def _of_move(move: Redistribution, adjoint: bool, row: float, start: int, done: int) -> list[_Message]:
-    """The messages of a redistribution; a row of one head has `row` bytes."""
-    parts = move.parts[move.parts["src"] != move.parts["dst"]]
-    ends = ("dst", "src") if adjoint else ("src", "dst")
-    return [
-        _Message(int(part[ends[0]]), int(part[ends[1]]), float(part["rows"] * part["heads"] * row), start, done)
-        for part in parts
-    ]
+def _union(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Intervals as their union: disjoint ones, ascending, fp64 [n, 2]."""
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], np.maximum.accumulate(end[order]) if len(end) else end
+    first = np.flatnonzero(np.append(True, begin[1:] > end[:-1])[: len(begin)])
+    last = np.append(first[1:], len(begin)) - 1
+    return np.stack([begin[first], end[last]], 1) if len(begin) else np.zeros((0, 2))
+
+
+def _overlap(union: np.ndarray, start: np.ndarray, stop: np.ndarray) -> float:
+    """Seconds that intervals have in common with a union of others."""
+    if not len(union):
+        return 0.0
+    lengths = np.append(0.0, np.cumsum(union[:, 1] - union[:, 0]))
+
+    def until(time: np.ndarray) -> np.ndarray:
+        """Length of the union before a time."""
+        i = np.searchsorted(union[:, 0], time, "right") - 1
+        inside = np.clip(time - union[i, 0], 0, union[i, 1] - union[i, 0])
+        return np.where(i >= 0, lengths[i] + inside, 0.0)
+
+    return float((until(stop) - until(start)).sum())

@@ -19,10 +19,13 @@ from functools import cached_property
 
 import numpy as np
 
-from mindspeed_cp.layout import Documents, Layout, Redistribution
+from mindspeed_cp.layout import Documents, Layout, Redistribution, expand
 from mindspeed_cp.plan.config import AttentionConfig, Topology
 from mindspeed_cp.plan.records import TILE, Messages
 from mindspeed_cp.plan.tiles import pairs, tiles_between
+
+#: Spans of queries, times contents, whose tiles are found at once.
+AT_ONCE = 2**10
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +70,34 @@ class Program:
 
     def tiles(self, rank: int) -> np.ndarray:
         """Tiles of one rank, records of dtype TILE sorted by (step, slot, q_row); derived anew at every call."""
-        q_spans, documents = self.q_layout.of(rank), self.q_layout.documents
-        found = []
-        for content in self.contents_of(rank):
-            tiles = tiles_between(q_spans, self.spans_in(content), documents, self.attention, self.kv_documents)
-            tiles["step"], tiles["slot"] = content["step"], content["slot"]
-            tiles["k_row"] += content["row"]
-            found.append(tiles)
-        return np.concatenate(found) if found else np.empty(0, TILE)
+        contents, q_spans = self.contents_of(rank), self.q_layout.of(rank)
+        if not len(contents) or not len(q_spans):
+            return np.empty(0, TILE)
+        at_once = max(1, AT_ONCE // len(q_spans))
+        return np.concatenate(
+            [self._tiles(q_spans, contents[i : i + at_once]) for i in range(0, len(contents), at_once)]
+        )
+
+    def _tiles(self, q_spans: np.ndarray, contents: np.ndarray) -> np.ndarray:
+        """Tiles of some contents, as those of one large batch: a copy of all documents for each content, of which it
+        has the keys."""
+        documents, keys = self.q_layout.documents, self.kv_documents
+        copies, of = len(contents), np.repeat(np.arange(len(contents)), contents["count"])
+        k_spans = _copied(self.spans[expand(contents["first"], contents["count"])], of, keys)
+        rows = np.bincount(of, k_spans["stop"] - k_spans["start"], copies).astype(np.int64)
+        k_rows = np.cumsum(rows) - rows
+        q_spans = _copied(np.tile(q_spans, copies), np.repeat(np.arange(copies), len(q_spans)), documents)
+        q_rows = int((q_spans["stop"] - q_spans["start"])[: len(q_spans) // copies].sum())
+        many = _times(documents, copies)
+        tiles = tiles_between(
+            q_spans, k_spans, many, self.attention, many if keys == documents else _times(keys, copies)
+        )
+        copy = tiles["doc"] // max(len(documents), 1)
+        tiles["doc"] -= copy * len(documents)
+        tiles["q_row"] -= copy * q_rows
+        tiles["k_row"] += contents["row"][copy] - k_rows[copy]
+        tiles["step"], tiles["slot"] = contents["step"][copy], contents["slot"][copy]
+        return tiles
 
     def work(self, rank: int) -> np.ndarray:
         """Visible (query, key) pairs of each step, int64 [steps]."""
@@ -179,3 +202,17 @@ class Plan:
             f"Plan({self.algorithm}, {parts}{self.ranks} ranks, {len(self.documents)} documents, "
             f"{self.documents.tokens} tokens, {len(self.turns())} forward steps, {sent} key/value rows sent)"
         )
+
+
+def _times(documents: Documents, copies: int) -> Documents:
+    """All documents, several times."""
+    return documents if copies == 1 else Documents(np.tile(documents.lengths, copies))
+
+
+def _copied(spans: np.ndarray, copy: np.ndarray, documents: Documents) -> np.ndarray:
+    """Spans of documents as those of a copy of them."""
+    out = spans.copy()
+    out["doc"] += copy * len(documents)
+    for name in ("start", "stop"):
+        out[name] += copy * documents.tokens
+    return out
