@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_cp.cost.cluster import Cluster, load_cluster
+from mindspeed_cp.cost.simulate import simulate
+from mindspeed_cp.cost.timeline import Timeline
 from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan, verify_plan
@@ -20,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionConfig",
+    "Cluster",
     "ConfigError",
     "Documents",
     "Layout",
@@ -27,10 +31,13 @@ __all__ = [
     "PeerError",
     "Plan",
     "PlanError",
+    "Timeline",
     "Topology",
     "build_plan",
     "check_agreement",
     "context_parallel_attention",
+    "load_cluster",
+    "simulate",
     "verify_plan",
 ]
 

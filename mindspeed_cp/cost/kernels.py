@@ -11,7 +11,7 @@ from mindspeed_cp.plan.tiles import pairs
 
 #: Spans of keys whose tiles are found exactly, in one direction. Larger plans, of many documents each cut over very
 #: many ranks, have billions of tiles; there the tiles of some ranks, evenly spaced, stand for all.
-MOST_SPANS = 2**22
+MOST_SPANS = 2**20
 
 #: A rank stands for others only where at least so many are looked at.
 LEAST_RANKS = 4

@@ -82,17 +82,21 @@ class Program:
         """Tiles of some contents, as those of one large batch: a copy of all documents for each content, of which it
         has the keys."""
         documents, keys = self.q_layout.documents, self.kv_documents
+        if len(contents) == 1:
+            tiles = tiles_between(q_spans, self.spans_in(contents[0]), documents, self.attention, keys)
+            tiles["step"], tiles["slot"] = contents["step"], contents["slot"]
+            tiles["k_row"] += contents["row"]
+            return tiles
         copies, of = len(contents), np.repeat(np.arange(len(contents)), contents["count"])
         k_spans = _copied(self.spans[expand(contents["first"], contents["count"])], of, keys)
         rows = np.bincount(of, k_spans["stop"] - k_spans["start"], copies).astype(np.int64)
         k_rows = np.cumsum(rows) - rows
+        q_rows = int((q_spans["stop"] - q_spans["start"]).sum())
         q_spans = _copied(np.tile(q_spans, copies), np.repeat(np.arange(copies), len(q_spans)), documents)
-        q_rows = int((q_spans["stop"] - q_spans["start"])[: len(q_spans) // copies].sum())
-        many = _times(documents, copies)
-        tiles = tiles_between(
-            q_spans, k_spans, many, self.attention, many if keys == documents else _times(keys, copies)
-        )
-        copy = tiles["doc"] // max(len(documents), 1)
+        many = Documents(np.tile(documents.lengths, copies))
+        many_keys = many if keys == documents else Documents(np.tile(keys.lengths, copies))
+        tiles = tiles_between(q_spans, k_spans, many, self.attention, many_keys)
+        copy = tiles["doc"] // len(documents)
         tiles["doc"] -= copy * len(documents)
         tiles["q_row"] -= copy * q_rows
         tiles["k_row"] += contents["row"][copy] - k_rows[copy]
@@ -202,11 +206,6 @@ class Plan:
             f"Plan({self.algorithm}, {parts}{self.ranks} ranks, {len(self.documents)} documents, "
             f"{self.documents.tokens} tokens, {len(self.turns())} forward steps, {sent} key/value rows sent)"
         )
-
-
-def _times(documents: Documents, copies: int) -> Documents:
-    """All documents, several times."""
-    return documents if copies == 1 else Documents(np.tile(documents.lengths, copies))
 
 
 def _copied(spans: np.ndarray, copy: np.ndarray, documents: Documents) -> np.ndarray:

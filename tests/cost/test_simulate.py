@@ -1,0 +1,178 @@
+"""The simulator against closed forms: transfers, rings, exchanges, head splits, relays, memory, steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate
+from mindspeed_cp.cost import ComputeCost, LayerCost, load_cluster, sample_batch
+from mindspeed_cp.cost.links import Links
+from mindspeed_cp.cost.memory import layer_bytes
+from mindspeed_cp.cost.step import reduction_seconds, simulate_layers, simulate_step
+from mindspeed_cp.errors import ConfigError
+
+MHA = AttentionConfig(heads=32, head_dim=128)
+FULL = AttentionConfig(heads=32, head_dim=128, mask="full")
+NO_LINEAR = LayerCost(0.0, 4096)
+ROW = 32 * 256 * 2  # bytes of K and V of a token
+
+
+def only_links(name: str, ranks: int = 8) -> object:
+    """Devices that compute in no time."""
+    return load_cluster(name).with_ranks(ranks).with_(peak_flops=1e21, launch=0.0)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_single_transfer_takes_its_bytes_over_its_slowest_link_and_the_latency(inside: bool) -> None:
+    cluster = load_cluster("a2").with_ranks(2)
+    links = Links(cluster, 2)
+    src, dst = np.array([0]), np.array([1 if inside else 2])
+    begin, end = links.serve(src, dst, np.array([1e9]), np.array([0.25]))
+    rate = cluster.effective_pair if inside else cluster.effective_nic
+    latency = cluster.in_node_latency if inside else cluster.network_latency
+    assert begin == pytest.approx([0.25]) and end == pytest.approx([0.25 + 1e9 / rate + latency], rel=1e-12)
+
+
+def test_a_link_serves_in_order_of_posting_and_is_idle_until_then() -> None:
+    cluster = load_cluster("a2").with_ranks(2)
+    links = Links(cluster, 2)
+    size = cluster.effective_nic  # one second each
+    src, dst = np.array([0, 0, 0]), np.array([2, 3, 2])
+    begin, end = links.serve(src, dst, np.full(3, size), np.array([5.0, 0.0, 1.5]))
+    assert begin == pytest.approx([5, 0, 1.5])  # sorted by when they were posted
+    assert end - cluster.network_latency == pytest.approx([6, 1, 2.5])
+    begin, _ = links.serve(np.array([0]), np.array([2]), np.array([size]), np.array([0.0]))
+    assert begin == pytest.approx([6])  # a later call comes after all
+
+
+@pytest.mark.parametrize("name", ["a2", "a800"])
+def test_all_gather_and_ulysses_of_equal_parts(name: str) -> None:
+    """n - 1 blocks over a rank's links; and q, k, v of 1 / n of the heads, each way for out."""
+    cluster, tokens, n = only_links(name), 8 * 4096, 8
+    block = tokens / n * ROW
+    found = simulate(build_plan(Documents([tokens]), Topology(1, n), FULL, "all_gather"), cluster, NO_LINEAR)
+    latency = cluster.in_node_latency
+    if cluster.fabric == "mesh":
+        expected = block / min(cluster.effective_pair, cluster.effective_rank / (n - 1))
+    else:
+        expected = (n - 1) * block / cluster.effective_rank
+    assert found.forward[:, -1, 2].max() == pytest.approx(expected + latency, rel=0.01)
+    found = simulate(build_plan(Documents([tokens]), Topology(1, n), FULL, "ulysses"), cluster, NO_LINEAR)
+    part = tokens / n * 32 * 128 * 2 / n  # bytes of q that a rank gives to another
+    rate = min(cluster.effective_pair, cluster.effective_rank / (n - 1))
+    assert found.forward[:, -1, 2].max() == pytest.approx(4 * part / rate + 2 * latency, rel=0.01)
+
+
+def test_a_document_over_two_nodes_crosses_once_over_all_nics_with_routing() -> None:
+    """Of equal halves each node gets the other's keys once: over 4 NICs with relays, and 4 times without."""
+    cluster = only_links("a2", 4)
+    documents, topology = Documents([8 * 4096]), Topology(2, 4)
+    spent = {}
+    for routing in (True, False):
+        plan = build_plan(documents, topology, FULL, "hierarchical", routing=routing, head_split=False, remap="off")
+        sent = simulate(plan, cluster, NO_LINEAR).transfers
+        across = sent[sent["src"] // 4 != sent["dst"] // 4]
+        spent[routing] = across["end"].max() - across["begin"].min()
+        volume = 4 * 4096 * ROW * (1 if routing else 4)
+        into = np.bincount(across["dst"] // 4, across["bytes"])
+        assert into == pytest.approx([volume, volume], rel=1e-6)
+        assert spent[routing] == pytest.approx(volume / 4 / cluster.effective_nic, rel=0.01)
+
+
+def test_hidden_and_exposed_messages_of_a_ring() -> None:
+    """Slow links: all is exposed but for the computing; fast ones: nothing is, but the first block's neighbours."""
+    documents, topology = Documents([4 * 4096]), Topology(1, 4)
+    plan = build_plan(documents, topology, FULL, "ring")
+    slow = load_cluster("a2").with_ranks(4).with_(communication_efficiency=0.01)
+    fast = slow.with_(communication_efficiency=1.0, peak_flops=1e12)
+    made = simulate(plan, fast, NO_LINEAR)
+    assert made.exposed.max() <= 0.02 * made.total
+    sent = made.transfers
+    travelling = (sent["end"] - sent["begin"])[sent["dst"] == 0].sum()
+    assert 0 < travelling <= made.hidden[0] * 1.01
+    made = simulate(plan, slow, NO_LINEAR)
+    assert made.exposed.min() >= 0.9 * (made.total - made.compute.max() - made.linear.max())
+
+
+def test_linear_layers_come_between_the_directions_on_every_rank() -> None:
+    documents = Documents(sample_batch("wikipedia", 8 * 4096, 3))
+    plan = build_plan(documents, Topology(2, 4, "a2"), MHA, "hierarchical", remap="off")
+    cluster = load_cluster("a2").with_ranks(4)
+    made, cost = simulate(plan, cluster), ComputeCost(cluster, MHA)
+    expected = 3 * cost.linear_seconds(plan.layout.token_counts)
+    assert made.backward[:, 0, 0] - made.forward[:, -1, 2] == pytest.approx(expected)
+    assert simulate(plan, load_cluster("a2")).total == made.total  # nodes of 8, of which the plan has 4
+    with pytest.raises(ConfigError, match="a node of cluster a2 has 2 ranks"):
+        simulate(plan, load_cluster("a2").with_ranks(2))
+
+
+def test_it_is_the_same_again() -> None:
+    documents = Documents(sample_batch("prolong", 8 * 4096, 1))
+    plan = build_plan(documents, Topology(2, 4, "a800"), MHA, "hierarchical")
+    one, other = (simulate(plan, load_cluster("a800")) for _ in range(2))
+    assert np.array_equal(one.transfers, other.transfers) and np.array_equal(one.backward, other.backward)
+
+
+def test_ranks_that_stand_for_others_say_so_and_are_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = build_plan(Documents([700] * 40), Topology(4, 8), MHA, "ring")
+    cluster = load_cluster("a2")
+    every = simulate(plan, cluster)
+    monkeypatch.setattr("mindspeed_cp.cost.kernels.MOST_SPANS", 1000)
+    some = simulate(plan, cluster)
+    assert every.looked_at == 32 and some.looked_at == 4
+    assert some.total == pytest.approx(every.total, rel=0.02)
+
+
+def test_memory_counts_what_ranks_hold_and_what_travels() -> None:
+    plan = build_plan(Documents([8 * 1024]), Topology(1, 8), MHA, "ring")
+    alone = build_plan(Documents([1024]), Topology(1, 1), MHA, "ring")
+    rows = 1024 * 32
+    assert layer_bytes(alone).tolist() == [2 * (rows * 512 * 2) + rows * (4 * 128 + 4) + rows * 256 * 4]
+    more = layer_bytes(plan) - layer_bytes(alone)
+    assert (more >= 1024 * ROW).all()  # a block under way at least
+    gathered = build_plan(Documents([8 * 1024]), Topology(1, 8), MHA, "all_gather")
+    assert (layer_bytes(gathered) > layer_bytes(plan)).all()
+
+
+def test_equal_layers_follow_each_other() -> None:
+    plan = build_plan(Documents([4096] * 4), Topology(1, 4), MHA, "ring")
+    cluster = load_cluster("a2")
+    one, four, ten = (simulate_layers(plan, cluster, layers).seconds for layers in (1, 4, 10))
+    assert one == pytest.approx(simulate(plan, cluster).total)
+    assert four == pytest.approx(4 * one, rel=0.02) and ten == pytest.approx(10 * one, rel=0.02)
+    with pytest.raises(ConfigError, match="layers is 0"):
+        simulate_layers(plan, cluster, 0)
+
+
+def test_ranks_that_are_late_in_one_layer_are_late_in_the_next_but_not_twice() -> None:
+    """Local documents of different lengths on two ranks: no message, so the busiest rank sets the pace."""
+    plan = build_plan(Documents([3000, 500]), Topology(1, 2), MHA, "hierarchical", remap="off")
+    cluster = load_cluster("a2")
+    made = simulate(plan, cluster)
+    busiest = (made.compute + made.linear).max()
+    assert simulate_layers(plan, cluster, 3).seconds >= 3 * busiest * (1 - 1e-9)
+
+
+def test_a_step_is_its_slowest_replica_and_what_of_the_reduction_is_left() -> None:
+    cluster = load_cluster("a2")
+    plan = build_plan(Documents([4096] * 2), Topology(1, 2), MHA, "ring")
+    micro = simulate_layers(plan, cluster, 2)
+    step = simulate_step([[micro, micro], [micro]], cluster)
+    assert step.total == pytest.approx(2 * micro.seconds) and step.reduction == 0
+    assert step.waiting == pytest.approx([0, micro.seconds])
+    all_bytes = 1e9
+    expected = 2 * all_bytes * 3 / 4 / cluster.effective_rank
+    assert reduction_seconds(all_bytes, cluster, 4) == pytest.approx(expected)
+    assert reduction_seconds(all_bytes, cluster, 1) == 0
+    assert reduction_seconds(all_bytes, cluster, 16) == pytest.approx(2 * all_bytes * 15 / 16 / cluster.effective_nic)
+    apart = simulate_step([[micro], [micro]], cluster, all_bytes, layers=2, overlap=False)
+    beside = simulate_step([[micro], [micro]], cluster, all_bytes, layers=2)
+    assert apart.total == pytest.approx(micro.seconds + expected)
+    assert beside.exposed_reduction == pytest.approx(max(expected / 2, expected - micro.layer_backward))
+    every = simulate_step([[micro, micro], [micro, micro]], cluster, together=True)
+    assert every.total == pytest.approx(2 * micro.seconds)
+    with pytest.raises(ConfigError, match="2, 1 micro-batches"):
+        simulate_step([[micro, micro], [micro]], cluster, together=True)
+    with pytest.raises(ConfigError, match="no micro-batch"):
+        simulate_step([], cluster)
