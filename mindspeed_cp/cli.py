@@ -10,12 +10,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mindspeed_cp.cli_calibrate import calibrate
 from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
+
+if TYPE_CHECKING:
+    from mindspeed_cp.config import Settings
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
 
@@ -84,6 +87,8 @@ def train(
     if as_json:
         wanted.append("output.progress=none")
     settings = load_settings(config, wanted)
+    if settings.context_parallel_suite.algorithm == "auto":
+        settings = _chosen(settings, quiet=as_json or settings.output.progress == "none")
     from mindspeed_cp.train.launch import run_under_launcher, start_local_ranks
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -91,6 +96,16 @@ def train(
             raise ConfigError(f"--nproc {nproc}: the launcher has set the number of ranks; leave --nproc out")
         return run_under_launcher(settings, as_json=as_json)
     return start_local_ranks(settings, nproc, as_json=as_json)
+
+
+def _chosen(settings: Settings, *, quiet: bool) -> Settings:
+    """The settings with an algorithm in the place of auto; the first rank, or who starts the ranks, says why it."""
+    from mindspeed_cp.train.auto import resolved
+
+    settings, decision = resolved(settings)
+    if decision is not None and not quiet and os.environ.get("RANK", "0") == "0":
+        typer.echo("\n".join(("algorithm: auto", *(f"  {reason}" for reason in decision.reasons))))
+    return settings
 
 
 @app.command()

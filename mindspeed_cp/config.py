@@ -25,7 +25,7 @@ from mindspeed_cp.config_sections import (
     TrainSettings,
 )
 from mindspeed_cp.config_suite import ALSO_READ, SuiteSettings
-from mindspeed_cp.plan import algorithm_options
+from mindspeed_cp.plan import AUTO, algorithm_options
 
 __all__ = ["Settings", "SuiteSettings", "load_settings"]
 
@@ -77,7 +77,7 @@ class Settings(Section):
             "ffn_hidden_size": self.model.ffn_width,
             "tensor_model_parallel_size": self.train.tensor_model_parallel_size,
         }
-        known = algorithm_options(suite.algorithm)
+        known = sizes if suite.algorithm == AUTO else algorithm_options(suite.algorithm)
         return {**{name: value for name, value in sizes.items() if name in known}, **suite.options}
 
 

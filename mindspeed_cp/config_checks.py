@@ -11,7 +11,7 @@ from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
 from mindspeed_cp.devices import device_type
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.npu_limits import check_limits
-from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.plan import AUTO, AttentionConfig
 
 if TYPE_CHECKING:
     from mindspeed_cp.config import Settings
@@ -69,22 +69,14 @@ def data_parallel_size(settings: Settings, world_size: int) -> int:
 
 def _check_capabilities(settings: Settings) -> None:
     """Whether the table of capabilities has an exact cell for every layer's attention."""
-    model, suite = settings.model, settings.context_parallel_suite
-    attention = AttentionConfig(
-        heads=model.num_attention_heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        head_dim_v=model.head_dim_v,
-        window=None if model.window_size is None else (model.window_size[0], model.window_size[1]),
-        alibi=model.position_embedding_type == "alibi",
-        dropout=model.attention_dropout,
-    )
+    suite, attention = settings.context_parallel_suite, attention_of(settings)
     device = device_type(settings.train.device)
     if suite.backend not in ("auto", device):
         where = f"train.device = {settings.train.device} ({device})"
         rule = f"does not run on {where}; use auto, or train.device: {suite.backend}"
         raise bad_value("context_parallel_suite.backend", suite.backend, rule)
-    row = capabilities.find(suite.algorithm, attention, backend=device if device == "npu" else suite.backend)
+    algorithm = "ring" if suite.algorithm == AUTO else suite.algorithm  # one that does all that any does
+    row = capabilities.find(algorithm, attention, backend=device if device == "npu" else suite.backend)
     if row is None:
         if device == "npu":
             each = replace(attention, heads=max(1, attention.heads // settings.train.tensor_model_parallel_size))
@@ -94,6 +86,20 @@ def _check_capabilities(settings: Settings) -> None:
     section, name = key.split(".")
     value = getattr(getattr(settings, section), name)
     raise bad_value(key, value, f"{row} (algorithm {suite.algorithm}, backend {suite.backend})")
+
+
+def attention_of(settings: Settings) -> AttentionConfig:
+    """What every layer's attention computes, over all tensor-parallel ranks."""
+    model = settings.model
+    return AttentionConfig(
+        heads=model.num_attention_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        head_dim_v=model.head_dim_v,
+        window=None if model.window_size is None else (model.window_size[0], model.window_size[1]),
+        alibi=model.position_embedding_type == "alibi",
+        dropout=model.attention_dropout,
+    )
 
 
 def _check_heads(settings: Settings) -> None:

@@ -20,6 +20,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import (
     ALGORITHMS,
     ALIASES,
+    AUTO,
     LATER_ALGORITHMS,
     MOST_RANKS,
     Topology,
@@ -55,8 +56,8 @@ class SuiteSettings(Section):
     algorithm: str = Field(
         default="ring",
         description="ring (also p2p, megatron_cp_algo), double_ring, ulysses (a2a, ulysses_cp_algo), hybrid (a2a+p2p, "
-        "hybrid_cp_algo), all_gather (allgather, kvallgather_cp_algo), direct or hierarchical; the key may also "
-        "be cp_comm_type",
+        "hybrid_cp_algo), all_gather (allgather, kvallgather_cp_algo), direct or hierarchical; auto: the one, with "
+        "its options, that is simulated fastest for rows like the run's; the key may also be cp_comm_type",
     )
     layout: Literal["zigzag", "contiguous", "balanced"] | None = Field(
         default=None,
@@ -165,7 +166,8 @@ class SuiteSettings(Section):
     @property
     def uses_lanes(self) -> bool:
         """Whether transfers between devices go over lanes."""
-        return self.p2p == "lanes" or (self.p2p == "auto" and algorithm_name(self.algorithm) in ("ring", "double_ring"))
+        rings = self.algorithm != AUTO and algorithm_name(self.algorithm) in ("ring", "double_ring")
+        return self.p2p == "lanes" or (self.p2p == "auto" and rings)
 
     @property
     def group_options(self) -> dict[str, int]:
@@ -209,8 +211,11 @@ class SuiteSettings(Section):
     def _fits_together(self) -> SuiteSettings:
         ranks = self.context_parallel_size
         _divides("nodes", self.nodes, ranks)
-        own = algorithm_options(self.algorithm)
+        own = {} if self.algorithm == AUTO else algorithm_options(self.algorithm)
         for name, value in self.options.items():
+            if self.algorithm == AUTO:
+                rule = "must be left out with algorithm: auto, which chooses options too; or name the algorithm"
+                raise bad_value(name, value, rule)
             if name not in own:
                 others = ", ".join(other for other in ALGORITHMS if name in algorithm_options(other))
                 rule = (
@@ -264,9 +269,11 @@ def _algorithm(key: str, value: Any) -> str:
     if isinstance(value, list):
         valid = ", ".join([*ALGORITHMS, *ALIASES])
         raise bad_value(key, value, f"one algorithm per layer is not in this version; give one of {valid}")
+    if value == AUTO:
+        return AUTO
     problem = no_algorithm(value)
     if problem is not None:
-        raise bad_value(key, value, problem)
+        raise bad_value(key, value, problem.replace("valid: ", f"valid: {AUTO}, ", 1))
     return algorithm_name(value)
 
 

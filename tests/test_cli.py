@@ -155,7 +155,7 @@ def test_plan_switches_are_those_of_build_plan(
         (["plan", "--lengths", "5", "--mask", "diagonal"], "valid: causal, full"),
         (
             ["plan", "--lengths", "5", "--algorithm", "auto"],
-            "algorithm is 'auto': not in this version; nearest: hierarchical, which places every document",
+            "algorithm is 'auto': no algorithm of a plan, but chooses one before a training begins",
         ),
         (
             ["plan", "--lengths", "5", "--algorithm", "ring", "--prefetch", "2"],

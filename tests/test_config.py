@@ -390,7 +390,10 @@ def test_the_suite_alone_and_inside_megatrons_yaml(tmp_path: Path) -> None:
         ),
         ("model_parallel: {context_parallel_size: 4}", "no section context_parallel_suite"),
         ("context_parallel_suite: 3", "must be a section"),
-        ("context_parallel_suite:\n  algorithm: auto", ":2: context_parallel_suite.algorithm = .auto.: is not in this"),
+        (
+            "context_parallel_suite:\n  algorithm: auto\n  routing: false",
+            ":3: context_parallel_suite.routing = false: must be left out with algorithm: auto",
+        ),
         ("context_parallel_size: x", ":1: context_parallel_size = .x.: must be an integer >= 1"),
     ],
 )

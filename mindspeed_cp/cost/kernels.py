@@ -17,11 +17,13 @@ MOST_SPANS = 2**20
 LEAST_RANKS = 4
 
 
-def kernel_seconds(plan: Plan, cost: ComputeCost, direction: str) -> tuple[np.ndarray, int]:
+def kernel_seconds(
+    plan: Plan, cost: ComputeCost, direction: str, most_spans: int = MOST_SPANS
+) -> tuple[np.ndarray, int]:
     """Kernel seconds of every rank and turn, fp64 [ranks, turns + 2] (turn 0 and the last compute nothing), and the
-    number of ranks whose tiles were looked at: all, but in plans of more than MOST_SPANS spans."""
+    number of ranks whose tiles were looked at: all, but in plans of more than `most_spans` spans."""
     out = np.zeros((plan.ranks, len(plan.turns(direction)) + 2))
-    chosen = _chosen(plan, direction)
+    chosen = _chosen(plan, direction, most_spans)
     attention = plan.attention
     for piece, place in zip(plan.pieces, places(plan, direction), strict=True):
         program: Program = getattr(piece, direction)
@@ -43,10 +45,10 @@ def kernel_seconds(plan: Plan, cost: ComputeCost, direction: str) -> tuple[np.nd
     return out, len(chosen)
 
 
-def _chosen(plan: Plan, direction: str) -> np.ndarray:
+def _chosen(plan: Plan, direction: str, most_spans: int) -> np.ndarray:
     """Ranks whose tiles are looked at."""
     spans = sum(int(getattr(piece, direction).contents["count"].sum()) for piece in plan.pieces)
-    if spans <= MOST_SPANS:
+    if spans <= most_spans:
         return np.arange(plan.ranks)
-    count = min(plan.ranks, max(LEAST_RANKS, plan.ranks * MOST_SPANS // spans))
+    count = min(plan.ranks, max(LEAST_RANKS, plan.ranks * most_spans // spans))
     return np.unique(np.linspace(0, plan.ranks - 1, count).round().astype(np.int64))

@@ -19,7 +19,7 @@ import numpy as np
 
 from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
-from mindspeed_cp.cost.kernels import kernel_seconds
+from mindspeed_cp.cost.kernels import MOST_SPANS, kernel_seconds
 from mindspeed_cp.cost.links import Links
 from mindspeed_cp.cost.timeline import SPENT, Timeline
 from mindspeed_cp.cost.transfers import TRANSFER, transfers
@@ -27,13 +27,14 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.program import Plan
 
 
-def simulate(plan: Plan, cluster: Cluster, layer: LayerCost | None = None) -> Timeline:
+def simulate(plan: Plan, cluster: Cluster, layer: LayerCost | None = None, most_spans: int = MOST_SPANS) -> Timeline:
     """The timeline of one layer: attention of the plan forward, linear layers forward and backward, attention backward.
 
     Args:
         plan: any plan.
         cluster: whose nodes have `plan.topology.ranks_per_node` ranks or more (:meth:`Cluster.with_ranks`).
         layer: the linear part of the layer; default: :meth:`LayerCost.like` the attention.
+        most_spans: spans of keys up to which every rank's tiles are counted; beyond, some stand for their neighbours.
 
     Raises:
         ConfigError: the cluster's nodes have fewer ranks than the plan's.
@@ -42,8 +43,8 @@ def simulate(plan: Plan, cluster: Cluster, layer: LayerCost | None = None) -> Ti
     cost = ComputeCost(cluster, plan.attention, layer)
     tokens = (plan.linear or plan.layout).token_counts
     linear = np.asarray(cost.linear_seconds(tokens)) + cost.linear_seconds(tokens, backward=True)
-    forward = _direction(plan, cluster, "forward", cost, np.zeros(plan.ranks))
-    backward = _direction(plan, cluster, "backward", cost, forward.turns[:, -1, 2] + linear)
+    forward = _direction(plan, "forward", cost, np.zeros(plan.ranks), most_spans)
+    backward = _direction(plan, "backward", cost, forward.turns[:, -1, 2] + linear, most_spans)
     total = float(backward.turns[:, -1, 2].max())
     compute = forward.compute + backward.compute
     return Timeline(
@@ -80,12 +81,12 @@ class _Direction:
     looked_at: int
 
 
-def _direction(plan: Plan, cluster: Cluster, name: str, cost: ComputeCost, begin: np.ndarray) -> _Direction:
-    kernels, looked_at = kernel_seconds(plan, cost, name)
+def _direction(plan: Plan, name: str, cost: ComputeCost, begin: np.ndarray, most_spans: int) -> _Direction:
+    kernels, looked_at = kernel_seconds(plan, cost, name, most_spans)
     table = transfers(plan, name, cost.layer)
     if len(table) and int(table["done"].max()) >= kernels.shape[1]:
         raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last turn")
-    return _Direction(*run(kernels, table, Links(cluster, plan.topology.nodes), begin), looked_at)
+    return _Direction(*run(kernels, table, Links(cost.cluster, plan.topology.nodes), begin), looked_at)
 
 
 def run(

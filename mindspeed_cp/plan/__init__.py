@@ -4,6 +4,7 @@ from mindspeed_cp.plan.adjoint import adjoint
 from mindspeed_cp.plan.build import (
     ALGORITHMS,
     ALIASES,
+    AUTO,
     LATER_ALGORITHMS,
     algorithm_name,
     algorithm_options,
@@ -20,8 +21,8 @@ from mindspeed_cp.plan.traffic import TRAFFIC, traffic
 from mindspeed_cp.plan.verify import peak_bytes, verify_plan
 
 __all__ = [
-    "ALGORITHMS", "ALIASES", "BAND", "CAUSAL", "CONTENT", "FULL", "LATER_ALGORITHMS", "LAYOUTS", "MASKS", "MESSAGE",
-    "MOST_RANKS",
+    "ALGORITHMS", "ALIASES", "AUTO", "BAND", "CAUSAL", "CONTENT", "FULL", "LATER_ALGORITHMS", "LAYOUTS", "MASKS",
+    "MESSAGE", "MOST_RANKS",
     "RUN", "TILE", "TRAFFIC", "UNLIMITED", "AttentionConfig", "MessageList", "Messages", "Plan", "Program", "Topology",
     "adjoint", "algorithm_name", "algorithm_options", "alibi_slopes", "build_plan", "combine", "conclusions",
     "default_order", "documents_of", "head_split_part", "is_in", "layout_of", "no_algorithm", "peak_bytes", "rows_of",

@@ -43,9 +43,11 @@ ALIASES = {
     "kvallgather_cp_algo": "all_gather",
 }
 
+#: In the settings of a training: the algorithm that is chosen by simulation before the training begins.
+AUTO = "auto"
+
 #: Algorithms of later versions and of other projects, and what comes nearest to each in this one.
 LATER_ALGORITHMS = {
-    "auto": "hierarchical, which places every document by its cost",
     "adaptive_cp_algo": "direct, which sends only what the mask lets others see",
     "hybrid_adaptive_cp_algo": "hybrid",
 }
@@ -95,6 +97,11 @@ def no_algorithm(name: object) -> str | None:
         return f"must be a name; {valid}"
     if name in names:
         return None
+    if name == AUTO:
+        return (
+            "is no algorithm of a plan, but chooses one before a training begins, as "
+            f"mindspeed_cp.cost.choose.choose_algorithm does; {valid}"
+        )
     if name in LATER_ALGORITHMS:
         return f"is not in this version; nearest: {LATER_ALGORITHMS[name]}; {valid}"
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)

@@ -16,9 +16,10 @@ from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config import Settings
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.devices import cann_version, unknown_cann
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
-from mindspeed_cp.plan import build_plan
+from mindspeed_cp.plan import AUTO, build_plan
 from mindspeed_cp.report.loss import draw_loss
 from mindspeed_cp.train import checkpoint
 from mindspeed_cp.train.batches import Batches
@@ -42,10 +43,13 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         On the first rank the summary, which is also in summary.json; None on the others.
 
     Raises:
-        ConfigError: a setting cannot be used, or the loss is no number (all ranks raise it).
+        ConfigError: a setting cannot be used (algorithm: auto needs :func:`.auto.resolved` first), or the loss is no
+            number (all ranks raise it).
         PeerError: another rank died.
         Stopped: asked to stop while a batch did not come.
     """
+    if settings.context_parallel_suite.algorithm == AUTO:  # groups of ranks depend on it, and are there already
+        raise ConfigError("context_parallel_suite.algorithm is 'auto': give mindspeed_cp.train.auto.resolved(settings)")
     files = RunFiles(Path(settings.output.folder))
     with ExitStack() as stack:
         if world.is_first:

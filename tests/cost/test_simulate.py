@@ -114,12 +114,11 @@ def test_it_is_the_same_again() -> None:
     assert np.array_equal(one.transfers, other.transfers) and np.array_equal(one.backward, other.backward)
 
 
-def test_ranks_that_stand_for_others_say_so_and_are_close(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_stand_for_others_say_so_and_are_close() -> None:
     plan = build_plan(Documents([700] * 40), Topology(4, 8), MHA, "ring")
     cluster = load_cluster("a2")
     every = simulate(plan, cluster)
-    monkeypatch.setattr("mindspeed_cp.cost.kernels.MOST_SPANS", 1000)
-    some = simulate(plan, cluster)
+    some = simulate(plan, cluster, most_spans=1000)
     assert every.looked_at == 32 and some.looked_at == 4
     assert some.total == pytest.approx(every.total, rel=0.02)
 

@@ -171,7 +171,7 @@ def test_peak_bytes_count_slots_gradients_and_staging():
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=2**80), "valid: a divisor of the 6 ranks"),
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "double_ring", cp_window_size=[2]), "cp_window_size is [2]; valid: a divisor"),
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=1.5), "ulysses_degree is 1.5; valid: a divisor"),
-        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), "auto"), "algorithm is 'auto': not in this version; nearest: hierarchical, which places"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), "auto"), "algorithm is 'auto': no algorithm of a plan, but chooses one before"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), None), "algorithm is None: must be a name; valid: ring"),
     ],
 )  # fmt: skip

@@ -1,0 +1,43 @@
+"""`algorithm: auto`: the algorithm, with its options, that is simulated fastest for rows like the run's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from mindspeed_cp import capabilities
+from mindspeed_cp.config import Settings
+from mindspeed_cp.config_checks import attention_of
+from mindspeed_cp.cost.choose import Decision, candidates, choose_algorithm
+from mindspeed_cp.data import PackedStream, open_corpus
+from mindspeed_cp.devices import device_type
+from mindspeed_cp.plan import AUTO
+
+#: Rows by which to choose: the first ones of the training.
+SAMPLE = 4
+
+
+def resolved(settings: Settings) -> tuple[Settings, Decision | None]:
+    """The settings with an algorithm in the place of auto, and why it; the same on every rank, for the same corpus.
+
+    Raises:
+        ConfigError: the corpus cannot be read, or no algorithm does it.
+    """
+    suite, train = settings.context_parallel_suite, settings.train
+    if suite.algorithm != AUTO:
+        return settings, None
+    stream = PackedStream(open_corpus(settings.data.corpus), settings.data.seq_length, train.seed, 0, 1)
+    rows = [row.documents for row in islice(stream, SAMPLE)]
+    whole, tensor = attention_of(settings), train.tensor_model_parallel_size
+    attention = replace(whole, heads=max(1, whole.heads // tensor), kv_heads=max(1, whole.kv_heads // tensor))
+    device = device_type(train.device)
+    backend = device if device == "npu" else suite.backend
+    possible = [
+        one
+        for one in candidates(suite.topology, attention)
+        if capabilities.find(one.algorithm, whole, backend=backend) is None
+    ]
+    decision = choose_algorithm(rows, suite.topology, attention, among=possible, options=settings.plan_options)
+    given = settings.model_dump(exclude_unset=True)
+    given["context_parallel_suite"] |= {"algorithm": decision.candidate.algorithm, **dict(decision.candidate.options)}
+    return Settings(**given), decision

@@ -1,0 +1,77 @@
+"""The choice of an algorithm: the fastest by simulation, of those that can do the batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate
+from mindspeed_cp.cost import ComputeCost, sample_batch
+from mindspeed_cp.cost.choose import Candidate, candidates, choose_algorithm, lower_bound
+from mindspeed_cp.cost.memory import layer_bytes
+from mindspeed_cp.errors import ConfigError
+
+GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
+TOPOLOGY = Topology(2, 4, "a2")
+
+
+def batch(seed: int, ranks: int = 8) -> Documents:
+    return Documents(sample_batch("wikipedia", ranks * 4096, seed))
+
+
+def test_the_choice_is_the_fastest_of_all_that_are_simulated_alone() -> None:
+    batches = [batch(0), batch(1)]
+    decision = choose_algorithm(batches, TOPOLOGY, GQA)
+    cluster = load_cluster("a2")
+    alone = {}
+    for one in candidates(TOPOLOGY, GQA):
+        plans = [build_plan(some, TOPOLOGY, GQA, one.algorithm, **dict(one.options)) for some in batches]
+        alone[one] = sum(simulate(plan, cluster).total for plan in plans)
+    assert alone[decision.candidate] == pytest.approx(min(alone.values()))
+    for one in decision.tried:
+        if len(one.seconds) == 2:
+            assert sum(one.seconds) == pytest.approx(alone[one.candidate])
+    assert {one.candidate for one in decision.tried} == set(alone)
+    assert str(decision.candidate) in decision.reasons[0] and len(decision.reasons) == 3
+    again = choose_algorithm(batches, TOPOLOGY, GQA)
+    assert again.candidate == decision.candidate and again.reasons == decision.reasons
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "all_gather", "hybrid", "direct", "ulysses", "hierarchical"])
+def test_no_simulation_is_faster_than_the_lower_bound(algorithm: str) -> None:
+    for name in ("a2", "a800"):
+        cluster = load_cluster(name).with_ranks(4)
+        for seed in range(3):
+            plan = build_plan(batch(seed), Topology(2, 4, name), GQA, algorithm)
+            assert lower_bound(plan, ComputeCost(cluster, GQA)) <= simulate(plan, cluster).total * (1 + 1e-9)
+
+
+def test_what_does_not_fit_is_left_out_and_named() -> None:
+    documents = Documents([8 * 4096])
+    plans = {name: build_plan(documents, TOPOLOGY, GQA, name) for name in ("ring", "all_gather")}
+    limit = (layer_bytes(plans["ring"]).max() + layer_bytes(plans["all_gather"]).max()) / 2
+    among = [Candidate("all_gather"), Candidate("ring")]
+    decision = choose_algorithm([documents], TOPOLOGY, GQA, memory=limit, among=among)
+    assert decision.candidate == Candidate("ring")
+    assert "all_gather: holds" in decision.reasons[2] and "GiB" in decision.reasons[2]
+    with pytest.raises(ConfigError, match=r"nothing can do this batch: ring: holds .* GiB in one layer"):
+        choose_algorithm([documents], TOPOLOGY, GQA, memory=1.0, among=[Candidate("ring")])
+    with pytest.raises(ConfigError, match="batches: there are none"):
+        choose_algorithm([], TOPOLOGY, GQA)
+
+
+def test_candidates_respect_heads_and_one_rank_has_one() -> None:
+    few = {one.algorithm for one in candidates(Topology(2, 8), AttentionConfig(heads=8, head_dim=64))}
+    assert "ulysses" not in few and "hybrid" in few
+    assert [str(one) for one in candidates(Topology(1, 1), GQA)] == ["ring"]
+    degrees = [
+        dict(one.options)["ulysses_degree"] for one in candidates(Topology(2, 6), GQA) if one.algorithm == "hybrid"
+    ]
+    assert degrees == [6, 3, 2]
+    for one in candidates(TOPOLOGY, GQA):
+        build_plan(batch(0), TOPOLOGY, GQA, one.algorithm, **dict(one.options))
+
+
+def test_options_of_the_model_reach_those_that_have_them() -> None:
+    with pytest.raises(ConfigError, match="hidden_size"):
+        choose_algorithm([batch(0)], TOPOLOGY, GQA, options={"hidden_size": 0}, among=[Candidate("hierarchical")])
+    choose_algorithm([batch(0)], TOPOLOGY, GQA, options={"hidden_size": 0}, among=[Candidate("ring")])

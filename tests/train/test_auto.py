@@ -1,0 +1,46 @@
+"""`algorithm: auto` in the settings of a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mindspeed_cp.config import Settings
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.auto import resolved
+from mindspeed_cp.train.loop import train
+from tests.train.test_training import tiny
+
+
+def auto(corpus: Path, folder: Path, **changes: Any) -> Settings:
+    suite = {"algorithm": "auto", "context_parallel_size": 4, "nodes": 2, "cluster": "a800", **changes}
+    return tiny(corpus, folder, **{f"context_parallel_suite__{name}": value for name, value in suite.items()})
+
+
+def test_the_choice_takes_the_place_of_auto_and_is_the_same_again(corpus: Path, tmp_path: Path) -> None:
+    settings = auto(corpus, tmp_path)
+    assert settings.plan_options["hidden_size"] == 48 and not settings.context_parallel_suite.uses_lanes
+    found, decision = resolved(settings)
+    assert decision is not None
+    suite = found.context_parallel_suite
+    assert (suite.algorithm, suite.options) == (decision.candidate.algorithm, dict(decision.candidate.options))
+    assert suite.cluster == "a800" and suite.nodes == 2 and found.train == settings.train
+    assert resolved(settings)[0] == found
+    assert resolved(found) == (found, None)
+
+
+def test_every_attention_of_the_model_is_possible_with_what_is_chosen(corpus: Path, tmp_path: Path) -> None:
+    """Heads over tensor-parallel ranks, dropout, windows."""
+    settings = auto(corpus, tmp_path).model_dump(exclude_unset=True)
+    settings["model"] |= {"attention_dropout": 0.1, "window_size": [100, 0]}
+    settings["train"] |= {"tensor_model_parallel_size": 2}
+    found, _ = resolved(Settings(**settings))
+    assert found.context_parallel_suite.algorithm != "auto" and found.model.attention_dropout == 0.1
+
+
+def test_a_training_itself_refuses_it(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm is 'auto': give mindspeed_cp.train.auto.resolved"):
+        train(auto(corpus, tmp_path), cast(Any, SimpleNamespace()))
