@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.cluster
-from benchmarks.cluster import show
+from benchmarks.cluster import show, validate
 from benchmarks.cluster.fabric import ENDING, ClusterError, clean, cluster, leftovers, missing, run_ranks, terminated
 from benchmarks.cluster.scale import IN_NODE, Scale
 from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, plan_for
@@ -59,6 +59,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--message", type=float, default=8.0, help="MB of the message of rails")
     parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument(
+        "--validate", action="store_true", help="only: the simulator's layer times beside measured ones"
+    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 60.0], help="of --validate, Mbit/s")
     args = parser.parse_args(argv)
     for what in args.what:
         if what not in (*MEASUREMENTS, "clean"):
@@ -113,6 +117,30 @@ def rails(args: argparse.Namespace, console: Any) -> dict[str, Any]:
     )
     console.print(show.message_table(title, rows, nics, size))
     return {"what": "rails", "title": title, "rows": rows}
+
+
+def validation(args: argparse.Namespace, console: Any) -> dict[str, Any]:
+    """The simulator against the emulated cluster."""
+    cases: list[validate.Case] = []
+    for rate in args.rates:
+        scale = scale_of(argparse.Namespace(**{**vars(args), "rate": rate}), "a800")
+        shape = scale.shape(args.nodes, "preset")
+        tokens = shape.ranks * args.tokens
+        sets = [batches_of(name, args.batches, tokens, args.lengths_folder, args.seed) for name in args.sets]
+        batches = [batch for found in sets for batch in found]
+        console.print(scale.told(args.nodes, "preset"), highlight=False)
+        empty = Job(shape, scale, "", (validate.empty_batch(shape.ranks),), (BASE,), 5 * args.repeat)
+        rows = measure(empty, console)
+        turn = validate.turn_seconds(rows, shape.ranks)
+        console.print(f"a turn with almost no bytes takes {1e3 * turn:.2f} ms", highlight=False)
+        rows += measure(Job(shape, scale, "", tuple(batches), validate.COMPARED, args.repeat), console)
+        cases += validate.cases_of(rows, batches, scale, args.nodes)
+        busy = show.busy_machine(rows, os.cpu_count() or 1)
+        if busy is not None:
+            console.print(busy, highlight=False)
+    console.print(validate.error_table(cases))
+    console.print(validate.verdict(cases), highlight=False)
+    return {"what": "validate", "cases": [dataclasses.asdict(case) for case in cases]}
 
 
 def known(names: list[str], batch: Batch, scale: Scale, nodes: int, console: Any) -> list[str]:
@@ -187,6 +215,9 @@ def run(args: argparse.Namespace) -> None:
         console.print(f"left by runs that were killed, `clean` removes it: {', '.join(leftovers())}")
     out: list[dict[str, Any]] = []
     console.print(f"{os.cpu_count()} cores")
+    if args.validate:
+        out.append(validation(args, console))
+        args.what = []
     if "rails" in args.what:
         out.append(rails(args, console))
     if "mesh" in args.what:

@@ -1,9 +1,10 @@
 """Links of a cluster as queues: in-node links or ports, and NICs, which ranks may share.
 
 Each link serves messages one after the other, in the order of turns, within a turn in the order in which both ends have
-posted them. A message passes all its links at once (cut-through) and has arrived when the slowest of them has served
-it; another link does not wait for it meanwhile, which is what links that share fairly come to. All bytes of a link are
-served by the same time as in fair shares; a single message of several at once may be earlier or later.
+posted them. A message goes through the sender's link and the receiver's at once (cut-through): the receiver's may begin
+with it when the sender's has, and neither is done before the other. What has left a sender waits at a receiver that
+others keep busy, and the sender goes on: so many senders that begin with the same receiver hold each other up, as they
+do on real networks. Fair shares of links would give the same busy times, and other times to single messages.
 """
 
 from __future__ import annotations
@@ -44,46 +45,40 @@ class Links:
             size: bytes.
             posted: seconds; messages of one link and time are served in the order given.
         """
-        message, link = self._links(src, dst)
-        order = np.lexsort((posted[message], link))
-        message, link = message[order], link[order]
-        takes = size[message] / self.rate[link]
+        cluster, per, first = self.cluster, self.per, self.first
+        near, nics = src // per == dst // per, cluster.nics_per_node
+        leaves = np.where(near, first["out"] + src, first["nic out"] + src // per * nics + src % per * nics // per)
+        enters = np.where(near, first["in"] + dst, first["nic in"] + dst // per * nics + dst % per * nics // per)
+        begin, left = self._pass(leaves, size, posted)
+        ready = begin
+        if cluster.fabric == "mesh":  # a link of its own; what its ranks' links carry together is limited beside it
+            own = np.flatnonzero(near)
+            pair = first["pair"] + src[own] * per + dst[own] % per
+            begin[own], passed = self._pass(pair, size[own], posted[own])
+            left[own] = np.maximum(left[own], passed)
+            ready = np.where(near, posted, begin)
+        _, entered = self._pass(enters, size, ready)
+        latency = np.where(near, cluster.in_node_latency, cluster.network_latency)
+        return begin, np.maximum(left, entered) + latency
+
+    def _pass(self, link: np.ndarray, size: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """When each message begins to pass its link, and has passed it."""
+        order = np.lexsort((ready, link))  # stable
+        link, ready = link[order], ready[order]
+        takes = size[order] / self.rate[link]
         self.busy += np.bincount(link, takes, len(self.busy))
         first = np.flatnonzero(np.append(True, link[1:] != link[:-1])[: len(link)])
         count = np.diff(np.append(first, len(link)))
         longest = np.argsort(-count, kind="stable")
         first, count = first[longest], count[longest]
         begun, ended = np.empty(len(link)), np.empty(len(link))
-        free, ready = self.free[link[first]], posted[message]
+        free = self.free[link[first]]
         waiting = np.searchsorted(-count, -np.arange(count.max(initial=0)), "left")  # links with more than k messages
         for k, some in enumerate(waiting.tolist()):
             at = first[:some] + k
             begun[at] = np.maximum(free[:some], ready[at])
             ended[at] = free[:some] = begun[at] + takes[at]
         self.free[link[first]] = free
-        begin, end = np.zeros(len(src)), np.zeros(len(src))
-        np.maximum.at(begin, message, begun)
-        np.maximum.at(end, message, ended)
-        near = src // self.per == dst // self.per
-        return begin, end + np.where(near, self.cluster.in_node_latency, self.cluster.network_latency)
-
-    def _links(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(message, link) of every link that a message passes: in a mesh the pair's, and both ranks' sums of links."""
-        cluster, per, first = self.cluster, self.per, self.first
-        near = src // per == dst // per
-        inside, across = np.flatnonzero(near), np.flatnonzero(~near)
-        a, b = src[across], dst[across]
-        nics = cluster.nics_per_node
-        out = a // per * nics + a % per * nics // per
-        into = b // per * nics + b % per * nics // per
-        messages = [inside, inside, across, across]
-        links = [
-            first["out"] + src[inside],
-            first["in"] + dst[inside],
-            first["nic out"] + out,
-            first["nic in"] + into,
-        ]
-        if cluster.fabric == "mesh":
-            messages.append(inside)
-            links.append(first["pair"] + src[inside] * per + dst[inside] % per)
-        return np.concatenate(messages), np.concatenate(links)
+        begin, end = np.empty(len(link)), np.empty(len(link))
+        begin[order], end[order] = begun, ended
+        return begin, end

@@ -33,7 +33,7 @@ def transfers(plan: Plan, direction: str, layer: LayerCost) -> np.ndarray:
     """
     found = [np.empty(0, TRANSFER), *_steps(plan, direction), *_moves(plan, direction, layer)]
     out = np.concatenate(found)
-    return out[np.argsort(out["start"], kind="stable")]
+    return out[np.lexsort((out["src"] ^ out["dst"], out["part"], out["start"]))]
 
 
 def heads_of(layout: Layout, heads: int) -> np.ndarray:

@@ -97,15 +97,15 @@ class Redistribution:
 
     def of(self, rank: int, adjoint: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Parts that the rank gives to others and those that it gets from others, in the order in which to post them:
-        the nearest peer above first, so that no rank is everybody's target at once. (In the adjoint the direction is
-        turned round.)"""
+        by rounds in which ranks are paired, so that neither a rank nor a NIC is everybody's target at once. (In the
+        adjoint the direction is turned round.)"""
         give, get = ("dst", "src") if adjoint else ("src", "dst")
-        parts, ranks = self.parts, self.source.ranks
+        parts = self.parts
         away = parts[parts["src"] != parts["dst"]]
         given, got = away[away[give] == rank], away[away[get] == rank]
         return (
-            given[np.argsort((given[get] - rank) % ranks, kind="stable")],
-            got[np.argsort((rank - got[give]) % ranks, kind="stable")],
+            given[np.argsort(given[get] ^ rank, kind="stable")],
+            got[np.argsort(rank ^ got[give], kind="stable")],
         )
 
     def kept(self, rank: int) -> np.ndarray | None:

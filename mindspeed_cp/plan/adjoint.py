@@ -72,7 +72,7 @@ def adjoint(forward: Program) -> Program:
     mirrored = forward.fetch.reversed()
     mirrored.items["start"] = mirrored.items["done"] = start
     steps = max(forward.steps, int(start.max()) + 1 if len(start) else 0)
-    return replace(forward, steps=steps, reduce=Messages(mirrored.items, mirrored.runs).sorted(forward.ranks))
+    return replace(forward, steps=steps, reduce=Messages(mirrored.items, mirrored.runs).sorted())
 
 
 def _rows(messages: Messages, index: int, side: str) -> Intervals:

@@ -74,9 +74,7 @@ def exchange(
     reduce.items["start"] = computed + 1
     reduce.items["done"] = np.minimum(computed + prefetch, steps)  # when the slot is filled again
     contents, table = own_block_in_two_halves(queries, keys, attention, contents, table, steps)
-    backward = Program(
-        steps + 1, capacity, queries, keys.documents, attention, contents, table, fetch, reduce.sorted(n)
-    )
+    backward = Program(steps + 1, capacity, queries, keys.documents, attention, contents, table, fetch, reduce.sorted())
     return forward, backward
 
 
@@ -147,7 +145,7 @@ def _messages(
     items["first"] = np.searchsorted(kept, first)
     items["count"] = np.diff(np.append(items["first"], len(whole)))
     items["rows"] = np.add.reduceat(runs["rows"], first)
-    return Messages(items, whole).sorted(ranks)
+    return Messages(items, whole).sorted()
 
 
 def _begins(*keys: np.ndarray) -> np.ndarray:

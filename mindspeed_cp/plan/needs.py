@@ -216,4 +216,4 @@ def together(lists: list[Messages], ranks: int) -> Messages:
         mine["first"] += total
         total += len(x.runs)
         items.append(mine)
-    return Messages(np.concatenate(items), np.concatenate([x.runs for x in lists])).sorted(ranks)
+    return Messages(np.concatenate(items), np.concatenate([x.runs for x in lists])).sorted()

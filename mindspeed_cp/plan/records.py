@@ -103,11 +103,13 @@ class Messages:
         runs["src_row"], runs["dst_row"] = self.runs["dst_row"], self.runs["src_row"]
         return Messages(items, runs)
 
-    def sorted(self, ranks: int) -> Messages:
-        """In global order: by start; within a step one permutation of the ranks after the other, so that no rank is
-        everybody's target at once."""
-        shift = (self.items["dst"] - self.items["src"]) % ranks
-        return Messages(self.items[np.lexsort((self.items["src"], shift, self.items["start"]))], self.runs)
+    def sorted(self) -> Messages:
+        """In global order: by start; within a step by rounds in which ranks are paired, source xor target, so that no
+        rank is everybody's target at once. Nor is any node or NIC, where these have ranks in powers of two: the four
+        ranks of a node begin with four different ranks of another (after one cyclic shift all would begin with the same
+        one)."""
+        pairing = self.items["dst"] ^ self.items["src"]
+        return Messages(self.items[np.lexsort((self.items["src"], pairing, self.items["start"]))], self.runs)
 
 
 class MessageList:
@@ -143,8 +145,8 @@ class MessageList:
         self._runs.append(runs)
         self._count += len(runs)
 
-    def messages(self, ranks: int) -> Messages:
+    def messages(self) -> Messages:
         """All that was added, in global order."""
         if not self._items:
             return Messages.none()
-        return Messages(np.array(self._items, MESSAGE), np.concatenate(self._runs)).sorted(ranks)
+        return Messages(np.array(self._items, MESSAGE), np.concatenate(self._runs)).sorted()

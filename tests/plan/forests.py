@@ -59,7 +59,7 @@ def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed
         count += len(own)
     table = np.array(contents, CONTENT)
     table = table[np.lexsort((table["slot"], table["step"], table["rank"]))]
-    fetch = messages.messages(ranks)
+    fetch = messages.messages()
     last = max([0, *table["step"].tolist(), *fetch.items["done"].tolist()])
     forward = Program(
         last + 1, capacity, layout, documents, attention, table, np.concatenate(spans), fetch, Messages.none()

@@ -1,0 +1,132 @@
+"""Predicted against measured: the simulator's layer times beside those of the emulated cluster.
+
+The simulator gets the preset and the factor of :class:`benchmarks.cluster.scale.Scale`, and one measured number: the
+seconds of a turn with almost no bytes, which are gloo's and this machine's and not the preset's (a ring of eight tokens
+on a rank). Nothing else is fitted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from rich.table import Table
+
+from benchmarks.cluster.scale import Scale
+from benchmarks.cluster.show import Row
+from benchmarks.cluster.variants import BASE, Batch, plan_for
+from mindspeed_cp import simulate
+from mindspeed_cp.cost import LayerCost
+
+COMPARED = (BASE, "all_gather", "Ulysses+ring", "direct, balanced, all at once", "hierarchical + routing")
+
+#: A ring of so few tokens on a rank sends next to nothing; its turns show what a turn takes all the same.
+FEW = 8
+
+#: Of two algorithms whose measured times differ by less than this, either may be first.
+ALIKE = 1.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm on one batch at one rate of NICs; seconds of the emulation."""
+
+    rate: int
+    batch: str
+    variant: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured - 1
+
+
+def empty_batch(ranks: int) -> Batch:
+    """The batch of the turns without bytes."""
+    return Batch("latency", 0, (FEW * ranks,))
+
+
+def turn_seconds(rows: Sequence[Row], ranks: int) -> float:
+    """Seconds of a turn, from the ring's runs on `empty_batch`: n - 1 turns wait for keys in each direction, and
+    one more for the last gradients."""
+    seconds = statistics.median(row["seconds"] for row in rows if row["batch"] == "latency")
+    return seconds / (2 * (ranks - 1) + 1)
+
+
+def predicted(name: str, batch: Batch, scale: Scale, nodes: int, turn: float) -> float:
+    """Seconds of the emulation that a layer's attention takes by the simulator.
+
+    Args:
+        name: of the variant.
+        batch: its documents.
+        scale: of the emulation's time.
+        nodes: of the cluster.
+        turn: seconds of a message with almost no bytes.
+    """
+    cluster = scale.cluster.with_(in_node_latency=turn / scale.seconds, network_latency=turn / scale.seconds)
+    attention = scale.attention
+    no_linear = LayerCost(0.0, attention.heads * attention.head_dim)
+    return simulate(plan_for(name, batch, scale, nodes), cluster, no_linear).total * scale.seconds
+
+
+def cases_of(rows: Sequence[Row], batches: Sequence[Batch], scale: Scale, nodes: int) -> list[Case]:
+    """Every algorithm on every batch, from the rows of one cluster."""
+    turn = turn_seconds(rows, nodes * scale.cluster.ranks_per_node)
+    out = []
+    for batch in batches:
+        for name in COMPARED:
+            mine = [
+                row["seconds"]
+                for row in rows
+                if (row["batch"], row["number"], row["variant"]) == (batch.name, batch.number, name)
+            ]
+            seconds = predicted(name, batch, scale, nodes, turn)
+            out.append(Case(scale.nic_rate, f"{batch.name} {batch.number}", name, statistics.median(mine), seconds))
+    return out
+
+
+def in_order(cases: Sequence[Case]) -> bool:
+    """Whether the prediction has the algorithms of one batch in the order in which they were measured."""
+    return all(
+        (one.measured < other.measured) == (one.predicted < other.predicted)
+        for one, other in combinations(cases, 2)
+        if max(one.measured, other.measured) > ALIKE * min(one.measured, other.measured)
+    )
+
+
+def groups(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases of one batch and rate together."""
+    keys = dict.fromkeys((case.rate, case.batch) for case in cases)
+    return [[case for case in cases if (case.rate, case.batch) == key] for key in keys]
+
+
+def error_table(cases: Sequence[Case]) -> Table:
+    """All cases, and how far they are off."""
+    table = Table(title="predicted (modelled) against measured, one attention layer", title_justify="left")
+    for head in ("NICs, Mbit/s", "batch", "algorithm", "measured, ms", "predicted, ms", "error"):
+        table.add_column(head, justify="left" if head in ("batch", "algorithm") else "right")
+    for group in groups(cases):
+        for case in group:
+            table.add_row(
+                f"{case.rate / 1e6:g}", case.batch, case.variant,
+                f"{1e3 * case.measured:.0f}", f"{1e3 * case.predicted:.0f}", f"{case.error:+.1%}",
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+def verdict(cases: Sequence[Case]) -> str:
+    """Mean and largest error, and how often the order is right."""
+    errors = [abs(case.error) for case in cases]
+    found = groups(cases)
+    right = sum(in_order(group) for group in found)
+    worst = max(cases, key=lambda case: abs(case.error))
+    return (
+        f"{len(cases)} cases: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%} ({worst.variant}, "
+        f"{worst.batch}, {worst.rate / 1e6:g} Mbit/s); order of the algorithms right in {right} of {len(found)} "
+        f"batches (times within {ALIKE - 1:.0%} of each other count as either)"
+    )
