@@ -3,7 +3,7 @@
 For each rank the compute of its tiles, the bytes that it gets over in-node links, and those that its node gets over its
 NICs; and of a direction the phases that all plans of this kind have: own blocks while q, k and v move to heads, split
 heads while keys travel, exchanged keys while outputs and gradients move back. Latencies are left out: the search
-compares placements of one batch. The turn by turn timeline of a finished plan is :mod:`mindspeed_cp.cost.timeline`.
+compares placements of one batch. A finished plan is simulated turn by turn by :mod:`mindspeed_cp.cost.simulate`.
 """
 
 from __future__ import annotations
