@@ -2,7 +2,7 @@
 
 The simulator gets the preset and the factor of :class:`benchmarks.cluster.scale.Scale`, and one measured number: the
 seconds of a turn with almost no bytes, which are gloo's and this machine's and not the preset's (a ring of eight tokens
-on a rank). Nothing else is fitted.
+on a rank). Links are shared as TCP shares them here, "fifo" (:mod:`mindspeed_cp.cost.links`). Nothing else is fitted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def predicted(name: str, batch: Batch, scale: Scale, nodes: int, turn: float) ->
     cluster = scale.cluster.with_(in_node_latency=turn / scale.seconds, network_latency=turn / scale.seconds)
     attention = scale.attention
     no_linear = LayerCost(0.0, attention.heads * attention.head_dim)
-    return simulate(plan_for(name, batch, scale, nodes), cluster, no_linear).total * scale.seconds
+    return simulate(plan_for(name, batch, scale, nodes), cluster, no_linear, sharing="fifo").total * scale.seconds
 
 
 def cases_of(rows: Sequence[Row], batches: Sequence[Batch], scale: Scale, nodes: int) -> list[Case]:

@@ -1,10 +1,15 @@
 """Links of a cluster as queues: in-node links or ports, and NICs, which ranks may share.
 
-Each link serves messages one after the other, in the order of turns, within a turn in the order in which both ends have
-posted them. A message goes through the sender's link and the receiver's at once (cut-through): the receiver's may begin
-with it when the sender's has, and neither is done before the other. What has left a sender waits at a receiver that
-others keep busy, and the sender goes on: so many senders that begin with the same receiver hold each other up, as they
-do on real networks. Fair shares of links would give the same busy times, and other times to single messages.
+Each link serves messages in the order of turns, within a turn in the order in which both ends have posted them. How a message's two links, the sender's and the receiver's, depend on each
+other is chosen:
+
+* "fair": they do not. A message has arrived when both have served it, and one of a later turn may pass while the link
+  was idle. That is what links come to whose messages travel side by side in small packets, as with NVLink, HCCS and
+  RDMA: a sender with one busy receiver goes on with others. Every link is done with all its bytes when it would be with
+  fair shares; a single message of several may be early.
+* "fifo": the receiver's link may begin with a message when the sender's has. What has left the sender waits at a busy
+  receiver: so many senders that begin with the same receiver hold each other up. That is what large TCP windows do, in
+  the emulated cluster of `benchmarks/cluster` for instance.
 """
 
 from __future__ import annotations
@@ -12,6 +17,10 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.cost.cluster import Cluster
+from mindspeed_cp.errors import ConfigError
+
+#: How the links of a message depend on each other.
+SHARING = ("fair", "fifo")
 
 
 class Links:
@@ -20,9 +29,16 @@ class Links:
     Args:
         cluster: what they can do.
         nodes: of `cluster.ranks_per_node` ranks.
+        sharing: "fair" or "fifo".
+
+    Raises:
+        ConfigError: `sharing` is neither.
     """
 
-    def __init__(self, cluster: Cluster, nodes: int) -> None:
+    def __init__(self, cluster: Cluster, nodes: int, sharing: str = "fair") -> None:
+        if sharing not in SHARING:
+            raise ConfigError(f"sharing is {sharing!r}; valid: {', '.join(SHARING)}")
+        self.sharing = sharing
         self.cluster, self.nodes, self.per = cluster, nodes, cluster.ranks_per_node
         ranks, nics = nodes * self.per, nodes * cluster.nics_per_node
         pairs = ranks * self.per if cluster.fabric == "mesh" else 0
@@ -33,6 +49,7 @@ class Links:
         self.names = np.repeat(list(sizes), list(sizes.values()))
         self.rate = np.repeat(np.array(rates), list(sizes.values()))
         self.free = np.zeros(len(self.rate))
+        self.gap = np.zeros((len(self.rate), 2))  # when each link was idle last
         self.busy = np.zeros(len(self.rate))  # seconds that each link has served
 
     def serve(
@@ -50,13 +67,13 @@ class Links:
         leaves = np.where(near, first["out"] + src, first["nic out"] + src // per * nics + src % per * nics // per)
         enters = np.where(near, first["in"] + dst, first["nic in"] + dst // per * nics + dst % per * nics // per)
         begin, left = self._pass(leaves, size, posted)
-        ready = begin
+        ready = begin if self.sharing == "fifo" else posted
         if cluster.fabric == "mesh":  # a link of its own; what its ranks' links carry together is limited beside it
             own = np.flatnonzero(near)
             pair = first["pair"] + src[own] * per + dst[own] % per
             begin[own], passed = self._pass(pair, size[own], posted[own])
             left[own] = np.maximum(left[own], passed)
-            ready = np.where(near, posted, begin)
+            ready = np.where(near, posted, ready)
         _, entered = self._pass(enters, size, ready)
         latency = np.where(near, cluster.in_node_latency, cluster.network_latency)
         return begin, np.maximum(left, entered) + latency
@@ -72,13 +89,23 @@ class Links:
         longest = np.argsort(-count, kind="stable")
         first, count = first[longest], count[longest]
         begun, ended = np.empty(len(link)), np.empty(len(link))
-        free = self.free[link[first]]
+        of = link[first]
+        free, gap = self.free[of], self.gap[of]
         waiting = np.searchsorted(-count, -np.arange(count.max(initial=0)), "left")  # links with more than k messages
         for k, some in enumerate(waiting.tolist()):
             at = first[:some] + k
-            begun[at] = np.maximum(free[:some], ready[at])
-            ended[at] = free[:some] = begun[at] + takes[at]
-        self.free[link[first]] = free
+            was = free[:some]
+            begin = np.maximum(was, ready[at])
+            early = np.maximum(gap[:some, 0], ready[at])  # in the time that the link was idle, if it fits in there
+            fits = early + takes[at] <= gap[:some, 1]
+            idle = begin > was
+            begun[at] = np.where(fits, early, begin)
+            ended[at] = begun[at] + takes[at]
+            if self.sharing == "fair":
+                gap[:some, 0] = np.where(fits, ended[at], np.where(idle, was, gap[:some, 0]))
+                gap[:some, 1] = np.where(~fits & idle, begin, gap[:some, 1])
+            free[:some] = np.where(fits, was, ended[at])
+        self.free[of], self.gap[of] = free, gap
         begin, end = np.empty(len(link)), np.empty(len(link))
         begin[order], end[order] = begun, ended
         return begin, end

@@ -27,7 +27,13 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.program import Plan
 
 
-def simulate(plan: Plan, cluster: Cluster, layer: LayerCost | None = None, most_spans: int = MOST_SPANS) -> Timeline:
+def simulate(
+    plan: Plan,
+    cluster: Cluster,
+    layer: LayerCost | None = None,
+    most_spans: int = MOST_SPANS,
+    sharing: str = "fair",
+) -> Timeline:
     """The timeline of one layer: attention of the plan forward, linear layers forward and backward, attention backward.
 
     Args:
@@ -35,16 +41,17 @@ def simulate(plan: Plan, cluster: Cluster, layer: LayerCost | None = None, most_
         cluster: whose nodes have `plan.topology.ranks_per_node` ranks or more (:meth:`Cluster.with_ranks`).
         layer: the linear part of the layer; default: :meth:`LayerCost.like` the attention.
         most_spans: spans of keys up to which every rank's tiles are counted; beyond, some stand for their neighbours.
+        sharing: how links are shared, "fair" or "fifo" (:mod:`.links`).
 
     Raises:
-        ConfigError: the cluster's nodes have fewer ranks than the plan's.
+        ConfigError: the cluster's nodes have fewer ranks than the plan's, or there is no such `sharing`.
     """
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
     tokens = (plan.linear or plan.layout).token_counts
     linear = np.asarray(cost.linear_seconds(tokens)) + cost.linear_seconds(tokens, backward=True)
-    forward = _direction(plan, "forward", cost, np.zeros(plan.ranks), most_spans)
-    backward = _direction(plan, "backward", cost, forward.turns[:, -1, 2] + linear, most_spans)
+    forward = _direction(plan, "forward", cost, np.zeros(plan.ranks), most_spans, sharing)
+    backward = _direction(plan, "backward", cost, forward.turns[:, -1, 2] + linear, most_spans, sharing)
     total = float(backward.turns[:, -1, 2].max())
     compute = forward.compute + backward.compute
     return Timeline(
@@ -81,12 +88,14 @@ class _Direction:
     looked_at: int
 
 
-def _direction(plan: Plan, name: str, cost: ComputeCost, begin: np.ndarray, most_spans: int) -> _Direction:
+def _direction(
+    plan: Plan, name: str, cost: ComputeCost, begin: np.ndarray, most_spans: int, sharing: str
+) -> _Direction:
     kernels, looked_at = kernel_seconds(plan, cost, name, most_spans)
     table = transfers(plan, name, cost.layer)
     if len(table) and int(table["done"].max()) >= kernels.shape[1]:
         raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last turn")
-    return _Direction(*run(kernels, table, Links(cost.cluster, plan.topology.nodes), begin), looked_at)
+    return _Direction(*run(kernels, table, Links(cost.cluster, plan.topology.nodes, sharing), begin), looked_at)
 
 
 def run(

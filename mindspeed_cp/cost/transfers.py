@@ -76,7 +76,7 @@ def _moves(plan: Plan, direction: str, layer: LayerCost) -> list[np.ndarray]:
     width, width_v = attention.head_dim, attention.head_dim_v
     found = []
     for number, (piece, place) in enumerate(zip(plan.pieces, places(plan, direction), strict=True)):
-        before, after = max(0, int(place.min(initial=1)) - 1), min(leaves[number] + 2, last)
+        before, after = int(place.min(initial=last)) - 1, min(leaves[number] + 2, last)
         if piece.q_move is not None:
             there, back = (width, width_v) if forward else (width_v, width)
             found.append(_of(piece.q_move, False, there * ELEMENT, 0, before, MOVE, number))

@@ -15,7 +15,10 @@ BATCH = Batch("some", 0, (9000, 700, 300))
 
 
 def test_a_prediction_is_the_simulation_in_the_time_of_the_emulation() -> None:
-    alone = simulate(plan_for(BASE, BATCH, SCALE, 2), SCALE.cluster, LayerCost(0.0, 4096)).total * SCALE.seconds
+    alone = (
+        simulate(plan_for(BASE, BATCH, SCALE, 2), SCALE.cluster, LayerCost(0.0, 4096), sharing="fifo").total
+        * SCALE.seconds
+    )
     assert predicted(BASE, BATCH, SCALE, 2, 0.0) == pytest.approx(
         alone, rel=0.02
     )  # without the latencies of the preset
