@@ -153,3 +153,40 @@ def test_shares_level_loads_as_far_as_limits_allow(loads, work, data):  # type: 
     for load, share, limit in zip(after, shares, limits, strict=True):
         if share < min(limit, 1.0) - 1e-9:  # one that could take more is as high as the highest that takes any
             assert load >= high - 1e-6 * (1 + high)
+
+
+@pytest.mark.parametrize("name", ["wikipedia", "prolong"])
+def test_documents_below_the_zone_of_nodes_stay_in_one(name: str) -> None:
+    topology, crossing = Topology(4, 8, "h200"), 0
+    for seed in range(6):
+        documents = Documents(sample_batch(name, 32 * 4096, seed))
+        short = documents.lengths < zones(estimate_of(documents, topology, MHA)).node
+        members = choose(documents, documents, topology, MHA, head_split=False).placement.whole
+        pairs = np.unique(np.stack([members.doc, members.rank // 8]), axis=1)
+        nodes = np.bincount(pairs[0], minlength=len(documents))
+        assert (nodes[short] == 1).all()
+        crossing += int((nodes[~short] > 1).sum())
+    assert crossing > 0  # others are cut over several
+
+
+def test_in_the_backward_the_own_node_comes_before_split_heads() -> None:
+    """Ranks that are early do what they can do without those of other nodes."""
+    documents = Documents([30000, *[2500] * 10, *[300] * 40])
+    plan = build_plan(documents, Topology(2, 4, "a2"), MHA, "hierarchical", remap="off")
+    assert [part.algorithm for part in plan.parts] == ["hierarchical", "node_split"]
+    alone = min(3, plan.parts[0].forward.steps)
+    assert alone > 1 and plan.order_backward[: alone + 1] == (*((0, step) for step in range(alone)), (1, 0))
+    assert plan.order[:2] == ((0, 0), (1, 0))
+
+
+def test_messages_of_a_step_pair_ranks_so_that_nodes_do_not_meet_at_one() -> None:
+    """The four ranks of a node begin with four ranks of the other one."""
+    plan = build_plan(
+        Documents([8 * 64]), Topology(2, 4), AttentionConfig(heads=8, head_dim=16, mask="full"), "all_gather"
+    )
+    items = plan.forward.fetch.items
+    across = items[(items["src"] // 4 == 0) & (items["dst"] // 4 == 1)]
+    assert sorted(across["dst"][:4].tolist()) == [4, 5, 6, 7] and sorted(across["src"][:4].tolist()) == [0, 1, 2, 3]
+    for first in range(0, len(items), 8):  # every round: each rank sends once and receives once
+        one = items[first : first + 8]
+        assert len(set(one["src"].tolist())) == len(set(one["dst"].tolist())) == 8
