@@ -1,4 +1,4 @@
-"""The command line: mindspeed-cp train | plan | calibrate | doctor.
+"""The command line: mindspeed-cp train | report | plan | simulate | calibrate | doctor.
 
 Bad input gives one line on standard error and exit code 2; a run that failed for another reason exits with 1.  Commands
 import what they need when they are called: `--help` and `plan` never import torch.
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mindspeed_cp.cli_calibrate import calibrate
+from mindspeed_cp.cli_report import report
+from mindspeed_cp.cli_simulate import simulate
 from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
 
 if TYPE_CHECKING:
@@ -249,6 +251,8 @@ def plan(
 
 
 app.command()(calibrate)
+app.command()(simulate)
+app.command()(report)
 
 
 @app.command()

@@ -114,10 +114,22 @@ class CheckpointSettings(Section):
 
 
 class OutputSettings(Section):
-    """What the run writes besides checkpoints: metrics.jsonl, loss.png, settings.yaml, summary.json."""
+    """What the run writes besides checkpoints: metrics.jsonl, loss.png, settings.yaml, summary.json, traces."""
 
     folder: str = Field(default="runs/default", min_length=1, description="folder of this run's files")
     progress: Literal["auto", "bar", "lines", "none"] = Field(
         default="auto", description="auto: a bar on a terminal, lines elsewhere"
     )
     log_interval: Count = Field(default=10, description="steps between lines, where there is no bar")
+    trace_steps: list[int] | None = Field(
+        default=None,
+        description="steps of which every rank writes what it computed, sent and waited for, as a Perfetto trace in "
+        "the folder `trace`, for mindspeed-cp report; the first step of a start is slower than others; null: none",
+    )
+    trace_interval: Natural = Field(default=0, description="so too every step that this divides; 0: none")
+
+    @model_validator(mode="after")
+    def _steps_can_be(self) -> OutputSettings:
+        if min(self.trace_steps or [1]) < 1:
+            raise bad_value("trace_steps", self.trace_steps, "must be numbers of steps, which are counted from 1")
+        return self

@@ -1,7 +1,7 @@
 """Links of a cluster as queues: in-node links or ports, and NICs, which ranks may share.
 
-Each link serves messages in the order of turns, within a turn in the order in which both ends have posted them. How a message's two links, the sender's and the receiver's, depend on each
-other is chosen:
+Each link serves messages in the order of turns, within a turn in the order in which both ends have posted them. How a
+message's two links, the sender's and the receiver's, depend on each other is chosen:
 
 * "fair": they do not. A message has arrived when both have served it, and one of a later turn may pass while the link
   was idle. That is what links come to whose messages travel side by side in small packets, as with NVLink, HCCS and

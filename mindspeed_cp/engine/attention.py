@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport, checked_timeout, group_rank, group_size
 from mindspeed_cp.engine.agenda import agenda_of, heads_of
+from mindspeed_cp.engine.clock import Track, new_call, track_of
 from mindspeed_cp.engine.moves import move_all
 from mindspeed_cp.engine.pieces import MOVES, Piece, join, pieces_of, take, take_turns
 from mindspeed_cp.engine.run import Run
@@ -101,14 +102,15 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         pieces = pieces_of(plan, rank, q.device)
+        call = new_call()
         runs = [
-            _forward(part, piece, q, k, v, rank, transport, backend, dropout)
-            for part, piece in zip(plan.pieces, pieces.all, strict=True)
+            _forward(part, piece, q, k, v, rank, transport, backend, dropout, track_of(call, "forward", n))
+            for n, (part, piece) in enumerate(zip(plan.pieces, pieces.all, strict=True))
         ]
         with torch.autocast(q.device.type, enabled=False):  # accumulators are fp32 whatever autocast says
             results = take_turns(runs, pieces.turns["forward"])
         ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
-        ctx.how = plan, rank, transport, backend, dropout, [kept for *_, kept in results]
+        ctx.how = plan, rank, transport, backend, dropout, [kept for *_, kept in results], call
         if len(results) == 1:
             return results[0][0]
         return join([(result[0], piece.rows) for result, piece in zip(results, pieces.all, strict=True)], len(q))
@@ -116,12 +118,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        plan, rank, transport, backend, dropout, kept = ctx.how
+        plan, rank, transport, backend, dropout, kept, call = ctx.how
         dout, saved = dout.contiguous(), ctx.saved_tensors
         pieces = pieces_of(plan, rank, dout.device)
+        how = rank, transport, backend, dropout
         runs = [
-            _backward(plan.pieces[n], piece, dout, saved[5 * n : 5 * n + 5], kept[n], rank, transport, backend, dropout)
-            for n, piece in enumerate(pieces.all)
+            _backward(part, piece, dout, saved[5 * n : 5 * n + 5], kept[n], *how, track_of(call, "backward", n))
+            for n, (part, piece) in enumerate(zip(plan.pieces, pieces.all, strict=True))
         ]
         del saved
         with torch.autocast(dout.device.type, enabled=False):
@@ -148,6 +151,7 @@ def _forward(
     transport: Transport | None,
     backend: AttentionBackend,
     dropout: DropoutKey | None,
+    track: Track | None,
 ) -> Generator[None, None, tuple[Tensor, Sequence[Tensor], Any]]:
     """The forward of one part, from the caller's rows; its output there, what its backward needs, and what the backend
     keeps for that."""
@@ -160,18 +164,20 @@ def _forward(
         yield
     else:
         there = (moves.q, moves.kv, moves.kv)
-        q, k, v = yield from move_all((q, k, v), there, transport, "q, k and v to heads", piece.tag)
+        q, k, v = yield from move_all((q, k, v), there, transport, "q, k and v to heads", piece.tag, track)
     empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
     out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     state = ForwardState(q, out, lse, heads_of(plan, rank), dropout)
-    yield from _forward_steps(Run(agenda, k, v, transport, piece.tag + MOVES), state, plan.attention, backend)
+    run = Run(agenda, k, v, transport, piece.tag + MOVES, track)
+    yield from _forward_steps(run, state, plan.attention, backend)
+    del run  # its buffers
     out = out.to(q.dtype)
     saved = q, k, v, out, lse
     if moves.q_back is None:
         yield
         return out, saved, state.kept
-    (result,) = yield from move_all((out,), (moves.q_back,), transport, "outputs to tokens", piece.tag)
+    (result,) = yield from move_all((out,), (moves.q_back,), transport, "outputs to tokens", piece.tag, track)
     return result, saved, state.kept
 
 
@@ -185,6 +191,7 @@ def _backward(
     transport: Transport | None,
     backend: AttentionBackend,
     dropout: DropoutKey | None,
+    track: Track | None,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
     """The backward of one part: dq, dk and dv at the caller."""
     moves, (q, k, v, out, lse) = piece.moves, saved
@@ -192,9 +199,10 @@ def _backward(
     if moves.q is None:
         yield
     else:
-        (dout,) = yield from move_all((dout,), (moves.q,), transport, "gradients of outputs to heads", piece.tag)
+        what = "gradients of outputs to heads"
+        (dout,) = yield from move_all((dout,), (moves.q,), transport, what, piece.tag, track)
     agenda = agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None, q.device)
-    run = Run(agenda, k, v, transport, piece.tag + MOVES)
+    run = Run(agenda, k, v, transport, piece.tag + MOVES, track)
     dq = torch.zeros_like(q, dtype=torch.float32)
     state = BackwardState(q, out, lse, dout, dq, heads_of(plan, rank), dropout, kept)
     dk, dv = yield from _run_backward(run, state, plan.attention, backend)
@@ -205,7 +213,7 @@ def _backward(
         yield
         return dq.to(q.dtype), dk, dv
     back, what = (moves.q_back, moves.kv_back, moves.kv_back), "gradients of q, k and v to tokens"
-    dq, dk, dv = yield from move_all((dq.to(q.dtype), dk, dv), back, transport, what, piece.tag)
+    dq, dk, dv = yield from move_all((dq.to(q.dtype), dk, dv), back, transport, what, piece.tag, track)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 

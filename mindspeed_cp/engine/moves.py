@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.comm import Move, Transport, move_of, start_moves
+from mindspeed_cp.engine.clock import POST, Track
 from mindspeed_cp.plan import Plan
 
 
@@ -56,16 +57,26 @@ def moves_of(
 
 
 def move_all(
-    tensors: Sequence[Tensor], moves: Sequence[Move | None], transport: Transport | None, what: str, tag: int = 0
+    tensors: Sequence[Tensor],
+    moves: Sequence[Move | None],
+    transport: Transport | None,
+    what: str,
+    tag: int = 0,
+    track: Track | None = None,
 ) -> Generator[None, None, list[Tensor]]:
     """The tensors after their moves, all under way at once; those without a move as they are. Yields once, when they
-    are under way, and returns them.
+    are under way, and returns them. `track` is told of messages and waits.
 
     Raises:
         PeerError: a peer died or did not answer in time.
     """
     work = [(x, move) for x, move in zip(tensors, moves, strict=True) if move is not None]
+    began = None if track is None else track.mark()
     finish = start_moves(work, transport, what, tag) if work else None
+    posted = None if track is None else track.lap(POST, began, None)
     yield
+    began = None if track is None else track.mark()
     moved = iter(() if finish is None else finish())
+    if track is not None:
+        track.moved(posted, began, work)
     return [x if move is None else next(moved) for x, move in zip(tensors, moves, strict=True)]

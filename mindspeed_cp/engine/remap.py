@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import Move, Transport, move_of, start_moves
+from mindspeed_cp.comm import Move, Transport, move_of
+from mindspeed_cp.engine.clock import Track, new_call, track_of
+from mindspeed_cp.engine.moves import move_all
+from mindspeed_cp.engine.pieces import take_turns
 from mindspeed_cp.layout import Redistribution, in_shares
 from mindspeed_cp.plan import Plan
 
@@ -87,16 +90,19 @@ def remapped(x: Tensor, remap: Remap, transport: Transport | None, what: str = "
 class _Remapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, remap: Remap, transport: Transport | None, what: str) -> Tensor:
-        ctx.how = remap, transport, what
-        return _moved(x, remap.there, transport, what)
+        call = new_call()
+        ctx.how = remap, transport, what, call
+        return _moved(x, remap.there, transport, what, track_of(call, "forward", moves="remap"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        remap, transport, what = ctx.how
-        return _moved(gradient, remap.back, transport, f"gradients of {what}"), None, None, None
+        remap, transport, what, call = ctx.how
+        track = track_of(call, "backward", moves="remap")
+        return _moved(gradient, remap.back, transport, f"gradients of {what}", track), None, None, None
 
 
-def _moved(x: Tensor, move: Move, transport: Transport | None, what: str) -> Tensor:
-    (out,) = start_moves([(x.flatten(1).unsqueeze(1).contiguous(), move)], transport, what)()
+def _moved(x: Tensor, move: Move, transport: Transport | None, what: str, track: Track | None) -> Tensor:
+    rows = x.flatten(1).unsqueeze(1).contiguous()
+    ((out,),) = take_turns([move_all((rows,), (move,), transport, what, track=track)], ())
     return out.reshape(len(out), *x.shape[1:])

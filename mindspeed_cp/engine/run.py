@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mindspeed_cp.comm import Pending, Transfer, Transport, staging
 from mindspeed_cp.engine.agenda import Agenda, Post
+from mindspeed_cp.engine.clock import COMPUTE, LAND, Track
 
 Compute = Callable[[int, Any], None]
 
@@ -25,14 +26,23 @@ class Run:
         k, v: the rank's own shard.
         transport: to the other ranks; None for one rank.
         tag: the first of the messages' tags.
+        track: what is told of kernels, messages and waits; None: nobody records.
 
     Attributes:
         k, v: rows of each slot; slot 0 is the rank's own shard.
         dk, dv: fp32 gradients of each slot; None until `gradient` is asked for the slot.
     """
 
-    def __init__(self, agenda: Agenda, k: Tensor, v: Tensor, transport: Transport | None, tag: int = 0) -> None:
-        self._agenda, self._transport, self._tag = agenda, transport, tag
+    def __init__(
+        self,
+        agenda: Agenda,
+        k: Tensor,
+        v: Tensor,
+        transport: Transport | None,
+        tag: int = 0,
+        track: Track | None = None,
+    ) -> None:
+        self._agenda, self._transport, self._tag, self._track = agenda, transport, tag, track
         self.k = [k, *(staging(k, rows, k.dtype) for rows in agenda.capacity[1:])]
         self.v = [v, *(staging(v, rows, v.dtype) for rows in agenda.capacity[1:])]
         self._gradients: list[tuple[Tensor, Tensor] | None] = [None] * len(self.k)
@@ -59,13 +69,20 @@ class Run:
             PeerError: a peer died or did not answer in time.
         """
         flying: Flying = {}
-        for step in self._agenda.steps:
+        track = self._track
+        for number, step in enumerate(self._agenda.steps):
+            began = None if track is None else track.mark()
             if step.posts:
                 flying.update(self._post(step.posts))
+                if track is not None:
+                    began = track.posted(began, number, step.posts, self.k[0], self.v[0])
             for slot, calls in step.compute:
                 compute(slot, calls)
+            if track is not None and step.compute:
+                track.lap(COMPUTE, began, number)
             yield
-            _finish(flying, step.finish)
+            if step.finish:
+                _finish(flying, step.finish, number, track)
 
     def _post(self, posts: Sequence[Post]) -> Flying:
         assert self._transport is not None, "a plan for one rank has no messages"
@@ -122,9 +139,10 @@ class Run:
                 total[rows] = 0
 
 
-def _finish(flying: Flying, numbers: Sequence[int]) -> None:
+def _finish(flying: Flying, numbers: Sequence[int], step: int, track: Track | None) -> None:
     """Wait for messages of a step. A function of its own, so that what they hold apart goes before the next step's
     messages are posted."""
+    began = None if track is None else track.mark()
     landed = []
     for number in numbers:
         pending, land = flying.pop(number)
@@ -132,5 +150,9 @@ def _finish(flying: Flying, numbers: Sequence[int]) -> None:
             transfer.wait()
         if land is not None:
             landed.append(land)
+    if track is not None:
+        began = track.arrived(began, step, numbers)
     for land in landed:  # after every send of the step is out: a landing may reuse the rows that were sent
         land()
+    if track is not None and landed:
+        track.lap(LAND, began, step)

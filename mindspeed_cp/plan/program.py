@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from mindspeed_cp.layout import Documents, Layout, Redistribution, expand
+from mindspeed_cp.layout.documents import MAX_TOKENS
 from mindspeed_cp.plan.config import AttentionConfig, Topology
 from mindspeed_cp.plan.records import TILE, Messages
 from mindspeed_cp.plan.tiles import pairs, tiles_between
@@ -73,7 +74,8 @@ class Program:
         contents, q_spans = self.contents_of(rank), self.q_layout.of(rank)
         if not len(contents) or not len(q_spans):
             return np.empty(0, TILE)
-        at_once = max(1, AT_ONCE // len(q_spans))
+        tokens = max(self.q_layout.documents.tokens, self.kv_documents.tokens, 1)
+        at_once = max(1, min(AT_ONCE // len(q_spans), MAX_TOKENS // tokens))
         return np.concatenate(
             [self._tiles(q_spans, contents[i : i + at_once]) for i in range(0, len(contents), at_once)]
         )

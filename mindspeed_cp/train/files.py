@@ -2,6 +2,7 @@
 
 <output.folder>/
   settings.yaml  metrics.jsonl  loss.png  summary.json  .lock
+  trace/         of the steps of output.trace_steps
   checkpoints/   iter_0000050/ (Megatron's shards, run.json)   latest
 
 settings.yaml has the settings of the last start that finished a step.

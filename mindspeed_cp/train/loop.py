@@ -28,6 +28,7 @@ from mindspeed_cp.train.dealing import make_dealer
 from mindspeed_cp.train.display import open_display
 from mindspeed_cp.train.files import RunFiles, keep_metrics, write_text
 from mindspeed_cp.train.identity import complete_note, other_settings_note
+from mindspeed_cp.train.measured import Tracer
 from mindspeed_cp.train.model import Parts, build
 from mindspeed_cp.train.resume import checkpoint_to_resume
 from mindspeed_cp.train.step import StepResult, run_step
@@ -71,9 +72,10 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         stop = stack.enter_context(StopRequest())
         dealer = make_dealer(settings, parts.attentions, world)
         batches = stack.enter_context(Batches(stream, dealer, settings, parts.attentions, world, stop))
+        tracer = stack.enter_context(Tracer(settings, world, parts, files, progress.step))
         writer = _Writer(files, settings, progress, parts.parameters, world.device) if world.is_first else None
         try:
-            progress, saved, reason = _steps(settings, world, parts, batches, progress, stop, writer, files)
+            progress, saved, reason = _steps(settings, world, parts, batches, progress, stop, writer, files, tracer)
         finally:
             if writer is not None:
                 writer.close()
@@ -109,15 +111,17 @@ def _steps(
     stop: StopRequest,
     writer: _Writer | None,
     files: RunFiles,
+    tracer: Tracer,
 ) -> tuple[Progress, Path | None, str | None]:
     """All steps that are left.  Returns where the run stands, its newest checkpoint and why it stopped early."""
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
     checked = settings.context_parallel_suite.verify_plans
     saved: Path | None = files.checkpoint(progress.step) if progress.step else None
     while progress.step < last:
-        began = time.perf_counter()
-        result = run_step(parts, batches, progress.step + 1, world, stop, checked)
-        seconds = time.perf_counter() - began
+        with tracer.step(progress.step + 1, batches) as taken:
+            began = time.perf_counter()
+            result = run_step(parts, taken, progress.step + 1, world, stop, checked)
+            seconds = time.perf_counter() - began
         progress = replace(
             progress,
             step=progress.step + 1,

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mindspeed_cp.engine.clock import span
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.loss import REPORT_KEY
@@ -90,14 +91,16 @@ def run_step(
     )
     total, counted = (float(sum(float(r[REPORT_KEY][i]) for r in reports)) for i in (0, 1))
     own = [total, counted, *feed.sums.values()]
-    everyone = world.gather([*own, feed.waited, feed.digest, float(stop.reason is not None)])
+    with span("gather"):
+        everyone = world.gather([*own, feed.waited, feed.digest, float(stop.reason is not None)])
     _check_losses(everyone[:, 0], step)
     _check_digests(everyone[:, -2], step)
     rows = everyone[:: world.tp]  # tensor-parallel ranks hold the same tokens
     parts.schedule.step(1)  # before the step: the first one already moves, the last one has min_lr
     lr = parts.optimizer.param_groups[0]["lr"]
-    _, norm, _ = parts.optimizer.step()
-    grad_norm = float(norm)
+    with span("optimizer"):
+        _, norm, _ = parts.optimizer.step()
+        grad_norm = float(norm)
     if not math.isfinite(grad_norm):
         raise ConfigError(f"step {step}: the gradient's norm is {grad_norm}, while the loss is a number; {_ADVICE}")
     work = rows[:, 2 + _SUMMED.index("work")]

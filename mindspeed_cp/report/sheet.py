@@ -1,0 +1,54 @@
+"""A sheet for pictures of simulated layers: places in inches, and what colours mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, MARGIN = 16.0, 0.35  # inches
+
+COLOURS = {
+    "forward": "#4c7fc4",
+    "linear": "#a9bfd9",
+    "backward": "#27497c",
+    "exposed": "#e0483e",
+    "late": "#f3c4bd",
+    "near": "#e6a323",
+    "far": "#8d55b8",
+    "bound": "#2b8a57",
+    "shared": "#9aa5b1",
+}
+MEANINGS = {
+    "forward": "attention, forward",
+    "linear": "linear layers",
+    "backward": "attention, backward",
+    "exposed": "waits for messages that are due",
+    "late": "waits for the slowest rank",
+    "near": "messages that reach it from its node",
+    "far": "messages from other nodes",
+    "bound": "the bound: perfect balance, nothing exposed",
+}
+
+
+class Sheet:
+    """Places on a figure in inches, from its upper left corner."""
+
+    def __init__(self, figure: Figure, height: float) -> None:
+        self.figure, self.height = figure, height
+
+    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Axes without a frame."""
+        place = (left / WIDTH, 1 - (top + height) / self.height, width / WIDTH, height / self.height)
+        axes = self.figure.add_axes(place)
+        for side in axes.spines.values():
+            side.set_visible(False)
+        axes.tick_params(length=0, labelsize=8, colors="0.3")
+        return axes
+
+    def text(self, left: float, top: float, words: str, points: float = 9, **how: Any) -> float:
+        """Words at a place; gives where they end."""
+        artist = self.figure.text(left / WIDTH, 1 - top / self.height, words, fontsize=points, va="center", **how)
+        return float(artist.get_window_extent().x1) / self.figure.dpi

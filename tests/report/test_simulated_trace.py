@@ -1,0 +1,157 @@
+"""Traces of simulated layers: well-formed for viewers, and nothing of the timeline lost."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
+from mindspeed_cp.cost import load_cluster
+from mindspeed_cp.cost.simulate import simulate
+from mindspeed_cp.cost.timeline import Timeline
+from mindspeed_cp.plan import ALGORITHMS
+from mindspeed_cp.report import recorded
+from mindspeed_cp.report.recorded import detailed_ranks, recording, shown_ranks
+from mindspeed_cp.report.trace import STRIDE, Event, Recording, trace_events, write_trace
+
+
+def timeline_of(algorithm: str, nodes: int = 2, per: int = 3) -> Timeline:
+    documents = Documents([3000, 40, 900, 5200, 0, 260])
+    plan = build_plan(documents, Topology(nodes, per, "a2"), AttentionConfig(6, 2, 64), algorithm)
+    return simulate(plan, load_cluster("a2").with_ranks(per))
+
+
+def written(tmp_path: Path, recordings: Sequence[Recording]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(write_trace(tmp_path / "trace.json", recordings).read_text())
+    return found
+
+
+def check_form(events: list[dict[str, Any]]) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """Events by process and name of their thread, after what viewers ask for: names for all, no overlaps."""
+    names, tracks = {}, defaultdict(list)
+    for event in events:
+        assert event["ph"] in "MX" and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            if event["name"] == "thread_name":
+                assert (event["pid"], event["tid"]) not in names
+                names[event["pid"], event["tid"]] = event["args"]["name"]
+            continue
+        assert event["ts"] >= 0 and event["dur"] >= 0 and event["name"] and event["cat"]
+        assert isinstance(event["args"], dict)
+        tracks[event["pid"], event["tid"]].append(event)
+    assert set(tracks) == set(names) and len(set(names.items())) == len(names)
+    for track in tracks.values():
+        track.sort(key=lambda event: event["ts"])
+        for before, after in pairwise(track):
+            assert after["ts"] >= before["ts"] + before["dur"] - 1e-6
+    out = defaultdict(list)
+    for (process, thread), track in tracks.items():
+        out[process, names[process, thread].split()[0]] += track
+    return out
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_durations_are_those_of_the_timeline(algorithm: str, tmp_path: Path) -> None:
+    timeline = timeline_of(algorithm)
+    threads = check_form(written(tmp_path, [recording(timeline, algorithm)])["traceEvents"])
+    assert {process for process, _ in threads} == set(range(6))
+    for rank in range(6):
+        sums: dict[str, float] = defaultdict(float)
+        for event in threads[rank, "compute"]:
+            sums[event["cat"]] += event["dur"] / 1e6
+        nanoseconds = 1e-9 * len(threads[rank, "compute"])
+        expected = {
+            "attention": timeline.compute[rank],
+            "linear": timeline.linear[rank],
+            "wait": timeline.exposed[rank],
+            "late": timeline.waiting[rank] - timeline.exposed[rank],
+        }
+        for category, seconds in expected.items():
+            assert sums.pop(category, 0.0) == pytest.approx(seconds, abs=nanoseconds)
+        assert not sums
+        sent = [event["args"]["bytes"] for event in threads[rank, "send"]]
+        assert sum(sent) == timeline.bytes_sent[rank]
+        assert all(event["args"]["src"] == rank for event in threads[rank, "send"])
+        assert all(event["args"]["dst"] == rank for event in threads[rank, "receive"])
+    both = np.concatenate([timeline.transfers, timeline.transfers_backward])
+    got = sum(event["args"]["bytes"] for (_, thread), some in threads.items() if thread == "receive" for event in some)
+    assert got == both["bytes"].sum()
+
+
+def test_bars_say_what_they_are_of() -> None:
+    timeline = timeline_of("ring")
+    events = recording(timeline, "ring").events
+    kernels = [event for event in events if event.category == "attention" and event.name.endswith("forward")]
+    assert sum(event.details["pairs"] for event in kernels) == timeline.plan.work().sum() / 6
+    assert all(event.details["documents"][0] == 3 and event.details["heads"] == [6] for event in kernels)
+    assert all("document 3: queries" in event.details["largest_tiles"][0] for event in kernels)
+    message = next(event for event in events if event.thread == "receive" and event.rank == 3)
+    assert message.details["src"] == [2] and message.details["between"] == "nodes" and message.details["kind"] == "keys"
+    assert message.details["documents"][0] == 3 and message.details["documents_in_all"] == 5
+    wait = next(event for event in events if event.category == "wait")
+    assert {"for", "src", "dst", "bytes", "between"} <= set(wait.details)
+
+
+def test_recordings_stand_below_each_other(tmp_path: Path) -> None:
+    first, second = (recording(timeline_of(name), name) for name in ("ring", "ulysses"))
+    found = written(tmp_path, [first, second])
+    names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
+    assert names[2] == "ring: rank 2" and names[STRIDE + 2] == "ulysses: rank 2" and len(names) == 12
+    assert found["otherData"]["ring"]["modelled"] is True
+    assert found["otherData"]["ring"]["layer_seconds"] == timeline_of("ring").total
+
+
+def test_events_of_any_origin_are_written_and_overlaps_get_lanes() -> None:
+    """As clocks of a real run give them: other threads, overlapping, in no order."""
+    events = [
+        Event(4, "optimizer", "step", 5.0, 0.5, "optimizer"),
+        Event(4, "receive", "b", 0.5, 1.0, "keys", {"bytes": 7}),
+        Event(4, "receive", "a", 0.0, 1.0, "keys"),
+        Event(4, "receive", "c", 1.0, 1.0, "keys"),
+        Event(4, "compute", "kernel", 0.0, 0.0, "attention"),
+    ]
+    found = list(trace_events([Recording("measured", events)]))
+    check_form(found)
+    named = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
+    assert named == ["compute", "receive", "receive 2", "optimizer"]
+    lane = {e["name"]: e["tid"] for e in found if e["ph"] == "X"}
+    assert lane["a"] == lane["c"] != lane["b"]
+    (b,) = (e for e in found if e["name"] == "b")
+    assert (b["ts"], b["dur"], b["args"], b["cat"]) == (500_000, 1_000_000, {"bytes": 7}, "keys")
+
+
+def test_of_very_many_ranks_some_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = timeline_of("ring")
+    monkeypatch.setattr(recorded, "MOST_RANKS", 4)
+    shown = shown_ranks(timeline)
+    assert len(shown) <= 4 and int(timeline.waiting.argmax()) in shown
+    assert int((timeline.compute + timeline.linear).argmax()) in shown
+    assert {event.rank for event in recording(timeline, "ring").events} == set(shown)
+
+
+def test_in_very_large_plans_the_tiles_of_some_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = timeline_of("ring")
+    assert detailed_ranks(timeline, range(6)) == list(range(6))
+    whole = recording(timeline, "ring")
+    contents = sum(int(getattr(timeline.plan, way).contents["count"].sum()) for way in ("forward", "backward"))
+    monkeypatch.setattr(recorded, "MOST_SPANS", (contents + 1) // 2)
+    told = detailed_ranks(timeline, range(6))
+    assert told == [0, 2, 5]
+    some = recording(timeline, "ring")
+    assert [event[:6] for event in some.events] == [event[:6] for event in whole.events]
+    for event, before in zip(some.events, whole.events, strict=True):
+        assert (event.details == before.details) == (event.rank in told or "documents" not in before.details)
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--trace .*: cannot be written: "):
+        write_trace(tmp_path / "none" / "trace.json", [Recording("x", [])])
+    assert not list(tmp_path.iterdir())

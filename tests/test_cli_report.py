@@ -1,0 +1,253 @@
+"""`mindspeed-cp report`: predicted beside measured, from traces that are written here with known numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_cp import Documents, build_plan, load_cluster, simulate
+from mindspeed_cp.cli import run
+from mindspeed_cp.config import Settings
+from mindspeed_cp.cost import LayerCost
+from mindspeed_cp.cost.step import reduction_seconds
+from mindspeed_cp.plan import AttentionConfig, traffic
+from mindspeed_cp.report.measured import content, file_name
+from mindspeed_cp.report.trace import Event
+
+ROOT = Path(__file__).parent.parent
+ATTENTION = AttentionConfig(4, 2, 16)
+LAYER = LayerCost.of(64, 128, 4, 2, 16, 16)
+ROWS = ([900, 120], [517, 400])  # two micro-batches
+GRADIENT_BYTES = 4_000_000
+
+
+def settings(**suite: Any) -> Settings:
+    return Settings(
+        model={"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2},
+        data={"seq_length": 1024},
+        train={"bf16": True, "global_batch_size": 2},
+        context_parallel_suite={"context_parallel_size": 2, **suite},
+    )
+
+
+def about(step: int, rank: int, of: Settings, **changes: Any) -> dict[str, Any]:
+    """What a rank's trace says of a step, by default of three equal layers in bf16 on an NPU."""
+    made = {
+        "version": 1, "step": step, "first_of_start": step == 1, "rank": rank, "ranks": 2, "replica": 0, "replicas": 1,
+        "cp_rank": rank, "device": "npu", "seconds": 1.0, "documents": list(ROWS), "attentions": [asdict(ATTENTION)],
+        "layers": [[0, LAYER.flops_per_token, LAYER.hidden_size]] * 3, "bytes_per_element": 2,
+        "gradient_bytes": GRADIENT_BYTES, "settings": of.model_dump(mode="json"),
+    }  # fmt: skip
+    return made | changes
+
+
+def events(rank: int) -> list[Event]:
+    """A step of one second; rank 1 computes longer, rank 0 waits longer."""
+    attention = 0.3 + 0.2 * rank
+    message = {"sends": True, "bytes": 1000, "messages": 2}
+    return [
+        Event(rank, "step", "step", 0.0, 1.0, "step"),
+        Event(rank, "compute", "waits for a batch", 0.0, 0.01, "batch"),
+        Event(rank, "compute", "attention forward", 0.05, attention, "attention"),
+        Event(rank, "compute", "posts messages", 0.6, 0.02, "communication"),
+        Event(rank, "compute", "waits for messages", 0.62, 0.2 - 0.15 * rank, "wait"),
+        Event(rank, "compute", "reduces gradients", 0.85, 0.04, "ranks"),
+        Event(rank, "compute", "optimizer", 0.9, 0.1, "optimizer"),
+        Event(rank, "send", "keys forward", 0.05, 0.4, "keys", message),
+        Event(rank, "send", "keys forward", 0.06, 0.4, "keys", message),  # overlaps: on a lane of its own
+        Event(rank, "receive", "keys forward", 0.05, 0.4, "keys", {**message, "sends": False}),
+    ]
+
+
+def leave(folder: Path, step: int, rank: int, of: Settings | None = None, **changes: Any) -> Path:
+    """One rank's trace."""
+    path = folder / "trace" / file_name(step, rank)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content(about(step, rank, of or settings(), **changes), events(rank)))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of two ranks, which traced steps 1 and 4."""
+    made = tmp_path / "run"
+    made.mkdir()
+    for step in (1, 4):
+        for rank in (0, 1):
+            leave(made, step, rank)
+    return made
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert run(["report", *map(str, arguments), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a report that must fail on bad input: its one line."""
+    assert run(["report", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("error: ")
+    return captured.err
+
+
+def test_measured_figures_are_sums_over_the_traces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, folder)
+    assert [step["step"] for step in found["steps"]] == [1, 4] and found["cluster"] == "a2"
+    for step in found["steps"]:
+        early, late = (rank["measured"] for rank in step["ranks"])
+        for made, attention, exposed in ((early, 0.3, 0.22), (late, 0.5, 0.07)):
+            assert made["attention"] == pytest.approx(attention) and made["exposed"] == pytest.approx(exposed)
+            assert made["waiting"] == pytest.approx(0.05) and made["optimizer"] == pytest.approx(0.1)
+            assert made["seconds"] == pytest.approx(1) and made["sent"] == 2000 and made["messages"] == 4
+            parts = ("attention", "exposed", "waiting", "optimizer", "other")
+            assert sum(made[key] for key in parts) == pytest.approx(1)
+        assert step["measured"]["attention"] == pytest.approx(0.4)  # mean of the ranks
+        ratio = step["measured"]["seconds"] / step["predicted"]["seconds"]
+        assert step["ratio"]["seconds"] == pytest.approx(ratio) and step["ratio"]["optimizer"] is None
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
+def test_the_prediction_is_the_simulator_s(tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str) -> None:
+    of = settings(algorithm=algorithm)
+    for rank in (0, 1):
+        leave(tmp_path, 3, rank, of)
+    (step,) = told(capsys, tmp_path, "--cluster", "a800")["steps"]
+    cluster = load_cluster("a800").with_ranks(2)
+    plans = [build_plan(Documents(row), of.context_parallel_suite.topology, ATTENTION, algorithm) for row in ROWS]
+    made = [simulate(plan, cluster, LAYER) for plan in plans]
+    total = 3 * sum(one.total for one in made) + reduction_seconds(GRADIENT_BYTES, cluster, 2)
+    assert step["predicted"]["seconds"] == pytest.approx(total)
+    for rank, said in enumerate(step["ranks"]):
+        predicted = said["predicted"]
+        assert predicted["attention"] == pytest.approx(3 * sum(one.compute[rank] for one in made))
+        assert predicted["other"] == pytest.approx(3 * sum(one.linear[rank] for one in made))
+        assert predicted["exposed"] == pytest.approx(3 * sum(one.exposed[rank] for one in made))
+        assert predicted["seconds"] == pytest.approx(total) and predicted["waiting"] >= 0
+        assert predicted["sent"] == 3 * sum(traffic(plan)["total"][rank] for plan in plans)
+
+
+def test_what_is_computed_again_is_predicted_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for number, again in enumerate((None, "selective", "full"), 1):
+        of = settings()
+        of = of.model_copy(update={"model": of.model.model_copy(update={"recompute_granularity": again})})
+        for rank in (0, 1):
+            leave(tmp_path, number, rank, of)
+    for step in told(capsys, tmp_path)["steps"]:
+        found.append(step["predicted"])
+    plain, selective, full = found
+    assert plain["attention"] < selective["attention"] == full["attention"] < plain["attention"] * (1 + 1 / 2.5)
+    assert plain["other"] == selective["other"] < full["other"] == pytest.approx(plain["other"] * 4 / 3)
+    assert plain["seconds"] < selective["seconds"] < full["seconds"]
+
+
+def test_wider_elements_take_longer_on_links_and_no_longer_in_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = tmp_path / "slow.yaml"
+    text = (ROOT / "configs/clusters/a800.yaml").read_text(encoding="utf-8")
+    slow.write_text(text.replace("_bandwidth: 200e9", "_bandwidth: 1e6"), encoding="utf-8")
+    assert load_cluster(str(slow)).rank_bandwidth == 1e6
+    for step, size in ((1, 2), (2, 4)):
+        for rank in (0, 1):
+            leave(tmp_path, step, rank, bytes_per_element=size)
+    narrow, wide = (step["predicted"] for step in told(capsys, tmp_path, "--cluster", slow)["steps"])
+    assert wide["attention"] == narrow["attention"] and 1.3 < wide["exposed"] / narrow["exposed"] < 2
+
+
+def test_tables_name_both_and_say_what_is_modelled(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(folder), "--cluster", "h200"]) == 0
+    text = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert any(line.startswith("step 4 measured 400.0 145.0 50.0 305.0 100.0 1,000") for line in lines)
+    assert any(line.startswith("step 4 predicted") for line in lines) and any(
+        line.startswith("ratio") for line in lines
+    )
+    assert any(line.startswith("rank 1 measured 500.0 70.0 50.0 280.0 100.0 2.0 KiB") for line in lines)
+    assert "mean of step 4" in text  # the first of a start is left out of the ranks' means
+    assert "predicted is modelled on cluster h200" in text and "step 1: the first of its start" in text
+    assert "calibrate" not in text  # an NPU's run beside a preset of devices
+
+
+def test_a_run_on_cpus_is_told_to_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        leave(tmp_path, 3, rank, device="cpu")
+    assert "calibrate mine.yaml --device cpu --dtype bf16" in " ".join(told(capsys, tmp_path)["notes"])
+
+
+def test_pictures_and_one_trace_of_all_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png, trace = folder / "out.png", folder / "out.json"
+    assert run(["report", str(folder), "--png", str(png), "--trace", str(trace)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG") and str(trace) in capsys.readouterr().out
+    whole = json.loads(trace.read_text())
+    complete = [event for event in whole["traceEvents"] if event["ph"] == "X"]
+    mine = [event for event in complete if event["pid"] < 2]
+    assert sorted({event["pid"] for event in mine}) == [0, 1] and len(complete) > len(mine) == 20
+    assert sum(event["dur"] for event in mine if event["cat"] == "attention") == pytest.approx(0.8e6)
+    assert any("modelled" in name for name in whole["otherData"])
+
+
+def test_of_many_ranks_those_that_compute_longest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of = settings(context_parallel_size=40, nodes=5)
+    for rank in range(40):
+        path = leave(tmp_path, 3, rank, of, ranks=40)
+        parts = [Event(rank, "step", "step", 0, 1, "step"), Event(rank, "compute", "a", 0, rank / 100, "attention")]
+        path.write_text(content(about(3, rank, of, ranks=40), parts))
+    assert run(["report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "the 32 of 40 that compute longest" in text and "rank 8 " in text and "rank 7 " not in text
+
+
+def test_steps_are_chosen_and_incomplete_ones_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [step["step"] for step in told(capsys, folder, "--step", 4)["steps"]] == [4]
+    (folder / "trace" / file_name(4, 1)).unlink()
+    found = told(capsys, folder)
+    assert [step["step"] for step in found["steps"]] == [1]
+    assert f"step 4 is left out: rank 1 left no trace of it in {folder / 'trace'}" in found["notes"]
+    assert "--step 3: was not traced; valid: 1, 4" in failure(capsys, folder, "--step", 3)
+    assert "step 4 is left out" in failure(capsys, folder, "--step", 4)
+
+
+def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    line = failure(capsys, tmp_path / "empty")
+    assert "has no traces of steps; set output.trace_steps: [3, 4], or output.trace_interval, and train" in line
+    assert "there is no such folder" in failure(capsys, tmp_path / "nowhere")
+    assert "no such preset" in failure(capsys, folder, "--cluster", "a9")
+    assert "the suffix is '.jpg'" in failure(capsys, folder, "--png", tmp_path / "a.jpg")
+    assert "there is no folder" in failure(capsys, folder, "--trace", tmp_path / "no" / "a.json")
+    path = folder / "trace" / file_name(1, 0)
+    for text in ("{", "[]", '{"otherData": {}}'):
+        path.write_text(text)
+        assert f"{path}: is no trace of a step, or a damaged one" in failure(capsys, folder)
+    leave(folder, 1, 0, version=2)
+    assert "is of version 2 of these traces, this program reads 1" in failure(capsys, folder)
+
+
+def test_a_cluster_with_too_few_ranks_a_node_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of = settings(context_parallel_size=9)
+    for rank in range(9):
+        leave(tmp_path, 3, rank, of, ranks=9)
+    assert "a node of cluster a2 has 8 ranks" in failure(capsys, tmp_path)
+
+
+def test_no_torch_is_needed(folder: Path) -> None:
+    import subprocess
+    import sys
+
+    code = f"import sys; from mindspeed_cp.report.beside import beside; beside(__import__('pathlib').Path({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_every_rank_waits_for_the_slowest_in_a_prediction(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in told(capsys, folder)["steps"]:
+        parts = ("attention", "exposed", "waiting", "other")
+        totals = [sum(rank["predicted"][key] for key in parts) for rank in step["ranks"]]
+        assert np.allclose(totals, step["predicted"]["seconds"])

@@ -1,0 +1,226 @@
+"""`mindspeed-cp simulate`: its table, files, settings files, and that bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_cp.cli import run
+from mindspeed_cp.cli_problem import Asked, read, read_algorithms
+from mindspeed_cp.config import load_settings
+from mindspeed_cp.cost import sample_batch
+from mindspeed_cp.data import PackedStream, open_corpus
+from mindspeed_cp.plan import ALGORITHMS
+from mindspeed_cp.plan.hierarchical import choose
+
+ROOT = Path(__file__).parent.parent
+SMALL = ("--lengths", "3000,40,900,260", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4")
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must fail: its one line."""
+    assert run(["simulate", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and "Traceback" not in captured.err
+    return captured.err
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """Run a command with --json."""
+    assert run(["simulate", *map(str, arguments), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_table_has_all_algorithms_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", *SMALL]) == 0
+    text = capsys.readouterr().out
+    for part in ("modelled", "x ring", "of bound", "exposed ms", "hidden ms", "sent/rank", "memory", "lower bound"):
+        assert part in text
+    names = [line.split()[0] for line in text.splitlines() if line.strip() and line.split()[0] in ALGORITHMS]
+    assert sorted(names) == sorted(ALGORITHMS)
+    assert names == [one["name"] for one in simulated(capsys, *SMALL)["algorithms"]]
+
+
+def test_json_has_the_same_numbers_as_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, *SMALL, "--algorithms", "hierarchical,p2p")
+    problem, _ = read(Asked(lengths="3000,40,900,260", nodes=2, ranks_per_node=2, heads=4))
+    (batch,) = problem.batches
+    assert found["bound"] == pytest.approx(choose(batch, batch, problem.topology, problem.attention).bound)
+    assert found["modelled"] is True and found["ranks"] == 4 and found["batches"] == [{"documents": 4, "tokens": 4200}]
+    assert {one["name"] for one in found["algorithms"]} == {"ring", "hierarchical"}
+    for one in found["algorithms"]:
+        assert one["fraction_of_bound"] == pytest.approx(found["bound"] / one["seconds"])
+        assert one["compute"] == pytest.approx(one["attention"] + one["linear"])
+        assert sum(one["waits_for"].values()) == pytest.approx(one["exposed"] + one["waits_for_slowest"])
+
+
+def test_files_are_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"--png": "a.png", "--trace": "a.json", "--html": "a.html"}
+    switches = [text for switch, name in names.items() for text in (switch, tmp_path / name)]
+    assert run(["simulate", *SMALL, "--algorithms", "direct", "--show", "direct", *map(str, switches)]) == 0
+    text = capsys.readouterr().out
+    assert all(str(tmp_path / name) in text for name in names.values())
+    trace = json.loads((tmp_path / "a.json").read_text())
+    assert list(trace["otherData"]) == ["direct, modelled"]  # what --show names, without the ring
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "<title>Modelled: 4 ranks of a2</title>" in (tmp_path / "a.html").read_text()
+
+
+def test_refused_algorithms_are_listed_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = "hierarchical:max_seqlen_per_dp_cp_rank=10,hybrid:ulysses_degree=3,direct:prefetch=2:layout=balanced"
+    assert run(["simulate", *SMALL, "--algorithms", wanted]) == 0
+    text = capsys.readouterr().out
+    assert "Cannot run this" in text and "ulysses_degree is 3; valid: a divisor of the 4 ranks: 1, 2, 4" in text
+    assert "max_seqlen_per_dp_cp_rank = 10 hold" in text and "direct, prefetch=2, layout=balanced" in text
+
+
+def test_lengths_are_those_of_the_file_or_drawn_from_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("3000\n40\n\n900\n")
+    np.save(tmp_path / "a.npy", np.array([3000, 40, 900]))
+    for name in ("a.txt", "a.npy"):
+        problem, _ = read(Asked(lengths=str(tmp_path / name)))
+        assert problem.batches[0].lengths.tolist() == [3000, 40, 900]
+        drawn, _ = read(Asked(lengths=str(tmp_path / name), tokens_per_rank=1000, batches=3, seed=5))
+        assert [batch.tokens for batch in drawn.batches] == [8000] * 3
+        assert all(set(batch.lengths.tolist()[:-1]) <= {3000, 40, 900} for batch in drawn.batches)
+        assert drawn.batches[0] != drawn.batches[1]
+        again, _ = read(Asked(lengths=str(tmp_path / name), tokens_per_rank=1000, batches=2, seed=6))
+        assert again.batches[0] == drawn.batches[1]
+    named, _ = read(Asked(lengths="prolong", cluster="a3", nodes=2, seed=3))
+    assert named.batches[0].lengths.tolist() == sample_batch("prolong", 2 * 16 * 4096, 3).tolist()
+
+
+def test_a_settings_file_gives_model_ranks_options_and_its_first_rows() -> None:
+    path = ROOT / "configs" / "hierarchical.yaml"
+    problem, wanted = read(Asked(config=path))
+    settings = load_settings(path)
+    stream = PackedStream(open_corpus("stdlib"), 4096, settings.train.seed)
+    assert [batch.lengths.tolist() for batch in problem.batches] == [
+        next(stream).documents.lengths.tolist() for _ in range(4)
+    ]
+    assert (problem.topology.nodes, problem.topology.ranks_per_node) == (2, 2)
+    assert (problem.attention.heads, problem.attention.kv_heads, problem.attention.head_dim) == (4, 2, 32)
+    assert problem.layer.hidden_size == 128
+    assert [one.algorithm for one in wanted] == list(ALGORITHMS)
+    own = next(one for one in wanted if one.algorithm == "hierarchical")
+    assert {**own.model, **own.options} == settings.plan_options
+
+    overrides = ("context_parallel_suite.algorithm=direct", "context_parallel_suite.prefetch=3")
+    _, wanted = read(Asked(config=path, overrides=overrides, algorithms="direct,ring"))
+    assert [one.name for one in wanted] == ["direct, prefetch=3", "ring"]
+    problem, _ = read(Asked(config=path, cluster="a3", nodes=4, lengths="prolong", overrides=("data.seq_length=9000",)))
+    assert (problem.topology.nodes, problem.cluster.name, problem.batches[0].tokens) == (4, "a3", 9000)
+    tensor = ("train.tensor_model_parallel_size=2",)
+    assert read(Asked(config=path, overrides=tensor))[0].attention.heads == 2
+
+
+def test_what_a_settings_file_leaves_open_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("data.balance=time", "model.window_size=[100, 0]", "model.window_attn_skip_freq=2")
+    problem, _ = read(Asked(config=ROOT / "configs" / "quickstart.yaml", overrides=overrides))
+    said = " / ".join(problem.notes)
+    assert "speeds are those of a2" in said and "data.balance" in said and "1 of 2 layers have a window" in said
+    assert problem.attention.window == (100, 0)
+    moe = read(Asked(config=ROOT / "configs" / "moe.yaml"))[0]
+    assert any("experts" in note for note in moe.notes)
+    assert run(["simulate", str(ROOT / "configs" / "moe.yaml"), "--algorithms", "ring", "--batches", "1"]) == 0
+    assert "note: experts" in capsys.readouterr().out
+
+
+def test_names_with_options_become_algorithms() -> None:
+    wanted = read_algorithms("a2a+p2p:ulysses_degree=4, direct:layout=balanced,hierarchical:routing=false")
+    assert [(one.algorithm, dict(one.options)) for one in wanted] == [
+        ("hybrid", {"ulysses_degree": 4}),
+        ("direct", {"layout": "balanced"}),
+        ("hierarchical", {"routing": False}),
+    ]
+    assert wanted[2].name == "hierarchical, routing=false"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("700\n30\nabc\n", "line 3: 'abc' is not a length"),
+        ("700\n\n-30\n", "line 3: '-30' is negative"),
+        ("1.5\n", "line 1: '1.5' is not a length"),
+        ("5\n99999999999999999999999\n", "line 2: '99999999999999999999999' is too long for a document"),
+        ("\n", "there are no lengths in it"),
+    ],
+)
+def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
+    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths.txt").write_text(content)
+    message = failure(capsys, "--lengths", tmp_path / "lengths.txt")
+    assert said in message and "lengths.txt" in message and "give whole numbers >= 0" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), ("settings file", "--lengths", "prolong, wikipedia")),
+        (("--lengths", "wikipeda"), ("did you mean wikipedia?", "prolong, wikipedia")),
+        (("--lengths", "none.txt"), ("no such file", "prolong, wikipedia")),
+        (("--lengths", "none.npy"), ("no such file",)),
+        (("--lengths", "700,-30"), ("'-30' is negative",)),
+        (("--lengths", "0,0"), ("no tokens",)),
+        (("--lengths", "0,0", "--batches", "2"), ("no document with a token",)),
+        (("--lengths", "700", "--cluster", "a4"), ("cluster 'a4'", "a2, a3, a800, h200, h800")),
+        (("--lengths", "700", "--ranks-per-node", "16"), ("'a2'", "8 ranks", "16 on a node")),
+        (("--lengths", "700", "--nodes", "5000"), ("--nodes 5000", "40,000 ranks", "4,096")),
+        (("--lengths", "700", "--nodes", "0"), ("--nodes",)),
+        (("--lengths", "wikipedia", "--tokens-per-rank", "99999999"), ("--tokens-per-rank 99999999", "33,554,432")),
+        (("--lengths", "wikipedia", "--batches", "1001"), ("--batches 1001", "1000")),
+        (("--lengths", "700", "--heads", "7", "--kv-heads", "2"), ("attention.kv_heads is 2", "which is 7")),
+        (("--lengths", "700", "--algorithms", "rings"), ("--algorithms", "did you mean ring?")),
+        (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2' is no option of ring", "layout=")),
+        (("--lengths", "700", "--algorithms", "all,ring"), ("all stands alone",)),
+        (("--lengths", "700", "--algorithms", ","), ("names none", "hierarchical")),
+        (("--lengths", "700", "--algorithms", "direct", "--show", "hybrid"), ("'hybrid' was not simulated", "direct")),
+        (("--lengths", "700", "--png", "a.jpg"), ("'.jpg'", ".png")),
+        (("--lengths", "700", "--trace", "none/a.json"), ("there is no folder none",)),
+        (("--lengths", "700", "--set", "train.seed=1"), ("--set train.seed=1", "no settings file")),
+        (("none.yaml",), ("none.yaml: no such file",)),
+        (("configs/quickstart.yaml", "--heads", "16"), ("--heads 16", "--set model.num_attention_heads=16")),
+        (("configs/quickstart.yaml", "--seed", "3"), ("--seed 3", "train.seed=3")),
+        (("configs/quickstart.yaml", "--tokens-per-rank", "100"), ("data.seq_length=400",)),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...],
+    said: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    message = failure(capsys, *arguments)
+    assert all(part in message for part in said), message
+
+
+def test_torch_is_not_imported_and_32_ranks_take_seconds(tmp_path: Path) -> None:
+    """All algorithms, all files: processor time, which does not depend on what else the machine does."""
+    code = (
+        "import sys; from mindspeed_cp.cli import run; "
+        "assert run(sys.argv[1:]) == 0; assert not {'torch', 'megatron'} & set(sys.modules)"
+    )
+    files = ("--html", "out.html", "--png", "out.png", "--trace", "out.json")
+    arguments = ("simulate", "--lengths", "wikipedia", "--cluster", "a2", "--nodes", "4", "--algorithms", "all", *files)
+    before = _spent_by_children()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert _spent_by_children() - before < 10
+    assert (tmp_path / "out.html").stat().st_size < 1_000_000 and (tmp_path / "out.json").stat().st_size < 6_000_000
+
+
+def _spent_by_children() -> float:
+    """Processor seconds of children that have ended."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
