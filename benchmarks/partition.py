@@ -24,6 +24,7 @@ import numpy as np
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.cost import load_cluster, load_lengths, sample_batch
 from mindspeed_cp.cost.simulate import simulate
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.hierarchical import choose
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "lengths"
@@ -49,6 +50,19 @@ def main() -> None:
     parser.add_argument("--others", action="store_true", help="also the modelled time of other algorithms")
     parser.add_argument("--json", type=Path, help="write every figure there")
     options = parser.parse_args()
+    for name, values in (("batches", [options.batches]), ("ranks", options.ranks), ("tokens", options.tokens)):
+        if min(values) < 1:
+            parser.error(f"--{name} has {min(values)}; valid: 1 or more")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
+    try:
+        run(options)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def run(options: argparse.Namespace) -> None:
+    """All rows, and the sums."""
     folders = {name: REAL if (REAL / f"{name}.npz").exists() else None for name in options.lengths}
     for name in options.lengths:
         load_lengths(name, folders[name])

@@ -217,6 +217,7 @@ def plan(
     """Show how a packed batch is split over ranks: layout, tiles of every step, balance, bytes sent, buffers."""
     from mindspeed_cp.cli_plan import plan_options, read_keys, read_lengths, read_window, topology, write_plan
     from mindspeed_cp.plan import AttentionConfig, build_plan
+    from mindspeed_cp.plan.hierarchical import cluster_of
 
     batch = read_lengths(lengths, lengths_file)
     keys = read_keys(kv_lengths)
@@ -245,6 +246,8 @@ def plan(
     }
     options = plan_options(algorithm, named, option or ())
     place = topology(ranks, nodes, ranks_per_node, cluster)
+    if cluster is not None:
+        cluster_of(place)  # also where the algorithm does not look at it
     made = build_plan(batch, place, attention, algorithm, kv_documents=keys, **options)
     write_plan(made, bytes_per_element, options, verify=verify, png=png, as_json=as_json)
     return 0

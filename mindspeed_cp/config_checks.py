@@ -12,6 +12,7 @@ from mindspeed_cp.devices import device_type
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.npu_limits import check_limits
 from mindspeed_cp.plan import AUTO, AttentionConfig
+from mindspeed_cp.plan.hierarchical import cluster_of
 
 if TYPE_CHECKING:
     from mindspeed_cp.config import Settings
@@ -33,6 +34,7 @@ def check(settings: Settings) -> None:
     _check_heads(settings)
     _check_tensor_parallel(settings)
     check_parallel(settings)
+    _check_cluster(settings)
     _check_capabilities(settings)
     _check_schedule(settings)
 
@@ -65,6 +67,23 @@ def data_parallel_size(settings: Settings, world_size: int) -> int:
             f"use {fitting}, or {size} ranks",
         )
     return replicas
+
+
+def _check_cluster(settings: Settings) -> None:
+    """Whether the cluster has such nodes, and the ranks hold a full row."""
+    suite, context = settings.context_parallel_suite, settings.data.seq_length
+    if suite.cluster is not None or suite.algorithm in ("hierarchical", AUTO):
+        try:
+            cluster_of(suite.topology)
+        except ConfigError as error:
+            raise bad_value("context_parallel_suite.cluster", suite.cluster, f"cannot be used: {error}") from None
+    bound, ranks = suite.max_seqlen_per_dp_cp_rank, suite.context_parallel_size
+    if bound is not None and ranks * bound < context:
+        rule = (
+            f"is too little for rows of data.seq_length = {context} over {ranks} ranks; use {-(-context // ranks)} or "
+            f"more, more ranks, or data.seq_length of {ranks * bound} or less"
+        )
+        raise bad_value("context_parallel_suite.max_seqlen_per_dp_cp_rank", bound, rule)
 
 
 def _check_capabilities(settings: Settings) -> None:

@@ -202,6 +202,11 @@ class SuiteSettings(Section):
             values["algorithm"] = name
         return _with_degree(values, source)
 
+    @field_validator("remap", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare off as false
+
     @field_validator("algorithm", mode="before")
     @classmethod
     def _known_algorithm(cls, value: Any) -> str:

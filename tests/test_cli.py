@@ -175,7 +175,7 @@ def test_plan_switches_are_those_of_build_plan(
         ),
         (
             ["plan", "--lengths", "900,70", "--algorithm", "hierarchical", "--max-seqlen-per-dp-cp-rank", "200"],
-            "document 0 has 900 tokens, more than 4 ranks of max_seqlen_per_dp_cp_rank = 200 hold; valid: max_seqlen_per_dp_cp_rank of 225 or more",
+            "document 0 has 900 tokens, more than 4 ranks of max_seqlen_per_dp_cp_rank = 200 hold; valid: max_seqlen_per_dp_cp_rank of 243 or more",
         ),
         (
             ["plan", "--lengths", "9", "--ranks", "12", "--algorithm", "hierarchical", "--cluster", "h800"],

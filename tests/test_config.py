@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from mindspeed_cp import Documents, build_plan, capabilities
 from mindspeed_cp.config import Settings, SuiteSettings, load_settings
@@ -468,3 +470,25 @@ def test_what_the_npu_refuses_is_told_when_settings_are_read(values: dict[str, d
         Settings(**{**values, "train": {"device": "cpu"}})
     with pytest.raises(ConfigError, match=r"backend = .npu.: does not run on train.device = cpu"):
         Settings(context_parallel_suite={"backend": "npu"}, train={"device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("suite", "expected"),
+    [
+        ({"cluster": "a9"}, r"context_parallel_suite.cluster = .a9.: cannot be used: cluster 'a9': no such preset"),
+        ({"nodes": 1, "context_parallel_size": 16, "cluster": "a2"}, r"cluster = .a2.: cannot be used: .* 8 ranks"),
+        ({"max_seqlen_per_dp_cp_rank": 1000}, r"= 1000: is too little for rows of data.seq_length = 4096 .* use 1024 or"),
+    ],
+)
+def test_a_cluster_and_a_bound_are_checked_when_settings_are_read(
+    tmp_path: Path, suite: dict[str, Any], expected: str
+) -> None:
+    given = {"algorithm": "hierarchical", "context_parallel_size": 4, "nodes": 2, **suite}
+    file = write(tmp_path, yaml.safe_dump({"context_parallel_suite": given, "data": {"seq_length": 4096}}))
+    with pytest.raises(ConfigError, match=expected):
+        load_settings(file)
+
+
+def test_a_bare_off_is_the_name(tmp_path: Path) -> None:
+    text = "context_parallel_suite:\n  algorithm: hierarchical\n  remap: off\n"
+    assert load_settings(write(tmp_path, text)).context_parallel_suite.remap == "off"

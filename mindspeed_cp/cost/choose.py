@@ -241,16 +241,13 @@ def _reasons(full: list[Tried], others: list[Tried]) -> tuple[str, str, str]:
     one, two = first.timeline, second.timeline
     assert one is not None and two is not None  # both were simulated
     return (
-        f"{first.candidate}: {mean:.3g} ms a layer{batches}, modelled; "
-        f"{second.candidate} takes {ratio:.3g} times as long",
-        f"of the first batch's time ranks wait {_part(one)} on average ({second.candidate}: {_part(two)}), "
-        f"and the busiest computes {100 * one.imbalance:.2g} % longer than the mean ({100 * two.imbalance:.2g} %)",
+        f"{first.candidate}: {mean:.3g} ms a layer{batches}, modelled for {one.cluster.name}; the second, "
+        f"{second.candidate}, takes {ratio:.2f} times as long",
+        f"on the first batch its mean rank computes {1e3 * float((one.compute + one.linear).mean()):.3g} ms and waits "
+        f"{1e3 * float(one.waiting.mean()):.3g} ms; with {second.candidate} "
+        f"{1e3 * float((two.compute + two.linear).mean()):.3g} and {1e3 * float(two.waiting.mean()):.3g} ms",
         _left([*simulated[1:], *(other for other in others if not other.seconds)], first),
     )
-
-
-def _part(made: Timeline) -> str:
-    return f"{100 * float(made.waiting.mean()) / made.total:.2g} %"
 
 
 def _left(others: list[Tried], first: Tried | None) -> str:
@@ -263,6 +260,6 @@ def _left(others: list[Tried], first: Tried | None) -> str:
             said.append(f"{one.candidate}: {one.left_out}")
         elif first is not None:
             said.append(
-                f"{one.candidate}: {sum(one.seconds) / sum(first.seconds[: len(one.seconds)]):.3g} times as long"
+                f"{one.candidate}: {sum(one.seconds) / sum(first.seconds[: len(one.seconds)]):.2f} times as long"
             )
     return "others: " + "; ".join(said)

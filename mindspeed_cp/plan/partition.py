@@ -394,7 +394,7 @@ def check_bound(lengths: np.ndarray, ranks: int, most_tokens: int | None) -> Non
             raise ConfigError(
                 f"{what} has {tokens} tokens, more than {ranks} ranks of max_seqlen_per_dp_cp_rank = "
                 f"{most_tokens} hold; "
-                f"valid: max_seqlen_per_dp_cp_rank of {-(-tokens // ranks)} or more, or more ranks"
+                f"valid: max_seqlen_per_dp_cp_rank of {-(-int(lengths.sum()) // ranks)} or more, or more ranks"
             )
 
 

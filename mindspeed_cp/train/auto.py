@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
-from mindspeed_cp import capabilities
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import attention_of
-from mindspeed_cp.cost.choose import Decision, candidates, choose_algorithm
+from mindspeed_cp.cost.choose import Candidate, Decision, candidates, choose_algorithm
 from mindspeed_cp.data import PackedStream, open_corpus
-from mindspeed_cp.devices import device_type
 from mindspeed_cp.plan import AUTO
 
 #: Rows by which to choose: the first ones of the training.
@@ -30,14 +29,17 @@ def resolved(settings: Settings) -> tuple[Settings, Decision | None]:
     rows = [row.documents for row in islice(stream, SAMPLE)]
     whole, tensor = attention_of(settings), train.tensor_model_parallel_size
     attention = replace(whole, heads=max(1, whole.heads // tensor), kv_heads=max(1, whole.kv_heads // tensor))
-    device = device_type(train.device)
-    backend = device if device == "npu" else suite.backend
-    possible = [
-        one
-        for one in candidates(suite.topology, attention)
-        if capabilities.find(one.algorithm, whole, backend=backend) is None
-    ]
-    decision = choose_algorithm(rows, suite.topology, attention, among=possible, options=settings.plan_options)
+    possible = {}
+    for one in candidates(suite.topology, attention):
+        with suppress(ValueError):  # what the settings refuse with this algorithm
+            possible[one] = _with(settings, one)
+    decision = choose_algorithm(rows, suite.topology, attention, among=list(possible), options=settings.plan_options)
+    return possible[decision.candidate], decision
+
+
+def _with(settings: Settings, candidate: Candidate) -> Settings:
+    """The settings with an algorithm and its options; pydantic's ValidationError, or ConfigError, if they do not go
+    with it."""
     given = settings.model_dump(exclude_unset=True)
-    given["context_parallel_suite"] |= {"algorithm": decision.candidate.algorithm, **dict(decision.candidate.options)}
-    return Settings(**given), decision
+    given["context_parallel_suite"] |= {"algorithm": candidate.algorithm, **dict(candidate.options)}
+    return Settings(**given)
