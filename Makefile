@@ -25,9 +25,6 @@ AND_NPU = $(MAKE) --no-print-directory test-npu
 else
 AND_NPU = echo "test-npu is left out: torch-npu has wheels for Linux alone"
 endif
-# Both suites at once: each waits much for processes of its own. The second one's output follows the first one's.
-BOTH = log=$$(mktemp); ($(AND_NPU)) >"$$log" 2>&1 & second=$$!; \
-	$(RUN)/python -m pytest; first=$$?; wait $$second; second=$$?; cat "$$log"; rm -f "$$log"; exit $$((first || second))
 
 .PHONY: help train test test-npu lint format bench environment clean
 .DEFAULT_GOAL := help
@@ -39,7 +36,8 @@ train: $(INSTALLED) ## train a small GPT on 4 local ranks (configs/quickstart.ya
 	$(RUN)/mindspeed-cp train $(CONFIG) $(ARGS)
 
 test: lint ## ruff, mypy and all tests
-	@$(if $(strip $(ARGS)),$(RUN)/python -m pytest $(ARGS),$(BOTH))
+	$(RUN)/python -m pytest $(ARGS)
+	$(if $(strip $(ARGS)),,@$(AND_NPU))
 
 test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread tests/npu $(ARGS)
