@@ -94,8 +94,8 @@ def simulate_layers(plan: Plan, cluster: Cluster, layers: int, layer: LayerCost 
 def reduction_seconds(gradient_bytes: float, cluster: Cluster, ranks: int) -> float:
     """Reduce-scatter and all-gather of gradients over ranks, as rings that pass each link once in each direction.
 
-    2 * bytes * (n - 1) / n over the slowest link of a rank: in a node its in-node links, across nodes its part of the
-    node's NICs.
+    2 * bytes * (n - 1) / n over the slowest link: in a node a rank's in-node links; between nodes all NICs of a node,
+    over which as many rings run side by side.
 
     Args:
         gradient_bytes: of one rank, before the reduction.
@@ -106,7 +106,7 @@ def reduction_seconds(gradient_bytes: float, cluster: Cluster, ranks: int) -> fl
         return 0.0
     rate = cluster.effective_rank
     if ranks > cluster.ranks_per_node:
-        rate = min(rate, cluster.effective_nic * cluster.nics_per_node / cluster.ranks_per_node)
+        rate = min(rate, cluster.effective_nic * cluster.nics_per_node)
     return 2 * gradient_bytes * (ranks - 1) / ranks / rate
 
 

@@ -226,7 +226,7 @@ class Estimate:
         busy = min(per, attention.heads)
         part = -(-attention.heads // busy) / attention.heads
         short = np.where(size > 1, rows / 2, rows)
-        seconds = self.cost.attention_seconds(self.pairs[doc] * share * part, short, np.where(size > 1, 2, 1))
+        seconds = self.cost.attention_seconds(self.pairs[doc] * share * part, short)
         copies = max(1.0, busy / attention.kv_heads)
         wide = cluster.nics_per_node * cluster.effective_nic
         # Of what a rank gets, one part in `per` is its own, and one in `width` comes from its node.
@@ -235,6 +235,10 @@ class Estimate:
         for name, value in (("attention", seconds), ("split", seconds), ("tokens", rows / per),
                             ("into", into), ("out", out)):  # fmt: skip
             getattr(here, name).reshape(groups, per)[...] += np.bincount(group, value, groups)[:, None]
+        calls = np.zeros(groups)  # all documents of a turn share one
+        np.maximum.at(calls, group, np.where(size > 1, 2.0, 1.0) * cluster.launch)
+        for name in ("attention", "split"):
+            getattr(here, name).reshape(groups, per)[...] += calls[:, None]
         if (size > 1).any():
             first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
             need = self._seen(share, first, size[first]) * self.lengths[doc] * self.kv_row * copies / width

@@ -1,0 +1,25 @@
+"""Published systems and this project's planner on the same batches, modelled side by side.
+
+    python -m benchmarks.published [--clusters a800 h200 a2 a3] [--ranks 16 32 64 128] [--lengths wikipedia prolong]
+                                   [--heads mha gqa8] [--batches 4] [--basis 1 2] [--seed 0] [--no-steps] [--bf16]
+                                   [--no-sensitivity] [--markdown FILE] [--json FILE]
+
+Every system runs the same documents by plans that verify_plan can prove, timed by the event simulation of
+mindspeed_cp.cost on the presets of configs/clusters: nothing is measured. `systems.py` says for each where it is from
+and what was assumed; what a paper leaves open was chosen in its favour, and a system that has options counts by the
+fastest of them in each batch, while ours is the one plan that its planner makes.
+
+Basis 1: one packed row over all ranks, against the even-split ring over all of them. Basis 2: contexts of 64K on 64
+ranks, against an even-split ring CP16 x DP4: four rows of 64K tokens, and the slowest of the four counts. Systems that
+place documents treat the same documents as one pool of 64 ranks.
+
+Columns: time of the even ring (ms of one layer, forward and backward, with its linear layers); how many times as fast
+each system is (mean of the batches); ours over the fastest published system of each batch, mean and least; and the
+fraction of the bound that ours reaches. The bound is perfect balance of all ranks with nothing exposed. Two columns are
+no published systems: dynamic CP and Zeppelin with this project's cost model.
+
+Steps: all batches of a row as micro-batches of one training step through 32 layers, replicas beside each other; without
+the reduction of gradients, which is the same for all. --bf16 lets gradients of keys and values travel in bf16 in all
+systems but ours. The sensitivity lines run plans made by the preset on clusters that are otherwise than it says; other
+systems' options are chosen anew by what the cluster really is, ours are not.
+"""

@@ -1,0 +1,221 @@
+"""python -m benchmarks.published: see the package's description."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import benchmarks.published
+from benchmarks.published.bases import (
+    HEADS,
+    RANKS,
+    Bench,
+    Place,
+    Timed,
+    bound,
+    four_rows,
+    one_row,
+    real_lengths,
+)
+from benchmarks.published.remarks import assumptions, beside_reported
+from benchmarks.published.steps import LAYERS, step_seconds
+from benchmarks.published.systems import OURS, SYSTEMS
+from benchmarks.published.table import Row, header, line, markdown, step_line, summarize, summary_text, why_slower
+from mindspeed_cp import Documents
+from mindspeed_cp.cost import load_lengths
+from mindspeed_cp.cost.transfers import ELEMENT, GRADIENT
+from mindspeed_cp.errors import ConfigError
+
+Batches = Callable[[str, int], list[Documents]]
+Changes = dict[str, tuple[tuple[str, float], ...]]
+
+#: What the planner does not know of, by name: factors of the preset's values.
+UNCHANGED = "as the preset"
+CHANGES: Changes = {
+    UNCHANGED: (),
+    "NIC x 0.7": (("nic_bandwidth", 0.7),),
+    "compute x 1.1": (("peak_flops", 1.1),),
+    "both": (("nic_bandwidth", 0.7), ("peak_flops", 1.1)),
+}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options.
+
+    Raises:
+        ConfigError: a cluster or set of lengths is not known, or a number is out of range.
+    """
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.published", description=benchmarks.published.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--clusters", nargs="+", default=["a800", "h200", "a2", "a3"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64, 128], help="of basis 1")
+    parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
+    parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS))
+    parser.add_argument("--batches", type=int, default=4, help="of each row of basis 2; half for basis 1")
+    parser.add_argument("--seed", type=int, default=0, help="of the first batch")
+    parser.add_argument("--basis", type=int, nargs="+", default=[1, 2], choices=[1, 2])
+    parser.add_argument("--no-steps", dest="steps", action="store_false")
+    parser.add_argument("--bf16", action="store_true", help="others send gradients of keys in bf16")
+    parser.add_argument("--no-sensitivity", dest="sensitivity", action="store_false")
+    parser.add_argument("--markdown", type=Path, help="write tables for a page of documentation there")
+    parser.add_argument("--json", type=Path, help="write every figure there")
+    options = parser.parse_args(argv)
+    if options.batches < 1:
+        raise ConfigError(f"--batches is {options.batches}; valid: a whole number from 1")
+    for name in options.clusters:
+        for ranks in [*options.ranks, RANKS]:
+            Place(name, "mha", ranks).check()
+    for name in options.lengths:
+        load_lengths(name, real_lengths(name))
+    return options
+
+
+def measure(
+    options: argparse.Namespace, ranks: int, count: int, batches: Batches, changes: Changes
+) -> dict[str, list[Row]]:
+    """Rows of all clusters, heads and sets of lengths on so many ranks, of `count` batches each, by change of the
+    clusters, half as many where there is one; those of unchanged ones are printed as they are done."""
+    rows: dict[str, list[Row]] = {name: [] for name in changes}
+    places = [
+        (change, Place(cluster, heads, ranks, factors))
+        for cluster in options.clusters
+        for heads in options.heads
+        for change, factors in changes.items()
+    ]
+    for lengths in options.lengths:
+        made = {place: _row(place, lengths) for _, place in places}
+        micro: dict[Place, dict[str, list[Timed]]] = {place: {name: [] for name in SYSTEMS} for place in made}
+        for seed in range(options.seed, options.seed + count):
+            documents, bench = batches(lengths, seed), Bench()
+            for place, row in made.items():
+                if place.changed and seed - options.seed >= half(count):
+                    continue
+                found = {name: bench.time(name, documents, place, _gradient(options, name)) for name in SYSTEMS}
+                _add(row, found, bound(documents, place), seed)
+                for name, one in found.items():
+                    if one is not None and options.steps and not place.changed:
+                        micro[place][name].append(one)
+        for change, place in places:
+            row = made[place]
+            row.steps.update({name: step_seconds(every, place) for name, every in micro[place].items() if every})
+            rows[change].append(row)
+            if not place.changed:
+                print(line(row, list(SYSTEMS)), flush=True)
+    return rows
+
+
+def half(batches: int) -> int:
+    """Of some batches."""
+    return max(1, batches // 2)
+
+
+def _row(place: Place, lengths: str) -> Row:
+    """One without batches."""
+    seconds: dict[str, list[float | None]] = {name: [] for name in SYSTEMS}
+    return Row(place.name, place.heads, lengths, place.ranks, seconds, [], {name: [] for name in SYSTEMS})
+
+
+def _gradient(options: argparse.Namespace, system: str) -> int:
+    return ELEMENT if options.bf16 and system != OURS else GRADIENT
+
+
+def _add(row: Row, found: dict[str, Timed | None], least: float, seed: int) -> None:
+    """A batch to its row."""
+    able = {name: one for name, one in found.items() if one is not None}
+    row.bound.append(least)
+    for name in found:
+        row.seconds[name].append(able[name].seconds if name in able else None)
+        row.ways[name].append(_way(able[name]) if name in able else "")
+    ours = able.pop(OURS)
+    name = min(able, key=lambda name: able[name].seconds)
+    best = able[name]
+    if best.seconds < ours.seconds:
+        said = why_slower((ours.seconds, best.seconds, least), _parts(ours), _parts(best))
+        place = f"{row.cluster} {row.lengths} {row.heads} {row.ranks} ranks, seed {seed}"
+        row.why.append(f"{place}: {name} ({_way(best)}): {said}")
+
+
+def _way(one: Timed) -> str:
+    labels = list(dict.fromkeys(chosen.label for chosen in one.chosen))
+    return " / ".join(labels) + ("" if one.pooled else f" x {len(one.chosen)}")
+
+
+def _parts(one: Timed) -> tuple[float, float, float]:
+    layer = one.slowest
+    return float(layer.busy.mean()), float(layer.busy.max()), float(layer.exposed.mean())
+
+
+def show(options: argparse.Namespace, rows: list[Row]) -> None:
+    """Summaries of rows, their steps, and where ours is not first."""
+    for heads in options.heads:
+        print(summary_text(heads, summarize([row for row in rows if row.heads == heads])))
+    if options.steps:
+        print(f"\nsteps of {LAYERS} layers, batches as micro-batches: s of the even ring, times as fast, s of ours")
+        for row in rows:
+            print(step_line(row, list(SYSTEMS)))
+    for text in beside_reported(rows):
+        print(text)
+    lost = [said for row in rows for said in row.why]
+    print(f"\nours is not first in {len(lost)} of {sum(len(row.bound) for row in rows)} batches" + ":" * bool(lost))
+    for said in lost:
+        print(f"  {said}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints all tables. Exit code 2 for options that cannot be."""
+    try:
+        options = arguments(argv)
+    except ConfigError as error:
+        print(f"python -m benchmarks.published: {error}", file=sys.stderr)
+        return 2
+    began = time.perf_counter()
+    for text in assumptions(options.clusters, options.lengths, options.bf16):
+        print(text)
+    made: dict[str, list[Row]] = {}
+    plain: Changes = {UNCHANGED: ()}
+    if 1 in options.basis:
+        print(f"\nbasis 1: one row over all ranks\n{header(list(SYSTEMS))}")
+        rows: list[Row] = []
+        for ranks in options.ranks:
+            rows += measure(options, ranks, half(options.batches), partial(_one_row, ranks), plain)[UNCHANGED]
+        made["basis 1"] = rows
+        show(options, rows)
+    if 2 in options.basis:
+        print(f"\nbasis 2: 64K contexts, the even ring CP16 x DP4 against all {RANKS} ranks\n{header(list(SYSTEMS))}")
+        changes = CHANGES if options.sensitivity else plain
+        found = measure(options, RANKS, options.batches, four_rows, changes)
+        show(options, found[UNCHANGED])
+        made |= {f"basis 2, {name}": rows for name, rows in found.items()}
+        if options.sensitivity:
+            count = half(options.batches)
+            print(f"\nbasis 2 on clusters of which the planner did not know, the first {count} batches of each row")
+            for name, rows in found.items():
+                for heads in options.heads:
+                    some = [row.first(count) for row in rows if row.heads == heads]
+                    print(summary_text(f"{name}, {heads}", summarize(some)))
+    print(f"\n{time.perf_counter() - began:.0f} s")
+    if options.markdown:
+        options.markdown.write_text(
+            "\n".join(text for key, rows in made.items() for text in markdown(key, rows)) + "\n"
+        )
+    if options.json:
+        options.json.write_text(
+            json.dumps({key: [dataclasses.asdict(row) for row in rows] for key, rows in made.items()})
+        )
+    return 0
+
+
+def _one_row(ranks: int, lengths: str, seed: int) -> list[Documents]:
+    return one_row(lengths, ranks, seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Batches, the two bases of comparison, and the time of every system on them.
+
+Basis 1: all ranks are one context-parallel group, and the batch is one packed row over it. Basis 2: contexts of 64K on
+64 ranks. The step's documents are cut into four packed rows of 64K tokens, each of which 16 ranks run by an even-split
+ring (CP16 x DP4; the time is that of the slowest of the four), as one does who packs rows; against systems that treat
+the same documents as one pool over all 64 ranks. A system that can do both counts by the better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.published.systems import POOLED, SYSTEMS, Case
+from benchmarks.published.timing import Candidate, Layer, fastest
+from mindspeed_cp import AttentionConfig, Documents, Topology
+from mindspeed_cp.cost import Cluster, LayerCost, load_cluster, sample_batch
+from mindspeed_cp.cost.transfers import GRADIENT
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan.estimate import Estimate
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "lengths"
+HEADS = {"mha": AttentionConfig(heads=32, head_dim=128), "gqa8": AttentionConfig(heads=32, kv_heads=8, head_dim=128)}
+
+#: Tokens of a rank.
+TOKENS = 4096
+
+#: Basis 2.
+RANKS, CONTEXT = 64, 2**16
+
+#: Systems that are tried as one pool as well as on rows. For the others 64 ranks are more steps of the same ring.
+EITHER = ("all-gather", "USP")
+
+
+def real_lengths(name: str) -> Path | None:
+    """The folder of a set's real lengths, if it is there."""
+    return REAL if (REAL / f"{name}.npz").exists() else None
+
+
+def one_row(name: str, ranks: int, seed: int) -> list[Documents]:
+    """A batch of basis 1: one packed row."""
+    return [Documents(sample_batch(name, ranks * TOKENS, seed, folder=real_lengths(name)))]
+
+
+def four_rows(name: str, seed: int) -> list[Documents]:
+    """A batch of basis 2: rows of CONTEXT tokens each; a document that does not fit into the rest of a row is cut."""
+    lengths = sample_batch(name, RANKS * TOKENS, seed, longest=CONTEXT, folder=real_lengths(name))
+    return cut_into_rows(lengths, CONTEXT)
+
+
+def cut_into_rows(lengths: np.ndarray, context: int) -> list[Documents]:
+    """Packed rows of just so many tokens each, in the order of documents; the last one may be shorter."""
+    ends = np.cumsum(lengths)
+    borders = np.arange(0, int(ends[-1]) + context, context)
+    edges = np.unique(np.concatenate([[0], ends, borders[borders < ends[-1]]]))
+    pieces, row = np.diff(edges), edges[:-1] // context
+    return [Documents(pieces[row == number]) for number in range(int(row[-1]) + 1)]
+
+
+def pool_of(rows: Sequence[Documents]) -> Documents:
+    """All documents of the rows, as one batch."""
+    return Documents(np.concatenate([row.lengths for row in rows]))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a batch runs.
+
+    Attributes:
+        name: of the cluster's preset.
+        heads: of HEADS.
+        ranks: in all.
+        changed: what the cluster really does, where that is other than the preset, by which plans are made: factors of
+            its values.
+    """
+
+    name: str
+    heads: str
+    ranks: int
+    changed: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """Of the layer."""
+        return HEADS[self.heads]
+
+    def check(self) -> None:
+        """Raise ConfigError where there is no such cluster, or the ranks are no whole nodes."""
+        self.case(Documents([]), self.ranks)
+
+    def case(self, documents: Documents, ranks: int, shared: dict[object, Candidate] | None = None) -> Case:
+        """Documents on some of the ranks; for `shared` see :class:`Case`.
+
+        Raises:
+            ConfigError: no such cluster, or the ranks are no whole nodes.
+        """
+        preset = load_cluster(self.name)
+        per = min(preset.ranks_per_node, ranks)
+        if ranks % per:
+            raise ConfigError(
+                f"ranks is {ranks}; valid for cluster {self.name}: up to {per}, or a multiple of it, ranks of a node"
+            )
+        topology = Topology(ranks // per, per, self.name)
+        return Case(documents, topology, self.attention, preset.with_ranks(per), {} if shared is None else shared)
+
+    def truth(self, cluster: Cluster) -> Cluster:
+        """The cluster as it really is."""
+        return cluster.with_(**{key: getattr(cluster, key) * factor for key, factor in self.changed})
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """What a system made of a batch.
+
+    Attributes:
+        seconds: of one layer, forward and backward; of the slowest row, where there are several.
+        chosen: the fastest way for each row; one, where the batch is one pool.
+        layers: of each of them.
+        pooled: the batch ran as one pool.
+    """
+
+    seconds: float
+    chosen: tuple[Candidate, ...]
+    layers: tuple[Layer, ...]
+    pooled: bool
+
+    @property
+    def slowest(self) -> Layer:
+        """The layer of the slowest row."""
+        return max(self.layers, key=lambda one: one.total)
+
+
+class Bench:
+    """Times systems on batches; plans that do not depend on clusters and heads are made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], list[Candidate]] = {}
+        self._shared: dict[object, Candidate] = {}
+
+    def time(self, system: str, rows: Sequence[Documents], place: Place, gradient: int = GRADIENT) -> Timed | None:
+        """A system on a batch; None where it cannot run it.
+
+        Args:
+            system: of SYSTEMS.
+            rows: of the batch; several: basis 2.
+            place: where.
+            gradient: see :func:`.timing.layer`.
+        """
+        found = []
+        if len(rows) == 1 or system not in POOLED:
+            found.append(self._on(system, rows, place, place.ranks // len(rows), gradient))
+        if len(rows) > 1 and system in (*POOLED, *EITHER):
+            found.append(self._on(system, [pool_of(rows)], place, place.ranks, gradient))
+        able = [one for one in found if one is not None]
+        return min(able, key=lambda one: one.seconds, default=None)
+
+    def _on(self, system: str, rows: Sequence[Documents], place: Place, ranks: int, gradient: int) -> Timed | None:
+        """Rows beside each other, each on so many ranks."""
+        chosen, layers = [], []
+        for row in rows:
+            case = place.case(row, ranks, self._shared)
+            truth = place.truth(case.cluster)
+            candidates = self._candidates(system, case)
+            if not candidates:
+                return None
+            one, took = fastest(candidates, truth, gradient)
+            chosen.append(one)
+            layers.append(took)
+        return Timed(max(one.total for one in layers), tuple(chosen), tuple(layers), len(rows) == 1)
+
+    def _candidates(self, system: str, case: Case) -> list[Candidate]:
+        key = system, case.documents, case.topology, case.attention
+        if key not in self._made:
+            self._made[key] = SYSTEMS[system](case)
+        return self._made[key]
+
+
+def bound(rows: Sequence[Documents], place: Place) -> float:
+    """Seconds of a layer that no plan beats: perfect balance over all ranks, whole documents, nothing exposed."""
+    case = place.case(pool_of(rows), place.ranks)
+    truth, layer_cost = place.truth(case.cluster), LayerCost.like(case.attention)
+    documents = case.documents
+    return Estimate(documents, documents, case.topology, case.attention, truth, layer_cost, routing=True).bound

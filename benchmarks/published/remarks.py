@@ -1,0 +1,56 @@
+"""What stands beside the tables: assumptions, and what papers report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.published.bases import TOKENS, real_lengths
+from benchmarks.published.reported import REPORTED, for_cluster
+from benchmarks.published.systems import BASE
+from benchmarks.published.table import Row
+from mindspeed_cp.cost import load_cluster
+
+
+def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool) -> list[str]:
+    """What stands beside the tables."""
+    out = [
+        "All times are modelled: one layer of 32 heads of 128 channels (gqa8: 8 key/value heads), hidden size 4,096, a",
+        f"gated FFN 8/3 as wide, causal, bf16, forward and backward, {TOKENS:,} tokens a rank, no tensor parallelism.",
+        "Gradients of keys and values travel in " + ("bf16 in all systems but ours." if bf16 else "fp32."),
+    ]
+    for name in clusters:
+        c = load_cluster(name)
+        out.append(
+            f"{name}: {c.ranks_per_node} ranks a node, {c.peak_flops / 1e12:.0f} TFLOP/s, of which attention reaches "
+            f"{c.attention_efficiency:g} (tiles of n rows n / (n + {c.tile_rows:g}) of that) and linear layers "
+            f"{c.linear_efficiency:g}; {c.fabric}, {c.rank_bandwidth / 1e9:g} GB/s a rank, {c.pair_bandwidth / 1e9:g} "
+            f"a pair, {c.nics_per_node} NICs of {c.nic_bandwidth / 1e9:g} GB/s a node, transfers reach "
+            f"{c.communication_efficiency:g}; {1e6 * c.launch:g} us a call"
+        )
+        said = [f"{one.system} {one.figure} over {one.over} ({one.where}; {one.source})" for one in for_cluster(name)]
+        out += [f"  [reported] {text}" for text in said] or ["  [reported] nothing for this cluster"]
+    for one in REPORTED:
+        if not one.presets:
+            out.append(f"[reported] elsewhere: {one.system} {one.figure} over {one.over} ({one.source})")
+    for name in lengths:
+        out.append(f"{name}: {'real lengths' if real_lengths(name) else 'bins of configs/lengths'}")
+    out.append(f"speeds are those over the {BASE}; '-': the system cannot run it (fewer heads than ranks)")
+    return out
+
+
+def beside_reported(rows: Sequence[Row]) -> list[str]:
+    """Modelled speeds of systems of the tables beside reported ones, a line for each system and cluster."""
+    out = []
+    known = dict.fromkeys((one.column, cluster) for one in REPORTED if one.column for cluster in one.presets)
+    for column, cluster in known:
+        found = [row.speed(column) for row in rows if row.cluster == cluster]
+        speeds = np.concatenate([np.zeros(0), *(speed for speed in found if speed is not None)])
+        if len(speeds):
+            said = "; ".join(f"{one.figure} over {one.over}" for one in REPORTED if one.column == column)
+            out.append(
+                f"{column} on {cluster}: modelled {speeds.mean():.2f}x the {BASE} on average, up to "
+                f"{speeds.max():.2f}x; [reported] {said}"
+            )
+    return out

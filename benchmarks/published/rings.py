@@ -1,0 +1,188 @@
+"""Forwarding rings over groups of ranks: documents of one group go round in it, zig-zag, in equal shares.
+
+What systems do that give documents to groups of different sizes. Groups that share no rank run at once and are one
+part of the plan, a *wave*; a rank that is in several groups takes its waves one after the other. Documents of one rank
+are a part of their own. Two orders::
+
+    in turn      wave 0: all its rounds    wave 1: all its rounds    ...    documents of one rank
+    beside       round 0 of all waves, some documents of one rank    round 1 of all waves, some more    ...
+
+With "in turn" a transfer is hidden by its own round alone; with "beside" by everything that is computed in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mindspeed_cp import AttentionConfig, Documents, Topology
+from mindspeed_cp.layout import Layout, zigzag
+from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan.combine import combine, documents_of
+from mindspeed_cp.plan.halves import own_block_in_shares
+from mindspeed_cp.plan.program import Program
+from mindspeed_cp.plan.records import CONTENT, Messages, sorted_contents
+from mindspeed_cp.plan.ring import ring
+
+#: Documents of one rank are computed in so many turns at most, beside the rounds of rings.
+PORTIONS = 8
+
+#: A group of ranks in the order of its ring.
+Group = tuple[int, ...]
+
+
+def grouped_rings(
+    name: str,
+    documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    groups: Sequence[Group],
+    beside: bool,
+) -> Plan:
+    """A plan of rings.
+
+    Args:
+        name: of the plan, for people.
+        documents, topology, attention: as for the ring.
+        groups: for each document the ranks that share it, in the order of its ring.
+        beside: the order, see above.
+    """
+    waves = _waves({group for group in groups if len(group) > 1})
+    parts = []
+    for wave in waves:
+        here = np.array([group in wave for group in groups])
+        parts.append(_wave(documents_of(documents, here), topology, attention, groups, wave, beside))
+    alone = np.array([len(group) == 1 for group in groups])
+    rounds = max((part.forward.steps // 2 for part in parts), default=1) if beside else 1
+    if alone.any() or not parts:
+        layout = _layout(documents_of(documents, alone), topology.ranks, groups)
+        parts.append(_alone(layout, topology, attention, min(rounds, PORTIONS)))
+    if len(parts) == 1:
+        return replace(parts[0], algorithm=name)
+    orders = (_order(parts, direction, len(waves), beside) for direction in ("forward", "backward"))
+    return combine(name, parts, *orders)
+
+
+def _waves(groups: set[Group]) -> list[set[Group]]:
+    """The groups, widest first, each in the first wave in which none shares a rank with it."""
+    waves: list[set[Group]] = []
+    for group in sorted(groups, key=lambda group: (-len(group), group)):
+        free = next((wave for wave in waves if not any(set(group) & set(other) for other in wave)), None)
+        if free is None:
+            free = set()
+            waves.append(free)
+        free.add(group)
+    return waves
+
+
+def _layout(documents: Documents, ranks: int, groups: Sequence[Group]) -> Layout:
+    return zigzag(documents, ranks, list(groups))
+
+
+def _wave(
+    documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    groups: Sequence[Group],
+    wave: set[Group],
+    beside: bool,
+) -> Plan:
+    """The part of rings that run at once."""
+    layout = _layout(documents, topology.ranks, groups)
+    found: dict[str, list[tuple[Program, np.ndarray]]] = {"forward": [], "backward": []}
+    for group in sorted(wave):
+        own = documents_of(documents, np.array([other == group for other in groups]))
+        held = zigzag(own, len(group))
+        for programs, program in zip(found.values(), ring(held, held, attention), strict=True):
+            programs.append((program, np.array(group)))
+    made = {name: _beside(programs, layout, attention) for name, programs in found.items()}
+    if beside:
+        made = {name: _slowly(program) for name, program in made.items()}
+    return Plan("rings", attention, topology, layout, layout, layout, layout, made["forward"], made["backward"])
+
+
+def _beside(programs: list[tuple[Program, np.ndarray]], layout: Layout, attention: AttentionConfig) -> Program:
+    """Programs of groups that share no rank as one over all ranks."""
+    capacity = np.zeros((layout.ranks, max(program.capacity.shape[1] for program, _ in programs)), np.int64)
+    contents, spans = [np.empty(0, CONTENT)], [layout.spans]
+    fetch: list[Messages] = []
+    reduce: list[Messages] = []
+    for program, ranks in programs:
+        capacity[ranks, : program.capacity.shape[1]] = program.capacity
+        part = program.contents.copy()
+        part["rank"] = ranks[part["rank"]]
+        part["first"] += sum(map(len, spans))
+        contents.append(part)
+        table = program.spans.copy()
+        shift = layout.documents.offsets[table["doc"]] - program.kv_documents.offsets[table["doc"]]
+        table["rank"] = ranks[table["rank"]]
+        table["start"] += shift
+        table["stop"] += shift
+        spans.append(table)
+        for messages, every in ((program.fetch, fetch), (program.reduce, reduce)):
+            items = messages.items.copy()
+            for end in ("src", "dst"):
+                items[end] = ranks[items[end]]
+            every.append(Messages(items, messages.runs))
+    capacity[:, 0] = layout.token_counts
+    return Program(
+        max(program.steps for program, _ in programs),
+        capacity,
+        layout,
+        layout.documents,
+        attention,
+        sorted_contents(np.concatenate(contents)),
+        np.concatenate(spans),
+        _joined(fetch, layout.ranks),
+        _joined(reduce, layout.ranks),
+    )
+
+
+def _joined(lists: list[Messages], ranks: int) -> Messages:
+    """Several lists of messages as one."""
+    items = [messages.items.copy() for messages in lists]
+    before = 0
+    for some, messages in zip(items, lists, strict=True):
+        some["first"] += before
+        before += len(messages.runs)
+    return Messages(np.concatenate(items), np.concatenate([messages.runs for messages in lists])).sorted()
+
+
+def _slowly(program: Program) -> Program:
+    """Every step in two: one that posts and computes, one that waits. What is put between the two hides the wait."""
+    contents = program.contents.copy()
+    contents["step"] *= 2
+    messages = []
+    for one in (program.fetch, program.reduce):
+        items = one.items.copy()
+        items["start"] *= 2
+        items["done"] = 2 * items["done"] + 1
+        messages.append(Messages(items, one.runs))
+    return replace(program, steps=2 * program.steps, contents=contents, fetch=messages[0], reduce=messages[1])
+
+
+def _alone(layout: Layout, topology: Topology, attention: AttentionConfig, portions: int) -> Plan:
+    """The part of documents that one rank has alone, computed in portions of equal work."""
+    shares = [(step, 1 / portions) for step in range(portions)]
+    contents, spans = own_block_in_shares(layout, layout, attention, np.empty(0, CONTENT), layout.spans, shares)
+    capacity, none = layout.token_counts[:, None].copy(), Messages.none()
+    program = Program(portions, capacity, layout, layout.documents, attention, contents, spans, none, none)
+    return Plan("alone", attention, topology, layout, layout, layout, layout, program, program)
+
+
+def _order(parts: list[Plan], direction: str, waves: int, beside: bool) -> tuple[tuple[int, int], ...]:
+    """(part, step) in one of the two orders; the part behind the waves is that of single ranks."""
+    steps = [getattr(part, direction).steps for part in parts]
+    if not beside:
+        return tuple((part, step) for part, count in enumerate(steps) for step in range(count))
+    rounds = max(steps[:waves]) // 2
+    portions = steps[waves] if len(steps) > waves else 0
+    turns: list[tuple[int, int]] = []
+    for at in range(rounds):
+        here = [part for part in range(waves) if 2 * at < steps[part]]
+        turns += [(part, 2 * at) for part in here]
+        turns += [(waves, portion) for portion in range(portions) if portion * rounds // portions == at]
+        turns += [(part, 2 * at + 1) for part in here]
+    return tuple(turns)

@@ -1,0 +1,292 @@
+"""The systems: each one's ways to run a batch, as plans that can be proved, or as plans on modelled links.
+
+A system is a function of a :class:`Case`; it returns the ways that it would choose among, of which the fastest counts,
+or none where it cannot run the case. So every system has the options that its users would tune, and where its paper
+leaves something open the choice is made in its favour. All of them skip tiles that the mask hides, send and sum
+gradients of keys in fp32 as this project's engine does, and start transfers as early as their buffers allow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from benchmarks.published.gather import build_gathered
+from benchmarks.published.groups import Thresholds, power_of_two_groups, zoned_groups
+from benchmarks.published.rings import Group, grouped_rings
+from benchmarks.published.routed import RoutedLinks, routing_pays
+from benchmarks.published.timing import Candidate
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.cost import Cluster, LayerCost
+from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan.estimate import Estimate
+from mindspeed_cp.plan.hierarchical import plan_of
+from mindspeed_cp.plan.partition import Members, Partition, Placement, Setting
+from mindspeed_cp.plan.remapped import fewer_bytes, with_linear_layout
+
+#: Tiles of so many ranks stand for those of all, where documents are cut evenly over all of them.
+LOOKED_AT = 16
+
+#: `max_seqlen_per_dp_cp_rank` of dynamic context parallelism: tokens of a document that a rank takes. All are tried.
+MOST_TOKENS = (2048, 4096, 8192)
+
+#: Of Zeppelin's zones; all are tried.
+ZONES = tuple(Thresholds(*at) for at in ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.25, 0.5), (2.0, 1.0), (1.0, 2.0)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch on some ranks.
+
+    Attributes:
+        documents: the batch, or one row of it.
+        topology: the ranks; its cluster is the preset that plans may go by.
+        attention: of the layer.
+        cluster: that preset, of as many ranks a node as are in use.
+        shared: candidates that were made already, for other clusters or heads too.
+    """
+
+    documents: Documents
+    topology: Topology
+    attention: AttentionConfig
+    cluster: Cluster
+    shared: dict[object, Candidate] = field(default_factory=dict)
+
+    def once(self, make: Callable[[Documents, Topology, AttentionConfig], Candidate], *what: object) -> Candidate:
+        """A candidate that depends on documents, nodes and ranks, and on `what` names it, alone: neither on the
+        cluster's speeds nor on numbers of heads."""
+        topology = replace(self.topology, cluster=None)
+        key = self.documents, topology, what
+        if key not in self.shared:
+            self.shared[key] = make(self.documents, topology, self.attention)
+        return self.shared[key].with_attention(self.attention)
+
+
+def ring(case: Case) -> list[Candidate]:
+    """Even-split zig-zag ring over all ranks: TransformerEngine's context parallelism with `cp_comm_type: p2p` (Ring
+    Attention, arXiv 2310.01889; zig-zag chunks as in Megatron-core). Assumed: documents of any length, where TE pads
+    each to a multiple of twice the ranks; gradients of keys travel in fp32, where TE sends bf16 (see --bf16)."""
+    return [case.once(lambda d, t, a: _even("ring", build_plan(d, t, a, "ring")), "ring")]
+
+
+def double_ring(case: Case) -> list[Candidate]:
+    """Rings in nodes and between them at once (LoongTrain, arXiv 2406.18485; MindSpeed's `cp_window_size`): the window
+    is a node. On one node it is the ring."""
+    return [case.once(lambda d, t, a: _even("double ring", build_plan(d, t, a, "double_ring")), "double ring")]
+
+
+def all_gather(case: Case) -> list[Candidate]:
+    """Keys and values of all ranks gathered by everyone, zig-zag chunks (Llama 3, arXiv 2407.21783, section 3.3.2;
+    TransformerEngine's `cp_comm_type: all_gather`). Blocks cross to each node once over all its NICs, and gradients
+    come back likewise, as collective libraries do it. In the paper all of it is exposed; here a rank's own block is
+    computed meanwhile."""
+    return [case.once(lambda d, t, a: _even("all-gather", build_gathered(d, t, a)), "all-gather")]
+
+
+def ulysses(case: Case) -> list[Candidate]:
+    """Heads split over all ranks by all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509). Not possible on more ranks than
+    query heads. Key/value heads may be fewer than ranks, and are then copied, which the paper's code cannot do."""
+    if case.topology.ranks > case.attention.heads:
+        return []
+    plan = build_plan(case.documents, case.topology, case.attention, "ulysses")
+    return [_by_heads(case, "Ulysses", plan, case.topology.ranks)]
+
+
+def usp(case: Case) -> list[Candidate]:
+    """Ulysses in groups of neighbouring ranks, a zig-zag ring between them (USP, arXiv 2405.07719; Megatron's
+    `a2a+p2p`). Of degrees from half a node's ranks up to the heads, the fastest; smaller ones leave more to the ring,
+    and were never faster. A group may be larger than a node: its all-to-all then uses all NICs."""
+    least = max(2, case.topology.ranks_per_node // 2)
+    found = []
+    for degree in (d for d in range(least, case.topology.ranks) if case.topology.ranks % d == 0):
+        if degree <= case.attention.heads:
+            plan = build_plan(case.documents, case.topology, case.attention, "hybrid", ulysses_degree=degree)
+            found.append(_by_heads(case, f"USP, Ulysses {degree}", plan, degree))
+    return found
+
+
+def dynamic_cp(case: Case) -> list[Candidate]:
+    """Megatron-core's dynamic (hybrid) context parallelism (its `BalancedCPScheduler`): every document on a power of
+    two of neighbouring ranks by its length, balanced by s^2 / ranks. With TE's forwarding ring in each group, or with
+    keys fetched from their owners; linear layers where attention is. Of several `max_seqlen_per_dp_cp_rank` the
+    fastest. Assumed in its favour: groups run one after the other without the barriers of its schedule, and backwards
+    after all forwards."""
+    lengths, ranks = case.documents.lengths, case.topology.ranks
+    found = []
+    for most in MOST_TOKENS:
+        found += _in_groups(case, f"dynamic CP <= {most}", power_of_two_groups(lengths, ranks, most))
+    return found
+
+
+def dynamic_cp_by_cost(case: Case) -> list[Candidate]:
+    """Not published: dynamic context parallelism with this project's cost model in place of s^2 / ranks, both for the
+    size of a document's group and for the balance; linear layers count. It is among the candidates of this project's
+    search too, there with its own exchange of keys in place of rings."""
+    return _in_groups(case, "dynamic CP by cost", _groups_by_cost(case))
+
+
+def zeppelin(case: Case) -> list[Candidate]:
+    """Zeppelin (arXiv 2509.21841): documents on one rank, in a ring inside a node, or in a ring across nodes; messages
+    between nodes routed over all NICs; ranks balanced by attention, and linear layers on equal tokens by a remap. The
+    paper's thresholds are not public: several are tried, nodes filled by tokens and by attention, with and without
+    remap, and the fastest counts; routing where its formula says that it pays. Assumed in its favour: documents of one
+    group of ranks share a ring, where the paper has a ring for each; all rings of a rank and its local documents hide
+    each other's transfers."""
+    attention = _estimate(case).attention_work
+    found: dict[tuple[Group, ...], list[Candidate]] = {}
+    for filling in (case.documents.lengths.astype(float), attention):
+        for zones in ZONES:
+            _zoned(case, found, filling, attention, zones, remaps=True)
+    return [one for some in found.values() for one in some]
+
+
+def zeppelin_by_cost(case: Case) -> list[Candidate]:
+    """Not published: Zeppelin's zones, rings and routing with nodes and ranks balanced by this project's cost model,
+    in which linear layers count, and no remap."""
+    work = _estimate(case).work
+    found: dict[tuple[Group, ...], list[Candidate]] = {}
+    for zones in ZONES:
+        _zoned(case, found, work, work, zones, remaps=False)
+    return [one for some in found.values() for one in some]
+
+
+def eod_ring(case: Case, tensor_parallel: int = 1) -> list[Candidate]:
+    """MindSpeed's ring with `--reset-attention-mask` (EOD reset): every document is padded to a multiple of
+    cp * lcm(2, tp), then cut evenly over all ranks. The padding is computed and sent like tokens."""
+    padded = Documents(eod_lengths(case.documents.lengths, case.topology.ranks, tensor_parallel))
+    case = replace(case, documents=padded)
+    return [case.once(lambda d, t, a: _even("EOD ring", build_plan(d, t, a, "ring")), "EOD ring")]
+
+
+def eod_lengths(lengths: np.ndarray, ranks: int, tensor_parallel: int) -> np.ndarray:
+    """Lengths padded to a multiple of ranks * lcm(2, tensor_parallel), int64 [documents]."""
+    unit = ranks * math.lcm(2, tensor_parallel)
+    return -(-lengths // unit) * unit
+
+
+def ours(case: Case) -> list[Candidate]:
+    """This project's hierarchical plans, as `algorithm: hierarchical` makes them by the preset. One plan: what the
+    planner chose by its own model, not the best of several simulations."""
+    return [Candidate("hierarchical", build_plan(case.documents, case.topology, case.attention, "hierarchical"))]
+
+
+#: By the name in the table. The first is what others are compared with, the last is this project's.
+SYSTEMS: dict[str, Callable[[Case], list[Candidate]]] = {
+    "even ring": ring,
+    "EOD ring": eod_ring,
+    "double ring": double_ring,
+    "all-gather": all_gather,
+    "Ulysses": ulysses,
+    "USP": usp,
+    "dynamic CP": dynamic_cp,
+    "Zeppelin": zeppelin,
+    "dyn. by cost": dynamic_cp_by_cost,
+    "Zep. by cost": zeppelin_by_cost,
+    "ours": ours,
+}
+
+BASE, OURS = "even ring", "ours"
+
+#: Variants of published systems with this project's cost model.
+VARIANTS = ("dyn. by cost", "Zep. by cost")
+
+#: Systems that go by documents, so that they can treat all ranks of a step as one pool.
+POOLED = ("dynamic CP", "Zeppelin", *VARIANTS, OURS)
+
+
+def _even(label: str, plan: Plan) -> Candidate:
+    """A plan in which every document is cut evenly over all ranks, so that evenly spaced ranks stand for the others."""
+    count = min(plan.ranks, LOOKED_AT)
+    chosen = np.unique(np.linspace(0, plan.ranks - 1, count).round().astype(np.int64))
+    return Candidate(label, plan, _nearest(chosen, plan.ranks))
+
+
+def _by_heads(case: Case, label: str, plan: Plan, degree: int) -> Candidate:
+    """A plan whose groups of ranks split heads: where all have as many, the first member of each group stands for the
+    others, and of many groups evenly spaced ones for their neighbours. Tiles do not depend on key/value heads."""
+    if plan.attention.heads % degree:
+        return Candidate(label, plan)
+    groups = plan.ranks // degree
+    chosen = np.unique(np.linspace(0, groups - 1, min(groups, LOOKED_AT)).round().astype(np.int64))
+    stands = np.repeat(_nearest(chosen, groups), degree) * degree
+    like = case.once(lambda *_: Candidate(label, plan, stands), label, plan.attention.heads)
+    return Candidate(label, plan, stands, counted=like.counted)
+
+
+def _nearest(chosen: np.ndarray, count: int) -> np.ndarray:
+    """Which of the chosen numbers, ascending, is nearest to each number below `count`."""
+    edges = (chosen[1:] + chosen[:-1] + 1) // 2
+    out: np.ndarray = chosen[np.searchsorted(edges, np.arange(count), "right")]
+    return out
+
+
+def _placement(groups: Sequence[Group]) -> Placement:
+    """Groups with equal shares, in the planner's terms."""
+    members = Members.of([(doc, list(group), [1.0 / len(group)] * len(group)) for doc, group in enumerate(groups)])
+    return Placement(Setting(1.0, math.inf, power=True), members, {})
+
+
+def _in_groups(case: Case, label: str, groups: Sequence[Group]) -> list[Candidate]:
+    """Documents in groups of ranks: by forwarding rings, or with keys fetched from their owners."""
+
+    def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
+        plan = grouped_rings("dynamic CP", documents, topology, attention, groups, beside=False)
+        return Candidate(f"{label}, rings", plan)
+
+    def fetched(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
+        plan = plan_of(_placement(groups), documents, documents, topology, attention, routing=False)
+        return Candidate(f"{label}, fetched", plan)
+
+    return [case.once(make, label, name, *groups) for name, make in (("rings", rings), ("fetched", fetched))]
+
+
+def _groups_by_cost(case: Case) -> list[Group]:
+    """Powers of two of ranks by the planner's cost model: as many as hold the document's work as equal shares."""
+    estimate, topology = _estimate(case), case.topology
+    divided, overhead = estimate.divided()
+    lengths, heads = case.documents.lengths, case.attention.heads
+    partition = Partition(estimate.work, divided, overhead, lengths, topology.nodes, topology.ranks_per_node, heads)
+    members = partition.place(Setting(1.0, math.inf, power=True)).whole
+    edges = np.searchsorted(members.doc, np.arange(len(lengths) + 1))
+    return [tuple(members.rank[low:high].tolist()) for low, high in itertools.pairwise(edges.tolist())]
+
+
+def _estimate(case: Case) -> Estimate:
+    documents, attention = case.documents, case.attention
+    layer = LayerCost.like(attention)
+    return Estimate(documents, documents, case.topology, attention, case.cluster, layer, routing=False)
+
+
+def _zoned(
+    case: Case,
+    found: dict[tuple[Group, ...], list[Candidate]],
+    of_node: np.ndarray,
+    of_rank: np.ndarray,
+    zones: Thresholds,
+    remaps: bool,
+) -> None:
+    """Adds the plans of Zeppelin's zones at some thresholds, unless there are such groups already."""
+    topology = case.topology
+    groups = zoned_groups(of_node, of_rank, topology.nodes, topology.ranks_per_node, zones)
+    if tuple(groups) in found:
+        return
+
+    def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
+        plan = grouped_rings("Zeppelin", documents, topology, attention, groups, beside=True)
+        return Candidate(f"zones {zones.node:g}, {zones.rank:g}", plan)
+
+    one = case.once(rings, "Zeppelin", *groups)
+    if routing_pays(case.cluster) and any(_nodes(group, topology) > 1 for group in groups):
+        one = replace(one, label=f"{one.label}, routed", links=RoutedLinks)
+    equal = with_linear_layout(one.plan, fewer_bytes(one.plan, case.attention.heads * case.attention.head_dim))
+    found[tuple(groups)] = [one]
+    if remaps and equal is not one.plan:
+        found[tuple(groups)].append(replace(one, label=f"{one.label}, remap", plan=equal))
+
+
+def _nodes(group: Group, topology: Topology) -> int:
+    return len({rank // topology.ranks_per_node for rank in group})

@@ -1,0 +1,209 @@
+"""Layers and steps of one plan on several clusters: its tiles are counted once, its messages timed for each.
+
+The same arithmetic as :func:`mindspeed_cp.cost.simulate.simulate` and :func:`mindspeed_cp.cost.step.simulate_layers`,
+to which the tests hold it. What is added: where ranks do alike, some can stand for others, since tiles are what takes
+long; links can be others than the cluster's own queues; and gradients of keys can travel in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mindspeed_cp import AttentionConfig
+from mindspeed_cp.cost import Cluster, ComputeCost
+from mindspeed_cp.cost.links import Links
+from mindspeed_cp.cost.simulate import fitted, run
+from mindspeed_cp.cost.step import SETTLED, MicroBatch
+from mindspeed_cp.cost.transfers import GRADIENT, GRADIENTS, heads_of, places, transfers
+from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan.tiles import pairs
+
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """What the kernels of one direction have to do, of each rank and turn, fp64 [ranks, turns + 2].
+
+    Attributes:
+        pairs: visible (query, key) pairs, times the rank's part of the heads.
+        slow: the same, each tile's divided by the rows of its shorter side.
+        calls: kernel calls.
+    """
+
+    pairs: np.ndarray
+    slow: np.ndarray
+    calls: np.ndarray
+
+    def seconds(self, cost: ComputeCost, backward: bool) -> np.ndarray:
+        """Modelled time of the kernels, fp64 [ranks, turns + 2]."""
+        work = self.pairs + cost.cluster.tile_rows * self.slow
+        found: np.ndarray = cost.attention_seconds(work, np.inf, self.calls, backward)
+        return found
+
+
+def count_tiles(plan: Plan, direction: str, stands: np.ndarray | None = None) -> Tiles:
+    """Tiles of a direction.
+
+    Args:
+        plan: any plan.
+        direction: "forward" or "backward".
+        stands: for each rank the one whose tiles stand for its own, int64 [ranks]; default: itself.
+    """
+    shape = plan.ranks, len(plan.turns(direction)) + 2
+    found = np.zeros((3, *shape))
+    chosen = np.arange(plan.ranks) if stands is None else np.unique(stands)
+    for piece, place in zip(plan.pieces, places(plan, direction), strict=True):
+        program = getattr(piece, direction)
+        share = heads_of(piece.q_layout, plan.attention.heads) / plan.attention.heads
+        for rank in chosen.tolist():
+            tiles = program.tiles(rank)
+            if not len(tiles):
+                continue
+            at = place[tiles["step"]]
+            seen = pairs(tiles, plan.attention) * share[rank]
+            short = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
+            found[0, rank] += np.bincount(at, seen, shape[1])
+            found[1, rank] += np.bincount(at, seen / short, shape[1])
+            slots = int(tiles["slot"].max()) + 1
+            calls = np.unique((at * slots + tiles["slot"]) * 4 + tiles["mask"]) // 4 // slots
+            found[2, rank] += np.bincount(calls, minlength=shape[1])
+    return Tiles(*(found if stands is None else found[:, stands]))
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer, forward and backward, modelled.
+
+    Attributes:
+        total: seconds until the last rank is done.
+        busy: seconds of kernels and linear layers of each rank, fp64 [ranks].
+        exposed: seconds in which each rank waits for messages that are due, fp64 [ranks].
+    """
+
+    total: float
+    busy: np.ndarray
+    exposed: np.ndarray
+
+    @property
+    def imbalance(self) -> float:
+        """Busy time of the busiest rank over the mean, less one."""
+        return float(self.busy.max() / self.busy.mean()) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way in which a system could run a batch.
+
+    Attributes:
+        label: of its options, for the table.
+        plan: who holds, sends and computes what.
+        stands: see :func:`count_tiles`.
+        links: makes the links of a cluster's nodes.
+        counted: tiles by direction, as far as they were counted; several candidates with the same tiles may share it.
+    """
+
+    label: str
+    plan: Plan
+    stands: np.ndarray | None = None
+    links: Callable[[Cluster, int], Links] = Links
+    counted: dict[str, Tiles] = field(default_factory=dict, repr=False)
+
+    def tiles(self, direction: str) -> Tiles:
+        """Of the plan; counted at the first call."""
+        if direction not in self.counted:
+            self.counted[direction] = count_tiles(self.plan, direction, self.stands)
+        return self.counted[direction]
+
+    def with_attention(self, attention: AttentionConfig) -> Candidate:
+        """The same with other numbers of heads, for plans that split none: neither who sends and computes what nor the
+        tiles depend on them."""
+        return replace(self, plan=replace(self.plan, attention=attention))
+
+    def least(self, cluster: Cluster) -> float:
+        """Seconds that a layer takes at least: those of the busiest rank, if tiles were as fast as they can be and
+        nothing had to be waited for. Causal masks."""
+        plan, cost = self.plan, ComputeCost(cluster, self.plan.attention)
+        work = np.zeros(plan.ranks)
+        for piece in plan.pieces:
+            spans, heads = piece.q_layout.spans, heads_of(piece.q_layout, plan.attention.heads)
+            first = piece.q_layout.documents.offsets[spans["doc"]]
+            begin, end = (spans["start"] - first).astype(float), (spans["stop"] - first).astype(float)
+            seen = (end * (end + 1) - begin * (begin + 1)) / 2
+            work += np.bincount(spans["rank"], seen, plan.ranks) * heads / plan.attention.heads
+        tokens = (plan.linear or plan.layout).token_counts
+        busy = np.zeros(plan.ranks)
+        for backward in (False, True):
+            busy += cost.attention_seconds(work, np.inf, 0, backward) + cost.linear_seconds(tokens, backward)
+        return float(busy.max())
+
+
+def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT) -> Layer:
+    """One layer of a candidate.
+
+    Args:
+        candidate: a plan.
+        cluster: where it runs.
+        gradient: bytes of one number of the gradients of keys and values that travel between steps.
+    """
+    plan = candidate.plan
+    cluster = fitted(cluster, plan.topology.ranks_per_node)
+    cost = ComputeCost(cluster, plan.attention)
+    tokens = (plan.linear or plan.layout).token_counts
+    linear = np.asarray(cost.linear_seconds(tokens)) + cost.linear_seconds(tokens, backward=True)
+    now, busy, exposed = np.zeros(plan.ranks), linear.copy(), np.zeros(plan.ranks)
+    for name in DIRECTIONS:
+        kernels = candidate.tiles(name).seconds(cost, name == "backward")
+        table = _table(plan, name, cost, gradient)
+        turns, computed, _ = run(kernels, table, candidate.links(cluster, plan.topology.nodes), now)
+        busy += computed
+        exposed += (turns[:, :, 2] - turns[:, :, 1]).sum(1)
+        now = turns[:, -1, 2] + (linear if name == "forward" else 0.0)
+    return Layer(float(now.max()), busy, exposed)
+
+
+def fastest(candidates: Sequence[Candidate], cluster: Cluster, gradient: int = GRADIENT) -> tuple[Candidate, Layer]:
+    """The candidate whose layer takes least, and that layer. Those whose busiest rank alone has more to do than the
+    best one takes are not timed."""
+    floors = [one.least(fitted(cluster, one.plan.topology.ranks_per_node)) for one in candidates]
+    best: tuple[Candidate, Layer] | None = None
+    for number in np.argsort(floors, kind="stable").tolist():
+        if best is not None and floors[number] >= best[1].total:
+            break
+        found = layer(candidates[number], cluster, gradient)
+        if best is None or found.total < best[1].total:
+            best = candidates[number], found
+    assert best is not None, "there is a candidate"
+    return best
+
+
+def through_layers(candidate: Candidate, cluster: Cluster, layers: int) -> MicroBatch:
+    """A micro-batch through several equal layers, as :func:`mindspeed_cp.cost.step.simulate_layers` has it."""
+    plan = candidate.plan
+    cluster = fitted(cluster, plan.topology.ranks_per_node)
+    cost = ComputeCost(cluster, plan.attention)
+    tokens = (plan.linear or plan.layout).token_counts
+    now, last = np.zeros(plan.ranks), 0.0
+    for name in DIRECTIONS:
+        backward = name == "backward"
+        kernels = candidate.tiles(name).seconds(cost, backward)
+        table, links = _table(plan, name, cost, GRADIENT), candidate.links(cluster, plan.topology.nodes)
+        linear = np.asarray(cost.linear_seconds(tokens, backward))
+        for _ in range(min(layers, SETTLED)):
+            before = now
+            now = run(kernels, table, links, now + linear if backward else now)[0][:, -1, 2]
+            now = now if backward else now + linear
+        last = float(now.max() - before.max())
+        now = now + last * max(layers - SETTLED, 0)
+        links.free += last * max(layers - SETTLED, 0)
+    return MicroBatch(float(now.max()), last, plan)
+
+
+def _table(plan: Plan, direction: str, cost: ComputeCost, gradient: int) -> np.ndarray:
+    table = transfers(plan, direction, cost.layer)
+    if gradient != GRADIENT:
+        table["bytes"][table["kind"] == GRADIENTS] *= gradient / GRADIENT
+    return table

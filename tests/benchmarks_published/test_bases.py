@@ -1,0 +1,105 @@
+"""Batches of the two bases, and which of several ways counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.published import bases
+from benchmarks.published.bases import Bench, Place, bound, cut_into_rows, four_rows, one_row, pool_of
+from benchmarks.published.steps import LAYERS, step_seconds
+from benchmarks.published.timing import layer
+from mindspeed_cp import Documents
+from mindspeed_cp.errors import ConfigError
+
+ROWS = [Documents([3000, 900, 196]), Documents([4096]), Documents([2000, 2000, 96]), Documents([4000, 96])]
+PLACE = Place("a800", "gqa8", 16)
+
+
+def test_rows_are_full_and_have_every_token_once() -> None:
+    rows = cut_into_rows(np.array([5, 10, 3, 22, 8]), 16)
+    assert [row.lengths.tolist() for row in rows] == [[5, 10, 1], [2, 14], [8, 8]]
+    rows = cut_into_rows(np.array([16, 16, 3]), 16)
+    assert [row.lengths.tolist() for row in rows] == [[16], [16], [3]]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_second_basis_has_four_rows_of_64k_tokens(seed: int) -> None:
+    rows = four_rows("prolong", seed)
+    assert [row.tokens for row in rows] == [65536] * 4
+    pool = pool_of(rows)
+    assert pool.tokens == 64 * 4096 and pool.lengths.max() <= 65536 and pool.lengths.min() > 0
+    assert sorted(pool.lengths.tolist()) == sorted(length for row in rows for length in row.lengths.tolist())
+    again = four_rows("prolong", seed)
+    assert all(one == other for one, other in zip(rows, again, strict=True))
+
+
+def test_the_first_basis_is_one_row_over_all_ranks() -> None:
+    (row,) = one_row("prolong", 16, 3)
+    assert row.tokens == 16 * 4096
+
+
+def test_rows_run_beside_each_other_and_the_slowest_counts() -> None:
+    timed = Bench().time("even ring", ROWS, PLACE)
+    assert timed is not None and not timed.pooled and len(timed.chosen) == 4
+    each = [layer(one, PLACE.case(row, 4).cluster).total for one, row in zip(timed.chosen, ROWS, strict=True)]
+    assert timed.seconds == max(each) and timed.slowest.total == max(each)
+    assert {one.plan.ranks for one in timed.chosen} == {4}
+
+
+@pytest.mark.parametrize("system", bases.POOLED)
+def test_systems_that_place_documents_have_one_pool(system: str) -> None:
+    timed = Bench().time(system, ROWS, PLACE)
+    assert timed is not None and timed.pooled
+    assert timed.chosen[0].plan.ranks == 16 and timed.chosen[0].plan.documents.tokens == 4 * 4096
+
+
+@pytest.mark.parametrize("system", bases.EITHER)
+def test_systems_that_can_do_both_count_by_the_better(system: str) -> None:
+    bench = Bench()
+    timed = bench.time(system, ROWS, PLACE)
+    pool = bench.time(system, [pool_of(ROWS)], PLACE)
+    assert timed is not None and pool is not None
+    rows = [bench.time(system, [row], Place("a800", "gqa8", 4)) for row in ROWS]
+    assert timed.seconds == min(pool.seconds, max(one.seconds for one in rows if one is not None))
+
+
+def test_ulysses_runs_rows_but_no_pool_of_more_ranks_than_heads() -> None:
+    rows = [Documents([4096]), Documents([3000, 1096])]
+    assert Bench().time("Ulysses", [pool_of(rows)], Place("a800", "mha", 64)) is None
+    assert Bench().time("Ulysses", rows, Place("a800", "mha", 64)) is not None
+
+
+def test_nothing_is_faster_than_the_bound() -> None:
+    least = bound(ROWS, PLACE)
+    for system in ("even ring", "Ulysses", "USP", "Zeppelin", "ours"):
+        timed = Bench().time(system, ROWS, PLACE)
+        assert timed is not None and timed.seconds > least
+
+
+def test_a_changed_cluster_runs_the_plans_of_the_preset() -> None:
+    changed = Place("a800", "gqa8", 16, (("nic_bandwidth", 0.5),))
+    bench = Bench()
+    before, after = bench.time("ours", ROWS, PLACE), bench.time("ours", ROWS, changed)
+    assert before is not None and after is not None
+    assert before.chosen[0].plan is after.chosen[0].plan
+    assert changed.truth(changed.case(ROWS[0], 4).cluster).nic_bandwidth == 12.5e9
+    slower = bench.time("even ring", ROWS, Place("a800", "gqa8", 64, (("peak_flops", 0.5),)))
+    assert slower is not None and bound(ROWS, Place("a800", "gqa8", 16, (("peak_flops", 0.5),))) == pytest.approx(
+        2 * bound(ROWS, PLACE)
+    )
+
+
+def test_a_step_is_its_micro_batches_and_its_slowest_replica() -> None:
+    bench = Bench()
+    one, other = bench.time("even ring", ROWS, PLACE), bench.time("even ring", ROWS[::-1], PLACE)
+    assert one is not None and other is not None
+    alone, both = step_seconds([one], PLACE), step_seconds([one, other], PLACE)
+    assert alone < both <= 2 * alone + 1e-12, "replicas wait at the end of the step alone"
+    assert 0.5 * LAYERS * one.seconds < alone < 1.5 * LAYERS * one.seconds
+
+
+def test_ranks_that_are_no_whole_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ranks is 20; valid for cluster a800: up to 8, or a multiple of it"):
+        Place("a800", "mha", 20).check()
+    Place("a3", "mha", 20 - 8).check()

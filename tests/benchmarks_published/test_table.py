@@ -1,0 +1,155 @@
+"""Arithmetic of the tables, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.published.__main__ import main
+from benchmarks.published.remarks import assumptions, beside_reported
+from benchmarks.published.reported import REPORTED, for_cluster
+from benchmarks.published.systems import BASE, OURS, SYSTEMS, VARIANTS
+from benchmarks.published.table import Row, header, line, markdown, step_line, summarize, summary_text, why_slower
+
+
+def row(cluster: str, heads: str, ring: list[float], usp: list[float], variant: list[float], ours: list[float]) -> Row:
+    """A row of two batches; Ulysses cannot run it."""
+    seconds: dict[str, list[float | None]] = {
+        BASE: list(ring), "USP": list(usp), "Ulysses": [None, None], VARIANTS[0]: list(variant), OURS: list(ours),
+    }  # fmt: skip
+    return Row(cluster, heads, "one", 64, seconds, [0.9, 1.8], steps={BASE: 8.0, "USP": 4.0, OURS: 2.0})
+
+
+ONE = row("a800", "mha", [8.0, 8.0], [3.0, 2.0], [1.1, 1.9], [1.0, 2.0])
+TWO = row("a2", "mha", [2.0, 6.0], [2.0, 4.0], [4.0, 4.0], [1.0, 2.0])
+
+
+def test_speeds_are_ratios_batch_by_batch() -> None:
+    speed = ONE.speed(OURS)
+    assert speed is not None and speed.tolist() == [8.0, 4.0]
+    assert ONE.speed("Ulysses") is None and ONE.speed("no such system") is None
+    assert ONE.against().tolist() == [3.0, 1.0], "of published systems the fastest of each batch"
+    np.testing.assert_allclose(ONE.against(()), [1.1, 0.95])
+    np.testing.assert_allclose(ONE.fraction, [0.9, 0.9])
+
+
+def test_every_cluster_counts_alike_in_the_mean() -> None:
+    found = summarize([ONE, ONE, TWO])
+    assert found.speed == {"a800": 6.0, "a2": 2.5} and found.overall == 4.25
+    assert found.against == pytest.approx((2.0, 2.0, 1.0))
+    assert found.variants == pytest.approx(((1.025 + 1.025 + 2.0) / 3, 1.025, 0.95))
+    assert found.fraction == pytest.approx((0.9, 0.9, 0.9))
+    said = summary_text("mha", found)
+    assert "ours over the even ring 4.25x (a800 6.00, a2 2.50)" in said and "p5 0.900" in said
+
+
+def test_a_line_has_a_column_for_every_system() -> None:
+    systems = [name for name in SYSTEMS if name in ONE.seconds]
+    text = line(ONE, systems)
+    assert len(text) == len(header(systems))
+    assert text.split() == [
+        "a800",
+        "one",
+        "mha",
+        "64",
+        "8000.0",
+        "-",
+        "3.33x",
+        "5.74x",
+        "6.00x",
+        "2.00",
+        "1.00",
+        "0.900",
+    ]
+    assert step_line(ONE, systems).split() == [
+        "a800",
+        "one",
+        "mha",
+        "64",
+        "8.00",
+        "-",
+        "2.00x",
+        "-",
+        "4.00x",
+        "2.00",
+        "s",
+    ]
+
+
+def test_the_table_of_the_page_is_over_all_sets_of_lengths() -> None:
+    found = markdown("basis 2", [ONE, row("a800", "mha", [8.0, 8.0], [1.0, 2.0], [9.0, 9.0], [1.0, 1.0])])
+    assert found[4].split(" | ")[:4] == ["| a800", "mha", "64", "8000.0"] and len(found) == 6
+    assert found[4].split(" | ")[4:] == ["4.67", "-", "3.32", "7.00", "1.75, 1.00", "1.125 |"]
+    assert found[2].count("|") == found[3].count("|") == found[4].count("|")
+
+
+def test_the_first_batches_of_a_row() -> None:
+    one = ONE.first(1)
+    assert one.against().tolist() == [3.0] and one.fraction.tolist() == [0.9] and ONE.against().tolist() == [3.0, 1.0]
+
+
+def test_a_row_that_is_lost_says_what_takes_the_time() -> None:
+    said = why_slower((0.02, 0.018, 0.016), (0.0161, 0.0172, 0.0025), (0.017, 0.0175, 0.0003))
+    assert said == (
+        "ours 20.00 ms: busy 16.10 on average, 17.20 at most, waits 2.50; it 18.00 ms: busy 17.00 on average, "
+        "17.50 at most, waits 0.30; bound 16.00"
+    )
+
+
+def test_reported_figures_stand_beside_the_clusters_they_are_from() -> None:
+    assert {one.system for one in for_cluster("a800")} == {"Zeppelin"} and not for_cluster("a2")
+    assert all(one.source and one.figure for one in REPORTED)
+    text = "\n".join(assumptions(["a800", "a2"], ["wikipedia"], bf16=False))
+    assert "modelled" in text and "4,096 tokens a rank" in text and "attention reaches 0.6" in text
+    assert "[reported] Zeppelin 2.80x" in text and "[reported] nothing for this cluster" in text
+    zeppelin = Row("a800", "mha", "one", 64, {BASE: [8.0, 4.0], "Zeppelin": [2.0, 2.0], OURS: [1.0, 1.0]}, [1.0, 1.0])
+    said = beside_reported([zeppelin, TWO])
+    assert said[0].startswith(
+        "Zeppelin on a800: modelled 3.00x the even ring on average, up to 4.00x; [reported] 2.80x"
+    )
+
+
+def test_the_command_prints_a_table_and_writes_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    words = [
+        "--clusters",
+        "a2",
+        "--heads",
+        "gqa8",
+        "--ranks",
+        "8",
+        "--lengths",
+        "prolong",
+        "--batches",
+        "1",
+        "--basis",
+        "1",
+        "--json",
+    ]
+    assert main([*words, str(file)]) == 0
+    printed = capsys.readouterr().out
+    (found,) = json.loads(file.read_text())["basis 1"]
+    again = Row(**found)
+    assert line(again, list(SYSTEMS)) in printed and step_line(again, list(SYSTEMS)) in printed
+    assert set(found["seconds"]) == set(SYSTEMS) and all(len(times) == 1 for times in found["seconds"].values())
+    speed = again.speed(OURS)
+    assert speed is not None and speed[0] > 1
+    assert ("ours is not first in 0 of 1 batches" in printed) == (again.against(())[0] >= 1) == (not again.why)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--clusters a9", "cluster 'a9': no such preset"),
+        ("--lengths novels", "lengths 'novels': no such distribution"),
+        ("--ranks 20", "ranks is 20; valid for cluster a800"),
+        ("--batches 0", "--batches is 0; valid: a whole number from 1"),
+    ],
+)
+def test_bad_options_are_told_in_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
