@@ -270,7 +270,7 @@ def split_queries(heads: list[list[int]], reduce: bool) -> Plan:
         attention,
         contents,
         held.spans,
-        messages.messages(2),
+        messages.messages(),
         Messages.none(),
     )
     return Plan(
