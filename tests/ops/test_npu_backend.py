@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, capabilities
@@ -144,6 +144,7 @@ def test_the_backward_drops_what_the_forward_dropped(cell, ranks, lowering, alib
     """The operator draws the dropped weights: what it kept of each call says which, and dense attention with them is the
     yardstick."""
     case = replace(problem(cell, ranks, rng), dropout=0.25)
+    assume(not case.plan().parts)  # `kept_by` knows one numbering of tokens, and each part has its own
     backend = NpuAttention("tnd" if case.alibi else lowering, alibi, operator=OracleOperator())
     found, made = run(case, backend)
     keep = kept_by(case, made)
