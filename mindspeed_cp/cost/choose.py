@@ -129,19 +129,19 @@ def choose_algorithm(
     if not batches:
         raise ConfigError("batches: there are none to choose by; valid: one or more")
     cluster = fitted(cluster or load_cluster(topology.cluster or "a2"), topology.ranks_per_node)
-    memory = cluster.memory if memory is None else memory
     cost = ComputeCost(cluster, attention, layer)
+    where = _Where(topology, cost, cluster.memory if memory is None else memory, options or {})
     tried = []
     best = float("inf")
     for candidate in candidates(topology, attention) if among is None else among:
-        result = _try(candidate, batches[0], topology, cost, memory, best, options or {})
+        result = _try(candidate, batches[0], where, best)
         best = min(best, *result.seconds) if result.seconds else best
         tried.append(result)
     if best == float("inf"):
         reasons = "; ".join(f"{one.candidate}: {one.left_out}" for one in tried)
         raise ConfigError(f"algorithm is 'auto': nothing can do this batch: {reasons}")
     if len(batches) > 1:
-        tried = [_on_others(one, batches[1:], topology, cost, memory, best, options or {}) for one in tried]
+        tried = [_on_others(one, batches[1:], where, best) for one in tried]
     full = [one for one in tried if len(one.seconds) == len(batches)]
     full.sort(key=lambda one: sum(one.seconds))  # stable: of equally fast ones the first candidate
     others = [one for one in tried if len(one.seconds) < len(batches)]
@@ -152,26 +152,27 @@ def choose_algorithm(
     return Decision(full[0].candidate, (*full, *others), _reasons(full, others))
 
 
-def _plan(
-    candidate: Candidate, batch: Documents, topology: Topology, attention: AttentionConfig, options: dict[str, Any]
-) -> Plan:
-    known = algorithm_options(candidate.algorithm)
-    given = {name: value for name, value in options.items() if name in known} | dict(candidate.options)
-    return build_plan(batch, topology, attention, candidate.algorithm, **given)
+@dataclass(frozen=True, eq=False)
+class _Where:
+    """What all candidates are tried on; fields as the arguments of `choose_algorithm`."""
+
+    topology: Topology
+    cost: ComputeCost
+    memory: float
+    options: dict[str, Any]
+
+    def plan(self, candidate: Candidate, batch: Documents) -> Plan:
+        """A candidate's plan of a batch."""
+        known = algorithm_options(candidate.algorithm)
+        given = {name: value for name, value in self.options.items() if name in known} | dict(candidate.options)
+        return build_plan(batch, self.topology, self.cost.attention, candidate.algorithm, **given)
 
 
-def _try(
-    candidate: Candidate,
-    batch: Documents,
-    topology: Topology,
-    cost: ComputeCost,
-    memory: float,
-    best: float,
-    options: dict[str, Any],
-) -> Tried:
+def _try(candidate: Candidate, batch: Documents, where: _Where, best: float) -> Tried:
     """A candidate on one batch, unless it cannot do it or cannot be the best."""
+    cost, memory = where.cost, where.memory
     try:
-        plan = _plan(candidate, batch, topology, cost.attention, options)
+        plan = where.plan(candidate, batch)
     except ConfigError as error:
         return Tried(candidate, left_out=str(error))
     if best < float("inf"):
@@ -185,15 +186,7 @@ def _try(
     return Tried(candidate, (made.total,), made)
 
 
-def _on_others(
-    one: Tried,
-    batches: Sequence[Documents],
-    topology: Topology,
-    cost: ComputeCost,
-    memory: float,
-    best: float,
-    options: dict[str, Any],
-) -> Tried:
+def _on_others(one: Tried, batches: Sequence[Documents], where: _Where, best: float) -> Tried:
     """A candidate that was near the best on the first batch, on the others."""
     if not one.seconds:
         return one
@@ -203,7 +196,7 @@ def _on_others(
         )
     seconds = list(one.seconds)
     for batch in batches:
-        other = _try(one.candidate, batch, topology, cost, memory, float("inf"), options)
+        other = _try(one.candidate, batch, where, float("inf"))
         if not other.seconds:
             return Tried(one.candidate, tuple(seconds), one.timeline, other.left_out)
         seconds += other.seconds

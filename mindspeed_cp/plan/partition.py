@@ -15,12 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-
-#: A rank is filled up to this multiple of an equal part of all work before a document is cut for it.
-FULL = 1.01
-
-#: No rank takes a smaller part of an equal share of a document: it would fetch nearly all keys for a few queries.
-LEAST = 0.2
+from mindspeed_cp.plan.levels import FULL, LEAST, filled, within_limits
 
 #: Ranks with more than this multiple of an equal share hand on part of a document, as long as that makes the busier
 #: of the two less busy by GAIN.
@@ -202,7 +197,7 @@ class Partition:
                 per * (self.bound - max(here.tokens[first : first + per])) / max(length, 1)
                 for first in range(0, self.ranks, per)
             ]
-        chosen, shares = _filled(groups, loads, work, 0.0, self.fair * per, limits)
+        chosen, shares = filled(groups, loads, work, 0.0, self.fair * per, limits)
         for group, share in zip(chosen, shares, strict=True):
             for rank in range(group * per, (group + 1) * per):
                 here.loads[rank] += share * work / per
@@ -235,7 +230,7 @@ class Partition:
             ranks = [rank for node in sorted(order[:count]) for rank in range(node * per, (node + 1) * per)]
         limits = self._limits(here, ranks, doc)
         loads = [here.loads[rank] for rank in ranks]
-        chosen, shares = _filled(ranks, loads, self._divided[doc], self._overhead[doc], self.fair, limits)
+        chosen, shares = filled(ranks, loads, self._divided[doc], self._overhead[doc], self.fair, limits)
         self._take(here, doc, chosen, shares, 1)
         return doc, chosen, shares
 
@@ -286,7 +281,7 @@ class Partition:
         self._take(here, doc, ranks, shares, -1)
         limits = self._limits(here, ranks, doc)
         loads = [here.loads[rank] for rank in ranks]
-        ranks, shares = _within(ranks, loads, self._divided[doc], self._overhead[doc], limits)
+        ranks, shares = within_limits(ranks, loads, self._divided[doc], self._overhead[doc], limits)
         self._take(here, doc, ranks, shares, 1)
         return doc, ranks, shares
 
@@ -396,76 +391,3 @@ def check_bound(lengths: np.ndarray, ranks: int, most_tokens: int | None) -> Non
                 f"{most_tokens} hold; "
                 f"valid: max_seqlen_per_dp_cp_rank of {-(-int(lengths.sum()) // ranks)} or more, or more ranks"
             )
-
-
-def _filled(
-    places: Sequence[int], loads: list[float], work: float, overhead: float, fair: float, limits: list[float]
-) -> tuple[list[int], list[float]]:
-    """The fewest places, from the emptiest on, that have room for the work, and the shares that level them.
-
-    Args:
-        places: ranks or nodes.
-        loads: of each place.
-        work, overhead: a place with the share f gets work * f + overhead.
-        fair: load up to which a place is filled.
-        limits: largest share that each place may take.
-    """
-    order = sorted(range(len(loads)), key=loads.__getitem__)
-    room, shares, count = 0.0, 0.0, 0
-    for i in order:
-        count += 1
-        room += max(FULL * fair - loads[i] - overhead, 0.0)
-        shares += limits[i]
-        if (room >= work and shares >= 1) or (count == 1 and FULL * fair - loads[i] >= work + overhead and shares >= 1):
-            break
-    chosen = sorted(order[:count])
-    return _within([places[i] for i in chosen], [loads[i] for i in chosen], work, overhead, [limits[i] for i in chosen])
-
-
-def _within(
-    places: list[int], loads: list[float], work: float, overhead: float, limits: list[float]
-) -> tuple[list[int], list[float]]:
-    """The shares that level these places; those that would take next to nothing are left out."""
-    while True:
-        shares = _level(loads, work, limits)
-        least = LEAST / len(places)
-        keep = [i for i, share in enumerate(shares) if share >= least]
-        if len(keep) == len(places) or not keep or sum(limits[i] for i in keep) < 1:
-            some = [i for i, share in enumerate(shares) if share > 0]
-            return [places[i] for i in some], [shares[i] for i in some]
-        places, loads, limits = [places[i] for i in keep], [loads[i] for i in keep], [limits[i] for i in keep]
-
-
-def _level(loads: list[float], work: float, limits: list[float]) -> list[float]:
-    """Shares of the work, none above its limit, that make the highest load as low as can be."""
-    count = len(loads)
-    if min(limits) < 1 and work > 0 and count > 1:
-        return _level_within(loads, work, limits)
-    if count == 1 or work <= 0:
-        some = sum(min(limit, 1.0) for limit in limits)
-        return [min(limit, 1.0) / some for limit in limits] if some >= 1 else [1.0 / count] * count
-    if min(limits) < 1:
-        return _level_within(loads, work, limits)
-    total, level = work, 0.0
-    for filled, load in enumerate(sorted(loads), 1):
-        total += load
-        if total / filled <= load and filled > 1:
-            break
-        level = total / filled  # with the emptiest places filled up to it
-    return [max(level - load, 0.0) / work for load in loads]
-
-
-def _level_within(loads: list[float], work: float, limits: list[float]) -> list[float]:
-    """As `_level`, by bisection on the level, for places that may not take all."""
-    cap = [min(limit, 1.0) * work for limit in limits]
-    if sum(cap) <= work:
-        return [x / sum(cap) for x in cap]
-    low, high = min(loads), max(loads) + work
-    for _ in range(60):
-        level = (low + high) / 2
-        if sum(min(max(level - load, 0.0), most) for load, most in zip(loads, cap, strict=True)) >= work:
-            high = level
-        else:
-            low = level
-    found = [min(max(high - load, 0.0), most) for load, most in zip(loads, cap, strict=True)]
-    return [x / sum(found) for x in found]

@@ -59,7 +59,7 @@ SUITE = Suite()
 def test_a_transformer_setting_that_cannot_be_honoured_is_refused(setting: str, value: Any, alternative: str) -> None:
     config = transformer_config()
     if not hasattr(config, setting):
-        pytest.skip(f"this Megatron-core has no {setting}")
+        pytest.skip(f"TransformerConfig.{setting} is missing: this Megatron-core does not have it")
     setattr(config, setting, value)
     with pytest.raises(ConfigError, match=alternative) as error:
         check_model_config(config, SUITE)

@@ -11,7 +11,8 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, buil
 from mindspeed_cp.cost import LayerCost, sample_batch
 from mindspeed_cp.plan.estimate import Estimate
 from mindspeed_cp.plan.hierarchical import choose, cluster_of
-from mindspeed_cp.plan.partition import Partition, Setting, _level
+from mindspeed_cp.plan.levels import levelled
+from mindspeed_cp.plan.partition import Partition, Setting
 from mindspeed_cp.plan.zones import zones
 
 GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
@@ -143,7 +144,7 @@ def test_zones_lie_where_the_curves_cross() -> None:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8), st.floats(0.1, 500), st.data())
 def test_shares_level_loads_as_far_as_limits_allow(loads, work, data):  # type: ignore[no-untyped-def]
     limits = [data.draw(st.sampled_from([0.3, 0.6, float("inf")])) for _ in loads]
-    shares = _level(loads, work, limits)
+    shares = levelled(loads, work, limits)
     assert sum(shares) == pytest.approx(1)
     if sum(min(limit, 1.0) for limit in limits) < 1:
         return
