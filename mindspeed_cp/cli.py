@@ -191,6 +191,10 @@ def plan(
         str | None,
         typer.Option(help="hierarchical: off, auto (default), qkv or hidden: linear layers apart.", show_default=False),
     ] = None,
+    simulated_placements: Annotated[
+        int | None,
+        typer.Option(help="hierarchical: simulate so many placements, take the fastest.", show_default=False),
+    ] = None,
     max_seqlen_per_dp_cp_rank: Annotated[
         int | None, typer.Option(help="hierarchical: most tokens that a rank may hold.", show_default=False)
     ] = None,
@@ -239,6 +243,7 @@ def plan(
         "routing": routing,
         "head_split": head_split,
         "remap": remap,
+        "simulated_placements": simulated_placements,
         "max_seqlen_per_dp_cp_rank": max_seqlen_per_dp_cp_rank,
         "hidden_size": hidden_size,
         "ffn_hidden_size": ffn_hidden_size,

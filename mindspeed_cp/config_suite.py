@@ -96,6 +96,11 @@ class SuiteSettings(Section):
         description="hierarchical: linear layers on a layout of their own, with equal tokens: off, auto (where that is "
         "faster), or always: qkv (q, k, v and out move) or hidden (hidden states move); null: auto",
     )
+    simulated_placements: Count | None = Field(
+        default=None,
+        description="hierarchical: of so many of the placements that look fastest, plans are built and simulated, and "
+        "the fastest is taken; each costs about as much planning as one does without; null: 1, no simulation",
+    )
     max_seqlen_per_dp_cp_rank: Count | None = Field(
         default=None, description="hierarchical: most tokens of a row that a rank may hold; null: no bound"
     )

@@ -285,6 +285,7 @@ EXAMPLES = {
     "routing": False,
     "head_split": False,
     "remap": "off",
+    "simulated_placements": 2,
     "max_seqlen_per_dp_cp_rank": 40,
     "hidden_size": 256,
     "ffn_hidden_size": 512,

@@ -23,7 +23,8 @@ class WorkerError(AssertionError):
 class Workers:
     """`run` executes a function in as many processes as asked for; after a failure the pool is started anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = WORLD) -> None:
+        self._world = world
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", "mindspeed_cp.engine"])
         self._processes: list[BaseProcess] = []
@@ -33,15 +34,15 @@ class Workers:
         """function(rank, group, *args) in `size` processes; its results in the order of ranks.
 
         Args:
-            size: 1 to 8 processes; `group` holds just these.
+            size: 1 to `world` (8) processes; `group` holds just these.
             function: at module level; its results travel by pickle.
             timeout: seconds until all must have answered.
 
         Raises:
             WorkerError: a process failed (with its traceback), died, or did not answer in time.
         """
-        if not 1 <= size <= WORLD:
-            raise ValueError(f"size is {size}; valid: 1 to {WORLD}")
+        if not 1 <= size <= self._world:
+            raise ValueError(f"size is {size}; valid: 1 to {self._world}")
         if not self._processes:
             self._start()
         pipes = self._pipes[:size]
@@ -81,9 +82,9 @@ class Workers:
 
     def _start(self) -> None:
         folder = tempfile.mkdtemp(prefix="mindspeed-cp-test-")
-        for rank in range(WORLD):
+        for rank in range(self._world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, folder, theirs), daemon=True)
+            process = self._context.Process(target=_serve, args=(rank, self._world, folder, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -95,7 +96,7 @@ class Workers:
             pipe.recv()
 
 
-def _serve(rank: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -103,8 +104,8 @@ def _serve(rank: int, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN: whoever reads it is found
     torch.utils.deterministic.fill_uninitialized_memory = True
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, WORLD + 1)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, world + 1)}
     pipe.send("ready")
     while True:
         try:

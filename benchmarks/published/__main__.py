@@ -25,7 +25,7 @@ from benchmarks.published.bases import (
 )
 from benchmarks.published.remarks import assumptions, beside_reported
 from benchmarks.published.steps import LAYERS, step_seconds
-from benchmarks.published.systems import OURS, SYSTEMS
+from benchmarks.published.systems import OURS, PLACEMENTS, SYSTEMS
 from benchmarks.published.table import Row, header, line, markdown, step_line, summarize, summary_text, why_slower
 from mindspeed_cp import Documents
 from mindspeed_cp.cost import load_lengths
@@ -62,6 +62,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=4, help="of each row of basis 2; half for basis 1")
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
     parser.add_argument("--basis", type=int, nargs="+", default=[1, 2], choices=[1, 2])
+    parser.add_argument("--placements", type=int, default=PLACEMENTS, help="simulated_placements of ours; 1: none")
     parser.add_argument("--no-steps", dest="steps", action="store_false")
     parser.add_argument("--bf16", action="store_true", help="others send gradients of keys in bf16")
     parser.add_argument("--no-sensitivity", dest="sensitivity", action="store_false")
@@ -70,6 +71,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.batches < 1:
         raise ConfigError(f"--batches is {options.batches}; valid: a whole number from 1")
+    if options.placements < 1:
+        raise ConfigError(f"--placements is {options.placements}; valid: a whole number from 1")
     for name in options.clusters:
         for ranks in [*options.ranks, RANKS]:
             Place(name, "mha", ranks).check()
@@ -85,7 +88,7 @@ def measure(
     clusters, half as many where there is one; those of unchanged ones are printed as they are done."""
     rows: dict[str, list[Row]] = {name: [] for name in changes}
     places = [
-        (change, Place(cluster, heads, ranks, factors))
+        (change, Place(cluster, heads, ranks, factors, options.placements))
         for cluster in options.clusters
         for heads in options.heads
         for change, factors in changes.items()
@@ -177,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m benchmarks.published: {error}", file=sys.stderr)
         return 2
     began = time.perf_counter()
-    for text in assumptions(options.clusters, options.lengths, options.bf16):
+    for text in assumptions(options.clusters, options.lengths, options.bf16, options.placements):
         print(text)
     made: dict[str, list[Row]] = {}
     plain: Changes = {UNCHANGED: ()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.published.systems import POOLED, SYSTEMS, Case
+from benchmarks.published.systems import PLACEMENTS, POOLED, SYSTEMS, Case
 from benchmarks.published.timing import Candidate, Layer, fastest
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.cost import Cluster, LayerCost, load_cluster, sample_batch
@@ -75,12 +75,14 @@ class Place:
         ranks: in all.
         changed: what the cluster really does, where that is other than the preset, by which plans are made: factors of
             its values.
+        placements: `simulated_placements` of this project's plans.
     """
 
     name: str
     heads: str
     ranks: int
     changed: tuple[tuple[str, float], ...] = ()
+    placements: int = PLACEMENTS
 
     @property
     def attention(self) -> AttentionConfig:
@@ -104,7 +106,8 @@ class Place:
                 f"ranks is {ranks}; valid for cluster {self.name}: up to {per}, or a multiple of it, ranks of a node"
             )
         topology = Topology(ranks // per, per, self.name)
-        return Case(documents, topology, self.attention, preset.with_ranks(per), {} if shared is None else shared)
+        made = {} if shared is None else shared
+        return Case(documents, topology, self.attention, preset.with_ranks(per), made, self.placements)
 
     def truth(self, cluster: Cluster) -> Cluster:
         """The cluster as it really is."""

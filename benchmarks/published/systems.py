@@ -38,6 +38,10 @@ MOST_TOKENS = (2048, 4096, 8192)
 ZONES = tuple(Thresholds(*at) for at in ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.25, 0.5), (2.0, 1.0), (1.0, 2.0)))
 
 
+#: Of this project's plans.
+PLACEMENTS = 4
+
+
 @dataclass(frozen=True)
 class Case:
     """One batch on some ranks.
@@ -48,6 +52,7 @@ class Case:
         attention: of the layer.
         cluster: that preset, of as many ranks a node as are in use.
         shared: candidates that were made already, for other clusters or heads too.
+        placements: `simulated_placements` of this project's plans.
     """
 
     documents: Documents
@@ -55,6 +60,7 @@ class Case:
     attention: AttentionConfig
     cluster: Cluster
     shared: dict[object, Candidate] = field(default_factory=dict)
+    placements: int = PLACEMENTS
 
     def once(self, make: Callable[[Documents, Topology, AttentionConfig], Candidate], *what: object) -> Candidate:
         """A candidate that depends on documents, nodes and ranks, and on `what` names it, alone: neither on the
@@ -169,9 +175,12 @@ def eod_lengths(lengths: np.ndarray, ranks: int, tensor_parallel: int) -> np.nda
 
 
 def ours(case: Case) -> list[Candidate]:
-    """This project's hierarchical plans, as `algorithm: hierarchical` makes them by the preset. One plan: what the
-    planner chose by its own model, not the best of several simulations."""
-    return [Candidate("hierarchical", build_plan(case.documents, case.topology, case.attention, "hierarchical"))]
+    """This project's hierarchical plans, as `algorithm: hierarchical` with `simulated_placements` makes them by the
+    preset: one plan, whatever the cluster really is."""
+    options = {"simulated_placements": case.placements}
+    return [
+        Candidate("hierarchical", build_plan(case.documents, case.topology, case.attention, "hierarchical", **options))
+    ]
 
 
 #: By the name in the table. The first is what others are compared with, the last is this project's.

@@ -39,6 +39,9 @@ DEFAULT_CLUSTER = "a2"
 #: Steps of the exchange that need nothing from other nodes: the own block and two rounds in the node (:mod:`.staged`).
 IN_NODE = 3
 
+#: Spans of keys up to which the tiles of every rank are counted in a simulation; beyond, some stand for others.
+MOST_SPANS = 2**16
+
 REMAPS = ("off", "auto", "qkv", "hidden")
 
 
@@ -55,6 +58,7 @@ def build_hierarchical(
     hidden_size: int | None = None,
     ffn_hidden_size: int | None = None,
     tensor_model_parallel_size: int = 1,
+    simulated_placements: int = 1,
 ) -> Plan:
     """Hierarchical placement over all ranks.
 
@@ -72,25 +76,46 @@ def build_hierarchical(
         max_seqlen_per_dp_cp_rank: a rank holds no more tokens; default: no bound.
         hidden_size, ffn_hidden_size, tensor_model_parallel_size: of the model, for the cost of linear layers; default:
             heads * head_dim, a gated FFN of 8/3 that, and 1.
+        simulated_placements: of so many of the placements that the planner's model finds fastest, plans are built and
+            simulated (:mod:`mindspeed_cp.cost.simulate`), and the one that the simulation finds fastest is taken. Each
+            costs about as much as planning without; worth it where planning is hidden behind long steps.
 
     Raises:
         ConfigError: an option is out of range, the cluster has fewer ranks on a node than the topology, or a document
             does not fit into the bound.
     """
     check_count("prefetch", prefetch, what="a whole number of nodes")
+    check_count("simulated_placements", simulated_placements, what="a whole number of placements")
     sizes = (hidden_size, ffn_hidden_size, tensor_model_parallel_size)
     bound = max_seqlen_per_dp_cp_rank
-    choice = choose(queries, keys, topology, attention, routing, head_split, remap, bound, *sizes)
-    plan = plan_of(choice.placement, queries, keys, topology, attention, routing, prefetch, bound)
-    if bound is not None and plan.layout.token_counts.max() > bound:  # equal parts of split heads are rounded up
-        choice = choose(queries, keys, topology, attention, routing, False, remap, bound, *sizes)
-        plan = plan_of(choice.placement, queries, keys, topology, attention, routing, prefetch, bound)
-    if not choice.placement.setting.remap:
-        return plan
+
+    for heads_too in (head_split, False):
+        choice = choose(queries, keys, topology, attention, routing, heads_too, remap, bound, *sizes)
+        best = choice.ranked[:simulated_placements]
+        plans = [plan_of(each, queries, keys, topology, attention, routing, prefetch, bound) for each in best]
+        fit = [i for i, plan in enumerate(plans) if bound is None or plan.layout.token_counts.max() <= bound]
+        if fit or not heads_too:  # equal parts of split heads are rounded up
+            break
+    made = [
+        _remapped(plans[i], remap, hidden_size, tensor_model_parallel_size) if best[i].setting.remap else plans[i]
+        for i in fit or [0]
+    ]
+    return made[0] if len(made) == 1 else _fastest(made, topology, _layer(attention, *sizes))
+
+
+def _remapped(plan: Plan, remap: str, hidden_size: int | None, tensor_model_parallel_size: int) -> Plan:
     mode = remap if has_hidden(plan) else "qkv"  # where all heads are split, their moves start at the linear layout
     if mode == "auto":
         mode = "qkv" if hidden_size is None else fewer_bytes(plan, hidden_size, tensor_model_parallel_size)
     return with_linear_layout(plan, mode)
+
+
+def _fastest(plans: list[Plan], topology: Topology, layer: LayerCost) -> Plan:
+    """The one of which a layer takes the least simulated time; the first of equals."""
+    from mindspeed_cp.cost.simulate import simulate  # it imports plans
+
+    seconds = [simulate(plan, cluster_of(topology), layer, MOST_SPANS).total for plan in plans]
+    return plans[seconds.index(min(seconds))]
 
 
 def choose(

@@ -43,12 +43,14 @@ class Choice:
         placement: the fastest.
         score: its cost.
         tried: (setting, seconds) of all candidates, in the order of trying.
+        ranked: the placements of all candidates, the fastest first.
         bound: seconds that no plan can beat.
     """
 
     placement: Placement
     score: Score
     tried: tuple[tuple[Setting, float], ...]
+    ranked: tuple[Placement, ...]
     bound: float
 
 
@@ -110,8 +112,9 @@ def search(
             f"max_seqlen_per_dp_cp_rank is {most_tokens}: no placement found that keeps it; valid: more, such as "
             f"{max(-(-int(estimate.lengths.sum()) // topology.ranks), most_tokens or 0) * 5 // 4}"
         )
-    _, _, placement, score = min(found)
-    return Choice(placement, score, tuple(tried), bound)
+    found.sort(key=lambda entry: entry[:2])
+    _, _, placement, score = found[0]
+    return Choice(placement, score, tuple(tried), tuple(entry[2] for entry in found), bound)
 
 
 def _try_all(

@@ -102,7 +102,7 @@ def test_a_row_that_is_lost_says_what_takes_the_time() -> None:
 def test_reported_figures_stand_beside_the_clusters_they_are_from() -> None:
     assert {one.system for one in for_cluster("a800")} == {"Zeppelin"} and not for_cluster("a2")
     assert all(one.source and one.figure for one in REPORTED)
-    text = "\n".join(assumptions(["a800", "a2"], ["wikipedia"], bf16=False))
+    text = "\n".join(assumptions(["a800", "a2"], ["wikipedia"], bf16=False, placements=4))
     assert "modelled" in text and "4,096 tokens a rank" in text and "attention reaches 0.6" in text
     assert "[reported] Zeppelin 2.80x" in text and "[reported] nothing for this cluster" in text
     zeppelin = Row("a800", "mha", "one", 64, {BASE: [8.0, 4.0], "Zeppelin": [2.0, 2.0], OURS: [1.0, 1.0]}, [1.0, 1.0])

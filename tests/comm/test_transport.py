@@ -71,7 +71,7 @@ def wait_for_silence(rank, group):
 
 
 def test_a_silent_peer_is_named_within_the_timeout():
-    workers = Workers()  # of its own: a failed group cannot be used again
+    workers = Workers(2)  # of its own: a failed group cannot be used again
     try:
         text, seconds = workers.run(2, wait_for_silence)[0]
     finally:
@@ -94,7 +94,7 @@ def meet_a_dead_peer(rank, group):
 
 
 def test_a_dead_peer_is_named_at_once():
-    workers = Workers()
+    workers = Workers(2)
     with pytest.raises(WorkerError) as error:
         workers.run(2, meet_a_dead_peer, timeout=40)
     text = str(error.value)

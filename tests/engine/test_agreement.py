@@ -135,7 +135,7 @@ def absent(rank: int, group: Any) -> tuple[str, float]:
 
 
 def test_a_rank_that_does_not_call_is_given_up() -> None:
-    workers = Workers()  # of its own: a failed group cannot be used again
+    workers = Workers(3)  # of its own: a failed group cannot be used again
     try:
         found = workers.run(3, absent)
     finally:

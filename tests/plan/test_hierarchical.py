@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, verify_plan
-from mindspeed_cp.cost import LayerCost, sample_batch
+from mindspeed_cp.cost import LayerCost, load_cluster, sample_batch
+from mindspeed_cp.cost.simulate import simulate
 from mindspeed_cp.plan.estimate import Estimate
-from mindspeed_cp.plan.hierarchical import choose, cluster_of
+from mindspeed_cp.plan.hierarchical import choose, cluster_of, plan_of
 from mindspeed_cp.plan.levels import levelled
 from mindspeed_cp.plan.partition import Partition, Setting
 from mindspeed_cp.plan.zones import zones
@@ -80,14 +81,38 @@ def test_never_worse_by_its_own_model_than_what_others_do(name: str, cluster: st
         assert all(best <= estimate.score(partition.place(setting)).total * (1 + 1e-9) for setting in others)
 
 
+def test_the_fastest_of_the_simulated_placements_is_taken() -> None:
+    cluster, seconds, plans = load_cluster("a3").with_ranks(4), {}, {}
+    for seed in range(3):
+        documents, topology = Documents(sample_batch("prolong", 16 * 4096, seed)), Topology(4, 4, "a3")
+        for count in (1, 2, 100):
+            plans[count] = build_plan(documents, topology, MHA, "hierarchical", simulated_placements=count)
+            seconds[seed, count] = simulate(plans[count], cluster).total
+        choice = choose(documents, documents, topology, MHA)
+        assert choice.ranked[0] is choice.placement and len(choice.ranked) == len(choice.tried)
+        off = [plan_of(each, documents, documents, topology, MHA, prefetch=3) for each in choice.ranked]
+        least = min(
+            simulate(plan, cluster).total
+            for plan, placement in zip(off, choice.ranked, strict=True)
+            if not placement.setting.remap
+        )
+        assert seconds[seed, 100] <= min(least, seconds[seed, 2]) and seconds[seed, 2] <= seconds[seed, 1]
+        verify_plan(plans[100])
+    assert any(seconds[seed, 100] < seconds[seed, 1] for seed in range(3))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.floats(1.02, 2.0))
 def test_the_bound_of_tokens_is_kept(lengths, room):  # type: ignore[no-untyped-def]
     documents, topology = Documents(lengths), Topology(2, 3)
     bound = int(documents.tokens / 6 * room) + 16
-    plan = build_plan(documents, topology, MHA, "hierarchical", remap="off", max_seqlen_per_dp_cp_rank=bound)
-    assert plan.layout.token_counts.max() <= bound
-    verify_plan(plan)
+    for count in (1, 3):
+        plan = build_plan(
+            documents, topology, MHA, "hierarchical", remap="off", max_seqlen_per_dp_cp_rank=bound,
+            simulated_placements=count,
+        )  # fmt: skip
+        assert plan.layout.token_counts.max() <= bound
+        verify_plan(plan)
 
 
 @settings(max_examples=60, deadline=None)

@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "balanced": {"algorithm": "direct", "layout": "balanced"},
     "no routing": {"algorithm": "hierarchical", "routing": False},
     "no head split": {"algorithm": "hierarchical", "head_split": False},
-    "parts": {"algorithm": "hierarchical", "lengths": [40000, 300, 900, 20000, 0, 5000]},
+    "parts": {"algorithm": "hierarchical", "lengths": [60000, 300, 900, 30000, 0, 9000, 8000, 7000]},
     "remap": {"algorithm": "hierarchical", "remap": "hidden"},
 }
 
@@ -144,8 +144,8 @@ def test_parts_share_each_document_once() -> None:
     plan = plan_of("parts")
     assert len(plan.pieces) > 1
     found = shares(plan, 99)
-    assert [share.doc for share in found] == [0, 3, 5, 2, 1]
-    assert [sum(rows for _, rows in share.queries) for share in found] == [40000, 20000, 5000, 900, 300]
+    assert [share.doc for share in found] == [0, 3, 5, 6, 7, 2, 1]
+    assert [sum(rows for _, rows in share.queries) for share in found] == [60000, 30000, 9000, 8000, 7000, 900, 300]
 
 
 def test_spread_counts_documents_and_tokens() -> None:
