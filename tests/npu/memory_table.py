@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -51,6 +52,7 @@ def received(tokens: int, attention: AttentionConfig, lowering: str = "tnd") -> 
     return by_rank
 
 
+@lru_cache
 def rows() -> list[Row]:
     """The table."""
     causal = AttentionConfig(HEADS, KV_HEADS, WIDTH)
