@@ -5,6 +5,7 @@ Everything here is a module-level function of picklable arguments, so that the p
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,6 +116,7 @@ def one_rank() -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        gc.collect()  # as in tests/megatron/ranks.py
         torch.set_num_threads(threads)
 
 
