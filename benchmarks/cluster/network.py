@@ -18,16 +18,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MTU = 9000  # fewer packets; headers are 0.7 % of a full one
-RECEIVE_WINDOW = 1 << 20  # bytes that a connection may have on its way
-QUEUE = 32 << 20  # more than all windows that meet in one queue: nothing is ever dropped
+RECEIVE_WINDOW = 16 << 20  # bytes that a connection may have on its way: more than any message
+QUEUE = 512 << 20  # more than all windows that meet in one queue: nothing is ever dropped
 
-#: A TCP packet without data: 20 + 32 bytes of headers and nothing behind them.
-ACKNOWLEDGEMENT = ["match", "ip", "protocol", "6", "0xff", "match", "u16", "52", "0xffff", "at", "2"]
+#: A TCP packet without data: 20 + 20 bytes of headers and nothing behind them.
+ACKNOWLEDGEMENT = ["match", "ip", "protocol", "6", "0xff", "match", "u16", "40", "0xffff", "at", "2"]
 
 #: For every namespace: no loss, so no guesses at one, no discovery of rates, no slow start after a pause.
+#:
+#: Acknowledgements overtake data (:func:`limiter`), and then TCP itself throws data away that looks too old: by its time
+#: stamp (PAWS, RFC 7323), or because what it acknowledges lies further back than the largest window so far (RFC 5961).
+#: So there are no time stamps, and the window is large from the beginning.
 SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",
-    "net/ipv4/tcp_rmem": f"4096 131072 {RECEIVE_WINDOW}",
+    "net/ipv4/tcp_timestamps": "0",
+    "net/ipv4/tcp_sack": "0",
+    "net/ipv4/tcp_rmem": f"4096 {RECEIVE_WINDOW} {RECEIVE_WINDOW}",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
     "net/ipv4/tcp_early_retrans": "0",
