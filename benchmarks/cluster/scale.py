@@ -20,8 +20,8 @@ from mindspeed_cp import AttentionConfig, Topology
 from mindspeed_cp.cost import Cluster, load_cluster
 from mindspeed_cp.errors import ConfigError
 
-#: Share of a NIC's bits that are rows: Ethernet, IP and TCP headers take 66 bytes of each packet.
-PAYLOAD = (MTU - 52) / (MTU + 14)
+#: Share of a NIC's bits that are rows: Ethernet, IP and TCP headers take 54 bytes of each packet.
+PAYLOAD = (MTU - 40) / (MTU + 14)
 
 IN_NODE = ("preset", "free", "mesh", "switch")
 

@@ -95,11 +95,10 @@ class Transport:
         Raises:
             PeerError: a peer is known to be gone.
         """
-        if self._on_host:
-            return [self._post_one(t) for t in transfers]
-        if self._lanes is None or with_all:
+        if not self._on_host and (self._lanes is None or with_all):
             return self._post_coalesced(transfers)
-        posted = {i: self._post_one(transfers[i]) for i in self._in_turn(transfers)}
+        order = receives_first(transfers) if self._on_host else self._in_turn(transfers)
+        posted = {i: self._post_one(transfers[i]) for i in order}
         return [posted[i] for i in range(len(transfers))]
 
     def _in_turn(self, transfers: Sequence[Transfer]) -> list[int]:
@@ -167,6 +166,13 @@ class Transport:
             f"rank {self._rank}: {side} rank {transfer.peer} (global rank {self._global[transfer.peer]}), "
             f"{transfer.what}: {why}"
         )
+
+
+def receives_first(transfers: Sequence[Transfer]) -> list[int]:
+    """Numbers of transfers, receives before sends. With gloo a receive tells the sender that it is there, over the
+    connection on which this rank's own data go: behind these the message of a large exchange would not begin until they
+    have arrived, and the two directions would take turns."""
+    return sorted(range(len(transfers)), key=lambda i: transfers[i].sends)
 
 
 def launches(transfers: Sequence[Transfer]) -> list[list[int]]:
