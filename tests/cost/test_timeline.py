@@ -7,7 +7,7 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.cost import ComputeCost, LayerCost, load_cluster, sample_batch
-from mindspeed_cp.cost.timeline import timeline
+from mindspeed_cp.cost.simulate import simulate
 
 MHA = AttentionConfig(heads=32, head_dim=128)
 NO_LINEAR = LayerCost(0.0, 4096)
@@ -15,7 +15,7 @@ NO_LINEAR = LayerCost(0.0, 4096)
 
 def test_one_rank_computes_and_waits_for_nothing() -> None:
     cluster = load_cluster("a2").with_ranks(1)
-    made = timeline(build_plan(Documents([5000, 300]), Topology(1, 1), MHA), cluster)
+    made = simulate(build_plan(Documents([5000, 300]), Topology(1, 1), MHA), cluster)
     cost = ComputeCost(cluster, MHA)
     pairs, rows = np.array([5000 * 5001 / 2, 300 * 301 / 2]), np.array([5000, 300])
     expected = sum(float(cost.attention_seconds(pairs, rows, 0, back).sum()) for back in (False, True))
@@ -30,7 +30,7 @@ def test_a_ring_that_only_transfers_takes_its_messages_one_after_the_other(name:
     cluster = load_cluster(name).with_(peak_flops=1e21, launch=0.0)
     full = AttentionConfig(heads=32, head_dim=128, mask="full")
     plan = build_plan(Documents([8 * 4096]), Topology(1, 8), full, "ring")
-    made = timeline(plan, cluster, NO_LINEAR)
+    made = simulate(plan, cluster, NO_LINEAR)
     block = 4096 * 32 * 256 * 2
     hop = block / cluster.effective_pair + cluster.in_node_latency
     assert made.forward[:, -1, 2].max() == pytest.approx(7 * hop, rel=0.01)
@@ -41,10 +41,12 @@ def test_an_exchange_over_a_mesh_uses_all_links_and_one_over_a_switch_shares_its
     plan = build_plan(Documents([8 * 4096]), Topology(1, 8), full, "all_gather")
     block = 4096 * 32 * 256 * 2
     mesh = load_cluster("a2").with_(peak_flops=1e21, launch=0.0)
-    assert timeline(plan, mesh, NO_LINEAR).forward[:, -1, 2].max() == pytest.approx(block / mesh.effective_pair, rel=0.01)
+    assert simulate(plan, mesh, NO_LINEAR).forward[:, -1, 2].max() == pytest.approx(
+        block / mesh.effective_pair, rel=0.01
+    )
     switch = load_cluster("a800").with_(peak_flops=1e21, launch=0.0)
     expected = 7 * block / switch.effective_rank
-    assert timeline(plan, switch, NO_LINEAR).forward[:, -1, 2].max() == pytest.approx(expected, rel=0.01)
+    assert simulate(plan, switch, NO_LINEAR).forward[:, -1, 2].max() == pytest.approx(expected, rel=0.01)
 
 
 def test_nics_are_shared_by_their_ranks() -> None:
@@ -55,7 +57,7 @@ def test_nics_are_shared_by_their_ranks() -> None:
     shared = own.with_(nics_per_node=1)
     block = 4096 * 32 * 256 * 2
     for cluster, messages in ((own, 2), (shared, 4)):
-        found = timeline(plan, cluster, NO_LINEAR).forward[:, -1, 2].max()
+        found = simulate(plan, cluster, NO_LINEAR).forward[:, -1, 2].max()
         assert found == pytest.approx(messages * block / cluster.effective_nic, rel=0.01)
 
 
@@ -64,7 +66,7 @@ def test_time_is_compute_linear_layers_and_waiting(algorithm: str) -> None:
     documents = Documents(sample_batch("wikipedia", 8 * 4096, 3))
     topology = Topology(2, 4, "a2")
     plan = build_plan(documents, topology, MHA, algorithm)
-    made = timeline(plan, load_cluster("a2").with_ranks(4))
+    made = simulate(plan, load_cluster("a2").with_ranks(4))
     assert made.waiting.min() >= -1e-9
     assert made.total >= (made.compute + made.linear).max() - 1e-12
     for turns in (made.forward, made.backward):

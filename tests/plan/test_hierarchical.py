@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, verify_plan
-from mindspeed_cp.cost import LayerCost, sample_batch
+from mindspeed_cp.cost import LayerCost, load_cluster, sample_batch
+from mindspeed_cp.cost.simulate import simulate
 from mindspeed_cp.plan.estimate import Estimate
-from mindspeed_cp.plan.hierarchical import choose, cluster_of
-from mindspeed_cp.plan.partition import Partition, Setting, _level
+from mindspeed_cp.plan.hierarchical import choose, cluster_of, plan_of
+from mindspeed_cp.plan.levels import levelled
+from mindspeed_cp.plan.partition import Partition, Setting
 from mindspeed_cp.plan.zones import zones
 
 GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
@@ -79,12 +81,49 @@ def test_never_worse_by_its_own_model_than_what_others_do(name: str, cluster: st
         assert all(best <= estimate.score(partition.place(setting)).total * (1 + 1e-9) for setting in others)
 
 
+def test_the_fastest_of_the_simulated_placements_is_taken() -> None:
+    cluster, seconds, plans = load_cluster("a3").with_ranks(4), {}, {}
+    for seed in range(3):
+        documents, topology = Documents(sample_batch("prolong", 16 * 4096, seed)), Topology(4, 4, "a3")
+        for count in (1, 2, 100):
+            plans[count] = build_plan(documents, topology, MHA, "hierarchical", simulated_placements=count)
+            seconds[seed, count] = simulate(plans[count], cluster).total
+        choice = choose(documents, documents, topology, MHA)
+        assert choice.ranked[0] is choice.placement and len(choice.ranked) == len(choice.tried)
+        off = [plan_of(each, documents, documents, topology, MHA, prefetch=3) for each in choice.ranked]
+        least = min(
+            simulate(plan, cluster).total
+            for plan, placement in zip(off, choice.ranked, strict=True)
+            if not placement.setting.remap
+        )
+        assert seconds[seed, 100] <= min(least, seconds[seed, 2]) and seconds[seed, 2] <= seconds[seed, 1]
+        verify_plan(plans[100])
+    assert any(seconds[seed, 100] < seconds[seed, 1] for seed in range(3))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.floats(1.02, 2.0))
 def test_the_bound_of_tokens_is_kept(lengths, room):  # type: ignore[no-untyped-def]
     documents, topology = Documents(lengths), Topology(2, 3)
     bound = int(documents.tokens / 6 * room) + 16
-    plan = build_plan(documents, topology, MHA, "hierarchical", remap="off", max_seqlen_per_dp_cp_rank=bound)
+    for count in (1, 3):
+        plan = build_plan(
+            documents, topology, MHA, "hierarchical", remap="off", max_seqlen_per_dp_cp_rank=bound,
+            simulated_placements=count,
+        )  # fmt: skip
+        assert plan.layout.token_counts.max() <= bound
+        verify_plan(plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.sampled_from([(2, 4), (1, 3), (3, 1), (2, 2)]),
+       st.sampled_from([3, 8]), st.integers(0, 2))  # fmt: skip
+def test_a_bound_that_only_just_goes_is_kept_to_the_token(lengths, shape, heads, more):  # type: ignore[no-untyped-def]
+    """As when rows are filled up to what all ranks hold."""
+    documents, topology = Documents(lengths), Topology(*shape)
+    bound = -(-documents.tokens // topology.ranks) + more
+    attention = AttentionConfig(heads=heads, head_dim=64)
+    plan = build_plan(documents, topology, attention, "hierarchical", max_seqlen_per_dp_cp_rank=bound, remap="off")
     assert plan.layout.token_counts.max() <= bound
     verify_plan(plan)
 
@@ -130,7 +169,7 @@ def test_zones_lie_where_the_curves_cross() -> None:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8), st.floats(0.1, 500), st.data())
 def test_shares_level_loads_as_far_as_limits_allow(loads, work, data):  # type: ignore[no-untyped-def]
     limits = [data.draw(st.sampled_from([0.3, 0.6, float("inf")])) for _ in loads]
-    shares = _level(loads, work, limits)
+    shares = levelled(loads, work, limits)
     assert sum(shares) == pytest.approx(1)
     if sum(min(limit, 1.0) for limit in limits) < 1:
         return
@@ -140,3 +179,40 @@ def test_shares_level_loads_as_far_as_limits_allow(loads, work, data):  # type: 
     for load, share, limit in zip(after, shares, limits, strict=True):
         if share < min(limit, 1.0) - 1e-9:  # one that could take more is as high as the highest that takes any
             assert load >= high - 1e-6 * (1 + high)
+
+
+@pytest.mark.parametrize("name", ["wikipedia", "prolong"])
+def test_documents_below_the_zone_of_nodes_stay_in_one(name: str) -> None:
+    topology, crossing = Topology(4, 8, "h200"), 0
+    for seed in range(6):
+        documents = Documents(sample_batch(name, 32 * 4096, seed))
+        short = documents.lengths < zones(estimate_of(documents, topology, MHA)).node
+        members = choose(documents, documents, topology, MHA, head_split=False).placement.whole
+        pairs = np.unique(np.stack([members.doc, members.rank // 8]), axis=1)
+        nodes = np.bincount(pairs[0], minlength=len(documents))
+        assert (nodes[short] == 1).all()
+        crossing += int((nodes[~short] > 1).sum())
+    assert crossing > 0  # others are cut over several
+
+
+def test_in_the_backward_the_own_node_comes_before_split_heads() -> None:
+    """Ranks that are early do what they can do without those of other nodes."""
+    documents = Documents([30000, *[2500] * 10, *[300] * 40])
+    plan = build_plan(documents, Topology(2, 4, "a2"), MHA, "hierarchical", remap="off")
+    assert [part.algorithm for part in plan.parts] == ["hierarchical", "node_split"]
+    alone = min(3, plan.parts[0].forward.steps)
+    assert alone > 1 and plan.order_backward[: alone + 1] == (*((0, step) for step in range(alone)), (1, 0))
+    assert plan.order[:2] == ((0, 0), (1, 0))
+
+
+def test_messages_of_a_step_pair_ranks_so_that_nodes_do_not_meet_at_one() -> None:
+    """The four ranks of a node begin with four ranks of the other one."""
+    plan = build_plan(
+        Documents([8 * 64]), Topology(2, 4), AttentionConfig(heads=8, head_dim=16, mask="full"), "all_gather"
+    )
+    items = plan.forward.fetch.items
+    across = items[(items["src"] // 4 == 0) & (items["dst"] // 4 == 1)]
+    assert sorted(across["dst"][:4].tolist()) == [4, 5, 6, 7] and sorted(across["src"][:4].tolist()) == [0, 1, 2, 3]
+    for first in range(0, len(items), 8):  # every round: each rank sends once and receives once
+        one = items[first : first + 8]
+        assert len(set(one["src"].tolist())) == len(set(one["dst"].tolist())) == 8
