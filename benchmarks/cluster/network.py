@@ -26,9 +26,9 @@ ACKNOWLEDGEMENT = ["match", "ip", "protocol", "6", "0xff", "match", "u16", "40",
 
 #: For every namespace: no loss, so no guesses at one, no discovery of rates, no slow start after a pause.
 #:
-#: Acknowledgements overtake data (:func:`limiter`), and then TCP itself throws data away that looks too old: by its time
-#: stamp (PAWS, RFC 7323), or because what it acknowledges lies further back than the largest window so far (RFC 5961).
-#: So there are no time stamps, and the window is large from the beginning.
+#: Acknowledgements overtake data (:func:`limiter`), and then TCP itself throws data away that look too old: by their
+#: time stamp (PAWS, RFC 7323), or because what they acknowledge lies further back than the largest window so far
+#: (RFC 5961). So there are no time stamps, and the window is large from the beginning.
 SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",
     "net/ipv4/tcp_timestamps": "0",
