@@ -62,7 +62,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--validate", action="store_true", help="only: the simulator's layer times beside measured ones"
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 60.0], help="of --validate, Mbit/s")
+    parser.add_argument("--rates", type=float, nargs="+", default=[25.0, 12.5], help="of --validate, Mbit/s")
     args = parser.parse_args(argv)
     for what in args.what:
         if what not in (*MEASUREMENTS, "clean"):
