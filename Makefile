@@ -5,6 +5,7 @@
 #   make train CONFIG=my.yaml                            another configuration
 #   make test ARGS="tests/data -k packing"               arguments go to pytest; test-npu is left out then
 #   make test-npu ARGS="-k streams"                      the same for the tests of tests/npu
+#   make test-triton                                     Triton kernels: interpreted, and through the compilers
 #   make test PYTHON=python3.12 VENV=.venv-3.12          another Python (3.10, 3.11 or 3.12), its own environment
 #   make test TORCH_INDEX=https://mirror/whl/cpu         another index of CPU builds of torch
 
@@ -18,6 +19,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 INSTALLED = $(VENV)/installed
 INSTALLED_NPU = $(VENV_NPU)/installed
+INSTALLED_TRITON = $(VENV)-triton/installed
+INSTALLED_ASCEND = $(VENV)-ascend/installed
 RUN = $(VENV)/bin
 ENVIRONMENT = @python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py
 ifeq ($(shell uname -s),Linux)
@@ -26,7 +29,7 @@ else
 AND_NPU = echo "test-npu is left out: torch-npu has wheels for Linux alone"
 endif
 
-.PHONY: help train test test-npu lint format bench environment clean
+.PHONY: help train test test-npu test-triton lint format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -41,6 +44,9 @@ test: lint ## ruff, mypy and all tests
 
 test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread tests/npu $(ARGS)
+
+test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpreted, and compiled for NPUs and GPUs
+	TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest tests/ascend_kernels $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(RUN)/ruff check .
@@ -62,6 +68,12 @@ $(INSTALLED): $(wildcard requirements/*) pyproject.toml setup.py
 $(INSTALLED_NPU): $(wildcard requirements/*) pyproject.toml setup.py
 	$(ENVIRONMENT) $(VENV_NPU) --requirements npu.txt --torch-index "$(TORCH_INDEX)"
 
+$(INSTALLED_TRITON): $(wildcard requirements/*) pyproject.toml setup.py
+	$(ENVIRONMENT) $(VENV)-triton --requirements triton.txt --torch-index "$(TORCH_INDEX)"
+
+$(INSTALLED_ASCEND): $(wildcard requirements/*) pyproject.toml setup.py
+	$(ENVIRONMENT) $(VENV)-ascend --requirements ascend.txt --bare --torch-index "$(TORCH_INDEX)"
+
 clean: ## remove the virtual environments, caches and build results, not runs/
-	rm -rf $(VENV) $(VENV_NPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_NPU) $(VENV)-triton $(VENV)-ascend build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)*' -prune -exec rm -rf {} +

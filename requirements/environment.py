@@ -2,10 +2,11 @@
 
     python requirements/environment.py .venv --torch-index URL
     python requirements/environment.py .venv-npu --requirements npu.txt --torch-index URL
+    python requirements/environment.py .venv-ascend --requirements ascend.txt --bare --torch-index URL
 
 Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt; npu.txt adds torch-npu), then this
-package, editable. torch comes first, and as its CPU build: on Linux x86-64 any other way brings gigabytes of CUDA
-libraries. What both environments need is downloaded once: the second takes it from pip's cache.
+package, editable; with --bare only the pins. torch comes first, and as its CPU build: on Linux x86-64 any other way
+brings gigabytes of CUDA libraries. What all need is downloaded once: the second takes it from pip's cache.
 
 Two makes at once are safe: the second waits for the first, then finds nothing left to do. A run that was stopped
 half-way leaves no stamp, so the next one goes on. The stamp holds a digest of all that the environment depends on.
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("environment", type=Path, help="folder of the virtual environment")
     parser.add_argument("--torch-index", required=True, help="package index that has CPU builds of torch")
     parser.add_argument("--requirements", default="dev.txt", metavar="FILE", help="pins, in requirements/ (dev.txt)")
+    parser.add_argument("--bare", action="store_true", help="neither torch nor this package")
     arguments = parser.parse_args()
     requirements = REQUIREMENTS / arguments.requirements
     if not requirements.is_file():
@@ -48,7 +50,7 @@ def main() -> int:
             return 0
         stamp.unlink(missing_ok=True)
         try:
-            install(environment, requirements, arguments.torch_index)
+            install(environment, requirements, None if arguments.bare else arguments.torch_index)
         except subprocess.CalledProcessError as error:
             command = " ".join(map(str, error.cmd))
             print(f"environment: `{command}` failed (exit code {error.returncode})", file=sys.stderr)
@@ -86,15 +88,19 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def install(environment: Path, requirements: Path, torch_index: str) -> None:
+def install(environment: Path, requirements: Path, torch_index: str | None) -> None:
+    """Everything; without an index of torch neither torch nor this package."""
     version = ".".join(map(str, sys.version_info[:3]))
     print(f"environment: filling {environment} for Python {version} (a few minutes the first time)", flush=True)
     python = environment / "bin" / "python"
     if not usable(python):
         subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", environment], check=True)
-    install_torch(python, torch_index)
+    if torch_index is not None:
+        install_torch(python, torch_index)
     print(f"environment: installing the pinned packages of requirements/{requirements.name}", flush=True)
     pip(python, "-r", requirements)
+    if torch_index is None:
+        return
     print("environment: installing mindspeed-cp, editable", flush=True)
     # The build needs setuptools alone, which is pinned and installed by now; isolation would fetch another one.
     pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT)

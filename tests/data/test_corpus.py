@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +52,6 @@ def test_stdlib_is_every_py_file_of_the_standard_library_as_bytes() -> None:
 
 def test_stdlib_is_the_same_twice() -> None:
     one = open_corpus("stdlib")
-    assert time.perf_counter() - start < 1.0
     two = open_corpus("stdlib")
     assert np.array_equal(one.lengths, two.lengths)
     assert [one.name(i) for i in range(len(one))] == [two.name(i) for i in range(len(two))]

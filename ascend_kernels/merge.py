@@ -1,0 +1,109 @@
+"""Any number of partial attention results merged into fp32 accumulators, in one launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_cp.ascend_kernels.launch import implementation_for, need, power_of_two
+
+#: Elements of `out` that a program holds.
+ELEMENTS = 2048
+
+
+def merge_parts_(out: Tensor, lse: Tensor, parts: Tensor, part_lse: Tensor, implementation: str | None = None) -> None:
+    """Merge partial results over disjoint keys into accumulators, in place.
+
+    With weights w_p = exp(lse_p) / sum of exp(lse_p) over the accumulator and all parts, out becomes the sum of
+    w_p out_p and lse the log of that sum (online softmax: Milakov and Gimelshein 2018). Rows that have seen no key have
+    lse -inf, and whatever stands in their out counts as nothing; a row of which all are -inf gets out 0.
+
+    Args:
+        out: fp32 [t, heads, dim], contiguous, updated.
+        lse: fp32 [t, heads], contiguous, updated.
+        parts: [parts, t, heads, dim], any floating type; contiguous within a part.
+        part_lse: fp32 [parts, t, heads], the same.
+        implementation: see :func:`implementation_for`.
+
+    Raises:
+        ConfigError: shapes or types do not go together.
+    """
+    _check(out, lse, parts)
+    need(
+        part_lse.shape == (len(parts), *lse.shape),
+        "part_lse's shape",
+        list(part_lse.shape),
+        f"{[len(parts), *lse.shape]}",
+    )
+    if implementation_for(out, implementation) == "triton":
+        _launch(out, lse, parts, part_lse, None, None, 1)
+        return
+    for part, its_lse in zip(parts, part_lse, strict=True):
+        _merge(out, lse, part, its_lse)
+
+
+def merge_statistics_(
+    out: Tensor,
+    lse: Tensor,
+    parts: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    places: Tensor | None = None,
+    times: int = 8,
+    implementation: str | None = None,
+) -> None:
+    """The same from the statistics of the NPU's operator: maximum and sum of exp(score - maximum) of each row, each
+    `times` times, in an order of its own.
+
+    Args:
+        out, lse, parts: as for :func:`merge_parts_`.
+        maxima, sums: fp32 [parts, t * heads * times]; a row that saw no key has sum 0.
+        places: int32 [t * heads]: the statistic of row r and head h is number places[r * heads + h]
+            (`mindspeed_cp.ops.attention.npu_statistics`); None: in the order of rows.
+        times: how often each statistic is repeated.
+    """
+    _check(out, lse, parts)
+    for name, x in (("maxima", maxima), ("sums", sums)):
+        valid = [len(parts), lse.numel() * times]
+        need(list(x.shape) == valid and x.dtype == torch.float32, name, f"{x.dtype} {list(x.shape)}", f"fp32 {valid}")
+    if implementation_for(out, implementation) == "triton":
+        _launch(out, lse, parts, maxima, sums, places, times)
+        return
+    for part, high, total in zip(parts, maxima, sums, strict=True):
+        found = torch.where(total > 0, high + total.log(), float("-inf")).view(-1, times)[:, 0]
+        _merge(out, lse, part, (found if places is None else found[places.long()]).view(lse.shape))
+
+
+def _check(out: Tensor, lse: Tensor, parts: Tensor) -> None:
+    need(out.dtype == lse.dtype == torch.float32, "out and lse", f"{out.dtype} and {lse.dtype}", "fp32")
+    need(out.is_contiguous() and lse.is_contiguous(), "out or lse", "not contiguous", "contiguous")
+    need(lse.shape == out.shape[:2], "lse's shape", list(lse.shape), f"{list(out.shape[:2])}")
+    need(parts.shape[1:] == out.shape, "parts' shape", list(parts.shape), f"[parts, {', '.join(map(str, out.shape))}]")
+    need(not len(parts) or parts[0].is_contiguous(), "parts", "not contiguous", "contiguous within a part")
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """One part, in torch."""
+    weight = torch.sigmoid(part_lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)
+    dead = part_lse.unsqueeze(-1) == float("-inf")
+    out.masked_fill_((lse == float("-inf")).unsqueeze(-1), 0.0)
+    out.lerp_(part.to(out.dtype).masked_fill(dead, 0.0), weight)
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _launch(
+    out: Tensor, lse: Tensor, parts: Tensor, maxima: Tensor, sums: Tensor | None, places: Tensor | None, times: int
+) -> None:
+    from mindspeed_cp.ascend_kernels.device.merge import merge_kernel
+
+    rows, dim = lse.numel(), out.shape[-1]
+    if not rows or not len(parts):
+        return
+    width = power_of_two(dim)
+    block = max(1, ELEMENTS // width)
+    merge_kernel[(-(-rows // block),)](
+        out, lse, parts, maxima, maxima if sums is None else sums, maxima if places is None else places,
+        rows, parts.stride(0), maxima.stride(0),
+        PARTS=len(parts), DIM=dim, WIDTH=width, BLOCK=block, TIMES=times,
+        HAS_SUMS=sums is not None, HAS_PLACES=places is not None,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""A backend on this project's own kernel for tiles: every mask, ALiBi, grouped queries; no dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_cp.ascend_kernels.tile_attention import (
+    TileSchedule,
+    blocks_for,
+    tile_attention_,
+    tile_attention_backward_,
+)
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
+from mindspeed_cp.ops.attention.heads import even_parts
+from mindspeed_cp.plan import AttentionConfig
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(eq=False)
+class TileCall:
+    """The tiles of one (step, slot), and the schedules on each device that has asked for them, by side."""
+
+    tiles: np.ndarray
+    attention: AttentionConfig
+    rows: dict[str, int]
+    placed: dict[tuple[torch.device, str], TileSchedule] = field(default_factory=dict)
+
+    def on(self, device: torch.device, side: str) -> TileSchedule:
+        """The schedule by blocks of queries ("q") or of keys ("k")."""
+        if (device, side) not in self.placed:
+            self.placed[device, side] = TileSchedule.of(self.tiles, self.attention, self.rows[side], side, device)
+        return self.placed[device, side]
+
+
+class TileAttention:
+    """Attention by `mindspeed_cp.ascend_kernels.tile_attention`, where Triton runs, or in torch (`implementation`).
+
+    Args:
+        name: kind of device whose tensors it takes.
+        implementation: "triton", "torch", or None: by the device.
+    """
+
+    deterministic = True
+
+    def __init__(self, name: str = "cuda", implementation: str | None = None) -> None:
+        self.name = name
+        self.implementation = implementation
+
+    @property
+    def key(self) -> Hashable:
+        """See the contract."""
+        return "tiles", self.name, self.implementation
+
+    def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
+        """Raise ConfigError for dropout, and for another type than fp32, bf16 and fp16."""
+        if attention.dropout:
+            raise ConfigError(
+                f"attention.dropout is {attention.dropout}; the kernel of tiles drops nothing; valid: 0, or "
+                "backend cpu or npu"
+            )
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype is {dtype}; the kernel of tiles supports {', '.join(str(d)[6:] for d in DTYPES)}")
+
+    def lower_forward(
+        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> dict[tuple[int, int], list[TileCall]]:
+        """See the contract."""
+        return self._lower(tiles, attention, dtype, backward=False)
+
+    def lower_backward(
+        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> dict[tuple[int, int], list[TileCall]]:
+        """See the contract."""
+        return self._lower(tiles, attention, dtype, backward=True)
+
+    def _lower(
+        self, tiles: np.ndarray, attention: AttentionConfig, dtype: torch.dtype, backward: bool
+    ) -> dict[tuple[int, int], list[TileCall]]:
+        bm, bn = blocks_for(attention.head_dim, attention.head_dim_v, dtype, backward)
+        keys, of = np.unique(tiles[["step", "slot"]], return_inverse=True)
+        return {
+            (int(key["step"]), int(key["slot"])): [TileCall(tiles[of == i], attention, {"q": bm, "k": bn})]
+            for i, key in enumerate(keys)
+        }
+
+    def place(self, calls: Sequence[TileCall], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
+        """See the contract."""
+        for call in calls:
+            call.on(device, "q")
+
+    def forward(
+        self, calls: Sequence[TileCall], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
+    ) -> None:
+        """See the contract."""
+        for part in even_parts(attention, state.heads):
+            q, out, lse = (_part(x, part.q) for x in (state.q, state.out, state.lse))
+            kk, vv = _part(k, part.kv), _part(v, part.kv)
+            for call in calls:
+                schedule = call.on(q.device, "q")
+                slopes = _slopes(attention, part.numbers, q.device)
+                tile_attention_(q, kk, vv, out, lse, schedule, attention.softmax_scale, slopes, self.implementation)
+            _put(state.out, part.q, out)
+            _put(state.lse, part.q, lse)
+
+    def backward(
+        self,
+        calls: Sequence[TileCall],
+        attention: AttentionConfig,
+        state: BackwardState,
+        k: Tensor,
+        v: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        """See the contract."""
+        for part in even_parts(attention, state.heads):
+            q, out, lse, dout, dq = (_part(x, part.q) for x in (state.q, state.out, state.lse, state.dout, state.dq))
+            kk, vv, dkk, dvv = (_part(x, part.kv) for x in (k, v, dk, dv))
+            for call in calls:
+                schedules = call.on(q.device, "q"), call.on(q.device, "k")
+                slopes = _slopes(attention, part.numbers, q.device)
+                tile_attention_backward_(
+                    q, kk, vv, out, lse, dout, dq, dkk, dvv, *schedules, attention.softmax_scale, slopes,
+                    self.implementation,
+                )  # fmt: skip
+            _put(state.dq, part.q, dq)
+            _put(dk, part.kv, dkk)
+            _put(dv, part.kv, dvv)
+
+
+@lru_cache(maxsize=64)
+def _slopes(attention: AttentionConfig, heads: tuple[int, int], device: torch.device) -> Tensor | None:
+    if attention.slopes is None:
+        return None
+    return torch.from_numpy(attention.slopes[slice(*heads)].astype(np.float32)).to(device)
+
+
+def _part(x: Tensor, heads: slice) -> Tensor:
+    """Some heads, contiguous: x itself where they are all."""
+    return x[:, heads].contiguous()
+
+
+def _put(total: Tensor, heads: slice, part: Tensor) -> None:
+    """Back to where a copy came from."""
+    if total.data_ptr() != part.data_ptr() or total.shape != part.shape:
+        total[:, heads] = part

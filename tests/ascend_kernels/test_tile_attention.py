@@ -1,0 +1,129 @@
+"""Flash attention over tiles: whole plans against the dense attention in fp64, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
+from mindspeed_cp.ascend_kernels import TileSchedule, tile_attention_
+from mindspeed_cp.engine.virtual import attend_virtually
+from mindspeed_cp.ops.attention.reference import dense_attention_of
+from mindspeed_cp.ops.attention.tiles import TileAttention
+from mindspeed_cp.plan.records import CAUSAL, TILE
+
+#: By name: attention, lengths, algorithm, ranks, options. Interpreted kernels are slow: small heads, short documents.
+CASES: dict[str, tuple[AttentionConfig, list[int], str, int, dict[str, Any]]] = {
+    "causal": (AttentionConfig(2, 2, 16), [70, 1, 40], "ring", 3, {}),
+    "grouped": (AttentionConfig(4, 2, 24), [90, 0, 33], "ring", 2, {}),
+    "full": (AttentionConfig(2, 1, 16, mask="full"), [50, 31], "all_gather", 3, {}),
+    "window": (AttentionConfig(2, 2, 16, window=(20, 0)), [100, 12], "direct", 3, {}),
+    "window both ways": (AttentionConfig(2, 2, 16, mask="full", window=(9, 4)), [80], "ring", 2, {}),
+    "alibi": (AttentionConfig(4, 2, 16, alibi=True), [75, 20], "ring", 3, {}),
+    "alibi in a window": (AttentionConfig(4, 4, 16, alibi=True, window=(33, 0)), [120], "direct", 2, {}),
+    "values narrower than keys": (AttentionConfig(2, 2, 48, head_dim_v=20), [64, 9], "ring", 2, {}),
+    "heads split unevenly": (AttentionConfig(5, 1, 16), [60, 30], "ulysses", 2, {}),
+    "documents of a few tokens": (
+        AttentionConfig(2, 2, 16),
+        [3, 1, 2, 5, 4, 1, 40],
+        "direct",
+        2,
+        {"layout": "balanced"},
+    ),
+    "nothing": (AttentionConfig(2, 2, 16), [0, 0], "ring", 2, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_plan_agrees_with_fp64(implementation, name, dtype) -> None:
+    if implementation == "triton" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies the bits of bf16 in tl.dot; bf16 is tested in torch alone")
+    attention, lengths, algorithm, ranks, options = CASES[name]
+    documents = Documents(lengths)
+    plan = build_plan(documents, Topology(1, ranks), attention, algorithm, **options)
+    generator = torch.Generator().manual_seed(len(name))
+    shapes = [(attention.heads, attention.head_dim), (attention.kv_heads, attention.head_dim)]
+    shapes += [(attention.kv_heads, attention.head_dim_v), (attention.heads, attention.head_dim_v)]
+    q, k, v, dout = (torch.randn(documents.tokens, *shape, generator=generator).to(dtype) for shape in shapes)
+    found = attend_virtually(plan, q, k, v, dout, TileAttention("cpu", implementation))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention_of(attention, *leaves, documents)
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, dout.double())] if documents.tokens else [out, *leaves]
+    for label, mine, want in zip(
+        ("out", "dq", "dk", "dv"), (found.out, found.dq, found.dk, found.dv), wanted, strict=True
+    ):
+        size = float(want.abs().max()) if want.numel() else 1.0
+        error = float((mine.double() - want).abs().max()) if want.numel() else 0.0
+        assert error <= {torch.float32: 1e-5, torch.float16: 4e-3}.get(dtype, 3e-2) * max(1.0, size), label
+    assert torch.allclose(found.lse.double(), lse.detach(), atol=1e-5 if dtype == torch.float32 else 1e-3)
+
+
+def test_two_parts_of_the_keys_add_up_and_other_rows_keep_what_they_have(implementation) -> None:
+    attention = AttentionConfig(2, 2, 16)
+    q, k, v = (torch.randn(n, 2, 16, generator=torch.Generator().manual_seed(n)) for n in (50, 90, 91))
+    v = v[:90].contiguous()
+    tiles = np.zeros(3, TILE)
+    names = ["q_row", "q_rows", "k_row", "k_rows", "mask"]
+    for tile, values in zip(tiles, [(5, 40, 0, 33, 0), (5, 40, 40, 40, CAUSAL), (7, 1, 85, 5, 0)], strict=True):
+        for name, value in zip(names, values, strict=True):
+            tile[name] = value
+    together, apart = ([torch.full((50, 2, 16), 7.0), torch.full((50, 2), float("-inf"))] for _ in range(2))
+    tile_attention_(q, k, v, *together, TileSchedule.of(tiles, attention, 32), 0.25, None, implementation)
+    for one in range(3):
+        tile_attention_(
+            q, k, v, *apart, TileSchedule.of(tiles[one : one + 1], attention, 32), 0.25, None, implementation
+        )
+    for row in range(50):
+        inside = 5 <= row < 45
+        assert bool((together[1][row] == float("-inf")).all()) != inside
+    rows = slice(5, 45)
+    assert torch.allclose(together[0][rows], apart[0][rows], atol=1e-6)
+    assert torch.allclose(together[1][rows], apart[1][rows], atol=1e-6)
+    keys = [*range(33), *range(40, 43), *range(85, 90)]
+    weights = (torch.einsum("hd,khd->hk", q[7], k[keys]) * 0.25).softmax(-1)
+    assert torch.allclose(together[0][7], torch.einsum("hk,khd->hd", weights, v[keys]), atol=1e-5)
+
+
+def test_schedules_visit_every_tile_once_for_each_block() -> None:
+    tiles = np.zeros(4, TILE)
+    tiles["q_row"], tiles["q_rows"] = [0, 30, 30, 100], [30, 70, 70, 3]
+    tiles["k_row"], tiles["k_rows"] = [0, 10, 90, 3], [30, 20, 64, 1]
+    attention = AttentionConfig(2, 2, 16, mask="full")
+    for side, row, rows in (("q", "q_row", "q_rows"), ("k", "k_row", "k_rows")):
+        schedule = TileSchedule.of(tiles, attention, 32, side)
+        blocks, visits = schedule.blocks.numpy(), schedule.visits.numpy()
+        seen = []
+        for first, start, stop, _ in blocks:
+            assert first % 32 == 0
+            seen += [(first // 32, tuple(visit[:4])) for visit in visits[start:stop]]
+        wanted = [
+            (block, tuple(int(tile[name]) for name in ("q_row", "q_rows", "k_row", "k_rows")))
+            for tile in tiles
+            for block in range(int(tile[row]) // 32, (int(tile[row] + tile[rows]) - 1) // 32 + 1)
+        ]
+        assert sorted(seen) == sorted(wanted)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    backend = TileAttention("cpu", "torch")
+    with pytest.raises(
+        ConfigError, match=r"attention\.dropout is 0.1; the kernel of tiles drops nothing; valid: 0, or backend"
+    ):
+        backend.check(replace(CASES["causal"][0], dropout=0.1), torch.float32)
+    with pytest.raises(
+        ConfigError, match=r"dtype is torch.float64; the kernel of tiles supports float32, bfloat16, float16"
+    ):
+        backend.check(CASES["causal"][0], torch.float64)
+    x = torch.zeros(3, 2, 16)
+    schedule = TileSchedule.of(np.zeros(0, TILE), CASES["causal"][0], 32)
+    with pytest.raises(
+        ConfigError, match=r"q, k and v is torch.float32, torch.float32, torch.float16; valid: of one type"
+    ):
+        tile_attention_(x, x, x.half(), x, x[..., 0], schedule, 1.0)
+    with pytest.raises(ConfigError, match="the number of kv heads is 2; valid: a divisor of 3"):
+        tile_attention_(torch.zeros(3, 3, 16), x, x, x, x[..., 0], schedule, 1.0)
