@@ -16,9 +16,11 @@ from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 #: No diagonal cuts: more than any context, small enough to be added to in 32 bits.
 FAR = 2**30
 
-#: Rows of a block of queries and of one of keys, by whether channels are at most 64; 2-byte and 4-byte types.
-BLOCKS = {(True, 2): (128, 64), (False, 2): (128, 64), (True, 4): (32, 32), (False, 4): (32, 32)}
-BACKWARD_BLOCKS = {(True, 2): (64, 64), (False, 2): (64, 64), (True, 4): (32, 32), (False, 4): (32, 32)}
+#: Rows of a block of queries and of one of keys, by bytes of an element: the largest that spill few registers on sm_80
+#: and sm_90 at 128 channels (tests/ascend_kernels/compile_cuda.py). Not measured on a device.
+BLOCKS = {2: (64, 64), 4: (32, 32)}
+BACKWARD_BLOCKS = {2: (64, 32), 4: (32, 32)}
+WARPS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,9 +194,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> None:
     need(slopes is None or list(slopes.shape) == [q.shape[1]], "slopes", "of another shape", f"[{q.shape[1]}]")
 
 
-def blocks_for(dim: int, dim_v: int, dtype: torch.dtype, backward: bool) -> tuple[int, int]:
+def blocks_for(dtype: torch.dtype, backward: bool) -> tuple[int, int]:
     """Rows of a block of queries and of one of keys."""
-    return (BACKWARD_BLOCKS if backward else BLOCKS)[max(dim, dim_v) <= 64, dtype.itemsize]
+    return (BACKWARD_BLOCKS if backward else BLOCKS)[dtype.itemsize]
 
 
 def _delta(out: Tensor, dout: Tensor) -> Tensor:
@@ -219,7 +221,7 @@ def _launch(
     if not len(schedule.blocks):
         return
     heads, kv_heads = q.shape[1], k.shape[1]
-    bm, bn = blocks_for(q.shape[-1], v.shape[-1], q.dtype, name != "forward_kernel")
+    bm, bn = blocks_for(q.dtype, name != "forward_kernel")
     own = bn if name == "keys_kernel" else bm
     need(schedule.rows == own, "rows of the schedule's blocks", schedule.rows, f"{own}, see blocks_for")
     kernel = getattr(tile_attention, name)
@@ -227,5 +229,5 @@ def _launch(
         q, k, v, *rest, schedule.visits, schedule.blocks, q if slopes is None else slopes, rows,
         SCALE=scale, HEADS=heads, GROUP=heads // kv_heads, DIM=q.shape[-1], DIM_V=v.shape[-1],
         WIDTH=max(16, power_of_two(q.shape[-1])), WIDTH_V=max(16, power_of_two(v.shape[-1])), BM=bm, BN=bn,
-        ALIBI=slopes is not None, DOT="ieee",  # no tf32, which NPUs do not have either
+        ALIBI=slopes is not None, DOT="ieee", num_warps=WARPS,
     )  # fmt: skip

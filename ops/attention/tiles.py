@@ -84,7 +84,7 @@ class TileAttention:
     def _lower(
         self, tiles: np.ndarray, attention: AttentionConfig, dtype: torch.dtype, backward: bool
     ) -> dict[tuple[int, int], list[TileCall]]:
-        bm, bn = blocks_for(attention.head_dim, attention.head_dim_v, dtype, backward)
+        bm, bn = blocks_for(dtype, backward)
         keys, of = np.unique(tiles[["step", "slot"]], return_inverse=True)
         return {
             (int(key["step"]), int(key["slot"])): [TileCall(tiles[of == i], attention, {"q": bm, "k": bn})]

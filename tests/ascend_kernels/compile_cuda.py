@@ -24,8 +24,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from variants import Variant, variants  # noqa: E402
 
-ROWS = {"fp32": (32, 32), "bf16": (128, 64)}
-BACKWARD_ROWS = {"fp32": (32, 32), "bf16": (64, 64)}
+ROWS = {"fp32": (32, 32), "bf16": (64, 64)}
+BACKWARD_ROWS = {"fp32": (32, 32), "bf16": (64, 32)}
+WARPS = {"tile_attention": 8}
 
 
 def compiled(variant: Variant, sm: int) -> dict[str, object]:
@@ -33,7 +34,9 @@ def compiled(variant: Variant, sm: int) -> dict[str, object]:
     kernel = getattr(importlib.import_module(f"device.{variant.module}"), variant.kernel)
     signature = dict(variant.signature) | dict.fromkeys((name for name, _ in variant.constants), "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(variant.constants))
-    made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": 4, "num_stages": 2})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", sm, 32), options={"num_warps": WARPS.get(variant.module, 4), "num_stages": 2}
+    )
     ptx, cubin = made.asm["ptx"], made.asm["cubin"]
     return {
         "ptx": re.findall(r"\.version (\S+)", ptx)[0],

@@ -22,6 +22,9 @@ NAMES = {variant.name for variant in variants("bf16")}
 #: Bytes of shared memory that a program may have.
 SHARED = {80: 163 << 10, 90: 227 << 10}
 
+#: Bytes of registers that attention may store and load again for want of room, in all.
+SPILLED = 512
+
 
 def lines(command: list[str], cache: Path) -> list[dict[str, Any]]:
     """What a program prints, a line of JSON each."""
@@ -75,4 +78,4 @@ def test_every_kernel_compiles_for_gpus(compiled: list[dict[str, Any]], dtype: s
         if dtype == "bf16":
             uses_matrices = name.startswith(("forward", "queries", "keys"))
             assert (one["matrix"] is not None) == uses_matrices, (name, one)
-            assert one["spilled"] == 0 or name.startswith("keys"), (name, one)
+            assert one["spilled"] <= (SPILLED if uses_matrices else 0), (name, one)
