@@ -17,6 +17,21 @@ NOTHING = tl.constexpr(-1.0e30)  # instead of -inf, whose difference from itself
 
 
 @triton.jit
+def _tile(visits, visit):
+    """What of a VISIT is used."""
+    at = visits + 8 * visit
+    q_row, q_rows, k_row, k_rows = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return q_row, q_rows, k_row, k_rows, tl.load(at + 4), tl.load(at + 5), tl.load(at + 6)
+
+
+@triton.jit
+def _rows(x, at, here, channels, DIM: tl.constexpr):
+    """Rows of x, [rows, channels]; 0 where they or channels are none."""
+    mask = here[:, None] & (channels < DIM)[None, :]
+    return tl.load(x + at[:, None] * DIM + channels[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _scores(
     q, k, i, j, low, high, keys, distance, slope, inside,
     SCALE: tl.constexpr, ALIBI: tl.constexpr, DOT: tl.constexpr,
@@ -61,19 +76,15 @@ def forward_kernel(
     acc = tl.load(out + at[:, None] * DIM_V + e[None, :], mask=both, other=0.0)
     acc = tl.where((total > 0.0)[:, None], acc, 0.0)
     for visit in range(first, last):
-        tile = visits + 8 * visit
-        q_row, q_rows, k_row, k_rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        low, high, distance = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+        q_row, q_rows, k_row, k_rows, low, high, distance = _tile(visits, visit)
         i = r - q_row
         inside = (i >= 0) & (i < q_rows)
         begin = tl.maximum(0, tl.maximum(row0 - q_row, 0) + low)
         end = tl.minimum(k_rows, tl.minimum(row0 - q_row + BM, q_rows) + high)
         for start in range(begin, end, BN):
             j = start + tl.arange(0, BN)
-            known = (j < k_rows)[:, None]
-            key = ((k_row + j).to(tl.int64) * (HEADS // GROUP) + head // GROUP)[:, None]
-            kt = tl.load(k + key * DIM + d[None, :], mask=known & (d < DIM)[None, :], other=0.0)
-            vt = tl.load(v + key * DIM_V + e[None, :], mask=known & (e < DIM_V)[None, :], other=0.0)
+            key = (k_row + j).to(tl.int64) * (HEADS // GROUP) + head // GROUP
+            kt, vt = _rows(k, key, j < k_rows, d, DIM), _rows(v, key, j < k_rows, e, DIM_V)
             x, visible = _scores(qt, kt, i, j, low, high, k_rows, distance, slope, inside, SCALE, ALIBI, DOT)
             x = tl.where(visible, x, NOTHING)
             most = tl.maximum(top, tl.max(x, 1))
@@ -120,19 +131,15 @@ def queries_kernel(
         slope = tl.load(slopes + head)
     acc = tl.load(dq + at[:, None] * DIM + d[None, :], mask=wide, other=0.0)
     for visit in range(first, last):
-        tile = visits + 8 * visit
-        q_row, q_rows, k_row, k_rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        low, high, distance = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+        q_row, q_rows, k_row, k_rows, low, high, distance = _tile(visits, visit)
         i = r - q_row
         inside = (i >= 0) & (i < q_rows)
         begin = tl.maximum(0, tl.maximum(row0 - q_row, 0) + low)
         end = tl.minimum(k_rows, tl.minimum(row0 - q_row + BM, q_rows) + high)
         for start in range(begin, end, BN):
             j = start + tl.arange(0, BN)
-            known = (j < k_rows)[:, None]
-            key = ((k_row + j).to(tl.int64) * (HEADS // GROUP) + head // GROUP)[:, None]
-            kt = tl.load(k + key * DIM + d[None, :], mask=known & (d < DIM)[None, :], other=0.0)
-            vt = tl.load(v + key * DIM_V + e[None, :], mask=known & (e < DIM_V)[None, :], other=0.0)
+            key = (k_row + j).to(tl.int64) * (HEADS // GROUP) + head // GROUP
+            kt, vt = _rows(k, key, j < k_rows, d, DIM), _rows(v, key, j < k_rows, e, DIM_V)
             x, visible = _scores(qt, kt, i, j, low, high, k_rows, distance, slope, inside, SCALE, ALIBI, DOT)
             dp = tl.dot(dot, tl.trans(vt), input_precision=DOT)
             _, ds = _weights(x, visible, high_lse, dp, sums, SCALE)
@@ -162,9 +169,7 @@ def keys_kernel(
     acc = tl.load(dk + at * DIM + d[None, :], mask=wide, other=0.0)
     acc_v = tl.load(dv + at * DIM_V + e[None, :], mask=wide_v, other=0.0)
     for visit in range(first, last):
-        tile = visits + 8 * visit
-        q_row, q_rows, k_row, k_rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        low, high, distance = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+        q_row, q_rows, k_row, k_rows, low, high, distance = _tile(visits, visit)
         j = s - k_row
         known = tl.where(j >= 0, j, k_rows)  # keys before the tile count as behind it: not visible
         begin = tl.maximum(0, tl.maximum(row0 - k_row, 0) - high)

@@ -39,9 +39,6 @@ DEFAULT_CLUSTER = "a2"
 #: Steps of the exchange that need nothing from other nodes: the own block and two rounds in the node (:mod:`.staged`).
 IN_NODE = 3
 
-#: Spans of keys up to which the tiles of every rank are counted in a simulation; beyond, some stand for others.
-MOST_SPANS = 2**16
-
 REMAPS = ("off", "auto", "qkv", "hidden")
 
 
@@ -112,7 +109,8 @@ def _remapped(plan: Plan, remap: str, hidden_size: int | None, tensor_model_para
 
 def _fastest(plans: list[Plan], topology: Topology, layer: LayerCost) -> Plan:
     """The one of which a layer takes the least simulated time; the first of equals."""
-    from mindspeed_cp.cost.simulate import simulate  # it imports plans
+    from mindspeed_cp.cost.choose import MOST_SPANS  # these import plans
+    from mindspeed_cp.cost.simulate import simulate
 
     seconds = [simulate(plan, cluster_of(topology), layer, MOST_SPANS).total for plan in plans]
     return plans[seconds.index(min(seconds))]

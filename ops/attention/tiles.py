@@ -85,16 +85,18 @@ class TileAttention:
         self, tiles: np.ndarray, attention: AttentionConfig, dtype: torch.dtype, backward: bool
     ) -> dict[tuple[int, int], list[TileCall]]:
         bm, bn = blocks_for(dtype, backward)
+        rows = {"q": bm, "k": bn} if backward else {"q": bm}
         keys, of = np.unique(tiles[["step", "slot"]], return_inverse=True)
         return {
-            (int(key["step"]), int(key["slot"])): [TileCall(tiles[of == i], attention, {"q": bm, "k": bn})]
+            (int(key["step"]), int(key["slot"])): [TileCall(tiles[of == i], attention, rows)]
             for i, key in enumerate(keys)
         }
 
     def place(self, calls: Sequence[TileCall], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
         """See the contract."""
         for call in calls:
-            call.on(device, "q")
+            for side in call.rows:
+                call.on(device, side)
 
     def forward(
         self, calls: Sequence[TileCall], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
@@ -103,9 +105,9 @@ class TileAttention:
         for part in even_parts(attention, state.heads):
             q, out, lse = (_part(x, part.q) for x in (state.q, state.out, state.lse))
             kk, vv = _part(k, part.kv), _part(v, part.kv)
+            slopes = _slopes(attention, part.numbers, q.device)
             for call in calls:
                 schedule = call.on(q.device, "q")
-                slopes = _slopes(attention, part.numbers, q.device)
                 tile_attention_(q, kk, vv, out, lse, schedule, attention.softmax_scale, slopes, self.implementation)
             _put(state.out, part.q, out)
             _put(state.lse, part.q, lse)
@@ -124,9 +126,9 @@ class TileAttention:
         for part in even_parts(attention, state.heads):
             q, out, lse, dout, dq = (_part(x, part.q) for x in (state.q, state.out, state.lse, state.dout, state.dq))
             kk, vv, dkk, dvv = (_part(x, part.kv) for x in (k, v, dk, dv))
+            slopes = _slopes(attention, part.numbers, q.device)
             for call in calls:
                 schedules = call.on(q.device, "q"), call.on(q.device, "k")
-                slopes = _slopes(attention, part.numbers, q.device)
                 tile_attention_backward_(
                     q, kk, vv, out, lse, dout, dq, dkk, dvv, *schedules, attention.softmax_scale, slopes,
                     self.implementation,
