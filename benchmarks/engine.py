@@ -1,6 +1,7 @@
 """Efficiency of the engine on this machine's CPU, and what its Python costs.
 
     python -m benchmarks.engine [--tokens 16384] [--ranks 2] [--repeat 9] [--skip-packed] [--json FILE]
+    python -m benchmarks.engine --device cuda --virtual-ranks 8     see benchmarks/virtual_ranks.py
 
 Ideal: the same kernel once for every document on an equal share of the heads, on all ranks at once; no communication,
 no merge, no conversion. Engine and ideal are timed in turn, barrier to barrier, and compared as a ratio of medians,
@@ -26,6 +27,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.runs import DIM, HEADS, Run, ideal, packed_lengths, planned
 from benchmarks.timing import median_us
+from benchmarks.virtual_ranks import add_arguments, report
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.ops.attention import attention, attention_backward
 from mindspeed_cp.ops.host_memory import keep_freed_memory
@@ -141,12 +143,19 @@ def latency(rank: int, folder: str, results: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, help="default: 16384; with virtual ranks 65536")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--skip-packed", action="store_true")
     parser.add_argument("--json", type=Path, help="write all figures there")
+    add_arguments(parser)
     args = parser.parse_args()
+    if args.virtual_ranks:
+        report(parser, args)
+        return
+    if args.device != "cpu":
+        parser.error(f"--device {args.device}: only together with --virtual-ranks")
+    args.tokens = args.tokens or 16384
     if args.ranks < 1 or HEADS % args.ranks:
         parser.error(
             f"--ranks is {args.ranks}; valid: a divisor of the {HEADS} heads, so that the ideal's shares are equal"

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 #: Implementations of the attention operator.
-BACKENDS = ("cpu", "npu")
+BACKENDS = ("cpu", "npu", "cuda")
 
 #: The values of every feature, in the order of the fields of `Cell`.
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -57,6 +57,11 @@ _SEEN_ON = {
     "arithmetic and rules are this project's reading of the vendor's documentation: never on a device. "
     "`mindspeed-cp doctor --device npu` checks a device. Which weights attention dropout drops is drawn from the "
     "device's generator, not from the dropout key, so it depends on ranks and algorithm.",
+    "cuda": "Never run on a GPU yet. Plans and calls were seen to agree on CPUs, with a test double in place of "
+    "torch's flash attention and with the torch implementation of this project's kernel for tiles. `pytest -m cuda` "
+    "and `mindspeed-cp doctor --device cuda` check a GPU; the latter prints which kernel serves what. Dropout is there "
+    "in bf16 and fp16, for heads of up to 256 channels, and is drawn from the device's generator as on NPUs. For "
+    "programs that call this package: `mindspeed-cp train` has no GPUs in this version.",
 }
 
 _LABELS = {
@@ -128,6 +133,11 @@ REFUSALS = (
     Refusal(
         {"mask": "causal", "keys": "other"},
         *CAUSAL_OTHER_KEYS,
+    ),
+    Refusal(
+        {"backend": "cuda", "bias": "alibi", "dropout": "some"},
+        "attention.alibi is given together with attention.dropout, which no kernel of the cuda backend computes",
+        "one of the two, or backend cpu or npu",
     ),
 )
 

@@ -265,7 +265,7 @@ app.command()(report)
 
 @app.command()
 def doctor(
-    device: Annotated[str, typer.Option(help="cpu, npu, or auto: all that is there.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, npu, or auto: all that is there.")] = "auto",
     link_seconds: Annotated[
         float | None,
         typer.Option(help="Time limit of the links between NPUs; default: 120, and 15 more for each NPU."),
@@ -273,8 +273,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> int:
     """Check this machine: versions, devices, links, and the attention operator against the fp64 reference."""
-    if device not in ("auto", "cpu", "npu"):
-        raise ConfigError(f"--device {device}: is no device that can be checked; valid: auto, cpu, npu")
+    if device not in ("auto", "cpu", "cuda", "npu"):
+        raise ConfigError(f"--device {device}: is no device that can be checked; valid: auto, cpu, cuda, npu")
     if link_seconds is not None and not link_seconds > 0:
         raise ConfigError(f"--link-seconds {link_seconds:g}: must be more than 0, or left out")
     from mindspeed_cp.doctor import examine, write_report

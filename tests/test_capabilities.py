@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, capabilities, verify_plan
 from mindspeed_cp.capabilities import FEATURES, REFUSALS, Refusal, capabilities_md, cells, check, refusal
+from mindspeed_cp.ops.attention import BACKENDS
 from tests.cells import example
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +34,11 @@ def test_every_cell_is_exact_or_refused_with_an_alternative(algorithm: str) -> N
         with pytest.raises(ConfigError) as told:
             check(algorithm, attention, documents, keys, cell.backend)
         assert str(told.value) == str(reason)
+        if "backend" in reason.where:  # the operator refuses, in every type
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                with pytest.raises(ConfigError, match="valid"):
+                    BACKENDS[cell.backend].check(attention, dtype)
+            continue
         with pytest.raises(ConfigError, match="valid: "):
             build_plan(documents, Topology(1, 3), attention, algorithm, kv_documents=keys)
 

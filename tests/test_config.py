@@ -478,7 +478,10 @@ def test_what_the_npu_refuses_is_told_when_settings_are_read(values: dict[str, d
     [
         ({"cluster": "a9"}, r"context_parallel_suite.cluster = .a9.: cannot be used: cluster 'a9': no such preset"),
         ({"nodes": 1, "context_parallel_size": 16, "cluster": "a2"}, r"cluster = .a2.: cannot be used: .* 8 ranks"),
-        ({"max_seqlen_per_dp_cp_rank": 1000}, r"= 1000: is too little for rows of data.seq_length = 4096 .* use 1024 or"),
+        (
+            {"max_seqlen_per_dp_cp_rank": 1000},
+            r"= 1000: is too little for rows of data.seq_length = 4096 .* use 1024 or",
+        ),
     ],
 )
 def test_a_cluster_and_a_bound_are_checked_when_settings_are_read(

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from mindspeed_cp.devices import load_npu
 from mindspeed_cp.doctor.links import check_links
 from mindspeed_cp.doctor.machine import DEVICES, backend, device, machine, requirements, versions
-from mindspeed_cp.doctor.operator import CASES, LIMITS, LONG, check
+from mindspeed_cp.doctor.operator import CASES, LIMITS, LONG, applies, check
+from mindspeed_cp.doctor.serving import kernels
 from mindspeed_cp.doctor.tables import tables
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.console import print_tables
 
 __all__ = ["CASES", "LIMITS", "LONG", "examine", "write_report"]
@@ -29,13 +31,14 @@ def examine(
     """Look at the machine and check the operators of its devices.
 
     Args:
-        kind: "cpu" or "npu": this device only, and it must be there; "auto": every device that is there.
+        kind: "cpu", "cuda" or "npu": this device only, and it must be there; "auto": every device that is there.
         seed: of the numbers.
         link_megabytes: of a message between NPUs when speed is measured.
         link_seconds: until the links are given up; None: by the number of NPUs.
 
     Returns:
-        {"ok", "requirements", "versions", "machine", "devices", "backends", "communication", "checks", "links"},
+        {"ok", "requirements", "versions", "machine", "devices", "backends", "communication", "kernels", "checks",
+        "links"},
         all of it plain data; "ok" is True if at least one backend runs, no check is over its limit, all links are right
         and no version is too old.
 
@@ -45,6 +48,8 @@ def examine(
     if kind == "npu":
         load_npu("--device npu", "--device cpu")
     devices = {name: device(name) for name in DEVICES}
+    if kind == "cuda" and not devices["cuda"]["count"]:
+        raise ConfigError(f"--device cuda: {devices['cuda']['why']}; install torch for CUDA, or --device cpu")
     backends = {name: backend(name, devices[name]) for name in DEVICES}
     wanted = [name for name in DEVICES if backends[name]["available"] and kind in ("auto", name)]
     needed = requirements() if "npu" in wanted else []
@@ -55,7 +60,7 @@ def examine(
         for name in wanted
         for dtype in LIMITS
         for case in (*CASES, *(LONG if name != "cpu" else ()))
-        if dtype != "fp16" or case.plan is None  # plans do not depend on the type
+        if (dtype != "fp16" or case.plan is None) and applies(name, dtype, case)  # plans do not depend on the type
     ]
     links = check_links(devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in wanted else []
     return {
@@ -70,6 +75,7 @@ def examine(
             "nccl": dist.is_available() and dist.is_nccl_available(),
             "hccl": devices["npu"]["count"] > 0,
         },
+        "kernels": kernels() if kind == "cuda" or "cuda" in wanted else [],
         "checks": checks,
         "links": links,
     }

@@ -15,7 +15,17 @@ from mindspeed_cp.devices import cann_version, check_cann, load_npu, unknown_can
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
 
-PACKAGES = ("torch", "torch-npu", "megatron-core", "transformer-engine", "numpy", "pydantic", "triton")
+PACKAGES = (
+    "torch",
+    "torch-npu",
+    "megatron-core",
+    "transformer-engine",
+    "numpy",
+    "pydantic",
+    "triton",
+    "triton-ascend",
+    "flash-attn-3",
+)
 DEVICES = ("npu", "cuda", "cpu")
 
 #: Where drivers of Ascend devices leave their version.

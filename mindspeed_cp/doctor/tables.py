@@ -38,6 +38,11 @@ def tables(report: dict[str, Any]) -> list[Table]:
         Table("Devices", ("device", "number", "which", "attention operator"), tuple(devices)),
         Table("Attention operator, difference to fp64", ("check", *PARTS, "limit", ""), tuple(checks)),
     ]
+    if report["kernels"]:
+        rows = tuple(
+            (", ".join(row["where"]) or "everything", row["dtype"], row["kernel"]) for row in report["kernels"]
+        )
+        found.insert(2, Table("Kernels of the cuda backend", ("attention", "type", "served by"), rows))
     if report["links"]:
         rings = [
             (

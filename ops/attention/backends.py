@@ -8,10 +8,11 @@ from typing import Any
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cpu import CpuAttention
+from mindspeed_cp.ops.attention.cuda import CudaAttention
 from mindspeed_cp.ops.attention.npu import NpuAttention
 
 #: The backends with their default options. The npu backend imports torch_npu when it computes, not before.
-BACKENDS: dict[str, AttentionBackend] = {"cpu": CpuAttention(), "npu": NpuAttention()}
+BACKENDS: dict[str, AttentionBackend] = {"cpu": CpuAttention(), "npu": NpuAttention(), "cuda": CudaAttention()}
 
 
 def backend_named(name: str) -> AttentionBackend:

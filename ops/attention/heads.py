@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from torch import Tensor
+
 from mindspeed_cp.ops.attention.contract import Heads
 from mindspeed_cp.plan import AttentionConfig
 
@@ -54,3 +56,14 @@ def even_parts(attention: AttentionConfig, heads: Heads) -> tuple[EvenPart, ...]
             parts.append(EvenPart(slice(a, b), slice(kv - kv_first, kv + 1 - kv_first), first + a))
         shared = b - a
     return tuple(parts)
+
+
+def whole(x: Tensor, heads: slice) -> Tensor:
+    """Some heads, contiguous: x itself where they are all and it is."""
+    return x[:, heads].contiguous()
+
+
+def put_back(total: Tensor, heads: slice, part: Tensor) -> None:
+    """What :func:`whole` has copied, to where it came from."""
+    if total.data_ptr() != part.data_ptr() or total.shape != part.shape:
+        total[:, heads] = part

@@ -21,7 +21,6 @@ from mindspeed_cp.ops.attention.npu_operator import FusedOperator, Masking, Torc
 from mindspeed_cp.ops.attention.npu_placed import (
     Index,
     Placed,
-    PlacedBack,
     compressed_mask,
     ones,
     order_of,
@@ -29,6 +28,7 @@ from mindspeed_cp.ops.attention.npu_placed import (
     slopes_of,
     take,
 )
+from mindspeed_cp.ops.attention.results import add_to, put
 from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.plan import AttentionConfig
 
@@ -161,8 +161,8 @@ class NpuAttention:
                 )
                 some_dq, some_dk, some_dv = (x.reshape(-1, *x.shape[-2:]) for x in found)
                 some_dq, some_dk = some_dq[..., :width], some_dk[..., :width]
-                _add_to((dq,), placed.q_back, (some_dq,))
-                _add_to((part_dk, part_dv), placed.k_back, (some_dk, some_dv))
+                add_to((dq,), placed.q_back, (some_dq,))
+                add_to((part_dk, part_dv), placed.k_back, (some_dk, some_dv))
 
     @property
     def _operator(self) -> FusedOperator:
@@ -172,19 +172,19 @@ class NpuAttention:
         """Store or merge a call's result."""
         target = placed.q_back.target
         if call.fresh is True:
-            _put(out, target, some.to(out.dtype))
-            _put(lse, target, some_lse)
+            put(out, target, some.to(out.dtype))
+            put(lse, target, some_lse)
             return
         if placed.fresh is not None:
-            _put(out, placed.fresh, 0)
+            put(out, placed.fresh, 0)
         so_far, so_far_lse = take(out, target), take(lse, target)
         if self.merge == "fp32":
             merge_(so_far, so_far_lse, some, some_lse)
         else:
             so_far, so_far_lse = self._updated(so_far, so_far_lse, some, some_lse)
         if self.merge != "fp32" or isinstance(target, Tensor):
-            _put(out, target, so_far)
-            _put(lse, target, so_far_lse)
+            put(out, target, so_far)
+            put(lse, target, so_far_lse)
 
     def _updated(self, out: Tensor, lse: Tensor, some: Tensor, some_lse: Tensor) -> tuple[Tensor, Tensor]:
         """The vendor's merge. In layout SBH with one batch, whatever the sequences: rows are independent, and in TND
@@ -238,7 +238,7 @@ def _without_padding(dout: Tensor, placed: Placed) -> Tensor:
     if placed.padding is None:
         return dout
     dout = dout.clone() if isinstance(placed.q, slice) else dout
-    _put(dout, placed.padding, 0)
+    put(dout, placed.padding, 0)
     return dout
 
 
@@ -256,30 +256,3 @@ def _kept(state: BackwardState, call: FusedCall, part: EvenPart) -> tuple[int, i
             "the same weights; valid for the npu backend: plans with the same tiles in both directions, or dropout 0.0"
         )
     return state.kept[call.identity, part.first]
-
-
-def _add_to(sums: tuple[Tensor, ...], back: PlacedBack, results: tuple[Tensor, ...]) -> None:
-    """Add a call's gradients to the sums."""
-    if back.folds:
-        results = tuple(x.float() for x in results)
-    results = back.fold(results, _plus)
-    for total, some in zip(sums, results, strict=True):
-        if isinstance(back.target, slice):
-            total[back.target] += some
-        else:
-            total.index_add_(0, back.target, some.to(total.dtype))
-
-
-def _plus(into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
-    for x, y in zip(into, more, strict=True):
-        x += y
-
-
-def _put(x: Tensor, rows: Index, values: Tensor | float) -> None:
-    """Set some rows."""
-    if isinstance(rows, slice):
-        x[rows] = values
-    elif isinstance(values, Tensor):
-        x.index_copy_(0, rows, values)
-    else:  # not index_fill_: where CANN lacks it, torch_npu asks the device for every row number
-        x.index_copy_(0, rows, torch.full_like(x[:1], values).expand(len(rows), *x.shape[1:]))

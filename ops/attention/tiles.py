@@ -18,7 +18,7 @@ from mindspeed_cp.ascend_kernels.tile_attention import (
 )
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
-from mindspeed_cp.ops.attention.heads import even_parts
+from mindspeed_cp.ops.attention.heads import even_parts, put_back, whole
 from mindspeed_cp.plan import AttentionConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,14 +103,14 @@ class TileAttention:
     ) -> None:
         """See the contract."""
         for part in even_parts(attention, state.heads):
-            q, out, lse = (_part(x, part.q) for x in (state.q, state.out, state.lse))
-            kk, vv = _part(k, part.kv), _part(v, part.kv)
+            q, out, lse = (whole(x, part.q) for x in (state.q, state.out, state.lse))
+            kk, vv = whole(k, part.kv), whole(v, part.kv)
             slopes = _slopes(attention, part.numbers, q.device)
             for call in calls:
                 schedule = call.on(q.device, "q")
                 tile_attention_(q, kk, vv, out, lse, schedule, attention.softmax_scale, slopes, self.implementation)
-            _put(state.out, part.q, out)
-            _put(state.lse, part.q, lse)
+            put_back(state.out, part.q, out)
+            put_back(state.lse, part.q, lse)
 
     def backward(
         self,
@@ -124,8 +124,8 @@ class TileAttention:
     ) -> None:
         """See the contract."""
         for part in even_parts(attention, state.heads):
-            q, out, lse, dout, dq = (_part(x, part.q) for x in (state.q, state.out, state.lse, state.dout, state.dq))
-            kk, vv, dkk, dvv = (_part(x, part.kv) for x in (k, v, dk, dv))
+            q, out, lse, dout, dq = (whole(x, part.q) for x in (state.q, state.out, state.lse, state.dout, state.dq))
+            kk, vv, dkk, dvv = (whole(x, part.kv) for x in (k, v, dk, dv))
             slopes = _slopes(attention, part.numbers, q.device)
             for call in calls:
                 schedules = call.on(q.device, "q"), call.on(q.device, "k")
@@ -133,9 +133,9 @@ class TileAttention:
                     q, kk, vv, out, lse, dout, dq, dkk, dvv, *schedules, attention.softmax_scale, slopes,
                     self.implementation,
                 )  # fmt: skip
-            _put(state.dq, part.q, dq)
-            _put(dk, part.kv, dkk)
-            _put(dv, part.kv, dvv)
+            put_back(state.dq, part.q, dq)
+            put_back(dk, part.kv, dkk)
+            put_back(dv, part.kv, dvv)
 
 
 @lru_cache(maxsize=64)
@@ -143,14 +143,3 @@ def _slopes(attention: AttentionConfig, heads: tuple[int, int], device: torch.de
     if attention.slopes is None:
         return None
     return torch.from_numpy(attention.slopes[slice(*heads)].astype(np.float32)).to(device)
-
-
-def _part(x: Tensor, heads: slice) -> Tensor:
-    """Some heads, contiguous: x itself where they are all."""
-    return x[:, heads].contiguous()
-
-
-def _put(total: Tensor, heads: slice, part: Tensor) -> None:
-    """Back to where a copy came from."""
-    if total.data_ptr() != part.data_ptr() or total.shape != part.shape:
-        total[:, heads] = part

@@ -57,7 +57,7 @@ def variants(dtype: str, rows: tuple[int, int] = (64, 64), dim: int = 64) -> lis
         _variant("spans_added", "spans", "copy_spans_kernel", spans, WIDTH0=4 * dim, WIDTH1=0, WIDTH2=0, ROWS=16, COLUMNS=128, ADD=True),
         _variant("rope", "rope", "rope_kernel", rope, HEADS=4, DIM=dim, HALF=dim // 2, WIDTH=dim // 2, REST=0, BLOCK=32, GATHER=True, INTERLEAVED=False, SIGN=1),
         _variant("rope_interleaved", "rope", "rope_kernel", rope, HEADS=4, DIM=dim, HALF=dim // 4, WIDTH=dim // 4, REST=dim // 2, BLOCK=32, GATHER=False, INTERLEAVED=True, SIGN=-1),
-        _variant("delta", "tile_attention", "delta_kernel", dict(out=x, dout=x, delta=FP32, rows="i32"), DIM_V=dim, WIDTH_V=dim, BLOCK=32),
+        _variant("delta", "tile_attention", "delta_kernel", dict(out=x, dout=x, delta=FP32, rows="i32"), DIM_V=dim, WIDTH_V=dim, BLOCK=4096 // dim),
     ]  # fmt: skip
     for alibi in (False, True):
         also = "_alibi" if alibi else ""

@@ -1,0 +1,193 @@
+"""Every rank's kernels of a plan, one rank after the other on one device, against one flash call on an equal share.
+
+    python -m benchmarks.engine --device cuda --virtual-ranks 8 [--tokens 65536] [--heads 32] [--kv-heads 32]
+        [--dim 128] [--algorithm ring] [--lengths wikipedia] [--repeat 9] [--skip-packed] [--json FILE]
+
+Communication is left out: what a rank would have received is copied from the whole batch beforehand. What is timed is
+what a rank computes: attention of its tiles, merges, copies of rows. Ideal: one call of the device's flash attention
+over the whole batch on 1/ranks of the heads; efficiency: its time over that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.clock import in_turn, machine
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
+from mindspeed_cp.cli_lengths import draw
+from mindspeed_cp.engine.virtual import VirtualRank
+from mindspeed_cp.layout import SPAN
+from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, backend_named
+from mindspeed_cp.plan.tiles import tiles_between
+
+DIRECTIONS = ("forward", "backward")
+
+
+class RankWork:
+    """What one rank computes, with its slots filled."""
+
+    def __init__(self, plan: Any, rank: int, backend: Any, inputs: list[torch.Tensor]) -> None:
+        self.plan, self.backend = plan, backend
+        self.rank = VirtualRank(plan, rank, backend, *inputs, None)
+        self.places = {direction: list(self.rank.places(direction)) for direction in DIRECTIONS}
+        self.grads = [
+            [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)] for _, k, v, *_ in self.places["backward"]
+        ]
+
+    def forward(self) -> None:
+        """Of every step."""
+        state = self.rank.state
+        state.lse.fill_(-torch.inf)
+        for calls, k, v, *_ in self.places["forward"]:
+            self.backend.forward(calls, self.plan.attention, state, k, v)
+
+    def both(self) -> None:
+        """And the backward."""
+        self.forward()
+        s = self.rank.state
+        out = s.out.to(s.q.dtype)
+        state = BackwardState(s.q, out, s.lse, out, self.rank.dq, s.heads)
+        for (calls, k, v, *_), (dk, dv) in zip(self.places["backward"], self.grads, strict=True):
+            self.backend.backward(calls, self.plan.attention, state, k, v, dk, dv)
+
+
+class IdealWork:
+    """One call over the batch on an equal share of the heads, and its gradient."""
+
+    def __init__(
+        self, documents: Documents, attention: AttentionConfig, backend: Any, inputs: list[torch.Tensor]
+    ) -> None:
+        self.backend, self.attention, self.all = backend, attention, Heads.all(attention)
+        spans = np.zeros(len(documents.lengths), SPAN)
+        spans["doc"], spans["start"], spans["stop"] = (
+            np.arange(len(documents.lengths)), documents.offsets[:-1], documents.offsets[1:]
+        )  # fmt: skip
+        tiles = tiles_between(spans, spans, documents, attention)
+        self.q, self.k, self.v = inputs
+        lowers = backend.lower_forward, backend.lower_backward
+        self.calls = [lower(tiles, len(self.q), attention, self.q.dtype)[0, 0] for lower in lowers]
+        self.out, self.dq, self.dk, self.dv = (
+            torch.zeros_like(x, dtype=torch.float32) for x in (self.q, self.q, self.k, self.v)
+        )
+        self.lse = torch.full(self.q.shape[:2], -torch.inf, device=self.q.device)
+
+    def forward(self) -> None:
+        """The call."""
+        self.lse.fill_(-torch.inf)
+        state = ForwardState(self.q, self.out, self.lse, self.all)
+        self.backend.forward(self.calls[0], self.attention, state, self.k, self.v)
+
+    def both(self) -> None:
+        """And its gradient."""
+        self.forward()
+        out = self.out.to(self.q.dtype)
+        state = BackwardState(self.q, out, self.lse, out, self.dq, self.all)
+        self.backend.backward(self.calls[1], self.attention, state, self.k, self.v, self.dk, self.dv)
+
+
+def measure(
+    lengths: list[int], ranks: int, attention: AttentionConfig, algorithm: str, device: torch.device, repeat: int
+) -> list[dict[str, Any]]:
+    """{"direction", "ideal_ms", "rank_ms", "efficiency"} forward, and forward + backward.
+
+    Args:
+        lengths: of the documents.
+        ranks: of the plan; they divide the heads and kv heads.
+        attention: of all heads.
+        algorithm: of the plan.
+        device: whose backend computes.
+        repeat: rounds of the ideal and of each rank.
+    """
+    documents, backend = Documents(lengths), backend_named(device.type)
+    plan = build_plan(documents, Topology(1, ranks), attention, algorithm)
+    shapes = [(documents.tokens, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
+    inputs = [torch.randn(shape, device=device).to(torch.bfloat16) for shape in (*shapes, shapes[0])]
+    share = AttentionConfig(attention.heads // ranks, attention.kv_heads // ranks, attention.head_dim)
+    ideal = IdealWork(documents, share, backend, [x[:, : x.shape[1] // ranks].contiguous() for x in inputs[:3]])
+    found: dict[str, list[tuple[float, float]]] = {"forward": [], "both": []}
+    for rank in range(ranks):
+        mine = RankWork(plan, rank, backend, inputs)
+        for direction, times in found.items():
+            runs = {"ideal": getattr(ideal, direction), "rank": getattr(mine, direction)}
+            one = in_turn(runs, device, repeat)
+            times.append((one["ideal"], one["rank"]))
+        del mine
+    rows = []
+    for direction, times in found.items():
+        alone = statistics.median(a for a, _ in times)
+        each = [b for _, b in times]
+        rows.append({"direction": direction, "ideal_ms": alone, "rank_ms": each, "efficiency": alone / max(each)})
+    return rows
+
+
+def step_us(ranks: int, attention: AttentionConfig, device: torch.device, calls: int = 100) -> float:
+    """Median microseconds of the host for one ring step's kernels on a batch of next to nothing."""
+    documents, backend = Documents([32 * ranks]), backend_named(device.type)
+    plan = build_plan(documents, Topology(1, ranks), attention, "ring")
+    shapes = [(documents.tokens, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
+    inputs = [torch.randn(shape, device=device).to(torch.bfloat16) for shape in (*shapes, shapes[0])]
+    work = RankWork(plan, ranks - 1, backend, inputs)
+    work.forward()
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        work.forward()
+        times.append((time.perf_counter() - begin) * 1e6 / len(work.places["forward"]))
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+    return statistics.median(times)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of this module, for benchmarks.engine."""
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--virtual-ranks", type=int, default=0, help="of a plan, one after the other on the device")
+    parser.add_argument("--heads", type=int, default=32, help="with virtual ranks, as what follows")
+    parser.add_argument("--kv-heads", type=int, default=32)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--algorithm", default="ring")
+    parser.add_argument("--lengths", default="wikipedia", help="of the packed row; as `mindspeed-cp plan` takes them")
+
+
+def report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Measure and print."""
+    ranks, tokens = args.virtual_ranks, args.tokens or 65536
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no CUDA device; valid here: --device cpu")
+    if ranks < 1 or args.heads % ranks or args.kv_heads % ranks:
+        parser.error(
+            f"--virtual-ranks is {ranks}; valid: a divisor of --heads {args.heads} and --kv-heads {args.kv_heads}, so "
+            "that the ideal's shares are equal"
+        )
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    cases = {"one causal document": [tokens]}
+    try:
+        if not args.skip_packed:
+            cases[f"packed, {args.lengths}"] = draw(args.lengths, tokens, 1, 0)[0].lengths.tolist()
+        attention = AttentionConfig(args.heads, args.kv_heads, args.dim)
+        figures: dict[str, Any] = {"machine": machine(device), "step_us": step_us(ranks, attention, device)}
+        shape = f"bf16, {args.heads} heads ({args.kv_heads} of keys) x {args.dim}, {tokens} tokens, {args.algorithm}"
+        print(f"{figures['machine']}: {shape}, {ranks} ranks one after the other, no communication")
+        print(f"host, a ring step of next to nothing: {figures['step_us']:.0f} us")
+        for title, lengths in cases.items():
+            figures[title] = measure(lengths, ranks, attention, args.algorithm, device, args.repeat)
+            for row in figures[title]:
+                each = row["rank_ms"]
+                print(
+                    f"{title:24} {len(lengths):5} documents, {row['direction']:8} ideal {row['ideal_ms']:8.2f} ms, "
+                    f"ranks {min(each):8.2f} to {max(each):8.2f} ms, efficiency {row['efficiency']:.3f}",
+                    flush=True,
+                )
+    except ConfigError as error:
+        parser.error(str(error))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))

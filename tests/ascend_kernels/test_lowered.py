@@ -1,0 +1,153 @@
+"""What triton-ascend made of `merge` and of attention over tiles runs on this CPU and agrees with the torch side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_cp import AttentionConfig, Documents
+from mindspeed_cp.ascend_kernels.merge import merge_parts_, merge_statistics_
+from mindspeed_cp.ascend_kernels.tile_attention import (
+    TileSchedule,
+    blocks_for,
+    tile_attention_,
+    tile_attention_backward_,
+)
+from mindspeed_cp.layout import SPAN
+from mindspeed_cp.plan.tiles import tiles_between
+from tests.ascend_kernels.has import triton_runs
+from tests.ascend_kernels.lowered import Lowered, compiled, tools
+from tests.ascend_kernels.test_compile import ARCHITECTURES, lowered  # noqa: F401  a fixture
+from tests.ascend_kernels.variants import variants
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Of blocks_for in lower_ascend.py: the variants are lowered with the blocks that the package uses.
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+Kernels = Callable[..., list[Lowered]]
+
+
+@pytest.fixture
+def kernels(lowered: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:  # noqa: F811
+    """Puts the lowered variants of some names in the place of their kernels."""
+    if tools() is None:
+        pytest.skip(
+            "mlir-opt of LLVM 19 or gcc is not here (Debian: mlir-19-tools, llvm-19; MLIR_PREFIX for another place)"
+        )
+    if not triton_runs():
+        pytest.skip(
+            "the package triton and TRITON_INTERPRET=1 are needed for the launches; `make test-triton` has them"
+        )
+
+    def put(dtype: str, *names: str) -> list[Lowered]:
+        from mindspeed_cp.ascend_kernels.device import merge, tile_attention
+
+        modules = {"merge": merge, "tile_attention": tile_attention}
+        made = []
+        for variant in (one for one in variants(dtype, rows_of(dtype, names[0])) if one.name in names):
+            (found,) = [
+                one for one in lowered
+                if (one["arch"], one["dtype"], one["name"]) == (ARCHITECTURES["A2"], dtype, variant.name)
+            ]  # fmt: skip
+            text = Path(found["file"])
+            library = text.parent / "libraries" / f"{text.stem}.so"
+            made.append(Lowered(variant, library if library.exists() else compiled(text, library.parent)))
+            monkeypatch.setattr(modules[variant.module], variant.kernel, made[-1])
+        assert len(made) == len(names)
+        return made
+
+    yield put
+
+
+def rows_of(dtype: str, name: str) -> tuple[int, int]:
+    return blocks_for(DTYPES[dtype], name.startswith(("queries", "keys", "delta")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge(kernels: Kernels, dtype: str) -> None:
+    (kernel,) = kernels(dtype, "merge")
+    generator = torch.Generator().manual_seed(1)
+    out = torch.randn(75, HEADS, DIM, generator=generator)
+    parts = torch.randn(2, 75, HEADS, DIM, generator=generator).to(DTYPES[dtype])
+    lse, part_lse = torch.randn(75, HEADS, generator=generator), torch.randn(2, 75, HEADS, generator=generator)
+    lse[::3], part_lse[0, ::2], part_lse[1, ::5] = (-torch.inf,) * 3
+    out[::3] = torch.nan  # where nothing was seen
+    found, wanted = (out.clone(), lse.clone()), (out.clone(), lse.clone())
+    merge_parts_(*found, parts, part_lse, implementation="triton")
+    merge_parts_(*wanted, parts, part_lse, implementation="torch")
+    assert kernel.launches == 1
+    assert torch.allclose(found[0], wanted[0], atol=1e-5) and torch.allclose(found[1], wanted[1], atol=1e-5)
+
+
+def test_merge_of_the_operators_statistics(kernels: Kernels) -> None:
+    kernels("bf16", "merge_statistics")
+    generator = torch.Generator().manual_seed(2)
+    rows = 41
+    out, lse = torch.zeros(rows, HEADS, DIM), torch.full((rows, HEADS), -torch.inf)
+    parts = torch.randn(2, rows, HEADS, DIM, generator=generator).bfloat16()
+    maxima, sums = (torch.rand(2, rows * HEADS, generator=generator).repeat_interleave(8, 1) for _ in range(2))
+    places = torch.randperm(rows * HEADS, generator=generator).int()
+    found, wanted = (out.clone(), lse.clone()), (out.clone(), lse.clone())
+    merge_statistics_(*found, parts, maxima, sums, places, implementation="triton")
+    merge_statistics_(*wanted, parts, maxima, sums, places, implementation="torch")
+    assert torch.allclose(found[0], wanted[0], atol=1e-5) and torch.allclose(found[1], wanted[1], atol=1e-5)
+
+
+def problem(dtype: str, alibi: bool) -> tuple[AttentionConfig, np.ndarray, list[torch.Tensor]]:
+    """Documents that fill no block, two of them longer than one."""
+    attention = AttentionConfig(HEADS, KV_HEADS, DIM, window=(50, 0), alibi=alibi)
+    documents = Documents([70, 3, 0, 90, 17])
+    spans = np.zeros(5, SPAN)
+    spans["doc"], spans["start"], spans["stop"] = np.arange(5), documents.offsets[:-1], documents.offsets[1:]
+    tiles = tiles_between(spans, spans, documents, attention)
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(180, HEADS, DIM), *[(180, KV_HEADS, DIM)] * 2, (180, HEADS, DIM)]
+    return attention, tiles, [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for shape in shapes]
+
+
+def slopes_of(attention: AttentionConfig) -> torch.Tensor | None:
+    return None if attention.slopes is None else torch.from_numpy(attention.slopes.astype(np.float32))
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention(kernels: Kernels, dtype: str, alibi: bool) -> None:
+    (kernel,) = kernels(dtype, "forward_alibi" if alibi else "forward")
+    attention, tiles, (q, k, v, _) = problem(dtype, alibi)
+    schedule = TileSchedule.of(tiles, attention, blocks_for(q.dtype, backward=False)[0])
+    results = []
+    for implementation in ("triton", "torch"):
+        out, lse = torch.full((180, HEADS, DIM), torch.nan), torch.full((180, HEADS), -torch.inf)
+        tile_attention_(
+            q, k, v, out, lse, schedule, attention.softmax_scale, slopes_of(attention), implementation=implementation
+        )
+        results.append((out, lse))
+    assert kernel.launches == 1
+    limit = 1e-5 if dtype == "fp32" else 2e-2
+    for got, wanted in zip(*results, strict=True):
+        assert torch.isfinite(got).all() and float((got - wanted).abs().max()) <= limit
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_gradients(kernels: Kernels, alibi: bool) -> None:
+    also = "_alibi" if alibi else ""
+    made = kernels("fp32", f"queries{also}", f"keys{also}", "delta")
+    attention, tiles, (q, k, v, dout) = problem("fp32", alibi)
+    scale, slopes = attention.softmax_scale, slopes_of(attention)
+    out, lse = torch.zeros(180, HEADS, DIM), torch.full((180, HEADS), -torch.inf)
+    bm, bn = blocks_for(q.dtype, backward=True)
+    by = TileSchedule.of(tiles, attention, bm), TileSchedule.of(tiles, attention, bn, side="k")
+    tile_attention_(q, k, v, out, lse, by[0], scale, slopes, implementation="torch")
+    results = []
+    for implementation in ("triton", "torch"):
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        tile_attention_backward_(q, k, v, out, lse, dout, *grads, *by, scale, slopes, implementation=implementation)
+        results.append(grads)
+    assert [kernel.launches for kernel in made] == [1, 1, 1]
+    for got, wanted in zip(*results, strict=True):
+        assert float((got - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())

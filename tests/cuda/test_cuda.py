@@ -1,0 +1,126 @@
+"""The cuda backend on a GPU, every rank of a plan one after the other on it: `pytest -m cuda`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError, capabilities
+from mindspeed_cp.doctor import examine
+from mindspeed_cp.engine.virtual import VirtualRank, attend_virtually
+from mindspeed_cp.ops.attention import BACKENDS, BackwardState
+from mindspeed_cp.ops.attention.cuda import CudaAttention
+from mindspeed_cp.plan import ALGORITHMS
+from tests.engine.cases import Case
+from tests.engine.draw import problem
+from tests.ops.test_npu_backend import reference
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or torch was built without CUDA"),
+]
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+CELLS = [cell for cell in capabilities.cells() if cell.backend == "cuda"]
+EXACT = [cell for cell in CELLS if capabilities.refusal(cell) is None]
+#: Largest difference to fp64, over the largest value; ieee products in fp32.
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def run(case: Case) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv on the CPU."""
+    key = case.dropout_key if case.dropout else None
+    made = attend_virtually(case.plan(), *(x.cuda() for x in case.inputs()), BACKENDS["cuda"], key)
+    return [x.cpu() for x in (made.out, made.lse, made.dq, made.dk, made.dv)]
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_cell_agrees_with_fp64(algorithm: str, dtype: torch.dtype) -> None:
+    wrong = []
+    for cell in (cell for cell in EXACT if cell.algorithm == algorithm and cell.dropout == "none"):
+        rng = Random(f"cuda {cell}")
+        case = replace(problem(cell, rng.choice((1, 2, 3, 4, 8)), rng), dtype=dtype)
+        for name, got, want in zip(NAMES, run(case), reference(case), strict=True):
+            blind = torch.isinf(want)
+            assert (torch.isinf(got) == blind).all(), (name, case)
+            gap = (got.double() - want).masked_fill(blind, 0)
+            scale = max(1.0, float(want.masked_fill(blind, 0).abs().max())) if want.numel() else 1.0
+            if gap.numel() and not float(gap.abs().max()) / scale <= LIMITS[dtype]:
+                wrong.append((name, float(gap.abs().max()) / scale, case))
+    assert not wrong
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_backward_drops_what_the_forward_dropped(algorithm: str) -> None:
+    """No reference knows what is dropped; see tests/ops/test_cuda_backend.py. fp16, so within its rounding."""
+    for cell in (cell for cell in EXACT if cell.algorithm == algorithm and cell.dropout == "some"):
+        rng = Random(f"cuda {cell}")
+        case = replace(problem(cell, rng.choice((1, 2, 3)), rng), dtype=torch.float16)
+        q, k, v, dout = (x.double() for x in case.inputs())
+        out, _, dq, dk, dv = (x.double() for x in run(case))
+        size = max(1.0, float(dout.norm() * out.norm()))
+        assert abs(float((dout * out).sum() - (v * dv).sum())) <= 1e-2 * size, case
+        assert abs(float((q * dq).sum() - (k * dk).sum())) <= 1e-2 * size, case
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_long_documents(alibi: bool) -> None:
+    """Past the blocks of the kernels, which small cases never leave."""
+    case = Case((2311, 130, 7, 1800), 3, 4, 2, 128, 128, alibi=alibi, dtype=torch.bfloat16)
+    for got, want in zip(run(case), reference(case), strict=True):
+        assert float((got.double() - want).abs().max()) <= LIMITS[torch.bfloat16] * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "tiles"])
+def test_the_deterministic_switch(kernel: str) -> None:
+    """Equal bits, twice, over many keys for each query, where sums in any order would differ."""
+    case = Case((4000,), 2, 4, 1, 64, 64, dtype=torch.bfloat16)
+    inputs = [x.cuda() for x in case.inputs()]
+    torch.use_deterministic_algorithms(kernel == "auto")
+    try:
+        backend = CudaAttention(kernel)
+        assert backend.deterministic
+        first, again = (attend_virtually(case.plan(), *inputs, backend) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name in NAMES:
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+
+
+def test_what_is_refused_is_refused() -> None:
+    for cell in (cell for cell in CELLS if capabilities.refusal(cell) is not None):
+        rng = Random(f"cuda {cell}")
+        case = replace(problem(cell, 2, rng), dtype=torch.bfloat16)
+        with pytest.raises(ConfigError):
+            run(case)
+
+
+def test_layers_do_not_wait_for_the_host() -> None:
+    """After the first layer has placed a plan's calls, no call synchronises with the device."""
+    case = Case(tuple(np.random.default_rng(3).integers(1, 300, 40).tolist()), 4, 4, 2, 64, 64, dtype=torch.bfloat16)
+    backend, plan = BACKENDS["cuda"], case.plan()
+    rank = VirtualRank(plan, 1, backend, *(x.cuda() for x in case.inputs()), None)
+    forward, backward = (list(rank.places(direction)) for direction in ("forward", "backward"))
+    s = rank.state
+    try:
+        for mode in ("default", "error"):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            for calls, k, v, *_ in forward:
+                backend.forward(calls, plan.attention, s, k, v)
+            back = BackwardState(s.q, s.out.bfloat16(), s.lse, s.out.bfloat16(), rank.dq, s.heads)
+            for calls, k, v, *_ in backward:
+                backend.backward(calls, plan.attention, back, k, v, k.float(), v.float())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_doctor() -> None:
+    report = examine("cuda")
+    assert report["ok"], [row for row in report["checks"] if not row["ok"]]
+    assert {row["dtype"] for row in report["kernels"]} == {"fp32", "fp16", "bf16"}

@@ -1,0 +1,50 @@
+"""The engine between two GPUs over NCCL, batched and over lanes: `pytest -m cuda` on a machine with two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mindspeed_cp.comm import close_lanes, open_lanes, warm_up
+from tests.engine.cases import VARIANTS, Case, attend, local, worst
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices are visible"),
+]
+
+BASE = Case((700, 0, 131, 5, 398), 2, 4, 2, 64, 64, dtype=torch.bfloat16)
+CASES = [BASE.on(2, variant) for variant in VARIANTS]
+CASES += [replace(case, alibi=True) for case in CASES[:2]]
+
+
+def work(rank: int, folder: str, lanes: bool) -> None:
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2)
+    if lanes:
+        open_lanes(device="cuda")
+    found = []
+    for case in CASES:
+        plan, leaves, dout = local(rank, case)
+        on_gpu = [x.detach().cuda().requires_grad_() for x in leaves]
+        warm_up(plan, device="cuda")
+        out = attend(case, plan, on_gpu, None)
+        found.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, on_gpu, dout.cuda()))])
+    torch.save(found, f"{folder}/{rank}.pt")
+    if lanes:
+        close_lanes()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("lanes", [False, True], ids=["batched", "lanes"])
+def test_two_gpus_agree_with_fp64(tmp_path: Path, lanes: bool) -> None:
+    mp.spawn(work, (str(tmp_path), lanes), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for i, case in enumerate(CASES):
+        assert worst(case, [rank[i] for rank in ranks]) <= 2e-2, case

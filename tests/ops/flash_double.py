@@ -1,0 +1,94 @@
+"""A test double of flash attention of packed sequences, on CPU tensors: its documented meaning in dense arithmetic, and
+its rules. Dropped weights are drawn from a seed that counts up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_cp.ops.attention.flash_operator import Kept, Packed
+
+
+class DoubleFlash:
+    """FlashOperator in dense arithmetic of fp64. Also takes fp32, so that what is around it can be compared closely."""
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    widest = 256
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.calls: list[Packed] = []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Packed) -> tuple[Tensor, Tensor, Kept]:
+        check(q, k, v, how)
+        self.calls.append(how)
+        self.seed += 1
+        kept = (torch.tensor([self.seed]), torch.empty(0))
+        out, lse = torch.zeros(*q.shape[:2], v.shape[2]), torch.full((q.shape[1], len(q)), float("inf"))
+        for (rows, keys), x, seen, keep in parts(q, k, how, kept):
+            lse[:, rows] = torch.where(seen.any(-1), x.logsumexp(-1), torch.inf).float()  # what it says of blind rows
+            p = (x - x.logsumexp(-1, keepdim=True)).exp().nan_to_num(0) * keep
+            out[rows] = torch.einsum("hij,jhd->ihd", p, grouped(v[keys], q)).float()
+        return out.to(q.dtype), lse, kept
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, kept: Kept, how: Packed
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check(q, k, v, how)
+        assert out.shape == dout.shape == (*q.shape[:2], v.shape[2]) and out.dtype == dout.dtype == q.dtype
+        assert lse.shape == (q.shape[1], len(q)) and lse.dtype == torch.float32 and lse.is_contiguous()
+        assert how.dropout == 0 or len(kept) == 2
+        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v))
+        delta = (out.double() * dout.double()).sum(-1).T  # [heads, rows]
+        group = q.shape[1] // k.shape[1]
+        for (rows, keys), x, _, keep in parts(q, k, how, kept):
+            p = (x - lse[:, rows, None].double()).exp()
+            do = dout[rows].double()
+            dp = torch.einsum("ihd,jhd->hij", do, grouped(v[keys], q)) * keep
+            ds = p * (dp - delta[:, rows, None]) * how.scale
+            dq[rows] += torch.einsum("hij,jhd->ihd", ds, grouped(k[keys], q))
+            dv[keys] += torch.einsum("hij,ihd->jhd", p * keep, do).unflatten(1, (-1, group)).sum(2)
+            dk[keys] += torch.einsum("hij,ihd->jhd", ds, q[rows].double()).unflatten(1, (-1, group)).sum(2)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, how: Packed) -> None:
+    """What the operator demands."""
+    for x in (q, k, v):
+        assert x.dim() == 3 and x.stride(-1) == 1 and x.dtype == q.dtype and x.dtype in DoubleFlash.dtypes
+        assert x.shape[2] == q.shape[2] <= DoubleFlash.widest and x.shape[2] % 8 == 0
+    assert len(k) == len(v) and k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
+    for cu, x, most in ((how.cu_q, q, how.most_q), (how.cu_k, k, how.most_k)):
+        assert cu.dtype == torch.int32 and cu[0] == 0 and cu[-1] == len(x) and (cu.diff() >= 0).all()
+        assert cu.diff().max() == most
+    assert len(how.cu_q) == len(how.cu_k) > 1
+    assert all(far >= -1 for far in how.window) and 0 <= how.dropout < 1
+
+
+def parts(q: Tensor, k: Tensor, how: Packed, kept: Kept):
+    """For each sequence its rows and keys, scores fp64 [heads, n, m] with -inf where hidden, what is visible, and what
+    the weights are multiplied by under dropout."""
+    generator = torch.Generator().manual_seed(int(kept[0][0])) if how.dropout else None
+    left, right = how.window
+    for a, b, c, d in zip(
+        *(cu.tolist()[i:][: len(cu) - 1] for cu in (how.cu_q, how.cu_k) for i in (0, 1)), strict=True
+    ):
+        keep = torch.ones(())
+        if generator is not None:
+            keep = (torch.rand(q.shape[1], b - a, d - c, generator=generator) >= how.dropout) / (1 - how.dropout)
+        if a == b or c == d:
+            continue
+        x = torch.einsum("ihd,jhd->hij", q[a:b].double(), grouped(k[c:d], q)) * how.scale
+        corner = torch.arange(b - a)[:, None] + (d - c) - (b - a)
+        j = torch.arange(d - c)
+        seen = torch.ones(b - a, d - c, dtype=torch.bool)
+        if left >= 0:
+            seen &= j >= corner - left
+        if right >= 0:
+            seen &= j <= corner + right
+        yield (slice(a, b), slice(c, d)), x.masked_fill(~seen, -torch.inf), seen, keep
+
+
+def grouped(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values in fp64 for each query head."""
+    return x.double().repeat_interleave(q.shape[1] // x.shape[1], 1)

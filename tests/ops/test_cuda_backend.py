@@ -1,0 +1,225 @@
+"""The cuda backend on whole plans, all ranks in this process, against dense attention in fp64. Flash attention is a test
+double (flash_double.py) and the kernel of tiles its torch implementation: no GPU is in these tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, ConfigError, capabilities
+from mindspeed_cp.engine.virtual import attend_virtually
+from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, backend_for
+from mindspeed_cp.ops.attention import flash_operator as flash
+from mindspeed_cp.ops.attention.cuda import CudaAttention
+from mindspeed_cp.ops.attention.flash import FlashAttention
+from mindspeed_cp.ops.attention.flash_operator import AtenFlash, Packed
+from tests.engine.cases import Case
+from tests.engine.draw import problem
+from tests.ops.flash_double import DoubleFlash
+from tests.ops.test_npu_backend import EXACT, HALF, compare, run
+
+CELLS = [cell for cell in capabilities.cells() if cell.backend == "cuda" and capabilities.refusal(cell) is None]
+STILL = [cell for cell in CELLS if cell.dropout == "none"]
+RANKS = st.sampled_from((1, 2, 3, 4, 5, 8))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(STILL),
+    RANKS,
+    st.sampled_from(("auto", "auto", "tiles")),
+    st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+    st.randoms(use_true_random=False),
+)
+def test_any_plan_agrees_with_fp64(cell, ranks, kernel, dtype, rng) -> None:
+    case = replace(problem(cell, ranks, rng), dtype=dtype)
+    compare(case, CudaAttention(kernel, DoubleFlash()), EXACT if dtype == torch.float32 else HALF)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([cell for cell in CELLS if cell.dropout == "some"]), RANKS, st.randoms(use_true_random=False))
+def test_the_backward_drops_what_the_forward_dropped(cell, ranks, rng) -> None:
+    """The output is linear in the values, the scores in queries and in keys: <dout, out> = <v, dv> and <q, dq> = <k, dk>,
+    if and only if both directions drop the same."""
+    case = problem(cell, ranks, rng)
+    q, k, v, dout = (x.double() for x in case.inputs())
+    (out, _, dq, dk, dv), _ = run(case, CudaAttention("auto", DoubleFlash()))
+    sides = [((a.double() * b).sum().item(), (c.double() * d).sum().item()) for a, b, c, d in (
+        (out, dout, dv, v), (dq, q, dk, k)
+    )]  # fmt: skip
+    for one, other in sides:
+        assert abs(one - other) <= 1e-4 * max(1.0, abs(one), float(dout.norm()) * float(out.double().norm()))
+
+
+def test_something_is_dropped() -> None:
+    case = Case((60, 9), 3, dropout=0.5)
+    (dropped, *_), _ = run(case, CudaAttention("auto", DoubleFlash()))
+    (whole, *_), _ = run(replace(case, dropout=0.0), CudaAttention("auto", DoubleFlash()))
+    assert float((dropped - whole).abs().max()) > 0.1
+
+
+def test_a_packed_ring_is_two_calls_a_step_at_most_whatever_the_documents() -> None:
+    double = DoubleFlash()
+    case = Case(tuple([37, 1, 90, 4, 61, 8, 8, 23] * 4), 4)
+    attend_virtually(case.plan(), *case.inputs(), CudaAttention("auto", double))
+    steps = sum(len(np.unique(case.plan().forward.tiles(rank)["step"])) for rank in range(4))
+    assert len(double.calls) <= 2 * steps
+    assert {call.window for call in double.calls} <= {(-1, -1), (-1, 0)}
+
+
+CONFIGS = {
+    "plain": AttentionConfig(4),
+    "ALiBi": AttentionConfig(4, alibi=True),
+    "wide": AttentionConfig(4, head_dim=264),
+    "dropout": AttentionConfig(4, dropout=0.1),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "kernel"),
+    [
+        ("plain", torch.bfloat16, "flash"),
+        ("plain", torch.float16, "flash"),
+        ("plain", torch.float32, "tiles"),
+        ("ALiBi", torch.bfloat16, "tiles"),
+        ("wide", torch.bfloat16, "tiles"),
+        ("dropout", torch.bfloat16, "flash"),
+    ],
+)
+def test_which_kernel_serves(config: str, dtype: torch.dtype, kernel: str) -> None:
+    backend = CudaAttention()
+    assert backend.kernel_for(CONFIGS[config], dtype) == kernel
+    backend.check(CONFIGS[config], dtype)
+    tiles = Case((8,), 1).plan().forward.tiles(0)
+    calls = backend.lower_forward(tiles, 8, CONFIGS[config], dtype)[0, 0]
+    assert (type(calls[0]).__name__ == "TileCall") == (kernel == "tiles")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config", "dtype", "says"),
+    [
+        (
+            "flash",
+            AttentionConfig(4, alibi=True),
+            torch.bfloat16,
+            "alibi is given; valid for flash attention: False, or",
+        ),
+        ("flash", AttentionConfig(4), torch.float32, "dtype is float32; valid for flash attention: bfloat16, float16"),
+        (
+            "flash",
+            AttentionConfig(4, head_dim=512),
+            torch.float16,
+            "head_dim is 512; valid for flash attention: up to 256",
+        ),
+        ("auto", AttentionConfig(4, alibi=True, dropout=0.1), torch.bfloat16, "alibi.*since attention.dropout is 0.1"),
+        ("auto", AttentionConfig(4, dropout=0.1), torch.float32, "dtype is float32.*since attention.dropout is 0.1"),
+        ("tiles", AttentionConfig(4, dropout=0.1), torch.bfloat16, "the kernel of tiles drops nothing"),
+        ("auto", AttentionConfig(4), torch.float64, "float64"),
+    ],
+)
+def test_what_is_refused(kernel: str, config: AttentionConfig, dtype: torch.dtype, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        CudaAttention(kernel).check(config, dtype)
+
+
+def test_bad_options_and_devices() -> None:
+    with pytest.raises(ConfigError, match=r"cuda\.kernel is 'fast'; valid: auto, flash, tiles"):
+        CudaAttention("fast")
+    assert backend_for("cuda") is BACKENDS["cuda"]
+    with pytest.raises(ConfigError, match="'cuda' does not run on tensors of device 'cpu'"):
+        backend_for("cpu", "cuda")
+    flash.check_device.cache_clear()
+    with pytest.raises(ConfigError, match=r"tensors of cpu; valid: cuda"):
+        AtenFlash().forward(*[torch.zeros(1, 1, 8)] * 3, packed())
+
+
+def packed(window: tuple[int, int] = (-1, 0), dropout: float = 0.0, device: str = "cpu") -> Packed:
+    cu = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    return Packed(cu, cu, 1, 1, window, 1.0, dropout)
+
+
+def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    flash.check_device.cache_clear()
+    with pytest.raises(ConfigError, match=r"on T4 of compute capability 7\.5; valid: 8\.0 or later"):
+        flash.check_device(torch.device("cuda"))
+    flash.check_device.cache_clear()
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 2)])
+def test_torch_takes_the_calls(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments and shapes against torch's own declaration of the operators: what no GPU is needed for."""
+    monkeypatch.setattr(flash, "check_device", lambda device: (8, 0))
+    q, k, v = (torch.empty(7, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    how, operator = Packed(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlash()
+    out, lse, kept = operator.forward(q, k, v, how)
+    assert out.shape == q.shape and lse.shape == (4, 7) and lse.dtype == torch.float32 and len(kept) == 2
+    for state in (kept, ()):
+        found = operator.backward(q, k, v, out, out, lse, state, how)
+        assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
+
+
+def test_flash_attention_3_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On compute capability 9 with its package, once, unless something else was chosen; never under dropout."""
+    chosen: list[str] = []
+    there = {flash.FLASH_3: True}
+    monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: object() if there.get(name) else None)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", chosen.append)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: chosen[-1] if chosen else None)
+    monkeypatch.setattr(flash, "check_device", lambda device: capability[0])
+
+    def after(found: tuple[int, int], dropout: float = 0.0) -> list[str]:
+        capability[0] = found
+        flash.use_flash_3.cache_clear()
+        flash._ready(torch.device("cuda"), dropout)
+        return chosen
+
+    capability = [(9, 0)]
+    assert after((8, 0)) == [] and after((9, 0), 0.1) == []
+    there[flash.FLASH_3] = False
+    assert after((9, 0)) == []
+    there[flash.FLASH_3] = True
+    assert after((9, 0)) == ["FA3"] and after((9, 0)) == ["FA3"]
+    with pytest.raises(ConfigError, match=r"dropout is 0\.1, and torch's flash attention is FA3 in this process"):
+        after((9, 0), 0.1)
+    chosen[:] = ["mine"]
+    assert after((9, 0)) == ["mine"]
+    flash.use_flash_3.cache_clear()
+
+
+def test_determinism_is_torchs_switch() -> None:
+    assert not CudaAttention().deterministic and CudaAttention("tiles").deterministic
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert not CudaAttention().deterministic and not FlashAttention().deterministic
+        torch.use_deterministic_algorithms(True)
+        assert CudaAttention().deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_operator_of_one_device() -> None:
+    """attention and attention_backward beside the cpu backend: masks are counted from the corner of a sequence."""
+    lengths, keys = np.array([0, 5, 5, 30]), np.array([0, 9, 12, 60])
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(n, heads, 8, generator=generator) for n, heads in ((30, 4), (60, 2), (60, 2)))
+    for mask, window in product(("causal", "full"), (None, (6, 0))):
+        how = {"mask": mask, "window": window}
+        found = [
+            between(q, k, v, lengths, keys, backend, how) for backend in (CudaAttention("auto", DoubleFlash()), None)
+        ]
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def between(q, k, v, lengths, keys, backend, how) -> tuple[torch.Tensor, ...]:
+    out, lse = attention(q, k, v, lengths, keys, backend=backend, **how)
+    return out, lse, *attention_backward(q, q, k, v, out, lse, lengths, keys, backend=backend, **how)

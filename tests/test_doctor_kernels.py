@@ -1,0 +1,69 @@
+"""The doctor's table of kernels: every cell of the cuda backend is in it, and its text is what the backend says."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError, capabilities
+from mindspeed_cp.cli import run
+from mindspeed_cp.doctor import serving as table
+from mindspeed_cp.doctor.operator import CASES, DTYPES, LONG, applies
+from mindspeed_cp.doctor.tables import tables
+from mindspeed_cp.ops.attention.cuda import CudaAttention
+from tests.engine.draw import problem
+
+CELLS = [cell for cell in capabilities.cells() if cell.backend == "cuda" and cell.keys == "own"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_table_says_what_the_backend_does(dtype: str) -> None:
+    rows = [row for row in table.kernels() if row["dtype"] == dtype]
+    backend = CudaAttention()
+    for cell in CELLS:
+        (row,) = [row for row in rows if all(getattr(cell, x.split(": ")[0]) == x.split(": ")[1] for x in row["where"])]
+        attention = problem(cell, 1, Random(str(cell))).attention
+        try:
+            backend.check(attention, DTYPES[dtype])
+        except ConfigError:
+            assert row["kernel"].startswith("refused: ")
+            continue
+        flash = backend.kernel_for(attention, DTYPES[dtype]) == "flash"
+        assert row["kernel"].startswith("torch.ops.aten._flash_attention_forward (FA2)" if flash else "mindspeed_cp.")
+
+
+def test_a_feature_that_a_kernel_depends_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_kernel", lambda cell, dtype: f"for {cell.window}")
+    rows = [row for row in table.kernels() if row["dtype"] == "bf16"]
+    assert [(row["where"], row["kernel"]) for row in rows] == [
+        (["window: none"], "for none"),
+        (["window: sliding"], "for sliding"),
+    ]
+
+
+def test_every_kernel_is_checked_by_some_case() -> None:
+    asked = {
+        CudaAttention().kernel_for(case.attention, DTYPES[dtype])
+        for dtype in DTYPES
+        for case in (*CASES, *LONG)
+        if applies("cuda", dtype, case)
+    }
+    assert asked == {"flash", "tiles"}
+
+
+def test_the_printed_table() -> None:
+    report = {
+        "machine": {"system": "x", "cores": 1, "threads": 1}, "versions": {}, "requirements": [], "devices": {},
+        "checks": [], "communication": {}, "links": [],
+        "kernels": [{"where": ["bias: none"], "dtype": "bf16", "kernel": "one"}, {"where": [], "dtype": "fp16", "kernel": "two"}],
+    }  # fmt: skip
+    (found,) = [one for one in tables(report) if one.title.startswith("Kernels")]
+    assert found.rows == (("bias: none", "bf16", "one"), ("everything", "fp16", "two"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--device", "cuda"]) == 2
+    assert "error: --device cuda: " in capsys.readouterr().err
