@@ -1,16 +1,18 @@
 # The two commands:  make train   and   make test.   Both make the virtual environment .venv first if it is missing.
-# A part of `make test` is  make test-npu:  the real torch-npu without CANN or an NPU, in an environment of its own, .venv-npu.
+# Parts of `make test` are  make test-npu:  the real torch-npu without CANN or an NPU, and  make test-triton:  the Triton kernels
+# interpreted and compiled. Each has environments of its own, since torch-npu, triton and triton-ascend want that.
 #
 #   make train ARGS="--set train.train_iters=20"         arguments go to `mindspeed-cp train`
 #   make train CONFIG=my.yaml                            another configuration
-#   make test ARGS="tests/data -k packing"               arguments go to pytest; test-npu is left out then
+#   make test ARGS="tests/data -k packing"               arguments go to pytest, in one process; the other parts are left out
+#   make test JOBS=1                                     test files one after the other; JOBS of them run at once
 #   make test-npu ARGS="-k streams"                      the same for the tests of tests/npu
-#   make test-triton                                     Triton kernels: interpreted, and through the compilers
 #   make test PYTHON=python3.12 VENV=.venv-3.12          another Python (3.10, 3.11 or 3.12), its own environment
 #   make test TORCH_INDEX=https://mirror/whl/cpu         another index of CPU builds of torch
 
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
+JOBS ?= 2
 PYTHON ?=
 VENV ?= .venv
 VENV_NPU ?= $(VENV)-npu
@@ -24,10 +26,12 @@ INSTALLED_ASCEND = $(VENV)-ascend/installed
 RUN = $(VENV)/bin
 ENVIRONMENT = @python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py
 ifeq ($(shell uname -s),Linux)
-AND_NPU = $(MAKE) --no-print-directory test-npu
+PARTS = $(MAKE) --no-print-directory test-npu test-triton
 else
-AND_NPU = echo "test-npu is left out: torch-npu has wheels for Linux alone"
+PARTS = echo "test-npu and test-triton are left out: torch-npu, triton and triton-ascend have wheels for Linux alone"
 endif
+# Whole files go to JOBS processes: on two cores the ranks that most tests start would leave one idle half of the time.
+SPREAD = $(if $(strip $(ARGS)),,-n $(JOBS) --dist loadfile)
 
 .PHONY: help train test test-npu test-triton lint format bench environment clean
 .DEFAULT_GOAL := help
@@ -39,14 +43,14 @@ train: $(INSTALLED) ## train a small GPT on 4 local ranks (configs/quickstart.ya
 	$(RUN)/mindspeed-cp train $(CONFIG) $(ARGS)
 
 test: lint ## ruff, mypy and all tests
-	$(RUN)/python -m pytest $(ARGS)
-	$(if $(strip $(ARGS)),,@$(AND_NPU))
+	$(RUN)/python -m pytest $(SPREAD) $(ARGS)
+	$(if $(strip $(ARGS)),,@$(PARTS))
 
 test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread tests/npu $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) tests/npu $(ARGS)
 
 test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpreted, and compiled for NPUs and GPUs
-	TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest tests/ascend_kernels $(ARGS)
+	TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) tests/ascend_kernels $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(RUN)/ruff check .

@@ -68,7 +68,7 @@ def build_hierarchical(
         remap: a layout of their own, with equal tokens, for linear layers: "off", "auto" (where the model finds it
             faster, in the way that moves fewer bytes if hidden_size is given), or always, with "qkv" (q, k, v and out
             move) or "hidden" (hidden states move: under Megatron, which looks at `Plan.linear`; "qkv" for a batch of
-            which all heads are split).
+            which all heads are split, and in cross-attention, where hidden states of one side are not both's).
         prefetch: nodes from which exchanged keys are on their way while those of one are computed.
         max_seqlen_per_dp_cp_rank: a rank holds no more tokens; default: no bound.
         hidden_size, ffn_hidden_size, tensor_model_parallel_size: of the model, for the cost of linear layers; default:
