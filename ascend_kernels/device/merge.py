@@ -22,7 +22,7 @@ def merge_kernel(
     here = r < rows
     d = tl.arange(0, WIDTH)
     both = here[:, None] & (d < DIM)[None, :]
-    at = r[:, None] * DIM + d[None, :]
+    at = r.to(tl.int64)[:, None] * DIM + d[None, :]  # 32 bits hold 524,288 tokens of 32 heads of 128 channels, no more
     place = r
     if HAS_PLACES:
         place = tl.load(places + r, mask=here, other=0)

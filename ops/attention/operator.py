@@ -57,7 +57,7 @@ def attention(
             (:func:`mindspeed_cp.ops.dropout.keep_mask`). Needed if dropout_p is above 0, not used if it is 0.
         backend: name; default: by the device of q.
         kept: an empty dict, filled for :func:`attention_backward`: what an operator keeps of what it dropped. Needed on
-            NPUs with dropout.
+            NPUs and GPUs with dropout.
 
     Returns:
         out [tq, heads, head_dim_v] of q's type and lse = log(sum(exp(scores))) fp32 [tq, heads], of all scores, dropped
