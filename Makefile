@@ -31,7 +31,9 @@ else
 PARTS = echo "test-npu and test-triton are left out: torch-npu, triton and triton-ascend have wheels for Linux alone"
 endif
 # Whole files go to JOBS processes: on two cores the ranks that most tests start would leave one idle half of the time.
+# One thread each, as those of torch would take the cores from each other.
 SPREAD = $(if $(strip $(ARGS)),,-n $(JOBS) --dist loadfile)
+THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
 
 .PHONY: help train test test-npu test-triton lint format bench environment clean
 .DEFAULT_GOAL := help
@@ -43,14 +45,14 @@ train: $(INSTALLED) ## train a small GPT on 4 local ranks (configs/quickstart.ya
 	$(RUN)/mindspeed-cp train $(CONFIG) $(ARGS)
 
 test: lint ## ruff, mypy and all tests
-	$(RUN)/python -m pytest $(SPREAD) $(ARGS)
+	$(THREADS) $(RUN)/python -m pytest $(SPREAD) $(ARGS)
 	$(if $(strip $(ARGS)),,@$(PARTS))
 
 test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) tests/npu $(ARGS)
+	$(THREADS) TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) tests/npu $(ARGS)
 
 test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpreted, and compiled for NPUs and GPUs
-	TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) tests/ascend_kernels $(ARGS)
+	$(THREADS) TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) tests/ascend_kernels $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(RUN)/ruff check .

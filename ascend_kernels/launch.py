@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
@@ -50,6 +53,14 @@ def implementation_for(x: Tensor, implementation: str | None = None) -> str:
             "TRITON_INTERPRET=1 before triton is imported, or give implementation='torch'"
         )
     return chosen
+
+
+def current(x: Tensor) -> AbstractContextManager[Any]:
+    """The device of x is the current one inside: Triton launches there, whatever the tensors say."""
+    if x.device.type == "cpu":
+        return nullcontext()
+    found: AbstractContextManager[Any] = torch.get_device_module(x.device).device(x.device)
+    return found
 
 
 def power_of_two(n: int) -> int:

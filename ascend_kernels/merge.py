@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.launch import implementation_for, need, power_of_two
+from mindspeed_cp.ascend_kernels.launch import current, implementation_for, need, power_of_two
 
 #: Elements of `out` that a program holds.
 ELEMENTS = 2048
@@ -101,9 +101,10 @@ def _launch(
         return
     width = power_of_two(dim)
     block = max(1, ELEMENTS // width)
-    merge_kernel[(-(-rows // block),)](
-        out, lse, parts, maxima, maxima if sums is None else sums, maxima if places is None else places,
-        rows, parts.stride(0), maxima.stride(0),
-        PARTS=len(parts), DIM=dim, WIDTH=width, BLOCK=block, TIMES=times,
-        HAS_SUMS=sums is not None, HAS_PLACES=places is not None,
-    )  # fmt: skip
+    with current(out):
+        merge_kernel[(-(-rows // block),)](
+            out, lse, parts, maxima, maxima if sums is None else sums, maxima if places is None else places,
+            rows, parts.stride(0), maxima.stride(0),
+            PARTS=len(parts), DIM=dim, WIDTH=width, BLOCK=block, TIMES=times,
+            HAS_SUMS=sums is not None, HAS_PLACES=places is not None,
+        )  # fmt: skip

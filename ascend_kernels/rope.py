@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.launch import implementation_for, need, power_of_two
+from mindspeed_cp.ascend_kernels.launch import current, implementation_for, need, power_of_two
 
 #: Elements of one half that a program turns.
 ELEMENTS = 2048
@@ -73,9 +73,10 @@ def _launch(
     if out.numel():
         width = max(1, power_of_two(half))
         block = max(1, ELEMENTS // width)
-        rope_kernel[(-(-len(positions) * heads // block),)](
-            x, out, positions if rows is None else rows, positions, frequencies, len(positions), factor,
-            HEADS=heads, DIM=dim, HALF=half, WIDTH=width, REST=power_of_two(dim - 2 * half), BLOCK=block,
-            GATHER=rows is not None, INTERLEAVED=interleaved, SIGN=sign,
-        )  # fmt: skip
+        with current(x):
+            rope_kernel[(-(-len(positions) * heads // block),)](
+                x, out, positions if rows is None else rows, positions, frequencies, len(positions), factor,
+                HEADS=heads, DIM=dim, HALF=half, WIDTH=width, REST=power_of_two(dim - 2 * half), BLOCK=block,
+                GATHER=rows is not None, INTERLEAVED=interleaved, SIGN=sign,
+            )  # fmt: skip
     return out

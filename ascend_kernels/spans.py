@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.launch import implementation_for, need
+from mindspeed_cp.ascend_kernels.launch import current, implementation_for, need
 from mindspeed_cp.layout import expand
 
 #: Rows and elements of a row that a program copies.
@@ -25,10 +25,12 @@ class Runs:
 
     Attributes:
         table: int32 [pieces, 3]: first source row, first target row, rows (at most ROWS).
+        back: the same with source and target exchanged.
         source, target: int64 [rows], the same row by row.
     """
 
     table: Tensor
+    back: Tensor
     source: Tensor
     target: Tensor
 
@@ -55,11 +57,12 @@ class Runs:
         step = expand(np.zeros_like(pieces), pieces) * ROWS
         of = np.repeat(np.arange(len(n)), pieces)
         table = np.stack([a[of] + step, b[of] + step, np.minimum(n[of] - step, ROWS)], 1).astype(np.int32)
-        return Runs(*(torch.from_numpy(x).to(device) for x in (table, expand(a, n), expand(b, n))))
+        back = np.ascontiguousarray(table[:, [1, 0, 2]])
+        return Runs(*(torch.from_numpy(x).to(device) for x in (table, back, expand(a, n), expand(b, n))))
 
     def reversed(self) -> Runs:
         """From target to source."""
-        return Runs(self.table[:, [1, 0, 2]].contiguous(), self.target, self.source)
+        return Runs(self.back, self.table, self.target, self.source)
 
 
 def gather_spans(
@@ -124,6 +127,7 @@ def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], runs: Runs, ad
     more = MOST_TENSORS - len(sources)
     xs, ys = ([*tensors, *[tensors[0]] * more] for tensors in (sources, targets))
     wide = [*widths, *[0] * more]
-    copy_spans_kernel[(len(runs.table), blocks)](
-        *xs, *ys, runs.table, WIDTH0=wide[0], WIDTH1=wide[1], WIDTH2=wide[2], ROWS=ROWS, COLUMNS=COLUMNS, ADD=add
-    )
+    with current(xs[0]):
+        copy_spans_kernel[(len(runs.table), blocks)](
+            *xs, *ys, runs.table, WIDTH0=wide[0], WIDTH1=wide[1], WIDTH2=wide[2], ROWS=ROWS, COLUMNS=COLUMNS, ADD=add
+        )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.launch import implementation_for, need, power_of_two
+from mindspeed_cp.ascend_kernels.launch import current, implementation_for, need, power_of_two
 from mindspeed_cp.layout import expand
 from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 
@@ -20,7 +20,11 @@ FAR = 2**30
 #: and sm_90 at 128 channels (tests/ascend_kernels/compile_cuda.py). Not measured on a device.
 BLOCKS = {2: (64, 64), 4: (32, 32)}
 BACKWARD_BLOCKS = {2: (64, 32), 4: (32, 32)}
-WARPS = 8
+
+#: A block of wider heads has so many bytes at most, and WIDEST channels at most: what then fits into the shared memory
+#: of an A100 (compiled, not run).
+BLOCK_BYTES, WIDEST = 1 << 14, 512
+WARPS, STAGES = 8, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +68,20 @@ class TileSchedule:
         block, of = block[order], of[order]
         starts = np.flatnonzero(np.diff(block, prepend=-1))
         stops = np.append(starts[1:], len(block))[: len(starts)]
-        work = np.add.reduceat(np.minimum(table[of, 3 - at], FAR), starts) if len(starts) else np.zeros(0, np.int64)
+        work = np.add.reduceat(_visible(table[of], block * rows, rows, side), starts) if len(starts) else starts
         longest = np.argsort(-work, kind="stable")
         blocks = np.stack([block[starts] * rows, starts, stops, np.zeros_like(starts)], 1)[longest]
         visits, found = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (table[of], blocks))
         return TileSchedule(visits, found, rows, table)
+
+
+def _visible(table: np.ndarray, start: np.ndarray, rows: int, side: str) -> np.ndarray:
+    """Rows of the other side that a block, from row `start` on, meets in each tile that it visits."""
+    q_row, q_rows, k_row, k_rows, low, high = table[:, :6].T
+    own, count, others = (q_row, q_rows, k_rows) if side == "q" else (k_row, k_rows, q_rows)
+    first, last = np.maximum(start - own, 0), np.minimum(start - own + rows, count) - 1
+    begin, end = (first + low, last + high) if side == "q" else (first - high, last - low)
+    return np.maximum(np.minimum(end + 1, others) - np.maximum(begin, 0), 0)
 
 
 def _table(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
@@ -108,7 +121,7 @@ def tile_attention_(
             rise by one from row to row of a tile.
         implementation: see `mindspeed_cp.ascend_kernels.launch.implementation_for`.
     """
-    _check(q, k, v, slopes)
+    _check(q, k, v, slopes, out, lse)
     if implementation_for(q, implementation) == "triton":
         _launch("forward_kernel", schedule, q, k, v, (out, lse), scale, slopes, len(q))
         return
@@ -150,7 +163,7 @@ def tile_attention_backward_(
         dq, dk, dv: fp32, of the shapes of q, k and v, updated.
         by_queries, by_keys: the same tiles, by blocks of queries and of keys.
     """
-    _check(q, k, v, slopes)
+    _check(q, k, v, slopes, out, lse, dout, (dq, dk, dv))
     if implementation_for(q, implementation) == "triton":
         delta = _delta(out, dout)
         arguments = (dout, lse, delta)
@@ -182,9 +195,12 @@ def _dense(
     return x.masked_fill((ahead < tile[4]) | (ahead > tile[5]), float("-inf")), ks, vs
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor | None = None,
+    grads: tuple[Tensor, ...] = (),
+) -> None:  # fmt: skip
+    every = [q, k, v, out, lse, *grads, *(x for x in (slopes, dout) if x is not None)]
     need(q.dtype == k.dtype == v.dtype, "q, k and v", f"{q.dtype}, {k.dtype}, {v.dtype}", "of one type")
-    need(all(x.is_contiguous() for x in (q, k, v)), "q, k or v", "not contiguous", "contiguous")
     need(
         k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0,
         "the number of kv heads",
@@ -192,11 +208,25 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> None:
         f"a divisor of {q.shape[1]}",
     )
     need(slopes is None or list(slopes.shape) == [q.shape[1]], "slopes", "of another shape", f"[{q.shape[1]}]")
+    rows = [*q.shape[:2], v.shape[2]]
+    for name, x, shape in (("out", out, rows), ("lse", lse, rows[:2]), ("dout", dout, rows)):
+        need(x is None or list(x.shape) == shape, name, "of another shape", str(shape))
+    summed = (lse, *grads, *([out] if dout is None else []))
+    need(all(x.dtype == torch.float32 for x in summed), "lse, or what is added to", "not fp32", "fp32")
+    need(dout is None or dout.dtype == q.dtype, "dout", "of another type", str(q.dtype))
+    for x, y in zip(grads, (q, k, v), strict=False):
+        need(x.shape == y.shape, "a gradient", f"of shape {list(x.shape)}", f"{list(y.shape)}")
+    need(all(x.is_contiguous() for x in every), "a tensor", "not contiguous", "contiguous")
+    need(len({x.device for x in every}) == 1, "the tensors", "on several devices", "on one")
+    width = max(q.shape[2], v.shape[2])
+    need(width <= WIDEST, "head_dim", width, f"up to {WIDEST}")
 
 
-def blocks_for(dtype: torch.dtype, backward: bool) -> tuple[int, int]:
-    """Rows of a block of queries and of one of keys."""
-    return (BACKWARD_BLOCKS if backward else BLOCKS)[dtype.itemsize]
+def blocks_for(dtype: torch.dtype, backward: bool, width: int = 128) -> tuple[int, int]:
+    """Rows of a block of queries and of one of keys, for heads of so many channels."""
+    most = max(16, BLOCK_BYTES // (power_of_two(width) * dtype.itemsize)) if width > 128 else 64
+    rows, keys = (BACKWARD_BLOCKS if backward else BLOCKS)[dtype.itemsize]
+    return min(rows, most), min(keys, most)
 
 
 def _delta(out: Tensor, dout: Tensor) -> Tensor:
@@ -206,9 +236,10 @@ def _delta(out: Tensor, dout: Tensor) -> Tensor:
     if delta.numel():
         width = power_of_two(out.shape[-1])
         block = max(1, 4096 // width)
-        delta_kernel[(-(-delta.numel() // block),)](
-            out, dout, delta, delta.numel(), DIM_V=out.shape[-1], WIDTH_V=width, BLOCK=block
-        )
+        with current(out):
+            delta_kernel[(-(-delta.numel() // block),)](
+                out, dout, delta, delta.numel(), DIM_V=out.shape[-1], WIDTH_V=width, BLOCK=block
+            )
     return delta
 
 
@@ -221,13 +252,15 @@ def _launch(
     if not len(schedule.blocks):
         return
     heads, kv_heads = q.shape[1], k.shape[1]
-    bm, bn = blocks_for(q.dtype, name != "forward_kernel")
+    bm, bn = blocks_for(q.dtype, name != "forward_kernel", max(q.shape[-1], v.shape[-1]))
     own = bn if name == "keys_kernel" else bm
     need(schedule.rows == own, "rows of the schedule's blocks", schedule.rows, f"{own}, see blocks_for")
+    need(schedule.visits.device == q.device, "the schedule", f"on {schedule.visits.device}", f"on {q.device}")
     kernel = getattr(tile_attention, name)
-    kernel[(len(schedule.blocks), kv_heads if name == "keys_kernel" else heads)](
-        q, k, v, *rest, schedule.visits, schedule.blocks, q if slopes is None else slopes, rows,
-        SCALE=scale, HEADS=heads, GROUP=heads // kv_heads, DIM=q.shape[-1], DIM_V=v.shape[-1],
-        WIDTH=max(16, power_of_two(q.shape[-1])), WIDTH_V=max(16, power_of_two(v.shape[-1])), BM=bm, BN=bn,
-        ALIBI=slopes is not None, DOT="ieee", num_warps=WARPS,
-    )  # fmt: skip
+    with current(q):
+        kernel[(len(schedule.blocks), kv_heads if name == "keys_kernel" else heads)](
+            q, k, v, *rest, schedule.visits, schedule.blocks, q if slopes is None else slopes, rows,
+            SCALE=scale, HEADS=heads, GROUP=heads // kv_heads, DIM=q.shape[-1], DIM_V=v.shape[-1],
+            WIDTH=max(16, power_of_two(q.shape[-1])), WIDTH_V=max(16, power_of_two(v.shape[-1])), BM=bm, BN=bn,
+            ALIBI=slopes is not None, DOT="ieee", num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip

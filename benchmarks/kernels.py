@@ -6,7 +6,8 @@
 Copies: bytes that must be read and written, over the time, as a share of a plain copy of as many bytes in the same run.
 Attention: one causal document of --tokens in bf16: flash attention of torch, and our kernel of tiles without and with
 ALiBi, each forward and forward + backward. Bias: ALiBi at --bias-tokens through our kernel, through a dense bias in
-torch's scaled_dot_product_attention, and through torch's FlexAttention, with the memory that each takes.
+torch's scaled_dot_product_attention, and through torch's FlexAttention, with the memory that each takes; no head is
+shared there, whatever --kv-heads.
 
 On a CPU (--device cpu) the kernels' torch implementations run: only to see that the program works.
 """
@@ -52,6 +53,7 @@ def copies(shape: tuple[int, int, int], device: torch.device, repeat: int) -> li
     targets[order] = np.cumsum(lengths[order]) - lengths[order]
     runs = Runs.of(offsets, targets, lengths, device)
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
+    shuffled = torch.randperm(tokens, device=device, dtype=torch.int32)
     frequencies = 10_000.0 ** -torch.linspace(0, 1, dim // 2, device=device)
     each, statistic = q.numel() * q.element_size(), lse.numel() * 4
     cases: dict[str, tuple[int, Callable[[], object]]] = {
@@ -66,7 +68,7 @@ def copies(shape: tuple[int, int, int], device: torch.device, repeat: int) -> li
         "gather, two tensors": (4 * each, lambda: gather_spans([q, k], [to, v], runs)),
         "scatter, one tensor": (2 * each, lambda: scatter_spans([q], [to], runs)),
         "scatter, added in fp32": (each + 2 * 4 * out.numel(), lambda: scatter_spans([q], [out], runs, add=True)),
-        "rope with gather": (2 * each, lambda: rope_gather(q, positions, frequencies)),
+        "rope with gather": (2 * each + 8 * tokens, lambda: rope_gather(q, positions, frequencies, shuffled)),
     }  # fmt: skip
     times = in_turn({name: run for name, (_, run) in cases.items()}, device, repeat)
     speed = {name: cases[name][0] / times[name] / 1e6 for name in cases}
@@ -142,26 +144,33 @@ def attention(config: AttentionConfig, tokens: int, device: torch.device, repeat
 
 
 def bias(config: AttentionConfig, tokens: int, device: torch.device, repeat: int) -> list[dict[str, Any]]:
-    """ALiBi by three routes, forward and backward."""
+    """ALiBi of heads without groups by three routes, forward and backward. "held" is what a route keeps from call to
+    call: the matrix, or ours' accumulators in fp32; "bytes" the most that a call takes beside."""
     biased = AttentionConfig(config.heads, config.heads, config.head_dim, alibi=True)
     ours = Work(CudaAttention("tiles"), biased, tokens, device)
     leaves = [x.transpose(0, 1)[None].detach().clone().requires_grad_() for x in (ours.q, ours.k, ours.v)]
     dout = leaves[0].detach()
     assert biased.slopes is not None
     slopes = torch.from_numpy(biased.slopes.astype(np.float32)).to(device)
+    i = torch.arange(tokens, device=device)
+    matrix = torch.empty(1, biased.heads, tokens, tokens, dtype=torch.bfloat16, device=device)
+    for head, slope in enumerate(slopes):  # one after the other: fp32 for all would be twice the matrix
+        matrix[0, head] = (slope * (i - i[:, None])).masked_fill(i > i[:, None], -torch.inf)
 
     def dense() -> None:
-        i = torch.arange(tokens, device=device)
-        distance = (i[:, None] - i).float()
-        matrix = (-slopes[:, None, None] * distance.abs()).masked_fill(distance < 0, -torch.inf).to(torch.bfloat16)
-        found = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=matrix[None])
+        found = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=matrix)
         torch.autograd.grad(found, leaves, dout)
 
     runs: dict[str, Callable[[], object]] = {"ours": ours.both, "scaled_dot_product_attention, dense bias": dense}
     if device.type == "cuda":
         runs["FlexAttention"] = flex(leaves, dout, slopes, tokens)
+    held = {"ours": sum(4 * x.numel() for x in (ours.out, ours.lse, *ours.grads)), **dict.fromkeys([*runs][1:], 0)}
+    held["scaled_dot_product_attention, dense bias"] = 2 * matrix.numel()
     times = in_turn(runs, device, repeat)
-    return [{"what": name, "ms": times[name], "bytes": peak_bytes(run, device)} for name, run in runs.items()]
+    return [
+        {"what": name, "ms": times[name], "held": held[name], "bytes": peak_bytes(run, device)}
+        for name, run in runs.items()
+    ]
 
 
 def flex(leaves: list[Tensor], dout: Tensor, slopes: Tensor, tokens: int) -> Callable[[], object]:
@@ -171,8 +180,11 @@ def flex(leaves: list[Tensor], dout: Tensor, slopes: Tensor, tokens: int) -> Cal
     seen = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device=str(dout.device))
     compiled = torch.compile(flex_attention)
 
+    def biased(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return x - slopes[h] * (i - j)
+
     def run() -> None:
-        found = compiled(*leaves, score_mod=lambda x, b, h, i, j: x - slopes[h] * (i - j), block_mask=seen)
+        found = compiled(*leaves, score_mod=biased, block_mask=seen)
         torch.autograd.grad(found, leaves, dout)
 
     return run
@@ -215,8 +227,11 @@ def main() -> None:
     if "bias" in args.only:
         figures["bias"] = bias(config, args.bias_tokens, device, args.repeat)
         for row in figures["bias"]:
-            held = "" if row["bytes"] is None else f", {row['bytes'] / 2**20:,.0f} MiB"
-            print(f"ALiBi, {args.bias_tokens} tokens: {row['what']:42} {row['ms']:9.2f} ms{held}")
+            beside = "" if row["bytes"] is None else f", {row['bytes'] / 2**20:,.0f} MiB in a call"
+            print(
+                f"ALiBi, {args.bias_tokens} tokens: {row['what']:42} {row['ms']:9.2f} ms, "
+                f"{row['held'] / 2**20:,.0f} MiB held{beside}"
+            )
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
 

@@ -3,9 +3,11 @@
     python -m benchmarks.engine --device cuda --virtual-ranks 8 [--tokens 65536] [--heads 32] [--kv-heads 32]
         [--dim 128] [--algorithm ring] [--lengths wikipedia] [--repeat 9] [--skip-packed] [--json FILE]
 
-Communication is left out: what a rank would have received is copied from the whole batch beforehand. What is timed is
-what a rank computes: attention of its tiles, merges, copies of rows. Ideal: one call of the device's flash attention
-over the whole batch on 1/ranks of the heads; efficiency: its time over that of the slowest rank.
+Left out is all that needs a second rank, and what the engine does for it: messages, buffers that are filled for them,
+gradients of keys added up over steps, the last rounding. What is timed is a rank's attention of all its steps, with
+merges and the rows that it copies for that. Ideal: the device's flash attention called once on the whole batch, on
+1/ranks of the heads (on a CPU, whose kernel knows no packed sequences, once for each document). Efficiency: its time
+over that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,11 +26,13 @@ from benchmarks.clock import in_turn, machine
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.cli_lengths import draw
 from mindspeed_cp.engine.virtual import VirtualRank
-from mindspeed_cp.layout import SPAN
-from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, backend_named
-from mindspeed_cp.plan.tiles import tiles_between
+from mindspeed_cp.ops.attention import BackwardState, backend_named
+from mindspeed_cp.ops.attention.flash_operator import AtenFlash, Packed
 
 DIRECTIONS = ("forward", "backward")
+
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class RankWork:
@@ -59,37 +64,37 @@ class RankWork:
 
 
 class IdealWork:
-    """One call over the batch on an equal share of the heads, and its gradient."""
+    """The device's flash attention on an equal share of the heads, and its gradient; results stay as they come."""
 
-    def __init__(
-        self, documents: Documents, attention: AttentionConfig, backend: Any, inputs: list[torch.Tensor]
-    ) -> None:
-        self.backend, self.attention, self.all = backend, attention, Heads.all(attention)
-        spans = np.zeros(len(documents.lengths), SPAN)
-        spans["doc"], spans["start"], spans["stop"] = (
-            np.arange(len(documents.lengths)), documents.offsets[:-1], documents.offsets[1:]
-        )  # fmt: skip
-        tiles = tiles_between(spans, spans, documents, attention)
+    def __init__(self, documents: Documents, attention: AttentionConfig, inputs: list[torch.Tensor]) -> None:
         self.q, self.k, self.v = inputs
-        lowers = backend.lower_forward, backend.lower_backward
-        self.calls = [lower(tiles, len(self.q), attention, self.q.dtype)[0, 0] for lower in lowers]
-        self.out, self.dq, self.dk, self.dv = (
-            torch.zeros_like(x, dtype=torch.float32) for x in (self.q, self.q, self.k, self.v)
-        )
-        self.lse = torch.full(self.q.shape[:2], -torch.inf, device=self.q.device)
+        device, longest = self.q.device, int(documents.lengths.max())
+        self.rows = [slice(a, b) for a, b in pairwise(documents.offsets.tolist())]
+        cu = torch.from_numpy(documents.offsets.astype(np.int32)).to(device)
+        self.how = Packed(cu, cu, longest, longest, (-1, 0), attention.softmax_scale, 0.0)
+        self.flash = AtenFlash() if device.type == "cuda" else None
 
-    def forward(self) -> None:
+    def forward(self) -> list[Any]:
         """The call."""
-        self.lse.fill_(-torch.inf)
-        state = ForwardState(self.q, self.out, self.lse, self.all)
-        self.backend.forward(self.calls[0], self.attention, state, self.k, self.v)
+        if self.flash is not None:
+            return [self.flash.forward(self.q, self.k, self.v, self.how)]
+        return [_CPU(*self._of(rows), 0.0, True, scale=self.how.scale) for rows in self.rows]
 
     def both(self) -> None:
         """And its gradient."""
-        self.forward()
-        out = self.out.to(self.q.dtype)
-        state = BackwardState(self.q, out, self.lse, out, self.dq, self.all)
-        self.backend.backward(self.calls[1], self.attention, state, self.k, self.v, self.dk, self.dv)
+        found = self.forward()
+        if self.flash is not None:
+            ((out, lse, kept),) = found
+            self.flash.backward(self.q, self.k, self.v, out, out, lse, kept, self.how)
+            return
+        for rows, (out, lse) in zip(self.rows, found, strict=True):
+            _CPU_BACKWARD(out, *self._of(rows), out, lse, 0.0, True, scale=self.how.scale)
+
+    def _of(self, rows: slice) -> list[torch.Tensor]:
+        """A document, every query head with keys of its own, as the CPU's kernel wants it."""
+        group = self.q.shape[1] // self.k.shape[1]
+        q, k, v = (x[rows].transpose(0, 1)[None] for x in (self.q, self.k, self.v))
+        return [q, *(x if group == 1 else x.repeat_interleave(group, 1) for x in (k, v))]
 
 
 def measure(
@@ -110,7 +115,7 @@ def measure(
     shapes = [(documents.tokens, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
     inputs = [torch.randn(shape, device=device).to(torch.bfloat16) for shape in (*shapes, shapes[0])]
     share = AttentionConfig(attention.heads // ranks, attention.kv_heads // ranks, attention.head_dim)
-    ideal = IdealWork(documents, share, backend, [x[:, : x.shape[1] // ranks].contiguous() for x in inputs[:3]])
+    ideal = IdealWork(documents, share, [x[:, : x.shape[1] // ranks].contiguous() for x in inputs[:3]])
     found: dict[str, list[tuple[float, float]]] = {"forward": [], "both": []}
     for rank in range(ranks):
         mine = RankWork(plan, rank, backend, inputs)
@@ -128,7 +133,8 @@ def measure(
 
 
 def step_us(ranks: int, attention: AttentionConfig, device: torch.device, calls: int = 100) -> float:
-    """Median microseconds of the host for one ring step's kernels on a batch of next to nothing."""
+    """Median microseconds of the host for the attention of one ring step on a batch of next to nothing, without what is
+    posted to other ranks."""
     documents, backend = Documents([32 * ranks]), backend_named(device.type)
     plan = build_plan(documents, Topology(1, ranks), attention, "ring")
     shapes = [(documents.tokens, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
@@ -177,7 +183,7 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         figures: dict[str, Any] = {"machine": machine(device), "step_us": step_us(ranks, attention, device)}
         shape = f"bf16, {args.heads} heads ({args.kv_heads} of keys) x {args.dim}, {tokens} tokens, {args.algorithm}"
         print(f"{figures['machine']}: {shape}, {ranks} ranks one after the other, no communication")
-        print(f"host, a ring step of next to nothing: {figures['step_us']:.0f} us")
+        print(f"host, attention of a ring step of next to nothing, without posts: {figures['step_us']:.0f} us")
         for title, lengths in cases.items():
             figures[title] = measure(lengths, ranks, attention, args.algorithm, device, args.repeat)
             for row in figures[title]:

@@ -31,7 +31,8 @@ def merge_kernel(
     acc = tl.load(out + at, mask=both, other=0.0)
     acc = tl.where((total > 0.0)[:, None], acc, 0.0)  # what nothing has touched may hold anything
     for p in tl.static_range(PARTS):
-        statistic = p * statistic_stride + place * TIMES
+        number = tl.full((), p, tl.int64)
+        statistic = number * statistic_stride + place * TIMES
         other = tl.load(maxima + statistic, mask=here, other=float("-inf"))
         weight = tl.where(other == float("-inf"), 0.0, 1.0)
         if HAS_SUMS:
@@ -43,7 +44,7 @@ def merge_kernel(
         mine = weight * tl.exp(other - safe)
         found = keep + mine
         whole = tl.where(found > 0.0, found, 1.0)
-        part = tl.load(parts + p * part_stride + at, mask=both, other=0.0).to(tl.float32)
+        part = tl.load(parts + number * part_stride + at, mask=both, other=0.0).to(tl.float32)
         part = tl.where((mine > 0.0)[:, None], part, 0.0)
         acc = acc * (keep / whole)[:, None] + part * (mine / whole)[:, None]
         top = tl.where(found > 0.0, safe + tl.log(whole), float("-inf"))

@@ -150,8 +150,10 @@ class Transport:
             raise self.failure(transfer, error) from error
 
     def _of_another(self, error: RuntimeError) -> bool:
-        """Whether it is no word about a peer: on HCCL, an operator or a device may have failed long before."""
-        return self._peers_once and not is_lost_peer(str(error))
+        """Whether it is no word about a peer: on a device, an operator may have failed long before."""
+        if self._peers_once:
+            return not is_lost_peer(str(error))
+        return not self._on_host and (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error))
 
     def failure(self, transfer: Transfer, error: RuntimeError) -> PeerError:
         """The error that names the peer."""

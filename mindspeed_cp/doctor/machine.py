@@ -93,4 +93,10 @@ def backend(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     """{"available", "why"}: whether the attention operator runs on a kind of device, or why not."""
     if kind not in BACKENDS:
         return {"available": False, "why": "this version has no attention operator for it"}
+    if found["count"] and kind == "cuda":
+        try:
+            for i in range(found["count"]):
+                BACKENDS[kind].check_device(torch.device(kind, i))
+        except ConfigError as error:
+            return {"available": False, "why": str(error)}
     return {"available": found["count"] > 0, "why": found["why"]}

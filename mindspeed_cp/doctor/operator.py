@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from mindspeed_cp.engine.virtual import attend_virtually
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention import attention, attention_backward, backend_named, dense_attention_of
 from mindspeed_cp.ops.attention.npu import NpuAttention
@@ -134,7 +133,7 @@ def check(backend: str, dtype: str, case: Case, seed: int = 0) -> dict[str, Any]
         if drawn_by_operator:
             ones = [*given[:2], torch.ones_like(given[2]), given[3]]
             mean = float(_run(backend, ones, documents, keys, case)["out"].double().mean())
-    except (ConfigError, RuntimeError) as error:
+    except Exception as error:  # a compiler has errors of its own; one case that fails must not end the others
         return {**result, "differences": {}, "seconds": 0.0, "ok": False, "error": " ".join(str(error).split())}
     seconds = time.perf_counter() - began
     if abs(mean - 1) > MEAN:

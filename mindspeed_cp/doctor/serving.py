@@ -6,12 +6,14 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import torch
+
 from mindspeed_cp import capabilities
 from mindspeed_cp.capabilities import FEATURES, Cell
 from mindspeed_cp.doctor.operator import DTYPES
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.cuda import CudaAttention
-from mindspeed_cp.ops.attention.flash_operator import active_flash
+from mindspeed_cp.ops.attention.flash_operator import flash_3
 from mindspeed_cp.plan import AttentionConfig
 
 #: Features of attention, on which a kernel may depend.
@@ -66,5 +68,15 @@ def _kernel(cell: Cell, dtype: str) -> str:
         backend.check(attention, DTYPES[dtype])
     except ConfigError as error:
         return f"refused: {error}"
-    flash = f"torch.ops.aten._flash_attention_forward ({active_flash()})"
-    return flash if backend.kernel_for(attention, DTYPES[dtype]) == "flash" else _TILES
+    if backend.kernel_for(attention, DTYPES[dtype]) == "tiles":
+        return _TILES
+    return _flash(attention.dropout > 0)
+
+
+def _flash(drops: bool) -> str:
+    """What flash attention is here; of the first GPU, where there is one."""
+    name = "torch.ops.aten._flash_attention_forward"
+    if drops or not torch.cuda.is_available():
+        return name
+    third, why = flash_3(torch.device("cuda", 0))
+    return f"{name} (FlashAttention 3: {why})" if third is None else f"FlashAttention 3; in deterministic mode {name}"

@@ -132,6 +132,7 @@ def prepare(
     """
     device = torch.device(device)
     runner = backend_for(device.type, backend)
+    runner.check_device(device)
     for piece in plan.pieces:
         heads = heads_of(piece, rank)
         for direction in ("forward", "backward"):

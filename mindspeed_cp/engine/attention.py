@@ -263,3 +263,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, backend: Atte
                 f"rank {rank}: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must agree"
             )
     backend.check(a, q.dtype)
+    backend.check_device(q.device)

@@ -62,6 +62,7 @@ def attend_virtually(
         ConfigError: the backend does not support the plan's attention.
     """
     backend.check(plan.attention, q.dtype)
+    backend.check_device(q.device)
     out = q.new_zeros(dout.shape)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))

@@ -127,6 +127,10 @@ class AttentionBackend(Protocol):
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
         """Raise ConfigError, naming setting, value, valid values and alternative, for what is not supported."""
 
+    def check_device(self, device: torch.device) -> None:
+        """Raise ConfigError, as `check`, for a device of the right kind that the kernels do not run on, or one without
+        what they need; called before anything is sent."""
+
     def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowered:
         """Kernel calls for the tiles (records of dtype TILE, in the order they run) of a rank with `rows` queries of
         type `dtype`."""

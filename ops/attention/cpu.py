@@ -37,6 +37,9 @@ class CpuAttention:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype is {dtype}; the cpu backend supports {', '.join(str(d)[6:] for d in DTYPES)}")
 
+    def check_device(self, device: torch.device) -> None:
+        """See the contract: nothing is needed."""
+
     def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowering:
         """See the contract."""
         return lower(tiles, rows, attention, Costs.of("forward", attention, dtype))

@@ -73,6 +73,10 @@ class CudaAttention:
                 raise ConfigError(f"{wrong}, since attention.dropout is {attention.dropout}; or dropout 0.0")
             self._tiles.check(attention, dtype)
 
+    def check_device(self, device: torch.device) -> None:
+        """See the contract: both kernels want the same."""
+        self._flash.check_device(device)
+
     def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowered:
         """See the contract."""
         return self._one(self.kernel_for(attention, dtype)).lower_forward(tiles, rows, attention, dtype)

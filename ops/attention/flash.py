@@ -4,7 +4,6 @@ documents. Without ALiBi."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 from mindspeed_cp.ascend_kernels.merge import merge_parts_
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
-from mindspeed_cp.ops.attention.flash_operator import AtenFlash, FlashOperator, Kept, Packed
+from mindspeed_cp.ops.attention.flash_operator import AtenFlash, FlashOperator, Kept, Packed, check_device
 from mindspeed_cp.ops.attention.heads import EvenPart, even_parts, put_back, whole
 from mindspeed_cp.ops.attention.npu_calls import Choice, FusedCall
 from mindspeed_cp.ops.attention.npu_lowering import Lowering, lower
@@ -22,8 +21,9 @@ from mindspeed_cp.ops.attention.npu_placed import Placed, place, take
 from mindspeed_cp.ops.attention.results import add_to, put
 from mindspeed_cp.plan import AttentionConfig
 
-#: Sequences of a call at most (a dimension of the kernels' grid), and rows (cumulative lengths are int32).
-LIMITS = Choice(share=False, sequences=65_535, rows=2**31 - 1)
+#: Sequences of a call at most (the backward takes memory for 128 more queries of each: 1 GB for 512 of 32 heads of 128
+#: channels), and rows (cumulative lengths are int32).
+LIMITS = Choice(share=False, sequences=512, rows=2**31 - 1)
 
 #: Channels of a head are filled up to a multiple of this.
 CHANNELS = 8
@@ -76,6 +76,11 @@ class FlashAttention:
         if wrong is not None:
             raise ConfigError(wrong)
 
+    def check_device(self, device: torch.device) -> None:
+        """See the contract."""
+        if self.operator is None:
+            check_device(device)
+
     def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowering:
         """See the contract."""
         return lower(tiles, rows, attention, LIMITS)
@@ -88,7 +93,7 @@ class FlashAttention:
         """See the contract: rows and cumulative lengths."""
         for call in calls:
             place(call, device)
-            _lengths(call, device)
+            _how(call, attention, device, attention.dropout > 0)
 
     def forward(
         self, calls: Sequence[FusedCall], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
@@ -161,31 +166,28 @@ def _add(call: FusedCall, placed: Placed, out: Tensor, lse: Tensor, some: Tensor
 
 
 def _how(call: FusedCall, attention: AttentionConfig, device: torch.device, drops: bool) -> Packed:
-    cu_q, cu_k, most_q, most_k = _lengths(call, device)
-    dropout = attention.dropout if drops else 0.0
-    return Packed(cu_q, cu_k, most_q, most_k, window_of(call), attention.softmax_scale, dropout)
+    """Made at the first call."""
+    scale, dropout = attention.softmax_scale, attention.dropout if drops else 0.0
+    key = "flash", device, scale, dropout
+    if key not in call.placed:
+        cu_q, cu_k = (np.array([0, *cu], np.int32) for cu in (call.cu_q, call.cu_k))
+        most_q, most_k = int(np.diff(cu_q).max()), int(np.diff(cu_k).max())
+        call.placed[key] = Packed(
+            torch.from_numpy(cu_q).to(device), torch.from_numpy(cu_k).to(device), max(2, most_q),
+            max(2, most_q, most_k), window_of(call, max(most_q, most_k)), scale, dropout,
+        )  # fmt: skip
+    found: Packed = call.placed[key]
+    return found
 
 
-def window_of(call: FusedCall) -> tuple[int, int]:
-    """(left, right) of a call in Ascend's modes 0, 3 and 4; -1 where nothing is cut."""
+def window_of(call: FusedCall, longest: int) -> tuple[int, int]:
+    """(left, right) of a call in Ascend's modes 0, 3 and 4; -1 where nothing is cut off in sequences of that length."""
     if call.sparse_mode == 0:
         return -1, -1
     if call.sparse_mode == 3:
         return -1, 0
-    longest = max(b - a for cu in (call.cu_q, call.cu_k) for a, b in pairwise([0, *cu]))
     left, right = (-1 if far >= longest else far for far in (call.pre, call.next))
     return left, right
-
-
-def _lengths(call: FusedCall, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Cumulative lengths from 0 on a device, and the longest sequences, made at the first call."""
-    key = "flash", device
-    if key not in call.placed:
-        cumulative = [np.array([0, *cu], np.int32) for cu in (call.cu_q, call.cu_k)]
-        on_device = [torch.from_numpy(cu).to(device) for cu in cumulative]
-        call.placed[key] = (*on_device, *(int(np.diff(cu).max()) for cu in cumulative))
-    found: tuple[Tensor, Tensor, int, int] = call.placed[key]
-    return found
 
 
 def _kept(state: BackwardState, call: FusedCall, part: EvenPart) -> Kept:

@@ -85,6 +85,9 @@ class NpuAttention:
         """See the contract."""
         check_attention(attention, dtype, self.lowering)
 
+    def check_device(self, device: torch.device) -> None:
+        """See the contract: the operator says what it lacks when it is loaded, before the first call."""
+
     def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowering:
         """See the contract."""
         if self.lowering == "masks":

@@ -70,6 +70,7 @@ def attention(
     config = problem.attention
     runner = backend_for(q.device.type, backend)
     runner.check(config, q.dtype)
+    runner.check_device(q.device)
     out = q.new_zeros(len(q), q.shape[1], v.shape[-1], dtype=torch.float32)
     lse = q.new_full((len(q), q.shape[1]), float("-inf"), dtype=torch.float32)
     calls = runner.lower_forward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
@@ -118,6 +119,7 @@ def attention_backward(
     config = problem.attention
     runner = backend_for(q.device.type, backend)
     runner.check(config, q.dtype)
+    runner.check_device(q.device)
     rows = len(q), q.shape[1]
     for name, x, shape, dtype in (
         ("dout", dout, (*rows, v.shape[2]), q.dtype),

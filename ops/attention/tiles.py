@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.ascend_kernels.tile_attention import (
+    WIDEST,
     TileSchedule,
     blocks_for,
     tile_attention_,
@@ -66,8 +67,14 @@ class TileAttention:
                 f"attention.dropout is {attention.dropout}; the kernel of tiles drops nothing; valid: 0, or "
                 "backend cpu or npu"
             )
+        width = max(attention.head_dim, attention.head_dim_v)
+        if width > WIDEST:
+            raise ConfigError(f"head_dim is {width}; valid for the kernel of tiles: up to {WIDEST}")
         if dtype not in DTYPES:
             raise ConfigError(f"dtype is {dtype}; the kernel of tiles supports {', '.join(str(d)[6:] for d in DTYPES)}")
+
+    def check_device(self, device: torch.device) -> None:
+        """See the contract: a device without Triton raises where a kernel is launched, as Triton is asked for there."""
 
     def lower_forward(
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
@@ -84,7 +91,7 @@ class TileAttention:
     def _lower(
         self, tiles: np.ndarray, attention: AttentionConfig, dtype: torch.dtype, backward: bool
     ) -> dict[tuple[int, int], list[TileCall]]:
-        bm, bn = blocks_for(dtype, backward)
+        bm, bn = blocks_for(dtype, backward, max(attention.head_dim, attention.head_dim_v))
         rows = {"q": bm, "k": bn} if backward else {"q": bm}
         keys, of = np.unique(tiles[["step", "slot"]], return_inverse=True)
         return {

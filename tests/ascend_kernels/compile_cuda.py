@@ -17,16 +17,18 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent.parent / "ascend_kernels")]
+sys.path[:0] = [str(HERE), str(HERE.parent.parent / "ascend_kernels"), str(HERE.parent.parent)]
 
+import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from variants import Variant, variants  # noqa: E402
 
-ROWS = {"fp32": (32, 32), "bf16": (64, 64)}
-BACKWARD_ROWS = {"fp32": (32, 32), "bf16": (64, 32)}
-WARPS = {"tile_attention": 8}
+from mindspeed_cp.ascend_kernels.tile_attention import STAGES, WARPS, blocks_for  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIDE = (256, 512)  # channels beside the usual 128: attention with ALiBi only, for what fits
 
 
 def compiled(variant: Variant, sm: int) -> dict[str, object]:
@@ -34,9 +36,8 @@ def compiled(variant: Variant, sm: int) -> dict[str, object]:
     kernel = getattr(importlib.import_module(f"device.{variant.module}"), variant.kernel)
     signature = dict(variant.signature) | dict.fromkeys((name for name, _ in variant.constants), "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(variant.constants))
-    made = triton.compile(
-        source, target=GPUTarget("cuda", sm, 32), options={"num_warps": WARPS.get(variant.module, 4), "num_stages": 2}
-    )
+    how = {"num_warps": WARPS, "num_stages": STAGES} if variant.constants_of("BM") else {}  # as they are launched
+    made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=how)
     ptx, cubin = made.asm["ptx"], made.asm["cubin"]
     return {
         "ptx": re.findall(r"\.version (\S+)", ptx)[0],
@@ -67,21 +68,27 @@ def _usage(ptx: str, sm: int) -> dict[str, int]:
     }
 
 
+def chosen(dtype: str, dim: int) -> list[Variant]:
+    """All kernels at the usual width; wide ones are attention alone."""
+    forward, backward = (variants(dtype, blocks_for(DTYPES[dtype], side, dim), dim) for side in (False, True))
+    attention = [x for x in forward if x.name.startswith("forward")]
+    attention += [x for x in backward if x.name.startswith(("queries", "keys"))]
+    if dtype == "fp32" or dim in WIDE:  # the same without one line; each takes seconds
+        attention = [x for x in attention if "alibi" in x.name]
+    return attention if dim in WIDE else [x for x in forward if not x.constants_of("BM")] + attention
+
+
 def main() -> None:
     for sm in map(int, sys.argv[1:]):
-        for dtype in ROWS:
-            forward, backward = variants(dtype, ROWS[dtype], 128), variants(dtype, BACKWARD_ROWS[dtype], 128)
-            for variant in [x for x in forward if "forward" in x.name or x.module != "tile_attention"] + [
-                x for x in backward if x.module == "tile_attention" and "forward" not in x.name
-            ]:
-                if dtype == "fp32" and variant.module == "tile_attention" and "alibi" not in variant.name:
-                    continue  # the same without one line; each takes seconds
-                found: dict[str, object] = {"sm": sm, "dtype": dtype, "name": variant.name}
-                try:
-                    found |= compiled(variant, sm)
-                except Exception as error:
-                    found["error"] = f"{type(error).__name__}: {error}"
-                print(json.dumps(found), flush=True)
+        for dtype in DTYPES:
+            for dim in (128, *WIDE):
+                for variant in chosen(dtype, dim):
+                    found: dict[str, object] = {"sm": sm, "dtype": dtype, "dim": dim, "name": variant.name}
+                    try:
+                        found |= compiled(variant, sm)
+                    except Exception as error:
+                        found["error"] = f"{type(error).__name__}: {error}"
+                    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Lowered:
         self._run.restype = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
             assert constants == dict(self.variant.constants), "another variant than the one that was lowered"
             assert len(arguments) == len(self.variant.signature)
             self.launches += 1

@@ -26,6 +26,10 @@ class Variant:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, object], ...]
 
+    def constants_of(self, name: str) -> object:
+        """A compile-time value; None: there is no such."""
+        return dict(self.constants).get(name)
+
 
 def _variant(name: str, module: str, kernel: str, signature: dict[str, str], **constants: object) -> Variant:
     return Variant(name, module, kernel, tuple(signature.items()), tuple(constants.items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,18 +18,32 @@ from mindspeed_cp.ops.attention.cuda import CudaAttention
 from mindspeed_cp.plan import ALGORITHMS
 from tests.engine.cases import Case
 from tests.engine.draw import problem
-from tests.ops.test_npu_backend import reference
+from tests.ops.test_npu_backend import HALF, reference
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.timeout(1800),  # kernels are compiled when they are first launched
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or torch was built without CUDA"),
 ]
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 CELLS = [cell for cell in capabilities.cells() if cell.backend == "cuda"]
 EXACT = [cell for cell in CELLS if capabilities.refusal(cell) is None]
-#: Largest difference to fp64, over the largest value; ieee products in fp32.
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+#: Largest difference to fp64 of out, lse, dq, dk and dv, over the largest value; those of 16 bits are the CPU suite's.
+LIMITS = {torch.float32: (1e-5,) * 5, torch.bfloat16: HALF, torch.float16: HALF}
+
+#: Every Triton kernel is compiled for its number of heads and its widths, and each takes seconds: so there are few.
+SHAPES = {"kv_heads": {"as queries": 4, "grouped": 2}, "widths": {"equal": (16, 16), "unequal": (24, 16)}}
+
+
+def drawn(cell: capabilities.Cell, sizes: tuple[int, ...], dtype: torch.dtype) -> Case:
+    """The problem that stands for a cell; always the same."""
+    rng = Random(f"cuda {cell}")
+    width, width_v = SHAPES["widths"][cell.widths]
+    few = dict(heads=4, kv_heads=SHAPES["kv_heads"][cell.kv_heads], head_dim=width, head_dim_v=width_v, scale=None)
+    if cell.bias == "alibi":
+        few["alibi"] = True
+    return replace(problem(cell, rng.choice(sizes), rng), **few, first_head=0, dtype=dtype)
 
 
 def run(case: Case) -> list[torch.Tensor]:
@@ -41,17 +56,21 @@ def run(case: Case) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_cell_agrees_with_fp64(algorithm: str, dtype: torch.dtype) -> None:
-    wrong = []
+    wrong: list[tuple[object, ...]] = []
     for cell in (cell for cell in EXACT if cell.algorithm == algorithm and cell.dropout == "none"):
-        rng = Random(f"cuda {cell}")
-        case = replace(problem(cell, rng.choice((1, 2, 3, 4, 8)), rng), dtype=dtype)
-        for name, got, want in zip(NAMES, run(case), reference(case), strict=True):
+        case = drawn(cell, (1, 2, 3, 4, 8), dtype)
+        try:
+            results = run(case)
+        except Exception as error:  # one that fails must not hide the others
+            wrong.append((repr(error)[:300], case))
+            continue
+        for name, got, want, limit in zip(NAMES, results, reference(case), LIMITS[dtype], strict=True):
             blind = torch.isinf(want)
-            assert (torch.isinf(got) == blind).all(), (name, case)
             gap = (got.double() - want).masked_fill(blind, 0)
             scale = max(1.0, float(want.masked_fill(blind, 0).abs().max())) if want.numel() else 1.0
-            if gap.numel() and not float(gap.abs().max()) / scale <= LIMITS[dtype]:
-                wrong.append((name, float(gap.abs().max()) / scale, case))
+            same = bool((torch.isinf(got) == blind).all())
+            if not same or (gap.numel() and not float(gap.abs().max()) / scale <= limit):
+                wrong.append((name, same, float(gap.abs().max()) / scale, case))
     assert not wrong
 
 
@@ -59,8 +78,7 @@ def test_every_cell_agrees_with_fp64(algorithm: str, dtype: torch.dtype) -> None
 def test_the_backward_drops_what_the_forward_dropped(algorithm: str) -> None:
     """No reference knows what is dropped; see tests/ops/test_cuda_backend.py. fp16, so within its rounding."""
     for cell in (cell for cell in EXACT if cell.algorithm == algorithm and cell.dropout == "some"):
-        rng = Random(f"cuda {cell}")
-        case = replace(problem(cell, rng.choice((1, 2, 3)), rng), dtype=torch.float16)
+        case = drawn(cell, (1, 2, 3), torch.float16)
         q, k, v, dout = (x.double() for x in case.inputs())
         out, _, dq, dk, dv = (x.double() for x in run(case))
         size = max(1.0, float(dout.norm() * out.norm()))
@@ -72,8 +90,8 @@ def test_the_backward_drops_what_the_forward_dropped(algorithm: str) -> None:
 def test_long_documents(alibi: bool) -> None:
     """Past the blocks of the kernels, which small cases never leave."""
     case = Case((2311, 130, 7, 1800), 3, 4, 2, 128, 128, alibi=alibi, dtype=torch.bfloat16)
-    for got, want in zip(run(case), reference(case), strict=True):
-        assert float((got.double() - want).abs().max()) <= LIMITS[torch.bfloat16] * max(1.0, float(want.abs().max()))
+    for got, want, limit in zip(run(case), reference(case), HALF, strict=True):
+        assert float((got.double() - want).abs().max()) <= limit * max(1.0, float(want.abs().max()))
 
 
 @pytest.mark.parametrize("kernel", ["auto", "tiles"])
@@ -94,15 +112,19 @@ def test_the_deterministic_switch(kernel: str) -> None:
 
 def test_what_is_refused_is_refused() -> None:
     for cell in (cell for cell in CELLS if capabilities.refusal(cell) is not None):
-        rng = Random(f"cuda {cell}")
-        case = replace(problem(cell, 2, rng), dtype=torch.bfloat16)
         with pytest.raises(ConfigError):
-            run(case)
+            run(drawn(cell, (2,), torch.bfloat16))
 
 
-def test_layers_do_not_wait_for_the_host() -> None:
-    """After the first layer has placed a plan's calls, no call synchronises with the device."""
-    case = Case(tuple(np.random.default_rng(3).integers(1, 300, 40).tolist()), 4, 4, 2, 64, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"window": (90, 0)}, {"alibi": True}, {"dtype": torch.float32}],
+    ids=["plain", "window", "alibi", "fp32"],
+)
+def test_layers_do_not_wait_for_the_host(how: dict[str, Any]) -> None:
+    """After the first layer has placed a plan's calls, attention makes no synchronisation that torch can see."""
+    lengths = tuple(np.random.default_rng(3).integers(1, 300, 40).tolist())
+    case = replace(Case(lengths, 4, 4, 2, 64, 64, dtype=torch.bfloat16), **how)
     backend, plan = BACKENDS["cuda"], case.plan()
     rank = VirtualRank(plan, 1, backend, *(x.cuda() for x in case.inputs()), None)
     forward, backward = (list(rank.places(direction)) for direction in ("forward", "backward"))
@@ -113,7 +135,7 @@ def test_layers_do_not_wait_for_the_host() -> None:
             torch.cuda.set_sync_debug_mode(mode)
             for calls, k, v, *_ in forward:
                 backend.forward(calls, plan.attention, s, k, v)
-            back = BackwardState(s.q, s.out.bfloat16(), s.lse, s.out.bfloat16(), rank.dq, s.heads)
+            back = BackwardState(s.q, s.out.to(case.dtype), s.lse, s.out.to(case.dtype), rank.dq, s.heads)
             for calls, k, v, *_ in backward:
                 backend.backward(calls, plan.attention, back, k, v, k.float(), v.float())
     finally:

@@ -11,10 +11,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mindspeed_cp.comm import close_lanes, open_lanes, warm_up
+from mindspeed_cp.engine.virtual import attend_virtually
+from mindspeed_cp.ops.attention import BACKENDS
 from tests.engine.cases import VARIANTS, Case, attend, local, worst
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices are visible"),
 ]
 
@@ -48,3 +51,14 @@ def test_two_gpus_agree_with_fp64(tmp_path: Path, lanes: bool) -> None:
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for i, case in enumerate(CASES):
         assert worst(case, [rank[i] for rank in ranks]) <= 2e-2, case
+
+
+def test_kernels_run_where_their_tensors_are() -> None:
+    """Triton launches on the current device, whatever the tensors say."""
+    case = replace(BASE, ranks=2, alibi=True)
+    inputs = [x.to("cuda:1") for x in case.inputs()]
+    torch.cuda.set_device(0)
+    made = attend_virtually(case.plan(), *inputs, BACKENDS["cuda"])
+    found = [x.cpu().double() for x in (made.out, made.dq, made.dk, made.dv)]
+    for got, want in zip(found, case.reference(), strict=True):
+        assert float((got - want).abs().max()) <= 2**-4 * max(1.0, float(want.abs().max()))

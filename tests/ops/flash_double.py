@@ -60,16 +60,18 @@ def check(q: Tensor, k: Tensor, v: Tensor, how: Packed) -> None:
     assert len(k) == len(v) and k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
     for cu, x, most in ((how.cu_q, q, how.most_q), (how.cu_k, k, how.most_k)):
         assert cu.dtype == torch.int32 and cu[0] == 0 and cu[-1] == len(x) and (cu.diff() >= 0).all()
-        assert cu.diff().max() == most
+        assert cu.diff().max() <= most
     assert len(how.cu_q) == len(how.cu_k) > 1
     assert all(far >= -1 for far in how.window) and 0 <= how.dropout < 1
+    if how.most_q == 1 and q.shape[1] > k.shape[1] and how.window == (-1, -1) and not how.dropout:
+        assert len(q) == len(how.cu_q) - 1, "torch views queries as [sequences, heads]"
 
 
 def parts(q: Tensor, k: Tensor, how: Packed, kept: Kept):
     """For each sequence its rows and keys, scores fp64 [heads, n, m] with -inf where hidden, what is visible, and what
     the weights are multiplied by under dropout."""
     generator = torch.Generator().manual_seed(int(kept[0][0])) if how.dropout else None
-    left, right = how.window
+    left, right = as_torch_reads(how)
     for a, b, c, d in zip(
         *(cu.tolist()[i:][: len(cu) - 1] for cu in (how.cu_q, how.cu_k) for i in (0, 1)), strict=True
     ):
@@ -92,3 +94,13 @@ def parts(q: Tensor, k: Tensor, how: Packed, kept: Kept):
 def grouped(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values in fp64 for each query head."""
     return x.double().repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def as_torch_reads(how: Packed) -> tuple[int, int]:
+    """The window as FlashAttention 2's host code hands it to the kernel: a limit of most_k is none on either side, and
+    where one side alone has a limit the other gets most_k."""
+    left, right = (-1 if far >= how.most_k else far for far in how.window)
+    right = 0 if how.causal and how.most_q > 1 else right
+    if left < 0 <= right:
+        return how.most_k, right
+    return (left, how.most_k) if right < 0 <= left else (left, right)

@@ -3,8 +3,11 @@ double (flash_double.py) and the kernel of tiles its torch implementation: no GP
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from mindspeed_cp.ops.attention.flash import FlashAttention
 from mindspeed_cp.ops.attention.flash_operator import AtenFlash, Packed
 from tests.engine.cases import Case
 from tests.engine.draw import problem
-from tests.ops.flash_double import DoubleFlash
+from tests.ops.flash_double import DoubleFlash, as_torch_reads
 from tests.ops.test_npu_backend import EXACT, HALF, compare, run
 
 CELLS = [cell for cell in capabilities.cells() if cell.backend == "cuda" and capabilities.refusal(cell) is None]
@@ -71,6 +74,24 @@ def test_a_packed_ring_is_two_calls_a_step_at_most_whatever_the_documents() -> N
     steps = sum(len(np.unique(case.plan().forward.tiles(rank)["step"])) for rank in range(4))
     assert len(double.calls) <= 2 * steps
     assert {call.window for call in double.calls} <= {(-1, -1), (-1, 0)}
+
+
+def test_a_window_in_a_step_of_few_keys() -> None:
+    """More queries than keys, under a limit on the left alone: what torch makes of the other side must hide nothing.
+    And one query for each of the sequences beside gaps, which torch would view as [sequences, heads]."""
+    case = Case((1500, 97), 3, 2, 1, window=(400, 0))
+    compare(case, CudaAttention("auto", DoubleFlash()), EXACT)
+    tiny = Case((3, 2, 3, 0, 2, 12), 2, 8, 1, algorithm="double_ring")
+    compare(tiny, CudaAttention("auto", DoubleFlash()), EXACT)
+
+
+def test_the_double_reads_windows_as_torch_does() -> None:
+    """What would go wrong with most_k as the longest sequence of keys."""
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    assert as_torch_reads(Packed(cu, cu, 9, 5, (0, -1), 1.0, 0.0)) == (0, 5)
+    assert as_torch_reads(Packed(cu, cu, 9, 5, (-1, 6), 1.0, 0.0)) == (-1, -1)
+    assert as_torch_reads(Packed(cu, cu, 9, 9, (-1, 6), 1.0, 0.0)) == (9, 6)
+    assert as_torch_reads(Packed(cu, cu, 9, 9, (-1, 0), 1.0, 0.0)) == (9, 0)
 
 
 CONFIGS = {
@@ -134,29 +155,44 @@ def test_bad_options_and_devices() -> None:
     assert backend_for("cuda") is BACKENDS["cuda"]
     with pytest.raises(ConfigError, match="'cuda' does not run on tensors of device 'cpu'"):
         backend_for("cpu", "cuda")
-    flash.check_device.cache_clear()
-    with pytest.raises(ConfigError, match=r"tensors of cpu; valid: cuda"):
-        AtenFlash().forward(*[torch.zeros(1, 1, 8)] * 3, packed())
+    with pytest.raises(ConfigError, match=r"backend is 'cuda' and tensors are on cpu; valid: cuda"):
+        CudaAttention().check_device(torch.device("cpu"))
 
 
-def packed(window: tuple[int, int] = (-1, 0), dropout: float = 0.0, device: str = "cpu") -> Packed:
-    cu = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    return Packed(cu, cu, 1, 1, window, 1.0, dropout)
-
-
-def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A GPU of which only the capability is known, and whether FlashAttention 3 is installed."""
+    facts: dict[str, Any] = {"capability": (9, 0), "installed": True}
+    real = importlib.util.find_spec
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
-    flash.check_device.cache_clear()
+    monkeypatch.setattr(flash, "has_triton", lambda: True)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: facts["installed"] or None if name == flash.FLASH_3 else real(name)
+    )
+    caches = flash.check_device, flash.flash_3
+    for one in caches:
+        one.cache_clear()
+    yield facts
+    for one in caches:
+        one.cache_clear()
+
+
+def test_what_a_gpu_lacks_is_said_before_anything_is_sent(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    CudaAttention().check_device(torch.device("cuda", 0))
+    gpu["capability"] = (7, 5)
     with pytest.raises(ConfigError, match=r"on T4 of compute capability 7\.5; valid: 8\.0 or later"):
-        flash.check_device(torch.device("cuda"))
-    flash.check_device.cache_clear()
+        CudaAttention("tiles").check_device(torch.device("cuda", 1))
+    gpu["capability"] = (8, 0)
+    monkeypatch.setattr(flash, "has_triton", lambda: False)
+    with pytest.raises(ConfigError, match="the package triton is not installed; install it, or use backend 'cpu'"):
+        CudaAttention().check_device(torch.device("cuda", 2))
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 2)])
 def test_torch_takes_the_calls(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments and shapes against torch's own declaration of the operators: what no GPU is needed for."""
-    monkeypatch.setattr(flash, "check_device", lambda device: (8, 0))
+    monkeypatch.setattr(flash, "flash_3", lambda device: (None, ""))
     q, k, v = (torch.empty(7, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     how, operator = Packed(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlash()
@@ -167,32 +203,63 @@ def test_torch_takes_the_calls(window: tuple[int, int], monkeypatch: pytest.Monk
         assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
 
 
-def test_flash_attention_3_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On compute capability 9 with its package, once, unless something else was chosen; never under dropout."""
-    chosen: list[str] = []
-    there = {flash.FLASH_3: True}
-    monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: object() if there.get(name) else None)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", chosen.append)
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: chosen[-1] if chosen else None)
-    monkeypatch.setattr(flash, "check_device", lambda device: capability[0])
+def test_flash_attention_3_is_taken_where_it_is(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On compute capability 9 with its package; not under dropout, not where bits must repeat, and nothing of the
+    process is changed."""
+    from torch.nn.attention import _fa3, current_flash_attention_impl
 
-    def after(found: tuple[int, int], dropout: float = 0.0) -> list[str]:
-        capability[0] = found
-        flash.use_flash_3.cache_clear()
-        flash._ready(torch.device("cuda"), dropout)
-        return chosen
+    asked: list[str] = []
+    monkeypatch.setattr(_fa3, "_fa3_import_module", asked.append)
+    device = torch.device("cuda")
+    assert flash._third(device, 0.0) is _fa3 and asked == [flash.FLASH_3]
+    assert flash._third(device, 0.1) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert flash._third(device, 0.0) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert current_flash_attention_impl() is None
+    for number, (facts, why) in enumerate(
+        (({"capability": (8, 0)}, "made for compute capability 9"), ({"installed": None}, "not installed"))
+    ):
+        gpu.update({"capability": (9, 0), "installed": True} | facts)
+        assert flash.flash_3(torch.device("cuda", number)) == (None, why)
 
-    capability = [(9, 0)]
-    assert after((8, 0)) == [] and after((9, 0), 0.1) == []
-    there[flash.FLASH_3] = False
-    assert after((9, 0)) == []
-    there[flash.FLASH_3] = True
-    assert after((9, 0)) == ["FA3"] and after((9, 0)) == ["FA3"]
-    with pytest.raises(ConfigError, match=r"dropout is 0\.1, and torch's flash attention is FA3 in this process"):
-        after((9, 0), 0.1)
-    chosen[:] = ["mine"]
-    assert after((9, 0)) == ["mine"]
-    flash.use_flash_3.cache_clear()
+    def broken(name: str) -> None:
+        raise ImportError("undefined symbol")
+
+    gpu.update({"capability": (9, 0), "installed": True})
+    monkeypatch.setattr(_fa3, "_fa3_import_module", broken)
+    found, why = flash.flash_3(torch.device("cuda", 5))
+    assert found is None and why == "installed, but it cannot be loaded (undefined symbol)"
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (5, 2)])
+def test_the_binding_of_flash_attention_3_takes_the_calls(
+    window: tuple[int, int], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments as torch's private binding hands them on to the package."""
+    from torch.nn.attention import _fa3
+
+    given: dict[str, tuple[Any, ...]] = {}
+
+    def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        given["forward"] = arguments
+        return arguments[0], torch.zeros(4, 7), torch.zeros(0), torch.zeros(0)
+
+    monkeypatch.setattr(_fa3, "_fa3_import_module", lambda name: None)
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", forward)
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_BWD", lambda *arguments: given.update(backward=arguments))
+    q, k, v = (torch.zeros(7, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    how, operator = Packed(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlash()
+    out, lse, kept = operator.forward(q, k, v, how)
+    assert out is q and lse.shape == (4, 7) and kept == ()
+    assert [x.shape for x in operator.backward(q, k, v, out, out, lse, kept, how)] == [x.shape for x in (q, k, v)]
+    assert given["forward"][7] is cu and given["forward"][12:14] == (4, 4)
+    for arguments in given.values():
+        (at,) = (i for i, x in enumerate(arguments) if isinstance(x, float) and x == 0.25)
+        assert arguments[at : at + 4] == (0.25, window == (-1, 0), *window)
 
 
 def test_determinism_is_torchs_switch() -> None:
