@@ -30,9 +30,9 @@ PARTS = $(MAKE) --no-print-directory test-npu test-triton
 else
 PARTS = echo "test-npu and test-triton are left out: torch-npu, triton and triton-ascend have wheels for Linux alone"
 endif
-# Whole files go to JOBS processes: on two cores the ranks that most tests start would leave one idle half of the time.
-# One thread each, as those of torch would take the cores from each other.
-SPREAD = $(if $(strip $(ARGS)),,-n $(JOBS) --dist loadfile)
+# Whole files go to JOBS processes, in their order, so that the slow ones are not all at the end: on two cores the ranks that most
+# tests start would leave one idle half of the time. One thread each, as those of torch would take the cores from each other.
+SPREAD = $(if $(strip $(ARGS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
 
 .PHONY: help train test test-npu test-triton lint format bench environment clean

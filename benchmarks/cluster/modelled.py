@@ -60,6 +60,9 @@ class ModelledAttention:
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
         """See the contract: everything goes."""
 
+    def check_device(self, device: torch.device) -> None:
+        """As the backend that it stands for."""
+
     def lower_forward(
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> dict[tuple[int, int], list[Work]]:
