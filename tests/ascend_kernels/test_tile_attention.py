@@ -11,10 +11,13 @@ import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.ascend_kernels import TileSchedule, tile_attention_
+from mindspeed_cp.ascend_kernels.tile_attention import blocks_for
 from mindspeed_cp.engine.virtual import attend_virtually
+from mindspeed_cp.layout import SPAN
 from mindspeed_cp.ops.attention.reference import dense_attention_of
 from mindspeed_cp.ops.attention.tiles import TileAttention
 from mindspeed_cp.plan.records import CAUSAL, TILE
+from mindspeed_cp.plan.tiles import tiles_between
 
 #: By name: attention, lengths, algorithm, ranks, options. Interpreted kernels are slow: small heads, short documents.
 CASES: dict[str, tuple[AttentionConfig, list[int], str, int, dict[str, Any]]] = {
@@ -107,6 +110,36 @@ def test_schedules_visit_every_tile_once_for_each_block() -> None:
             for block in range(int(tile[row]) // 32, (int(tile[row] + tile[rows]) - 1) // 32 + 1)
         ]
         assert sorted(seen) == sorted(wanted)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_blocks_with_most_to_do_come_first(side: str) -> None:
+    """One causal document with a window, and a block's visible pairs counted one by one."""
+    attention = AttentionConfig(1, 1, 16, window=(90, 0))
+    spans = np.zeros(2, SPAN)
+    spans["doc"], spans["start"], spans["stop"] = [0, 1], [0, 200], [200, 230]
+    tiles = tiles_between(spans, spans, Documents([200, 30]), attention)
+    seen = np.zeros((230, 230), bool)
+    for start, stop in ((0, 200), (200, 230)):
+        for i in range(start, stop):
+            seen[i, max(start, i - 90) : i + 1] = True
+    schedule = TileSchedule.of(tiles, attention, 32, side)
+    others = [(seen if side == "q" else seen.T)[first : first + 32] for first in schedule.blocks[:, 0].tolist()]
+    met = [int(block.any(0).sum()) for block in others]  # rows of the other side that any row of the block meets
+    assert met == sorted(met, reverse=True) and len(set(met)) > 2
+
+
+def test_wide_heads_have_small_blocks() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for backward in (False, True):
+            rows = [blocks_for(dtype, backward, width) for width in (16, 128, 129, 256, 512)]
+            assert rows[0] == rows[1] and rows[2] == rows[3] and min(map(min, rows)) >= 16
+            assert all(
+                max(one) * width * dtype.itemsize <= 2**15
+                for one, width in zip(rows[1:], (128, 256, 256, 512), strict=True)
+            )
+    with pytest.raises(ConfigError, match="head_dim is 520; valid for the kernel of tiles: up to 512"):
+        TileAttention("cpu").check(AttentionConfig(2, head_dim=520), torch.bfloat16)
 
 
 def test_what_it_cannot_do_is_refused() -> None:
