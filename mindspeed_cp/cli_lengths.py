@@ -48,9 +48,9 @@ def read_lengths(text: str) -> np.ndarray | None:
     if text in length_names():
         return None
     path = Path(text)
-    if path.suffix in (".yaml", ".yml", ".npy", ".npz") and path.is_file():
+    if path.suffix in (".yaml", ".yml", ".npy", ".npz") and _is_file(path):
         return next(iter(load_lengths(text).listed), None)
-    if path.is_file():
+    if _is_file(path):
         return _of_file(path)
     if re.match(r"\s*[-+]?\d", text) and path.suffix == "":
         return _numbers([(None, text)], f"--lengths {shortened(text)!r}")
@@ -61,6 +61,13 @@ def read_lengths(text: str) -> np.ndarray | None:
         f"--lengths {text!r}: no such set; {f'did you mean {near}? ' if near else ''}valid: {VALID}; sets: "
         f"{known_sets()}"
     )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # longer than a name can be
+        return False
 
 
 def shortened(text: str) -> str:

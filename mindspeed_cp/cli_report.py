@@ -35,7 +35,11 @@ def report(
     import json
 
     from mindspeed_cp.report.beside import as_dict, beside, tables
+    from mindspeed_cp.report.files import check_suffix
 
+    for switch, file, suffix in (("--png", png, ".png"), ("--trace", trace, ".json")):
+        if file is not None:  # before all that is read and simulated
+            check_suffix(switch, file, [suffix])
     result = beside(run, cluster, steps or ())
     if png is not None:
         from mindspeed_cp.report.beside_png import draw_beside

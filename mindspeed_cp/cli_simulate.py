@@ -100,6 +100,8 @@ def simulate(
     ):
         if file is not None:
             check_suffix(switch, file, suffixes)
+    if show is not None and png is None and trace is None:
+        raise ConfigError(f"--show {show}: says what --png and --trace draw; give one of them, or leave --show out")
     asked = Asked(
         config, tuple(overrides or ()), lengths, cluster, nodes, ranks_per_node, tokens_per_rank, seed, batches, heads,
         kv_heads, head_dim, algorithms,

@@ -222,6 +222,8 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "there is no such folder" in failure(capsys, tmp_path / "nowhere")
     assert "no such preset" in failure(capsys, folder, "--cluster", "a9")
     assert "the suffix is '.jpg'" in failure(capsys, folder, "--png", tmp_path / "a.jpg")
+    assert "the suffix is '.txt'" in failure(capsys, folder, "--png", tmp_path / "a.png", "--trace", tmp_path / "a.txt")
+    assert not (tmp_path / "a.png").exists()
     assert "there is no folder" in failure(capsys, folder, "--trace", tmp_path / "no" / "a.json")
     path = folder / "trace" / file_name(1, 0)
     for text in ("{", "[]", '{"otherData": {}}'):

@@ -183,7 +183,12 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
         (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2' is no option of ring", "layout=")),
         (("--lengths", "700", "--algorithms", "all,ring"), ("all stands alone",)),
         (("--lengths", "700", "--algorithms", ","), ("names none", "hierarchical")),
-        (("--lengths", "700", "--algorithms", "direct", "--show", "hybrid"), ("'hybrid' was not simulated", "direct")),
+        (
+            ("--lengths", "700", "--algorithms", "direct", "--show", "hybrid", "--png", "x.png"),
+            ("'hybrid' was not simulated", "direct"),
+        ),
+        (("--lengths", "700", "--show", "ring"), ("--show ring", "--png and --trace")),
+        (("--lengths", ",".join(["700"] * 100) + ",x"), ("'x' is not a length",)),
         (("--lengths", "700", "--png", "a.jpg"), ("'.jpg'", ".png")),
         (("--lengths", "700", "--trace", "none/a.json"), ("there is no folder none",)),
         (("--lengths", "700", "--set", "train.seed=1"), ("--set train.seed=1", "no settings file")),

@@ -73,8 +73,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError(f"--batches is {options.batches}; valid: a whole number from 1")
     if options.placements < 1:
         raise ConfigError(f"--placements is {options.placements}; valid: a whole number from 1")
+    if min(options.ranks) < 1:
+        raise ConfigError(f"--ranks has {min(options.ranks)}; valid: whole numbers from 1")
+    if options.seed < 0:
+        raise ConfigError(f"--seed is {options.seed}; valid: a whole number from 0")
+    for switch, file in (("--markdown", options.markdown), ("--json", options.json)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{switch} {file}: there is no folder {file.absolute().parent}")
     for name in options.clusters:
-        for ranks in [*options.ranks, RANKS]:
+        for ranks in [*(options.ranks if 1 in options.basis else ()), *([RANKS] if 2 in options.basis else ())]:
             Place(name, "mha", ranks).check()
     for name in options.lengths:
         load_lengths(name, real_lengths(name))

@@ -8,11 +8,13 @@ Every batch is one row of that many tokens: one document, or documents of a leng
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, load_cluster, simulate
 from mindspeed_cp.cost import sample_batch
+from mindspeed_cp.report.files import check_suffix
 
 CONTEXTS = [2**15, 2**16, 2**17, 2**18, 2**20]
 NODES = [1, 2, 4, 8, 16]
@@ -25,6 +27,15 @@ def main() -> None:
     parser.add_argument("--lengths", help="a length set, such as wikipedia; default: one document")
     parser.add_argument("--png", default="scaling.png")
     options = parser.parse_args()
+    try:
+        check_suffix("--png", Path(options.png), [".png"])
+        sweep(options)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Simulates, prints and draws."""
     cluster = load_cluster(options.cluster)
     figure, (times, shares) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for context in CONTEXTS:

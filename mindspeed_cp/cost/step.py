@@ -3,6 +3,7 @@ end. Modelled like the layers that it is made of."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,8 +69,7 @@ def simulate_layers(plan: Plan, cluster: Cluster, layers: int, layer: LayerCost 
     Raises:
         ConfigError: `layers` is below 1, or the cluster's nodes have too few ranks.
     """
-    if layers < 1:
-        raise ConfigError(f"layers is {layers!r}; valid: a whole number from 1")
+    _check_layers(layers)
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
     tokens = (plan.linear or plan.layout).token_counts
@@ -91,11 +91,16 @@ def simulate_layers(plan: Plan, cluster: Cluster, layers: int, layer: LayerCost 
     return MicroBatch(float(now.max()), last_backward, plan)
 
 
+def _check_layers(layers: object) -> None:
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        raise ConfigError(f"layers is {layers!r}; valid: a whole number from 1")
+
+
 def reduction_seconds(gradient_bytes: float, cluster: Cluster, ranks: int) -> float:
     """Reduce-scatter and all-gather of gradients over ranks, as rings that pass each link once in each direction.
 
     2 * bytes * (n - 1) / n over the slowest link: in a node a rank's in-node links; between nodes all NICs of a node,
-    over which as many rings run side by side.
+    over which as many rings run side by side. The latencies of the rings' steps are left out.
 
     Args:
         gradient_bytes: of one rank, before the reduction.
@@ -123,15 +128,19 @@ def simulate_step(
     Args:
         replicas: for each data-parallel replica its micro-batches, in order (:func:`simulate_layers`); one without any
             waits for the others.
-        cluster: for the reduction.
+        cluster: for the reduction; where plans span nodes, as many ranks of a node are in use as theirs.
         gradient_bytes: gradients of one rank; 0 leaves the reduction out.
         layers: of the model, in whose buckets gradients are reduced.
         overlap: buckets travel beside the last backward; False: all after it.
         together: replicas wait for each other in every micro-batch, as where experts are spread over them.
 
     Raises:
-        ConfigError: no replicas; or, with `together`, they have different numbers of micro-batches.
+        ConfigError: no replicas, a number out of range; or, with `together`, replicas have different numbers of
+            micro-batches.
     """
+    _check_layers(layers)
+    if not (math.isfinite(gradient_bytes) and gradient_bytes >= 0):
+        raise ConfigError(f"gradient_bytes is {gradient_bytes!r}; valid: bytes, 0 or more")
     if not replicas or not any(len(one) for one in replicas):
         raise ConfigError("replicas: there is no micro-batch; valid: one replica or more, with one micro-batch or more")
     seconds = [np.array([micro.seconds for micro in one]) for one in replicas]
@@ -147,8 +156,10 @@ def simulate_step(
     else:
         done = np.array([one.sum() for one in seconds])
         waiting = done.max() - done
-    ranks = len(replicas) * next(one[0].plan.ranks for one in replicas if len(one))
-    reduction = reduction_seconds(gradient_bytes, cluster, ranks)
+    first = next(one[0].plan for one in replicas if len(one))
+    place = first.topology  # one on a node shares it with other replicas; one on several has so many of each
+    fits = cluster if place.nodes == 1 else fitted(cluster, place.ranks_per_node)
+    reduction = reduction_seconds(gradient_bytes, fits, len(replicas) * first.ranks)
     exposed = reduction
     if overlap:
         last = next(one[-1] for at, one in sorted(zip(done, replicas, strict=True), key=lambda x: -x[0]) if len(one))

@@ -187,6 +187,15 @@ def test_a_step_is_its_slowest_replica_and_what_of_the_reduction_is_left() -> No
     assert beside.exposed_reduction == pytest.approx(max(expected / 2, expected - micro.layer_backward))
     every = simulate_step([[micro, micro], [micro, micro]], cluster, together=True)
     assert every.total == pytest.approx(2 * micro.seconds)
+    wide = simulate_layers(build_plan(Documents([4096] * 2), Topology(2, 4), MHA, "ring"), cluster, 2)
+    far = simulate_step([[wide]], cluster, all_bytes, overlap=False)
+    assert far.reduction == pytest.approx(reduction_seconds(all_bytes, cluster.with_ranks(4), 8))
+    for layers in (0, 1.5):
+        with pytest.raises(ConfigError, match=r"layers is .*; valid: a whole number from 1"):
+            simulate_step([[micro]], cluster, layers=layers)  # type: ignore[arg-type]
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match=r"gradient_bytes is .*; valid: bytes, 0 or more"):
+            simulate_step([[micro]], cluster, wrong)
     with pytest.raises(ConfigError, match="2, 1 micro-batches"):
         simulate_step([[micro, micro], [micro]], cluster, together=True)
     with pytest.raises(ConfigError, match="no micro-batch"):

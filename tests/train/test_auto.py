@@ -9,7 +9,9 @@ from typing import Any, cast
 import pytest
 
 from mindspeed_cp.config import Settings
+from mindspeed_cp.cost import LayerCost
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train import auto as auto_module
 from mindspeed_cp.train.auto import resolved
 from mindspeed_cp.train.loop import train
 from tests.train.test_training import tiny
@@ -30,6 +32,36 @@ def test_the_choice_takes_the_place_of_auto_and_is_the_same_again(corpus: Path, 
     assert suite.cluster == "a800" and suite.nodes == 2 and found.train == settings.train
     assert resolved(settings)[0] == found
     assert resolved(found) == (found, None)
+
+
+def test_the_linear_layers_are_those_of_the_model(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one tensor-parallel rank, with the model's widths: what attention can hide messages behind."""
+    given: dict[str, Any] = {}
+    real = auto_module.choose_algorithm
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        given.update(more, attention=arguments[2])
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(auto_module, "choose_algorithm", noted)
+    settings = auto(corpus, tmp_path).model_dump(exclude_unset=True)
+    settings["train"] |= {"tensor_model_parallel_size": 2}
+    settings["model"] |= {
+        "ffn_hidden_size": 1000,
+        "num_layers": 3,
+        "window_size": [100, 0],
+        "window_attn_skip_freq": 3,
+    }  # two of three have it
+    made = Settings(**settings)
+    resolved(made)
+    model = made.model
+    assert given["layer"] == LayerCost.of(
+        model.hidden_size, model.ffn_width, model.num_attention_heads, model.kv_heads, model.head_dim, model.head_dim_v,
+        tensor_parallel=2,
+    )  # fmt: skip
+    assert given["attention"].heads == model.num_attention_heads // 2 and given["attention"].window == (100, 0)
 
 
 def test_every_attention_of_the_model_is_possible_with_what_is_chosen(corpus: Path, tmp_path: Path) -> None:
