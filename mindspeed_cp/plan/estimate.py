@@ -148,20 +148,19 @@ class Estimate:
         if len(doc):
             begin = ready[rank]
             place = doc * self.topology.nodes + rank // per
-            _, at, mates = np.unique(place, return_inverse=True, return_counts=True)
-            first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
-            several = mates[at] < np.repeat(np.diff(np.append(first, len(doc))), np.diff(np.append(first, len(doc))))
+            _, at, mates = _numbered(place)
+            first, count = _runs(doc)
+            several = mates[at] < np.repeat(count, count)
             if self.routing and several.any():  # few ranks of a node: all its ranks relay
                 node = np.maximum.reduceat(ready, np.arange(0, len(ready), per))
                 begin = np.where(several & (mates[at] < MEMBERS * per), node[rank // per], begin)
-            latest = np.repeat(np.maximum.reduceat(begin, first), np.diff(np.append(first, len(doc))))
+            latest = np.repeat(np.maximum.reduceat(begin, first), count)
             last = float((latest + cut[rank]).max())
         for width, members in placement.split.items():
             if len(members.doc):
                 groups = np.maximum.reduceat(ready, np.arange(0, len(ready), per * width))
                 work = np.maximum.reduceat(split, np.arange(0, len(ready), per * width))
-                first = np.flatnonzero(np.append(True, members.doc[1:] != members.doc[:-1]))
-                count = np.diff(np.append(first, len(members.doc)))
+                first, count = _runs(members.doc)
                 latest = np.repeat(np.maximum.reduceat(groups[members.rank], first), count)
                 last = max(last, float((latest + work[members.rank]).max()))
         return last
@@ -183,15 +182,13 @@ class Estimate:
             return
         doc, rank, share, rows, size = doc[cut], rank[cut], share[cut], rows[cut], size[cut]
         here.add(rank, cut=seconds[cut])
-        first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
-        seen = self._seen(share, first, size[first])
+        seen = self._seen(share, *_runs(doc))
         length = self.lengths[doc]
         node = rank // per
         nodes = self.topology.nodes
         key = doc * nodes + node
-        known, at = np.unique(key, return_inverse=True)
+        known, at, mates = _numbered(key)
         on_node = np.bincount(at, weights=share)
-        mates = np.bincount(at)
         own_node = on_node[at]
         others = np.maximum(1 - share, 1e-12)
         inside = seen * length * (own_node - share) / others * self.kv_row
@@ -240,8 +237,7 @@ class Estimate:
         for name in ("attention", "split"):
             getattr(here, name).reshape(groups, per)[...] += calls[:, None]
         if (size > 1).any():
-            first = np.flatnonzero(np.append(True, doc[1:] != doc[:-1]))
-            need = self._seen(share, first, size[first]) * self.lengths[doc] * self.kv_row * copies / width
+            need = self._seen(share, *_runs(doc)) * self.lengths[doc] * self.kv_row * copies / width
             here.nic.reshape(groups, width)[...] += np.bincount(group, need / wide, groups)[:, None]
             waiting = np.bincount(group, seconds * (size > 1), groups)
             here.crossing.reshape(groups, per)[...] += waiting[:, None]
@@ -309,3 +305,22 @@ class _Loads:
         # Gradients of split heads return while other stages are computed: their NICs carry them and keys in a row.
         carried = into + (1 + back) * nic + LAST * self.crossing * factor + out
         return np.maximum(done + late, np.maximum(returned, carried))
+
+
+def _runs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where runs of equal numbers begin, and how long they are; of one number or more."""
+    change = np.flatnonzero(numbers[1:] != numbers[:-1])
+    first = np.zeros(len(change) + 1, np.int64)
+    np.add(change, 1, out=first[1:])
+    count = np.empty_like(first)
+    count[:-1], count[-1] = first[1:] - first[:-1], len(numbers) - first[-1]
+    return first, count
+
+
+def _numbered(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Different keys in ascending order, the number of each entry's key, and how often each comes. (np.unique, which
+    sorts, for keys that are in order already.)"""
+    if (keys[1:] < keys[:-1]).any():
+        return np.unique(keys, return_inverse=True, return_counts=True)
+    first, count = _runs(keys)
+    return keys[first], np.repeat(np.arange(len(first)), count), count
