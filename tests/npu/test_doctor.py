@@ -138,10 +138,11 @@ def test_without_a_fault_nothing_is_found() -> None:
         assert found["ok"], found
 
 
-def test_a_broken_installation_is_one_line() -> None:
+def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:
     """torch-npu is installed and CANN is not, and nothing keeps torch from importing torch_npu by itself."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    for command in (["doctor", "--device", "npu"], ["train", "configs/quickstart.yaml", "--set", "train.device=npu"]):
+    training = ["train", "configs/quickstart.yaml", "--set", "train.device=npu", "--set", f"output.folder={tmp_path}"]
+    for command in (["doctor", "--device", "npu"], training):
         done = subprocess.run(
             [sys.executable, "-m", "mindspeed_cp.cli", *command],
             cwd=ROOT,
