@@ -115,7 +115,9 @@ def measure(
                         micro[place][name].append(one)
         for change, place in places:
             row = made[place]
-            row.steps.update({name: step_seconds(every, place) for name, every in micro[place].items() if every})
+            for name, every in micro[place].items():
+                if every:
+                    row.steps[name] = step_seconds(every, place, _gradient(options, name))
             rows[change].append(row)
             if not place.changed:
                 print(line(row, list(SYSTEMS)), flush=True)

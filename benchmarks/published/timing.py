@@ -180,8 +180,9 @@ def fastest(candidates: Sequence[Candidate], cluster: Cluster, gradient: int = G
     return best
 
 
-def through_layers(candidate: Candidate, cluster: Cluster, layers: int) -> MicroBatch:
-    """A micro-batch through several equal layers, as :func:`mindspeed_cp.cost.step.simulate_layers` has it."""
+def through_layers(candidate: Candidate, cluster: Cluster, layers: int, gradient: int = GRADIENT) -> MicroBatch:
+    """A micro-batch through several equal layers, as :func:`mindspeed_cp.cost.step.simulate_layers` has it; for
+    `gradient` see :func:`layer`."""
     plan = candidate.plan
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention)
@@ -190,7 +191,7 @@ def through_layers(candidate: Candidate, cluster: Cluster, layers: int) -> Micro
     for name in DIRECTIONS:
         backward = name == "backward"
         kernels = candidate.tiles(name).seconds(cost, backward)
-        table, links = _table(plan, name, cost, GRADIENT), candidate.links(cluster, plan.topology.nodes)
+        table, links = _table(plan, name, cost, gradient), candidate.links(cluster, plan.topology.nodes)
         linear = np.asarray(cost.linear_seconds(tokens, backward))
         for _ in range(min(layers, SETTLED)):
             before = now

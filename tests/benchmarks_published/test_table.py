@@ -140,6 +140,19 @@ def test_the_command_prints_a_table_and_writes_every_figure(tmp_path: Path, caps
     assert ("ours is not first in 0 of 1 batches" in printed) == (again.against(())[0] >= 1) == (not again.why)
 
 
+def test_bf16_shortens_layers_and_steps_of_others_alone(tmp_path: Path) -> None:
+    found, file = [], tmp_path / "figures.json"
+    words = f"--clusters a800 --heads mha --ranks 16 --lengths wikipedia --batches 1 --basis 1 --json {file}".split()
+    for switch in ([], ["--bf16"]):
+        assert main([*words, *switch]) == 0
+        found.append(Row(**json.loads(file.read_text())["basis 1"][0]))
+    fp32, bf16 = found
+    layers = {name: bf16.seconds[name][0] / fp32.seconds[name][0] for name in SYSTEMS}  # type: ignore[operator]
+    assert layers[OURS] == 1 and bf16.steps[OURS] == fp32.steps[OURS]
+    for name in (BASE, "double ring", "USP"):
+        assert layers[name] < 0.9 and bf16.steps[name] / fp32.steps[name] == pytest.approx(layers[name], rel=0.02)
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

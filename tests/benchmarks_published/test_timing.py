@@ -74,6 +74,8 @@ def test_gradients_in_bf16_take_half_the_bytes_of_gradients_alone() -> None:
     (one,) = ring(here)
     ratio = layer(one, slow, gradient=2).total / layer(one, slow).total
     assert ratio == pytest.approx(3 / 4, abs=0.05)
+    ratio = through_layers(one, slow, 32, gradient=2).seconds / through_layers(one, slow, 32).seconds
+    assert ratio == pytest.approx(3 / 4, abs=0.05)
 
 
 def test_documents_of_one_rank_hide_transfers_beside_rings() -> None:
