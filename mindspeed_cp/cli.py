@@ -209,6 +209,14 @@ def plan(
     tensor_model_parallel_size: Annotated[
         int | None, typer.Option(help="hierarchical: ranks that share the heads. Default: 1.", show_default=False)
     ] = None,
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="hierarchical: these share rows of hidden states too. Default: no.",
+            show_default=False,
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Any option of the algorithm; may be repeated.", show_default=False),
@@ -248,6 +256,7 @@ def plan(
         "hidden_size": hidden_size,
         "ffn_hidden_size": ffn_hidden_size,
         "tensor_model_parallel_size": tensor_model_parallel_size,
+        "sequence_parallel": sequence_parallel,
     }
     options = plan_options(algorithm, named, option or ())
     place = topology(ranks, nodes, ranks_per_node, cluster)

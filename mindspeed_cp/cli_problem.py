@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed_cp.cli_lengths import VALID, draw, known_sets, read_lengths, shortened
 from mindspeed_cp.cli_plan import plan_options
 from mindspeed_cp.config import Settings, load_settings
-from mindspeed_cp.config_checks import attention_of
+from mindspeed_cp.config_checks import attention_of, layer_of
 from mindspeed_cp.cost import LayerCost, load_cluster
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -97,11 +97,8 @@ def _of_settings(asked: Asked, settings: Settings) -> tuple[Problem, list[Wanted
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_width,
         "tensor_model_parallel_size": tensor,
+        "sequence_parallel": settings.train.sequence_parallel,
     }
-    layer = LayerCost.of(
-        model.hidden_size, model.ffn_width, model.num_attention_heads, model.kv_heads, model.head_dim,
-        model.head_dim_v, tensor_parallel=tensor,
-    )  # fmt: skip
     topology = _topology(asked, suite.topology)
     if topology.cluster is None:
         notes.append(f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}")
@@ -112,13 +109,13 @@ def _of_settings(asked: Asked, settings: Settings) -> tuple[Problem, list[Wanted
     if suite.algorithm in ALGORITHMS:  # not one that is chosen when the training begins
         own = Wanted(suite.algorithm, {k: v for k, v in suite.options.items() if k not in sizes})
     wanted = [_with_sizes(one, sizes | suite.options) for one in read_algorithms(asked.algorithms, own)]
-    problem = Problem(batches, topology, attention, cluster_of(topology), layer, source, tuple(notes))
+    problem = Problem(batches, topology, attention, cluster_of(topology), layer_of(settings), source, tuple(notes))
     return problem, wanted
 
 
 def _with_sizes(wanted: Wanted, sizes: Mapping[str, Any]) -> Wanted:
     """An algorithm that costs linear layers, with the sizes of the model."""
-    names = ("hidden_size", "ffn_hidden_size", "tensor_model_parallel_size")
+    names = ("hidden_size", "ffn_hidden_size", "tensor_model_parallel_size", "sequence_parallel")
     known = algorithm_options(wanted.algorithm)
     return replace(wanted, model={name: sizes[name] for name in names if name in known})
 

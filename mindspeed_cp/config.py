@@ -76,6 +76,7 @@ class Settings(Section):
             "hidden_size": self.model.hidden_size,
             "ffn_hidden_size": self.model.ffn_width,
             "tensor_model_parallel_size": self.train.tensor_model_parallel_size,
+            "sequence_parallel": self.train.sequence_parallel,
         }
         known = sizes if suite.algorithm == AUTO else algorithm_options(suite.algorithm)
         return {**{name: value for name, value in sizes.items() if name in known}, **suite.options}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mindspeed_cp import capabilities
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
+from mindspeed_cp.cost import LayerCost
 from mindspeed_cp.devices import device_type
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.npu_limits import check_limits
@@ -118,6 +119,23 @@ def attention_of(settings: Settings) -> AttentionConfig:
         window=None if model.window_size is None else (model.window_size[0], model.window_size[1]),
         alibi=model.position_embedding_type == "alibi",
         dropout=model.attention_dropout,
+    )
+
+
+def layer_of(settings: Settings) -> LayerCost:
+    """The linear part of one layer of the model, on one tensor-parallel rank, of a run's precision: with experts the
+    mean of all layers."""
+    model, train = settings.model, settings.train
+    return LayerCost.of(
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_width,
+        heads=model.num_attention_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        head_dim_v=model.head_dim_v,
+        tensor_parallel=train.tensor_model_parallel_size,
+        sequence_parallel=train.sequence_parallel,
+        bytes_per_element=2 if train.bf16 else 4,
     )
 
 

@@ -111,6 +111,11 @@ class SuiteSettings(Section):
     tensor_model_parallel_size: Count | None = Field(
         default=None, description="hierarchical: the same; null: that of the training"
     )
+    sequence_parallel: bool | None = Field(
+        default=None,
+        description="hierarchical: whether tensor-parallel ranks share the rows of hidden states, for remap: auto; "
+        "null: that of the training",
+    )
     backend: Literal["auto", "cpu", "npu"] = Field(
         default="auto", description="implementation of the attention operator; auto: the device's"
     )

@@ -290,6 +290,7 @@ EXAMPLES = {
     "hidden_size": 256,
     "ffn_hidden_size": 512,
     "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
 }
 
 

@@ -29,13 +29,14 @@ from benchmarks.published.systems import OURS, PLACEMENTS, SYSTEMS
 from benchmarks.published.table import Row, header, line, markdown, step_line, summarize, summary_text, why_slower
 from mindspeed_cp import Documents
 from mindspeed_cp.cost import load_lengths
-from mindspeed_cp.cost.transfers import ELEMENT, GRADIENT
+from mindspeed_cp.cost.transfers import GRADIENT
 from mindspeed_cp.errors import ConfigError
 
 Batches = Callable[[str, int], list[Documents]]
 Changes = dict[str, tuple[tuple[str, float], ...]]
 
 #: What the planner does not know of, by name: factors of the preset's values.
+BF16 = 2  # bytes
 UNCHANGED = "as the preset"
 CHANGES: Changes = {
     UNCHANGED: (),
@@ -136,7 +137,7 @@ def _row(place: Place, lengths: str) -> Row:
 
 
 def _gradient(options: argparse.Namespace, system: str) -> int:
-    return ELEMENT if options.bf16 and system != OURS else GRADIENT
+    return BF16 if options.bf16 and system != OURS else GRADIENT
 
 
 def _add(row: Row, found: dict[str, Timed | None], least: float, seed: int) -> None:

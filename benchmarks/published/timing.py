@@ -14,10 +14,11 @@ import numpy as np
 
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cost import Cluster, ComputeCost
+from mindspeed_cp.cost.linear import linear_seconds, with_projections
 from mindspeed_cp.cost.links import Links
 from mindspeed_cp.cost.simulate import fitted, run
 from mindspeed_cp.cost.step import SETTLED, MicroBatch
-from mindspeed_cp.cost.transfers import GRADIENT, GRADIENTS, heads_of, places, transfers
+from mindspeed_cp.cost.transfers import GRADIENT, GRADIENTS, edges, heads_of, places, transfers
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.plan.tiles import pairs
 
@@ -26,7 +27,7 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """What the kernels of one direction have to do, of each rank and turn, fp64 [ranks, turns + 2].
+    """What the kernels of one direction have to do, of each rank and turn of the plan, fp64 [ranks, plan turns].
 
     Attributes:
         pairs: visible (query, key) pairs, times the rank's part of the heads.
@@ -39,7 +40,7 @@ class Tiles:
     calls: np.ndarray
 
     def seconds(self, cost: ComputeCost, backward: bool) -> np.ndarray:
-        """Modelled time of the kernels, fp64 [ranks, turns + 2]."""
+        """Modelled time of the kernels, fp64 [ranks, plan turns]."""
         work = self.pairs + cost.cluster.tile_rows * self.slow
         found: np.ndarray = cost.attention_seconds(work, np.inf, self.calls, backward)
         return found
@@ -53,7 +54,7 @@ def count_tiles(plan: Plan, direction: str, stands: np.ndarray | None = None) ->
         direction: "forward" or "backward".
         stands: for each rank the one whose tiles stand for its own, int64 [ranks]; default: itself.
     """
-    shape = plan.ranks, len(plan.turns(direction)) + 2
+    shape = plan.ranks, len(plan.turns(direction))
     found = np.zeros((3, *shape))
     chosen = np.arange(plan.ranks) if stands is None else np.unique(stands)
     for piece, place in zip(plan.pieces, places(plan, direction), strict=True):
@@ -63,7 +64,7 @@ def count_tiles(plan: Plan, direction: str, stands: np.ndarray | None = None) ->
             tiles = program.tiles(rank)
             if not len(tiles):
                 continue
-            at = place[tiles["step"]]
+            at = place[tiles["step"]] - edges(plan)
             seen = pairs(tiles, plan.attention) * share[rank]
             short = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
             found[0, rank] += np.bincount(at, seen, shape[1])
@@ -134,10 +135,9 @@ class Candidate:
             begin, end = (spans["start"] - first).astype(float), (spans["stop"] - first).astype(float)
             seen = (end * (end + 1) - begin * (begin + 1)) / 2
             work += np.bincount(spans["rank"], seen, plan.ranks) * heads / plan.attention.heads
-        tokens = (plan.linear or plan.layout).token_counts
         busy = np.zeros(plan.ranks)
         for backward in (False, True):
-            busy += cost.attention_seconds(work, np.inf, 0, backward) + cost.linear_seconds(tokens, backward)
+            busy += cost.attention_seconds(work, np.inf, 0, backward) + linear_seconds(plan, cost, backward).total
         return float(busy.max())
 
 
@@ -152,16 +152,17 @@ def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT) -> L
     plan = candidate.plan
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention)
-    tokens = (plan.linear or plan.layout).token_counts
-    linear = np.asarray(cost.linear_seconds(tokens)) + cost.linear_seconds(tokens, backward=True)
-    now, busy, exposed = np.zeros(plan.ranks), linear.copy(), np.zeros(plan.ranks)
+    now, busy, exposed = np.zeros((3, plan.ranks))
     for name in DIRECTIONS:
-        kernels = candidate.tiles(name).seconds(cost, name == "backward")
+        backward = name == "backward"
+        linear = linear_seconds(plan, cost, backward)
+        kernels = with_projections(candidate.tiles(name).seconds(cost, backward), linear, plan)
         table = _table(plan, name, cost, gradient)
-        turns, computed, _ = run(kernels, table, candidate.links(cluster, plan.topology.nodes), now)
-        busy += computed
+        begin = now + linear.rest if backward else now
+        turns, computed, _ = run(kernels, table, candidate.links(cluster, plan.topology.nodes), begin)
+        busy += computed + linear.rest
         exposed += (turns[:, :, 2] - turns[:, :, 1]).sum(1)
-        now = turns[:, -1, 2] + (linear if name == "forward" else 0.0)
+        now = turns[:, -1, 2] + (0.0 if backward else linear.rest)
     return Layer(float(now.max()), busy, exposed)
 
 
@@ -186,17 +187,16 @@ def through_layers(candidate: Candidate, cluster: Cluster, layers: int, gradient
     plan = candidate.plan
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention)
-    tokens = (plan.linear or plan.layout).token_counts
     now, last = np.zeros(plan.ranks), 0.0
     for name in DIRECTIONS:
         backward = name == "backward"
-        kernels = candidate.tiles(name).seconds(cost, backward)
+        linear = linear_seconds(plan, cost, backward)
+        kernels = with_projections(candidate.tiles(name).seconds(cost, backward), linear, plan)
         table, links = _table(plan, name, cost, gradient), candidate.links(cluster, plan.topology.nodes)
-        linear = np.asarray(cost.linear_seconds(tokens, backward))
         for _ in range(min(layers, SETTLED)):
             before = now
-            now = run(kernels, table, links, now + linear if backward else now)[0][:, -1, 2]
-            now = now if backward else now + linear
+            now = run(kernels, table, links, now + linear.rest if backward else now)[0][:, -1, 2]
+            now = now if backward else now + linear.rest
         last = float(now.max() - before.max())
         now = now + last * max(layers - SETTLED, 0)
         links.free += last * max(layers - SETTLED, 0)

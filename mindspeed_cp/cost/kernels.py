@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.cost.compute import ComputeCost
-from mindspeed_cp.cost.transfers import heads_of, places
+from mindspeed_cp.cost.transfers import edges, heads_of, places
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.tiles import pairs
 
@@ -20,9 +20,9 @@ LEAST_RANKS = 4
 def kernel_seconds(
     plan: Plan, cost: ComputeCost, direction: str, most_spans: int = MOST_SPANS
 ) -> tuple[np.ndarray, int]:
-    """Kernel seconds of every rank and turn, fp64 [ranks, turns + 2] (turn 0 and the last compute nothing), and the
-    number of ranks whose tiles were looked at: all, but in plans of more than `most_spans` spans."""
-    out = np.zeros((plan.ranks, len(plan.turns(direction)) + 2))
+    """Seconds of attention's kernels of every rank and turn of the plan, fp64 [ranks, plan turns], and the number of
+    ranks whose tiles were looked at: all, but in plans of more than `most_spans` spans."""
+    out = np.zeros((plan.ranks, len(plan.turns(direction))))
     chosen = _chosen(plan, direction, most_spans)
     attention = plan.attention
     for piece, place in zip(plan.pieces, places(plan, direction), strict=True):
@@ -32,7 +32,7 @@ def kernel_seconds(
             tiles = program.tiles(rank)
             if not len(tiles):
                 continue
-            at = place[tiles["step"]]
+            at = place[tiles["step"]] - edges(plan)
             short = np.minimum(tiles["q_rows"], tiles["k_rows"])
             seconds = cost.attention_seconds(pairs(tiles, attention), short, 0, direction == "backward")
             out[rank] += np.bincount(at, seconds * share[rank], out.shape[1])
@@ -40,8 +40,8 @@ def kernel_seconds(
             calls = np.unique((at * slots + tiles["slot"]) * 4 + tiles["mask"]) // 4 // slots
             out[rank] += np.bincount(calls, minlength=out.shape[1]) * cost.cluster.launch
     if len(chosen) < plan.ranks:  # the nearest one stands for a rank
-        edges = (chosen[1:] + chosen[:-1] + 1) // 2
-        out = out[chosen[np.searchsorted(edges, np.arange(plan.ranks), "right")]]
+        borders = (chosen[1:] + chosen[:-1] + 1) // 2
+        out = out[chosen[np.searchsorted(borders, np.arange(plan.ranks), "right")]]
     return out, len(chosen)
 
 

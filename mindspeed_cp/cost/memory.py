@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.cost.transfers import ELEMENT, heads_of
+from mindspeed_cp.cost.transfers import heads_of
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.verify.memory import peak_bytes
 
 
-def layer_bytes(plan: Plan) -> np.ndarray:
+def layer_bytes(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
     """High-water of the attention of one layer, int64 [ranks]: the larger of forward and backward.
 
-    Counted are the caller's q, k, v, out and, in the backward, their gradients, in bf16; out, lse and the gradient of q
-    in fp32 while they are added up; and the communication buffers of
+    Counted are the caller's q, k, v, out and, in the backward, their gradients, in bf16 unless an element has more
+    bytes; out, lse and the gradient of q in fp32 while they are added up; and the communication buffers of
     :func:`mindspeed_cp.plan.verify.memory.peak_bytes`, which is a bound. Not counted: weights, activations of other
     layers, and what kernels make of one call.
     """
     attention = plan.attention
     d, e = attention.head_dim, attention.head_dim_v
     held, keys = plan.layout.token_counts, plan.layout_kv.token_counts
-    caller = held * attention.heads * (d + e) * ELEMENT + keys * attention.kv_heads * (d + e) * ELEMENT
+    caller = (held * attention.heads + keys * attention.kv_heads) * (d + e) * bytes_per_element
     rows = np.zeros(plan.ranks, np.int64)  # of queries, times their heads
     for piece in plan.pieces:
         rows += piece.q_layout.token_counts * heads_of(piece.q_layout, attention.heads)
-    forward = caller + rows * (4 * e + 4) + peak_bytes(plan, "forward")["total"]
-    backward = 2 * caller + rows * (4 * d + 4) + peak_bytes(plan, "backward")["total"]
+    forward = caller + rows * (4 * e + 4) + peak_bytes(plan, "forward", bytes_per_element)["total"]
+    backward = 2 * caller + rows * (4 * d + 4) + peak_bytes(plan, "backward", bytes_per_element)["total"]
     return np.maximum(forward, backward)

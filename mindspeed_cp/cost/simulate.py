@@ -20,9 +20,10 @@ import numpy as np
 from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
 from mindspeed_cp.cost.kernels import MOST_SPANS, kernel_seconds
+from mindspeed_cp.cost.linear import LinearSeconds, linear_seconds, with_projections
 from mindspeed_cp.cost.links import Links
 from mindspeed_cp.cost.timeline import SPENT, Timeline
-from mindspeed_cp.cost.transfers import TRANSFER, transfers
+from mindspeed_cp.cost.transfers import TRANSFER, transfers, turn_count
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.program import Plan
 
@@ -48,12 +49,12 @@ def simulate(
     """
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
-    tokens = (plan.linear or plan.layout).token_counts
-    linear = np.asarray(cost.linear_seconds(tokens)) + cost.linear_seconds(tokens, backward=True)
-    forward = _direction(plan, "forward", cost, np.zeros(plan.ranks), most_spans, sharing)
-    backward = _direction(plan, "backward", cost, forward.turns[:, -1, 2] + linear, most_spans, sharing)
+    there, back = (linear_seconds(plan, cost, backward) for backward in (False, True))
+    forward = _direction(plan, "forward", cost, np.zeros(plan.ranks), there, most_spans, sharing)
+    begin = forward.turns[:, -1, 2] + there.rest + back.rest
+    backward = _direction(plan, "backward", cost, begin, back, most_spans, sharing)
     total = float(backward.turns[:, -1, 2].max())
-    compute = forward.compute + backward.compute
+    compute, linear = forward.compute + backward.compute, there.total + back.total
     return Timeline(
         total,
         compute,
@@ -65,6 +66,7 @@ def simulate(
         backward.sent,
         plan,
         cluster,
+        cost.layer,
         forward.looked_at,
     )
 
@@ -80,7 +82,7 @@ def fitted(cluster: Cluster, ranks_per_node: int) -> Cluster:
 
 @dataclass(frozen=True, eq=False)
 class _Direction:
-    """Turns (start, computed, end) [ranks, turns + 2, 3], kernels of each rank, transfers, ranks looked at."""
+    """Turns (start, computed, end) [ranks, turns, 3], attention's kernels of each rank, transfers, ranks looked at."""
 
     turns: np.ndarray
     compute: np.ndarray
@@ -89,13 +91,21 @@ class _Direction:
 
 
 def _direction(
-    plan: Plan, name: str, cost: ComputeCost, begin: np.ndarray, most_spans: int, sharing: str
+    plan: Plan,
+    name: str,
+    cost: ComputeCost,
+    begin: np.ndarray,
+    linear: LinearSeconds,
+    most_spans: int,
+    sharing: str,
 ) -> _Direction:
     kernels, looked_at = kernel_seconds(plan, cost, name, most_spans)
     table = transfers(plan, name, cost.layer)
-    if len(table) and int(table["done"].max()) >= kernels.shape[1]:
+    if len(table) and int(table["done"].max()) >= turn_count(plan, name):
         raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last turn")
-    return _Direction(*run(kernels, table, Links(cost.cluster, plan.topology.nodes, sharing), begin), looked_at)
+    links = Links(cost.cluster, plan.topology.nodes, sharing)
+    turns, _, sent = run(with_projections(kernels, linear, plan), table, links, begin)
+    return _Direction(turns, kernels.sum(1), sent, looked_at)
 
 
 def run(

@@ -12,6 +12,7 @@ import numpy as np
 from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
 from mindspeed_cp.cost.kernels import kernel_seconds
+from mindspeed_cp.cost.linear import linear_seconds, with_projections
 from mindspeed_cp.cost.links import Links
 from mindspeed_cp.cost.simulate import fitted, run
 from mindspeed_cp.cost.transfers import transfers
@@ -72,18 +73,17 @@ def simulate_layers(plan: Plan, cluster: Cluster, layers: int, layer: LayerCost 
     _check_layers(layers)
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
-    tokens = (plan.linear or plan.layout).token_counts
     now = np.zeros(plan.ranks)
     last_backward = 0.0
     for name, backward in (("forward", False), ("backward", True)):
-        kernels, _ = kernel_seconds(plan, cost, name)
+        linear = linear_seconds(plan, cost, backward)
+        kernels = with_projections(kernel_seconds(plan, cost, name)[0], linear, plan)
         table, links = transfers(plan, name, cost.layer), Links(cluster, plan.topology.nodes)
-        linear = np.asarray(cost.linear_seconds(tokens, backward))
         for _ in range(min(layers, SETTLED)):
             before = now
-            begin = now + linear if backward else now
+            begin = now + linear.rest if backward else now
             now = run(kernels, table, links, begin)[0][:, -1, 2]
-            now = now if backward else now + linear
+            now = now if backward else now + linear.rest
         step = float(now.max() - before.max())
         now = now + step * max(layers - SETTLED, 0)
         links.free += step * max(layers - SETTLED, 0)

@@ -8,8 +8,9 @@ from functools import cached_property
 import numpy as np
 
 from mindspeed_cp.cost.cluster import Cluster
+from mindspeed_cp.cost.compute import LayerCost
 from mindspeed_cp.cost.memory import layer_bytes
-from mindspeed_cp.cost.transfers import KINDS
+from mindspeed_cp.cost.transfers import KINDS, edges, turn_count
 from mindspeed_cp.plan.program import Plan
 
 #: A transfer of a timeline: `bytes` of kind KINDS[kind] from src to dst, of part `part`, posted in turn `start` and due
@@ -29,14 +30,16 @@ class Timeline:
     Attributes:
         total: until the last rank is done.
         compute: attention kernels of each rank, both directions, fp64 [ranks].
-        linear: linear layers of each rank, both directions, fp64 [ranks].
+        linear: linear layers of each rank, projections among them, both directions, fp64 [ranks].
         waiting: what is left of the total: the rank waits for messages, or for the others at the end, fp64 [ranks].
         forward, backward: (start, computed, end) of every rank's turns, fp64 [ranks, turns + 2, 3]; the first entry
-            is the wait for moves before the first turn, the last one that for those after the last. Between the two
-            directions a rank computes its linear layers.
+            is the wait for moves before the first turn, the last one that for those after the last. Where hidden
+            states move, fp64 [ranks, turns + 6, 3]: two more at each end, the outer ones waits for these, the others
+            projections (`edges`). Between the two directions a rank computes its other linear layers.
         transfers, transfers_backward: records of dtype SPENT, in the order in which they are posted.
         plan: that was simulated.
         cluster: on which, of `plan.topology.ranks_per_node` ranks a node.
+        layer: its linear part.
         looked_at: ranks whose tiles were counted one by one; fewer than there are only in plans of millions of tiles,
             where some ranks stand for their neighbours.
     """
@@ -51,6 +54,7 @@ class Timeline:
     transfers_backward: np.ndarray
     plan: Plan
     cluster: Cluster
+    layer: LayerCost
     looked_at: int
 
     @property
@@ -61,7 +65,17 @@ class Timeline:
     @cached_property
     def memory(self) -> np.ndarray:
         """Bytes that the attention holds at its fullest moment, int64 [ranks] (:func:`.memory.layer_bytes`)."""
-        return layer_bytes(self.plan)
+        return layer_bytes(self.plan, self.layer.bytes_per_element)
+
+    @property
+    def edges(self) -> int:
+        """Entries of `forward` and `backward` before those of the plan's turns, and after them."""
+        return edges(self.plan)
+
+    def is_attention(self, direction: str) -> np.ndarray:
+        """Which entries of a direction's turns are the plan's, bool [turns]; kernels of others are projections."""
+        turns = np.arange(turn_count(self.plan, direction))
+        return (turns >= self.edges) & (turns < len(turns) - self.edges)
 
     @property
     def imbalance(self) -> float:

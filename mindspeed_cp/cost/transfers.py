@@ -9,15 +9,15 @@ from mindspeed_cp.layout import Layout, Redistribution
 from mindspeed_cp.plan.combine import conclusions
 from mindspeed_cp.plan.program import Plan, Program
 
-ELEMENT, GRADIENT = 2, 4  # bytes of q, k, v and out; of gradients that are summed
+GRADIENT = 4  # bytes of gradients that are summed
 
 #: What a transfer carries, by its `kind`: keys and values between steps, their gradients on the way back; q, k, v, out
 #: or their gradients between two layouts of attention; hidden states between those of linear layers and attention.
 KINDS = ("keys", "gradients", "move", "remap")
 KEYS, GRADIENTS, MOVE, REMAP = range(len(KINDS))
 
-#: `bytes` from src to dst for part `part`, posted by both when turn `start` begins, finished in turn `done`. Turn 0
-#: waits for the moves before the first turn of the plan, which is turn 1; the last turn for those after its last.
+#: `bytes` from src to dst for part `part`, posted by both when turn `start` begins, finished in turn `done`. Turns are
+#: those of the plan with :func:`edges` others before and after them.
 TRANSFER = np.dtype(
     [*((name, np.int64) for name in ("src", "dst", "start", "done", "kind", "part")), ("bytes", np.float64)]
 )
@@ -29,9 +29,12 @@ def transfers(plan: Plan, direction: str, layer: LayerCost) -> np.ndarray:
     Args:
         plan: any plan.
         direction: "forward" or "backward".
-        layer: its hidden size is that of what a remap moves.
+        layer: how wide rows are that a remap moves, and how many bytes an element has.
     """
-    found = [np.empty(0, TRANSFER), *_steps(plan, direction), *_moves(plan, direction, layer)]
+    element = layer.bytes_per_element
+    found = [np.empty(0, TRANSFER), *_steps(plan, direction, element), *_moves(plan, direction, element)]
+    if plan.linear is not None:
+        found += _remap(plan, direction, layer)
     out = np.concatenate(found)
     return out[np.lexsort((out["src"] ^ out["dst"], out["part"], out["start"]))]
 
@@ -41,21 +44,35 @@ def heads_of(layout: Layout, heads: int) -> np.ndarray:
     return np.full(layout.ranks, heads) if layout.heads is None else np.diff(layout.heads, axis=1)[:, 0]
 
 
+def edges(plan: Plan) -> int:
+    """Turns before the first one of the plan, and as many after its last.
+
+    One waits for moves between layouts of attention. Where hidden states move there are two more around it: one that
+    waits for them, and, nearer to attention, one that computes the projections (:mod:`.linear`).
+    """
+    return 1 if plan.linear is None else 3
+
+
+def turn_count(plan: Plan, direction: str) -> int:
+    """Turns of a direction, with those before and after the plan's."""
+    return len(plan.turns(direction)) + 2 * edges(plan)
+
+
 def places(plan: Plan, direction: str) -> list[np.ndarray]:
-    """For each piece the turn (from 1) of each of its steps."""
+    """For each piece the turn of each of its steps; the first one of the plan is turn `edges(plan)`."""
     out = [np.zeros(getattr(piece, direction).steps, np.int64) for piece in plan.pieces]
-    for number, (piece, step) in enumerate(plan.turns(direction), 1):
+    for number, (piece, step) in enumerate(plan.turns(direction), edges(plan)):
         out[piece][step] = number
     return out
 
 
-def _steps(plan: Plan, direction: str) -> list[np.ndarray]:
+def _steps(plan: Plan, direction: str, element: int) -> list[np.ndarray]:
     attention = plan.attention
     found = []
     for number, (piece, place) in enumerate(zip(plan.pieces, places(plan, direction), strict=True)):
         program: Program = getattr(piece, direction)
         row = heads_of(piece.kv_layout, attention.kv_heads) * (attention.head_dim + attention.head_dim_v)
-        for messages, kind, size in ((program.fetch, KEYS, ELEMENT), (program.reduce, GRADIENTS, GRADIENT)):
+        for messages, kind, size in ((program.fetch, KEYS, element), (program.reduce, GRADIENTS, GRADIENT)):
             items = messages.items
             out = np.empty(len(items), TRANSFER)
             for name in ("src", "dst"):
@@ -68,29 +85,36 @@ def _steps(plan: Plan, direction: str) -> list[np.ndarray]:
     return found
 
 
-def _moves(plan: Plan, direction: str, layer: LayerCost) -> list[np.ndarray]:
-    """Moves between layouts, of hidden states too."""
-    attention, turns = plan.attention, plan.turns(direction)
-    last, forward = len(turns) + 1, direction == "forward"
+def _moves(plan: Plan, direction: str, element: int) -> list[np.ndarray]:
+    """Moves between layouts of attention."""
+    attention, forward = plan.attention, direction == "forward"
+    first, last = edges(plan) - 1, turn_count(plan, direction) - edges(plan)
     leaves = conclusions(plan, direction)
     width, width_v = attention.head_dim, attention.head_dim_v
     found = []
     for number, (piece, place) in enumerate(zip(plan.pieces, places(plan, direction), strict=True)):
-        before, after = int(place.min(initial=last)) - 1, min(leaves[number] + 2, last)
+        before, after = int(place.min(initial=last)) - 1, min(leaves[number] + 2 + first, last)
         if piece.q_move is not None:
             there, back = (width, width_v) if forward else (width_v, width)
-            found.append(_of(piece.q_move, False, there * ELEMENT, 0, before, MOVE, number))
-            found.append(_of(piece.q_move, True, back * ELEMENT, after, last, MOVE, number))
+            found.append(_of(piece.q_move, False, there * element, first, before, MOVE, number))
+            found.append(_of(piece.q_move, True, back * element, after, last, MOVE, number))
         if piece.kv_move is not None:
-            size = GRADIENT if piece.kv_move.replicates and not forward else ELEMENT
-            first, due = (0, before) if forward else (after, last)
-            found.append(_of(piece.kv_move, not forward, (width + width_v) * size, first, due, MOVE, number))
-    if plan.linear is not None:
-        hidden = Redistribution.between(plan.linear, plan.layout, 1)
-        if hidden is not None:
-            for adjoint, at in ((False, 0), (True, last)):
-                found.append(_of(hidden, adjoint, layer.hidden_size * ELEMENT, at, at, REMAP, 0))
+            size = GRADIENT if piece.kv_move.replicates and not forward else element
+            start, due = (first, before) if forward else (after, last)
+            found.append(_of(piece.kv_move, not forward, (width + width_v) * size, start, due, MOVE, number))
     return found
+
+
+def _remap(plan: Plan, direction: str, layer: LayerCost) -> list[np.ndarray]:
+    """Hidden states to attention's layout in the first turn, and back in the last one. Every tensor-parallel rank moves
+    its share of the rows, or all of them; over the links of this rank go its own."""
+    assert plan.linear is not None
+    hidden = Redistribution.between(plan.linear, plan.layout, 1)
+    if hidden is None:
+        return []
+    row = layer.hidden_size * layer.bytes_per_element / layer.row_shares
+    last = turn_count(plan, direction) - 1
+    return [_of(hidden, adjoint, row, at, at, REMAP, 0) for adjoint, at in ((False, 0), (True, last))]
 
 
 def _of(move: Redistribution, adjoint: bool, row: float, start: int, done: int, kind: int, part: int) -> np.ndarray:

@@ -55,6 +55,7 @@ def build_hierarchical(
     hidden_size: int | None = None,
     ffn_hidden_size: int | None = None,
     tensor_model_parallel_size: int = 1,
+    sequence_parallel: bool = False,
     simulated_placements: int = 1,
 ) -> Plan:
     """Hierarchical placement over all ranks.
@@ -73,6 +74,7 @@ def build_hierarchical(
         max_seqlen_per_dp_cp_rank: a rank holds no more tokens; default: no bound.
         hidden_size, ffn_hidden_size, tensor_model_parallel_size: of the model, for the cost of linear layers; default:
             heads * head_dim, a gated FFN of 8/3 that, and 1.
+        sequence_parallel: tensor-parallel ranks share the rows of hidden states, of which each then moves its part.
         simulated_placements: of so many of the placements that the planner's model finds fastest, plans are built and
             simulated (:mod:`mindspeed_cp.cost.simulate`), and the one that the simulation finds fastest is taken. Each
             costs about as much as planning without; worth it where planning is hidden behind long steps.
@@ -94,16 +96,21 @@ def build_hierarchical(
         if fit or not heads_too:  # equal parts of split heads are rounded up
             break
     made = [
-        _remapped(plans[i], remap, hidden_size, tensor_model_parallel_size) if best[i].setting.remap else plans[i]
+        _remapped(plans[i], remap, hidden_size, tensor_model_parallel_size, sequence_parallel)
+        if best[i].setting.remap
+        else plans[i]
         for i in fit or [0]
     ]
-    return made[0] if len(made) == 1 else _fastest(made, topology, _layer(attention, *sizes))
+    return made[0] if len(made) == 1 else _fastest(made, topology, _layer(attention, *sizes, sequence_parallel))
 
 
-def _remapped(plan: Plan, remap: str, hidden_size: int | None, tensor_model_parallel_size: int) -> Plan:
+def _remapped(
+    plan: Plan, remap: str, hidden_size: int | None, tensor_model_parallel_size: int, sequence_parallel: bool
+) -> Plan:
     mode = remap if has_hidden(plan) else "qkv"  # where all heads are split, their moves start at the linear layout
     if mode == "auto":
-        mode = "qkv" if hidden_size is None else fewer_bytes(plan, hidden_size, tensor_model_parallel_size)
+        sizes = tensor_model_parallel_size, sequence_parallel
+        mode = "qkv" if hidden_size is None else fewer_bytes(plan, hidden_size, *sizes)
     return with_linear_layout(plan, mode)
 
 
@@ -245,7 +252,11 @@ def _order(parts: list[Plan], exchange: bool, direction: str) -> Order:
 
 
 def _layer(
-    attention: AttentionConfig, hidden_size: int | None, ffn_hidden_size: int | None, tensor_model_parallel_size: int
+    attention: AttentionConfig,
+    hidden_size: int | None,
+    ffn_hidden_size: int | None,
+    tensor_model_parallel_size: int,
+    sequence_parallel: bool = False,
 ) -> LayerCost:
     """The linear part of a layer."""
     if hidden_size is None:
@@ -254,5 +265,5 @@ def _layer(
     heads, kv_heads = attention.heads * tensor_model_parallel_size, attention.kv_heads * tensor_model_parallel_size
     return LayerCost.of(
         hidden_size, width, heads, kv_heads, attention.head_dim, attention.head_dim_v,
-        tensor_parallel=tensor_model_parallel_size,
+        tensor_parallel=tensor_model_parallel_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.cost.transfers import GRADIENTS, KEYS, MOVE, REMAP
+from mindspeed_cp.cost.transfers import GRADIENTS, KEYS, MOVE, REMAP, edges
 from mindspeed_cp.layout import Layout, Redistribution, expand
 from mindspeed_cp.plan import Messages, Plan, Program
 
@@ -33,10 +33,10 @@ def carried(plan: Plan, direction: str, sent: np.ndarray, wanted: np.ndarray | N
             found.append(_between_steps(piece, program, messages, kind, numbers, wanted))
         moved = np.flatnonzero((sent["kind"] == MOVE) & (sent["part"] == part) & wanted)
         for move in [piece.q_move or piece.kv_move] * bool(len(moved)):
-            found.append(_moved(move, sent, moved))
+            found.append(_moved(move, sent, moved, edges(plan)))
     moved = np.flatnonzero((sent["kind"] == REMAP) & wanted)
     if len(moved) and plan.linear is not None:
-        found.append(_moved(Redistribution.between(plan.linear, plan.layout, 1), sent, moved))
+        found.append(_moved(Redistribution.between(plan.linear, plan.layout, 1), sent, moved, edges(plan)))
     return np.concatenate(found)
 
 
@@ -126,8 +126,9 @@ def _where_computed(
     return found[number], doc, rows
 
 
-def _moved(move: Redistribution | None, sent: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Of a move between layouts, posted before the first turn, or of its adjoint, posted later."""
+def _moved(move: Redistribution | None, sent: np.ndarray, numbers: np.ndarray, before: int) -> np.ndarray:
+    """Of a move between layouts, posted before turn `before`, the first of the plan, or of its adjoint, posted
+    later."""
     if move is None:
         return np.empty(0, CARRIED)
     parts, layout, ranks = move.parts, move.source, move.source.ranks
@@ -141,7 +142,7 @@ def _moved(move: Redistribution | None, sent: np.ndarray, numbers: np.ndarray) -
     number_of = np.full(ranks * ranks, -1)
     number_of[parts["src"] * ranks + parts["dst"]] = np.arange(len(parts))
     src, dst = sent["src"][numbers], sent["dst"][numbers]
-    pair = number_of[np.where(sent["start"][numbers] == 0, src * ranks + dst, dst * ranks + src)]
+    pair = number_of[np.where(sent["start"][numbers] < before, src * ranks + dst, dst * ranks + src)]
     count = edges[pair + 1] - edges[pair]
     out = table[expand(edges[pair], count)]
     out["message"] = np.repeat(numbers, count)

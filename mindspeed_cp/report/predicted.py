@@ -7,15 +7,15 @@ training step has beside these (embeddings, output layer, loss, optimizer, and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.cost import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.cost.linear import linear_seconds
 from mindspeed_cp.cost.simulate import fitted, simulate
 from mindspeed_cp.cost.step import reduction_seconds
-from mindspeed_cp.cost.transfers import ELEMENT
 from mindspeed_cp.layout import Documents, Redistribution, in_shares
 from mindspeed_cp.plan import AttentionConfig, Plan, build_plan, traffic
 from mindspeed_cp.report.measured import Breakdown, MeasuredStep
@@ -86,6 +86,7 @@ class _Model:
 
     def layer(self, documents: Documents, attention: AttentionConfig, layer: LayerCost) -> _Layer:
         """One layer, forward, backward, and forward again where that is computed again."""
+        layer = replace(layer, bytes_per_element=self._element, row_shares=self._shares)
         key = documents, attention, layer
         if key not in self._known:
             suite, options = self._settings.context_parallel_suite, self._settings.plan_options
@@ -95,35 +96,29 @@ class _Model:
 
     def _simulated(self, plan: Plan, layer: LayerCost) -> _Layer:
         said = traffic(plan, self._element)
-        timeline = simulate(plan, self._slowed(plan, said["total"]), layer)
-        forward = timeline.forward
-        kernels, exposed = ((forward[:, :, i + 1] - forward[:, :, i]).sum(1) for i in (0, 1))
-        tokens = (plan.linear or plan.layout).token_counts
-        linear = np.asarray(ComputeCost(self._cluster, plan.attention, layer).linear_seconds(tokens))
-        again = self._again
+        timeline = simulate(plan, self._cluster, layer)
+        forward, own = timeline.forward, timeline.is_attention("forward")
+        linear = linear_seconds(plan, ComputeCost(self._cluster, plan.attention, layer), backward=False)
+        again, full, around = self._again, self._linear_again, timeline.edges - 1
+        some = forward if full else forward[:, around : forward.shape[1] - around]  # attention alone, if not all
+        kernels = (forward[:, own, 1] - forward[:, own, 0]).sum(1)
+        exposed = (some[:, :, 2] - some[:, :, 1]).sum(1)
+        once_more = float((some[:, -1, 2] - some[:, 0, 0]).max()) + full * float(linear.rest.max())
         sent = said["total"] + again * (said["fetch_forward"] + said["move_forward"])
         messages = _messages(plan, "forward") * (1 + again) + _messages(plan, "backward")
-        rows, moves = _remap(plan, self._shares) * (2 + self._linear_again)  # forward and backward
+        rows, moves = _remap(plan, self._shares) * (2 + full)  # forward and backward
         return _Layer(
             self._on_all(timeline.compute + again * kernels),
             self._on_all(timeline.exposed + again * exposed),
-            self._on_all(timeline.linear + self._linear_again * linear),
+            self._on_all(timeline.linear + full * linear.total),
             self._on_all(sent) + self._on_all(rows) * layer.hidden_size * self._element,
             self._on_all(messages) + self._on_all(moves),
-            timeline.total + again * float(forward[:, -1, 2].max()) + self._linear_again * float(linear.max()),
+            timeline.total + again * once_more,
         )
 
     def _on_all(self, values: np.ndarray) -> np.ndarray:
         """Of context-parallel ranks, for all their tensor-parallel ranks; of these as they are."""
         return np.repeat(values, self._tp) if len(values) * self._tp == self._size else values
-
-    def _slowed(self, plan: Plan, total: np.ndarray) -> Cluster:
-        """The simulator counts elements of 2 bytes. Where they have more, links are slower by as much as all bytes of a
-        layer are more."""
-        if self._element == ELEMENT or not total.any():
-            return self._cluster
-        share = float(traffic(plan, ELEMENT)["total"].sum() / total.sum())
-        return self._cluster.with_(communication_efficiency=self._cluster.communication_efficiency * share)
 
 
 def _messages(plan: Plan, direction: str) -> np.ndarray:

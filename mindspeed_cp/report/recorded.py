@@ -83,10 +83,14 @@ def _computed(timeline: Timeline, direction: str, ranks: Sequence[int], detailed
     sent = timeline.transfers if direction == "forward" else timeline.transfers_backward
     found, waited = Turns(timeline.plan, direction, detailed), waits(timeline, direction)
     names = [f"{part}.{step}" if timeline.plan.parts else str(step) for part, step in timeline.plan.turns(direction)]
+    own = timeline.is_attention(direction)
     for rank in ranks:
         for turn, (start, computed, _) in enumerate(turns[rank].tolist()):
-            if computed > start:
-                details = {"turn": turn, "step": names[turn - 1], **_tiles(found.of(rank, turn))}
+            if computed > start and not own[turn]:
+                tokens = {"turn": turn, "tokens": int(timeline.plan.layout.token_counts[rank])}
+                yield Event(rank, "compute", f"projections {direction}", start, computed - start, "linear", tokens)
+            elif computed > start:
+                details = {"turn": turn, "step": names[turn - timeline.edges], **_tiles(found.of(rank, turn))}
                 yield Event(rank, "compute", f"attention {direction}", start, computed - start, "attention", details)
     chosen = waited[np.isin(waited["rank"], list(ranks))]
     for wait in chosen:

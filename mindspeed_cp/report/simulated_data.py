@@ -106,7 +106,7 @@ def _direction(timeline: Timeline, direction: str, ranks: list[int], detailed: l
     tiles = [[_tiles(found.of(rank, turn)) for turn in range(turns.shape[1])] if rank in known else 0 for rank in ranks]
     return {
         "name": direction,
-        "steps": ["", *steps, ""],
+        "steps": [*[""] * timeline.edges, *steps, *[""] * timeline.edges],
         "turns": deltas.tolist(),
         "tiles": tiles,
         "waits": _waits(timeline, direction, ranks),

@@ -17,8 +17,8 @@ function barsOf(one) { // everything that is drawn, in units of time; made once 
       for (let i = 1; i < deltas.length; i += 2) {
         const turn = (i - 1) / 2, [kernel, wait] = [deltas[i], deltas[i + 1]];
         if (kernel > 0)
-          bars.push({ row: index, rank, lane: 0, shade: direction.name, from: now, to: now + kernel, direction, turn,
-            tiles: direction.tiles[index] && direction.tiles[index][turn] });
+          bars.push({ row: index, rank, lane: 0, shade: direction.steps[turn] ? direction.name : "linear", from: now,
+            to: now + kernel, direction, turn, tiles: direction.tiles[index] && direction.tiles[index][turn] });
         now += kernel;
         if (wait > 0)
           bars.push({ row: index, rank, lane: 0, shade: "exposed", from: now, to: now + wait, direction, turn,
@@ -183,6 +183,8 @@ function told(bar) { // a bar in words
       `under way ${span}`, `posted in ${bar.direction.name} turn ${posted}, due at the end of turn ${due}`,
       some(listed, documents, "document")];
   }
+  if (bar.shade === "linear" && bar.direction)
+    return [`${who}: projections around attention, ${bar.direction.name} turn ${bar.turn}`, span];
   if (bar.shade === "linear")
     return [`${who}: linear layers, forward and backward`, span, `${number(line.one.per_rank.tokens[bar.rank])} tokens`];
   if (bar.shade === "late") return [`${who}: waits for the slowest rank`, span];

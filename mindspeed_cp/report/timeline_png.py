@@ -116,7 +116,8 @@ def _all(page: Sheet, comparison: Comparison) -> None:
     axes.xaxis.set_major_formatter("{x:g} ms")
     for row, one in enumerate(some):
         left, figures = 0.0, one.figures
-        forward = np.diff(one.timeline.forward[:, :, :2], axis=2).sum() / one.timeline.compute.sum()
+        turns = one.timeline.forward[:, one.timeline.is_attention("forward")]
+        forward = np.diff(turns[:, :, :2], axis=2).sum() / one.timeline.compute.sum()
         parts = {
             "forward": figures.attention * forward,
             "linear": figures.linear,
@@ -179,7 +180,9 @@ def _timeline(axes: Axes, comparison: Comparison, timeline: Timeline, ranks: Seq
     for name, turns in zip(DIRECTIONS, (timeline.forward, timeline.backward), strict=True):
         some = turns[list(ranks)]
         where = np.broadcast_to(np.arange(len(ranks))[:, None], some.shape[:2])
-        _boxes(axes, name, where, some[:, :, 0], some[:, :, 1], 0, KERNELS)
+        own = timeline.is_attention(name)
+        for colour, of in ((name, own), ("linear", ~own)):
+            _boxes(axes, colour, where[:, of], some[:, of, 0], some[:, of, 1], 0, KERNELS)
         _boxes(axes, "exposed", where, some[:, :, 1], some[:, :, 2], 0, KERNELS)
         bars = Bars.of(timeline, name, "dst").bars
         bars = bars[row[bars["rank"]] >= 0]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindspeed_cp.cost.transfers import heads_of, places
+from mindspeed_cp.cost.transfers import heads_of, places, turn_count
 from mindspeed_cp.layout import expand
 from mindspeed_cp.plan import Plan, Program
 from mindspeed_cp.plan.records import record
 from mindspeed_cp.plan.tiles import pairs
 
-#: A tile of rank `rank` in turn `turn` (counted from 1, as in a timeline): q_rows queries of document `doc`, whose
+#: A tile of rank `rank` in turn `turn` (counted as in a timeline): q_rows queries of document `doc`, whose
 #: positions in it are among q_first .. q_last, against k_rows keys among k_first .. k_last. `pairs` of them are
 #: visible, and computed for `heads` query heads. Rows may be fewer than positions: a tile may join several runs.
 PLACED = record("rank turn doc q_first q_last q_rows k_first k_last k_rows pairs heads part")
@@ -31,7 +31,7 @@ class Turns:
     """
 
     def __init__(self, plan: Plan, direction: str, ranks: Sequence[int]) -> None:
-        self._turns = len(plan.turns(direction)) + 2
+        self._turns = turn_count(plan, direction)
         found = [np.empty(0, PLACED)]
         for part, (piece, place) in enumerate(zip(plan.pieces, places(plan, direction), strict=True)):
             program: Program = getattr(piece, direction)

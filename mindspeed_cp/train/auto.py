@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from mindspeed_cp.config import Settings
-from mindspeed_cp.config_checks import attention_of
-from mindspeed_cp.cost import LayerCost
+from mindspeed_cp.config_checks import attention_of, layer_of
 from mindspeed_cp.cost.choose import Candidate, Decision, candidates, choose_algorithm
 from mindspeed_cp.data import PackedStream, open_corpus
 from mindspeed_cp.plan import AUTO
@@ -32,16 +31,12 @@ def resolved(settings: Settings) -> tuple[Settings, Decision | None]:
     attention = replace(whole, heads=max(1, whole.heads // tensor), kv_heads=max(1, whole.kv_heads // tensor))
     if 0 < model.window_layers * 2 < model.num_layers:  # most layers are without the window
         attention = replace(attention, window=None)
-    layer = LayerCost.of(
-        model.hidden_size, model.ffn_width, model.num_attention_heads, model.kv_heads, model.head_dim,
-        model.head_dim_v, tensor_parallel=tensor,
-    )  # fmt: skip
     possible = {}
     for one in candidates(suite.topology, attention):
         with suppress(ValueError):  # what the settings refuse with this algorithm
             possible[one] = _with(settings, one)
     decision = choose_algorithm(
-        rows, suite.topology, attention, layer=layer, among=list(possible), options=settings.plan_options
+        rows, suite.topology, attention, layer=layer_of(settings), among=list(possible), options=settings.plan_options
     )
     return possible[decision.candidate], decision
 

@@ -62,6 +62,8 @@ def document_cost(settings: Settings, attentions: Sequence[AttentionConfig]) -> 
             head_dim_v=model.head_dim_v,
             gated=model.swiglu,
             tensor_parallel=settings.train.tensor_model_parallel_size,
+            sequence_parallel=settings.train.sequence_parallel,
+            bytes_per_element=2 if settings.train.bf16 else 4,
         )
         layers.append((attention, layer))
     return DocumentCost(

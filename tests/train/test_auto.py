@@ -59,7 +59,7 @@ def test_the_linear_layers_are_those_of_the_model(
     model = made.model
     assert given["layer"] == LayerCost.of(
         model.hidden_size, model.ffn_width, model.num_attention_heads, model.kv_heads, model.head_dim, model.head_dim_v,
-        tensor_parallel=2,
+        tensor_parallel=2, bytes_per_element=4,
     )  # fmt: skip
     assert given["attention"].heads == model.num_attention_heads // 2 and given["attention"].window == (100, 0)
 
