@@ -27,6 +27,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.report.trace import Event, Recording, trace_events
+from mindspeed_cp.report.trace_file import damaged, read_trace_file
 
 FOLDER = "trace"
 NAME = "measured"
@@ -36,6 +37,9 @@ VERSION = 1
 #: all ranks, and the reduction of gradients; waits for a batch; the optimizer; all of the step.
 ATTENTION, COMMUNICATION, WAIT = "attention", "communication", "wait"
 RANKS, BATCH, OPTIMIZER, STEP = "ranks", "batch", "optimizer", "step"
+
+#: Of what a trace is about, that which other ranks of its step need not have alike.
+_OF_RANK = ("rank", "cp_rank", "replica", "seconds", "documents")
 
 _FILE = re.compile(r"step-(\d+)-rank-(\d+)\.json")
 
@@ -189,33 +193,70 @@ def read_steps(run: Path, only: Iterable[int] = ()) -> tuple[list[MeasuredStep],
             raise ConfigError(f"--step {step}: was not traced; valid: {', '.join(map(str, files))}")
     steps, lines = [], []
     for step in wanted or files:
-        traces = [_read(path) for path in files[step].values()]
+        traces = _of_step(step, files[step])
         size = traces[0].about["ranks"]
         missing = [rank for rank in range(size) if rank not in files[step]]
         if missing:
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} of {size} ranks"
             lines.append(f"step {step} is left out: {ranks} left no trace of it in {run / FOLDER}")
         else:
-            steps.append(MeasuredStep(step, traces[:size]))
+            steps.append(MeasuredStep(step, traces))
     if not steps:
         raise ConfigError(f"{run}: {'; '.join(lines)}; wait for the step's end, or put all files into one folder")
     return steps, lines
 
 
-def _read(path: Path) -> RankTrace:
+def _of_step(step: int, files: Mapping[int, Path]) -> list[RankTrace]:
+    """The traces of a step by rank, as far as they are there; files of ranks beyond the step's are not read."""
+    first = _read(step, *next(iter(files.items())))
+    _check_made(first)
+    traces = [first]
+    for rank, path in list(files.items())[1:]:
+        if rank < first.about["ranks"]:
+            one = _read(step, rank, path)
+            differ = [key for key in first.about if key not in _OF_RANK and one.about.get(key) != first.about[key]]
+            if differ:
+                raise ConfigError(
+                    f"{path}: {differ[0]} differs from what {first.path} has: they are of two runs, or one is damaged; "
+                    "remove the wrong one, and trace again"
+                )
+            traces.append(one)
+    return traces
+
+
+def _read(step: int, rank: int, path: Path) -> RankTrace:
+    about, events = read_trace_file(path, NAME, VERSION)
+    trace = RankTrace(path, about, events)
+    for key, value in (("step", step), ("rank", rank)):
+        if about[key] != value:
+            raise damaged(path, f"{key} is {about[key]} in it, and {value} in its name")
+    ranks, replicas = about["ranks"], about["replicas"]
+    if ranks % replicas or rank >= ranks or about["replica"] != rank // (ranks // replicas):
+        raise damaged(path, f"rank {rank} of {ranks} is not in replica {about['replica']} of {replicas}")
+    if not any(event["cat"] == STEP for event in trace.events):
+        raise damaged(path, f"no event is of category {STEP!r}, the whole step")
+    return trace
+
+
+def _check_made(trace: RankTrace) -> None:
+    """Raise ConfigError unless settings and layers can be made of a trace, and the settings have its ranks."""
+    path, about, step = trace.path, trace.about, MeasuredStep(trace.about["step"], [trace])
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        about = whole["otherData"][NAME]
-        version = about["version"]
-        events = [event for event in whole["traceEvents"] if event["ph"] == "X"]
-        names = {e["tid"]: e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "thread_name"}
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}: is no trace of a step, or a damaged one; remove it, and trace again") from None
-    if version != VERSION:
-        raise ConfigError(f"{path}: is of version {version} of these traces, this program reads {VERSION}; trace again")
-    return RankTrace(path, about, [{**event, "thread": names[event["tid"]]} for event in events])
+        size = step.settings.model_parallel_size
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: its settings cannot be used: {error}; report where the files are that they name, or remove it "
+            "and trace again"
+        ) from None
+    if about["ranks"] != about["replicas"] * size:
+        raise damaged(path, f"ranks is {about['ranks']}, not {about['replicas']} replicas of {size} ranks")
+    last = max(kind for kind, _, _ in about["layers"])
+    if last >= len(about["attentions"]):
+        raise damaged(path, f"layers have attention {last}, and attentions end before it")
+    try:
+        step.layers  # noqa: B018
+    except (ConfigError, TypeError) as error:
+        raise damaged(path, f"attentions: {error}") from None
 
 
 def _with_threads(trace: RankTrace) -> Iterable[tuple[int, Mapping[str, Any]]]:

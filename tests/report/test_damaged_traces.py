@@ -1,0 +1,176 @@
+"""Damaged files of traced steps: one line that names the file, whatever is wrong in it, and never another error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.report.beside import as_dict, beside, tables
+from mindspeed_cp.report.beside_trace import write_beside
+from mindspeed_cp.report.measured import content, file_name
+from tests.test_cli_report import about, events, leave, settings
+
+GONE = object()
+VALUES = (GONE, None, "x", -1, 3, 0.5, 1e300, float("nan"), [], [["x"]], {"a": 1}, "\ud800")
+
+ABOUT = ("otherData", "measured")
+#: Of it, what nothing is made of.
+UNUSED = ("cp_rank", "seconds")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 3 of two ranks."""
+    made = tmp_path_factory.mktemp("run")
+    for rank in (0, 1):
+        path = leave(made, 3, rank)
+        parts = [one for one in events(rank) if one.category in ("step", "attention") or one.details]
+        path.write_text(content(about(3, rank, settings(), documents=[[60, 4]]), parts[:3]))
+    return made
+
+
+@pytest.fixture
+def path(run: Path) -> Iterator[Path]:
+    """The trace of rank 0, which is put back afterwards."""
+    file = run / "trace" / file_name(3, 0)
+    text = file.read_text()
+    yield file
+    file.unlink()
+    file.write_text(text)
+
+
+def report(run: Path) -> None:
+    """All that `mindspeed-cp report` makes of a run, but the picture."""
+    result = beside(run)
+    tables(result)
+    json.dumps(as_dict(result), allow_nan=False)
+    write_beside(result, run / "all.json")
+
+
+def refusal(run: Path) -> str:
+    """The line of a run that cannot be reported."""
+    with pytest.raises(ConfigError) as caught:
+        report(run)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """All keys and indices in JSON values, of settings one of each section."""
+    if at:
+        yield at
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = at[2:3] == ("settings",) and len(at) == 4
+    for key, inner in list(items)[: 1 if inside else None]:
+        yield from places(inner, (*at, key))
+
+
+@contextmanager
+def changed(whole: Any, at: tuple[Any, ...], value: Any) -> Iterator[None]:
+    """Within the block another value is in a place, or none."""
+    holder = whole
+    for key in at[:-1]:
+        holder = holder[key]
+    kept = list(holder.items()) if isinstance(holder, dict) else list(holder)
+    if value is GONE:
+        del holder[at[-1]]
+    else:
+        holder[at[-1]] = value
+    yield
+    holder.clear()
+    (holder.update if isinstance(holder, dict) else holder.extend)(kept)
+
+
+def test_whatever_value_is_wrong_nothing_but_one_line_comes_of_it(run: Path, path: Path) -> None:
+    whole = json.loads(path.read_text())
+    whole["traceEvents"] = [one for one in whole["traceEvents"] if not one["name"].endswith("_sort_index")]
+    report(run)
+    refused: dict[tuple[Any, ...], int] = {}
+    for at in places(whole):
+        for value in VALUES:
+            with changed(whole, at, value):
+                path.write_text(json.dumps(whole))
+            try:
+                report(run)
+            except ConfigError as error:
+                assert "\n" not in str(error) and str(run) in str(error), (at, value)
+                refused[at] = refused.get(at, 0) + 1
+    for key in whole["otherData"]["measured"]:
+        assert key in UNUSED or refused[(*ABOUT, key)] >= len(VALUES) - 2, key
+    number = next(i for i, event in enumerate(whole["traceEvents"]) if event["args"].get("sends"))
+    for at in (("dur",), ("ts",), ("tid",), ("name",), ("args", "bytes"), ("args", "messages")):
+        assert refused[("traceEvents", number, *at)] >= len(VALUES) - 3, at
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no JSON at line 1, column 1"),
+        (b"\x00\x01", "no JSON at line 1, column 1"),
+        (b"\x89PNG\xff", "it is not text in UTF-8"),
+        (b"[]", "all of it = []: must be an object"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"otherData": ' + b"9" * 5000 + b"}", ": "),  # more digits than Python reads
+        (b'{"otherData": -Infinity}', "-Infinity is not a number of JSON"),
+        (b'{"otherData": {"measured": {"version": 1}}, "traceEvents": {}}', "traceEvents = {}: must be a list"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_one_line(run: Path, path: Path, content: bytes, said: str) -> None:
+    path.write_bytes(content)
+    line = refusal(run)
+    assert line.startswith(f"{path}: is no trace of a step, or a damaged one: ") and said in line
+    assert line.endswith("; remove it, and trace again")
+
+
+def test_wherever_a_file_ends_too_early_it_is_one_line(run: Path, path: Path) -> None:
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 2, 23):
+        path.write_bytes(whole[:length])
+        assert f"{path}: is no trace of a step, or a damaged one: no JSON at line 1" in refusal(run)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(run: Path, path: Path) -> None:
+    text = path.read_text()
+    path.unlink()
+    path.mkdir()
+    assert refusal(run) == f"{path}: cannot be read: Is a directory"
+    path.rmdir()
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ranks": 4}, "ranks is 4, not 1 replicas of 2 ranks"),
+        ({"replicas": 2, "ranks": 4, "replica": 1}, "rank 0 of 4 is not in replica 1 of 2"),
+        ({"rank": 1}, "rank is 1 in it, and 0 in its name"),
+        ({"step": 4}, "step is 4 in it, and 3 in its name"),
+        ({"layers": [[1, 1e6, 64]]}, "layers have attention 1, and attentions end before it"),
+        ({"attentions": [{"heads": 4, "size": 3}]}, "attentions: AttentionConfig"),
+        ({"attentions": [{"heads": 0}]}, "attention.heads is 0; valid: a whole number"),
+        ({"documents": [[60, -4]]}, "documents = [[60, -4]]: must be a list of micro-batches, each the lengths"),
+        ({"settings": {"model": {"num_layers": "x"}}}, 'its settings cannot be used: model.num_layers = "x"'),
+        ({"settings": {"model": {"layers": 3}}}, "its settings cannot be used: model.layers: unknown key"),
+    ],
+)
+def test_what_a_step_cannot_be_made_of_is_named(run: Path, path: Path, changes: dict[str, Any], said: str) -> None:
+    path.write_text(content(about(3, 0, settings()) | changes, events(0)))
+    line = refusal(run)
+    assert line.startswith(f"{path}: ") and said in line and "trace again" in line
+
+
+def test_files_of_two_runs_are_not_put_together(run: Path, path: Path) -> None:
+    path.write_text(content(about(3, 0, settings(), gradient_bytes=1), events(0)))
+    other = run / "trace" / file_name(3, 1)
+    assert refusal(run).startswith(f"{other}: gradient_bytes differs from what {path} has: they are of two runs")
+
+
+def test_a_trace_without_the_whole_step_is_refused(run: Path, path: Path) -> None:
+    path.write_text(content(about(3, 0, settings()), events(0)[1:]))
+    assert "no event is of category 'step', the whole step" in refusal(run)
