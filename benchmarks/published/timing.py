@@ -14,65 +14,15 @@ import numpy as np
 
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cost import Cluster, ComputeCost
+from mindspeed_cp.cost.kernels import TileCounter, TileWork
 from mindspeed_cp.cost.linear import linear_seconds, with_projections
 from mindspeed_cp.cost.links import Links
 from mindspeed_cp.cost.simulate import fitted, run
 from mindspeed_cp.cost.step import SETTLED, MicroBatch
-from mindspeed_cp.cost.transfers import GRADIENT, GRADIENTS, edges, heads_of, places, transfers
+from mindspeed_cp.cost.transfers import GRADIENT, GRADIENTS, heads_of, transfers
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.tiles import pairs
 
 DIRECTIONS = ("forward", "backward")
-
-
-@dataclass(frozen=True, eq=False)
-class Tiles:
-    """What the kernels of one direction have to do, of each rank and turn of the plan, fp64 [ranks, plan turns].
-
-    Attributes:
-        pairs: visible (query, key) pairs, times the rank's part of the heads.
-        slow: the same, each tile's divided by the rows of its shorter side.
-        calls: kernel calls.
-    """
-
-    pairs: np.ndarray
-    slow: np.ndarray
-    calls: np.ndarray
-
-    def seconds(self, cost: ComputeCost, backward: bool) -> np.ndarray:
-        """Modelled time of the kernels, fp64 [ranks, plan turns]."""
-        work = self.pairs + cost.cluster.tile_rows * self.slow
-        found: np.ndarray = cost.attention_seconds(work, np.inf, self.calls, backward)
-        return found
-
-
-def count_tiles(plan: Plan, direction: str, stands: np.ndarray | None = None) -> Tiles:
-    """Tiles of a direction.
-
-    Args:
-        plan: any plan.
-        direction: "forward" or "backward".
-        stands: for each rank the one whose tiles stand for its own, int64 [ranks]; default: itself.
-    """
-    shape = plan.ranks, len(plan.turns(direction))
-    found = np.zeros((3, *shape))
-    chosen = np.arange(plan.ranks) if stands is None else np.unique(stands)
-    for piece, place in zip(plan.pieces, places(plan, direction), strict=True):
-        program = getattr(piece, direction)
-        share = heads_of(piece.q_layout, plan.attention.heads) / plan.attention.heads
-        for rank in chosen.tolist():
-            tiles = program.tiles(rank)
-            if not len(tiles):
-                continue
-            at = place[tiles["step"]] - edges(plan)
-            seen = pairs(tiles, plan.attention) * share[rank]
-            short = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
-            found[0, rank] += np.bincount(at, seen, shape[1])
-            found[1, rank] += np.bincount(at, seen / short, shape[1])
-            slots = int(tiles["slot"].max()) + 1
-            calls = np.unique((at * slots + tiles["slot"]) * 4 + tiles["mask"]) // 4 // slots
-            found[2, rank] += np.bincount(calls, minlength=shape[1])
-    return Tiles(*(found if stands is None else found[:, stands]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +52,7 @@ class Candidate:
     Attributes:
         label: of its options, for the table.
         plan: who holds, sends and computes what.
-        stands: see :func:`count_tiles`.
+        stands: see :class:`mindspeed_cp.cost.kernels.TileCounter`.
         links: makes the links of a cluster's nodes.
         counted: tiles by direction, as far as they were counted; several candidates with the same tiles may share it.
     """
@@ -111,12 +61,13 @@ class Candidate:
     plan: Plan
     stands: np.ndarray | None = None
     links: Callable[[Cluster, int], Links] = Links
-    counted: dict[str, Tiles] = field(default_factory=dict, repr=False)
+    counted: dict[str, TileWork] = field(default_factory=dict, repr=False)
 
-    def tiles(self, direction: str) -> Tiles:
-        """Of the plan; counted at the first call."""
+    def tiles(self, direction: str) -> TileWork:
+        """Of the plan; those of both directions are counted at the first call."""
         if direction not in self.counted:
-            self.counted[direction] = count_tiles(self.plan, direction, self.stands)
+            counter = TileCounter(self.plan, self.stands)
+            self.counted.update({name: counter.work(name) for name in DIRECTIONS})
         return self.counted[direction]
 
     def with_attention(self, attention: AttentionConfig) -> Candidate:

@@ -19,7 +19,7 @@ import numpy as np
 
 from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
-from mindspeed_cp.cost.kernels import MOST_SPANS, kernel_seconds
+from mindspeed_cp.cost.kernels import MOST_SPANS, TileCounter, stand_ins
 from mindspeed_cp.cost.linear import LinearSeconds, linear_seconds, with_projections
 from mindspeed_cp.cost.links import Links
 from mindspeed_cp.cost.timeline import SPENT, Timeline
@@ -49,10 +49,12 @@ def simulate(
     """
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
+    stands = stand_ins(plan, most_spans)
+    tiles = TileCounter(plan, stands)
     there, back = (linear_seconds(plan, cost, backward) for backward in (False, True))
-    forward = _direction(plan, "forward", cost, np.zeros(plan.ranks), there, most_spans, sharing)
+    forward = _direction(plan, "forward", cost, np.zeros(plan.ranks), there, tiles, sharing)
     begin = forward.turns[:, -1, 2] + there.rest + back.rest
-    backward = _direction(plan, "backward", cost, begin, back, most_spans, sharing)
+    backward = _direction(plan, "backward", cost, begin, back, tiles, sharing)
     total = float(backward.turns[:, -1, 2].max())
     compute, linear = forward.compute + backward.compute, there.total + back.total
     return Timeline(
@@ -67,7 +69,7 @@ def simulate(
         plan,
         cluster,
         cost.layer,
-        forward.looked_at,
+        len(np.unique(stands)),
     )
 
 
@@ -82,12 +84,11 @@ def fitted(cluster: Cluster, ranks_per_node: int) -> Cluster:
 
 @dataclass(frozen=True, eq=False)
 class _Direction:
-    """Turns (start, computed, end) [ranks, turns, 3], attention's kernels of each rank, transfers, ranks looked at."""
+    """Turns (start, computed, end) [ranks, turns, 3], attention's kernels of each rank, transfers."""
 
     turns: np.ndarray
     compute: np.ndarray
     sent: np.ndarray
-    looked_at: int
 
 
 def _direction(
@@ -96,16 +97,16 @@ def _direction(
     cost: ComputeCost,
     begin: np.ndarray,
     linear: LinearSeconds,
-    most_spans: int,
+    tiles: TileCounter,
     sharing: str,
 ) -> _Direction:
-    kernels, looked_at = kernel_seconds(plan, cost, name, most_spans)
+    kernels = tiles.work(name).seconds(cost, name == "backward")
     table = transfers(plan, name, cost.layer)
     if len(table) and int(table["done"].max()) >= turn_count(plan, name):
         raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last turn")
     links = Links(cost.cluster, plan.topology.nodes, sharing)
     turns, _, sent = run(with_projections(kernels, linear, plan), table, links, begin)
-    return _Direction(turns, kernels.sum(1), sent, looked_at)
+    return _Direction(turns, kernels.sum(1), sent)
 
 
 def run(

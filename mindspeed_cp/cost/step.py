@@ -11,7 +11,7 @@ import numpy as np
 
 from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
-from mindspeed_cp.cost.kernels import kernel_seconds
+from mindspeed_cp.cost.kernels import TileCounter, stand_ins
 from mindspeed_cp.cost.linear import linear_seconds, with_projections
 from mindspeed_cp.cost.links import Links
 from mindspeed_cp.cost.simulate import fitted, run
@@ -73,11 +73,11 @@ def simulate_layers(plan: Plan, cluster: Cluster, layers: int, layer: LayerCost 
     _check_layers(layers)
     cluster = fitted(cluster, plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
-    now = np.zeros(plan.ranks)
+    tiles, now = TileCounter(plan, stand_ins(plan)), np.zeros(plan.ranks)
     last_backward = 0.0
     for name, backward in (("forward", False), ("backward", True)):
         linear = linear_seconds(plan, cost, backward)
-        kernels = with_projections(kernel_seconds(plan, cost, name)[0], linear, plan)
+        kernels = with_projections(tiles.work(name).seconds(cost, backward), linear, plan)
         table, links = transfers(plan, name, cost.layer), Links(cluster, plan.topology.nodes)
         for _ in range(min(layers, SETTLED)):
             before = now

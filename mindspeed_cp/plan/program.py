@@ -26,7 +26,7 @@ from mindspeed_cp.plan.records import TILE, Messages
 from mindspeed_cp.plan.tiles import pairs, tiles_between
 
 #: Spans of queries, times contents, whose tiles are found at once.
-AT_ONCE = 2**10
+AT_ONCE = 2**13
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +71,24 @@ class Program:
 
     def tiles(self, rank: int) -> np.ndarray:
         """Tiles of one rank, records of dtype TILE sorted by (step, slot, q_row); derived anew at every call."""
-        contents, q_spans = self.contents_of(rank), self.q_layout.of(rank)
+        return self.tiles_of(rank, self.contents_of(rank))[0]
+
+    def tiles_of(self, rank: int, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tiles of some contents of a rank, content after content, and the number of each one's content in `contents`,
+        int64 [tiles]."""
+        q_spans = self.q_layout.of(rank)
         if not len(contents) or not len(q_spans):
-            return np.empty(0, TILE)
+            return np.empty(0, TILE), np.empty(0, np.int64)
         tokens = max(self.q_layout.documents.tokens, self.kv_documents.tokens, 1)
         at_once = max(1, min(AT_ONCE // len(q_spans), MAX_TOKENS // tokens))
-        return np.concatenate(
-            [self._tiles(q_spans, contents[i : i + at_once]) for i in range(0, len(contents), at_once)]
+        begins = range(0, len(contents), at_once)
+        found = [self._tiles(q_spans, contents[i : i + at_once]) for i in begins]
+        return (
+            np.concatenate([tiles for tiles, _ in found]),
+            np.concatenate([of + i for i, (_, of) in zip(begins, found, strict=True)]),
         )
 
-    def _tiles(self, q_spans: np.ndarray, contents: np.ndarray) -> np.ndarray:
+    def _tiles(self, q_spans: np.ndarray, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tiles of some contents, as those of one large batch: a copy of all documents for each content, of which it
         has the keys."""
         documents, keys = self.q_layout.documents, self.kv_documents
@@ -88,7 +96,7 @@ class Program:
             tiles = tiles_between(q_spans, self.spans_in(contents[0]), documents, self.attention, keys)
             tiles["step"], tiles["slot"] = contents["step"], contents["slot"]
             tiles["k_row"] += contents["row"]
-            return tiles
+            return tiles, np.zeros(len(tiles), np.int64)
         copies, of = len(contents), np.repeat(np.arange(len(contents)), contents["count"])
         k_spans = _copied(self.spans[expand(contents["first"], contents["count"])], of, keys)
         rows = np.bincount(of, k_spans["stop"] - k_spans["start"], copies).astype(np.int64)
@@ -103,7 +111,7 @@ class Program:
         tiles["q_row"] -= copy * q_rows
         tiles["k_row"] += contents["row"][copy] - k_rows[copy]
         tiles["step"], tiles["slot"] = contents["step"][copy], contents["slot"][copy]
-        return tiles
+        return tiles, copy
 
     def work(self, rank: int) -> np.ndarray:
         """Visible (query, key) pairs of each step, int64 [steps]."""

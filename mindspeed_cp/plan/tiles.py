@@ -49,36 +49,38 @@ def tiles_between(
 def _by_rows(
     q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents, kv_documents: Documents, mask: str
 ) -> np.ndarray:
-    k_len = k_spans["stop"] - k_spans["start"]
+    k_start, k_stop = (np.ascontiguousarray(k_spans[name]) for name in ("start", "stop"))
+    q_start, q_stop, doc = (np.ascontiguousarray(q_spans[name]) for name in ("start", "stop", "doc"))
+    k_len, q_len = k_stop - k_start, q_stop - q_start
     k_row = np.cumsum(k_len) - k_len
 
     def rows_before(token: np.ndarray) -> np.ndarray:
         """Rows of the slot with smaller token numbers."""
-        i = np.searchsorted(k_spans["start"], token, "right") - 1
-        inside = np.minimum(token - k_spans["start"][i], k_len[i])
+        i = np.searchsorted(k_start, token, "right") - 1
+        inside = np.minimum(token - k_start[i], k_len[i])
         return np.where(i >= 0, k_row[i] + inside, 0)
 
-    q_len = q_spans["stop"] - q_spans["start"]
-    first = rows_before(kv_documents.offsets[q_spans["doc"]])
-    own = np.zeros(len(q_spans), np.int64)
+    first = rows_before(kv_documents.offsets[doc])
     if mask == "causal":
-        last = rows_before(q_spans["stop"])
-        own = last - rows_before(q_spans["start"])
+        last = rows_before(q_stop)
+        own = last - rows_before(q_start)
         if ((own != 0) & (own != q_len)).any():  # some queries lie partly in the slot; after one cut none does
             return _by_rows(_cut(q_spans, k_spans), k_spans, documents, kv_documents, mask)
+        masks = np.where(own > 0, CAUSAL, FULL)
     else:
-        last = rows_before(kv_documents.offsets[q_spans["doc"] + 1])
+        last = rows_before(kv_documents.offsets[doc + 1])
+        masks = np.full(len(doc), FULL)
 
-    tiles = np.zeros(len(q_spans), TILE)
-    tiles["q_row"], tiles["q_rows"] = np.cumsum(q_len) - q_len, q_len
-    tiles["k_row"], tiles["k_rows"] = first, last - first
-    tiles["mask"] = np.where(own > 0, CAUSAL, FULL)
     seen = np.flatnonzero(last > first)
-    tiles["doc"] = q_spans["doc"]
-    tiles["q_pos"] = q_spans["start"] - documents.offsets[q_spans["doc"]]
-    at = np.searchsorted(k_row, first[seen], "right") - 1  # the span with the tile's first key
-    tiles["k_pos"][seen] = k_spans["start"][at] + first[seen] - k_row[at] - kv_documents.offsets[q_spans["doc"][seen]]
-    return _joined(tiles[seen])
+    q_row, first, last, doc = (np.cumsum(q_len) - q_len)[seen], first[seen], last[seen], doc[seen]
+    tiles = np.zeros(len(seen), TILE)
+    tiles["q_row"], tiles["q_rows"] = q_row, q_len[seen]
+    tiles["k_row"], tiles["k_rows"] = first, last - first
+    tiles["mask"], tiles["doc"] = masks[seen], doc
+    tiles["q_pos"] = q_start[seen] - documents.offsets[doc]
+    at = np.searchsorted(k_row, first, "right") - 1  # the span with the tile's first key
+    tiles["k_pos"] = k_start[at] + first - k_row[at] - kv_documents.offsets[doc]
+    return _joined(tiles)
 
 
 def _joined(tiles: np.ndarray) -> np.ndarray:
