@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_cp.cost.candidates import read_option
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import ALGORITHMS, Plan, Topology, algorithm_name, algorithm_options
@@ -86,7 +87,7 @@ def plan_options(algorithm: str, named: Mapping[str, Any], pairs: Iterable[str])
         if key in options:
             raise ConfigError(f"--option {pair!r}: {key} is given twice")
         switches[key] = f"--option {pair}"
-        options[key] = _value(value)
+        options[key] = read_option(value)
     name = algorithm_name(algorithm)
     for key in options:
         others = [other for other in ALGORITHMS if key in algorithm_options(other)]
@@ -96,13 +97,6 @@ def plan_options(algorithm: str, named: Mapping[str, Any], pairs: Iterable[str])
                 f"{', '.join(others)}; give --algorithm {others[0]}, or leave {switches[key]} out"
             )
     return options
-
-
-def _value(text: str) -> int | bool | str:
-    """What the value of an option means."""
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    return {"true": True, "false": False}.get(text, text)
 
 
 def hints(plan: Plan, options: Mapping[str, Any]) -> list[str]:

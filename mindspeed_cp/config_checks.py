@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mindspeed_cp import capabilities
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
+from mindspeed_cp.config_variants import check_also
 from mindspeed_cp.cost import LayerCost
 from mindspeed_cp.devices import device_type
 from mindspeed_cp.errors import ConfigError
@@ -38,6 +39,7 @@ def check(settings: Settings) -> None:
     _check_cluster(settings)
     _check_capabilities(settings)
     _check_schedule(settings)
+    check_also(settings)
 
 
 def data_parallel_size(settings: Settings, world_size: int) -> int:

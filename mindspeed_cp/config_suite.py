@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from mindspeed_cp.config_errors import bad_value, show
 from mindspeed_cp.config_file import in_file, override, read_settings_file
 from mindspeed_cp.config_sections import Count, Natural, Positive, Section
+from mindspeed_cp.config_variants import check_choice
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import (
     ALGORITHMS,
@@ -58,6 +59,16 @@ class SuiteSettings(Section):
         description="ring (also p2p, megatron_cp_algo), double_ring, ulysses (a2a, ulysses_cp_algo), hybrid (a2a+p2p, "
         "hybrid_cp_algo), all_gather (allgather, kvallgather_cp_algo), direct or hierarchical; auto: the one, with "
         "its options, that is simulated fastest for rows like the run's; the key may also be cp_comm_type",
+    )
+    per_batch: bool = Field(
+        default=False,
+        description="algorithm: auto: not one for the whole run, but up to four, of which every row takes the one that "
+        "is estimated fastest for it",
+    )
+    also: list[str] | None = Field(
+        default=None,
+        description="other algorithms, each with its options after colons, such as hybrid:ulysses_degree=4: every row "
+        "takes the one, of these and the algorithm above, that is estimated fastest for it; null: all take that",
     )
     layout: Literal["zigzag", "contiguous", "balanced"] | None = Field(
         default=None,
@@ -176,7 +187,8 @@ class SuiteSettings(Section):
     @property
     def uses_lanes(self) -> bool:
         """Whether transfers between devices go over lanes."""
-        rings = self.algorithm != AUTO and algorithm_name(self.algorithm) in ("ring", "double_ring")
+        names = (self.algorithm, *(word.partition(":")[0] for word in self.also or ()))
+        rings = all(ALIASES.get(name, name) in ("ring", "double_ring") for name in names)
         return self.p2p == "lanes" or (self.p2p == "auto" and rings)
 
     @property
@@ -226,6 +238,7 @@ class SuiteSettings(Section):
     def _fits_together(self) -> SuiteSettings:
         ranks = self.context_parallel_size
         _divides("nodes", self.nodes, ranks)
+        check_choice(self)
         own = {} if self.algorithm == AUTO else algorithm_options(self.algorithm)
         for name, value in self.options.items():
             if self.algorithm == AUTO:

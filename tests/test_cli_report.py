@@ -38,9 +38,10 @@ def settings(**suite: Any) -> Settings:
 def about(step: int, rank: int, of: Settings, **changes: Any) -> dict[str, Any]:
     """What a rank's trace says of a step, by default of three equal layers in bf16 on an NPU."""
     made = {
-        "version": 1, "step": step, "first_of_start": step == 1, "rank": rank, "ranks": 2, "replica": 0, "replicas": 1,
+        "version": 2, "step": step, "first_of_start": step == 1, "rank": rank, "ranks": 2, "replica": 0, "replicas": 1,
         "cp_rank": rank, "device": "npu", "seconds": 1.0, "documents": list(ROWS), "attentions": [asdict(ATTENTION)],
-        "layers": [[0, LAYER.flops_per_token, LAYER.hidden_size]] * 3, "bytes_per_element": 2,
+        "plans": [[of.context_parallel_suite.algorithm, of.plan_options]] * len(changes.get("documents", ROWS)), "bytes_per_element": 2,
+        "layers": [[0, LAYER.flops_per_token, LAYER.hidden_size, LAYER.qkv_flops, LAYER.out_flops]] * 3,
         "gradient_bytes": GRADIENT_BYTES, "settings": of.model_dump(mode="json"),
     }  # fmt: skip
     return made | changes
@@ -229,8 +230,8 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     for text in ("{", "[]", '{"otherData": {}}'):
         path.write_text(text)
         assert f"{path}: is no trace of a step, or a damaged one" in failure(capsys, folder)
-    leave(folder, 1, 0, version=2)
-    assert "is of version 2 of these traces, this program reads 1" in failure(capsys, folder)
+    leave(folder, 1, 0, version=3)
+    assert "is of version 3 of these traces, this program reads 2" in failure(capsys, folder)
 
 
 def test_a_cluster_with_too_few_ranks_a_node_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

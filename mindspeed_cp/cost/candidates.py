@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan.build import algorithm_name, algorithm_options
 from mindspeed_cp.plan.config import AttentionConfig, Topology
 
 
@@ -20,6 +23,39 @@ class Candidate:
             f"{name} {str(value).lower() if isinstance(value, bool) else value}" for name, value in self.options
         )
         return f"{self.algorithm} ({said})" if said else self.algorithm
+
+    @property
+    def word(self) -> str:
+        """As one word, which :func:`read_candidate` reads: hybrid:ulysses_degree=4."""
+        options = (f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.options)
+        return ":".join((self.algorithm, *options))
+
+
+def read_candidate(word: str) -> Candidate:
+    """A candidate from its word.
+
+    Raises:
+        ConfigError: the algorithm or an option is unknown, or an option is given twice; names what is valid.
+    """
+    given, *pairs = word.split(":")
+    name = algorithm_name(given)
+    known, options = algorithm_options(name), {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in known:
+            valid = ", ".join(f"{option}=..." for option in known) or "none"
+            raise ConfigError(f"{pair!r} is no option of {name}; valid: {valid}")
+        if key in options:
+            raise ConfigError(f"{pair!r}: {key} is given twice")
+        options[key] = read_option(value)
+    return Candidate(name, tuple(options.items()))
+
+
+def read_option(text: str) -> int | bool | str:
+    """What the value of an option means: a whole number, true or false where it is one."""
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return {"true": True, "false": False}.get(text, text)
 
 
 def candidates(topology: Topology, attention: AttentionConfig) -> list[Candidate]:

@@ -220,6 +220,11 @@ class PlannedAttention(MegatronModule):
         """The parameters of this call, checked against the model and the group, and this layer's plan among theirs."""
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         if given is None and query.dim() == 4:
+            if getattr(self.suite, "also", None):
+                raise ConfigError(
+                    "context_parallel_suite.also names algorithms, but rows of Megatron's own data loader all take "
+                    "one; leave it out, or plan each row and pass planned_params(plan, rank)"
+                )
             made = params_of_equal_rows(
                 query.shape[0],
                 query.shape[1],

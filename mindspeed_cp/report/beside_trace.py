@@ -24,10 +24,10 @@ def write_beside(result: Beside, path: str | Path) -> Path:
     """
     target = check_suffix("--trace", path, (".json",))
     step = result.pairs[-1].step
-    suite, topology = step.settings.context_parallel_suite, step.settings.context_parallel_suite.topology
+    topology = step.settings.context_parallel_suite.topology
     attention, layer = step.layers[0]
-    documents = step.documents(0)[0]
-    plan = build_plan(documents, topology, attention, suite.algorithm, **step.settings.plan_options)
+    documents, algorithm, options = step.micro_batches(0)[0]
+    plan = build_plan(documents, topology, attention, algorithm, **options)
     timeline = simulate(plan, fitted(result.cluster, topology.ranks_per_node), layer)
     modelled = recording(timeline, f"layer 1, modelled on {result.chosen}")
     return write_trace(target, [step.recording(), modelled])

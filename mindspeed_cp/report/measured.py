@@ -31,7 +31,7 @@ from mindspeed_cp.report.trace_file import damaged, read_trace_file
 
 FOLDER = "trace"
 NAME = "measured"
-VERSION = 1
+VERSION = 2
 
 #: Categories of events: kernels of attention; posting messages and putting rows in place; waits for messages; waits for
 #: all ranks, and the reduction of gradients; waits for a batch; the optimizer; all of the step.
@@ -39,7 +39,7 @@ ATTENTION, COMMUNICATION, WAIT = "attention", "communication", "wait"
 RANKS, BATCH, OPTIMIZER, STEP = "ranks", "batch", "optimizer", "step"
 
 #: Of what a trace is about, that which other ranks of its step need not have alike.
-_OF_RANK = ("rank", "cp_rank", "replica", "seconds", "documents")
+_OF_RANK = ("rank", "cp_rank", "replica", "seconds", "documents", "plans")
 
 _FILE = re.compile(r"step-(\d+)-rank-(\d+)\.json")
 
@@ -117,12 +117,13 @@ class MeasuredStep:
     def layers(self) -> list[tuple[AttentionConfig, LayerCost]]:
         """Attention and linear part of each layer, on one tensor-parallel rank."""
         kinds = [AttentionConfig(**values) for values in self.about["attentions"]]
-        return [(kinds[kind], LayerCost(flops, hidden)) for kind, flops, hidden in self.about["layers"]]
+        return [(kinds[kind], LayerCost(*numbers)) for kind, *numbers in self.about["layers"]]
 
-    def documents(self, replica: int) -> list[Documents]:
-        """The micro-batches of a replica."""
+    def micro_batches(self, replica: int) -> list[tuple[Documents, str, dict[str, Any]]]:
+        """Of each micro-batch of a replica its documents, and the algorithm and options of its plans."""
         mine = next(one.about for one in self.ranks if one.about["replica"] == replica)
-        return [Documents(lengths) for lengths in mine["documents"]]
+        both = zip(mine["documents"], mine["plans"], strict=True)
+        return [(Documents(lengths), name, options) for lengths, (name, options) in both]
 
     @cached_property
     def breakdown(self) -> Breakdown:
@@ -141,7 +142,9 @@ class MeasuredStep:
     def recording(self) -> Recording:
         """All ranks together, for one trace."""
         events = [_event(one) for rank in self.ranks for one in _with_threads(rank)]
-        about = {key: value for key, value in self.about.items() if key not in ("rank", "cp_rank", "documents")}
+        about = {
+            key: value for key, value in self.about.items() if key not in ("rank", "cp_rank", "documents", "plans")
+        }
         return Recording(f"{NAME}, step {self.number}", events, about)
 
 
@@ -233,6 +236,8 @@ def _read(step: int, rank: int, path: Path) -> RankTrace:
     ranks, replicas = about["ranks"], about["replicas"]
     if ranks % replicas or rank >= ranks or about["replica"] != rank // (ranks // replicas):
         raise damaged(path, f"rank {rank} of {ranks} is not in replica {about['replica']} of {replicas}")
+    if len(about["plans"]) != len(about["documents"]):
+        raise damaged(path, f"plans are {len(about['plans'])}, and micro-batches {len(about['documents'])}")
     if not any(event["cat"] == STEP for event in trace.events):
         raise damaged(path, f"no event is of category {STEP!r}, the whole step")
     return trace
@@ -250,13 +255,13 @@ def _check_made(trace: RankTrace) -> None:
         ) from None
     if about["ranks"] != about["replicas"] * size:
         raise damaged(path, f"ranks is {about['ranks']}, not {about['replicas']} replicas of {size} ranks")
-    last = max(kind for kind, _, _ in about["layers"])
+    last = max(kind for kind, *_ in about["layers"])
     if last >= len(about["attentions"]):
         raise damaged(path, f"layers have attention {last}, and attentions end before it")
     try:
         step.layers  # noqa: B018
     except (ConfigError, TypeError) as error:
-        raise damaged(path, f"attentions: {error}") from None
+        raise damaged(path, f"attentions or layers: {error}") from None
 
 
 def _with_threads(trace: RankTrace) -> Iterable[tuple[int, Mapping[str, Any]]]:

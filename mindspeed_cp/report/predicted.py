@@ -8,6 +8,8 @@ training step has beside these (embeddings, output layer, loss, optimizer, and a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from mindspeed_cp.cost import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cost.linear import linear_seconds
 from mindspeed_cp.cost.simulate import fitted, simulate
 from mindspeed_cp.cost.step import reduction_seconds
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Redistribution, in_shares
 from mindspeed_cp.plan import AttentionConfig, Plan, build_plan, traffic
 from mindspeed_cp.report.measured import Breakdown, MeasuredStep
@@ -47,14 +50,14 @@ def predict(step: MeasuredStep, cluster: Cluster) -> Breakdown:
     settings, about = step.settings, step.about
     cluster = fitted(cluster, settings.context_parallel_suite.topology.ranks_per_node)
     counts = {kind: step.layers.count(kind) for kind in dict.fromkeys(step.layers)}
-    model = _Model(cluster, about["bytes_per_element"], settings)
+    model = _Model(cluster, about["bytes_per_element"], settings, step.ranks[0].path)
     replicas, size = about["replicas"], settings.model_parallel_size
     sums = np.zeros((5, replicas, size))
     done = np.zeros(replicas)
     for replica in range(replicas):
-        for documents in step.documents(replica):
+        for micro in step.micro_batches(replica):
             for (attention, layer), count in counts.items():
-                found = model.layer(documents, attention, layer)
+                found = model.layer(*micro, attention, layer)
                 parts = found.attention, found.exposed, found.linear, found.sent, found.messages
                 sums[:, replica] += np.stack(parts) * count
                 done[replica] += found.seconds * count
@@ -73,24 +76,36 @@ class _Model:
         cluster: of as many ranks a node as the plans'.
         element: bytes of an element of q, k, v and out.
         settings: of the run; they say what the backward computes again, and how tensor-parallel ranks share rows.
+        path: of the trace, for errors.
     """
 
-    def __init__(self, cluster: Cluster, element: int, settings: Settings) -> None:
-        self._cluster, self._element, self._settings = cluster, element, settings
+    def __init__(self, cluster: Cluster, element: int, settings: Settings, path: Path) -> None:
+        self._cluster, self._element, self._settings, self._path = cluster, element, settings, path
         again, train = settings.model.recompute_granularity, settings.train
         self._again, self._linear_again = int(again is not None), int(again == "full")
         self._tp = train.tensor_model_parallel_size
         self._shares = self._tp if train.sequence_parallel else 1
         self._size = settings.model_parallel_size
-        self._known: dict[tuple[Documents, AttentionConfig, LayerCost], _Layer] = {}
+        self._known: dict[tuple[Any, ...], _Layer] = {}
 
-    def layer(self, documents: Documents, attention: AttentionConfig, layer: LayerCost) -> _Layer:
+    def layer(
+        self,
+        documents: Documents,
+        algorithm: str,
+        options: dict[str, Any],
+        attention: AttentionConfig,
+        layer: LayerCost,
+    ) -> _Layer:
         """One layer, forward, backward, and forward again where that is computed again."""
         layer = replace(layer, bytes_per_element=self._element, row_shares=self._shares)
-        key = documents, attention, layer
+        key = documents, algorithm, tuple(options.items()), attention, layer
         if key not in self._known:
-            suite, options = self._settings.context_parallel_suite, self._settings.plan_options
-            plan = build_plan(documents, suite.topology, attention, suite.algorithm, **options)
+            topology = self._settings.context_parallel_suite.topology
+            try:
+                plan = build_plan(documents, topology, attention, algorithm, **options)
+            except ConfigError as error:
+                said = f"{self._path}: its plans cannot be made: {error}; remove it, and trace again"
+                raise ConfigError(said) from None
             self._known[key] = self._simulated(plan, layer)
         return self._known[key]
 

@@ -12,7 +12,7 @@ from mindspeed_cp.config_base import LARGE
 from mindspeed_cp.config_errors import bad_value, show
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.documents import MAX_TOKENS
-from mindspeed_cp.plan import MOST_RANKS
+from mindspeed_cp.plan import ALGORITHMS, MOST_RANKS
 
 #: No time in microseconds, and no number of bytes or messages, is larger in earnest: sums of them stay finite.
 MOST = 10**18
@@ -42,10 +42,23 @@ _TRUTH = _Kind("true or false", lambda x: isinstance(x, bool))
 _LIST = _Kind("a list", lambda x: isinstance(x, list))
 _OBJECT = _Kind("an object", lambda x: isinstance(x, dict))
 _LENGTHS = _Kind("lengths", lambda x: x == [] or (_all(x, _whole(0, MAX_TOKENS)) and sum(x) <= MAX_TOKENS))
-_OF_LAYER = _whole(0, LARGE), _number(1), _whole(1, LARGE)
+_OF_LAYER = _whole(0, LARGE), _number(1), _whole(1, LARGE), _number(0), _number(0)
+_PLAN = _Kind(
+    "an algorithm and its options",
+    lambda x: (
+        isinstance(x, list)
+        and len(x) == 2
+        and isinstance(x[0], str)
+        and x[0] in ALGORITHMS
+        and isinstance(x[1], dict)
+        and all(isinstance(value, (int, str)) for value in x[1].values())
+    ),
+)
 _LAYER = _Kind(
     "a layer",
-    lambda x: isinstance(x, list) and len(x) == 3 and all(kind.holds(x[i]) for i, kind in enumerate(_OF_LAYER)),
+    lambda x: (
+        isinstance(x, list) and len(x) == len(_OF_LAYER) and all(kind.holds(x[i]) for i, kind in enumerate(_OF_LAYER))
+    ),
 )
 
 _ABOUT = {
@@ -57,8 +70,13 @@ _ABOUT = {
     "replicas": _whole(1, MOST_RANKS),
     "device": _TEXT,
     "documents": _Kind("a list of micro-batches, each the lengths of its documents", lambda x: _all(x, _LENGTHS)),
+    "plans": _Kind("a list of [algorithm, options], one for each micro-batch", lambda x: _all(x, _PLAN)),
     "attentions": _Kind("a list of objects", lambda x: _all(x, _OBJECT)),
-    "layers": _Kind("a list of [number of its attention, FLOPs of a token, hidden size]", lambda x: _all(x, _LAYER)),
+    "layers": _Kind(
+        "a list of [number of its attention, FLOPs of a token, hidden size, FLOPs of the projections before attention, "
+        "after it]",
+        lambda x: _all(x, _LAYER),
+    ),
     "bytes_per_element": _Kind("2 or 4", lambda x: type(x) is int and x in (2, 4)),
     "gradient_bytes": _number(0),
     "settings": _OBJECT,

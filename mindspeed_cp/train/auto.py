@@ -1,4 +1,5 @@
-"""`algorithm: auto`: the algorithm, with its options, that is simulated fastest for rows like the run's."""
+"""`algorithm: auto`: the algorithm, with its options, that is simulated fastest for rows like the run's; with
+`per_batch` a few of which every row takes one (:mod:`.choosing`)."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ from itertools import islice
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import attention_of, layer_of
-from mindspeed_cp.cost.choose import Candidate, Decision, candidates, choose_algorithm
+from mindspeed_cp.config_variants import with_algorithm
+from mindspeed_cp.cost.candidates import candidates
+from mindspeed_cp.cost.choose import Decision, choose_algorithm
+from mindspeed_cp.cost.per_batch import shortlist
 from mindspeed_cp.data import PackedStream, open_corpus
-from mindspeed_cp.plan import AUTO
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan import AUTO, AttentionConfig
 
 #: Rows by which to choose: the first ones of the training.
 SAMPLE = 4
@@ -22,28 +27,37 @@ def resolved(settings: Settings) -> tuple[Settings, Decision | None]:
     Raises:
         ConfigError: the corpus cannot be read, or no algorithm does it.
     """
-    suite, train = settings.context_parallel_suite, settings.train
+    suite = settings.context_parallel_suite
     if suite.algorithm != AUTO:
         return settings, None
-    stream = PackedStream(open_corpus(settings.data.corpus), settings.data.seq_length, train.seed, 0, 1)
-    rows = [row.documents for row in islice(stream, SAMPLE)]
-    whole, model, tensor = attention_of(settings), settings.model, train.tensor_model_parallel_size
-    attention = replace(whole, heads=max(1, whole.heads // tensor), kv_heads=max(1, whole.kv_heads // tensor))
-    if 0 < model.window_layers * 2 < model.num_layers:  # most layers are without the window
-        attention = replace(attention, window=None)
-    possible = {}
+    attention = typical_attention(settings)
+    possible = []
     for one in candidates(suite.topology, attention):
         with suppress(ValueError):  # what the settings refuse with this algorithm
-            possible[one] = _with(settings, one)
+            with_algorithm(settings, one)
+            possible.append(one)
     decision = choose_algorithm(
-        rows, suite.topology, attention, layer=layer_of(settings), among=list(possible), options=settings.plan_options
+        sample_rows(settings),
+        suite.topology,
+        attention,
+        layer=layer_of(settings),
+        among=possible,
+        options=settings.plan_options,
     )
-    return possible[decision.candidate], decision
+    also = [one.word for one in shortlist(decision)[1:]] if suite.per_batch else None
+    return with_algorithm(settings, decision.candidate, also), decision
 
 
-def _with(settings: Settings, candidate: Candidate) -> Settings:
-    """The settings with an algorithm and its options; pydantic's ValidationError, or ConfigError, if they do not go
-    with it."""
-    given = settings.model_dump(exclude_unset=True)
-    given["context_parallel_suite"] |= {"algorithm": candidate.algorithm, **dict(candidate.options)}
-    return Settings(**given)
+def sample_rows(settings: Settings) -> list[Documents]:
+    """The first rows of a training."""
+    stream = PackedStream(open_corpus(settings.data.corpus), settings.data.seq_length, settings.train.seed, 0, 1)
+    return [row.documents for row in islice(stream, SAMPLE)]
+
+
+def typical_attention(settings: Settings) -> AttentionConfig:
+    """What most layers compute on a tensor-parallel rank."""
+    whole, model, tensor = attention_of(settings), settings.model, settings.train.tensor_model_parallel_size
+    attention = replace(whole, heads=max(1, whole.heads // tensor), kv_heads=max(1, whole.kv_heads // tensor))
+    if 0 < model.window_layers * 2 < model.num_layers:
+        attention = replace(attention, window=None)
+    return attention

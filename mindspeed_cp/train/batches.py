@@ -26,6 +26,7 @@ from mindspeed_cp.engine.remap import remap_of
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
 from mindspeed_cp.ops.attention import backend_of
 from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
+from mindspeed_cp.train.choosing import Chosen, RowChooser
 from mindspeed_cp.train.plans import PlanCache
 from mindspeed_cp.train.stop import Stopped, StopRequest
 from mindspeed_cp.train.world import World
@@ -45,8 +46,10 @@ class MicroBatch:
         tokens, documents: of the whole row, over all ranks.
         work: visible (query, key) pairs of this rank's heads, over all layers.
         state: of the data stream behind the global batch of this row.
-        planning: seconds that this rank needed to deal the global batch (in its first row) and to plan the row.
+        planning: seconds that this rank needed to deal the global batch (in its first row), and to choose an algorithm
+            for the row and plan it.
         plans, known: plans that the row needed, and how many of them had been made before.
+        chosen: the algorithm of these plans, and its options.
         digest: of the whole global batch as it was dealt; equal on all ranks.
         imbalance: of that batch: modelled time of the slowest replica over the mean.
         count: micro-batches that this replica has of that batch.
@@ -61,6 +64,7 @@ class MicroBatch:
     planning: float
     plans: int
     known: int
+    chosen: Chosen
     digest: int = 0
     imbalance: float = 1.0
     count: int = 1
@@ -90,7 +94,7 @@ class Batches:
         self._stream, self._dealer, self._world, self._asked = stream, dealer, world, stop
         self._layers = Counter(attentions)  # how many layers attend in each way
         self._suite, self._seed = settings.context_parallel_suite, settings.train.seed
-        self._options = settings.plan_options
+        self._choose = RowChooser(settings)
         train = settings.train
         self._dtype = torch.bfloat16 if train.bf16 else torch.float32
         self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
@@ -178,9 +182,9 @@ class Batches:
         # Every rank has the same plans: the ranks of a context-parallel group take turns to prove them.
         self._proves = suite.verify_plans and row.index // self._world.replicas % self._world.cp == rank
         began, known = time.perf_counter(), self._plans.found
+        chosen = self._choose(row.documents)
         plans = {
-            attention: self._plans.get(row.documents, suite.topology, attention, suite.algorithm, self._options)
-            for attention in self._layers
+            attention: self._plans.get(row.documents, suite.topology, attention, *chosen) for attention in self._layers
         }
         planning = time.perf_counter() - began
         batch, params = planned_batch(
@@ -200,6 +204,7 @@ class Batches:
             planning=planning,
             plans=len(plans),
             known=self._plans.found - known,
+            chosen=chosen,
         )
 
 

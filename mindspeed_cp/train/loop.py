@@ -14,6 +14,7 @@ import torch
 
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config import Settings
+from mindspeed_cp.config_variants import variants
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.devices import cann_version, unknown_cann
 from mindspeed_cp.errors import ConfigError
@@ -91,11 +92,12 @@ def _connect(settings: Settings, world: World, parts: Parts) -> None:
     if world.device.type == "cpu" or world.cp == 1:
         return
     suite = settings.context_parallel_suite
-    for attention in dict.fromkeys(parts.attentions):
+    kinds = [(attention, one) for attention in dict.fromkeys(parts.attentions) for one in variants(settings)]
+    for attention, one in kinds:
         length = settings.data.seq_length
         while True:
-            row = Documents([length])
-            plan = build_plan(row, suite.topology, attention, suite.algorithm, **settings.plan_options)
+            row, algorithm = Documents([length]), one.context_parallel_suite.algorithm
+            plan = build_plan(row, suite.topology, attention, algorithm, **one.plan_options)
             warm_up(plan, world.cp_group, world.device)
             length //= 2
             if attention.window is None or length < 2 * world.cp:
@@ -168,9 +170,11 @@ class _Writer:
             settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval
         )
         suite = settings.context_parallel_suite
+        algorithms = ", or by row ".join((suite.algorithm, *(suite.also or ())))
+        resumed = f", resumed after step {progress.step}" if progress.step else ""
         self._display.note(
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
-            f"({suite.algorithm}) on {device.type}" + (f", resumed after step {progress.step}" if progress.step else "")
+            f"({algorithms}) on {device.type}{resumed}"
         )
         if other is not None:
             self._display.note(other)

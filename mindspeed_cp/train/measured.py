@@ -37,6 +37,7 @@ from mindspeed_cp.report.measured import (
 )
 from mindspeed_cp.report.trace import Event
 from mindspeed_cp.train.batches import MicroBatch
+from mindspeed_cp.train.choosing import Chosen
 from mindspeed_cp.train.dealing import document_cost
 from mindspeed_cp.train.files import RunFiles, write_text, writing
 from mindspeed_cp.train.model import Parts
@@ -121,13 +122,13 @@ class Tracer:
             stack.enter_context(_reduction_spanned(self._parts.config))
             stack.enter_context(recording(recorder))
             yield watched
-        self._keep(number, recorder.read(), watched.documents)
+        self._keep(number, recorder.read(), watched)
 
-    def _keep(self, number: int, record: Record, documents: list[list[int]]) -> None:
+    def _keep(self, number: int, record: Record, watched: _Watched) -> None:
         """Have the file written, in a thread of its own."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mindspeed-cp-traces")
-        about, peers = self._about(number, record, documents), self._peers()
+        about, peers = self._about(number, record, watched), self._peers()
         self._written.append(self._thread.submit(self._write, number, about, record, peers))
 
     def _write(self, number: int, about: dict[str, Any], record: Record, peers: dict[str, list[int]]) -> None:
@@ -149,8 +150,9 @@ class Tracer:
             remap = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
         return {"keys": cp, "gradients": cp, "move": cp, "remap": remap}
 
-    def _about(self, number: int, record: Record, documents: list[list[int]]) -> dict[str, Any]:
-        """What the step was made of; all but rank, cp_rank, replica, seconds and documents is the same on all ranks."""
+    def _about(self, number: int, record: Record, watched: _Watched) -> dict[str, Any]:
+        """What the step was made of; all but rank, cp_rank, replica, seconds, documents and plans is the same on all
+        ranks."""
         world, settings = self._world, self._settings
         kinds = list(dict.fromkeys(self._parts.attentions))
         layers = document_cost(settings, self._parts.attentions).layers
@@ -165,9 +167,13 @@ class Tracer:
             "cp_rank": world.cp_rank,
             "device": world.device.type,
             "seconds": record.seconds,
-            "documents": documents,
+            "documents": watched.documents,
+            "plans": watched.plans,
             "attentions": [asdict(kind) for kind in kinds],
-            "layers": [[kinds.index(kind), cost.flops_per_token, cost.hidden_size] for kind, cost in layers],
+            "layers": [
+                [kinds.index(kind), cost.flops_per_token, cost.hidden_size, cost.qkv_flops, cost.out_flops]
+                for kind, cost in layers
+            ],
             "bytes_per_element": 2 if settings.train.bf16 else 4,
             "gradient_bytes": 4 * sum(p.numel() for p in self._parts.gpt.parameters()),
             "settings": settings.model_dump(mode="json"),
@@ -179,11 +185,13 @@ class _Watched:
 
     Attributes:
         documents: lengths of those that were taken.
+        plans: algorithm and options of each one's plans.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], recorder: Recorder) -> None:
         self._batches, self._recorder = batches, recorder
         self.documents: list[list[int]] = []
+        self.plans: list[Chosen] = []
 
     def __iter__(self) -> _Watched:
         return self
@@ -194,6 +202,7 @@ class _Watched:
         assert micro.params.plan is not None
         self._recorder.micro_batch = len(self.documents)
         self.documents.append(micro.params.plan.documents.lengths.tolist())
+        self.plans.append(micro.chosen)
         return micro
 
 

@@ -15,6 +15,7 @@ from mindspeed_cp.comm import open_lanes
 from mindspeed_cp.comm.lanes import PAIR_BUFFER, group_options
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import data_parallel_size
+from mindspeed_cp.config_variants import variants
 from mindspeed_cp.devices import hccl_time_outs
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
@@ -81,7 +82,8 @@ def check_nodes(settings: Settings, local_size: int, size: int) -> None:
     decides by what is on a node."""
     suite, tp = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
     here = suite.topology.ranks_per_node * tp
-    if suite.algorithm == "hierarchical" and here > local_size and size > local_size:
+    placed = any(one.context_parallel_suite.algorithm == "hierarchical" for one in variants(settings))
+    if placed and here > local_size and size > local_size:
         nodes = -(-suite.context_parallel_size * tp // local_size)
         raise ConfigError(
             f"context_parallel_suite.nodes = {suite.nodes}: puts {here} ranks on a node, but {local_size} were started "

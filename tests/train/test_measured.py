@@ -110,10 +110,11 @@ def test_the_rank_that_waits_for_a_slow_one_is_seen_to_wait(steps: list[Measured
 def test_messages_are_those_of_the_plans(steps: list[MeasuredStep]) -> None:
     for step in steps:
         expected, count = np.zeros(2), np.zeros(2)
-        for documents in step.documents(0):
+        for documents, algorithm, options in step.micro_batches(0):
             suite = step.settings.context_parallel_suite
+            assert (algorithm, options) == (suite.algorithm, {})
             for attention, _ in step.layers:
-                plan = build_plan(documents, suite.topology, attention, suite.algorithm)
+                plan = build_plan(documents, suite.topology, attention, algorithm)
                 expected += traffic(plan, 4)["total"]
                 for messages in (plan.forward.fetch, plan.backward.fetch, plan.backward.reduce):
                     count += np.bincount(messages.items["src"], minlength=2)
@@ -129,7 +130,7 @@ def test_a_step_says_what_it_was_made_of(traced: Path, steps: list[MeasuredStep]
     lines = [json.loads(line) for line in (traced / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
         line = lines[step.number - 1]
-        assert sum(documents.tokens for documents in step.documents(0)) == line["tokens"]
+        assert sum(documents.tokens for documents, *_ in step.micro_batches(0)) == line["tokens"]
         assert step.settings.data.seq_length == 517 and len(step.layers) == 2
         assert step.about["first_of_start"] is False and step.about["device"] == "cpu"
         assert line["seconds"] <= step.ranks[0].about["seconds"] < line["seconds"] + 0.5

@@ -1,0 +1,106 @@
+"""Rows that choose their algorithm: the same curve, and traces that say what each row took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_cp import Documents
+from mindspeed_cp.config import Settings
+from mindspeed_cp.config_variants import variants
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.report.beside import beside
+from mindspeed_cp.report.measured import read_steps
+from mindspeed_cp.train.auto import resolved
+from mindspeed_cp.train.choosing import RowChooser
+from tests.train.nursery import Nursery
+from tests.train.test_training import curve, tiny, train_here, values
+
+ALSO = ["ulysses", "direct:layout=balanced:prefetch=2", "hierarchical"]
+
+
+def choosing(corpus: Path, folder: Path, **changes: Any) -> Settings:
+    given = {"context_parallel_suite__context_parallel_size": 2, "context_parallel_suite__also": ALSO}
+    return tiny(corpus, folder, **(given | changes))
+
+
+def train_by_turns(settings: str) -> dict[str, Any]:
+    """In a rank: train, where rows choose by their number of documents, so that all are chosen."""
+    from mindspeed_cp.cost.per_batch import BatchChooser
+
+    BatchChooser.__call__ = lambda self, row: self.candidates[len(row) % len(self.candidates)]  # type: ignore[method-assign]
+    return train_here(settings)
+
+
+def test_rows_of_many_algorithms_train_as_one_rank_does(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+    settings = choosing(corpus, tmp_path, train__train_iters=6, output__trace_interval=1)
+    made = nursery.run(2, train_by_turns, settings.model_dump_json())[0]["lines"]
+    alone = curve(nursery, tiny(corpus, tmp_path / "one", train__train_iters=6), 1)
+    assert values(made) == pytest.approx(values(alone), rel=1e-5)
+    steps, _ = read_steps(tmp_path)
+    taken = {(name, tuple(options.items())) for step in steps for _, name, options in step.micro_batches(0)}
+    assert len({name for name, _ in taken}) >= 3
+    direct = {options for name, options in taken if name == "direct"}
+    assert direct <= {(("layout", "balanced"), ("prefetch", 2))}
+    for predicted, step in zip([pair.predicted for pair in beside(tmp_path).pairs], steps, strict=True):
+        assert np.allclose(predicted.sent, step.breakdown.sent) and np.array_equal(
+            predicted.messages, step.breakdown.messages
+        )
+
+
+def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path) -> None:
+    settings = choosing(corpus, tmp_path, context_parallel_suite__context_parallel_size=4)
+    one, other = RowChooser(settings), RowChooser(settings)
+    assert [name for name, _ in one.every] == ["ring", "ulysses", "direct", "hierarchical"]
+    assert one.every[3][1]["hidden_size"] == 48 and one.every[2][1] == {"layout": "balanced", "prefetch": 2}
+    for lengths in ([517], [5, 500, 12], [100] * 5 + [17]):
+        assert one(Documents(lengths)) == other(Documents(lengths)) and one(Documents(lengths)) in one.every
+    alone = RowChooser(tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=4))
+    assert alone(Documents([517])) == ("ring", {}) and len(alone.every) == 1
+
+
+def test_auto_leaves_rows_a_few_to_choose_from(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_cp.cost.per_batch.NEAR", 100.0)  # rows so short are all launches and latencies
+    suite = {"algorithm": "auto", "per_batch": True, "context_parallel_size": 4, "cluster": "h200"}
+    settings = tiny(corpus, tmp_path, **{f"context_parallel_suite__{key}": value for key, value in suite.items()})
+    found, decision = resolved(settings)
+    assert decision is not None and found.context_parallel_suite.algorithm == decision.candidate.algorithm
+    also = found.context_parallel_suite.also
+    assert also and len(also) <= 3 and not found.context_parallel_suite.per_batch
+    every = variants(found)
+    assert len(every) == 1 + len(also)
+    assert [one.context_parallel_suite.also for one in every] == [None] * len(every)
+    assert RowChooser(found)(Documents([517])) in RowChooser(found).every
+    assert Settings(**found.model_dump(exclude_unset=True)) == found
+
+
+def test_lanes_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
+    rings = choosing(corpus, tmp_path, context_parallel_suite__also=["double_ring:cp_window_size=2"])
+    assert rings.context_parallel_suite.uses_lanes
+    mixed = choosing(corpus, tmp_path)
+    assert not mixed.context_parallel_suite.uses_lanes
+    assert not any(one.context_parallel_suite.uses_lanes for one in variants(mixed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"also": ["rings"]}, "also = \"rings\": cannot be used: algorithm is 'rings': unknown algorithm"),
+        ({"also": ["ring"]}, 'also = "ring": cannot be used: is there already; leave it out'),
+        ({"also": ["hybrid", "hybrid"]}, 'also = "hybrid": cannot be used: is there already'),
+        ({"also": ["hybrid:window=2"]}, "'window=2' is no option of hybrid; valid: ulysses_degree=..., layout=..."),
+        ({"also": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
+        ({"also": ["hybrid:ulysses_degree=3"]}, "must divide context_parallel_size = 2; valid: 1, 2"),
+        ({"also": ["ring:layout=round"]}, "context_parallel_suite.layout"),
+        ({"per_batch": True}, "per_batch = true: is for algorithm: auto; leave it out, or name what rows may take"),
+        ({"algorithm": "auto", "also": ["ring"]}, "auto finds other algorithms itself; give per_batch: true"),
+    ],
+)
+def test_what_rows_cannot_choose_is_refused(corpus: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    given = {f"context_parallel_suite__{key}": value for key, value in changes.items()}
+    with pytest.raises(ConfigError, match="context_parallel_suite") as caught:
+        tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=2, **given)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
