@@ -16,6 +16,12 @@ from mindspeed_cp.layout.documents import MAX_TOKENS
 
 VALID = "a set, a file with one length on a line, or lengths such as 700,30,4100"
 
+#: More tokens in a batch are refused, and more pieces of documents: so many take the even ring alone minutes, and GiB.
+MOST_TOKENS, MOST_PIECES = 2**28, 2**24
+
+#: Bytes of a file of lengths.
+MOST_BYTES = 2**30
+
 
 def draw(text: str, tokens: int, count: int, seed: int) -> tuple[Documents, ...]:
     """Batches of just so many tokens, of documents drawn from what --lengths names; the last one of each is cut.
@@ -38,6 +44,31 @@ def draw(text: str, tokens: int, count: int, seed: int) -> tuple[Documents, ...]
     return tuple(map(Documents, found))
 
 
+def check_size(text: str, lengths: np.ndarray, ranks: int, tokens: int | None = None) -> None:
+    """Raise ConfigError where documents are too many to be simulated over so many ranks.
+
+    Args:
+        text: of the switch.
+        lengths: of the documents, or of some like those that will be drawn.
+        ranks: over which the even ring cuts each document, in two pieces for each.
+        tokens: of the batch that is drawn from documents like these; None: these are the batch.
+    """
+    total = int(lengths.sum())
+    if tokens is None and total > MOST_TOKENS:
+        raise ConfigError(
+            f"--lengths {shortened(text)}: {total:,} tokens; valid: at most {MOST_TOKENS:,} in a batch; give fewer "
+            "documents, or draw from them with --tokens-per-rank"
+        )
+    scale = 1.0 if tokens is None else tokens / max(1, total)
+    pieces = int(np.clip(lengths, 1, 2 * ranks).sum() * scale)
+    if pieces > MOST_PIECES:
+        raise ConfigError(
+            f"--lengths {shortened(text)}: {int(len(lengths) * scale):,} documents over {ranks:,} ranks are {pieces:,} "
+            f"pieces for the even ring; valid: at most {MOST_PIECES:,}; give fewer documents, fewer ranks, or less "
+            "with --tokens-per-rank"
+        )
+
+
 def read_lengths(text: str) -> np.ndarray | None:
     """Lengths that --lengths lists, or that are in the file that it names, int64 [documents]; None for a set of which
     batches are drawn: an installed one, or a YAML file of bins.
@@ -48,6 +79,8 @@ def read_lengths(text: str) -> np.ndarray | None:
     if text in length_names():
         return None
     path = Path(text)
+    if _is_file(path) and path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"--lengths {path}: has {path.stat().st_size:,} bytes; valid: at most {MOST_BYTES:,}")
     if path.suffix in (".yaml", ".yml", ".npy", ".npz") and _is_file(path):
         return next(iter(load_lengths(text).listed), None)
     if _is_file(path):
@@ -77,12 +110,12 @@ def shortened(text: str) -> str:
 
 def _of_file(path: Path) -> np.ndarray:
     try:
-        content = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as lines:
+            return _numbers(enumerate(lines, 1), f"--lengths {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--lengths {path}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}"
         ) from None
-    return _numbers(list(enumerate(content.splitlines(), 1)), f"--lengths {path}")
 
 
 def _numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.ndarray:
@@ -93,6 +126,8 @@ def _numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.ndarray:
             long = word.isdecimal() and int(word[:20]) > MAX_TOKENS
             if re.fullmatch(r"[0-9]+", word) and not long:
                 found.append(int(word))
+                if len(found) > MOST_PIECES:
+                    raise ConfigError(f"{name}: more documents than {MOST_PIECES:,}, which is the most; give fewer")
             elif word:
                 where = "" if number is None else f" line {number}:"
                 negative = re.fullmatch(r"-[0-9]+", word) is not None

@@ -8,24 +8,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mindspeed_cp.cli_lengths import VALID, draw, known_sets, read_lengths, shortened
+from mindspeed_cp.cli_lengths import MOST_TOKENS, VALID, check_size, draw, known_sets, read_lengths, shortened
 from mindspeed_cp.cli_plan import plan_options
 from mindspeed_cp.config import Settings, load_settings
 from mindspeed_cp.config_checks import attention_of, layer_of
-from mindspeed_cp.cost import LayerCost, load_cluster
+from mindspeed_cp.cost import LayerCost, load_cluster, sample_lengths
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import ALGORITHMS, AttentionConfig, Topology, algorithm_name, algorithm_options
 from mindspeed_cp.plan.hierarchical import DEFAULT_CLUSTER, cluster_of
 from mindspeed_cp.report.simulated import Problem, Wanted
 
-#: More ranks, and more tokens in a batch that is drawn, are refused: their timelines take minutes.
-MOST_RANKS, MOST_TOKENS, MOST_BATCHES = 4096, 2**28, 1000
+#: More ranks are refused: their timelines take minutes.
+MOST_RANKS, MOST_BATCHES = 4096, 1000
+
+#: Heads, and channels of one.
+MOST_WIDTH = 2**14
 
 #: Rows of a training's first global batch that are simulated if nothing else is asked for.
 MOST_ROWS = 8
 
 TOKENS_PER_RANK = 4096
+
+#: Documents of a set that say how many a batch will have.
+SAMPLE = 4096
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,13 @@ def read(asked: Asked) -> tuple[Problem, list[Wanted]]:
 def _of_switches(asked: Asked) -> tuple[Problem, list[Wanted]]:
     heads = 32 if asked.heads is None else asked.heads
     kv_heads = (8 if heads % 8 == 0 else heads) if asked.kv_heads is None else asked.kv_heads
+    for switch, value in (("--heads", heads), ("--kv-heads", kv_heads), ("--head-dim", asked.head_dim)):
+        if value is not None and not 1 <= value <= MOST_WIDTH:
+            raise ConfigError(f"{switch} {value}: valid: a whole number from 1 to {MOST_WIDTH:,}")
+    if heads % kv_heads:
+        raise ConfigError(f"--kv-heads {kv_heads}: valid: a divisor of the query heads, --heads {heads}")
     attention = AttentionConfig(heads, kv_heads, 128 if asked.head_dim is None else asked.head_dim)
-    cluster = asked.cluster or DEFAULT_CLUSTER
+    cluster = DEFAULT_CLUSTER if asked.cluster is None else asked.cluster
     topology = _topology(asked, Topology(1, load_cluster(cluster).ranks_per_node, cluster))
     batches, source = _batches(asked, topology.ranks, None)
     problem = Problem(batches, topology, attention, cluster_of(topology), LayerCost.like(attention), source)
@@ -163,7 +174,7 @@ def _topology(asked: Asked, default: Topology) -> Topology:
             f"--nodes {nodes} --ranks-per-node {per}: {nodes * per:,} ranks; valid: at most {MOST_RANKS:,}; a smaller "
             "system of the same kind shows the same"
         )
-    return Topology(nodes, per, asked.cluster or default.cluster)
+    return Topology(nodes, per, default.cluster if asked.cluster is None else asked.cluster)
 
 
 def _batches(asked: Asked, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
@@ -175,8 +186,9 @@ def _batches(asked: Asked, ranks: int, settings: Settings | None) -> tuple[tuple
         assert settings is not None
         return _rows(asked, ranks, settings)
     drawing = any(value is not None for value in (asked.tokens_per_rank, asked.batches, asked.seed))
-    listed = None if drawing else read_lengths(asked.lengths)
-    if listed is not None:
+    listed = read_lengths(asked.lengths)
+    if listed is not None and not drawing:
+        check_size(asked.lengths, listed, ranks)
         return (Documents(listed),), f"the documents of --lengths {shortened(asked.lengths)}"
     if settings is not None and asked.tokens_per_rank is None:
         tokens, why = settings.data.seq_length, "data.seq_length"
@@ -188,6 +200,8 @@ def _batches(asked: Asked, ranks: int, settings: Settings | None) -> tuple[tuple
             f"{why}: {tokens:,} tokens over {ranks:,} ranks; valid: at most {MOST_TOKENS:,} in a batch, which is "
             f"{MOST_TOKENS // ranks:,} for a rank"
         )
+    some = sample_lengths(asked.lengths, SAMPLE) if listed is None else listed[listed > 0]
+    check_size(asked.lengths, some, ranks, tokens)
     drawn = f"{count} batch{'es' * (count > 1)} of {tokens:,} tokens drawn from {shortened(asked.lengths)}, seed {seed}"
     return draw(asked.lengths, tokens, count, seed), drawn
 

@@ -41,6 +41,9 @@ LATER_KEYS = {
 NETWORK = {"hccl_traffic_class": "HCCL_RDMA_TC", "hccl_service_level": "HCCL_RDMA_SL"}
 
 SIZES = "hierarchical_context_parallel_sizes"
+
+#: The option that `auto` takes too: it is no choice, but what the ranks' memory allows.
+BOUND = "max_seqlen_per_dp_cp_rank"
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 ALSO_READ = ("cp_comm_type", SIZES, *LATER_KEYS)
 
@@ -113,7 +116,9 @@ class SuiteSettings(Section):
         "the fastest is taken; each costs about as much planning as one does without; null: 1, no simulation",
     )
     max_seqlen_per_dp_cp_rank: Count | None = Field(
-        default=None, description="hierarchical: most tokens of a row that a rank may hold; null: no bound"
+        default=None,
+        description="hierarchical, and auto, which then chooses among its options: most tokens of a row that a rank "
+        "may hold; null: no bound",
     )
     hidden_size: Count | None = Field(
         default=None, description="hierarchical: of the model, for the cost of linear layers; null: the model's"
@@ -241,10 +246,10 @@ class SuiteSettings(Section):
         check_choice(self)
         own = {} if self.algorithm == AUTO else algorithm_options(self.algorithm)
         for name, value in self.options.items():
-            if self.algorithm == AUTO:
+            if self.algorithm == AUTO and name != BOUND:
                 rule = "must be left out with algorithm: auto, which chooses options too; or name the algorithm"
                 raise bad_value(name, value, rule)
-            if name not in own:
+            if self.algorithm != AUTO and name not in own:
                 others = ", ".join(other for other in ALGORITHMS if name in algorithm_options(other))
                 rule = (
                     f"is no option of algorithm {self.algorithm}; algorithms that have it: {others}; "

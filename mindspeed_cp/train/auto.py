@@ -9,11 +9,13 @@ from itertools import islice
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import attention_of, layer_of
+from mindspeed_cp.config_suite import BOUND
 from mindspeed_cp.config_variants import with_algorithm
 from mindspeed_cp.cost.candidates import candidates
 from mindspeed_cp.cost.choose import Decision, choose_algorithm
 from mindspeed_cp.cost.per_batch import shortlist
 from mindspeed_cp.data import PackedStream, open_corpus
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AUTO, AttentionConfig
 
@@ -33,7 +35,9 @@ def resolved(settings: Settings) -> tuple[Settings, Decision | None]:
     attention = typical_attention(settings)
     possible = []
     for one in candidates(suite.topology, attention):
-        with suppress(ValueError):  # what the settings refuse with this algorithm
+        if BOUND in suite.options and suite.topology.ranks > 1:  # one rank holds the row; it was checked
+            one = replace(one, options=(*one.options, (BOUND, suite.options[BOUND])))
+        with suppress(ConfigError):  # what the settings refuse with this algorithm
             with_algorithm(settings, one)
             possible.append(one)
     decision = choose_algorithm(

@@ -76,3 +76,17 @@ def test_every_attention_of_the_model_is_possible_with_what_is_chosen(corpus: Pa
 def test_a_training_itself_refuses_it(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm is 'auto': give mindspeed_cp.train.auto.resolved"):
         train(auto(corpus, tmp_path), cast(Any, SimpleNamespace()))
+
+
+def test_a_bound_of_tokens_is_kept_by_what_is_chosen(corpus: Path, tmp_path: Path) -> None:
+    """Only hierarchical has one; what a row may hold at most is 517 tokens over 4 ranks and a few more."""
+    found, decision = resolved(auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=131))
+    assert decision is not None
+    assert {one.candidate.algorithm for one in decision.tried} == {"hierarchical"}
+    assert found.context_parallel_suite.options["max_seqlen_per_dp_cp_rank"] == 131
+    with pytest.raises(ConfigError, match="max_seqlen_per_dp_cp_rank = 100: is too little for rows"):
+        auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=100)
+    with pytest.raises(ConfigError, match="routing = true: must be left out with algorithm: auto"):
+        auto(corpus, tmp_path, routing=True)
+    alone, _ = resolved(auto(corpus, tmp_path, context_parallel_size=1, nodes=1, max_seqlen_per_dp_cp_rank=517))
+    assert alone.context_parallel_suite.algorithm == "ring"
