@@ -174,7 +174,10 @@ def _topology(asked: Asked, default: Topology) -> Topology:
             f"--nodes {nodes} --ranks-per-node {per}: {nodes * per:,} ranks; valid: at most {MOST_RANKS:,}; a smaller "
             "system of the same kind shows the same"
         )
-    return Topology(nodes, per, default.cluster if asked.cluster is None else asked.cluster)
+    if asked.cluster is None:
+        return Topology(nodes, per, default.cluster)
+    load_cluster(asked.cluster)  # "" too is no cluster
+    return Topology(nodes, per, asked.cluster)
 
 
 def _batches(asked: Asked, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:

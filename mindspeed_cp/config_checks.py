@@ -9,7 +9,7 @@ from mindspeed_cp import capabilities
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
 from mindspeed_cp.config_variants import check_also
-from mindspeed_cp.cost import LayerCost
+from mindspeed_cp.cost import LayerCost, load_cluster
 from mindspeed_cp.devices import device_type
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.npu_limits import check_limits
@@ -77,6 +77,8 @@ def _check_cluster(settings: Settings) -> None:
     suite, context = settings.context_parallel_suite, settings.data.seq_length
     if suite.cluster is not None or suite.algorithm in ("hierarchical", AUTO):
         try:
+            if suite.cluster == "":  # which a topology takes for none
+                load_cluster(suite.cluster)
             cluster_of(suite.topology)
         except ConfigError as error:
             raise bad_value("context_parallel_suite.cluster", suite.cluster, f"cannot be used: {error}") from None

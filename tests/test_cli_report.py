@@ -222,6 +222,7 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "has no traces of steps; set output.trace_steps: [3, 4], or output.trace_interval, and train" in line
     assert "there is no such folder" in failure(capsys, tmp_path / "nowhere")
     assert "no such preset" in failure(capsys, folder, "--cluster", "a9")
+    assert "cluster '': no such preset; valid: a2, a3" in failure(capsys, folder, "--cluster", "")
     assert "the suffix is '.jpg'" in failure(capsys, folder, "--png", tmp_path / "a.jpg")
     assert "the suffix is '.txt'" in failure(capsys, folder, "--png", tmp_path / "a.png", "--trace", tmp_path / "a.txt")
     assert not (tmp_path / "a.png").exists()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_cp import cli_lengths
 from mindspeed_cp.cli import run
 from mindspeed_cp.cli_problem import Asked, read, read_algorithms
 from mindspeed_cp.config import load_settings
@@ -172,17 +173,35 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
         (("--lengths", "700,-30"), ("'-30' is negative",)),
         (("--lengths", "0,0"), ("no tokens",)),
         (("--lengths", "0,0", "--batches", "2"), ("no document with a token",)),
+        (("--lengths", ""), ("--lengths ''", "prolong, wikipedia")),
+        (("--lengths", "268435000,457"), ("--lengths 268435000,457: 268,435,457 tokens", "at most 268,435,456")),
+        (
+            ("--lengths", "wikipedia", "--nodes", "512", "--tokens-per-rank", "65536"),
+            ("--lengths wikipedia: ", "documents over 4,096 ranks are ", "pieces", "at most 16,777,216"),
+        ),
+        (("--lengths", "1", "--tokens-per-rank", "2097153"), ("16,777,224 documents over 8 ranks", "16,777,216")),
         (("--lengths", "700", "--cluster", "a4"), ("cluster 'a4'", "a2, a3, a800, h200, h800")),
+        (("--lengths", "700", "--cluster", ""), ("cluster ''", "a2, a3, a800, h200, h800")),
+        (("configs/quickstart.yaml", "--cluster", ""), ("cluster ''", "a2, a3, a800, h200, h800")),
         (("--lengths", "700", "--ranks-per-node", "16"), ("'a2'", "8 ranks", "16 on a node")),
         (("--lengths", "700", "--nodes", "5000"), ("--nodes 5000", "40,000 ranks", "4,096")),
         (("--lengths", "700", "--nodes", "0"), ("--nodes",)),
         (("--lengths", "wikipedia", "--tokens-per-rank", "99999999"), ("--tokens-per-rank 99999999", "33,554,432")),
         (("--lengths", "wikipedia", "--batches", "1001"), ("--batches 1001", "1000")),
-        (("--lengths", "700", "--heads", "7", "--kv-heads", "2"), ("attention.kv_heads is 2", "which is 7")),
+        (("--lengths", "700", "--nodes", "-3"), ("--nodes",)),
+        (("--lengths", "700", "--nodes", "9" * 30), ("--nodes 999", "4,096")),
+        (("--lengths", "700", "--heads", "0"), ("--heads 0", "1 to 16,384")),
+        (("--lengths", "700", "--heads", "16385"), ("--heads 16385", "1 to 16,384")),
+        (("--lengths", "700", "--kv-heads", "0"), ("--kv-heads 0", "1 to 16,384")),
+        (("--lengths", "700", "--head-dim", "-8"), ("--head-dim -8", "1 to 16,384")),
+        (("--lengths", "700", "--head-dim", "9" * 30), ("--head-dim 999", "1 to 16,384")),
+        (("--lengths", "700", "--heads", "7", "--kv-heads", "2"), ("--kv-heads 2", "--heads 7")),
         (("--lengths", "700", "--algorithms", "rings"), ("--algorithms", "did you mean ring?")),
         (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2' is no option of ring", "layout=")),
         (("--lengths", "700", "--algorithms", "all,ring"), ("all stands alone",)),
         (("--lengths", "700", "--algorithms", ","), ("names none", "hierarchical")),
+        (("--lengths", "700", "--algorithms", ""), ("--algorithms ''", "names none", "hierarchical")),
+        (("--lengths", "700", "--show", "", "--png", "x.png"), ("--show ''", "names none")),
         (
             ("--lengths", "700", "--algorithms", "direct", "--show", "hybrid", "--png", "x.png"),
             ("'hybrid' was not simulated", "direct"),
@@ -207,6 +226,24 @@ def test_bad_input_is_one_line(
     monkeypatch.chdir(ROOT)
     message = failure(capsys, *arguments)
     assert all(part in message for part in said), message
+
+
+def test_listed_documents_have_a_bound_in_number_and_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "a.npy", np.full(2**20, 16))
+    said = "1,048,576 documents over 16 ranks are 16,777,216 pieces"
+    assert read(Asked(lengths=str(tmp_path / "a.npy"), nodes=2))[0].batches[0].tokens == 2**24  # no more than is valid
+    np.save(tmp_path / "a.npy", np.full(2**20 + 1, 16))
+    line = failure(capsys, "--lengths", tmp_path / "a.npy", "--nodes", "2")
+    assert said.replace("576 ", "577 ").replace("216 ", "232 ") in line and "valid: at most 16,777,216" in line
+    read(Asked(lengths=str(tmp_path / "a.npy"), nodes=2, tokens_per_rank=1000))  # a smaller batch of these
+
+    monkeypatch.setattr(cli_lengths, "MOST_PIECES", 3)
+    (tmp_path / "a.txt").write_text("1\n2\n3\n4\n")
+    assert "more documents than 3" in failure(capsys, "--lengths", tmp_path / "a.txt")
+    monkeypatch.setattr(cli_lengths, "MOST_BYTES", 7)
+    assert "has 8 bytes; valid: at most 7" in failure(capsys, "--lengths", tmp_path / "a.txt")
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

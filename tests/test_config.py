@@ -478,6 +478,10 @@ def test_what_the_npu_refuses_is_told_when_settings_are_read(values: dict[str, d
     ("suite", "expected"),
     [
         ({"cluster": "a9"}, r"context_parallel_suite.cluster = .a9.: cannot be used: cluster 'a9': no such preset"),
+        (
+            {"cluster": ""},
+            r"context_parallel_suite.cluster = \"\": cannot be used: cluster '': no such preset; valid: a2, ",
+        ),
         ({"nodes": 1, "context_parallel_size": 16, "cluster": "a2"}, r"cluster = .a2.: cannot be used: .* 8 ranks"),
         (
             {"max_seqlen_per_dp_cp_rank": 1000},

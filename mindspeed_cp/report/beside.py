@@ -82,7 +82,8 @@ def beside(run: Path, cluster: str | None = None, steps: Sequence[int] = ()) -> 
         ConfigError: there are no traces, one is damaged, or the cluster is unknown or too small.
     """
     found, notes = read_steps(run, steps)
-    chosen = cluster or found[-1].settings.context_parallel_suite.cluster or DEFAULT_CLUSTER
+    chosen = found[-1].settings.context_parallel_suite.cluster if cluster is None else cluster
+    chosen = DEFAULT_CLUSTER if chosen is None else chosen
     loaded = load_cluster(chosen)
     pairs = [Pair(step, predict(step, loaded), step.breakdown) for step in found]
     return Beside(run, loaded, chosen, pairs, [*_notes(found, chosen), *notes])
