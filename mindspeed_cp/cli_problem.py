@@ -13,6 +13,7 @@ from mindspeed_cp.cli_plan import plan_options
 from mindspeed_cp.config import Settings, load_settings
 from mindspeed_cp.config_checks import attention_of, layer_of
 from mindspeed_cp.cost import LayerCost, load_cluster, sample_lengths
+from mindspeed_cp.cost.links import SHARING
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import ALGORITHMS, AttentionConfig, Topology, algorithm_name, algorithm_options
@@ -51,6 +52,7 @@ class Asked:
     kv_heads: int | None = None
     head_dim: int | None = None
     algorithms: str = "all"
+    sharing: str = "fair"
 
 
 def read(asked: Asked) -> tuple[Problem, list[Wanted]]:
@@ -59,6 +61,8 @@ def read(asked: Asked) -> tuple[Problem, list[Wanted]]:
     Raises:
         ConfigError: a switch or setting cannot be used; one line that names it, its value and what is valid.
     """
+    if asked.sharing not in SHARING:
+        raise ConfigError(f"--sharing {asked.sharing!r}: valid: {', '.join(SHARING)}")
     if asked.config is None:
         if asked.lengths is None:
             raise ConfigError(f"give a settings file, or --lengths: {VALID}; sets: {known_sets()}")
@@ -80,7 +84,8 @@ def _of_switches(asked: Asked) -> tuple[Problem, list[Wanted]]:
     cluster = DEFAULT_CLUSTER if asked.cluster is None else asked.cluster
     topology = _topology(asked, Topology(1, load_cluster(cluster).ranks_per_node, cluster))
     batches, source = _batches(asked, topology.ranks, None)
-    problem = Problem(batches, topology, attention, cluster_of(topology), LayerCost.like(attention), source)
+    layer = LayerCost.like(attention)
+    problem = Problem(batches, topology, attention, cluster_of(topology), layer, source, sharing=asked.sharing)
     return problem, read_algorithms(asked.algorithms)
 
 
@@ -120,8 +125,8 @@ def _of_settings(asked: Asked, settings: Settings) -> tuple[Problem, list[Wanted
     if suite.algorithm in ALGORITHMS:  # not one that is chosen when the training begins
         own = Wanted(suite.algorithm, {k: v for k, v in suite.options.items() if k not in sizes})
     wanted = [_with_sizes(one, sizes | suite.options) for one in read_algorithms(asked.algorithms, own)]
-    problem = Problem(batches, topology, attention, cluster_of(topology), layer_of(settings), source, tuple(notes))
-    return problem, wanted
+    where = batches, topology, attention, cluster_of(topology), layer_of(settings)
+    return Problem(*where, source, tuple(notes), asked.sharing), wanted
 
 
 def _with_sizes(wanted: Wanted, sizes: Mapping[str, Any]) -> Wanted:

@@ -59,6 +59,13 @@ def simulate(
         str,
         typer.Option(help="all, or names, with options if need be: ring,direct:prefetch=4:layout=balanced."),
     ] = "all",
+    sharing: Annotated[
+        str,
+        typer.Option(
+            metavar="fair|fifo",
+            help="Of links: fair shares, or first in, first out: a message holds its place at a busy receiver.",
+        ),
+    ] = "fair",
     show: Annotated[
         str | None,
         typer.Option(
@@ -104,7 +111,7 @@ def simulate(
         raise ConfigError(f"--show {show}: says what --png and --trace draw; give one of them, or leave --show out")
     asked = Asked(
         config, tuple(overrides or ()), lengths, cluster, nodes, ranks_per_node, tokens_per_rank, seed, batches, heads,
-        kv_heads, head_dim, algorithms,
+        kv_heads, head_dim, algorithms, sharing,
     )  # fmt: skip
     problem, wanted = read(asked)
     comparison = compare(problem, wanted)
@@ -226,6 +233,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
         "heads": problem.attention.heads,
         "kv_heads": problem.attention.kv_heads,
         "head_dim": problem.attention.head_dim,
+        "sharing": problem.sharing,
         "lengths": problem.source,
         "batches": [{"documents": len(batch), "tokens": batch.tokens} for batch in problem.batches],
         "bound": comparison.bound,

@@ -16,8 +16,9 @@ from mindspeed_cp.cli import run
 from mindspeed_cp.cli_problem import Asked, read, read_algorithms
 from mindspeed_cp.config import load_settings
 from mindspeed_cp.cost import sample_batch
+from mindspeed_cp.cost.simulate import simulate
 from mindspeed_cp.data import PackedStream, open_corpus
-from mindspeed_cp.plan import ALGORITHMS
+from mindspeed_cp.plan import ALGORITHMS, build_plan
 from mindspeed_cp.plan.hierarchical import choose
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +74,24 @@ def test_files_are_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert list(trace["otherData"]) == ["direct, modelled"]  # what --show names, without the ring
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<title>Modelled: 4 ranks of a2</title>" in (tmp_path / "a.html").read_text()
+
+
+def test_links_may_be_shared_first_in_first_out(capsys: pytest.CaptureFixture[str]) -> None:
+    four = (*SMALL[:4], "--ranks-per-node", "4", "--heads", "4", "--algorithms", "all_gather")
+    fair, fifo = (simulated(capsys, *four, "--sharing", sharing) for sharing in ("fair", "fifo"))
+    assert simulated(capsys, *four) == fair  # the default
+    assert (fair["sharing"], fifo["sharing"]) == ("fair", "fifo")
+    (problem, (wanted,)) = read(Asked(lengths=SMALL[1], nodes=2, ranks_per_node=4, heads=4, algorithms="all_gather"))
+    plan = build_plan(problem.batches[0], problem.topology, problem.attention, wanted.algorithm)
+    for found in (fair, fifo):
+        (seconds,) = (one["seconds"] for one in found["algorithms"] if one["name"] == "all_gather")
+        assert seconds == simulate(plan, problem.cluster, problem.layer, sharing=found["sharing"]).total
+        assert ("fifo" in " ".join(found["notes"])) == (found is fifo)
+    assert fair["algorithms"] != fifo["algorithms"]
+    assert (
+        run(["simulate", str(ROOT / "configs" / "hierarchical.yaml"), "--algorithms", "ring", "--sharing", "fifo"]) == 0
+    )
+    assert "note: links are shared fifo" in capsys.readouterr().out
 
 
 def test_refused_algorithms_are_listed_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +225,7 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
             ("--lengths", "700", "--algorithms", "direct", "--show", "hybrid", "--png", "x.png"),
             ("'hybrid' was not simulated", "direct"),
         ),
+        (("--lengths", "700", "--sharing", "lifo"), ("--sharing 'lifo'", "fair, fifo")),
         (("--lengths", "700", "--show", "ring"), ("--show ring", "--png and --trace")),
         (("--lengths", ",".join(["700"] * 100) + ",x"), ("'x' is not a length",)),
         (("--lengths", "700", "--png", "a.jpg"), ("'.jpg'", ".png")),

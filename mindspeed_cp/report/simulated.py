@@ -33,6 +33,7 @@ class Problem:
         layer: the linear part of the layer.
         source: where the lengths are from, for people.
         notes: what a reader must know of how this stands for a training.
+        sharing: of links, as for :func:`mindspeed_cp.cost.simulate.simulate`.
     """
 
     batches: tuple[Documents, ...]
@@ -42,6 +43,7 @@ class Problem:
     layer: LayerCost
     source: str = ""
     notes: tuple[str, ...] = ()
+    sharing: str = "fair"
 
     @property
     def bound(self) -> float:
@@ -266,12 +268,14 @@ def _timelines(problem: Problem, wanted: Wanted) -> _Sums:
         plan = build_plan(
             batch, problem.topology, problem.attention, wanted.algorithm, **{**wanted.model, **wanted.options}
         )
-        out.add(simulate(plan, problem.cluster, problem.layer))
+        out.add(simulate(plan, problem.cluster, problem.layer, sharing=problem.sharing))
     return out
 
 
 def _notes(problem: Problem, simulated: Sequence[Simulated]) -> tuple[str, ...]:
     found = list(problem.notes)
+    if problem.sharing == "fifo":
+        found.append("links are shared fifo: a message holds its place at a busy receiver; the default is fair")
     ranks = problem.topology.ranks
     for one in simulated:
         if one.figures.memory > problem.cluster.memory:
