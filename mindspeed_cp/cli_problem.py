@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_cp.cli_lengths import MOST_TOKENS, VALID, check_size, draw, known_sets, read_lengths, shortened
-from mindspeed_cp.cli_plan import plan_options
 from mindspeed_cp.config import Settings, load_settings
 from mindspeed_cp.config_checks import attention_of, layer_of
 from mindspeed_cp.cost import LayerCost, load_cluster, sample_lengths
+from mindspeed_cp.cost.candidates import read_candidate
 from mindspeed_cp.cost.links import SHARING
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import ALGORITHMS, AttentionConfig, Topology, algorithm_name, algorithm_options
+from mindspeed_cp.plan import ALGORITHMS, AttentionConfig, Topology, algorithm_options
 from mindspeed_cp.plan.hierarchical import DEFAULT_CLUSTER, cluster_of
 from mindspeed_cp.report.simulated import Problem, Wanted
 
@@ -109,12 +109,14 @@ def _of_settings(asked: Asked, settings: Settings) -> tuple[Problem, list[Wanted
         )
     if model.expert_layers:
         notes.append("experts are counted as a dense FFN of the weights that a token visits, without their all-to-all")
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_width,
         "tensor_model_parallel_size": tensor,
         "sequence_parallel": settings.train.sequence_parallel,
     }
+    own_options = {k: v for k, v in suite.options.items() if k not in sizes}
+    sizes |= {k: v for k, v in suite.options.items() if k in sizes}
     topology = _topology(asked, suite.topology)
     if topology.cluster is None:
         notes.append(f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}")
@@ -123,17 +125,16 @@ def _of_settings(asked: Asked, settings: Settings) -> tuple[Problem, list[Wanted
         notes.append("data.balance lays rows anew over replicas; simulated are rows as they are drawn")
     own = None
     if suite.algorithm in ALGORITHMS:  # not one that is chosen when the training begins
-        own = Wanted(suite.algorithm, {k: v for k, v in suite.options.items() if k not in sizes})
-    wanted = [_with_sizes(one, sizes | suite.options) for one in read_algorithms(asked.algorithms, own)]
+        own = Wanted(suite.algorithm, own_options)
+    wanted = [_with_sizes(one, sizes) for one in read_algorithms(asked.algorithms, own)]
     where = batches, topology, attention, cluster_of(topology), layer_of(settings)
-    return Problem(*where, source, tuple(notes), asked.sharing), wanted
+    return Problem(*where, source, tuple(notes), asked.sharing, sizes), wanted
 
 
 def _with_sizes(wanted: Wanted, sizes: Mapping[str, Any]) -> Wanted:
     """An algorithm that costs linear layers, with the sizes of the model."""
-    names = ("hidden_size", "ffn_hidden_size", "tensor_model_parallel_size", "sequence_parallel")
     known = algorithm_options(wanted.algorithm)
-    return replace(wanted, model={name: sizes[name] for name in names if name in known})
+    return replace(wanted, model={name: value for name, value in sizes.items() if name in known})
 
 
 def read_algorithms(text: str, own: Wanted | None = None) -> list[Wanted]:
@@ -151,23 +152,16 @@ def read_algorithms(text: str, own: Wanted | None = None) -> list[Wanted]:
     if not words:
         raise ConfigError(f"--algorithms {text!r}: names none; valid: all, or {', '.join(ALGORITHMS)}")
     for word in list(ALGORITHMS) if words == ["all"] else words:
-        given, *pairs = word.split(":")
-        if given == "all":
+        if word.partition(":")[0] == "all":
             raise ConfigError(f"--algorithms {text!r}: all stands alone; valid: all, or {', '.join(ALGORITHMS)}")
         try:
-            name = algorithm_name(given)
+            found = read_candidate(word)
         except ConfigError as error:
-            raise ConfigError(f"--algorithms {text!r}: {error}") from None
-        valid = algorithm_options(name)
-        for pair in pairs:
-            key = pair.partition("=")[0]
-            if "=" not in pair or key not in valid:
-                known = ", ".join(f"{option}=..." for option in valid) or "none"
-                raise ConfigError(f"--algorithms {word}: {pair!r} is no option of {name}; valid: {known}")
-        if own is not None and name == own.algorithm and not pairs:
+            raise ConfigError(f"--algorithms {word}: {error}") from None
+        if own is not None and found.algorithm == own.algorithm and not found.options:
             out.append(own)
         else:
-            out.append(Wanted(name, plan_options(name, {}, pairs)))
+            out.append(Wanted(found.algorithm, dict(found.options)))
     return out
 
 

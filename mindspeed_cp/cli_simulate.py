@@ -12,8 +12,12 @@ import typer
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mindspeed_cp.cost.choose import Decision
     from mindspeed_cp.report import Table
-    from mindspeed_cp.report.simulated import Comparison, Simulated
+    from mindspeed_cp.report.simulated import Comparison, Problem, Simulated, Wanted
+
+#: Batches by which --choose chooses: the first ones.
+CHOOSE_BY = 4
 
 
 def simulate(
@@ -90,6 +94,9 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    choose: Annotated[
+        bool, typer.Option("--choose", help="Try options of all algorithms too, and say in three lines what to take.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> int:
     """Compare algorithms on documents and a cluster before anything runs: modelled time of a layer, and where it goes.
@@ -114,20 +121,49 @@ def simulate(
         kv_heads, head_dim, algorithms, sharing,
     )  # fmt: skip
     problem, wanted = read(asked)
+    decision = _choice(problem, wanted) if choose else None
     comparison = compare(problem, wanted)
     drawn = _drawn(comparison, show)
     files = _write(comparison, drawn, png, trace, html)
     if as_json:
-        print(json.dumps({**as_dict(comparison), "files": files}, allow_nan=False))
+        print(json.dumps({**as_dict(comparison), **_choice_as_dict(decision), "files": files}, allow_nan=False))
         return 0
     from mindspeed_cp.report.console import print_tables
 
     print_tables(tables(comparison))
+    if decision is not None:
+        print("\n".join(("auto takes", *(f"  {line}" for line in decision.reasons))))
     for note in comparison.notes:
         print(f"note: {note}")
     for what, path in files.items():
         print(f"{what}: {path}")
     return 0
+
+
+def _choice(problem: Problem, wanted: list[Wanted]) -> Decision:
+    """What `algorithm: auto` takes for these batches; it joins what is compared."""
+    from mindspeed_cp.cost.choose import choose_algorithm
+    from mindspeed_cp.plan import algorithm_options
+    from mindspeed_cp.report.simulated import Wanted
+
+    if problem.sharing != "fair":
+        raise ConfigError(f"--choose: auto chooses with --sharing fair, not {problem.sharing}; leave one of them out")
+    where = problem.topology, problem.attention, problem.cluster, problem.layer
+    decision = choose_algorithm(problem.batches[:CHOOSE_BY], *where, options=dict(problem.sizes))
+    chosen = decision.candidate
+    own = algorithm_options(chosen.algorithm)
+    found = Wanted(chosen.algorithm, dict(chosen.options), {k: v for k, v in problem.sizes.items() if k in own})
+    if (found.algorithm, dict(found.options)) not in [(one.algorithm, dict(one.options)) for one in wanted]:
+        wanted.append(found)
+    return decision
+
+
+def _choice_as_dict(decision: Decision | None) -> dict[str, Any]:
+    if decision is None:
+        return {}
+    chosen = decision.candidate
+    choice = {"algorithm": chosen.algorithm, "options": dict(chosen.options), "reasons": decision.reasons}
+    return {"choice": choice}
 
 
 def _drawn(comparison: Comparison, show: str | None) -> list[Simulated]:

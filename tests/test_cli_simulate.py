@@ -94,6 +94,31 @@ def test_links_may_be_shared_first_in_first_out(capsys: pytest.CaptureFixture[st
     assert "note: links are shared fifo" in capsys.readouterr().out
 
 
+def test_a_choice_says_why_in_three_lines_and_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--lengths", "20000,700,300", "--ranks-per-node", "4", "--algorithms", "ring"]
+    found = simulated(capsys, *given, "--choose")
+    choice = found["choice"]
+    assert len(choice["reasons"]) == 3 and choice["algorithm"] in choice["reasons"][0]
+    fastest = found["algorithms"][0]
+    assert (fastest["algorithm"], fastest["options"]) == (choice["algorithm"], choice["options"])
+    assert fastest["algorithm"] != "ring" and "ring: " in choice["reasons"][2]
+    assert run(["simulate", *given, "--choose"]) == 0
+    assert f"auto takes\n  {choice['reasons'][0]}\n" in capsys.readouterr().out
+    assert "choice" not in simulated(capsys, *given)
+    assert run(["simulate", *given, "--choose", "--sharing", "fifo"]) == 2
+    assert "--choose: auto chooses with --sharing fair, not fifo" in capsys.readouterr().err
+
+
+def test_a_choice_for_a_training_knows_the_sizes_of_its_model() -> None:
+    from mindspeed_cp.cli_simulate import _choice
+
+    problem, wanted = read(Asked(config=ROOT / "configs" / "hierarchical.yaml", algorithms="ring"))
+    assert problem.sizes["hidden_size"] == 128 and len(wanted) == 1
+    decision = _choice(problem, wanted)
+    assert wanted[1].algorithm == decision.candidate.algorithm == "hierarchical"
+    assert wanted[1].model == problem.sizes
+
+
 def test_refused_algorithms_are_listed_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = "hierarchical:max_seqlen_per_dp_cp_rank=10,hybrid:ulysses_degree=3,direct:prefetch=2:layout=balanced"
     assert run(["simulate", *SMALL, "--algorithms", wanted]) == 0

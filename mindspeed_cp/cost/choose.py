@@ -46,7 +46,7 @@ class Tried:
         least: seconds that it takes on these, or takes at least: of the last one only a floor may be known.
         cause: what of that one takes so long; empty where it was simulated.
         timeline: of the first batch; None where it was not simulated.
-        same: its plans are those of a candidate before it.
+        same_as: a candidate before it that has the same plans.
         refused: why it cannot be taken at all; None for one that can.
     """
 
@@ -56,7 +56,7 @@ class Tried:
     least: float = 0.0
     cause: str = ""
     timeline: Timeline | None = field(default=None, repr=False)
-    same: bool = False
+    same_as: Candidate | None = None
     refused: str | None = None
 
 
@@ -135,11 +135,11 @@ class _Trial:
         self._memory, self._options = memory, options
         self._even = [even_floor(batch, topology.ranks, cost).seconds for batch in batches]
         self._best = float("inf")  # seconds over all batches, of one that fits into memory
-        self._known: dict[bytes, Timeline] = {}  # by what a plan is
+        self._known: dict[bytes, tuple[Candidate, Timeline]] = {}  # who had a plan first, and its timeline
 
     def run(self, candidate: Candidate) -> Tried:
         """A candidate on all batches, or until it cannot be the fastest."""
-        tried, same, plans = Tried(candidate), True, []
+        tried, plans, owners = Tried(candidate), [], set()
         try:
             for number, batch in enumerate(self._batches):
                 before, after = sum(tried.seconds), sum(self._even[number + 1 :])
@@ -149,14 +149,15 @@ class _Trial:
                     if before + floor.seconds + after > self._best:
                         return _dropped(tried, number, floor)
                 plan = self._plan(candidate, batch)
-                made = self._known.get(key := _identity(plan))
-                same = same and made is not None
-                if made is None:
+                key = _identity(plan)
+                if key not in self._known:
                     floor = plan_floor(plan, self._cost)
                     if before + floor.seconds + after > self._best:
                         return _dropped(tried, number, floor)
-                    made = simulate(plan, self._cost.cluster, self._cost.layer, MOST_SPANS)
-                    self._known[key] = made
+                    timeline = simulate(plan, self._cost.cluster, self._cost.layer, MOST_SPANS)
+                    self._known[key] = candidate, timeline
+                owner, made = self._known[key]
+                owners.add(owner)
                 plans.append(plan)
                 tried = replace(
                     tried,
@@ -176,7 +177,7 @@ class _Trial:
                 said = f"holds {held / 2**30:.3g} GiB in one layer; there are {self._memory / 2**30:.3g}"
                 return replace(tried, refused=said)
             self._best = total
-        return replace(tried, same=same)
+        return replace(tried, same_as=owners.pop() if len(owners) == 1 and candidate not in owners else None)
 
     def _plan(self, candidate: Candidate, batch: Documents) -> Plan:
         """A candidate's plan of a batch."""

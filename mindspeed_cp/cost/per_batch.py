@@ -47,7 +47,7 @@ def shortlist(decision: Decision, most: int = 4) -> list[Candidate]:
     first = decision.tried[0]
     found = [(1.0, 0, first.candidate)]
     for number, one in enumerate(decision.tried[1:], 1):
-        if not one.same and one.refused is None and one.looked_at:
+        if one.same_as is None and one.refused is None and one.looked_at:
             ratio = one.least / sum(first.seconds[: one.looked_at])
             found.append((ratio, number, one.candidate))
     return [candidate for ratio, _, candidate in sorted(found, key=lambda one: one[:2])[:most] if ratio <= NEAR]

@@ -23,14 +23,15 @@ def reasons(tried: Sequence[Tried]) -> tuple[str, str, str]:
     batches = f" (mean of {count} batches)" if count > 1 else ""
     mean = 1e3 * sum(first.seconds) / count
     return (
-        f"{first.candidate}: {mean:.3g} ms a layer{batches}, modelled for {first.timeline.cluster.name}{_same(others)}",
+        f"{first.candidate}: {mean:.3g} ms a layer{batches}, modelled for {first.timeline.cluster.name}"
+        + _same(first, others),
         _time(first.timeline, count) + _second(first, others),
         _rest(first, others),
     )
 
 
-def _same(others: Sequence[Tried]) -> str:
-    same = [str(one.candidate) for one in others if one.same]
+def _same(first: Tried, others: Sequence[Tried]) -> str:
+    same = [str(one.candidate) for one in others if one.same_as == first.candidate]
     return f"; the same plans: {', '.join(same)}" if same else ""
 
 
@@ -42,7 +43,7 @@ def _time(timeline: Timeline, batches: int) -> str:
 
 def _second(first: Tried, others: Sequence[Tried]) -> str:
     """The fastest of those that were simulated."""
-    simulated = [one for one in others if one.seconds and not one.same]
+    simulated = [one for one in others if one.seconds and one.same_as is None]
     if not simulated:
         return "; nothing else was simulated"
     second = min(simulated, key=lambda one: _times(first, one))
@@ -54,7 +55,7 @@ def _second(first: Tried, others: Sequence[Tried]) -> str:
 
 def _rest(first: Tried, others: Sequence[Tried]) -> str:
     """The best candidate of each algorithm, and all that cannot be done."""
-    compared = [one for one in others if not one.same and one.refused is None]
+    compared = [one for one in others if one.same_as is None and one.refused is None]
     compared.sort(key=lambda one: _times(first, one))
     said, named = [], set()
     for one in compared:

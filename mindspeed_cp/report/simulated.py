@@ -34,6 +34,7 @@ class Problem:
         source: where the lengths are from, for people.
         notes: what a reader must know of how this stands for a training.
         sharing: of links, as for :func:`mindspeed_cp.cost.simulate.simulate`.
+        sizes: of the model of a training, options of the algorithms that cost linear layers.
     """
 
     batches: tuple[Documents, ...]
@@ -44,6 +45,7 @@ class Problem:
     source: str = ""
     notes: tuple[str, ...] = ()
     sharing: str = "fair"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def bound(self) -> float:

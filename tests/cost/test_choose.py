@@ -53,7 +53,7 @@ def test_equal_plans_are_simulated_once_and_said_to_be_equal() -> None:
     among = [Candidate("hierarchical"), Candidate("hierarchical", (("routing", False),)), Candidate("ring")]
     decision = choose_algorithm([batch(0)], Topology(1, 8, "a2"), GQA, among=among)
     first, second, ring = decision.tried
-    assert first.candidate == among[0] and second.same and not first.same and not ring.same
+    assert first.candidate == among[0] and second.same_as == among[0] and first.same_as is None and ring.same_as is None
     assert second.seconds == first.seconds and second.timeline is first.timeline
     assert decision.reasons[0].endswith("; the same plans: hierarchical (routing false)")
     assert "ring: " in decision.reasons[2] and "hierarchical" not in decision.reasons[2]
