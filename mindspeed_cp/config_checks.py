@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mindspeed_cp import capabilities
 from mindspeed_cp.config_errors import bad_value
 from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
+from mindspeed_cp.config_suite import divisors
 from mindspeed_cp.config_variants import check_also
 from mindspeed_cp.cost import LayerCost, load_cluster
 from mindspeed_cp.devices import device_type
@@ -151,7 +152,7 @@ def _check_heads(settings: Settings) -> None:
         rule = f"must be a multiple of model.num_attention_heads = {heads}, or give model.kv_channels; nearest: {near}"
         raise bad_value("model.hidden_size", model.hidden_size, rule)
     if groups is not None and heads % groups:
-        valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        valid = ", ".join(map(str, divisors(heads)))
         rule = f"must divide model.num_attention_heads = {heads}; valid: {valid}"
         raise bad_value("model.num_query_groups", groups, rule)
     if model.rotary_dim % 2 and not model.multi_latent_attention:  # which checks its own

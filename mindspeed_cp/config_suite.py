@@ -330,7 +330,7 @@ def _with_degree(values: dict[str, Any], source: tuple[str, Any]) -> dict[str, A
         )
     ranks = values.get("context_parallel_size", 1)
     if type(ranks) is int and sizes[0] * sizes[1] != ranks:
-        pairs = ", ".join(f"[{n}, {ranks // n}]" for n in _divisors(ranks))
+        pairs = ", ".join(f"[{n}, {ranks // n}]" for n in divisors(ranks))
         rule = f"its product must be context_parallel_size = {ranks}; valid: {pairs}"
         raise bad_value(SIZES, sizes, rule)
     degree = values.get("ulysses_degree")
@@ -342,10 +342,11 @@ def _with_degree(values: dict[str, Any], source: tuple[str, Any]) -> dict[str, A
 
 def _divides(key: str, value: int, ranks: int) -> None:
     if ranks % value:
-        valid = ", ".join(map(str, _divisors(ranks)))
+        valid = ", ".join(map(str, divisors(ranks)))
         raise bad_value(key, value, f"must divide context_parallel_size = {ranks}; valid: {valid}")
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -16,7 +16,7 @@ import numpy as np
 
 from mindspeed_cp.cost.bounds import Floor, even_floor, exchange_floor, plan_floor
 from mindspeed_cp.cost.candidates import Candidate, candidates
-from mindspeed_cp.cost.cluster import Cluster, load_cluster
+from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
 from mindspeed_cp.cost.memory import layer_bytes
 from mindspeed_cp.cost.reasons import reasons
@@ -26,6 +26,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.build import algorithm_options, build_plan
 from mindspeed_cp.plan.config import AttentionConfig, Topology
+from mindspeed_cp.plan.hierarchical import cluster_of
 from mindspeed_cp.plan.program import Plan
 
 #: Tiles are counted on some ranks alone where there are more spans of keys than this: choosing must be quick.
@@ -106,7 +107,7 @@ def choose_algorithm(
     """
     if not batches:
         raise ConfigError("batches: there are none to choose by; valid: one or more")
-    cluster = fitted(cluster or load_cluster(topology.cluster or "a2"), topology.ranks_per_node)
+    cluster = cluster_of(topology) if cluster is None else fitted(cluster, topology.ranks_per_node)
     cost = ComputeCost(cluster, attention, layer)
     trial = _Trial(batches, topology, cost, cluster.memory if memory is None else memory, options or {})
     tried = [trial.run(one) for one in (candidates(topology, attention) if among is None else among)]

@@ -153,9 +153,11 @@ def sample_batch(
     if longest is not None:
         _natural("longest", longest, least=1)
     lengths, random = load_lengths(name_or_path, folder), np.random.default_rng(seed)
-    drawn = np.zeros(0, np.int64)
-    while drawn.sum() < tokens:
-        drawn = np.concatenate([drawn, np.minimum(lengths.draw(64, random), most)])
+    found, total = [np.zeros(0, np.int64)], 0
+    while total < tokens:
+        found.append(np.minimum(lengths.draw(64, random), most))
+        total += int(found[-1].sum())
+    drawn = np.concatenate(found)
     ends = np.cumsum(drawn)
     kept = int(np.searchsorted(ends, tokens)) + 1 if tokens else 0
     drawn = drawn[:kept]

@@ -18,14 +18,14 @@ import numpy as np
 from mindspeed_cp.cost.bounds import Floor, even_floor, exchange_floor, plan_floor
 from mindspeed_cp.cost.candidates import Candidate
 from mindspeed_cp.cost.choose import EXCHANGES, MOST_SPANS, Decision
-from mindspeed_cp.cost.cluster import Cluster, load_cluster
+from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
 from mindspeed_cp.cost.simulate import fitted, simulate
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.build import algorithm_options, build_plan
 from mindspeed_cp.plan.config import AttentionConfig, Topology
-from mindspeed_cp.plan.hierarchical import choose
+from mindspeed_cp.plan.hierarchical import choose, cluster_of
 from mindspeed_cp.plan.placement import place
 
 #: Candidates that took more than this times as long as the chosen one are not looked at for single batches.
@@ -78,7 +78,7 @@ class BatchChooser:
         for name, given in (("among", among), ("sample", sample)):
             if not given:
                 raise ConfigError(f"{name}: there is nothing in it; valid: one or more")
-        cluster = fitted(cluster or load_cluster(topology.cluster or "a2"), topology.ranks_per_node)
+        cluster = cluster_of(topology) if cluster is None else fitted(cluster, topology.ranks_per_node)
         self._topology, self._cost, self._options = topology, ComputeCost(cluster, attention, layer), options or {}
         self._links: dict[Candidate, tuple[float, tuple[float, float]]] = {}
         self._factors: dict[Candidate, float] = {}

@@ -149,6 +149,10 @@ def choose(
     return search(estimate, max_seqlen_per_dp_cp_rank, wanted, head_split)
 
 
+def _named(topology: Topology) -> str:
+    return DEFAULT_CLUSTER if topology.cluster is None else topology.cluster
+
+
 @lru_cache(maxsize=64)
 def cluster_of(topology: Topology) -> Cluster:
     """The cluster that a topology runs on, nodes cut to its ranks. A file is read once in a process, so that all
@@ -157,7 +161,7 @@ def cluster_of(topology: Topology) -> Cluster:
     Raises:
         ConfigError: there is no such cluster, or its nodes have fewer ranks.
     """
-    found, here = load_cluster(topology.cluster or DEFAULT_CLUSTER), topology.ranks_per_node
+    found, here = load_cluster(_named(topology)), topology.ranks_per_node
     if here <= found.ranks_per_node:
         return found.with_ranks(here)
     if topology.cluster is None:  # nothing is known of such nodes: the same links and NICs for each rank
