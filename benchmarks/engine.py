@@ -25,12 +25,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.arguments import Arguments
+from benchmarks.host import host_rows
 from benchmarks.runs import DIM, HEADS, Run, ideal, packed_lengths, planned
 from benchmarks.timing import median_us
 from benchmarks.virtual_ranks import add_arguments, report
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.ops.attention import attention, attention_backward
 from mindspeed_cp.ops.host_memory import keep_freed_memory
+
+HOST_RING = 8  # ranks of the ring whose host time is measured
+WIDTH = 65  # of what a figure is called
 
 
 def both(run: Run, backward: bool) -> Callable[[], None]:
@@ -142,7 +147,7 @@ def latency(rank: int, folder: str, results: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, help="default: 16384; with virtual ranks 65536")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=9)
@@ -164,13 +169,14 @@ def main() -> None:
     if not args.skip_packed:
         cases["packed documents"] = packed_lengths(args.tokens)
     figures = {"overhead": overhead()}
-    for row in figures["overhead"]:
-        print(f"{row['what']:55} {row['us']:9.0f} us", flush=True)
+    figures["host"] = host_rows(HOST_RING, AttentionConfig(HEADS, HEADS, DIM), torch.device("cpu"))
+    for row in (*figures["overhead"], *figures["host"]):
+        print(f"{row['what']:{WIDTH}} {row['us']:9.0f} us", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(latency, (folder, f"{folder}/latency.json"), nprocs=2)
         figures["latency"] = json.loads(Path(folder, "latency.json").read_text())
         for row in figures["latency"]:
-            print(f"{row['what']:55} {row['us']:9.0f} us", flush=True)
+            print(f"{row['what']:{WIDTH}} {row['us']:9.0f} us", flush=True)
         mp.spawn(worker, (folder, args.ranks, cases, args.repeat), nprocs=args.ranks)
         figures["efficiency"] = json.loads(Path(folder, "rows.json").read_text())
     print(f"bf16, {HEADS} heads x {DIM}, {args.tokens} tokens, {args.ranks} ranks x 1 thread, medians of {args.repeat}")

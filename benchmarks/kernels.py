@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import Arguments
 from benchmarks.clock import in_turn, machine, peak_bytes
 from mindspeed_cp.ascend_kernels.merge import merge_parts_
 from mindspeed_cp.ascend_kernels.rope import rope_gather
@@ -38,7 +39,7 @@ from mindspeed_cp.plan.tiles import tiles_between
 def copies(shape: tuple[int, int, int], device: torch.device, repeat: int) -> list[dict[str, Any]]:
     """Figures of merge, gather, scatter and rope on q, k and v of this shape."""
     tokens, _, dim = shape
-    q, k, v, to = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, *to = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(6))
     out, lse = torch.zeros(shape, device=device), torch.zeros(shape[:2], device=device)
     parts, part_lse = (
         torch.randn(2, *shape, device=device, dtype=torch.bfloat16),
@@ -57,16 +58,17 @@ def copies(shape: tuple[int, int, int], device: torch.device, repeat: int) -> li
     frequencies = 10_000.0 ** -torch.linspace(0, 1, dim // 2, device=device)
     each, statistic = q.numel() * q.element_size(), lse.numel() * 4
     cases: dict[str, tuple[int, Callable[[], object]]] = {
-        "copy": (2 * each, lambda: to.copy_(q)),
+        "copy": (2 * each, lambda: to[0].copy_(q)),
         "merge, 1 part": (
             2 * 4 * out.numel() + each + 3 * statistic, lambda: merge_parts_(out, lse, parts[:1], part_lse[:1])
         ),
         "merge, 2 parts": (
             2 * 4 * out.numel() + 2 * each + 4 * statistic, lambda: merge_parts_(out, lse, parts, part_lse)
         ),
-        "gather, one tensor": (2 * each, lambda: gather_spans([q], [to], runs)),
-        "gather, two tensors": (4 * each, lambda: gather_spans([q, k], [to, v], runs)),
-        "scatter, one tensor": (2 * each, lambda: scatter_spans([q], [to], runs)),
+        "gather, one tensor": (2 * each, lambda: gather_spans([q], to[:1], runs)),
+        "gather, two tensors": (4 * each, lambda: gather_spans([q, k], to[:2], runs)),
+        "gather, three tensors": (6 * each, lambda: gather_spans([q, k, v], to, runs)),
+        "scatter, one tensor": (2 * each, lambda: scatter_spans([q], to[:1], runs)),
         "scatter, added in fp32": (each + 2 * 4 * out.numel(), lambda: scatter_spans([q], [out], runs, add=True)),
         "rope with gather": (2 * each + 8 * tokens, lambda: rope_gather(q, positions, frequencies, shuffled)),
     }  # fmt: skip
@@ -191,7 +193,7 @@ def flex(leaves: list[Tensor], dout: Tensor, slopes: Tensor, tokens: int) -> Cal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--heads", type=int, default=32)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.clock import in_turn, machine
+from benchmarks.host import host_rows
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.cli_lengths import draw
 from mindspeed_cp.engine.virtual import VirtualRank
@@ -133,8 +134,9 @@ def measure(
 
 
 def step_us(ranks: int, attention: AttentionConfig, device: torch.device, calls: int = 100) -> float:
-    """Median microseconds of the host for the attention of one ring step on a batch of next to nothing, without what is
-    posted to other ranks."""
+    """Median microseconds of the host for the attention operator's forward of one ring step, on a batch of next to
+    nothing: on a GPU the time to launch its kernels, on a CPU with them; without the engine, whose time
+    `host_rows` tells."""
     documents, backend = Documents([32 * ranks]), backend_named(device.type)
     plan = build_plan(documents, Topology(1, ranks), attention, "ring")
     shapes = [(documents.tokens, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
@@ -180,10 +182,13 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         if not args.skip_packed:
             cases[f"packed, {args.lengths}"] = draw(args.lengths, tokens, 1, 0)[0].lengths.tolist()
         attention = AttentionConfig(args.heads, args.kv_heads, args.dim)
-        figures: dict[str, Any] = {"machine": machine(device), "step_us": step_us(ranks, attention, device)}
+        figures: dict[str, Any] = {"machine": machine(device), "host": host_rows(ranks, attention, device)}
+        kernels = "host time on this CPU, attention operator without the engine"
+        figures["host"].append({"what": kernels, "us": step_us(ranks, attention, device)})
         shape = f"bf16, {args.heads} heads ({args.kv_heads} of keys) x {args.dim}, {tokens} tokens, {args.algorithm}"
         print(f"{figures['machine']}: {shape}, {ranks} ranks one after the other, no communication")
-        print(f"host, attention of a ring step of next to nothing, without posts: {figures['step_us']:.0f} us")
+        for row in figures["host"]:
+            print(f"{row['what']:65} {row['us']:6.0f} us")
         for title, lengths in cases.items():
             figures[title] = measure(lengths, ranks, attention, args.algorithm, device, args.repeat)
             for row in figures[title]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import engine, kernels
+from benchmarks import engine, host, kernels
+from mindspeed_cp import AttentionConfig
+from mindspeed_cp.comm import Transport
+from mindspeed_cp.ops.attention.cpu import CpuAttention
 
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--heads", "2", "--kv-heads", "2", "--dim", "16", "--repeat", "1"]
 
 
@@ -19,7 +26,10 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.main()
     found = json.loads((tmp_path / "x.json").read_text())
     assert {row["what"] for row in found["attention"]} >= {"ours, causal", "ours, causal, ALiBi"}
-    assert len(found["copies"]) == 8 and len(found["bias"]) == 2
+    assert len(found["copies"]) == 9 and len(found["bias"]) == 2
+    assert {row["what"] for row in found["copies"]} >= {
+        f"gather, {n} tensor{s}" for n, s in (("one", ""), ("two", "s"), ("three", "s"))
+    }
     assert all(row["ms"] > 0 for part in ("copies", "attention", "bias") for row in found[part])
 
 
@@ -28,9 +38,40 @@ def test_virtual_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["engine", "--device", "cpu", *small, "--json", str(tmp_path / "x.json")])
     engine.main()
     found = json.loads((tmp_path / "x.json").read_text())
+    assert len(found["host"]) == 4 and all(row["us"] > 0 for row in found["host"])
     for title in ("one causal document", "packed, 100,40,200"):
         assert [row["direction"] for row in found[title]] == ["forward", "both"]
         assert all(len(row["rank_ms"]) == 2 and row["efficiency"] > 0 for row in found[title])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_engines_host_time(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine runs, with every message of its plan; no kernel does."""
+    posted: list[int] = []
+    post = Transport.post
+    monkeypatch.setattr(
+        Transport, "post", lambda self, transfers: posted.append(len(transfers)) or post(self, transfers)
+    )
+    for direction in ("forward", "backward"):
+        monkeypatch.setattr(CpuAttention, direction, None)
+    rows = host.host_rows(ranks, AttentionConfig(2, 2, 16), torch.device("cpu"), calls=1)
+    assert [row["us"] > 0 for row in rows] == [True, True, ranks > 1]
+    assert len(posted) >= 21 * 2 * (ranks - 1) and (ranks == 1 or max(posted) >= 4)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "program", ["kernels", "kernels --only copies", "engine --device cuda", "engine --device cuda --virtual-ranks 8"]
+)
+def test_no_gpu_is_one_line(program: str) -> None:
+    command = [sys.executable, "-m", *f"benchmarks.{program}".split()]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "error: --device cuda: " in line
 
 
 @pytest.mark.parametrize(
@@ -45,6 +86,8 @@ def test_bad_arguments(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["engine", *arguments])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         engine.main()
-    assert says in capsys.readouterr().err
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
