@@ -84,7 +84,7 @@ def host_rows(ranks: int, attention: AttentionConfig, device: torch.device, call
         {"what": f"host time on this CPU, engine, {name}, a step of a ring of {ranks}", "us": us[name]}
         for name in steps
     ]
-    return [*rows, {"what": "host time on this CPU, torch.distributed alone, such a step", "us": us["messages"]}]
+    return [*rows, {"what": "host time on this CPU, torch.distributed alone, a step forward", "us": us["messages"]}]
 
 
 def _exchange(tensors: list[torch.Tensor], ranks: int) -> None:
