@@ -9,6 +9,7 @@ import torch
 
 from mindspeed_cp import ConfigError, capabilities
 from mindspeed_cp.cli import run
+from mindspeed_cp.doctor import examine
 from mindspeed_cp.doctor import serving as table
 from mindspeed_cp.doctor.operator import CASES, DTYPES, LONG, applies
 from mindspeed_cp.doctor.tables import tables
@@ -61,6 +62,33 @@ def test_the_printed_table() -> None:
     }  # fmt: skip
     (found,) = [one for one in tables(report) if one.title.startswith("Kernels")]
     assert found.rows == (("bias: none", "bf16", "one"), ("everything", "fp16", "two"))
+
+
+@pytest.fixture
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU, older than any that the kernels run on."""
+    for name, value in {
+        "is_available": True, "device_count": 1, "get_device_name": "Tesla T4", "get_device_capability": (7, 5),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+@pytest.mark.usefixtures("old_gpu")
+def test_a_gpu_that_is_too_old_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--device", "cuda"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert "error: --device cuda: " in line and "Tesla T4 of compute capability 7.5; valid: 8.0 or later" in line
+
+
+@pytest.mark.usefixtures("old_gpu")
+def test_no_kernel_serves_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other devices it is refused in the table of devices."""
+    monkeypatch.setattr("mindspeed_cp.doctor.check", lambda *_: {"ok": True})
+    report = examine()
+    assert report["ok"] and report["kernels"] == []
+    assert "7.5; valid: 8.0 or later" in report["backends"]["cuda"]["why"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -51,6 +51,8 @@ def examine(
     if kind == "cuda" and not devices["cuda"]["count"]:
         raise ConfigError(f"--device cuda: {devices['cuda']['why']}; install torch for CUDA, or --device cpu")
     backends = {name: backend(name, devices[name]) for name in DEVICES}
+    if kind == "cuda" and not backends["cuda"]["available"]:
+        raise ConfigError(f"--device cuda: {backends['cuda']['why']}")
     wanted = [name for name in DEVICES if backends[name]["available"] and kind in ("auto", name)]
     needed = requirements() if "npu" in wanted else []
     if not all(row["ok"] for row in needed):  # what would follow takes minutes, and its operators refuse to start
@@ -75,7 +77,7 @@ def examine(
             "nccl": dist.is_available() and dist.is_nccl_available(),
             "hccl": devices["npu"]["count"] > 0,
         },
-        "kernels": kernels() if kind == "cuda" or "cuda" in wanted else [],
+        "kernels": kernels() if "cuda" in wanted else [],
         "checks": checks,
         "links": links,
     }
