@@ -1,18 +1,21 @@
 # The two commands:  make train   and   make test.   Both make the virtual environment .venv first if it is missing.
 # Parts of `make test` are  make test-npu:  the real torch-npu without CANN or an NPU, and  make test-triton:  the Triton kernels
 # interpreted and compiled. Each has environments of its own, since torch-npu, triton and triton-ascend want that.
+# Not a part is  make test-cuda:  the tests that need NVIDIA GPUs, with gigabytes of torch for CUDA; without GPUs it fails.
 #
 #   make train ARGS="--set train.train_iters=20"         arguments go to `mindspeed-cp train`
 #   make train CONFIG=my.yaml                            another configuration
 #   make test ARGS="tests/data -k packing"               arguments go to pytest, in one process; the other parts are left out
 #   make test JOBS=1                                     test files one after the other; JOBS of them run at once
 #   make test-npu ARGS="-k streams"                      the same for the tests of tests/npu
+#   make test-cuda GPUS=2                                on two GPUs, fewer are an error (1)
 #   make test PYTHON=python3.12 VENV=.venv-3.12          another Python (3.10, 3.11 or 3.12), its own environment
 #   make test TORCH_INDEX=https://mirror/whl/cpu         another index of CPU builds of torch
 
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 JOBS ?= 2
+GPUS ?= 1
 PYTHON ?=
 VENV ?= .venv
 VENV_NPU ?= $(VENV)-npu
@@ -23,6 +26,7 @@ INSTALLED = $(VENV)/installed
 INSTALLED_NPU = $(VENV_NPU)/installed
 INSTALLED_TRITON = $(VENV)-triton/installed
 INSTALLED_ASCEND = $(VENV)-ascend/installed
+INSTALLED_CUDA = $(VENV)-cuda/installed
 RUN = $(VENV)/bin
 ENVIRONMENT = @python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py
 ifeq ($(shell uname -s),Linux)
@@ -35,7 +39,7 @@ endif
 SPREAD = $(if $(strip $(ARGS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
 
-.PHONY: help train test test-npu test-triton lint format bench environment clean
+.PHONY: help train test test-npu test-triton test-cuda lint format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -53,6 +57,9 @@ test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN o
 
 test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpreted, and compiled for NPUs and GPUs
 	$(THREADS) TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) tests/ascend_kernels $(ARGS)
+
+test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where there are fewer than GPUS
+	$(VENV)-cuda/bin/python -m pytest --require-cuda $(GPUS) -m cuda tests/cuda $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(RUN)/ruff check .
@@ -80,6 +87,9 @@ $(INSTALLED_TRITON): $(wildcard requirements/*) pyproject.toml setup.py
 $(INSTALLED_ASCEND): $(wildcard requirements/*) pyproject.toml setup.py
 	$(ENVIRONMENT) $(VENV)-ascend --requirements ascend.txt --bare --torch-index "$(TORCH_INDEX)"
 
+$(INSTALLED_CUDA): $(wildcard requirements/*) pyproject.toml setup.py
+	$(ENVIRONMENT) $(VENV)-cuda --requirements cuda.txt --torch-index "$(TORCH_INDEX)"
+
 clean: ## remove the virtual environments, caches and build results, not runs/
-	rm -rf $(VENV) $(VENV_NPU) $(VENV)-triton $(VENV)-ascend build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_NPU) $(VENV)-triton $(VENV)-ascend $(VENV)-cuda build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)*' -prune -exec rm -rf {} +

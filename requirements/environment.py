@@ -1,12 +1,14 @@
-"""Makes or refreshes the virtual environment of `make train` and `make test`, or of `make test-npu`.  Standard library.
+"""Makes or refreshes the virtual environments of `make train` and of the tests.  Standard library.
 
     python requirements/environment.py .venv --torch-index URL
     python requirements/environment.py .venv-npu --requirements npu.txt --torch-index URL
+    python requirements/environment.py .venv-cuda --requirements cuda.txt --torch-index URL
     python requirements/environment.py .venv-ascend --requirements ascend.txt --bare --torch-index URL
 
 Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt; npu.txt adds torch-npu), then this
 package, editable; with --bare only the pins. torch comes first, and as its CPU build: on Linux x86-64 any other way
-brings gigabytes of CUDA libraries. What all need is downloaded once: the second takes it from pip's cache.
+brings gigabytes of CUDA libraries. What all need is downloaded once: the second takes it from pip's cache. A file that
+names a build of torch itself ("torch===", cuda.txt) gets that one, which must have CUDA.
 
 Two makes at once are safe: the second waits for the first, then finds nothing left to do. A run that was stopped
 half-way leaves no stamp, so the next one goes on. The stamp holds a digest of all that the environment depends on.
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 INPUTS = [REQUIREMENTS / "torch.txt", REQUIREMENTS / "environment.py", ROOT / "pyproject.toml", ROOT / "setup.py"]
 STAMP = "installed"  # the Makefile knows this name
+HAS_CUDA = "import sys, torch; sys.exit(torch.version.cuda is None and f'torch {torch.__version__} has no CUDA')"
 
 
 def main() -> int:
@@ -95,12 +98,15 @@ def install(environment: Path, requirements: Path, torch_index: str | None) -> N
     python = environment / "bin" / "python"
     if not usable(python):
         subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", environment], check=True)
-    if torch_index is not None:
+    cuda = any(line.startswith("torch===") for line in requirements.read_text().splitlines())
+    if torch_index is not None and not cuda:
         install_torch(python, torch_index)
     print(f"environment: installing the pinned packages of requirements/{requirements.name}", flush=True)
     pip(python, "-r", requirements)
     if torch_index is None:
         return
+    if cuda:
+        subprocess.run([python, "-I", "-c", HAS_CUDA], check=True)
     print("environment: installing mindspeed-cp, editable", flush=True)
     # The build needs setuptools alone, which is pinned and installed by now; isolation would fetch another one.
     pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT)

@@ -1,4 +1,4 @@
-"""The cuda backend on a GPU, every rank of a plan one after the other on it: `pytest -m cuda`."""
+"""The cuda backend on a GPU, every rank of a plan one after the other on it: `make test-cuda`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine between two GPUs over NCCL, batched and over lanes: `pytest -m cuda` on a machine with two."""
+"""The engine between two GPUs over NCCL, batched and over lanes: `make test-cuda GPUS=2`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,172 @@
+"""`make test-cuda` without a GPU: what it installs, what it runs, that it cannot pass by skipping, and its job examples."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements"
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def pins(name: str) -> dict[str, str]:
+    """Packages of one file, without those that it includes."""
+    return dict(re.findall(r"^([\w-]+)===?([\w.]+)", (REQUIREMENTS / name).read_text(), re.MULTILINE))
+
+
+def test_the_pins_are_those_of_the_other_environments() -> None:
+    mine = pins("cuda.txt")
+    assert mine["torch"] == pins("torch.txt")["torch"]
+    assert mine["triton"] == pins("triton.txt")["triton"]
+    assert "-r dev.txt\n" in (REQUIREMENTS / "cuda.txt").read_text()
+
+
+def wheel(folder: Path, version: str) -> None:
+    """A torch that holds nothing."""
+    info = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize(("file", "taken"), [("torch.txt", "+cpu"), ("cuda.txt", "")])
+def test_pip_takes_the_build_that_is_meant(file: str, taken: str, tmp_path: Path) -> None:
+    """Of both, where both are at hand."""
+    (line,) = re.findall(r"^torch=.*", (REQUIREMENTS / file).read_text(), re.MULTILINE)
+    version = pins(file)["torch"]
+    for build in ("", "+cpu"):
+        wheel(tmp_path, version + build)
+    source = ["--isolated", "--no-index", "--find-links", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "download", "-q", *source, "-d", str(tmp_path / "got"), line]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name.split("-")[1] for path in (tmp_path / "got").iterdir()] == [version + taken]
+
+
+@pytest.mark.parametrize(("file", "cuda"), [("dev.txt", False), ("cuda.txt", True)])
+def test_the_cpu_build_is_not_installed_first(
+    file: str, cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("environment", REQUIREMENTS / "environment.py")
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    commands: list[str] = []
+    monkeypatch.setattr(module.subprocess, "run", lambda command, **_: commands.append(" ".join(map(str, command))))
+    monkeypatch.setattr(module, "usable", lambda python: True)
+    module.install(tmp_path, REQUIREMENTS / file, "https://nowhere")
+    assert any("+cpu" in command for command in commands) != cuda
+    assert any("torch.version.cuda is None" in command for command in commands) == cuda
+    assert sum(f"-r {REQUIREMENTS / file}" in command for command in commands) == 1
+
+
+def command_of(*arguments: str) -> list[str]:
+    """The pytest of `make test-cuda`, in this environment."""
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "VENV", "ARGS", "GPUS")  # of the make that runs these tests
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    make = ["make", "-n", "test-cuda", *arguments]
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True)
+    (line,) = [line for line in done.stdout.splitlines() if " -m pytest " in line]
+    python, *rest = line.split()
+    assert python == ".venv-cuda/bin/python"
+    return [sys.executable, *rest]
+
+
+def pytest_run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@no_gpu
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_without_a_gpu_it_fails_with_one_line(gpus: str) -> None:
+    done = pytest_run(command_of(f"GPUS={gpus}"))
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    (line,) = (done.stdout + done.stderr).strip().splitlines()
+    why = "torch was built without CUDA" if torch.version.cuda is None else "no device is visible"
+    assert line == f"ERROR: --require-cuda {gpus}: {why}"
+
+
+@no_gpu
+def test_without_the_option_they_are_skipped() -> None:
+    command = command_of()
+    at = command.index("--require-cuda")
+    done = pytest_run([*command[:at], *command[at + 2 :], "-q"])
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d+ skipped in ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("count", "capability", "asked", "says"),
+    [
+        (1, (9, 0), 2, "--require-cuda 2: fewer CUDA devices are visible, 1"),
+        (2, (7, 5), 2, "compute capability 7.5; valid: 8.0 or later"),
+        (2, (9, 0), 0, "--require-cuda 0: valid: 1 or more"),
+        (2, (9, 0), 2, None),
+        (2, (9, 0), 1, None),
+    ],
+)
+def test_what_counts_as_a_gpu(
+    count: int, capability: tuple[int, int], asked: int, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.conftest import pytest_configure
+
+    for name, value in {
+        "is_available": True, "device_count": count, "get_device_name": "x", "get_device_capability": capability,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr("mindspeed_cp.ops.attention.flash_operator.has_triton", lambda: True)
+
+    class Config:
+        @staticmethod
+        def getoption(name: str) -> int:
+            return {"require_cuda": asked}[name]
+
+    config: Any = Config()
+    if says is None:
+        pytest_configure(config)
+        return
+    with pytest.raises(pytest.UsageError) as error:
+        pytest_configure(config)
+    assert says in str(error.value)
+
+
+def test_gpu_tests_are_collected_without_scipy() -> None:
+    """Which only tests of the layout need; these say so."""
+    code = "import sys, pytest; sys.modules['scipy'] = None; sys.exit(pytest.main(sys.argv[1:]))"
+    done = pytest_run([sys.executable, "-c", code, "-m", "cuda", "--collect-only", "-q", "tests/layout", "tests/cuda"])
+    assert done.returncode == 0, done.stdout
+    assert "the package scipy is not installed" in done.stdout and "tests/cuda/test_two_gpus.py" in done.stdout
+
+
+def test_the_job_examples_run_what_is_there() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    jobs = yaml.safe_load(text)["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert [found[0] for found in commands.values()] == ["make test", "make test-cuda GPUS=1", "make test-cuda GPUS=2"]
+    assert {found[1] for found in commands.values() if len(found) > 1} == {
+        ".venv-cuda/bin/mindspeed-cp doctor --device cuda"
+    }
+    assert all(
+        "image" in job["container"] and "--gpus all" in job["container"]["options"] for job in list(jobs.values())[1:]
+    )
+    assert " ".join(command_of("GPUS=1")[1:]) in page
