@@ -26,8 +26,9 @@ def with_algorithm(settings: Settings, candidate: Candidate, also: list[str] | N
     given = settings.model_dump(exclude_unset=True)
     section: dict[str, Any] = given.get(SECTION, {})
     kept = {key: value for key, value in section.items() if key not in every | {"also", "per_batch"}}
-    if kept.get("p2p", "auto") == "auto" and not settings.context_parallel_suite.uses_lanes:
-        kept["p2p"] = "batched"  # a ring alone would take lanes
+    suite = settings.context_parallel_suite
+    if suite.also and not also and suite.p2p == "auto" and not suite.uses_lanes:
+        kept["p2p"] = "batched"  # one of several: a ring alone would take lanes
     own = {"algorithm": candidate.algorithm, **dict(candidate.options), **({"also": also} if also else {})}
     return type(settings)(**(given | {SECTION: kept | own}))
 
@@ -49,18 +50,22 @@ def check_choice(suite: SuiteSettings) -> None:
     if suite.also and suite.algorithm == AUTO:
         rule = "auto finds other algorithms itself; give per_batch: true, or name the algorithm"
         raise bad_value("also", suite.also, rule)
+    known = {(suite.algorithm, frozenset(suite.options.items()))}
+    for word in suite.also or ():
+        try:
+            candidate = read_candidate(word)
+        except ConfigError as error:
+            raise bad_value("also", word, f"cannot be used: {error}") from None
+        same = candidate.algorithm, frozenset(candidate.options)
+        if same in known:
+            raise bad_value("also", word, "cannot be used: is there already; leave it out")
+        known.add(same)
 
 
 def check_also(settings: Settings) -> None:
     """Raise ConfigError where rows are to choose from what the settings do not go with."""
-    suite = settings.context_parallel_suite
-    known = [Candidate(suite.algorithm, tuple(suite.options.items()))]
-    for word in suite.also or ():
+    for word in settings.context_parallel_suite.also or ():
         try:
-            candidate = read_candidate(word)
-            if candidate in known:
-                raise ConfigError("is there already; leave it out")
-            with_algorithm(settings, candidate)
+            with_algorithm(settings, read_candidate(word))
         except ConfigError as error:
             raise bad_value(f"{SECTION}.also", word, f"cannot be used: {error}") from None
-        known.append(candidate)

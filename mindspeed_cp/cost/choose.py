@@ -7,18 +7,17 @@ That never drops the fastest one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.cost.bounds import Floor, even_floor, exchange_floor, plan_floor
+from mindspeed_cp.cost.bounds import Floor, even_floor, exchange_floor, layout_floor, plan_floor
 from mindspeed_cp.cost.candidates import Candidate, candidates
 from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
-from mindspeed_cp.cost.memory import layer_bytes
+from mindspeed_cp.cost.memory import layer_bytes, layer_bytes_at_most
 from mindspeed_cp.cost.reasons import reasons
 from mindspeed_cp.cost.simulate import fitted, simulate
 from mindspeed_cp.cost.timeline import Timeline
@@ -32,8 +31,9 @@ from mindspeed_cp.plan.program import Plan
 #: Tiles are counted on some ranks alone where there are more spans of keys than this: choosing must be quick.
 MOST_SPANS = 2**16
 
-#: Algorithms whose ranks take keys from their owners; what they take at least is known without their plan.
-EXCHANGES = ("direct", "all_gather")
+#: Algorithms whose ranks take keys from their owners, and those that pass them on: what they take at least, by what
+#: ranks see or compute, is known without their plan.
+EXCHANGES, RINGS = ("direct", "all_gather"), ("ring", "double_ring")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +105,15 @@ def choose_algorithm(
     Raises:
         ConfigError: there is no batch, or no candidate can do it; says why for each.
     """
-    if not batches:
-        raise ConfigError("batches: there are none to choose by; valid: one or more")
+    if not any(batch.tokens for batch in batches):
+        raise ConfigError("batches: there is no token in them to choose by; valid: one batch or more, with tokens")
     cluster = cluster_of(topology) if cluster is None else fitted(cluster, topology.ranks_per_node)
     cost = ComputeCost(cluster, attention, layer)
     trial = _Trial(batches, topology, cost, cluster.memory if memory is None else memory, options or {})
     tried = [trial.run(one) for one in (candidates(topology, attention) if among is None else among)]
     full = [one for one in tried if len(one.seconds) == len(batches) and one.refused is None]
+    if not tried:
+        raise ConfigError("among: there are no candidates to choose from; valid: one or more")
     if not full:
         what = "this batch" if len(batches) == 1 else "all of these batches"
         said = "; ".join(f"{one.candidate}: {one.refused}" for one in tried)
@@ -136,7 +138,7 @@ class _Trial:
         self._memory, self._options = memory, options
         self._even = [even_floor(batch, topology.ranks, cost).seconds for batch in batches]
         self._best = float("inf")  # seconds over all batches, of one that fits into memory
-        self._known: dict[bytes, tuple[Candidate, Timeline]] = {}  # who had a plan first, and its timeline
+        self._known: dict[int, list[tuple[Candidate, Plan, Timeline]]] = {}  # hierarchical plans of each batch
 
     def run(self, candidate: Candidate) -> Tried:
         """A candidate on all batches, or until it cannot be the fastest."""
@@ -144,20 +146,18 @@ class _Trial:
         try:
             for number, batch in enumerate(self._batches):
                 before, after = sum(tried.seconds), sum(self._even[number + 1 :])
-                if candidate.algorithm in EXCHANGES:
-                    layout = dict(candidate.options).get("layout", "zigzag")
-                    floor = exchange_floor(batch, self._topology, self._cost, layout)
+                for floor in self._before_planning(candidate, batch):
                     if before + floor.seconds + after > self._best:
                         return _dropped(tried, number, floor)
                 plan = self._plan(candidate, batch)
-                key = _identity(plan)
-                if key not in self._known:
+                owner, made = self._found(candidate, number, plan)
+                if made is None:
                     floor = plan_floor(plan, self._cost)
                     if before + floor.seconds + after > self._best:
                         return _dropped(tried, number, floor)
-                    timeline = simulate(plan, self._cost.cluster, self._cost.layer, MOST_SPANS)
-                    self._known[key] = candidate, timeline
-                owner, made = self._known[key]
+                    made = simulate(plan, self._cost.cluster, self._cost.layer, MOST_SPANS)
+                    if candidate.algorithm == "hierarchical":
+                        self._known.setdefault(number, []).append((candidate, plan, made))
                 owners.add(owner)
                 plans.append(plan)
                 tried = replace(
@@ -173,18 +173,44 @@ class _Trial:
             return replace(tried, refused=str(error))
         total = sum(tried.seconds)
         if total < self._best:  # what holds too much must not drop others
-            held = max(int(layer_bytes(plan, self._cost.layer.bytes_per_element).max()) for plan in plans)
-            if held > self._memory:
+            held = bytes_over(plans, self._cost.layer, self._memory)
+            if held is not None:
                 said = f"holds {held / 2**30:.3g} GiB in one layer; there are {self._memory / 2**30:.3g}"
                 return replace(tried, refused=said)
             self._best = total
         return replace(tried, same_as=owners.pop() if len(owners) == 1 and candidate not in owners else None)
 
+    def _before_planning(self, candidate: Candidate, batch: Documents) -> Iterator[Floor]:
+        """What is known of a candidate without its plan: of those that are cut over ranks by a layout."""
+        given, ranks = self._given(candidate), self._topology.ranks
+        layout = given.get("layout", "zigzag")
+        if candidate.algorithm in EXCHANGES:
+            yield exchange_floor(batch, self._topology, self._cost, layout)
+        elif candidate.algorithm in RINGS:
+            yield layout_floor(batch, ranks, self._cost, layout)
+
+    def _found(self, candidate: Candidate, number: int, plan: Plan) -> tuple[Candidate, Timeline | None]:
+        """Who had the plan first, and its timeline; the candidate itself, and None, where nobody had."""
+        for owner, known, timeline in self._known.get(number, ()):
+            if same_plan(known, plan):
+                return owner, timeline
+        return candidate, None
+
+    def _given(self, candidate: Candidate) -> dict[str, Any]:
+        known = algorithm_options(candidate.algorithm)
+        return {name: value for name, value in self._options.items() if name in known} | dict(candidate.options)
+
     def _plan(self, candidate: Candidate, batch: Documents) -> Plan:
         """A candidate's plan of a batch."""
-        known = algorithm_options(candidate.algorithm)
-        given = {name: value for name, value in self._options.items() if name in known} | dict(candidate.options)
-        return build_plan(batch, self._topology, self._cost.attention, candidate.algorithm, **given)
+        return build_plan(batch, self._topology, self._cost.attention, candidate.algorithm, **self._given(candidate))
+
+
+def bytes_over(plans: Sequence[Plan], layer: LayerCost, memory: float) -> int | None:
+    """Bytes that one of the plans holds in a layer on a rank, the most, if that is more than there is."""
+    element = layer.bytes_per_element
+    large = [plan for plan in plans if layer_bytes_at_most(plan, element).max() > memory]
+    held = max((int(layer_bytes(plan, element).max()) for plan in large), default=0)
+    return held if held > memory else None
 
 
 def _dropped(tried: Tried, number: int, floor: Floor) -> Tried:
@@ -192,20 +218,25 @@ def _dropped(tried: Tried, number: int, floor: Floor) -> Tried:
     return replace(tried, looked_at=number + 1, least=sum(tried.seconds) + floor.seconds, cause=floor.cause)
 
 
-def _identity(plan: Plan) -> bytes:
-    """Equal for plans that do the same."""
-    found = blake2b(digest_size=16)
-    for one in (plan, *plan.parts):
-        arrays: list[np.ndarray] = [
-            layout.spans for layout in (one.layout, one.layout_kv, one.q_layout, one.kv_layout, one.linear) if layout
-        ]
-        for program in (one.forward, one.backward):
-            arrays += [program.capacity, program.contents, program.spans]
-            for messages in (program.fetch, program.reduce):
-                arrays += [messages.items, messages.runs]
-        for array in arrays:
-            found.update(repr(array.shape).encode())
-            found.update(np.ascontiguousarray(array).data)
-    others = plan.documents.lengths.tobytes(), plan.order, plan.order_backward, plan.linear is None
-    found.update(repr(others).encode())
-    return found.digest()
+def same_plan(one: Plan, other: Plan) -> bool:
+    """Whether two plans of the same batch, ranks and attention do the same."""
+    if (one.order, one.order_backward, len(one.parts)) != (other.order, other.order_backward, len(other.parts)):
+        return False
+    pairs = [(one, other), *zip(one.parts, other.parts, strict=True)]
+    return all(_same_arrays(_arrays(a), _arrays(b)) for a, b in pairs)
+
+
+def _same_arrays(some: list[np.ndarray], others: list[np.ndarray]) -> bool:
+    return len(some) == len(others) and all(map(np.array_equal, some, others))
+
+
+def _arrays(plan: Plan) -> list[np.ndarray]:
+    """All that a plan without its parts is made of."""
+    linear = plan.layout if plan.linear is None else plan.linear
+    layouts = (plan.layout, plan.layout_kv, plan.q_layout, plan.kv_layout, linear)
+    found = [array for layout in layouts for array in (layout.spans, layout.heads) if array is not None]
+    for program in (plan.forward, plan.backward):
+        found += [program.capacity, program.contents, program.spans]
+        for messages in (program.fetch, program.reduce):
+            found += [messages.items, messages.runs]
+    return found

@@ -1,9 +1,11 @@
 """Which of a few candidates for a batch, in milliseconds: closed forms, each scaled to its simulations of a sample.
 
-A candidate's closed form has, in each direction, the larger of two times: attention of its busiest rank, by the pairs
-and the lengths of that rank's spans, and its busiest link. Links are those of the sample where a plan sends the same
-for every batch of as many tokens (rings, head splits), else they are bounded anew. What the forms leave out, such as
-waits at the beginning and uneven turns, is in the factor between a candidate's simulated and estimated times.
+A candidate's closed form has, in each direction, the larger of two times, attention of its busiest rank and its busiest
+link; with Ulysses their sum. Where a plan sends the same for every batch of as many tokens, as rings and head splits do
+unless there is a window or short documents stay whole, links are those of the sample; else they are found anew. What
+the forms leave out, such as waits at the beginning and uneven turns, is in the factor between a candidate's simulated
+and estimated times. One whose factor differs much from batch to batch is simulated every time; and where plans are
+small, so are those that are estimated to be about as fast as the fastest.
 """
 
 from __future__ import annotations
@@ -15,21 +17,33 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.cost.bounds import Floor, even_floor, exchange_floor, plan_floor
+from mindspeed_cp.cost.bounds import busiest_links, exchange_links
 from mindspeed_cp.cost.candidates import Candidate
-from mindspeed_cp.cost.choose import EXCHANGES, MOST_SPANS, Decision
+from mindspeed_cp.cost.choose import EXCHANGES, MOST_SPANS, Decision, bytes_over
 from mindspeed_cp.cost.cluster import Cluster
 from mindspeed_cp.cost.compute import ComputeCost, LayerCost
+from mindspeed_cp.cost.layout_work import attention_floor
 from mindspeed_cp.cost.simulate import fitted, simulate
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.build import algorithm_options, build_plan
 from mindspeed_cp.plan.config import AttentionConfig, Topology
 from mindspeed_cp.plan.hierarchical import choose, cluster_of
+from mindspeed_cp.plan.hybrid import default_degree
 from mindspeed_cp.plan.placement import place
+from mindspeed_cp.plan.program import Plan
 
 #: Candidates that took more than this times as long as the chosen one are not looked at for single batches.
 NEAR = 1.5
+
+#: A candidate whose factors differ by more than this is simulated for every batch.
+STEADY = 1.15
+
+#: Of candidates that are estimated within this of the fastest, simulations decide, ...
+CLOSE = 1.1
+
+#: ... if the batch, cut over all ranks, has so few pieces, times the ranks: then these take milliseconds.
+SMALL = 2**16
 
 #: Choices that are kept, by the documents.
 KEPT = 256
@@ -43,7 +57,8 @@ PLANNED = (
 
 def shortlist(decision: Decision, most: int = 4) -> list[Candidate]:
     """Candidates of a choice that may be faster for some batches: the chosen one, and the best others of which the
-    sample does not say that they are much slower, one with the same plans left out."""
+    sample does not say that they are much slower, those with the same plans as another left out. How much memory these
+    need was not looked at; a :class:`BatchChooser` does."""
     first = decision.tried[0]
     found = [(1.0, 0, first.candidate)]
     for number, one in enumerate(decision.tried[1:], 1):
@@ -59,10 +74,12 @@ class BatchChooser:
     Args:
         among: candidates, such as :func:`shortlist` gives; with one there is nothing to choose.
         sample: batches by which the closed forms are scaled; all candidates are simulated on them.
-        topology, attention, cluster, layer, options: as for :func:`.choose.choose_algorithm`.
+        topology, attention, cluster, layer, memory, options: as for :func:`.choose.choose_algorithm`.
+        drop: leave out candidates that hold too much on the sample, or cannot do it; False: refuse them.
 
     Raises:
-        ConfigError: there are no candidates or no batches, or a candidate cannot do a batch of the sample.
+        ConfigError: there are no candidates or no tokens to scale by; or a candidate cannot do a batch of the sample,
+            or holds more than there is: the first one, or without `drop` any.
     """
 
     def __init__(
@@ -73,18 +90,26 @@ class BatchChooser:
         attention: AttentionConfig,
         cluster: Cluster | None = None,
         layer: LayerCost | None = None,
+        memory: float | None = None,
         options: dict[str, Any] | None = None,
+        drop: bool = False,
     ) -> None:
-        for name, given in (("among", among), ("sample", sample)):
+        sample = [batch for batch in sample if batch.tokens]
+        for name, given, what in (("among", among, "candidate"), ("sample", sample, "batch with tokens")):
             if not given:
-                raise ConfigError(f"{name}: there is nothing in it; valid: one or more")
+                raise ConfigError(f"{name}: there is no {what} in it; valid: one or more")
         cluster = cluster_of(topology) if cluster is None else fitted(cluster, topology.ranks_per_node)
         self._topology, self._cost, self._options = topology, ComputeCost(cluster, attention, layer), options or {}
-        self._links: dict[Candidate, tuple[float, tuple[float, float]]] = {}
-        self._factors: dict[Candidate, float] = {}
+        self._memory = cluster.memory if memory is None else memory
+        self._links: dict[Candidate, tuple[int, tuple[float, float]]] = {}
+        self._factors: dict[Candidate, float] = {}  # nan: simulated every time
         self._known: OrderedDict[Documents, Candidate] = OrderedDict()
         for one in among:
-            self._factors[one] = self._factor(one, sample) if len(among) > 1 else 1.0
+            try:
+                self._factors[one] = self._factor(one, sample)
+            except ConfigError as error:
+                if not drop or one == among[0]:
+                    raise ConfigError(f"{one}: {error}") from None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -95,30 +120,54 @@ class BatchChooser:
         """The candidate that is estimated fastest for a batch; that of the same documents is found again."""
         found = self._known.get(documents)
         if found is None:
-            estimates = self.estimates(documents) if len(self._factors) > 1 else dict.fromkeys(self._factors, 0.0)
-            found = min(estimates, key=lambda one: estimates[one])
+            found = self._found(documents)
             while len(self._known) >= KEPT:
                 self._known.popitem(last=False)
         self._known[documents] = found
         self._known.move_to_end(documents)
         return found
 
+    def _found(self, documents: Documents) -> Candidate:
+        if len(self._factors) == 1 or not documents.tokens:
+            return self.candidates[0]
+        estimates = self.estimates(documents)
+        least = min(estimates.values())
+        near = {one: seconds for one, seconds in estimates.items() if seconds <= CLOSE * least}
+        ranks = self._topology.ranks
+        if len(near) > 1 and int(np.minimum(documents.lengths, 2 * ranks).sum()) * ranks <= SMALL:
+            near = {one: self._simulated(self._plan(one, documents)) for one in near}
+        return min(near, key=lambda one: near[one])
+
     def estimates(self, documents: Documents) -> dict[Candidate, float]:
         """Estimated seconds of a layer with each candidate."""
-        return {one: self._form(one, documents) * factor for one, factor in self._factors.items()}
+        return {
+            one: self._simulated(self._plan(one, documents))
+            if math.isnan(factor)
+            else factor * self._form(one, documents)
+            for one, factor in self._factors.items()
+        }
 
     def _factor(self, candidate: Candidate, sample: Sequence[Documents]) -> float:
-        """Simulated over estimated time, the geometric mean over the sample."""
-        logs = []
-        for number, documents in enumerate(sample):
-            plan = build_plan(
-                documents, self._topology, self._cost.attention, candidate.algorithm, **self._given(candidate)
-            )
-            if number == 0:
-                self._links[candidate] = documents.tokens, plan_floor(plan, self._cost).links
-            made = simulate(plan, self._cost.cluster, self._cost.layer, MOST_SPANS)
-            logs.append(math.log(made.total / self._form(candidate, documents)))
-        return math.exp(sum(logs) / len(logs))
+        """Simulated over estimated time, the geometric mean over the sample; nan where it is not steady."""
+        plans = [self._plan(candidate, documents) for documents in sample]
+        held = bytes_over(plans, self._cost.layer, self._memory)
+        if held is not None:
+            raise ConfigError(f"holds {held / 2**30:.3g} GiB in one layer; there are {self._memory / 2**30:.3g}")
+        if candidate.algorithm == "hierarchical" and self._cost.attention.window is not None:
+            return math.nan  # the planner's estimate is of whole masks
+        self._links[candidate] = sample[0].tokens, busiest_links(plans[0], self._cost)
+        logs = [
+            math.log(self._simulated(plan) / self._form(candidate, documents))
+            for plan, documents in zip(plans, sample, strict=True)
+        ]
+        return math.exp(sum(logs) / len(logs)) if max(logs) - min(logs) <= math.log(STEADY) else math.nan
+
+    def _simulated(self, plan: Plan) -> float:
+        return simulate(plan, self._cost.cluster, self._cost.layer, MOST_SPANS).total
+
+    def _plan(self, candidate: Candidate, documents: Documents) -> Plan:
+        given = self._given(candidate)
+        return build_plan(documents, self._topology, self._cost.attention, candidate.algorithm, **given)
 
     def _given(self, candidate: Candidate) -> dict[str, Any]:
         known = algorithm_options(candidate.algorithm)
@@ -130,40 +179,31 @@ class BatchChooser:
         if candidate.algorithm == "hierarchical":
             options = {name: given[name] for name in PLANNED if name in given}
             return choose(documents, documents, self._topology, self._cost.attention, **options).score.total
-        even = even_floor(documents, self._topology.ranks, self._cost)
+        tokens = documents.tokens / self._topology.ranks
+        linear = sum(float(self._cost.linear_seconds(tokens, backward)) for backward in (False, True))
         layout = given.get("layout", "zigzag")
-        floor = Floor(even.linear, self._attention(candidate, documents, layout), self._busiest(candidate, documents))
-        return floor.seconds
+        attention, links = self._attention(candidate, documents, layout), self._busiest(candidate, documents, layout)
+        if candidate.algorithm == "ulysses":  # nothing is computed while heads move
+            return linear + sum(attention) + sum(links)
+        return linear + sum(map(max, attention, links))
 
-    def _busiest(self, candidate: Candidate, documents: Documents) -> tuple[float, float]:
+    def _busiest(self, candidate: Candidate, documents: Documents, layout: str) -> tuple[float, float]:
         """Seconds of the busiest link, forward and backward."""
         if candidate.algorithm in EXCHANGES:
-            layout = self._given(candidate).get("layout", "zigzag")
-            return exchange_floor(documents, self._topology, self._cost, layout).links
+            return exchange_links(documents, self._topology, self._cost, layout)
+        if candidate.algorithm != "ulysses" and (layout == "balanced" or self._cost.attention.window is not None):
+            return busiest_links(self._plan(candidate, documents), self._cost)
         tokens, (there, back) = self._links[candidate]
         return there * documents.tokens / tokens, back * documents.tokens / tokens
 
     def _attention(self, candidate: Candidate, documents: Documents, layout: str) -> tuple[float, float]:
-        """Seconds of the busiest rank's attention, forward and backward."""
-        ranks = self._topology.ranks
-        groups = {"ulysses": 1, "hybrid": ranks // max(1, self._degree(candidate))}.get(candidate.algorithm, ranks)
-        held, _ = place(layout, documents, documents, groups, self._cost.attention)
-        spans = held.spans
-        first = (spans["start"] - documents.offsets[spans["doc"]]).astype(np.float64)
-        last = (spans["stop"] - documents.offsets[spans["doc"]]).astype(np.float64)
-        left, right = self._cost.attention.reach
-        whole = documents.lengths[spans["doc"]].astype(np.float64)
-        middle = (first + last) / 2  # pairs of a span's queries, by the one in its middle
-        seen = np.minimum(middle + 0.5 + min(right, 1e18), whole) - np.maximum(middle - left, 0)
-        pairs = np.bincount(spans["rank"], seen * (last - first), groups) * groups / ranks
-        slow = np.bincount(spans["rank"], seen, groups) * groups / ranks
-        work = pairs + self._cost.cluster.tile_rows * slow
-        there, back = (self._cost.attention_seconds(work, np.inf, 0, backward) for backward in (False, True))
-        return float(there.max()), float(back.max())
-
-    def _degree(self, candidate: Candidate) -> int:
-        given = self._given(candidate).get("ulysses_degree")
-        if given is not None:
-            return int(given)
-        here, heads = self._topology.ranks_per_node, self._cost.attention.heads
-        return max((d for d in range(1, min(here, heads) + 1) if here % d == 0), default=1)
+        """Seconds of the busiest rank's attention, forward and backward; of heads that are split a fair share."""
+        split = 1
+        if candidate.algorithm == "ulysses":
+            split = self._topology.ranks
+        elif candidate.algorithm == "hybrid":
+            degree = default_degree(self._topology, self._cost.attention.heads)
+            split = int(self._given(candidate).get("ulysses_degree", degree))
+        queries, _ = place(layout, documents, documents, self._topology.ranks // split, self._cost.attention)
+        there, back = attention_floor(queries, documents, self._cost)
+        return float(np.max(there)) / split, float(np.max(back)) / split

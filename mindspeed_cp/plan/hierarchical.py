@@ -144,9 +144,25 @@ def choose(
             check_count(name, value)
     check_count("tensor_model_parallel_size", tensor_model_parallel_size)
     layer = _layer(attention, hidden_size, ffn_hidden_size, tensor_model_parallel_size)
-    estimate = Estimate(queries, keys, topology, attention, cluster_of(topology), layer, routing)
     wanted = {"off": "off", "auto": "auto"}.get(remap, "on")
-    return search(estimate, max_seqlen_per_dp_cp_rank, wanted, head_split)
+    return _searched(queries, keys, topology, attention, layer, routing, max_seqlen_per_dp_cp_rank, wanted, head_split)
+
+
+@lru_cache(maxsize=8)
+def _searched(
+    queries: Documents,
+    keys: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    layer: LayerCost,
+    routing: bool,
+    bound: int | None,
+    remap: str,
+    head_split: bool,
+) -> Choice:
+    """The search, once for what differs in other options alone, and for a batch that is estimated and then planned."""
+    estimate = Estimate(queries, keys, topology, attention, cluster_of(topology), layer, routing)
+    return search(estimate, bound, remap, head_split)
 
 
 def _named(topology: Topology) -> str:

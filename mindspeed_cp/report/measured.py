@@ -117,7 +117,13 @@ class MeasuredStep:
     def layers(self) -> list[tuple[AttentionConfig, LayerCost]]:
         """Attention and linear part of each layer, on one tensor-parallel rank."""
         kinds = [AttentionConfig(**values) for values in self.about["attentions"]]
-        return [(kinds[kind], LayerCost(*numbers)) for kind, *numbers in self.about["layers"]]
+        train = self.settings.train
+        shares = train.tensor_model_parallel_size if train.sequence_parallel else 1
+        element = self.about["bytes_per_element"]
+        return [
+            (kinds[kind], LayerCost(flops, hidden, qkv, out, shares, element))
+            for kind, flops, hidden, qkv, out in self.about["layers"]
+        ]
 
     def micro_batches(self, replica: int) -> list[tuple[Documents, str, dict[str, Any]]]:
         """Of each micro-batch of a replica its documents, and the algorithm and options of its plans."""

@@ -7,7 +7,7 @@ training step has beside these (embeddings, output layer, loss, optimizer, and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,6 @@ class _Model:
         layer: LayerCost,
     ) -> _Layer:
         """One layer, forward, backward, and forward again where that is computed again."""
-        layer = replace(layer, bytes_per_element=self._element, row_shares=self._shares)
         key = documents, algorithm, tuple(options.items()), attention, layer
         if key not in self._known:
             topology = self._settings.context_parallel_suite.topology

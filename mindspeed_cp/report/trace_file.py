@@ -12,7 +12,7 @@ from mindspeed_cp.config_base import LARGE
 from mindspeed_cp.config_errors import bad_value, show
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.documents import MAX_TOKENS
-from mindspeed_cp.plan import ALGORITHMS, MOST_RANKS
+from mindspeed_cp.plan import ALGORITHMS, MOST_RANKS, algorithm_options
 
 #: No time in microseconds, and no number of bytes or messages, is larger in earnest: sums of them stay finite.
 MOST = 10**18
@@ -51,6 +51,7 @@ _PLAN = _Kind(
         and isinstance(x[0], str)
         and x[0] in ALGORITHMS
         and isinstance(x[1], dict)
+        and set(x[1]) <= set(algorithm_options(x[0]))
         and all(isinstance(value, (int, str)) for value in x[1].values())
     ),
 )

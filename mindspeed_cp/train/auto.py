@@ -13,7 +13,7 @@ from mindspeed_cp.config_suite import BOUND
 from mindspeed_cp.config_variants import with_algorithm
 from mindspeed_cp.cost.candidates import candidates
 from mindspeed_cp.cost.choose import Decision, choose_algorithm
-from mindspeed_cp.cost.per_batch import shortlist
+from mindspeed_cp.cost.per_batch import BatchChooser, shortlist
 from mindspeed_cp.data import PackedStream, open_corpus
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -40,15 +40,13 @@ def resolved(settings: Settings) -> tuple[Settings, Decision | None]:
         with suppress(ConfigError):  # what the settings refuse with this algorithm
             with_algorithm(settings, one)
             possible.append(one)
-    decision = choose_algorithm(
-        sample_rows(settings),
-        suite.topology,
-        attention,
-        layer=layer_of(settings),
-        among=possible,
-        options=settings.plan_options,
-    )
-    also = [one.word for one in shortlist(decision)[1:]] if suite.per_batch else None
+    rows, layer, options = sample_rows(settings), layer_of(settings), settings.plan_options
+    decision = choose_algorithm(rows, suite.topology, attention, layer=layer, among=possible, options=options)
+    also = []
+    if suite.per_batch:  # of those that are near, those that fit into memory
+        near = shortlist(decision)
+        chooser = BatchChooser(near, rows, suite.topology, attention, layer=layer, options=options, drop=True)
+        also = [one.word for one in chooser.candidates[1:]]
     return with_algorithm(settings, decision.candidate, also), decision
 
 

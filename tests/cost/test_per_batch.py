@@ -81,7 +81,7 @@ def test_one_candidate_is_taken_without_a_look_and_none_is_refused() -> None:
     alone = BatchChooser([Candidate("ring")], [Documents([64])], topology, MHA)
     assert alone(Documents(np.array([8, 0, 3]))) == Candidate("ring")
     for among, sample, expected in (([], [Documents([64])], "among"), ([Candidate("ring")], [], "sample")):
-        with pytest.raises(ConfigError, match=f"{expected}: there is nothing in it"):
+        with pytest.raises(ConfigError, match=f"{expected}: there is no .* in it"):
             BatchChooser(among, sample, topology, MHA)
 
 
@@ -96,3 +96,50 @@ def test_the_shortlist_has_neither_slow_nor_equal_ones() -> None:
     found = shortlist(decision)
     assert found[0] == decision.candidate and among[1] not in found and among[2] in found
     assert len(shortlist(decision, most=1)) == 1
+
+
+def simulated(chooser: BatchChooser, batch: Documents, topology: Topology, attention: AttentionConfig) -> list[float]:
+    cluster = load_cluster(topology.cluster or "")
+    plans = [build_plan(batch, topology, attention, one.algorithm, **dict(one.options)) for one in chooser.candidates]
+    return [simulate(plan, cluster).total for plan in plans]
+
+
+def test_what_plans_send_may_depend_on_the_batch() -> None:
+    """Short documents stay whole on a balanced layout: nothing is sent then, and the sample says nothing of that."""
+    balanced = (("layout", "balanced"),)
+    among = [Candidate("ring", balanced), Candidate("ulysses"), Candidate("hybrid", balanced)]
+    topology, long, short = Topology(1, 8, "a2"), Documents([32768]), Documents([512] * 64)
+    for sample in ([long], [short], [long, short], [short, long]):
+        chooser = BatchChooser(among, sample, topology, MHA)
+        for batch in (long, short):
+            seconds = simulated(chooser, batch, topology, MHA)
+            assert list(chooser.estimates(batch).values()) == pytest.approx(seconds, rel=0.25)
+            assert chooser(batch) == among[seconds.index(min(seconds))]
+
+
+def test_windows_are_simulated_where_the_planner_does_not_look_at_them() -> None:
+    attention = AttentionConfig(heads=16, head_dim=128, window=(2000, 0))
+    topology = Topology(2, 8, "a800")
+    sample = [Documents([65536]), *(Documents(sample_batch("wikipedia", 65536, seed)) for seed in range(3))]
+    decision = choose_algorithm(sample, topology, attention)
+    chooser = BatchChooser(shortlist(decision), sample, topology, attention)
+    for batch in sample:
+        seconds = simulated(chooser, batch, topology, attention)
+        assert seconds[chooser.candidates.index(chooser(batch))] <= 1.02 * min(seconds)
+
+
+def test_what_holds_too_much_is_refused_or_left_out() -> None:
+    topology, batch = Topology(1, 8, "a2"), Documents([4096] * 8)
+    among = [Candidate("hierarchical"), Candidate("all_gather")]
+    with pytest.raises(ConfigError, match=r"all_gather: holds 3\.\d* GiB in one layer; there are 1\.75"):
+        BatchChooser(among, [batch], topology, MHA, memory=1.75 * 2**30)
+    chooser = BatchChooser(among, [batch], topology, MHA, memory=1.75 * 2**30, drop=True)
+    assert chooser.candidates == (among[0],) and chooser(batch) == among[0]
+    with pytest.raises(ConfigError, match="all_gather: holds"):
+        BatchChooser(among[::-1], [batch], topology, MHA, memory=1.75 * 2**30, drop=True)
+
+
+def test_batches_without_tokens_take_the_first() -> None:
+    among = [Candidate("ring"), Candidate("ulysses")]
+    chooser = BatchChooser(among, [Documents([0]), Documents([4096])], Topology(1, 4, "a2"), MHA)
+    assert chooser(Documents([])) == chooser(Documents([0, 0])) == among[0]

@@ -159,6 +159,7 @@ def test_a_file_that_cannot_be_read_is_one_line(run: Path, path: Path) -> None:
         ({"layers": [[0, 1e6, 64, 1e6, 1e5]]}, "attentions or layers: LayerCost.qkv_flops + out_flops is 1100000.0"),
         ({"documents": [[60, 4]]}, "plans are 2, and micro-batches 1"),
         ({"plans": [["rings", {}], ["ring", {}]]}, "must be a list of [algorithm, options], one for each micro-batch"),
+        ({"plans": [["ring", {"documents": 1}], ["ring", {}]]}, "must be a list of [algorithm, options]"),
         ({"attentions": [{"heads": 4, "size": 3}]}, "attentions or layers: AttentionConfig"),
         ({"attentions": [{"heads": 0}]}, "attention.heads is 0; valid: a whole number"),
         ({"documents": [[60, -4]]}, "documents = [[60, -4]]: must be a list of micro-batches, each the lengths"),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import Documents
-from mindspeed_cp.config import Settings
-from mindspeed_cp.config_variants import variants
+from mindspeed_cp.config import Settings, SuiteSettings
+from mindspeed_cp.config_variants import variants, with_algorithm
+from mindspeed_cp.cost.candidates import Candidate
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.beside import beside
 from mindspeed_cp.report.measured import read_steps
@@ -83,6 +84,21 @@ def test_lanes_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
     mixed = choosing(corpus, tmp_path)
     assert not mixed.context_parallel_suite.uses_lanes
     assert not any(one.context_parallel_suite.uses_lanes for one in variants(mixed))
+
+
+def test_what_auto_takes_has_lanes_if_it_is_a_ring(corpus: Path, tmp_path: Path) -> None:
+    settings = tiny(corpus, tmp_path, context_parallel_suite__algorithm="auto")
+    ring = with_algorithm(settings, Candidate("ring"))
+    assert ring.context_parallel_suite.p2p == "auto" and ring.context_parallel_suite.uses_lanes
+    assert not with_algorithm(settings, Candidate("ring"), ["ulysses"]).context_parallel_suite.uses_lanes
+
+
+def test_a_section_alone_checks_what_rows_choose_from() -> None:
+    with pytest.raises(ConfigError, match="also = \"bogus\": cannot be used: algorithm is 'bogus': unknown algorithm"):
+        SuiteSettings(context_parallel_size=4, also=["bogus"])
+    twice = ["hierarchical:prefetch=2:routing=true", "hierarchical:routing=true:prefetch=2"]
+    with pytest.raises(ConfigError, match="is there already"):
+        SuiteSettings(context_parallel_size=4, also=twice)
 
 
 @pytest.mark.parametrize(
