@@ -13,10 +13,17 @@ from mindspeed_cp.plan.config import AttentionConfig, Topology
 
 @dataclass(frozen=True)
 class Candidate:
-    """An algorithm and those of its options that differ from the defaults, as (name, value)."""
+    """An algorithm, also under another of its names, and options of it, as (name, value).
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
 
     algorithm: str
     options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "algorithm", algorithm_name(self.algorithm))
 
     def __str__(self) -> str:
         said = ", ".join(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,11 @@ class BatchChooser:
         return tuple(self._factors)
 
     def __call__(self, documents: Documents) -> Candidate:
-        """The candidate that is estimated fastest for a batch; that of the same documents is found again."""
+        """The candidate that is estimated fastest for a batch; that of the same documents is found again.
+
+        Raises:
+            ConfigError: none can do the batch.
+        """
         found = self._known.get(documents)
         if found is None:
             found = self._found(documents)
@@ -131,6 +136,8 @@ class BatchChooser:
         if len(self._factors) == 1 or not documents.tokens:
             return self.candidates[0]
         estimates = self.estimates(documents)
+        if not estimates:
+            self._plan(self.candidates[0], documents)  # which says why
         least = min(estimates.values())
         near = {one: seconds for one, seconds in estimates.items() if seconds <= CLOSE * least}
         ranks = self._topology.ranks
@@ -139,13 +146,15 @@ class BatchChooser:
         return min(near, key=lambda one: near[one])
 
     def estimates(self, documents: Documents) -> dict[Candidate, float]:
-        """Estimated seconds of a layer with each candidate."""
-        return {
-            one: self._simulated(self._plan(one, documents))
-            if math.isnan(factor)
-            else factor * self._form(one, documents)
-            for one, factor in self._factors.items()
-        }
+        """Estimated seconds of a layer with each candidate that can do the batch."""
+        found = {}
+        for one, factor in self._factors.items():
+            with suppress(ConfigError):  # a bound of tokens may be too little for this batch
+                simulated = math.isnan(factor)
+                found[one] = (
+                    self._simulated(self._plan(one, documents)) if simulated else factor * self._form(one, documents)
+                )
+        return found
 
     def _factor(self, candidate: Candidate, sample: Sequence[Documents]) -> float:
         """Simulated over estimated time, the geometric mean over the sample; nan where it is not steady."""

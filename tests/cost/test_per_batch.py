@@ -143,3 +143,20 @@ def test_batches_without_tokens_take_the_first() -> None:
     among = [Candidate("ring"), Candidate("ulysses")]
     chooser = BatchChooser(among, [Documents([0]), Documents([4096])], Topology(1, 4, "a2"), MHA)
     assert chooser(Documents([])) == chooser(Documents([0, 0])) == among[0]
+
+
+def test_one_that_cannot_do_a_batch_is_not_chosen_for_it() -> None:
+    bounded = Candidate("hierarchical", (("max_seqlen_per_dp_cp_rank", 600),))
+    chooser = BatchChooser([bounded, Candidate("a2a")], [Documents([1000, 300])], Topology(1, 4, "a2"), MHA)
+    assert chooser.candidates[1] == Candidate("ulysses") and len(chooser.estimates(Documents([1000]))) == 2
+    assert chooser(Documents([5000])) == Candidate("ulysses")
+    alone = BatchChooser([bounded, bounded], [Documents([1000, 300])], Topology(1, 4, "a2"), MHA)
+    assert alone(Documents([5000])) == bounded  # nothing to choose; its plan says why it cannot be made
+    both = BatchChooser(
+        [bounded, Candidate("hierarchical", (("max_seqlen_per_dp_cp_rank", 700),))],
+        [Documents([1000, 300])],
+        Topology(1, 4, "a2"),
+        MHA,
+    )
+    with pytest.raises(ConfigError, match="document 0 has 5000 tokens, more than 4 ranks"):
+        both(Documents([5000]))
