@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.launch import current, implementation_for, need, power_of_two
+from mindspeed_cp.ascend_kernels.launch import check_tensor, current, grid, implementation_for, need, power_of_two
 
 #: Elements of one half that a program turns.
 ELEMENTS = 2048
@@ -28,9 +28,9 @@ def rope_gather(
 
     Args:
         x: [source rows, heads, dim], contiguous.
-        positions: int32 [rows], of the rows of the result.
-        frequencies: fp32 [n], 2n <= dim; radians for each position.
-        rows: int32 [rows], the row of x that each comes from; None: the same.
+        positions: int32 [rows], contiguous, of the rows of the result.
+        frequencies: fp32 [n], contiguous, 2n <= dim; radians for each position.
+        rows: int32 [rows], contiguous, the row of x that each comes from; None: the same.
         factor: of both cos and sin.
         interleaved: which channels make a pair.
         backward: turn back: the gradient of a row of x from that of the result (where several rows come from one,
@@ -39,17 +39,19 @@ def rope_gather(
 
     Returns:
         [rows, heads, dim] of x's type.
+
+    Raises:
+        ConfigError: shapes or types do not go together.
     """
     need(x.dim() == 3 and x.is_contiguous(), "x", f"of shape {list(x.shape)}", "[rows, heads, dim], contiguous")
-    half = len(frequencies)
+    check_tensor("x", x, x.shape, None, x)
+    half = frequencies.numel()
     need(2 * half <= x.shape[-1], "the number of frequencies", half, f"at most {x.shape[-1] // 2}")
-    need(
-        rows is None or rows.shape == positions.shape,
-        "rows' shape",
-        None if rows is None else list(rows.shape),
-        f"{list(positions.shape)}",
-    )
-    need(rows is not None or len(positions) == len(x), "the number of positions", len(positions), f"{len(x)}")
+    check_tensor("frequencies", frequencies, [half], torch.float32, x)
+    need(rows is not None or positions.numel() == len(x), "the number of positions", positions.numel(), f"{len(x)}")
+    check_tensor("positions", positions, [positions.numel()], torch.int32, x)
+    if rows is not None:
+        check_tensor("rows", rows, positions.shape, torch.int32, x)
     sign = -1 if backward else 1
     if implementation_for(x, implementation) == "triton":
         return _launch(x, positions, frequencies, rows, factor, interleaved, sign)
@@ -73,9 +75,10 @@ def _launch(
     if out.numel():
         width = max(1, power_of_two(half))
         block = max(1, ELEMENTS // width)
+        blocks = -(-len(positions) * heads // block)
         with current(x):
-            rope_kernel[(-(-len(positions) * heads // block),)](
-                x, out, positions if rows is None else rows, positions, frequencies, len(positions), factor,
+            rope_kernel[grid(blocks)](
+                x, out, positions if rows is None else rows, positions, frequencies, len(positions), blocks, factor,
                 HEADS=heads, DIM=dim, HALF=half, WIDTH=width, REST=power_of_two(dim - 2 * half), BLOCK=block,
                 GATHER=rows is not None, INTERLEAVED=interleaved, SIGN=sign,
             )  # fmt: skip

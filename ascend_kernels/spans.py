@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.launch import current, implementation_for, need
+from mindspeed_cp.ascend_kernels.launch import check_tensor, current, grid, implementation_for, need
 from mindspeed_cp.layout import expand
 
 #: Rows and elements of a row that a program copies.
@@ -27,12 +27,17 @@ class Runs:
         table: int32 [pieces, 3]: first source row, first target row, rows (at most ROWS).
         back: the same with source and target exchanged.
         source, target: int64 [rows], the same row by row.
+        reach: rows that a source and a target have at least.
+        source_apart, target_apart: whether no row is in two runs.
     """
 
     table: Tensor
     back: Tensor
     source: Tensor
     target: Tensor
+    reach: tuple[int, int]
+    source_apart: bool = True
+    target_apart: bool = True
 
     @staticmethod
     def of(source: np.ndarray, target: np.ndarray, rows: np.ndarray, device: torch.device | str = "cpu") -> Runs:
@@ -50,19 +55,27 @@ class Runs:
         )
         need(all((x >= 0).all() for x in (a, b, n)), "a row or count", "negative", "0 or more")
         a, b, n = a[n > 0], b[n > 0], n[n > 0]
-        order = np.argsort(b, kind="stable")
-        apart = b[order][1:] >= (b + n)[order][:-1]
-        need(bool(apart.all()), "a target row", "in two runs", "runs whose targets lie apart")
+        need(_apart(b, n), "a target row", "in two runs", "runs whose targets lie apart")
         pieces = -(-n // ROWS)
         step = expand(np.zeros_like(pieces), pieces) * ROWS
         of = np.repeat(np.arange(len(n)), pieces)
         table = np.stack([a[of] + step, b[of] + step, np.minimum(n[of] - step, ROWS)], 1).astype(np.int32)
         back = np.ascontiguousarray(table[:, [1, 0, 2]])
-        return Runs(*(torch.from_numpy(x).to(device) for x in (table, back, expand(a, n), expand(b, n))))
+        placed = [torch.from_numpy(x).to(device) for x in (table, back, expand(a, n), expand(b, n))]
+        reach = int((a + n).max(initial=0)), int((b + n).max(initial=0))
+        return Runs(placed[0], placed[1], placed[2], placed[3], reach, _apart(a, n))
 
     def reversed(self) -> Runs:
         """From target to source."""
-        return Runs(self.back, self.table, self.target, self.source)
+        return Runs(
+            self.back, self.table, self.target, self.source, self.reach[::-1], self.target_apart, self.source_apart
+        )
+
+
+def _apart(first: np.ndarray, rows: np.ndarray) -> bool:
+    """Whether no row is in two runs."""
+    order = np.argsort(first, kind="stable")
+    return bool((first[order][1:] >= (first + rows)[order][:-1]).all())
 
 
 def gather_spans(
@@ -90,7 +103,12 @@ def scatter_spans(
     implementation: str | None = None,
 ) -> None:
     """The way back of :func:`gather_spans` with the same runs: from target rows to source rows; with `add` they are
-    added to what is there, in fp32, and rounded once."""
+    added to what is there, in fp32, and rounded once.
+
+    Raises:
+        ConfigError: the tensors do not go together, or a source row of the runs is in two of them: what it gets would
+            depend on which comes last.
+    """
     _copy(sources, targets, runs.reversed(), add, implementation)
 
 
@@ -103,9 +121,15 @@ def _copy(
         (len(sources), len(targets)),
         "1 to 3 pairs",
     )
+    need(runs.target_apart, "a source row", "in two runs", "to scatter: runs whose sources lie apart")
+    first = sources[0]
+    need(runs.table.device == first.device, "the runs", f"on {runs.table.device}", f"on {first.device}")
     for x, y in zip(sources, targets, strict=True):
+        need(min(x.dim(), y.dim()) >= 1, "a tensor", "a scalar", "[rows, ...]")
         need(x.shape[1:] == y.shape[1:], "a row's shape", f"{list(x.shape[1:])} and {list(y.shape[1:])}", "equal")
-        need(x.is_contiguous() and y.is_contiguous(), "a tensor", "not contiguous", "contiguous")
+        for name, one, least in (("a tensor to read", x, runs.reach[0]), ("a tensor to write", y, runs.reach[1])):
+            check_tensor(name, one, one.shape, None if add else one.dtype, first)
+            need(len(one) >= least, f"{name}'s number of rows", len(one), f"{least} or more, as the runs name")
         need(add or x.dtype == y.dtype, "the types", f"{x.dtype} and {y.dtype}", "equal")
     if implementation_for(sources[0], implementation) == "triton":
         _launch(sources, targets, runs, add)
@@ -120,14 +144,15 @@ def _copy(
 def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], runs: Runs, add: bool) -> None:
     from mindspeed_cp.ascend_kernels.device.spans import copy_spans_kernel
 
-    widths = [x[0].numel() if len(x) else 0 for x in sources]
-    blocks = sum(-(-width // COLUMNS) for width in widths)
-    if not len(runs.table) or not blocks:
+    width = [x[:1].numel() for x in sources]
+    pairs = [(x, y, n) for x, y, n in zip(sources, targets, width, strict=True) if n]  # the kernel has widths of 0 last
+    count, blocks = len(runs.table), sum(-(-n // COLUMNS) for _, _, n in pairs)
+    if not count or not blocks:
         return
-    more = MOST_TENSORS - len(sources)
-    xs, ys = ([*tensors, *[tensors[0]] * more] for tensors in (sources, targets))
-    wide = [*widths, *[0] * more]
+    more = MOST_TENSORS - len(pairs)
+    xs, ys, wide = zip(*pairs, *[(*pairs[0][:2], 0)] * more, strict=True)
     with current(xs[0]):
-        copy_spans_kernel[(len(runs.table), blocks)](
-            *xs, *ys, runs.table, WIDTH0=wide[0], WIDTH1=wide[1], WIDTH2=wide[2], ROWS=ROWS, COLUMNS=COLUMNS, ADD=add
-        )
+        copy_spans_kernel[grid(count * blocks)](
+            *xs, *ys, runs.table, count,
+            WIDTH0=wide[0], WIDTH1=wide[1], WIDTH2=wide[2], ROWS=ROWS, COLUMNS=COLUMNS, ADD=add,
+        )  # fmt: skip

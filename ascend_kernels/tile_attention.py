@@ -4,27 +4,46 @@ and out. For devices whose own operator has no variable-length ALiBi, and for ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.launch import current, implementation_for, need, power_of_two
+from mindspeed_cp.ascend_kernels.launch import check_tensor, current, grid, implementation_for, need, power_of_two
 from mindspeed_cp.layout import expand
 from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 
 #: No diagonal cuts: more than any context, small enough to be added to in 32 bits.
 FAR = 2**30
 
-#: Rows of a block of queries and of one of keys, by bytes of an element: the largest that spill few registers on sm_80
-#: and sm_90 at 128 channels (tests/ascend_kernels/compile_cuda.py). Not measured on a device.
-BLOCKS = {2: (64, 64), 4: (32, 32)}
-BACKWARD_BLOCKS = {2: (64, 32), 4: (32, 32)}
+#: Rows of a program's own block, of queries or in "keys" of keys, and of a block that it meets, by kind of device,
+#: bytes of an element and kernel. Nothing was measured on a device. For GPUs: the largest that at 128 channels spill at
+#: most 64 bytes by ptxas on sm_80 and sm_90 (docs/kernels.md has the table; in "keys", bf16 (64, 64) spills 280 on
+#: sm_90, fp32 (64, 32) kilobytes), since then fewer programs read each key and value; in shared memory of 99 KiB, which
+#: compute capability 8.6 and 8.9 have (an A100 163, an H100 227). With 8 warps and more than 128 registers one program
+#: runs on an SM at a time: fewer than 255 buy nothing. For NPUs: what fits their buffers as far as sizes tell; CANN's
+#: compiler has not seen them.
+BLOCKS = {
+    "cuda": {
+        2: {"forward": (128, 64), "queries": (64, 64), "keys": (64, 32)},
+        4: {"forward": (32, 32), "queries": (32, 32), "keys": (32, 32)},
+    },
+    "npu": {
+        2: {"forward": (64, 64), "queries": (64, 32), "keys": (32, 64)},
+        4: {"forward": (32, 32), "queries": (32, 32), "keys": (32, 32)},
+    },
+}
 
-#: A block of wider heads has so many bytes at most, and WIDEST channels at most: what then fits into the shared memory
-#: of an A100 (compiled, not run).
+#: A block of wider heads has so many bytes at most, and WIDEST channels at most: of twice as many, "keys" spills up to
+#: three kilobytes.
 BLOCK_BYTES, WIDEST = 1 << 14, 512
 WARPS, STAGES = 8, 2
+
+#: Elements of `out` that a program of delta_kernel holds.
+DELTA_ELEMENTS = 4096
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +61,12 @@ class TileSchedule:
     blocks: Tensor
     rows: int
     tiles: np.ndarray
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """Rows of queries and of keys that there are at least."""
+        q_row, q_rows, k_row, k_rows = self.tiles[:, :4].T
+        return int((q_row + q_rows).max(initial=0)), int((k_row + k_rows).max(initial=0))
 
     @staticmethod
     def of(
@@ -122,6 +147,7 @@ def tile_attention_(
         implementation: see `mindspeed_cp.ascend_kernels.launch.implementation_for`.
     """
     _check(q, k, v, slopes, out, lse)
+    _check_schedule(schedule, q, k, blocks_for(q.dtype, False, max(q.shape[2], v.shape[2]), q.device.type)[0])
     if implementation_for(q, implementation) == "triton":
         _launch("forward_kernel", schedule, q, k, v, (out, lse), scale, slopes, len(q))
         return
@@ -164,6 +190,9 @@ def tile_attention_backward_(
         by_queries, by_keys: the same tiles, by blocks of queries and of keys.
     """
     _check(q, k, v, slopes, out, lse, dout, (dq, dk, dv))
+    blocks = blocks_for(q.dtype, True, max(q.shape[2], v.shape[2]), q.device.type)
+    for schedule, own in zip((by_queries, by_keys), blocks, strict=True):
+        _check_schedule(schedule, q, k, own)
     if implementation_for(q, implementation) == "triton":
         delta = _delta(out, dout)
         arguments = (dout, lse, delta)
@@ -199,34 +228,61 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor | None = None,
     grads: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
-    every = [q, k, v, out, lse, *grads, *(x for x in (slopes, dout) if x is not None)]
     need(q.dtype == k.dtype == v.dtype, "q, k and v", f"{q.dtype}, {k.dtype}, {v.dtype}", "of one type")
+    need(q.dtype in DTYPES, "q's type", q.dtype, "torch.float32, torch.bfloat16, torch.float16")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        need(x.dim() == 3 and min(x.shape[1:]) >= 1, f"{name}'s shape", list(x.shape), "[rows, heads, channels]")
     need(
         k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0,
         "the number of kv heads",
         k.shape[1],
         f"a divisor of {q.shape[1]}",
     )
-    need(slopes is None or list(slopes.shape) == [q.shape[1]], "slopes", "of another shape", f"[{q.shape[1]}]")
-    rows = [*q.shape[:2], v.shape[2]]
-    for name, x, shape in (("out", out, rows), ("lse", lse, rows[:2]), ("dout", dout, rows)):
-        need(x is None or list(x.shape) == shape, name, "of another shape", str(shape))
-    summed = (lse, *grads, *([out] if dout is None else []))
-    need(all(x.dtype == torch.float32 for x in summed), "lse, or what is added to", "not fp32", "fp32")
-    need(dout is None or dout.dtype == q.dtype, "dout", "of another type", str(q.dtype))
-    for x, y in zip(grads, (q, k, v), strict=False):
-        need(x.shape == y.shape, "a gradient", f"of shape {list(x.shape)}", f"{list(y.shape)}")
-    need(all(x.is_contiguous() for x in every), "a tensor", "not contiguous", "contiguous")
-    need(len({x.device for x in every}) == 1, "the tensors", "on several devices", "on one")
     width = max(q.shape[2], v.shape[2])
     need(width <= WIDEST, "head_dim", width, f"up to {WIDEST}")
+    rows = [*q.shape[:2], v.shape[2]]
+    check_tensor("q", q, q.shape, q.dtype, q)
+    check_tensor("k", k, [*k.shape[:2], q.shape[2]], q.dtype, q)
+    check_tensor("v", v, [*k.shape[:2], v.shape[2]], q.dtype, q)
+    check_tensor("out", out, rows, torch.float32 if dout is None else None, q)
+    check_tensor("lse", lse, rows[:2], torch.float32, q)
+    if slopes is not None:
+        check_tensor("slopes", slopes, [q.shape[1]], torch.float32, q)
+    if dout is not None:
+        check_tensor("dout", dout, rows, q.dtype, q)
+    for name, x, y in zip(("dq", "dk", "dv"), grads, (q, k, v), strict=False):
+        check_tensor(name, x, y.shape, torch.float32, q)
 
 
-def blocks_for(dtype: torch.dtype, backward: bool, width: int = 128) -> tuple[int, int]:
-    """Rows of a block of queries and of one of keys, for heads of so many channels."""
-    most = max(16, BLOCK_BYTES // (power_of_two(width) * dtype.itemsize)) if width > 128 else 64
-    rows, keys = (BACKWARD_BLOCKS if backward else BLOCKS)[dtype.itemsize]
-    return min(rows, most), min(keys, most)
+def _check_schedule(schedule: TileSchedule, q: Tensor, k: Tensor, rows: int) -> None:
+    need(schedule.rows == rows, "rows of the schedule's blocks", schedule.rows, f"{rows}, see blocks_for")
+    need(schedule.visits.device == q.device, "the schedule", f"on {schedule.visits.device}", f"on {q.device}")
+    for name, x, least in (("q", q, schedule.reach[0]), ("k", k, schedule.reach[1])):
+        need(len(x) >= least, f"{name}'s number of rows", len(x), f"{least} or more, as the tiles name")
+
+
+def block_of(kernel: str, dtype: torch.dtype, width: int = 128, device: str = "cuda") -> tuple[int, int]:
+    """Rows of a program's own block and of a block that it meets.
+
+    Args:
+        kernel: "forward", "queries" or "keys".
+        dtype: of the tensors.
+        width: channels of a head.
+        device: its kind; those that are not in BLOCKS take what "cuda" has.
+    """
+    own, other = BLOCKS.get(device, BLOCKS["cuda"])[dtype.itemsize][kernel]
+    if width <= 128:
+        return own, other
+    most = max(16, BLOCK_BYTES // (power_of_two(width) * dtype.itemsize))
+    return min(own, most), min(other, most)
+
+
+def blocks_for(dtype: torch.dtype, backward: bool, width: int = 128, device: str = "cuda") -> tuple[int, int]:
+    """Rows of a block of queries and of one of keys, for which schedules are made (:func:`block_of` says what the
+    arguments are); the forward's are by queries alone."""
+    kernels = ("queries", "keys") if backward else ("forward", "forward")
+    rows, keys = (block_of(kernel, dtype, width, device)[0] for kernel in kernels)
+    return rows, keys
 
 
 def _delta(out: Tensor, dout: Tensor) -> Tensor:
@@ -235,10 +291,11 @@ def _delta(out: Tensor, dout: Tensor) -> Tensor:
     delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
     if delta.numel():
         width = power_of_two(out.shape[-1])
-        block = max(1, 4096 // width)
+        block = max(1, DELTA_ELEMENTS // width)
+        blocks = -(-delta.numel() // block)
         with current(out):
-            delta_kernel[(-(-delta.numel() // block),)](
-                out, dout, delta, delta.numel(), DIM_V=out.shape[-1], WIDTH_V=width, BLOCK=block
+            delta_kernel[grid(blocks)](
+                out, dout, delta, delta.numel(), blocks, DIM_V=out.shape[-1], WIDTH_V=width, BLOCK=block
             )
     return delta
 
@@ -251,15 +308,13 @@ def _launch(
 
     if not len(schedule.blocks):
         return
-    heads, kv_heads = q.shape[1], k.shape[1]
-    bm, bn = blocks_for(q.dtype, name != "forward_kernel", max(q.shape[-1], v.shape[-1]))
-    own = bn if name == "keys_kernel" else bm
-    need(schedule.rows == own, "rows of the schedule's blocks", schedule.rows, f"{own}, see blocks_for")
-    need(schedule.visits.device == q.device, "the schedule", f"on {schedule.visits.device}", f"on {q.device}")
+    heads, kv_heads, count = q.shape[1], k.shape[1], len(schedule.blocks)
+    own, other = block_of(name.removesuffix("_kernel"), q.dtype, max(q.shape[-1], v.shape[-1]), q.device.type)
+    bm, bn = (other, own) if name == "keys_kernel" else (own, other)
     kernel = getattr(tile_attention, name)
     with current(q):
-        kernel[(len(schedule.blocks), kv_heads if name == "keys_kernel" else heads)](
-            q, k, v, *rest, schedule.visits, schedule.blocks, q if slopes is None else slopes, rows,
+        kernel[grid(count * (kv_heads if name == "keys_kernel" else heads))](
+            q, k, v, *rest, schedule.visits, schedule.blocks, q if slopes is None else slopes, rows, count,
             SCALE=scale, HEADS=heads, GROUP=heads // kv_heads, DIM=q.shape[-1], DIM_V=v.shape[-1],
             WIDTH=max(16, power_of_two(q.shape[-1])), WIDTH_V=max(16, power_of_two(v.shape[-1])), BM=bm, BN=bn,
             ALIBI=slopes is not None, DOT="ieee", num_warps=WARPS, num_stages=STAGES,

@@ -21,23 +21,26 @@ def _copy(
     tl.store(there, x.to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def copy_spans_kernel(
-    x0, x1, x2, y0, y1, y2, runs,
+    x0, x1, x2, y0, y1, y2, runs, count,
     WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Program (run, block) copies up to ROWS rows, COLUMNS of their elements, of the tensor that the block lies in.
+    """A program copies up to ROWS rows of a run, COLUMNS of their elements, of the tensor that these lie in, and again
+    while any are left.
 
-    runs: int32 [runs, 3]: first row of the source, first row of the target, rows (at most ROWS).
-    WIDTH0, WIDTH1, WIDTH2: elements of a row; 0 where there are fewer tensors.
+    runs: int32 [count, 3]: first row of the source, first row of the target, rows (at most ROWS).
+    WIDTH0, WIDTH1, WIDTH2: elements of a row; 0 where there are fewer tensors, so behind a 0 is no other number.
     """
-    run, block = tl.program_id(0), tl.program_id(1)
     before1: tl.constexpr = (WIDTH0 + COLUMNS - 1) // COLUMNS
     before2: tl.constexpr = before1 + (WIDTH1 + COLUMNS - 1) // COLUMNS
-    if WIDTH1 == 0 or block < before1:
-        _copy(x0, y0, runs, run, block, WIDTH0, ROWS, COLUMNS, ADD)
-    elif WIDTH2 == 0 or block < before2:
-        _copy(x1, y1, runs, run, block - before1, WIDTH1, ROWS, COLUMNS, ADD)
-    else:
-        _copy(x2, y2, runs, run, block - before2, WIDTH2, ROWS, COLUMNS, ADD)
+    every: tl.constexpr = before2 + (WIDTH2 + COLUMNS - 1) // COLUMNS
+    for piece in range(tl.program_id(0), count * every, tl.num_programs(0)):
+        run, block = piece % count, piece // count
+        if WIDTH1 == 0 or block < before1:
+            _copy(x0, y0, runs, run, block, WIDTH0, ROWS, COLUMNS, ADD)
+        elif WIDTH2 == 0 or block < before2:
+            _copy(x1, y1, runs, run, block - before1, WIDTH1, ROWS, COLUMNS, ADD)
+        else:
+            _copy(x2, y2, runs, run, block - before2, WIDTH2, ROWS, COLUMNS, ADD)

@@ -91,7 +91,7 @@ class TileAttention:
     def _lower(
         self, tiles: np.ndarray, attention: AttentionConfig, dtype: torch.dtype, backward: bool
     ) -> dict[tuple[int, int], list[TileCall]]:
-        bm, bn = blocks_for(dtype, backward, max(attention.head_dim, attention.head_dim_v))
+        bm, bn = blocks_for(dtype, backward, max(attention.head_dim, attention.head_dim_v), self.name)
         rows = {"q": bm, "k": bn} if backward else {"q": bm}
         keys, of = np.unique(tiles[["step", "slot"]], return_inverse=True)
         return {

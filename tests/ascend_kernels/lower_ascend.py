@@ -1,9 +1,9 @@
-"""Lowers every kernel by the real triton-ascend to linalg MLIR, without an NPU and without CANN.
+"""Lowers kernels by the real triton-ascend to linalg MLIR, without an NPU and without CANN.
 
-    python tests/ascend_kernels/lower_ascend.py OUT ARCH...       in the environment of triton-ascend
+    python tests/ascend_kernels/lower_ascend.py OUT VARIANTS ARCH...      in the environment of triton-ascend
 
-Prints a line of JSON for each kernel, type and architecture. What comes after, bishengir's compiler, is CANN's and is not
-run: nothing here shows that it takes the MLIR, or that buffers fit.
+VARIANTS is a file of `variants.py`. Prints a line of JSON for each kernel, type and architecture. What comes after,
+bishengir's compiler, is CANN's and is not run: nothing here shows that it takes the MLIR, or that buffers fit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent / "ascend_kernels")]  # neithe
 from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
-from variants import Variant, variants  # noqa: E402
-
-#: Blocks that fit an NPU's buffers as far as sizes tell: 32 x 32 in fp32, 64 x 64 else.
-ROWS = {"fp32": (32, 32), "bf16": (64, 64), "fp16": (64, 64)}
+from variants import Variant, read  # noqa: E402
 
 
 def lower(variant: Variant, arch: str) -> dict[str, str]:
@@ -49,22 +46,21 @@ def lower(variant: Variant, arch: str) -> dict[str, str]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    for arch in sys.argv[2:]:
-        for dtype, rows in ROWS.items():
-            for variant in variants(dtype, rows):
-                file = out / arch / f"{variant.name}_{dtype}.ttadapter"
-                found: dict[str, object] = {"arch": arch, "dtype": dtype, "name": variant.name, "file": str(file)}
-                try:
-                    text = lower(variant, arch)["ttadapter"]
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(text)
-                    found |= {
-                        "operations": sorted(set(re.findall(r"linalg\.\w+", text))),
-                        "mix": re.findall(r"mix_mode = \"(\w+)", text),
-                    }
-                except Exception as error:
-                    found["error"] = f"{type(error).__name__}: {error}"
-                print(json.dumps(found), flush=True)
+    for arch in sys.argv[3:]:
+        for variant in read(Path(sys.argv[2])):
+            file = out / arch / f"{variant.name}_{variant.dtype}.ttadapter"
+            found: dict[str, object] = {"arch": arch, "dtype": variant.dtype, "name": variant.name, "file": str(file)}
+            try:
+                text = lower(variant, arch)["ttadapter"]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+                found |= {
+                    "operations": sorted(set(re.findall(r"linalg\.\w+", text))),
+                    "mix": re.findall(r"mix_mode = \"(\w+)", text),
+                }
+            except Exception as error:
+                found["error"] = f"{type(error).__name__}: {error}"
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

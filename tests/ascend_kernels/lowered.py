@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.ascend_kernels.launches import SHORT
 from tests.ascend_kernels.variants import Variant
 
 HERE = Path(__file__).resolve().parent
@@ -87,8 +88,10 @@ class Lowered:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
-            assert constants == dict(self.variant.constants), "another variant than the one that was lowered"
-            assert len(arguments) == len(self.variant.signature)
+            assert constants == self.variant.constants, "another variant than the one that was lowered"
+            types = [f"*{SHORT[x.dtype]}" if isinstance(x, torch.Tensor) else None for x in arguments]
+            for found, wanted in zip(types, self.variant.signature.values(), strict=True):
+                assert found in (None, wanted), "other types than those that were lowered"
             self.launches += 1
             spare = torch.zeros(64, dtype=torch.int8)  # the first two arguments: a lock and a workspace
             words = [w for x in (spare, spare, *arguments) for w in _words(x)]

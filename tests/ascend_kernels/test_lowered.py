@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, Documents
+from mindspeed_cp.ascend_kernels import launch
 from mindspeed_cp.ascend_kernels.merge import merge_parts_, merge_statistics_
 from mindspeed_cp.ascend_kernels.tile_attention import (
+    BLOCKS,
     TileSchedule,
     blocks_for,
     tile_attention_,
@@ -22,19 +24,18 @@ from mindspeed_cp.layout import SPAN
 from mindspeed_cp.plan.tiles import tiles_between
 from tests.ascend_kernels.has import triton_runs
 from tests.ascend_kernels.lowered import Lowered, compiled, tools
-from tests.ascend_kernels.test_compile import ARCHITECTURES, lowered  # noqa: F401  a fixture
-from tests.ascend_kernels.variants import variants
+from tests.ascend_kernels.test_compile import ARCHITECTURES, DIM, lowered  # noqa: F401  a fixture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: Of blocks_for in lower_ascend.py: the variants are lowered with the blocks that the package uses.
-HEADS, KV_HEADS, DIM = 4, 2, 64
+HEADS, KV_HEADS = 4, 2
 
 Kernels = Callable[..., list[Lowered]]
 
 
 @pytest.fixture
 def kernels(lowered: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:  # noqa: F811
-    """Puts the lowered variants of some names in the place of their kernels."""
+    """Puts the lowered variants of some names in the place of their kernels, and an NPU's blocks in the place of a CPU's.
+    Few programs are launched, so that each has several blocks to do."""
     if tools() is None:
         pytest.skip(
             "mlir-opt of LLVM 19 or gcc is not here (Debian: mlir-19-tools, llvm-19; MLIR_PREFIX for another place)"
@@ -44,12 +45,16 @@ def kernels(lowered: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> I
             "the package triton and TRITON_INTERPRET=1 are needed for the launches; `make test-triton` has them"
         )
 
+    monkeypatch.setitem(BLOCKS, "cpu", BLOCKS["npu"])
+    monkeypatch.setattr(launch, "PROGRAMS", 3)
+
     def put(dtype: str, *names: str) -> list[Lowered]:
         from mindspeed_cp.ascend_kernels.device import merge, tile_attention
+        from tests.ascend_kernels.launches import variants
 
         modules = {"merge": merge, "tile_attention": tile_attention}
         made = []
-        for variant in (one for one in variants(dtype, rows_of(dtype, names[0])) if one.name in names):
+        for variant in (one for one in variants(dtype, DIM, "npu") if one.name in names):
             (found,) = [
                 one for one in lowered
                 if (one["arch"], one["dtype"], one["name"]) == (ARCHITECTURES["A2"], dtype, variant.name)
@@ -62,10 +67,6 @@ def kernels(lowered: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> I
         return made
 
     yield put
-
-
-def rows_of(dtype: str, name: str) -> tuple[int, int]:
-    return blocks_for(DTYPES[dtype], name.startswith(("queries", "keys", "delta")))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,7 +120,7 @@ def slopes_of(attention: AttentionConfig) -> torch.Tensor | None:
 def test_attention(kernels: Kernels, dtype: str, alibi: bool) -> None:
     (kernel,) = kernels(dtype, "forward_alibi" if alibi else "forward")
     attention, tiles, (q, k, v, _) = problem(dtype, alibi)
-    schedule = TileSchedule.of(tiles, attention, blocks_for(q.dtype, backward=False)[0])
+    schedule = TileSchedule.of(tiles, attention, blocks_for(q.dtype, backward=False, device="npu")[0])
     results = []
     for implementation in ("triton", "torch"):
         out, lse = torch.full((180, HEADS, DIM), torch.nan), torch.full((180, HEADS), -torch.inf)
@@ -134,20 +135,24 @@ def test_attention(kernels: Kernels, dtype: str, alibi: bool) -> None:
 
 
 @pytest.mark.parametrize("alibi", [False, True])
-def test_gradients(kernels: Kernels, alibi: bool) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients(kernels: Kernels, dtype: str, alibi: bool) -> None:
     also = "_alibi" if alibi else ""
-    made = kernels("fp32", f"queries{also}", f"keys{also}", "delta")
-    attention, tiles, (q, k, v, dout) = problem("fp32", alibi)
+    made = kernels(dtype, f"queries{also}", f"keys{also}", "delta")
+    attention, tiles, (q, k, v, dout) = problem(dtype, alibi)
     scale, slopes = attention.softmax_scale, slopes_of(attention)
     out, lse = torch.zeros(180, HEADS, DIM), torch.full((180, HEADS), -torch.inf)
-    bm, bn = blocks_for(q.dtype, backward=True)
+    first = TileSchedule.of(tiles, attention, blocks_for(q.dtype, backward=False, device="npu")[0])
+    tile_attention_(q, k, v, out, lse, first, scale, slopes, implementation="torch")
+    out = out.to(q.dtype)
+    bm, bn = blocks_for(q.dtype, backward=True, device="npu")
     by = TileSchedule.of(tiles, attention, bm), TileSchedule.of(tiles, attention, bn, side="k")
-    tile_attention_(q, k, v, out, lse, by[0], scale, slopes, implementation="torch")
     results = []
     for implementation in ("triton", "torch"):
-        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        grads = [torch.zeros(x.shape) for x in (q, k, v)]
         tile_attention_backward_(q, k, v, out, lse, dout, *grads, *by, scale, slopes, implementation=implementation)
         results.append(grads)
     assert [kernel.launches for kernel in made] == [1, 1, 1]
+    limit = 1e-5 if dtype == "fp32" else 2e-2
     for got, wanted in zip(*results, strict=True):
-        assert float((got - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+        assert float((got - wanted).abs().max()) <= limit * float(wanted.abs().max())

@@ -45,3 +45,24 @@ def test_what_does_not_go_together_is_refused() -> None:
         rope_gather(x, positions, torch.ones(5))
     with pytest.raises(ConfigError, match="the number of positions is 2; valid: 3"):
         rope_gather(x, positions[:2], torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": torch.arange(6, dtype=torch.int32)[::2]}, r"positions is of strides \[2\]; valid: contiguous"),
+        ({"positions": torch.arange(3)}, "positions's type is torch.int64; valid: torch.int32"),
+        ({"positions": torch.zeros(3, dtype=torch.int32, device="meta")}, "positions is on meta; valid: on cpu"),
+        ({"frequencies": torch.ones(8)[::2]}, r"frequencies is of strides \[2\]; valid: contiguous"),
+        ({"frequencies": torch.ones(4).double()}, "frequencies's type is torch.float64; valid: torch.float32"),
+        ({"rows": torch.arange(6, dtype=torch.int32)[::2]}, r"rows is of strides \[2\]; valid: contiguous"),
+        ({"rows": torch.zeros(2, dtype=torch.int32)}, r"rows's shape is \[2\]; valid: \[3\]"),
+        ({"rows": torch.zeros(3)}, "rows's type is torch.float32; valid: torch.int32"),
+        ({"x": torch.zeros(3, 2, 8).int()}, "x's type is torch.int32; valid: a floating type"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_what_kernels_would_misread_is_refused(implementation, change, message) -> None:
+    given = dict(x=torch.zeros(3, 2, 8), positions=torch.zeros(3, dtype=torch.int32), frequencies=torch.ones(4))
+    with pytest.raises(ConfigError, match=message):
+        rope_gather(**(given | change), implementation=implementation)

@@ -81,3 +81,35 @@ def test_what_does_not_go_together_is_refused() -> None:
         gather_spans([x] * 4, [x] * 4, runs)
     with pytest.raises(ConfigError, match=r"a row's shape is \[8\] and \[7\]; valid: equal"):
         gather_spans([x], [torch.zeros(4, 7)], runs)
+    with pytest.raises(ConfigError, match="a tensor to read's number of rows is 1; valid: 2 or more"):
+        gather_spans([x[:1]], [x], runs)
+    with pytest.raises(ConfigError, match="a tensor to write's number of rows is 1; valid: 2 or more"):
+        gather_spans([x], [x[:1]], runs)
+    with pytest.raises(ConfigError, match="a tensor to write is on meta; valid: on cpu"):
+        gather_spans([x], [x.to("meta")], runs)
+    with pytest.raises(ConfigError, match="the runs is on meta; valid: on cpu"):
+        gather_spans([x], [x], Runs.of([0], [0], [2], "meta"))
+    with pytest.raises(ConfigError, match=r"a tensor to read is of strides \[1, 4\]; valid: contiguous"):
+        gather_spans([torch.zeros(8, 4).T], [x], runs)
+
+
+@pytest.mark.parametrize("widths", [(16, 0, 5), (0, 300, 7), (0, 0, 3), (4, 0, 0), (0, 0, 0)])
+def test_tensors_without_channels_stop_no_other(implementation, widths) -> None:
+    runs = Runs.of([1], [0], [20])
+    sources = [torch.randn(21, width) for width in widths]
+    targets = [torch.zeros(20, width) for width in widths]
+    gather_spans(sources, targets, runs, implementation)
+    for x, y in zip(sources, targets, strict=True):
+        assert torch.equal(x[1:], y)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_rows_gathered_twice_are_not_scattered(implementation, add) -> None:
+    """What the row would get depends on which comes last, and with `add` one of both may be lost."""
+    runs, x, y = Runs.of([0, 1], [0, 2], [2, 2]), torch.ones(3, 4), torch.zeros(4, 4)
+    gather_spans([x], [y], runs, implementation)
+    assert (y == 1).all()
+    with pytest.raises(
+        ConfigError, match="a source row is in two runs; valid: to scatter: runs whose sources lie apart"
+    ):
+        scatter_spans([y], [x], runs, add, implementation)

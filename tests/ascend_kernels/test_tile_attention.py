@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.ascend_kernels import TileSchedule, tile_attention_
-from mindspeed_cp.ascend_kernels.tile_attention import blocks_for
+from mindspeed_cp.ascend_kernels.tile_attention import BLOCKS, block_of, blocks_for
 from mindspeed_cp.engine.virtual import attend_virtually
 from mindspeed_cp.layout import SPAN
 from mindspeed_cp.ops.attention.reference import dense_attention_of
@@ -129,15 +129,24 @@ def test_blocks_with_most_to_do_come_first(side: str) -> None:
     assert met == sorted(met, reverse=True) and len(set(met)) > 2
 
 
-def test_wide_heads_have_small_blocks() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        for backward in (False, True):
-            rows = [blocks_for(dtype, backward, width) for width in (16, 128, 129, 256, 512)]
-            assert rows[0] == rows[1] and rows[2] == rows[3] and min(map(min, rows)) >= 16
-            assert all(
-                max(one) * width * dtype.itemsize <= 2**15
-                for one, width in zip(rows[1:], (128, 256, 256, 512), strict=True)
-            )
+@pytest.mark.parametrize("device", BLOCKS)
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_wide_heads_have_small_blocks(device, kernel, dtype) -> None:
+    rows = [block_of(kernel, dtype, width, device) for width in (16, 128, 129, 256, 512)]
+    assert rows[0] == rows[1] and rows[2] == rows[3] and min(map(min, rows)) >= 16
+    for one, width in zip(rows[2:], (256, 256, 512), strict=True):
+        assert max(one) * width * dtype.itemsize <= 2**15
+
+
+def test_schedules_are_by_each_kernels_own_rows() -> None:
+    for device in (*BLOCKS, "cpu"):
+        own = {name: block_of(name, torch.bfloat16, 128, device)[0] for name in ("forward", "queries", "keys")}
+        assert blocks_for(torch.bfloat16, False, 128, device)[0] == own["forward"]
+        assert blocks_for(torch.bfloat16, True, 128, device) == (own["queries"], own["keys"])
+
+
+def test_heads_that_are_too_wide_are_refused() -> None:
     with pytest.raises(ConfigError, match="head_dim is 520; valid for the kernel of tiles: up to 512"):
         TileAttention("cpu").check(AttentionConfig(2, head_dim=520), torch.bfloat16)
 
@@ -160,3 +169,35 @@ def test_what_it_cannot_do_is_refused() -> None:
         tile_attention_(x, x, x.half(), x, x[..., 0], schedule, 1.0)
     with pytest.raises(ConfigError, match="the number of kv heads is 2; valid: a divisor of 3"):
         tile_attention_(torch.zeros(3, 3, 16), x, x, x, x[..., 0], schedule, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 40, 16).transpose(0, 1)}, "q is of strides"),
+        ({"k": torch.zeros(40, 2, 32)}, r"k's shape is \[40, 2, 32\]; valid: \[40, 2, 16\]"),
+        ({"v": torch.zeros(39, 2, 16)}, r"v's shape is \[39, 2, 16\]; valid: \[40, 2, 16\]"),
+        ({"v": torch.zeros(40, 2, 16, device="meta")}, "v is on meta; valid: on cpu"),
+        ({"out": torch.zeros(40, 2, 16).half()}, "out's type is torch.float16; valid: torch.float32"),
+        ({"lse": torch.zeros(2, 40).T}, r"lse is of strides \[1, 40\]; valid: contiguous"),
+        ({"slopes": torch.zeros(2).double()}, "slopes's type is torch.float64; valid: torch.float32"),
+        ({"slopes": torch.zeros(4)[::2]}, r"slopes is of strides \[2\]; valid: contiguous"),
+        ({name: torch.zeros(40, 2, 16).double() for name in "qkv"}, "q's type is torch.float64; valid: torch.float32"),
+        ({name: torch.zeros(40, 2, 0) for name in "qk"}, r"q's shape is \[40, 2, 0\]; valid: \[rows, heads, chan"),
+        ({name: torch.zeros(30, 2, 16) for name in "kv"}, "k's number of rows is 30; valid: 40 or more, as the tiles name"),
+        (
+            {"q": torch.zeros(30, 2, 16), "out": torch.zeros(30, 2, 16), "lse": torch.zeros(30, 2)},
+            "q's number of rows is 30; valid: 40 or more, as the tiles name",
+        ),
+        ({"rows": 16}, "rows of the schedule's blocks is 16; valid: 32, see blocks_for"),
+        ({"device": "meta"}, "the schedule is on meta; valid: on cpu"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else None,
+)  # fmt: skip
+def test_what_kernels_would_misread_is_refused(implementation, change, message) -> None:
+    x = {name: torch.zeros(40, 2, 16) for name in ("q", "k", "v", "out")} | {"lse": torch.zeros(40, 2)} | change
+    tiles = np.zeros(1, TILE)
+    tiles["q_rows"] = tiles["k_rows"] = 40
+    schedule = TileSchedule.of(tiles, AttentionConfig(2, 2, 16), x.pop("rows", 32), "q", x.pop("device", "cpu"))
+    with pytest.raises(ConfigError, match=message):
+        tile_attention_(**x, schedule=schedule, scale=1.0, implementation=implementation)
