@@ -58,7 +58,7 @@ _SEEN_ON = {
     "`mindspeed-cp doctor --device npu` checks a device. Which weights attention dropout drops is drawn from the "
     "device's generator, not from the dropout key, so it depends on ranks and algorithm.",
     "cuda": "Never run on a GPU yet. Plans and calls were seen to agree on CPUs, with a test double in place of "
-    "torch's flash attention and with the torch implementation of this project's kernel for tiles. `pytest -m cuda` "
+    "torch's flash attention and with the torch implementation of this project's kernel for tiles. `make test-cuda` "
     "and `mindspeed-cp doctor --device cuda` check a GPU; the latter prints which kernel serves what. Dropout is there "
     "in bf16 and fp16, for heads of up to 256 channels, and is drawn from the device's generator as on NPUs. For "
     "programs that call this package: `mindspeed-cp train` has no GPUs in this version.",

@@ -145,8 +145,10 @@ class SuiteSettings(Section):
         description="npu backend: shared: squares beside the diagonal share a call, whose statistics are corrected; "
         "split: a call for each square",
     )
-    npu_merge: Literal["fp32", "ring_update"] = Field(
-        default="fp32", description="npu backend: fp32: ours; ring_update: npu_ring_attention_update"
+    npu_merge: Literal["fp32", "ring_update", "triton"] = Field(
+        default="fp32",
+        description="npu backend: fp32: ours, in torch; ring_update: npu_ring_attention_update; triton: ours, a kernel "
+        "that needs triton-ascend",
     )
     p2p: Literal["auto", "batched", "lanes"] = Field(
         default="auto",

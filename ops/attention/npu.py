@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mindspeed_cp.ascend_kernels.launch import has_triton
+from mindspeed_cp.ascend_kernels.merge import merge_parts_
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
 from mindspeed_cp.ops.attention.heads import EvenPart, even_parts
@@ -50,7 +52,8 @@ class NpuAttention:
         alibi: "shared": squares beside the diagonal share a call, with the row-shift identity; "split": a call for each
             square, with its true starts.
         merge: "fp32": :func:`mindspeed_cp.ops.merge.merge_`; "ring_update": npu_ring_attention_update, which rounds to
-            its input's type at every hop, and so is given the accumulators and the part in fp32.
+            its input's type at every hop, and so is given the accumulators and the part in fp32; "triton": this
+            project's kernel (:func:`mindspeed_cp.ascend_kernels.merge_parts_`), one launch, by triton-ascend.
         operator: the fused operators; None: those of torch_npu.
 
     Raises:
@@ -68,7 +71,7 @@ class NpuAttention:
     def __post_init__(self) -> None:
         check_option("lowering", self.lowering, ("tnd", "masks"))
         check_option("alibi", self.alibi, ("shared", "split"))
-        check_option("merge", self.merge, ("fp32", "ring_update"))
+        check_option("merge", self.merge, ("fp32", "ring_update", "triton"))
 
     @property
     def deterministic(self) -> bool:
@@ -87,6 +90,11 @@ class NpuAttention:
 
     def check_device(self, device: torch.device) -> None:
         """See the contract: the operator says what it lacks when it is loaded, before the first call."""
+        if self.merge == "triton" and device.type != "cpu" and not has_triton():
+            raise ConfigError(
+                "npu_merge is 'triton', and the package triton-ascend is not installed; install it (docs/kernels.md), "
+                "or give fp32, which merges in torch"
+            )
 
     def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowering:
         """See the contract."""
@@ -183,9 +191,11 @@ class NpuAttention:
         so_far, so_far_lse = take(out, target), take(lse, target)
         if self.merge == "fp32":
             merge_(so_far, so_far_lse, some, some_lse)
+        elif self.merge == "triton":
+            merge_parts_(so_far, so_far_lse, some.contiguous()[None], some_lse.contiguous()[None])
         else:
             so_far, so_far_lse = self._updated(so_far, so_far_lse, some, some_lse)
-        if self.merge != "fp32" or isinstance(target, Tensor):
+        if self.merge == "ring_update" or isinstance(target, Tensor):
             put(out, target, so_far)
             put(lse, target, so_far_lse)
 

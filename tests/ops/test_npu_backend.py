@@ -97,7 +97,7 @@ CELLS = [
     st.sampled_from((1, 2, 3, 4, 5, 8)),
     st.sampled_from(("tnd", "masks")),
     st.sampled_from(("shared", "split")),
-    st.sampled_from(("fp32", "ring_update")),
+    st.sampled_from(("fp32", "ring_update", "triton")),
     st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
     st.randoms(use_true_random=False),
 )
@@ -240,6 +240,21 @@ def test_the_vendors_merge_is_called_and_keeps_fp32():
     updates = [call for call in oracle.calls if call.operator == "ring_attention_update"]
     assert len(updates) == operator.updates == 3 * 2
     assert {call.dtype for call in updates} == {torch.float32}
+
+
+def test_the_kernel_that_merges_is_used_and_must_be_there(monkeypatch):
+    from mindspeed_cp.ops.attention import npu
+
+    called = []
+    merge = npu.merge_parts_
+    monkeypatch.setattr(npu, "merge_parts_", lambda *given: called.append(given) or merge(*given))
+    backend = NpuAttention(merge="triton", operator=OracleOperator())
+    compare(Case((300, 41), 3), backend, EXACT)
+    assert called and all(part.shape[0] == 1 and out.dtype == torch.float32 for out, _, part, _ in called)
+    monkeypatch.setattr(npu, "has_triton", lambda: False)
+    backend.check_device(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="npu_merge is 'triton', and the package triton-ascend is not installed"):
+        backend.check_device(torch.device("meta"))
 
 
 def test_rows_and_masks_are_made_once_for_all_layers():
