@@ -102,11 +102,19 @@ def train(
 
 def _chosen(settings: Settings, *, quiet: bool) -> Settings:
     """The settings with an algorithm in the place of auto; the first rank, or who starts the ranks, says why it."""
+    from mindspeed_cp.devices import device_type
     from mindspeed_cp.train.auto import resolved
 
-    settings, decision = resolved(settings)
+    asked = settings
+    settings, decision = resolved(asked)
     if decision is not None and not quiet and os.environ.get("RANK", "0") == "0":
-        typer.echo("\n".join(("algorithm: auto", *(f"  {reason}" for reason in decision.reasons))))
+        lines = list(decision.reasons)
+        if device_type(settings.train.device) == "cpu":
+            lines.append("modelled is that cluster, not this CPU")
+        if asked.context_parallel_suite.per_batch:
+            also = settings.context_parallel_suite.also
+            lines.append(f"rows may also take {', '.join(also)}" if also else "per_batch: nothing else is near it")
+        typer.echo("\n".join(("algorithm: auto", *(f"  {line}" for line in lines))))
     return settings
 
 

@@ -120,6 +120,12 @@ def _of_settings(asked: Asked, settings: Settings) -> tuple[Problem, list[Wanted
     topology = _topology(asked, suite.topology)
     if topology.cluster is None:
         notes.append(f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}")
+        most = load_cluster(DEFAULT_CLUSTER).ranks_per_node
+        if topology.ranks_per_node > most:
+            notes.append(
+                f"nodes of {topology.ranks_per_node} ranks are imagined, each with a NIC and with links to all others; "
+                f"those of {DEFAULT_CLUSTER} have {most}"
+            )
     batches, source = _batches(asked, topology.ranks, settings)
     if asked.lengths is None and settings.data.balance != "none":
         notes.append("data.balance lays rows anew over replicas; simulated are rows as they are drawn")

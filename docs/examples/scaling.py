@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, load_cluster, simulate
-from mindspeed_cp.cost import sample_batch
+from mindspeed_cp.cli_lengths import draw
 from mindspeed_cp.report.files import check_suffix
 
 CONTEXTS = [2**15, 2**16, 2**17, 2**18, 2**20]
@@ -24,7 +24,9 @@ ATTENTION = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", default="a2")
-    parser.add_argument("--lengths", help="a length set, such as wikipedia; default: one document")
+    parser.add_argument(
+        "--lengths", help="as for mindspeed-cp simulate: a set, such as wikipedia, or a file; default: one document"
+    )
     parser.add_argument("--png", default="scaling.png")
     options = parser.parse_args()
     try:
@@ -39,11 +41,11 @@ def sweep(options: argparse.Namespace) -> None:
     cluster = load_cluster(options.cluster)
     figure, (times, shares) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for context in CONTEXTS:
-        lengths = sample_batch(options.lengths, context, seed=0) if options.lengths else [context]
+        batch = draw(options.lengths, context, 1, seed=0)[0] if options.lengths else Documents([context])
         seconds, busy = [], []
         for nodes in NODES:
             topology = Topology(nodes, cluster.ranks_per_node, options.cluster)
-            plan = build_plan(Documents(lengths), topology, ATTENTION, "hierarchical")
+            plan = build_plan(batch, topology, ATTENTION, "hierarchical")
             made = simulate(plan, cluster)
             seconds.append(1e3 * made.total)
             busy.append(float((made.compute + made.linear).mean()) / made.total)

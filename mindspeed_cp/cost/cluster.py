@@ -182,6 +182,9 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
             f"cluster {text!r}: no such preset; {f'did you mean {near}? ' if near else ''}"
             f"valid: {', '.join(names)}, or the path of a YAML file with the keys of one"
         )
+    if not path.is_file():
+        valid = f"the path of a YAML file with the keys of a preset, or {', '.join(cluster_names())}"
+        raise ConfigError(f"cluster {text}: no such file; valid: {valid}")
     return _read(path)
 
 

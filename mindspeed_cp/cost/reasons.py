@@ -45,7 +45,7 @@ def _second(first: Tried, others: Sequence[Tried]) -> str:
     """The fastest of those that were simulated."""
     simulated = [one for one in others if one.seconds and one.same_as is None]
     if not simulated:
-        return "; nothing else was simulated"
+        return "; nothing else had to be simulated"
     second = min(simulated, key=lambda one: _times(first, one))
     timeline = second.timeline
     assert timeline is not None
@@ -61,7 +61,8 @@ def _rest(first: Tried, others: Sequence[Tried]) -> str:
     for one in compared:
         if one.candidate.algorithm not in named:
             named.add(one.candidate.algorithm)
-            said.append(f"{one.candidate}: {_times(first, one):.2f} times as long{_on(first, one)}")
+            least = "at least " if one.cause else ""
+            said.append(f"{one.candidate}: {least}{_times(first, one):.2f} times as long{_on(first, one)}")
     said += [f"{one.candidate}: {one.refused}" for one in others if one.refused is not None]
     return "others: " + "; ".join(said) if said else "there is no other candidate"
 
@@ -76,4 +77,4 @@ def _on(first: Tried, one: Tried) -> str:
     """On which batches, and of what the last one's time is."""
     some = one.looked_at < len(first.seconds)
     batches = "the first batch" if one.looked_at == 1 else f"the first {one.looked_at} batches"
-    return (f" on {batches}" if some else "") + (f", by {one.cause} alone" if one.cause else "")
+    return (f" on {batches}" if some else "") + (f" ({one.cause} alone takes that)" if one.cause else "")

@@ -49,7 +49,7 @@ class MicroBatch:
         planning: seconds that this rank needed to deal the global batch (in its first row), and to choose an algorithm
             for the row and plan it.
         plans, known: plans that the row needed, and how many of them had been made before.
-        chosen: the algorithm of these plans, and its options.
+        chosen: the algorithm of these plans.
         digest: of the whole global batch as it was dealt; equal on all ranks.
         imbalance: of that batch: modelled time of the slowest replica over the mean.
         count: micro-batches that this replica has of that batch.
@@ -184,7 +184,8 @@ class Batches:
         began, known = time.perf_counter(), self._plans.found
         chosen = self._choose(row.documents)
         plans = {
-            attention: self._plans.get(row.documents, suite.topology, attention, *chosen) for attention in self._layers
+            attention: self._plans.get(row.documents, suite.topology, attention, chosen.algorithm, chosen.options)
+            for attention in self._layers
         }
         planning = time.perf_counter() - began
         batch, params = planned_batch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config_checks import layer_of
@@ -12,8 +12,19 @@ from mindspeed_cp.cost.per_batch import BatchChooser
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.train.auto import sample_rows, typical_attention
 
-#: The name of an algorithm, and its options as build_plan takes them.
-Chosen = tuple[str, dict[str, Any]]
+
+class Chosen(NamedTuple):
+    """What a row takes.
+
+    Attributes:
+        algorithm: its name.
+        options: as build_plan takes them.
+        word: both as the settings have them, such as hybrid:ulysses_degree=4.
+    """
+
+    algorithm: str
+    options: dict[str, Any]
+    word: str
 
 
 class RowChooser:
@@ -27,8 +38,11 @@ class RowChooser:
     """
 
     def __init__(self, settings: Settings) -> None:
-        every = [(one.context_parallel_suite.algorithm, one.plan_options) for one in variants(settings)]
-        self._known = {Candidate(name, tuple(options.items())): (name, options) for name, options in every}
+        self._known: dict[Candidate, Chosen] = {}
+        for one in variants(settings):
+            suite, options = one.context_parallel_suite, one.plan_options
+            word = Candidate(suite.algorithm, tuple(suite.options.items())).word
+            self._known[Candidate(suite.algorithm, tuple(options.items()))] = Chosen(suite.algorithm, options, word)
         self._chooser: BatchChooser | None = None
         if len(self._known) > 1:
             self._chooser = BatchChooser(

@@ -188,7 +188,7 @@ class _Writer:
             self._display.note(f"{unused} was found but is not used: this version trains on the CPU or an NPU")
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
-        line = {
+        line: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -204,6 +204,8 @@ class _Writer:
             "plans": result.plans,
             "known_plans": result.known,
         }
+        if self._settings.context_parallel_suite.also:
+            line["algorithms"] = result.algorithms  # of the first replica's rows
         self.lines.append(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

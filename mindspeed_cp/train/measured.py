@@ -37,7 +37,6 @@ from mindspeed_cp.report.measured import (
 )
 from mindspeed_cp.report.trace import Event
 from mindspeed_cp.train.batches import MicroBatch
-from mindspeed_cp.train.choosing import Chosen
 from mindspeed_cp.train.dealing import document_cost
 from mindspeed_cp.train.files import RunFiles, write_text, writing
 from mindspeed_cp.train.model import Parts
@@ -191,7 +190,7 @@ class _Watched:
     def __init__(self, batches: Iterator[MicroBatch], recorder: Recorder) -> None:
         self._batches, self._recorder = batches, recorder
         self.documents: list[list[int]] = []
-        self.plans: list[Chosen] = []
+        self.plans: list[tuple[str, dict[str, Any]]] = []
 
     def __iter__(self) -> _Watched:
         return self
@@ -202,7 +201,7 @@ class _Watched:
         assert micro.params.plan is not None
         self._recorder.micro_batch = len(self.documents)
         self.documents.append(micro.params.plan.documents.lengths.tolist())
-        self.plans.append(micro.chosen)
+        self.plans.append((micro.chosen.algorithm, micro.chosen.options))
         return micro
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,7 @@ class StepResult:
             batches.
         waiting: seconds that the training thread waited for micro-batches, on the rank where it waited longest.
         plans, known: plans of all replicas, and how many of them had been made before.
+        algorithms: which this replica's rows took, and how many took each.
         stop: True if any rank was asked to stop.
         data: state of the data stream behind the step's last row.
     """
@@ -57,6 +59,7 @@ class StepResult:
     waiting: float
     plans: int
     known: int
+    algorithms: dict[str, int]
     stop: bool
     data: dict[str, Any]
 
@@ -120,6 +123,7 @@ def run_step(
         waiting=float(everyone[:, -3].max()),
         plans=plans,
         known=known,
+        algorithms=dict(feed.algorithms),
         stop=bool(everyone[:, -1].any()),
         data=feed.state,
     )
@@ -133,11 +137,13 @@ class _Feed:
         digest, imbalance, state: of their global batch.
         sums: of what is added up over them, by name.
         waited: seconds until they were there.
+        algorithms: that they took, and how many took each.
     """
 
     def __init__(self, batches: Iterator[MicroBatch]) -> None:
         self._batches = batches
         self.sums, self.waited = dict.fromkeys(_SUMMED, 0.0), 0.0
+        self.algorithms: Counter[str] = Counter()
         first = self._take()
         self.count, self.digest, self.imbalance = first.count, float(first.digest), first.imbalance
         self.state = first.state
@@ -150,6 +156,7 @@ class _Feed:
         micro, self._first = self._first or self._take(), None
         for name in _SUMMED:
             self.sums[name] += getattr(micro, name)
+        self.algorithms[micro.chosen.word] += 1
         return micro
 
     def _take(self) -> MicroBatch:

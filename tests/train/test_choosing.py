@@ -44,6 +44,9 @@ def test_rows_of_many_algorithms_train_as_one_rank_does(nursery: Nursery, corpus
     steps, _ = read_steps(tmp_path)
     taken = {(name, tuple(options.items())) for step in steps for _, name, options in step.micro_batches(0)}
     assert len({name for name, _ in taken}) >= 3
+    words = ["ring", *ALSO]
+    assert all(sum(line["algorithms"].values()) == 2 and set(line["algorithms"]) <= set(words) for line in made)
+    assert {word.partition(":")[0] for line in made for word in line["algorithms"]} == {name for name, _ in taken}
     direct = {options for name, options in taken if name == "direct"}
     assert direct <= {(("layout", "balanced"), ("prefetch", 2))}
     for predicted, step in zip([pair.predicted for pair in beside(tmp_path).pairs], steps, strict=True):
@@ -55,12 +58,13 @@ def test_rows_of_many_algorithms_train_as_one_rank_does(nursery: Nursery, corpus
 def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path) -> None:
     settings = choosing(corpus, tmp_path, context_parallel_suite__context_parallel_size=4)
     one, other = RowChooser(settings), RowChooser(settings)
-    assert [name for name, _ in one.every] == ["ring", "ulysses", "direct", "hierarchical"]
-    assert one.every[3][1]["hidden_size"] == 48 and one.every[2][1] == {"layout": "balanced", "prefetch": 2}
+    assert [one.algorithm for one in one.every] == ["ring", "ulysses", "direct", "hierarchical"]
+    assert one.every[3].options["hidden_size"] == 48
+    assert one.every[2] == ("direct", {"layout": "balanced", "prefetch": 2}, ALSO[1])
     for lengths in ([517], [5, 500, 12], [100] * 5 + [17]):
         assert one(Documents(lengths)) == other(Documents(lengths)) and one(Documents(lengths)) in one.every
     alone = RowChooser(tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=4))
-    assert alone(Documents([517])) == ("ring", {}) and len(alone.every) == 1
+    assert alone(Documents([517])) == ("ring", {}, "ring") and len(alone.every) == 1
 
 
 def test_auto_leaves_rows_a_few_to_choose_from(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
