@@ -125,13 +125,10 @@ def _own_seconds(table: np.ndarray, ranks: int, cluster: Cluster) -> np.ndarray:
     return found
 
 
-def layout_floor(documents: Documents, ranks: int, cost: ComputeCost, layout: str, split: int = 1) -> Floor:
-    """That of every plan that computes queries on a layout, heads split over groups of `split` ranks: by its work."""
-    queries, _ = place(layout, documents, documents, ranks // split, cost.attention)
-    each = sum(attention_floor(queries, documents, cost)) / split
-    tokens = queries.token_counts / split
-    linear = cost.linear_seconds(tokens) + cost.linear_seconds(tokens, backward=True)
-    return Floor(float(np.max(each + np.where(split == 1, linear, 0.0))))
+def layout_floor(documents: Documents, ranks: int, cost: ComputeCost, layout: str) -> Floor:
+    """That of every plan that computes all heads of queries where a layout has them: by its work."""
+    queries, _ = place(layout, documents, documents, ranks, cost.attention)
+    return Floor(_work(queries, documents, cost))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,15 +169,24 @@ def exchange_links(documents: Documents, topology: Topology, cost: ComputeCost, 
 def exchange_floor(documents: Documents, topology: Topology, cost: ComputeCost, layout: str) -> Floor:
     """That of every plan over a layout whose ranks take the keys that they see from their owners, without relays."""
     found = _exchange(documents, topology, cost, layout)
-    tokens = found.queries.token_counts
-    linear = cost.linear_seconds(tokens) + cost.linear_seconds(tokens, backward=True)
-    work = float((sum(attention_floor(found.queries, documents, cost)) + linear).max())
+    linear, work = _linear(found.queries, cost), _work(found.queries, documents, cost)
     alone = float((found.there + linear + found.back).max())
     if topology.nodes == 1:
         return Floor(work, alone)
     # What enters a NIC does so in both directions.
     shared = _on_links(found.enters, found.enters, found.there, found.back, "nic in", topology, cost.cluster)
     return Floor(work, max(alone, shared + float(linear.min())))
+
+
+def _linear(queries: Layout, cost: ComputeCost) -> np.ndarray:
+    """Seconds of each rank's linear layers, both directions, fp64 [ranks]."""
+    both: np.ndarray = sum(cost.linear_seconds(queries.token_counts, backward) for backward in (False, True))
+    return both
+
+
+def _work(queries: Layout, keys: Documents, cost: ComputeCost) -> float:
+    """Seconds of the busiest rank's linear layers, and of its attention at least."""
+    return float((sum(attention_floor(queries, keys, cost)) + _linear(queries, cost)).max())
 
 
 def _nics(topology: Topology, cluster: Cluster) -> np.ndarray:
