@@ -7,6 +7,7 @@
 #   make train CONFIG=my.yaml                            another configuration
 #   make test ARGS="tests/data -k packing"               arguments go to pytest, in one process; the other parts are left out
 #   make test JOBS=1                                     test files one after the other; JOBS of them run at once
+#   make test-all                                        the full matrix: all sizes, more random examples
 #   make test-npu ARGS="-k streams"                      the same for the tests of tests/npu
 #   make test-cuda GPUS=2                                on two GPUs, fewer are an error (1)
 #   make test PYTHON=python3.12 VENV=.venv-3.12          another Python (3.10, 3.11 or 3.12), its own environment
@@ -30,16 +31,19 @@ INSTALLED_CUDA = $(VENV)-cuda/installed
 RUN = $(VENV)/bin
 ENVIRONMENT = @python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py
 ifeq ($(shell uname -s),Linux)
-PARTS = $(MAKE) --no-print-directory test-npu test-triton
+PARTS = $(MAKE) --no-print-directory test-npu test-triton FULL=$(FULL)
 else
 PARTS = echo "test-npu and test-triton are left out: torch-npu, triton and triton-ascend have wheels for Linux alone"
 endif
-# Whole files go to JOBS processes, in their order, so that the slow ones are not all at the end: on two cores the ranks that most
-# tests start would leave one idle half of the time. One thread each, as those of torch would take the cores from each other.
+# Whole files go to JOBS processes, long ones first (tests/conftest.py). One for each of
+# two cores: three take as long and more memory. One thread each, as those of torch would take the cores from each other.
 SPREAD = $(if $(strip $(ARGS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
 
-.PHONY: help train test test-npu test-triton test-cuda lint format bench environment clean
+# test-all sets this: the tests marked `thorough` run too, and hypothesis draws more examples.
+FULL ?=
+
+.PHONY: help train test test-all test-npu test-triton test-cuda lint docs-tables format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -48,22 +52,32 @@ help: ## this list
 train: $(INSTALLED) ## train a small GPT on 4 local ranks (configs/quickstart.yaml)
 	$(RUN)/mindspeed-cp train $(CONFIG) $(ARGS)
 
-test: lint ## ruff, mypy and all tests
-	$(THREADS) $(RUN)/python -m pytest $(SPREAD) $(ARGS)
+test: lint ## the linters and the tests, with the parts under torch-npu and Triton
+	$(THREADS) $(RUN)/python -m pytest $(SPREAD) $(FULL) $(ARGS)
 	$(if $(strip $(ARGS)),,@$(PARTS))
 
+test-all: export HYPOTHESIS_PROFILE = thorough
+test-all: ## the same with the full matrix of sizes and random examples
+	@$(MAKE) --no-print-directory test FULL=--thorough
+
 test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
-	$(THREADS) TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) tests/npu $(ARGS)
+	$(THREADS) TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) $(FULL) tests/npu $(ARGS)
 
 test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpreted, and compiled for NPUs and GPUs
-	$(THREADS) TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) tests/ascend_kernels $(ARGS)
+	$(THREADS) TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) $(FULL) tests/ascend_kernels $(ARGS)
 
 test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where there are fewer than GPUS
 	$(VENV)-cuda/bin/python -m pytest --require-cuda $(GPUS) -m cuda tests/cuda $(ARGS)
 
-lint: $(INSTALLED) ## ruff and mypy
+docs-tables: $(INSTALLED) ## write the generated tables of docs/
+	$(RUN)/python tools/algorithm_table.py
+	$(RUN)/python tools/glossary.py
+
+lint: $(INSTALLED) ## ruff, mypy and the order of imports
 	$(RUN)/ruff check .
+	$(RUN)/ruff format --check --quiet .
 	$(RUN)/mypy
+	$(RUN)/lint-imports --no-logo
 
 format: $(INSTALLED) ## write the sources as ruff formats them
 	$(RUN)/ruff check --fix .

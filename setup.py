@@ -1,9 +1,9 @@
 """Entry point of setuptools; everything is declared in pyproject.toml.
 
-Kept as code is one check: `mindspeed_cp/ops` and `mindspeed_cp/ascend_kernels` are relative links to the folders at the
-top of the repository, and two more in `mindspeed_cp/cost` lead to the presets in `configs`. A checkout without links
-(git on Windows, some archive tools) has small text files in their place, and the package would be installed without its
-operators and presets. A source distribution holds real folders, as good.
+This code makes one check: `mindspeed_cp/ops` and `mindspeed_cp/ascend_kernels` are relative links to the folders at the
+top of the repository, and three more lead to presets and to the quick start in `configs`. A checkout without links (git
+on Windows, some archive tools) has small text files in their place, and the package would be installed without its
+operators and presets. A source distribution holds real folders and files instead.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from pathlib import Path
 
 from setuptools import setup
 
-#: Link in the package, where it leads, and a file that must then be there.
+#: Link in the package, its target, and the beginning of a file that it leads to.
 LINKS = (
-    ("ops", "../ops", "__init__.py"),
-    ("ascend_kernels", "../ascend_kernels", "__init__.py"),
-    ("cost/clusters", "../../configs/clusters", "a2.yaml"),
-    ("cost/length_bins", "../../configs/lengths", "wikipedia.yaml"),
+    ("ops", "../ops", "__init__.py", '"""'),
+    ("ascend_kernels", "../ascend_kernels", "__init__.py", '"""'),
+    ("cluster/presets", "../../configs/clusters", "a2.yaml", "#"),
+    ("data/length_bins", "../../configs/lengths", "wikipedia.yaml", "#"),
+    ("config/quickstart.yaml", "../../configs/quickstart.yaml", "", "#"),
 )
 
-for name, target, file in LINKS:
+for name, target, file, beginning in LINKS:
     link = Path(__file__).resolve().parent / "mindspeed_cp" / name
-    if not (link / file).is_file():
+    if not (link / file).is_file() or not (link / file).read_text("utf-8").startswith(beginning):
         raise SystemExit(
-            f"{link} must be a link to {target}, but has no {file}; "
+            f"{link} must be a link to {target}, but {f'has no {file}' if file else 'is a file of its own'}; "
             "check the repository out again with `git clone -c core.symlinks=true`"
         )
 

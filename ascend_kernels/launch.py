@@ -1,4 +1,4 @@
-"""Which implementation computes: the Triton kernel or torch."""
+"""Choice between the Triton kernels and torch, and what every launch needs."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from mindspeed_cp.errors import ConfigError
 
 IMPLEMENTATIONS = ("triton", "torch")
 
-#: Programs of a launch at most; each takes every so-manieth block until none is left. triton-ascend refuses 65,536 and
-#: more, all dimensions of the grid multiplied, unless TRITON_ALL_BLOCKS_PARALLEL is set. No GPU runs as many at a time.
-PROGRAMS = 65_535
+#: Maximum number of programs of a launch; each program strides over the blocks. triton-ascend refuses grids of 65,536
+#: and more programs (product of all dimensions) unless TRITON_ALL_BLOCKS_PARALLEL is set. No GPU runs as many at once.
+MAX_PROGRAMS = 65_535
 
 
 @cache
 def has_triton() -> bool:
-    """Whether the package triton, or triton-ascend under its name, is installed."""
+    """True if the package triton is installed (triton-ascend installs under the same name)."""
     return importlib.util.find_spec("triton") is not None
 
 
-def interprets() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors; to be set before triton is imported."""
+def uses_interpreter() -> bool:
+    """True if kernels run in Triton's interpreter, on CPU tensors. Set the variable before triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def implementation_for(x: Tensor, implementation: str | None = None) -> str:
-    """ "triton" or "torch", for tensors like x.
+    """Return the implementation, "triton" or "torch", for tensors on the device of ``x``.
 
     Args:
         x: any of the tensors.
-        implementation: of IMPLEMENTATIONS; None: "triton" on a device, "torch" on a CPU.
+        implementation: one of IMPLEMENTATIONS; None: "triton" on a device, "torch" on a CPU.
 
     Raises:
-        ConfigError: no such implementation, or it cannot run here. A device without triton is not served by torch
-            unless that is asked for: it would be many times slower.
+        ConfigError: unknown implementation, or it cannot run on that device. A device without triton does not fall back
+            to torch by itself, because torch is many times slower.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ConfigError(f"implementation is {implementation!r}; valid: {', '.join(IMPLEMENTATIONS)}, or None")
@@ -50,38 +50,38 @@ def implementation_for(x: Tensor, implementation: str | None = None) -> str:
     if chosen == "triton" and not has_triton():
         raise ConfigError(
             f"implementation is 'triton' for tensors on {x.device.type}, but the package triton (on NPUs: "
-            "triton-ascend) is not installed; install it, or give implementation='torch'"
+            "triton-ascend) is not installed; install it, or use implementation='torch'"
         )
-    if chosen == "triton" and on_cpu and not interprets():
+    if chosen == "triton" and on_cpu and not uses_interpreter():
         raise ConfigError(
             "implementation is 'triton' for tensors on cpu, where only Triton's interpreter runs kernels: set "
-            "TRITON_INTERPRET=1 before triton is imported, or give implementation='torch'"
+            "TRITON_INTERPRET=1 before triton is imported, or use implementation='torch'"
         )
     return chosen
 
 
-def current(x: Tensor) -> AbstractContextManager[Any]:
-    """The device of x is the current one inside: Triton launches there, whatever the tensors say."""
+def device_guard(x: Tensor) -> AbstractContextManager[Any]:
+    """Make the device of ``x`` current: Triton launches on the current device, wherever the tensors are."""
     if x.device.type in ("cpu", "meta"):
         return nullcontext()
-    found: AbstractContextManager[Any] = torch.get_device_module(x.device).device(x.device)
-    return found
+    guard: AbstractContextManager[Any] = torch.get_device_module(x.device).device(x.device)
+    return guard
 
 
-def grid(blocks: int) -> tuple[int]:
-    """The programs that do so many blocks."""
-    return (min(blocks, PROGRAMS),)
+def launch_grid(blocks: int) -> tuple[int]:
+    """Return the grid for a number of blocks: one program for each, at most MAX_PROGRAMS."""
+    return (min(blocks, MAX_PROGRAMS),)
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is not below n; 0 of 0."""
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two >= n; 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
-def need(holds: bool, what: str, found: object, valid: str) -> None:
-    """Raise ConfigError unless it holds."""
-    if not holds:
-        raise ConfigError(f"{what} is {found}; valid: {valid}")
+def require(condition: bool, what: str, value: object, valid: str) -> None:
+    """Raise ConfigError with value and valid values unless the condition holds."""
+    if not condition:
+        raise ConfigError(f"{what} is {value}; valid: {valid}")
 
 
 def check_tensor(
@@ -92,20 +92,20 @@ def check_tensor(
     like: Tensor,
     within: bool = False,
 ) -> None:
-    """Raise ConfigError unless x is what kernels read: they take any memory for what it should be.
+    """Raise ConfigError unless a kernel can read ``x``: kernels do not check what memory they are given.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         x: its value.
-        shape: that it must have.
-        dtype: that it must have; None: any floating type.
-        like: on whose device it must lie.
-        within: contiguous within each part, x[0], x[1] and so on, will do.
+        shape: required shape.
+        dtype: required type; None: any floating type.
+        like: tensor on whose device it must be.
+        within: accept gaps between x[0], x[1], ..., each of which must be contiguous.
     """
     right = x.is_floating_point() if dtype is None else x.dtype == dtype
     kind = "a floating type" if dtype is None else str(dtype)
-    need(right, f"{name}'s type", x.dtype, kind)
-    need(list(x.shape) == list(shape), f"{name}'s shape", list(x.shape), f"{list(shape)}")
-    whole = x[:1].is_contiguous() if within else x.is_contiguous()
-    need(whole, name, f"of strides {list(x.stride())}", "contiguous within a part" if within else "contiguous")
-    need(x.device == like.device, name, f"on {x.device}", f"on {like.device}, where the others are")
+    require(right, f"{name}'s type", x.dtype, kind)
+    require(list(x.shape) == list(shape), f"{name}'s shape", list(x.shape), f"{list(shape)}")
+    contiguous = x[:1].is_contiguous() if within else x.is_contiguous()
+    require(contiguous, name, f"of strides {list(x.stride())}", "contiguous within a part" if within else "contiguous")
+    require(x.device == like.device, name, f"on {x.device}", f"on {like.device}, where the others are")

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.runs import DIM, HEADS, ideal, packed_lengths, planned, timed
-from benchmarks.wire import wire
+from benchmarks.wire import count_sent_bytes
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import traffic
@@ -79,9 +79,9 @@ def same(a: Plan, b: Plan) -> bool:
     def parts(plan: Plan) -> list[np.ndarray]:
         programs = (plan.forward, plan.backward)
         tables = [x for p in programs for x in (p.contents, p.spans, p.fetch.items, p.fetch.runs, p.reduce.items)]
-        return [plan.layout.spans, plan.q_layout.spans, *tables]
+        return [plan.layout.spans, plan.q_layout_compute.spans, *tables]
 
-    heads = [plan.q_layout.heads is None for plan in (a, b)]
+    heads = [plan.q_layout_compute.heads is None for plan in (a, b)]
     return heads[0] == heads[1] and all(np.array_equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
 
 
@@ -91,7 +91,7 @@ def worker(rank: int, folder: str, ranks: int, lengths: list[int], names: list[s
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     plans = {name: plan_of(name, lengths, ranks) for name in names}
-    twins = {name: next(other for other in names if same(plans[name], plans[other])) for name in names}
+    twins = {name: next(candidate for candidate in names if same(plans[name], plans[candidate])) for name in names}
     runs = {name: planned(plans[name], rank) for name in names if twins[name] == name} | {
         "ideal": ideal(lengths, ranks)
     }
@@ -99,15 +99,18 @@ def worker(rank: int, folder: str, ranks: int, lengths: list[int], names: list[s
     sent: dict[str, int] = {}
     for i in range(repeat + 1):
         for name, run in runs.items():
-            with wire() as bytes_sent:
-                spent = timed(run)
+            with count_sent_bytes() as bytes_sent:
+                milliseconds = timed(run)
             sent[name] = sum(bytes_sent.values())
             if i:  # the first round warms up
-                times[name].append(spent)
-    everybody: list[Any] = [None] * ranks
-    dist.all_gather_object(everybody, sent)
+                times[name].append(milliseconds)
+    sent_by_rank: list[Any] = [None] * ranks
+    dist.all_gather_object(sent_by_rank, sent)
     if rank == 0:
-        rows = [row(name, twins[name], plans[name], times, [each[twins[name]] for each in everybody]) for name in names]
+        rows = [
+            row(name, twins[name], plans[name], times, [sent_of_rank[twins[name]] for sent_of_rank in sent_by_rank])
+            for name in names
+        ]
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
@@ -136,24 +139,24 @@ def measure(ranks: int, lengths: list[int], names: list[str], repeat: int) -> li
     """Figures of every variant, on processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (folder, ranks, lengths, names, repeat), nprocs=ranks)
-        found: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
-    return found
+        rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
+    return rows
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     """The table of one batch and number of ranks."""
     print(f"{'':22}{'forward':>24}{'forward + backward':>24}{'busiest rank':>14}{'MB sent':>10}{'planned':>10}")
-    ideals = [f"{one['ideal_ms']:.0f} ms, best {one['ideal_best_ms']:.0f} ms" for one in map(found[0].get, DIRECTIONS)]
+    ideals = [f"{row['ideal_ms']:.0f} ms, best {row['ideal_best_ms']:.0f} ms" for row in map(rows[0].get, DIRECTIONS)]
     print(f"{'ideal':22}{ideals[0]:>24}{ideals[1]:>24}")
-    for one in found:
+    for row in rows:
         cells = [
-            f"{this['ms']:.0f} ms {this['efficiency']:.2f} ({this['best_over_best']:.2f})"
-            for this in map(one.get, DIRECTIONS)
+            f"{figures['ms']:.0f} ms {figures['efficiency']:.2f} ({figures['best_over_best']:.2f})"
+            for figures in map(row.get, DIRECTIONS)
         ]
-        megabytes = [f"{sum(one[name]) / 1e6:10.3f}" for name in ("sent", "planned")]
-        other = f"  as {one['as']}" if one["as"] != one["algorithm"] else ""
-        busiest = f"{one['imbalance']:.2f}"
-        print(f"{one['algorithm']:22}{cells[0]:>24}{cells[1]:>24}{busiest:>14}{megabytes[0]}{megabytes[1]}{other}")
+        megabytes = [f"{sum(row[name]) / 1e6:10.3f}" for name in ("sent", "planned")]
+        twin = f"  as {row['as']}" if row["as"] != row["algorithm"] else ""
+        busiest = f"{row['imbalance']:.2f}"
+        print(f"{row['algorithm']:22}{cells[0]:>24}{cells[1]:>24}{busiest:>14}{megabytes[0]}{megabytes[1]}{twin}")
 
 
 def main() -> None:
@@ -190,10 +193,10 @@ def main() -> None:
                 f"{os.cpu_count()} cores; medians of {repeat} (best over best)",
                 flush=True,
             )
-            found = measure(ranks, lengths, names, repeat)
-            show(found)
-            figures.append({"batch": title, "lengths": lengths, "ranks": ranks, "rows": found})
-            wrong += [(ranks, title, one["algorithm"]) for one in found if one["sent"] != one["planned"]]
+            rows = measure(ranks, lengths, names, repeat)
+            show(rows)
+            figures.append({"batch": title, "lengths": lengths, "ranks": ranks, "rows": rows})
+            wrong += [(ranks, title, row["algorithm"]) for row in rows if row["sent"] != row["planned"]]
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
     for ranks, title, name in wrong:

@@ -3,11 +3,11 @@
     python -m benchmarks.balance [--lengths wikipedia prolong lognormal] [--replicas 4 8 16] [--micro-batches 1 2 4 8]
                                  [--batches 20] [--context 32768] [--ranks 8] [--cluster a2] [--equal]
 
-Global batches are drawn from the lengths, cut at the context and packed into rows as training packs them; every method
-gets the same documents. Times are modelled (mindspeed_cp/data/document_cost.py); planning is measured, on one core.
-Of every method: the slowest replica's time over the mean of its replicas, on average over the batches, and at worst;
-then the slowest replica's time over that of `bound`, on average. No method can be faster than `bound`: the mean of all
-documents' time, or the longest document.
+Global batches are drawn from the lengths, chunk_documents at the context and packed into rows as training packs them;
+every method gets the same documents. Times are modelled (mindspeed_cp/data/document_cost.py); planning is measured, on
+one core. Of every method: the slowest replica's time over the mean of its replicas, on average over the batches, and
+at worst; then the slowest replica's time over that of `bound`, on average. No method can be faster than `bound`: the
+mean of all documents' time, or the longest document.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.data import real_lengths_folder
+from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.cost import LayerCost, load_cluster, load_lengths
+from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import DocumentCost, Packer, assign
 from mindspeed_cp.data.balance import Assignment
-from mindspeed_cp.data.balance_baselines import first_fit, in_order, karmarkar_karp
+from mindspeed_cp.data.lengths import load_lengths
 from mindspeed_cp.data.stream import LOOKAHEAD
 
-REAL = Path(__file__).parents[2] / "shared" / "data" / "lengths"
 SETS = ("wikipedia", "prolong", "lognormal")
 
 
@@ -37,21 +37,21 @@ def draw(name: str, count: int, random: np.random.Generator) -> tuple[np.ndarray
     if name == "lognormal":  # Megatron's own set: mean 1024, sigma 1.5
         drawn = random.lognormal(np.log(1024) - 1.5**2 / 2, 1.5, count)
         return np.clip(drawn, 128, 8192).astype(np.int64), "mean 1024, sigma 1.5, clipped to 128 .. 8192"
-    listed = (REAL / f"{name}.npz").exists()
-    found = load_lengths(name, REAL if listed else None).draw(count, random).astype(np.int64)
-    return found, "real lengths" if listed else "bins of configs/lengths"
+    folder = real_lengths_folder(name)
+    lengths = load_lengths(name, folder).draw(count, random).astype(np.int64)
+    return lengths, "bins of configs/lengths" if folder is None else "real lengths"
 
 
 def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Global batches of so many packed rows: lengths of their documents, shuffled, and the row of each."""
     packer, random = Packer(lengths, context, 0, LOOKAHEAD), np.random.default_rng(0)
-    found = []
+    result = []
     for _ in range(batches):
         drawn = [packer.next_row()["length"] for _ in range(rows)]
         order = random.permutation(sum(map(len, drawn)))
-        of = np.repeat(np.arange(rows), [len(row) for row in drawn])
-        found.append((np.concatenate(drawn)[order], of[order]))
-    return found
+        row_of_document = np.repeat(np.arange(rows), [len(row) for row in drawn])
+        result.append((np.concatenate(drawn)[order], row_of_document[order]))
+    return result
 
 
 def methods(equal: bool) -> dict[str, Callable[..., Assignment]]:
@@ -60,7 +60,7 @@ def methods(equal: bool) -> dict[str, Callable[..., Assignment]]:
     def without_rows(method: Callable[..., Assignment], **more: Any) -> Callable[..., Assignment]:
         return lambda *given, rows, **options: method(*given, **options, **more)
 
-    found: dict[str, Callable[..., Assignment]] = {
+    methods_by_name: dict[str, Callable[..., Assignment]] = {
         "in order": in_order,
         "first fit": without_rows(first_fit, decreasing=False),
         "first fit decr.": without_rows(first_fit),
@@ -68,8 +68,8 @@ def methods(equal: bool) -> dict[str, Callable[..., Assignment]]:
         "time": assign,
     }
     if equal:
-        found["time, equal counts"] = partial(assign, equal_counts=True)
-    return found
+        methods_by_name["time, equal counts"] = partial(assign, equal_counts=True)
+    return methods_by_name
 
 
 def main() -> None:
@@ -84,8 +84,8 @@ def main() -> None:
     parser.add_argument("--equal", action="store_true", help="also with as many micro-batches on every replica")
     args = parser.parse_args()
     attention = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
-    layers = ((attention, LayerCost.like(attention)),) * 32
-    cost = DocumentCost(load_cluster(args.cluster), layers, args.ranks, whole=True)
+    layers = ((attention, LayerCost.for_attention(attention)),) * 32
+    cost = DocumentCost(load_cluster(args.cluster), layers, args.ranks, whole_documents=True)
     print(
         f"32 layers of 32 heads, 8 kv heads, width 4096; {args.ranks} context-parallel ranks of {args.cluster}; "
         f"context {args.context}; {args.batches} batches; times of replicas are modelled"
@@ -95,31 +95,33 @@ def main() -> None:
         print(f"\n{name}: {source}\n{'replicas x rows':16}{'method':20}{'slowest/mean':>13}{'worst':>8}", end="")
         print(f"{'/ bound':>9}{'micro-batches':>15}{'planning, ms':>14}")
         for replicas in args.replicas:
-            for each in args.micro_batches:
-                _compare(lengths, cost, replicas, each, args)
+            for micro_batches in args.micro_batches:
+                _compare(lengths, cost, replicas, micro_batches, args)
 
 
-def _compare(lengths: np.ndarray, cost: DocumentCost, replicas: int, each: int, args: argparse.Namespace) -> None:
-    batches = global_batches(lengths, args.context, replicas * each, args.batches)
+def _compare(
+    lengths: np.ndarray, cost: DocumentCost, replicas: int, micro_batches: int, args: argparse.Namespace
+) -> None:
+    batches = global_batches(lengths, args.context, replicas * micro_batches, args.batches)
     documents = np.mean([len(batch) for batch, _ in batches])
-    label = f"{replicas} x {each}"
+    label = f"{replicas} x {micro_batches}"
     for name, method in methods(args.equal).items():
-        imbalance, over, counts, took = [], [], [], []
+        imbalance, over_bound, counts, planning_seconds = [], [], [], []
         for batch, rows in batches:
-            began = time.perf_counter()
-            found = method(
+            start = time.perf_counter()
+            assignment = method(
                 batch, cost, replicas, token_bound=args.context, per_micro_batch=cost.per_micro_batch, rows=rows
             )
-            took.append(time.perf_counter() - began)
+            planning_seconds.append(time.perf_counter() - start)
             seconds, fixed = cost(batch), cost.per_micro_batch
             least = -(-int(batch.sum()) // args.context) * fixed  # as few micro-batches as there can be
             bound = max((seconds.sum() + least) / replicas, seconds.max() + fixed)
-            imbalance.append(found.imbalance)
-            over.append(found.slowest / bound)
-            counts.append(sum(found.counts))
+            imbalance.append(assignment.imbalance)
+            over_bound.append(assignment.slowest / bound)
+            counts.append(sum(assignment.counts))
         print(
-            f"{label:16}{name:20}{np.mean(imbalance):13.3f}{np.max(imbalance):8.3f}{np.mean(over):9.3f}"
-            f"{np.mean(counts):15.1f}{np.median(took) * 1e3:14.1f}",
+            f"{label:16}{name:20}{np.mean(imbalance):13.3f}{np.max(imbalance):8.3f}{np.mean(over_bound):9.3f}"
+            f"{np.mean(counts):15.1f}{np.median(planning_seconds) * 1e3:14.1f}",
             flush=True,
         )
         label = ""

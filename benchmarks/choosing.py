@@ -1,12 +1,12 @@
-"""How long it takes to simulate a layer, and to choose an algorithm by simulation.
+"""Host time of simulating a layer, and of choosing an algorithm by simulation.
 
     python -m benchmarks.choosing [--repeat 5] [--ranks 64] [--large 1024] [--documents 1000] [--batches 4 1]
                                   [--lengths wikipedia prolong] [--tokens 4096] [--cluster a2] [--json FILE]
 
-Seconds are of this machine's host, medians of the repeats after a call that is not counted. Milliseconds of a layer are
-modelled: nothing ran on such a cluster. One layer of 32 heads of 128 channels, 8 of keys and values, forward and
-backward; batches are drawn from the bins of configs/lengths. A ring is built and simulated over --ranks, and over
---large with so many documents; an algorithm is chosen for --ranks, by so many batches.
+Seconds are measured on this host: medians of the repeats after a warm-up call. Milliseconds of a layer are modelled.
+One layer of 32 heads of 128 channels, 8 kv heads, forward and backward; batches are drawn from configs/lengths.
+A ring is built and simulated for --ranks, and for --large with --documents; an algorithm is chosen for --ranks, by each
+number of --batches.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 
 from benchmarks.timing import median_us
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
-from mindspeed_cp.cost import load_cluster, sample_batch, sample_lengths
-from mindspeed_cp.cost.choose import Decision, choose_algorithm
-from mindspeed_cp.cost.simulate import simulate
+from mindspeed_cp.choose.choose import Decision, choose_algorithm
+from mindspeed_cp.cluster import load_cluster
+from mindspeed_cp.cluster.cluster import cluster_of
+from mindspeed_cp.data.lengths import sample_batch, sample_lengths
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.hierarchical import cluster_of
+from mindspeed_cp.simulate.simulator import simulate_plan
 
 ATTENTION = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
 
@@ -33,12 +34,12 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--large", type=int, default=1024, help="ranks of the large ring")
-    parser.add_argument("--documents", type=int, default=1000, help="of the large ring's batch")
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 1], help="by which is chosen")
+    parser.add_argument("--documents", type=int, default=1000, help="documents of the large ring")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 1], help="numbers of batches to choose by")
     parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
-    parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each rank")
     parser.add_argument("--cluster", default="a2")
-    parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     for name in ("repeat", "ranks", "large", "documents", "tokens"):
         if getattr(options, name) < 1:
@@ -56,69 +57,71 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows, printed as they are done."""
-    place, large = (place_of(options.cluster, ranks) for ranks in (options.ranks, options.large))
+    """Measure all rows; prints each at once."""
+    topology, large = (place_of(options.cluster, ranks) for ranks in (options.ranks, options.large))
     print(
         f"seconds of this host, medians of {options.repeat}; milliseconds of a layer on {options.cluster} are modelled"
     )
     print(f"{'what':32}{'ranks':>6}{'documents':>11}{'host s':>9}  modelled layer")
     tokens, seeds = options.ranks * options.tokens, range(max(options.batches))
     drawn = {name: [Documents(sample_batch(name, tokens, seed)) for seed in seeds] for name in options.lengths}
-    rows = [row for name, batches in drawn.items() for row in ring(name, batches[0], place, options.repeat)]
+    rows = [row for name, batches in drawn.items() for row in ring(name, batches[0], topology, options.repeat)]
     many = Documents(sample_lengths(options.lengths[0], options.documents))
     rows += ring(options.lengths[0], many, large, options.repeat)
     for name, batches in drawn.items():
-        rows += [choosing(name, batches[:count], place, options.repeat) for count in options.batches]
+        rows += [choosing(name, batches[:count], topology, options.repeat) for count in options.batches]
     return rows
 
 
 def place_of(name: str, ranks: int) -> Topology:
-    """So many ranks of a cluster, of full nodes where they are on several.
+    """Return the topology of a number of ranks of a cluster.
 
     Raises:
-        ConfigError: there is no such cluster, or they do not fill nodes.
+        ConfigError: there is no such cluster, or the ranks do not make whole nodes.
     """
-    here = min(ranks, load_cluster(name).ranks_per_node)
-    if ranks % here:
-        raise ConfigError(f"{ranks} ranks: valid for cluster {name}: up to {here}, or a multiple of these")
-    return Topology(ranks // here, here, name)
+    per_node = min(ranks, load_cluster(name).ranks_per_node)
+    if ranks % per_node:
+        raise ConfigError(f"{ranks} ranks: valid for cluster {name}: up to {per_node}, or a multiple of these")
+    return Topology(ranks // per_node, per_node, name)
 
 
-def ring(name: str, documents: Documents, place: Topology, repeat: int) -> list[dict[str, Any]]:
-    """Building an even ring, and simulating it."""
-    cluster = cluster_of(place)
+def ring(name: str, documents: Documents, topology: Topology, repeat: int) -> list[dict[str, Any]]:
+    """Time building a ring and simulating it."""
+    cluster = cluster_of(topology)
 
     def build() -> Plan:
-        return build_plan(documents, place, ATTENTION, "ring")
+        return build_plan(documents, topology, ATTENTION, "ring")
 
     plan = build()
-    layer = f"{1e3 * simulate(plan, cluster).total:,.2f} ms"
+    layer = f"{1e3 * simulate_plan(plan, cluster).total:,.2f} ms"
     return [
-        timed(f"build a ring, {name}", len(documents), place, repeat, build),
-        timed(f"simulate a ring, {name}", len(documents), place, repeat, lambda: simulate(plan, cluster), layer),
+        timed(f"build a ring, {name}", len(documents), topology, repeat, build),
+        timed(
+            f"simulate a ring, {name}", len(documents), topology, repeat, lambda: simulate_plan(plan, cluster), layer
+        ),
     ]
 
 
-def choosing(name: str, batches: list[Documents], place: Topology, repeat: int) -> dict[str, Any]:
-    """Choosing an algorithm by some batches."""
+def choosing(name: str, batches: list[Documents], topology: Topology, repeat: int) -> dict[str, Any]:
+    """Time choosing an algorithm by some batches."""
 
     def choose() -> Decision:
-        return choose_algorithm(batches, place, ATTENTION)
+        return choose_algorithm(batches, topology, ATTENTION)
 
-    found = choose()
-    best = 1e3 * sum(found.tried[0].seconds) / len(batches)
-    said = f"{best:,.2f} ms: {found.candidate}, of {len(found.tried)} candidates"
+    decision = choose()
+    best = 1e3 * sum(decision.trials[0].seconds) / len(batches)
+    layer = f"{best:,.2f} ms: {decision.candidate}, of {len(decision.trials)} candidates"
     what = f"choose by {len(batches)} batch{'es' * (len(batches) > 1)}, {name}"
-    return timed(what, sum(map(len, batches)), place, repeat, choose, said)
+    return timed(what, sum(map(len, batches)), topology, repeat, choose, layer)
 
 
 def timed(
-    what: str, documents: int, place: Topology, repeat: int, run: Callable[[], object], layer: str = ""
+    what: str, documents: int, topology: Topology, repeat: int, run: Callable[[], object], layer: str = ""
 ) -> dict[str, Any]:
-    """One line of the table."""
+    """Time a call and print it as one line of the table."""
     seconds = median_us(run, repeat) / 1e6
-    print(f"{what:32}{place.ranks:6}{documents:11,}{seconds:9.3f}  {layer}", flush=True)
-    return {"what": what, "ranks": place.ranks, "documents": documents, "host_seconds": seconds, "modelled": layer}
+    print(f"{what:32}{topology.ranks:6}{documents:11,}{seconds:9.3f}  {layer}", flush=True)
+    return {"what": what, "ranks": topology.ranks, "documents": documents, "host_seconds": seconds, "modelled": layer}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Other ways to deal the documents of a global batch, to compare `balance.assign` with; same arguments, same result."""
+"""Other ways to assign the documents of a global batch, to compare `balance.assign` with; same arguments,
+same result."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from mindspeed_cp.data import deals
-from mindspeed_cp.data.balance import Assignment, Cost, finish, make_problem
-from mindspeed_cp.data.problem import pack
+from mindspeed_cp.data import dispatch_candidates
+from mindspeed_cp.data.balance import Assignment, CostFunction, make_dispatch_problem, to_assignment
+from mindspeed_cp.data.dispatch_problem import best_fit_decreasing
 
 
 def in_order(
     lengths: Sequence[int] | np.ndarray,
-    cost: Cost,
+    cost: CostFunction,
     replicas: int,
     *,
     token_bound: int,
@@ -22,13 +23,13 @@ def in_order(
     rows: Sequence[int] | np.ndarray | None = None,
 ) -> Assignment:
     """The documents as they come: rows in turn to the replicas."""
-    problem = make_problem(lengths, cost, replicas, None, token_bound, per_micro_batch, rows)
-    return finish(problem, deals.in_order(problem), "in_order")
+    problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch, rows)
+    return to_assignment(problem, dispatch_candidates.in_order(problem))
 
 
 def first_fit(
     lengths: Sequence[int] | np.ndarray,
-    cost: Cost,
+    cost: CostFunction,
     replicas: int,
     *,
     token_bound: int,
@@ -36,26 +37,26 @@ def first_fit(
     decreasing: bool = True,
 ) -> Assignment:
     """First fit (decreasing, by length) into micro-batches, which go to the replicas in turn: packing by tokens."""
-    problem = make_problem(lengths, cost, replicas, None, token_bound, per_micro_batch)
+    problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch)
     documents = range(len(problem.lengths))
-    ordered = sorted(documents, key=lambda one: (-problem.lengths[one], one)) if decreasing else documents
+    by_length = sorted(documents, key=lambda document: (-problem.lengths[document], document))
     rows: list[list[int]] = []
     rooms: list[int] = []
-    for document in ordered:
+    for document in by_length if decreasing else documents:
         length = problem.lengths[document]
-        at = next((number for number, room in enumerate(rooms) if room >= length), len(rows))
-        if at == len(rows):
+        row = next((number for number, room in enumerate(rooms) if room >= length), len(rows))
+        if row == len(rows):
             rows.append([])
-            rooms.append(problem.bound)
-        rows[at].append(document)
-        rooms[at] -= length
-    deal = [rows[replica::replicas] for replica in range(replicas)]
-    return finish(problem, deal, "first_fit_decreasing" if decreasing else "first_fit")
+            rooms.append(problem.token_bound)
+        rows[row].append(document)
+        rooms[row] -= length
+    groups = [rows[replica::replicas] for replica in range(replicas)]
+    return to_assignment(problem, groups)
 
 
 def karmarkar_karp(
     lengths: Sequence[int] | np.ndarray,
-    cost: Cost,
+    cost: CostFunction,
     replicas: int,
     *,
     token_bound: int,
@@ -66,7 +67,7 @@ def karmarkar_karp(
     Each document begins as a partition of its own: its cost in one part, nothing in the others. The two partitions
     whose parts differ most are merged, the largest part of one with the smallest of the other, until one is left.
     """
-    problem = make_problem(lengths, cost, replicas, None, token_bound, per_micro_batch)
+    problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch)
     # (-spread, number, parts by cost descending: (cost, documents))
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
         (-value, number, [(value, [number]), *((0, []) for _ in range(replicas - 1))])
@@ -74,10 +75,10 @@ def karmarkar_karp(
     ]
     heapify(heap)
     while len(heap) > 1:
-        (_, first, one), (_, _, other) = heappop(heap), heappop(heap)
-        merged = [(a + b, mine + theirs) for (a, mine), (b, theirs) in zip(one, reversed(other), strict=True)]
+        (_, number, parts), (_, _, others) = heappop(heap), heappop(heap)
+        merged = [(a + b, docs + more) for (a, docs), (b, more) in zip(parts, reversed(others), strict=True)]
         merged.sort(key=lambda part: -part[0])
-        heappush(heap, (merged[-1][0] - merged[0][0], first, merged))
-    parts = [documents for _, documents in heap[0][2]] if heap else [[] for _ in range(replicas)]
-    deal = [pack(problem, part) for part in parts]
-    return finish(problem, deal, "karmarkar_karp")
+        heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+    assigned = [documents for _, documents in heap[0][2]] if heap else [[] for _ in range(replicas)]
+    groups = [best_fit_decreasing(problem, documents) for documents in assigned]
+    return to_assignment(problem, groups)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.engine import prepare
-from mindspeed_cp.ops.attention import AttentionBackend, backend_named
+from mindspeed_cp.ops.attention import AttentionBackend, get_backend
 
 ROWS = 32  # of each rank: next to nothing
 
@@ -59,7 +59,7 @@ def host_rows(ranks: int, attention: AttentionConfig, device: torch.device, call
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     plan = build_plan(Documents([ROWS * ranks]), Topology(1, ranks), attention, "ring")
-    backend: Any = NoKernels(backend_named(device.type))
+    backend: Any = NoKernels(get_backend(device.type))
     shapes = [(ROWS, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
     leaves = [torch.zeros(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     dout = torch.zeros(shapes[0], device=device, dtype=torch.bfloat16)
@@ -98,8 +98,8 @@ def _exchange(tensors: list[torch.Tensor], ranks: int) -> None:
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """What a call returns, and microseconds until it did so: a device may still be at work, and is waited for after."""
     begin = time.perf_counter()
-    found = run()
+    result = run()
     us = (time.perf_counter() - begin) * 1e6
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
-    return found, us
+    return result, us

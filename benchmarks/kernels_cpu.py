@@ -1,13 +1,12 @@
-"""The CPU backend's kernels: what masks and biases cost, how tiles are cut, and which calls are computed in fp32.
+"""Kernels of the cpu backend: cost of masks and biases, of cuts of tiles, and of calls in fp32.
 
     python -m benchmarks.kernels_cpu [--heads 8] [--dim 64] [--tokens 4096] [--repeat 5] [--cuts]
 
-One document in bf16, one thread; medians of rounds in which every line has its turn, so that a machine that slows down
-slows all of them.
+One document in bf16, one thread; medians of rounds in which all lines are timed in turn.
 
-Masks: milliseconds forward and backward, and the time of a visible (query, key) pair as a ratio to a plain causal one:
-1.00 is a mask that costs nothing. With --cuts, windows and ALiBi under every cut that is tried
-(mindspeed_cp/ops/attention/cpu_costs.py has the measured figures by which one is chosen).
+Masks: milliseconds forward and backward, and the time of a visible (query, key) pair relative to causal attention:
+1.00 is a mask without cost. With --cuts, windows and ALiBi with every cut (the cost model in
+mindspeed_cp/ops/attention/cpu/cost_model.py chooses among them by measured figures).
 
 Small tiles: microseconds for the backward of one causal n x n tile, in bf16 and in fp32.
 """
@@ -15,126 +14,101 @@ Small tiles: microseconds for the backward of one causal n x n tile, in bf16 and
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from mindspeed_cp.layout import SPAN, Documents
-from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, backend_named
-from mindspeed_cp.ops.attention.cpu_costs import SQUARES, STRIPS, Costs
-from mindspeed_cp.ops.attention.cpu_lowering import Call, lower
-from mindspeed_cp.ops.attention.regions import Region
+from benchmarks.attention_work import AttentionWork, document_tiles
+from benchmarks.timing import time_in_turn
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.ops.attention import get_backend
+from mindspeed_cp.ops.attention.cpu.cost_model import SQUARE_ROWS, STRIP_ROWS, CpuCostModel
+from mindspeed_cp.ops.attention.cpu.lowering import lower_to_kernel_calls
+from mindspeed_cp.ops.attention.cpu.tile_regions import TileRegion
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.plan.tiles import pairs, tiles_between
+from mindspeed_cp.plan.tiles import count_pairs
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class GivenCut(Costs):
-    """Costs by which a given cut is chosen."""
+class GivenCut(CpuCostModel):
+    """Cost model that chooses a given cut."""
 
     given: tuple[bool, int] = False, 0
 
-    def cut(self, region: Region, square_rows: int) -> tuple[bool, int]:
+    def cut(self, region: TileRegion, square_rows: int) -> tuple[bool, int]:
         squares, rows = self.given
         return squares, min(rows, square_rows, region.width - 1) if squares else min(rows, region.rows)
 
 
-class Work:
-    """Forward and backward of one attention over documents of the same length."""
+class CpuWork(AttentionWork):
+    """Attention over documents of equal length by the kernels of the cpu backend, with an optional cut of tiles.
+
+    Attributes:
+        pairs: visible (query, key) pairs.
+    """
 
     def __init__(
         self, attention: AttentionConfig, length: int, count: int = 1, cut: tuple[bool, int] | None = None
     ) -> None:
-        rows = length * count
         documents = Documents([length] * count)
-        spans = np.zeros(count, SPAN)
-        spans["doc"], spans["start"], spans["stop"] = np.arange(count), documents.offsets[:-1], documents.offsets[1:]
-        tiles = tiles_between(spans, spans, documents, attention)
-        self.attention, self.pairs = attention, int(pairs(tiles, attention).sum())
-        self.calls: dict[str, Sequence[Call]] = {}
+        tiles = document_tiles(documents, attention)
+        self.pairs = int(count_pairs(tiles, attention).sum())
+        calls = []
         for direction in ("forward", "backward"):
-            costs = Costs.of(direction, attention, torch.bfloat16)
+            costs = CpuCostModel.for_kernel(direction, attention, torch.bfloat16)
             costs = costs if cut is None else GivenCut(direction, costs.half, costs.work, cut)
-            (self.calls[direction],) = lower(tiles, rows, attention, costs).values()
-        heads, dim = attention.heads, attention.head_dim
-        q, self.k, self.v, dout = (torch.randn(rows, heads, dim, dtype=torch.bfloat16) for _ in range(4))
-        out, lse = torch.zeros(rows, heads, dim), torch.full((rows, heads), float("-inf"))
-        key = (0, 0) if attention.dropout else None
-        self.state = ForwardState(q, out, lse, Heads.all(attention), key)
-        self.forward()
-        dq, self.dk, self.dv = (torch.zeros(rows, heads, dim) for _ in range(3))
-        self.back = BackwardState(q, out.bfloat16(), lse.clone(), dout, dq, Heads.all(attention), key)
-
-    def forward(self) -> None:
-        """Once over all calls."""
-        cpu = backend_named("cpu")
-        cpu.forward(self.calls["forward"], self.attention, self.state, self.k, self.v)
-
-    def backward(self) -> None:
-        """Once over all calls."""
-        cpu = backend_named("cpu")
-        cpu.backward(self.calls["backward"], self.attention, self.back, self.k, self.v, self.dk, self.dv)
+            calls += lower_to_kernel_calls(tiles, documents.tokens, attention, costs).values()
+        super().__init__(get_backend("cpu"), attention, documents, CPU, calls)
 
 
-def medians(runs: Sequence[Callable[[], None]], repeat: int) -> list[float]:
-    """Median seconds of each, all of them in turn."""
-    times: list[list[float]] = [[] for _ in runs]
-    for round_ in range(repeat + 1):
-        for run, mine in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            if round_:
-                mine.append(time.perf_counter() - start)
-    return [statistics.median(mine) for mine in times]
-
-
-def cases(plain: AttentionConfig, tokens: int, cuts: bool) -> Iterator[tuple[str, Work]]:
-    """Name and work of every line."""
-    tried = [(False, rows) for rows in STRIPS] + [(True, rows) for rows in SQUARES]
-    yield "causal", Work(plain, tokens)
-    yield "full", Work(replace(plain, mask="full"), tokens)
+def cases(plain: AttentionConfig, tokens: int, cuts: bool) -> Iterator[tuple[str, CpuWork]]:
+    """Yield the name and the work of each line."""
+    all_cuts = [(False, rows) for rows in STRIP_ROWS] + [(True, rows) for rows in SQUARE_ROWS]
+    yield "causal", CpuWork(plain, tokens)
+    yield "full", CpuWork(replace(plain, mask="full"), tokens)
     banded = {"ALiBi": replace(plain, alibi=True)}
     banded |= {f"window {n}": replace(plain, window=(n - 1, 0)) for n in (64, 256, 1024, 2048) if n < tokens}
     banded |= {"window 1024, ALiBi": replace(plain, window=(1023, 0), alibi=True)}
     for name, attention in banded.items():
-        yield name, Work(attention, tokens)
-        for squares, rows in tried if cuts else ():
+        yield name, CpuWork(attention, tokens)
+        for squares, rows in all_cuts if cuts else ():
             if rows <= tokens:
                 shape = "squares" if squares else "strips"
-                yield f"  {shape} of {rows}", Work(attention, tokens, cut=(squares, rows))
-    yield "full, ALiBi", Work(replace(plain, mask="full", alibi=True), tokens)
+                yield f"  {shape} of {rows}", CpuWork(attention, tokens, cut=(squares, rows))
+    yield "full, ALiBi", CpuWork(replace(plain, mask="full", alibi=True), tokens)
     if not cuts:
-        yield "dropout", Work(replace(plain, dropout=0.1), tokens)
+        yield "dropout", CpuWork(replace(plain, dropout=0.1), tokens)
 
 
 def masks(plain: AttentionConfig, tokens: int, repeat: int, cuts: bool) -> None:
-    """The first table."""
-    lines = list(cases(plain, tokens, cuts))
-    forward = medians([work.forward for _, work in lines], repeat)
-    backward = medians([work.backward for _, work in lines], repeat)
+    """Print the table of masks."""
+    works = dict(cases(plain, tokens, cuts))
+    forward = time_in_turn({name: work.forward for name, work in works.items()}, CPU, repeat)
+    backward = time_in_turn({name: work.backward for name, work in works.items()}, CPU, repeat)
     print(f"{tokens} tokens            calls      forward ms   a pair     backward ms   a pair")
-    causal = [time / lines[0][1].pairs for time in (forward[0], backward[0])]
-    for (name, work), *both in zip(lines, forward, backward, strict=True):
-        calls = "/".join(str(len(work.calls[direction])) for direction in ("forward", "backward"))
-        a, b = (time / work.pairs / one for time, one in zip(both, causal, strict=True))
-        print(f"{name:22} {calls:>9} {both[0] * 1e3:13.1f} {a:8.2f} {both[1] * 1e3:15.1f} {b:8.2f}")
+    for name, work in works.items():
+        calls = "/".join(str(len(calls)) for calls in work.calls)
+        relative = [
+            times[name] / work.pairs / (times["causal"] / works["causal"].pairs) for times in (forward, backward)
+        ]
+        print(
+            f"{name:22} {calls:>9} {forward[name]:13.1f} {relative[0]:8.2f} {backward[name]:15.1f} {relative[1]:8.2f}"
+        )
 
 
 def small_tiles(plain: AttentionConfig, repeat: int) -> None:
-    """The second table."""
+    """Print the table of small tiles."""
     print("\nbackward, n x n         bf16      fp32   microseconds")
     for n in (8, 16, 32, 64, 128, 192, 256, 384, 512):
         count = max(1, 1024 // n)
-        runs = []
-        for upcast in (False, True):
-            work = Work(plain, n, count)
-            work.calls["backward"] = [replace(call, upcast=upcast) for call in work.calls["backward"]]
-            runs.append(work.backward)
-        print(f"{n:15}  " + "".join(f"{time / count * 1e6:10.0f}" for time in medians(runs, repeat)), flush=True)
+        works = {dtype: CpuWork(plain, n, count) for dtype in ("bf16", "fp32")}
+        for dtype, work in works.items():
+            work.calls[1] = [call._replace(upcast=dtype == "fp32") for call in work.calls[1]]
+        times = time_in_turn({dtype: work.backward for dtype, work in works.items()}, CPU, repeat)
+        print(f"{n:15}  " + "".join(f"{ms / count * 1e3:10.0f}" for ms in times.values()), flush=True)
 
 
 def main() -> None:

@@ -5,10 +5,10 @@
 
 Batches are drawn from real lengths where ../shared/data/lengths has them, else from the bins of configs/lengths, and
 cut at the batch. One layer of 32 heads of 128 channels, forward and backward, with its linear layers. Everything but
-the planning time is modelled: kernels by mindspeed_cp.cost.ComputeCost, messages by the event simulation of
-mindspeed_cp.cost.simulate; nothing was measured on these clusters. The bound is perfect balance with nothing exposed:
-all work / ranks. Imbalance is busy time of the slowest rank over the mean, less one. Planning is one core of this
-machine: search and programs of all ranks.
+the planning time is modelled: kernels by mindspeed_cp.cluster.ComputeCost, messages by the event simulation of
+mindspeed_cp.simulate.simulator; nothing was measured on these clusters. The bound is perfect balance with nothing
+exposed: all work / ranks. Imbalance is busy time of the slowest rank over the mean, less one. Planning is one core of
+this machine: search and programs of all ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
-from mindspeed_cp.cost import load_cluster, load_lengths, sample_batch
-from mindspeed_cp.cost.simulate import simulate
+from benchmarks.data import HEADS, real_lengths_folder
+from mindspeed_cp import Documents, Topology, build_plan
+from mindspeed_cp.algorithms.hierarchical import choose_placement
+from mindspeed_cp.cluster import load_cluster
+from mindspeed_cp.data.lengths import load_lengths, sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.hierarchical import choose
-
-REAL = Path(__file__).parents[2] / "shared" / "data" / "lengths"
-HEADS = {"mha": AttentionConfig(heads=32, head_dim=128), "gqa8": AttentionConfig(heads=32, kv_heads=8, head_dim=128)}
+from mindspeed_cp.simulate.simulator import simulate_plan
 
 #: What else is timed with --others, by name.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,7 +62,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     """All rows, and the sums."""
-    folders = {name: REAL if (REAL / f"{name}.npz").exists() else None for name in options.lengths}
+    folders = {name: real_lengths_folder(name) for name in options.lengths}
     for name in options.lengths:
         load_lengths(name, folders[name])
         print(f"{name}: {'real lengths' if folders[name] else 'bins of configs/lengths'}")
@@ -84,8 +83,8 @@ def run(options: argparse.Namespace) -> None:
     every = {key: np.concatenate([row[key] for row in rows]) for key in ("imbalance", "fraction")}
     print(summary("all", every))
     for heads in options.heads:
-        some = {key: np.concatenate([row[key] for row in rows if row["heads"] == heads]) for key in every}
-        print(summary(heads, some))
+        figures = {key: np.concatenate([row[key] for row in rows if row["heads"] == heads]) for key in every}
+        print(summary(heads, figures))
     if options.json:
         options.json.write_text(json.dumps(rows))
 
@@ -97,38 +96,39 @@ def measure(
     cluster, attention = load_cluster(name), HEADS[heads]
     per_node = min(cluster.ranks_per_node, ranks)
     topology, cluster = Topology(ranks // per_node, per_node, name), cluster.with_ranks(per_node)
-    found: dict[str, list[float]] = {key: [] for key in ("imbalance", "fraction", "model", "planning", *OTHERS)}
+    figures: dict[str, list[float]] = {key: [] for key in ("imbalance", "fraction", "model", "planning", *OTHERS)}
     for seed in range(options.batches):
         documents = Documents(sample_batch(lengths, ranks * tokens, seed, folder=folder))
-        began = time.perf_counter()
+        start = time.perf_counter()
         plan = build_plan(documents, topology, attention, "hierarchical")
-        found["planning"].append(time.perf_counter() - began)
-        choice = choose(documents, documents, topology, attention)
-        made = simulate(plan, cluster)
-        busy = made.compute + made.linear
-        found["imbalance"].append(float(busy.max() / busy.mean()) - 1)
-        found["fraction"].append(choice.bound / made.total)
-        found["model"].append(choice.score.total / made.total)
-        for other, (algorithm, how) in OTHERS.items() if options.others else ():
-            found[other].append(
-                simulate(build_plan(documents, topology, attention, algorithm, **how), cluster).total / made.total
+        figures["planning"].append(time.perf_counter() - start)
+        choice = choose_placement(documents, documents, topology, attention)
+        timeline = simulate_plan(plan, cluster)
+        busy = timeline.compute + timeline.linear
+        figures["imbalance"].append(float(busy.max() / busy.mean()) - 1)
+        figures["fraction"].append(choice.bound / timeline.total)
+        figures["model"].append(choice.score.total / timeline.total)
+        for algorithm_name, (algorithm, algorithm_options) in OTHERS.items() if options.others else ():
+            figures[algorithm_name].append(
+                simulate_plan(build_plan(documents, topology, attention, algorithm, **algorithm_options), cluster).total
+                / timeline.total
             )
-    return {"cluster": name, "heads": heads, "lengths": lengths, "ranks": ranks, "tokens": tokens, **found}
+    return {"cluster": name, "heads": heads, "lengths": lengths, "ranks": ranks, "tokens": tokens, **figures}
 
 
 def show(row: dict[str, Any]) -> None:
     """One line of the table."""
-    place = f"{row['cluster']:8}{row['lengths']:11}{row['heads']:7}{row['ranks']:6}{row['tokens']:7}"
+    setting = f"{row['cluster']:8}{row['lengths']:11}{row['heads']:7}{row['ranks']:6}{row['tokens']:7}"
     imbalance, fraction = np.array(row["imbalance"]), np.array(row["fraction"])
     quality = f"   {np.median(imbalance):7.3f} {np.quantile(imbalance, 0.9):7.3f}"
     quality += f"          {fraction.mean():5.2f} {np.quantile(fraction, 0.05):5.2f} {fraction.min():5.2f}"
     others = "".join(f"  {np.mean(row[name]):5.2f}" for name in OTHERS if row[name])
-    print(f"{place}{quality}      {1e3 * np.median(row['planning']):8.1f}{others}", flush=True)
+    print(f"{setting}{quality}      {1e3 * np.median(row['planning']):8.1f}{others}", flush=True)
 
 
-def summary(name: str, found: dict[str, np.ndarray]) -> str:
+def summary(name: str, figures: dict[str, np.ndarray]) -> str:
     """Of many settings."""
-    imbalance, fraction = found["imbalance"], found["fraction"]
+    imbalance, fraction = figures["imbalance"], figures["fraction"]
     return (
         f"{name}: imbalance median {np.median(imbalance):.3f}, p90 {np.quantile(imbalance, 0.9):.3f}; fraction of the "
         f"bound mean {fraction.mean():.3f}, p5 {np.quantile(fraction, 0.05):.3f}, worst {fraction.min():.3f} "

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.timing import median_us
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan, verify_plan
-from mindspeed_cp.plan import ALGORITHMS
+from mindspeed_cp.algorithms import ALGORITHMS
 
 
 def median_ms(run: Callable[[], object], repeat: int) -> float:

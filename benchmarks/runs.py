@@ -1,4 +1,4 @@
-"""One attention layer forward and backward, by the engine and as the ideal that it is compared with."""
+"""One attention layer, forward and backward, by the engine, and the ideal to compare it with."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from mindspeed_cp.engine import prepare
 
 HEADS, DIM = 8, 64
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+#: torch's flash attention on CPUs, the kernel of the cpu backend; tensors are [1, heads, rows, dim].
+CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Run(NamedTuple):
-    """Both directions; what the forward returns is given to the backward."""
+    """Both directions; the backward gets the result of the forward."""
 
     forward: Callable[[], Any]
     backward: Callable[[Any], Any]
 
 
 def packed_lengths(tokens: int) -> list[int]:
-    """A row of documents with the lognormal lengths of Megatron's parametric set (mean 1024, sigma 1.5, 128 to
+    """Return the lengths of a packed row, lognormal as in Megatron's parametric set (mean 1024, sigma 1.5, 128 to
     8192)."""
     rng = np.random.default_rng(3)
     row: list[int] = []
@@ -38,24 +39,25 @@ def packed_lengths(tokens: int) -> list[int]:
 
 
 def ideal(lengths: list[int], share: int) -> Run:
-    """The flash kernel once per document, on 1/share of the heads, in bf16: no communication, merge or conversion."""
+    """Return the flash kernel once per document, on 1/share of the heads, in bf16: without communication, merges and
+    conversions."""
     rows = [
         [torch.randn(n, HEADS // share, DIM, dtype=torch.bfloat16).transpose(0, 1)[None] for _ in range(4)]
         for n in lengths
     ]
 
     def forward() -> list[Any]:
-        return [_FLASH(q, k, v, 0.0, True, scale=DIM**-0.5) for q, k, v, _ in rows]
+        return [CPU_FLASH(q, k, v, 0.0, True, scale=DIM**-0.5) for q, k, v, _ in rows]
 
     def backward(outs: list[Any]) -> None:
         for (q, k, v, dout), (out, lse) in zip(rows, outs, strict=True):
-            _FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, True, scale=DIM**-0.5)
+            CPU_FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, True, scale=DIM**-0.5)
 
     return Run(forward, backward)
 
 
 def planned(plan: Plan, rank: int) -> Run:
-    """This rank's share of a plan, in bf16."""
+    """Return the part of this rank in a plan, in bf16."""
     rows = int(plan.layout.token_counts[rank])
     q, k, v, dout = (torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, requires_grad=i < 3) for i in range(4))
     prepare(plan, rank, dtype=torch.bfloat16)
@@ -66,12 +68,12 @@ def planned(plan: Plan, rank: int) -> Run:
 
 
 def timed(run: Run) -> tuple[float, float]:
-    """Milliseconds until the slowest rank is done, barrier to barrier: of the forward, and of both directions."""
+    """Return the milliseconds from barrier to barrier, for the forward and for both directions."""
     dist.barrier()
     start = time.perf_counter()
-    kept = run.forward()
+    results = run.forward()
     dist.barrier()
     between = time.perf_counter()
-    run.backward(kept)
+    run.backward(results)
     dist.barrier()
     return (between - start) * 1e3, (time.perf_counter() - start) * 1e3

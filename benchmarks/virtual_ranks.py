@@ -1,13 +1,12 @@
-"""Every rank's kernels of a plan, one rank after the other on one device, against one flash call on an equal share.
+"""Kernels of all ranks of a plan, one rank after the other on one device, against one flash call on an equal share.
 
     python -m benchmarks.engine --device cuda --virtual-ranks 8 [--tokens 65536] [--heads 32] [--kv-heads 32]
         [--dim 128] [--algorithm ring] [--lengths wikipedia] [--repeat 9] [--skip-packed] [--json FILE]
 
-Left out is all that needs a second rank, and what the engine does for it: messages, buffers that are filled for them,
-gradients of keys added up over steps, the last rounding. What is timed is a rank's attention of all its steps, with
-merges and the rows that it copies for that. Ideal: the device's flash attention called once on the whole batch, on
-1/ranks of the heads (on a CPU, whose kernel knows no packed sequences, once for each document). Efficiency: its time
-over that of the slowest rank.
+The time of a rank is its attention in all steps, with merges and copies of rows. It excludes messages, filling their
+buffers, summing gradients of keys over steps, and the last rounding. Ideal: the flash attention of the device, once on
+the whole batch with 1/ranks of the heads (on a CPU, whose kernel has no packed sequences, once for each document).
+Efficiency: time of the ideal over that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -22,77 +21,75 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.clock import in_turn, machine
 from benchmarks.host import host_rows
+from benchmarks.isolated_rank import IsolatedRank
+from benchmarks.runs import CPU_FLASH, CPU_FLASH_BACKWARD
+from benchmarks.timing import machine_name, time_in_turn
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
-from mindspeed_cp.cli_lengths import draw
-from mindspeed_cp.engine.virtual import VirtualRank
-from mindspeed_cp.ops.attention import BackwardState, backend_named
-from mindspeed_cp.ops.attention.flash_operator import AtenFlash, Packed
+from mindspeed_cp.cli.lengths import draw_batches
+from mindspeed_cp.ops.attention import BackwardState, get_backend
+from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
 
 DIRECTIONS = ("forward", "backward")
 
-_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
 
 class RankWork:
-    """What one rank computes, with its slots filled."""
+    """Attention of one rank with filled slots."""
 
     def __init__(self, plan: Any, rank: int, backend: Any, inputs: list[torch.Tensor]) -> None:
         self.plan, self.backend = plan, backend
-        self.rank = VirtualRank(plan, rank, backend, *inputs, None)
-        self.places = {direction: list(self.rank.places(direction)) for direction in DIRECTIONS}
+        self.rank = IsolatedRank(plan, rank, backend, *inputs, None)
+        self.slot_calls = {direction: list(self.rank.slot_calls(direction)) for direction in DIRECTIONS}
         self.grads = [
-            [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)] for _, k, v, *_ in self.places["backward"]
+            [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)] for _, k, v, *_ in self.slot_calls["backward"]
         ]
 
     def forward(self) -> None:
-        """Of every step."""
+        """Run the forward of all steps."""
         state = self.rank.state
         state.lse.fill_(-torch.inf)
-        for calls, k, v, *_ in self.places["forward"]:
+        for calls, k, v, *_ in self.slot_calls["forward"]:
             self.backend.forward(calls, self.plan.attention, state, k, v)
 
     def both(self) -> None:
-        """And the backward."""
+        """Run forward and backward of all steps."""
         self.forward()
         s = self.rank.state
         out = s.out.to(s.q.dtype)
         state = BackwardState(s.q, out, s.lse, out, self.rank.dq, s.heads)
-        for (calls, k, v, *_), (dk, dv) in zip(self.places["backward"], self.grads, strict=True):
+        for (calls, k, v, *_), (dk, dv) in zip(self.slot_calls["backward"], self.grads, strict=True):
             self.backend.backward(calls, self.plan.attention, state, k, v, dk, dv)
 
 
 class IdealWork:
-    """The device's flash attention on an equal share of the heads, and its gradient; results stay as they come."""
+    """Flash attention of the device on an equal share of the heads, without conversion of the results."""
 
     def __init__(self, documents: Documents, attention: AttentionConfig, inputs: list[torch.Tensor]) -> None:
         self.q, self.k, self.v = inputs
         device, longest = self.q.device, int(documents.lengths.max())
         self.rows = [slice(a, b) for a, b in pairwise(documents.offsets.tolist())]
         cu = torch.from_numpy(documents.offsets.astype(np.int32)).to(device)
-        self.how = Packed(cu, cu, longest, longest, (-1, 0), attention.softmax_scale, 0.0)
-        self.flash = AtenFlash() if device.type == "cuda" else None
+        self.arguments = FlashArguments(cu, cu, longest, longest, (-1, 0), attention.softmax_scale, 0.0)
+        self.flash = AtenFlashOperator() if device.type == "cuda" else None
 
     def forward(self) -> list[Any]:
-        """The call."""
+        """Run the forward."""
         if self.flash is not None:
-            return [self.flash.forward(self.q, self.k, self.v, self.how)]
-        return [_CPU(*self._of(rows), 0.0, True, scale=self.how.scale) for rows in self.rows]
+            return [self.flash.forward(self.q, self.k, self.v, self.arguments)]
+        return [CPU_FLASH(*self._document(rows), 0.0, True, scale=self.arguments.scale) for rows in self.rows]
 
     def both(self) -> None:
-        """And its gradient."""
-        found = self.forward()
+        """Run forward and backward."""
+        results = self.forward()
         if self.flash is not None:
-            ((out, lse, kept),) = found
-            self.flash.backward(self.q, self.k, self.v, out, out, lse, kept, self.how)
+            ((out, lse, rng_state),) = results
+            self.flash.backward(self.q, self.k, self.v, out, out, lse, rng_state, self.arguments)
             return
-        for rows, (out, lse) in zip(self.rows, found, strict=True):
-            _CPU_BACKWARD(out, *self._of(rows), out, lse, 0.0, True, scale=self.how.scale)
+        for rows, (out, lse) in zip(self.rows, results, strict=True):
+            CPU_FLASH_BACKWARD(out, *self._document(rows), out, lse, 0.0, True, scale=self.arguments.scale)
 
-    def _of(self, rows: slice) -> list[torch.Tensor]:
-        """A document, every query head with keys of its own, as the CPU's kernel wants it."""
+    def _document(self, rows: slice) -> list[torch.Tensor]:
+        """Return q, k and v of a document with as many kv heads as query heads, as the kernel for CPUs requires."""
         group = self.q.shape[1] // self.k.shape[1]
         q, k, v = (x[rows].transpose(0, 1)[None] for x in (self.q, self.k, self.v))
         return [q, *(x if group == 1 else x.repeat_interleave(group, 1) for x in (k, v))]
@@ -101,43 +98,42 @@ class IdealWork:
 def measure(
     lengths: list[int], ranks: int, attention: AttentionConfig, algorithm: str, device: torch.device, repeat: int
 ) -> list[dict[str, Any]]:
-    """{"direction", "ideal_ms", "rank_ms", "efficiency"} forward, and forward + backward.
+    """Return {"direction", "ideal_ms", "rank_ms", "efficiency"} for the forward, and for forward + backward.
 
     Args:
-        lengths: of the documents.
-        ranks: of the plan; they divide the heads and kv heads.
-        attention: of all heads.
-        algorithm: of the plan.
-        device: whose backend computes.
+        lengths: lengths of the documents.
+        ranks: ranks of the plan; a divisor of heads and kv heads.
+        attention: configuration with all heads.
+        algorithm: algorithm of the plan.
+        device: device whose backend computes.
         repeat: rounds of the ideal and of each rank.
     """
-    documents, backend = Documents(lengths), backend_named(device.type)
+    documents, backend = Documents(lengths), get_backend(device.type)
     plan = build_plan(documents, Topology(1, ranks), attention, algorithm)
     shapes = [(documents.tokens, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
     inputs = [torch.randn(shape, device=device).to(torch.bfloat16) for shape in (*shapes, shapes[0])]
     share = AttentionConfig(attention.heads // ranks, attention.kv_heads // ranks, attention.head_dim)
     ideal = IdealWork(documents, share, [x[:, : x.shape[1] // ranks].contiguous() for x in inputs[:3]])
-    found: dict[str, list[tuple[float, float]]] = {"forward": [], "both": []}
+    times_by_direction: dict[str, list[tuple[float, float]]] = {"forward": [], "both": []}
     for rank in range(ranks):
-        mine = RankWork(plan, rank, backend, inputs)
-        for direction, times in found.items():
-            runs = {"ideal": getattr(ideal, direction), "rank": getattr(mine, direction)}
-            one = in_turn(runs, device, repeat)
-            times.append((one["ideal"], one["rank"]))
-        del mine
+        work = RankWork(plan, rank, backend, inputs)
+        for direction, times in times_by_direction.items():
+            runs = {"ideal": getattr(ideal, direction), "rank": getattr(work, direction)}
+            medians = time_in_turn(runs, device, repeat)
+            times.append((medians["ideal"], medians["rank"]))
+        del work
     rows = []
-    for direction, times in found.items():
+    for direction, times in times_by_direction.items():
         alone = statistics.median(a for a, _ in times)
-        each = [b for _, b in times]
-        rows.append({"direction": direction, "ideal_ms": alone, "rank_ms": each, "efficiency": alone / max(each)})
+        rank_ms = [b for _, b in times]
+        rows.append({"direction": direction, "ideal_ms": alone, "rank_ms": rank_ms, "efficiency": alone / max(rank_ms)})
     return rows
 
 
 def step_us(ranks: int, attention: AttentionConfig, device: torch.device, calls: int = 100) -> float:
-    """Median microseconds of the host for the attention operator's forward of one ring step, on a batch of next to
-    nothing: on a GPU the time to launch its kernels, on a CPU with them; without the engine, whose time
-    `host_rows` tells."""
-    documents, backend = Documents([32 * ranks]), backend_named(device.type)
+    """Return the median microseconds of the host for the operator's forward of one ring step on a tiny batch: on a GPU
+    the time of launches, on a CPU of the kernels as well. The engine is not included; see `host_rows`."""
+    documents, backend = Documents([32 * ranks]), get_backend(device.type)
     plan = build_plan(documents, Topology(1, ranks), attention, "ring")
     shapes = [(documents.tokens, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
     inputs = [torch.randn(shape, device=device).to(torch.bfloat16) for shape in (*shapes, shapes[0])]
@@ -145,16 +141,16 @@ def step_us(ranks: int, attention: AttentionConfig, device: torch.device, calls:
     work.forward()
     times = []
     for _ in range(calls):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         work.forward()
-        times.append((time.perf_counter() - begin) * 1e6 / len(work.places["forward"]))
+        times.append((time.perf_counter() - start) * 1e6 / len(work.slot_calls["forward"]))
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
     return statistics.median(times)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of this module, for benchmarks.engine."""
+    """Add the arguments of this module to those of benchmarks.engine."""
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--virtual-ranks", type=int, default=0, help="of a plan, one after the other on the device")
     parser.add_argument("--heads", type=int, default=32, help="with virtual ranks, as what follows")
@@ -180,9 +176,9 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     cases = {"one causal document": [tokens]}
     try:
         if not args.skip_packed:
-            cases[f"packed, {args.lengths}"] = draw(args.lengths, tokens, 1, 0)[0].lengths.tolist()
+            cases[f"packed, {args.lengths}"] = draw_batches(args.lengths, tokens, 1, 0)[0].lengths.tolist()
         attention = AttentionConfig(args.heads, args.kv_heads, args.dim)
-        figures: dict[str, Any] = {"machine": machine(device), "host": host_rows(ranks, attention, device)}
+        figures: dict[str, Any] = {"machine": machine_name(device), "host": host_rows(ranks, attention, device)}
         kernels = "host time on this CPU, attention operator without the engine"
         figures["host"].append({"what": kernels, "us": step_us(ranks, attention, device)})
         shape = f"bf16, {args.heads} heads ({args.kv_heads} of keys) x {args.dim}, {tokens} tokens, {args.algorithm}"
@@ -192,10 +188,10 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         for title, lengths in cases.items():
             figures[title] = measure(lengths, ranks, attention, args.algorithm, device, args.repeat)
             for row in figures[title]:
-                each = row["rank_ms"]
+                rank_ms = row["rank_ms"]
                 print(
                     f"{title:24} {len(lengths):5} documents, {row['direction']:8} ideal {row['ideal_ms']:8.2f} ms, "
-                    f"ranks {min(each):8.2f} to {max(each):8.2f} ms, efficiency {row['efficiency']:.3f}",
+                    f"ranks {min(rank_ms):8.2f} to {max(rank_ms):8.2f} ms, efficiency {row['efficiency']:.3f}",
                     flush=True,
                 )
     except ConfigError as error:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from mindspeed_cp.comm import Pending, Transfer, Transport
-
-KINDS = {"K and V": "fetch", "dK and dV": "reduce"}
+from mindspeed_cp.comm import GroupTransport, Pending, Transfer
 
 
 @contextmanager
-def wire() -> Iterator[dict[str, int]]:
-    """Bytes that this rank sends while the context lasts, by kind: "fetch" (keys and values), "reduce" (their
-    gradients) and "move" (between layouts)."""
-    found = {"fetch": 0, "reduce": 0, "move": 0}
-    post = Transport.post
+def count_sent_bytes() -> Iterator[Counter[int]]:
+    """Count the bytes that this rank sends inside the block, by the rank that receives them."""
+    sent: Counter[int] = Counter()
+    post = GroupTransport.post
 
-    def counting(self: Transport, transfers: Sequence[Transfer], with_all: bool = False) -> list[Pending]:
+    def counting(self: GroupTransport, transfers: Sequence[Transfer], all_to_all: bool = False) -> list[Pending]:
         for transfer in transfers:
             if transfer.sends:
-                found[KINDS.get(transfer.what.split(",")[0], "move")] += transfer.tensor.nbytes
-        return post(self, transfers, with_all)
+                sent[transfer.peer] += transfer.tensor.nbytes
+        return post(self, transfers, all_to_all)
 
-    with patch.object(Transport, "post", counting):
-        yield found
+    with patch.object(GroupTransport, "post", counting):
+        yield sent

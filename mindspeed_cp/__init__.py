@@ -1,23 +1,25 @@
 """mindspeed-cp: context parallelism for very long and very uneven sequences.
 
-A plan says who holds which tokens, who sends which keys and values to whom, and who computes which tile; everything
-else runs, times, proves or draws that plan. Importing this package does not import torch;
-`context_parallel_attention` and `check_agreement` do, when they are first asked for.
+A plan says which rank holds which tokens, sends which keys and values to which rank, and computes which tiles;
+everything else runs, simulates, proves or draws that plan. Names are imported when they are first used, so that
+importing this package is quick and does not import torch; only `context_parallel_attention` and `check_agreement` do.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_cp.cost.cluster import Cluster, load_cluster
-from mindspeed_cp.cost.simulate import simulate
-from mindspeed_cp.cost.timeline import Timeline
 from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
-from mindspeed_cp.layout import Documents, Layout
-from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan, verify_plan
 
 if TYPE_CHECKING:
+    from mindspeed_cp.algorithms import build_plan, register_algorithm
+    from mindspeed_cp.cluster.cluster import Cluster, load_cluster
     from mindspeed_cp.engine import check_agreement, context_parallel_attention
+    from mindspeed_cp.layout import Documents, Layout
+    from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
+    from mindspeed_cp.simulate.simulator import simulate_plan
+    from mindspeed_cp.simulate.timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -37,14 +39,26 @@ __all__ = [
     "check_agreement",
     "context_parallel_attention",
     "load_cluster",
-    "simulate",
+    "register_algorithm",
+    "simulate_plan",
     "verify_plan",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("check_agreement", "context_parallel_attention"):
-        from mindspeed_cp import engine
+_MODULES = {
+    **dict.fromkeys(("AttentionConfig", "Plan", "Topology", "verify_plan"), "plan"),
+    **dict.fromkeys(("Cluster", "load_cluster"), "cluster.cluster"),
+    **dict.fromkeys(("Documents", "Layout"), "layout"),
+    **dict.fromkeys(("build_plan", "register_algorithm"), "algorithms"),
+    **dict.fromkeys(("check_agreement", "context_parallel_attention"), "engine"),
+    "Timeline": "simulate.timeline",
+    "simulate_plan": "simulate.simulator",
+}
 
-        return getattr(engine, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

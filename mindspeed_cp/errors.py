@@ -1,22 +1,20 @@
-"""The errors that users meet.  Each carries one clear line: what is wrong, its value, what is valid, what to use
-instead."""
+"""Errors that users catch.  Each message is one line: the fault, its value, the valid values, and the alternative."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A setting, an argument or a batch cannot be used; raised when it is read, before anything runs."""
+    """Invalid setting, argument or batch; raised when it is read, before anything runs."""
 
 
 class PlanError(ValueError):
-    """A plan is wrong: it would not compute exact attention, or would not run.  Names the rank, the step and the tile
-    or message."""
+    """Wrong plan: it would not compute exact attention, or would not run.  Names the rank, step and tile or message."""
 
 
 class PeerError(RuntimeError):
-    """A peer died or did not answer in time.  Names the peer, the step and what was waited for."""
+    """A peer died or did not answer in time.  Names the peer, the step and the operation that waited for it."""
 
 
 class OperatorError(RuntimeError):
-    """A device's attention operator refused a call, as it may where a library is too old.  Names call, cause and
-    remedy."""
+    """The attention operator of a device refused a call, for example because a library is too old.  Names the call, the
+    cause and the remedy."""

@@ -1,12 +1,12 @@
-"""The online-softmax merge: two partial attentions over disjoint keys become one."""
+"""Online-softmax merge of two partial attention results over disjoint keys."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-#: Elements of `out` merged at a time on a CPU: 1 MiB in fp32, so that the converted part stays in the cache of one
-#: core. On a device all are merged at once: launches cost more there.
+#: Elements of `out` merged at a time on a CPU: 1 MiB in fp32, so that the converted part fits the cache of one core. On
+#: a device all are merged at once, because launches cost more there.
 CHUNK = 1 << 18
 
 
@@ -14,8 +14,8 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial result into fp32 accumulators, in place.
 
     With w = exp(part_lse) / (exp(lse) + exp(part_lse)): out becomes out + w (part - out), lse the log of the sum of
-    both exponentials (Milakov and Gimelshein 2018; Dao 2023). Nothing overflows, and rows that have seen no key (lse
-    -inf) on either or both sides stay exact: no NaN arises.
+    both exponentials (Milakov and Gimelshein 2018; Dao 2023). Nothing overflows, and rows without a visible key (lse
+    -inf) on one or both sides stay exact, without NaN.
 
     Args:
         out: fp32 [t, heads, dim], updated.
@@ -27,8 +27,8 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         _merge_chunk(out, lse, part, part_lse)
         return
     rows = max(1, CHUNK // max(1, out[0].numel())) if len(out) else 1
-    for part_of in zip(*(x.split(rows) for x in (out, lse, part, part_lse)), strict=True):
-        _merge_chunk(*part_of)
+    for chunks in zip(*(x.split(rows) for x in (out, lse, part, part_lse)), strict=True):
+        _merge_chunk(*chunks)
 
 
 def _merge_chunk(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_cp import AttentionConfig, Documents
-from mindspeed_cp.capabilities import Cell
+from mindspeed_cp.config.capabilities import Cell
 
 QUERIES = {"packed": [37, 0, 5, 61, 2], "one per row": [29, 29]}
 KEYS = {"packed": [12, 4, 0, 70, 9], "one per row": [17, 17]}

@@ -14,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("ops", "ascend_kernels")
-DATA = {"cost/clusters": "configs/clusters", "cost/length_bins": "configs/lengths"}
+DATA = {
+    "cluster/presets": "configs/clusters",
+    "data/length_bins": "configs/lengths",
+    "config/quickstart.yaml": "configs/quickstart.yaml",
+}
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "ops").is_dir(), reason="a source distribution holds real folders in place of the links"
@@ -41,6 +45,11 @@ def build(checkout: Path, kind: str) -> Path:
     return checkout / "dist" / done.stdout.split()[-1]
 
 
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    return build(checkout, "wheel")
+
+
 def sources(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
 
@@ -58,31 +67,32 @@ def test_the_links_to_presets_are_relative_and_lead_to_configs(name: str) -> Non
     assert os.readlink(link) == f"../../{DATA[name]}" and link.resolve() == ROOT / DATA[name]
 
 
-def test_a_wheel_holds_the_linked_packages_and_one_top_level_name(checkout: Path) -> None:
-    with zipfile.ZipFile(build(checkout, "wheel")) as wheel:
-        names = wheel.namelist()
+def test_a_wheel_holds_the_linked_packages_and_one_top_level_name(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"mindspeed_cp"}
     for name in LINKED:
         inside = {f"mindspeed_cp/{name}/{source}" for source in sources(ROOT / name)}
         assert inside and inside <= set(names)
     assert "mindspeed_cp/py.typed" in names
-    for name, folder in DATA.items():
-        presets = {f"mindspeed_cp/{name}/{path.name}" for path in (ROOT / folder).iterdir()}
-        assert presets and presets == {found for found in names if found.startswith(f"mindspeed_cp/{name}/")}
+    for name, target in DATA.items():
+        paths = (ROOT / target).iterdir() if (ROOT / target).is_dir() else [None]
+        presets = {f"mindspeed_cp/{name}" + (f"/{path.name}" if path else "") for path in paths}
+        assert presets and presets == {path for path in names if path.startswith(f"mindspeed_cp/{name}")}
 
 
-def test_a_wheel_made_from_a_source_distribution_is_the_same(checkout: Path, tmp_path: Path) -> None:
+def test_a_wheel_made_from_a_source_distribution_is_the_same(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(build(checkout, "sdist")) as archive:
         archive.extractall(tmp_path)
     (unpacked,) = tmp_path.iterdir()
     for name in ("ops", *DATA):
         assert not (unpacked / "mindspeed_cp" / name).is_symlink()
-    wheels = [build(checkout, "wheel"), build(unpacked, "wheel")]
-    names = [sorted(name for name in zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
+    names = [sorted(zipfile.ZipFile(path).namelist()) for path in (wheel, build(unpacked, "wheel"))]
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize(("name", "target"), [("ops", "../ops"), ("cost/clusters", "../../configs/clusters")])
+@pytest.mark.parametrize(
+    ("name", "target"), [("ops", "../ops"), *((name, f"../../{target}") for name, target in DATA.items())]
+)
 def test_a_checkout_that_lost_its_links_is_refused(name: str, target: str, checkout: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkout, broken, symlinks=True)

@@ -19,11 +19,11 @@ from benchmarks.cluster.fabric import ENDING, ClusterError, clean, cluster, left
 from benchmarks.cluster.scale import IN_NODE, Scale
 from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, plan_for
 from benchmarks.cluster.worker import Job
+from benchmarks.data import REAL_LENGTHS
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.errors import ConfigError
 
 MEASUREMENTS = ("rails", "mesh", "layer")
-LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 MESH = (BASE, "direct, even split, all at once", "all_gather", "hierarchical + routing")
 
 
@@ -45,7 +45,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=5, help="of each set")
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
     parser.add_argument(
-        "--lengths-folder", type=Path, default=LENGTHS if LENGTHS.is_dir() else None,
+        "--lengths-folder", type=Path, default=REAL_LENGTHS if REAL_LENGTHS.is_dir() else None,
         help="of <set>.npz with real lengths; default: ../shared/data/lengths, if there; else the project's own bins",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
@@ -127,7 +127,7 @@ def validation(args: argparse.Namespace, console: Any) -> dict[str, Any]:
         shape = scale.shape(args.nodes, "preset")
         tokens = shape.ranks * args.tokens
         sets = [batches_of(name, args.batches, tokens, args.lengths_folder, args.seed) for name in args.sets]
-        batches = [batch for found in sets for batch in found]
+        batches = [batch for batches_of_set in sets for batch in batches_of_set]
         console.print(scale.told(args.nodes, "preset"), highlight=False)
         empty = Job(shape, scale, "", (validate.empty_batch(shape.ranks),), (BASE,), 5 * args.repeat)
         rows = measure(empty, console)
@@ -171,26 +171,26 @@ def layers(
     console.print(f"lengths of documents {origin}", highlight=False)
     console.print(f"kernels {timed}{'; so does the linear part' if args.linear else ''}", highlight=False)
     names = known(variants, first, scale, nodes, console)
-    batches = tuple(batch for found in sets.values() for batch in found)
+    batches = tuple(batch for batches_of_set in sets.values() for batch in batches_of_set)
     job = Job(shape, scale, "", batches, tuple(names), args.repeat, args.kernels, args.linear)
     rows = measure(job, console)
     out = []
-    for name, found in sets.items():
-        mine = [row for row in rows if row["batch"] == name]
-        documents = [len(batch.lengths) for batch in found]
+    for name, batches_of_set in sets.items():
+        rows_of_batch = [row for row in rows if row["batch"] == name]
+        documents = [len(batch.lengths) for batch in batches_of_set]
         title = (
-            f"{name}: {len(found)} batches of {shape.ranks} x {args.tokens} tokens, {min(documents)} to "
+            f"{name}: {len(batches_of_set)} batches of {shape.ranks} x {args.tokens} tokens, {min(documents)} to "
             f"{max(documents)} documents; medians of {args.repeat}"
         )
-        figures = show.figures(mine, shape, BASE)
+        figures = show.figures(rows_of_batch, shape, BASE)
         factor = scale.seconds if args.kernels == "modelled" else None
         console.print(show.layer_table(title, figures, factor, BASE))
         out.append(
             {
                 "what": what, "set": name, "preset": scale.cluster.name, "nodes": nodes, "in_node": in_node,
                 "factor": scale.seconds, "kernels": args.kernels, "linear": args.linear,
-                "figures": [dataclasses.asdict(figure) for figure in figures], "rows": mine,
-                "lengths": [batch.lengths for batch in found],
+                "figures": [dataclasses.asdict(figure) for figure in figures], "rows": rows_of_batch,
+                "lengths": [batch.lengths for batch in batches_of_set],
             }
         )  # fmt: skip
     busy = show.busy_machine(rows, os.cpu_count() or 1)

@@ -42,20 +42,20 @@ def leftovers() -> list[str]:
     """Namespaces of runs of this program that are over, because they were killed: their process is gone. Those of
     others, and of runs that live, are not among them."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    found = []
+    names = []
     for name in (line.split()[0] for line in listed.splitlines() if line.strip()):
         number = name.removeprefix(PREFIX).split("-")[0]
         if name.startswith(PREFIX) and number.isdigit() and not Path("/proc", number).exists():
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def clean() -> list[str]:
     """Removes what runs left behind that are over; their names."""
-    found = leftovers()
-    for command in remove(found):
+    names = leftovers()
+    for command in remove(names):
         run(command)
-    return found
+    return names
 
 
 @contextmanager
@@ -173,6 +173,6 @@ def _unbroken() -> Iterator[None]:
 
 def terminated(number: int, frame: object) -> None:
     """A handler of SIGINT, SIGTERM and SIGHUP: the first ends the program, more do not disturb it in tidying up."""
-    for one in ENDING:
-        signal.signal(one, signal.SIG_IGN)
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

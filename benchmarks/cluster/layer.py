@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cluster.modelled import ModelledAttention
-from mindspeed_cp.comm import Transport, move_of, start_moves
+from mindspeed_cp.comm import GroupTransport, rank_redistribution, start_redistributions
 from mindspeed_cp.layout import Redistribution
 from mindspeed_cp.plan import Plan, traffic
 
@@ -21,15 +21,15 @@ class Border:
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        linear = plan.layout if plan.linear is None else plan.linear
+        linear = plan.batch_layout
         self.rows = int(linear.token_counts[rank])
         between = Redistribution.between(linear, plan.layout, 1)
         width, cpu = hidden(plan), torch.device("cpu")
         self._moves = None
         if between is not None:
-            self._moves = move_of(between, rank, cpu), move_of(between, rank, cpu, adjoint=True)
+            self._moves = rank_redistribution(between, rank, cpu), rank_redistribution(between, rank, cpu, adjoint=True)
             self._held = [torch.zeros(n, 1, width, dtype=DTYPE) for n in (self.rows, plan.layout.token_counts[rank])]
-            self._transport = Transport(None)
+            self._transport = GroupTransport(None)
 
     def there(self) -> None:
         """From the linear layout to attention's."""
@@ -41,7 +41,7 @@ class Border:
 
     def _move(self, way: int) -> None:
         if self._moves is not None:
-            start_moves([(self._held[way], self._moves[way])], self._transport, "hidden states")()
+            start_redistributions([(self._held[way], self._moves[way])], self._transport, "hidden states").finish()
 
 
 def hidden(plan: Plan) -> int:
@@ -52,21 +52,23 @@ def hidden(plan: Plan) -> int:
 def planned_bytes(plan: Plan) -> list[int]:
     """Bytes that each rank sends in a layer, forward and backward, as the plan has them."""
     sent = traffic(plan, DTYPE.itemsize)["total"]
-    between = None if plan.linear is None else Redistribution.between(plan.linear, plan.layout, 1)
+    between = None if plan.linear_layout is None else Redistribution.between(plan.linear_layout, plan.layout, 1)
     if between is not None:
-        sent = sent + 2 * (between.sent() + between.sent(adjoint=True)) * hidden(plan) * DTYPE.itemsize
+        sent = sent + 2 * (between.send_volume() + between.send_volume(adjoint=True)) * hidden(plan) * DTYPE.itemsize
     return [int(size) for size in sent]
 
 
 def busy_seconds(plan: Plan, model: ModelledAttention, linear: bool) -> list[float]:
     """Modelled seconds that each rank computes attention, forward and backward, and the linear part if it is asked
     for."""
-    tokens = (plan.layout if plan.linear is None else plan.linear).token_counts.tolist()
-    out = [sum(model.linear_seconds(n, backward) for backward in (False, True)) if linear else 0.0 for n in tokens]
-    for piece in plan.pieces:
+    tokens = plan.batch_layout.token_counts.tolist()
+    out = [
+        sum(model.linear_layer_seconds(n, backward) for backward in (False, True)) if linear else 0.0 for n in tokens
+    ]
+    for piece in plan.parts_or_self:
         for rank in range(plan.ranks):
-            low, high = piece.q_layout.head_range(rank, piece.attention.heads)
-            share, rows = (high - low) / piece.attention.heads, int(piece.q_layout.token_counts[rank])
+            low, high = piece.q_layout_compute.head_range(rank, piece.attention.heads)
+            share, rows = (high - low) / piece.attention.heads, int(piece.q_layout_compute.token_counts[rank])
             for program, lower in ((piece.forward, model.lower_forward), (piece.backward, model.lower_backward)):
                 lowered = lower(program.tiles(rank), rows, piece.attention, DTYPE)
                 out[rank] += sum(work.math * share + work.launch for calls in lowered.values() for work in calls)

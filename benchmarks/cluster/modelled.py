@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.cost import ComputeCost
+from mindspeed_cp.cluster import ComputeCost
 from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.plan.tiles import pairs
+from mindspeed_cp.plan.tiles import count_pairs
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ class ModelledAttention:
         if not len(tiles):
             return {}
         short = np.minimum(tiles["q_rows"], tiles["k_rows"])
-        seconds = self._cost.attention_seconds(pairs(tiles, attention), short, backward=backward)
-        keys, of = np.unique(tiles[["step", "slot"]], return_inverse=True)
-        math = np.bincount(of, weights=seconds, minlength=len(keys)) * self._factor
-        calls = [len(np.unique(tiles["mask"][of == i])) for i in range(len(keys))]
+        seconds = self._cost.attention_seconds(count_pairs(tiles, attention), short, backward=backward)
+        keys, key_of_tile = np.unique(tiles[["step", "slot"]], return_inverse=True)
+        math = np.bincount(key_of_tile, weights=seconds, minlength=len(keys)) * self._factor
+        calls = [len(np.unique(tiles["mask"][key_of_tile == i])) for i in range(len(keys))]
         launch = self._cost.cluster.launch * self._factor
         return {
             (int(key["step"]), int(key["slot"])): [Work(float(math[i]), calls[i] * launch)]
             for i, key in enumerate(keys)
         }
 
-    def place(self, calls: Sequence[Work], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
+    def prepare(self, calls: Sequence[Work], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
         """See the contract: nothing is needed."""
 
     def forward(
@@ -115,12 +115,14 @@ class ModelledAttention:
 
     def linear(self, tokens: int, backward: bool = False) -> None:
         """Take the modelled time of the layer's linear part."""
-        self._wait(self.linear_seconds(tokens, backward))
+        self._wait(self.linear_layer_seconds(tokens, backward))
 
-    def linear_seconds(self, tokens: int, backward: bool = False) -> float:
+    def linear_layer_seconds(self, tokens: int, backward: bool = False) -> float:
         """Seconds that the linear part of so many tokens takes here, as one launch."""
         cost = self._cost
-        return (float(cost.linear_seconds(tokens, backward)) + cost.cluster.launch) * self._factor if tokens else 0.0
+        return (
+            (float(cost.linear_layer_seconds(tokens, backward)) + cost.cluster.launch) * self._factor if tokens else 0.0
+        )
 
     def _take(self, calls: Sequence[Work], attention: AttentionConfig, heads: Heads) -> None:
         share = (heads.q[1] - heads.q[0]) / attention.heads

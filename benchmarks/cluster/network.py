@@ -184,12 +184,12 @@ def _mesh(shape: Shape, names: Names) -> list[Command]:
     """A link for each pair of ranks of a node."""
     out = []
     for rank in range(shape.ranks):
-        for other in shape.neighbours(rank):
-            if rank < other:
-                ends = (names.rank(rank), f"in{other}"), (names.rank(other), f"in{rank}")
+        for neighbour in shape.neighbours(rank):
+            if rank < neighbour:
+                ends = (names.rank(rank), f"in{neighbour}"), (names.rank(neighbour), f"in{rank}")
                 out += _link(*ends, shape.link_rate)
-                out.append(_route(ends[0][0], f"{shape.address(other)}/32", ends[0][1], shape.address(rank)))
-                out.append(_route(ends[1][0], f"{shape.address(rank)}/32", ends[1][1], shape.address(other)))
+                out.append(_route(ends[0][0], f"{shape.address(neighbour)}/32", ends[0][1], shape.address(rank)))
+                out.append(_route(ends[1][0], f"{shape.address(rank)}/32", ends[1][1], shape.address(neighbour)))
     return out
 
 
@@ -204,8 +204,8 @@ def _ports(shape: Shape, names: Names) -> list[Command]:
         space, port = names.rank(rank), f"port{rank}"
         out += _link((space, "in"), (names.fabric, port), shape.link_rate)
         out.append(_member(names.fabric, port, f"node{shape.node(rank)}"))
-        for other in shape.neighbours(rank):
-            out.append(_route(space, f"{shape.address(other)}/32", "in", shape.address(rank)))
+        for neighbour in shape.neighbours(rank):
+            out.append(_route(space, f"{shape.address(neighbour)}/32", "in", shape.address(rank)))
     return out
 
 

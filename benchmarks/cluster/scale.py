@@ -17,7 +17,7 @@ from functools import cached_property
 
 from benchmarks.cluster.network import MTU, Shape
 from mindspeed_cp import AttentionConfig, Topology
-from mindspeed_cp.cost import Cluster, load_cluster
+from mindspeed_cp.cluster import Cluster, load_cluster
 from mindspeed_cp.errors import ConfigError
 
 #: Share of a NIC's bits that are rows: Ethernet, IP and TCP headers take 54 bytes of each packet.

@@ -59,18 +59,18 @@ def across(row: Row, shape: Shape) -> int:
     return sum(
         size
         for rank, one in enumerate(row["ranks"])
-        for other, size in enumerate(one["handed"])
-        if shape.node(rank) != shape.node(other)
+        for peer, size in enumerate(one["handed"])
+        if shape.node(rank) != shape.node(peer)
     )
 
 
 def busiest_nic(row: Row, shape: Shape) -> float:
     """Bytes of the busiest direction of a NIC."""
-    found = [0.0] * (2 * shape.nodes * shape.nics)
+    bytes_of_nics = [0.0] * (2 * shape.nodes * shape.nics)
     for rank, one in enumerate(row["ranks"]):
-        found[2 * shape.nic(rank)] += one["nic_sent"]
-        found[2 * shape.nic(rank) + 1] += one["nic_received"]
-    return max(found)
+        bytes_of_nics[2 * shape.nic(rank)] += one["nic_sent"]
+        bytes_of_nics[2 * shape.nic(rank) + 1] += one["nic_received"]
+    return max(bytes_of_nics)
 
 
 def figures(rows: Sequence[Row], shape: Shape, base: str) -> list[Figure]:
@@ -84,22 +84,26 @@ def figures(rows: Sequence[Row], shape: Shape, base: str) -> list[Figure]:
     bases = {number: median(base, number) for number in batches} if base in variants else {}
     out = []
     for variant in variants:
-        mine = [row for row in rows if row["variant"] == variant]
+        rows_of_variant = [row for row in rows if row["variant"] == variant]
         seconds = [median(variant, number) for number in batches]
         ratios = [bases[number] / s for number, s in zip(batches, seconds, strict=True)] if bases else []
-        mean_busy = [statistics.mean(row["busy"]) for row in mine]
+        mean_busy = [statistics.mean(row["busy"]) for row in rows_of_variant]
         out.append(
             Figure(
                 variant,
                 seconds,
                 ratios,
-                statistics.mean(busy / row["seconds"] for busy, row in zip(mean_busy, mine, strict=True)),
-                statistics.mean(max(row["busy"]) / busy for busy, row in zip(mean_busy, mine, strict=True) if busy),
-                statistics.mean(across(row, shape) for row in mine),
-                statistics.mean(sum(rank["nic_sent"] for rank in row["ranks"]) for row in mine),
-                statistics.mean(busiest_nic(row, shape) * 8 / shape.nic_rate / row["seconds"] for row in mine),
-                statistics.mean(row["ranks"][0]["cores"] for row in mine),
-                statistics.mean(sum(rank["own"] for rank in row["ranks"]) for row in mine),
+                statistics.mean(busy / row["seconds"] for busy, row in zip(mean_busy, rows_of_variant, strict=True)),
+                statistics.mean(
+                    max(row["busy"]) / busy for busy, row in zip(mean_busy, rows_of_variant, strict=True) if busy
+                ),
+                statistics.mean(across(row, shape) for row in rows_of_variant),
+                statistics.mean(sum(rank["nic_sent"] for rank in row["ranks"]) for row in rows_of_variant),
+                statistics.mean(
+                    busiest_nic(row, shape) * 8 / shape.nic_rate / row["seconds"] for row in rows_of_variant
+                ),
+                statistics.mean(row["ranks"][0]["cores"] for row in rows_of_variant),
+                statistics.mean(sum(rank["own"] for rank in row["ranks"]) for row in rows_of_variant),
             )
         )
     return out
@@ -117,7 +121,7 @@ def busy_machine(rows: Sequence[Row], cores: int) -> str | None:
     )
 
 
-def layer_table(title: str, found: Sequence[Figure], factor: float | None, base: str) -> Table:
+def layer_table(title: str, all_figures: Sequence[Figure], factor: float | None, base: str) -> Table:
     """The table of one set of batches; without a factor times are this machine's own."""
     table = Table(title=title, title_justify="left", caption="* modelled", caption_justify="left")
     table.add_column("", min_width=30)
@@ -127,14 +131,14 @@ def layer_table(title: str, found: Sequence[Figure], factor: float | None, base:
     )  # fmt: skip
     for head in heads:
         table.add_column(head, justify="right")
-    for one in found:
-        mean = statistics.mean(one.seconds) * 1e3
-        ratios = [f"{f(one.ratios):.2f}" for f in (statistics.mean, min, max)] if one.ratios else ["", "", ""]
+    for figures in all_figures:
+        mean = statistics.mean(figures.seconds) * 1e3
+        ratios = [f"{f(figures.ratios):.2f}" for f in (statistics.mean, min, max)] if figures.ratios else ["", "", ""]
         table.add_row(
-            one.variant, f"{mean:.0f}", f"{mean / factor:.2f}" if factor else "-", *ratios,
-            f"{one.busy:.0%}", f"{one.imbalance:.2f}",
-            f"{one.planned / 1e6:.2f}", f"{one.counted / 1e6:.2f}", f"{one.busiest:.0%}",
-            f"{one.own:.1f} of {one.cores:.1f}",
+            figures.variant, f"{mean:.0f}", f"{mean / factor:.2f}" if factor else "-", *ratios,
+            f"{figures.busy:.0%}", f"{figures.imbalance:.2f}",
+            f"{figures.planned / 1e6:.2f}", f"{figures.counted / 1e6:.2f}", f"{figures.busiest:.0%}",
+            f"{figures.own:.1f} of {figures.cores:.1f}",
         )  # fmt: skip
     return table
 
@@ -161,5 +165,5 @@ def medians(rows: Sequence[Row]) -> dict[str, float]:
 
 def console() -> Console:
     """Wide enough for the tables where the output is no terminal."""
-    found = Console()
-    return found if found.is_terminal else Console(width=200)
+    console = Console()
+    return console if console.is_terminal else Console(width=200)

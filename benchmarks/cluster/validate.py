@@ -2,7 +2,8 @@
 
 The simulator gets the preset and the factor of :class:`benchmarks.cluster.scale.Scale`, and one measured number: the
 seconds of a turn with almost no bytes, which are gloo's and this machine's and not the preset's (a ring of eight tokens
-on a rank). Links are shared as TCP shares them here, "fifo" (:mod:`mindspeed_cp.cost.links`). Nothing else is fitted.
+on a rank). LinkQueues are shared as TCP shares them here, "fifo" (:mod:`mindspeed_cp.simulate.link_queues`). Nothing
+else is fitted.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from rich.table import Table
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.show import Row
 from benchmarks.cluster.variants import BASE, Batch, plan_for
-from mindspeed_cp import simulate
-from mindspeed_cp.cost import LayerCost
+from mindspeed_cp import simulate_plan
+from mindspeed_cp.cluster import LayerCost
 
 COMPARED = (BASE, "all_gather", "Ulysses+ring", "direct, balanced, all at once", "hierarchical + routing")
 
@@ -67,10 +68,10 @@ def predicted(name: str, batch: Batch, scale: Scale, nodes: int, turn: float) ->
         nodes: of the cluster.
         turn: seconds of a message with almost no bytes.
     """
-    cluster = scale.cluster.with_(in_node_latency=turn / scale.seconds, network_latency=turn / scale.seconds)
+    cluster = scale.cluster.with_values(in_node_latency=turn / scale.seconds, network_latency=turn / scale.seconds)
     attention = scale.attention
     no_linear = LayerCost(0.0, attention.heads * attention.head_dim)
-    return simulate(plan_for(name, batch, scale, nodes), cluster, no_linear, sharing="fifo").total * scale.seconds
+    return simulate_plan(plan_for(name, batch, scale, nodes), cluster, no_linear, sharing="fifo").total * scale.seconds
 
 
 def cases_of(rows: Sequence[Row], batches: Sequence[Batch], scale: Scale, nodes: int) -> list[Case]:
@@ -79,22 +80,24 @@ def cases_of(rows: Sequence[Row], batches: Sequence[Batch], scale: Scale, nodes:
     out = []
     for batch in batches:
         for name in COMPARED:
-            mine = [
+            rows_of_case = [
                 row["seconds"]
                 for row in rows
                 if (row["batch"], row["number"], row["variant"]) == (batch.name, batch.number, name)
             ]
             seconds = predicted(name, batch, scale, nodes, turn)
-            out.append(Case(scale.nic_rate, f"{batch.name} {batch.number}", name, statistics.median(mine), seconds))
+            out.append(
+                Case(scale.nic_rate, f"{batch.name} {batch.number}", name, statistics.median(rows_of_case), seconds)
+            )
     return out
 
 
 def in_order(cases: Sequence[Case]) -> bool:
     """Whether the prediction has the algorithms of one batch in the order in which they were measured."""
     return all(
-        (one.measured < other.measured) == (one.predicted < other.predicted)
-        for one, other in combinations(cases, 2)
-        if max(one.measured, other.measured) > ALIKE * min(one.measured, other.measured)
+        (first.measured < second.measured) == (first.predicted < second.predicted)
+        for first, second in combinations(cases, 2)
+        if max(first.measured, second.measured) > ALIKE * min(first.measured, second.measured)
     )
 
 
@@ -122,11 +125,12 @@ def error_table(cases: Sequence[Case]) -> Table:
 def verdict(cases: Sequence[Case]) -> str:
     """Mean and largest error, and how often the order is right."""
     errors = [abs(case.error) for case in cases]
-    found = groups(cases)
-    right = sum(in_order(group) for group in found)
+    cases_by_group = groups(cases)
+    right = sum(in_order(group) for group in cases_by_group)
     worst = max(cases, key=lambda case: abs(case.error))
     return (
         f"{len(cases)} cases: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%} ({worst.variant}, "
-        f"{worst.batch}, {worst.rate / 1e6:g} Mbit/s); order of the algorithms right in {right} of {len(found)} "
+        f"{worst.batch}, {worst.rate / 1e6:g} Mbit/s); order of the algorithms right in {right} of "
+        f"{len(cases_by_group)} "
         f"batches (times within {ALIKE - 1:.0%} of each other count as either)"
     )

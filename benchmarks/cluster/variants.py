@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.cluster.scale import Scale
 from mindspeed_cp import Documents, Plan, build_plan
-from mindspeed_cp.cost import sample_batch
+from mindspeed_cp.data.lengths import sample_batch
 
 BASE = "even-split ring"
 
@@ -49,7 +49,7 @@ def batches_of(name: str, count: int, tokens: int, folder: Path | None = None, s
     """The batches of a set.
 
     Args:
-        name: "one": a single document; else as for :func:`mindspeed_cp.cost.sample_batch`.
+        name: "one": a single document; else as for :func:`mindspeed_cp.data.lengths.sample_batch`.
         count: of batches; one document is one batch.
         tokens: of a batch.
         folder: of real lengths; None: they are drawn from the project's own bins.

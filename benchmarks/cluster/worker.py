@@ -9,13 +9,11 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,9 +24,9 @@ from benchmarks.cluster.network import Shape
 from benchmarks.cluster.rails import MESSAGES
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.variants import Batch, narrowed, plan_for
+from benchmarks.wire import count_sent_bytes
 from mindspeed_cp import context_parallel_attention
-from mindspeed_cp.comm import Pending, Transfer, Transport
-from mindspeed_cp.cost import ComputeCost
+from mindspeed_cp.cluster import ComputeCost
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Plan
@@ -77,7 +75,7 @@ class Rank:
             run: this rank's part.
             told: written beside the figures.
         """
-        with handed(self.job.shape.ranks) as sent:
+        with count_sent_bytes() as sent:
             dist.barrier()  # whatever was on its way before has been counted
             links, cpu, own, asked = counters(), busy_cores(), time.process_time(), time.monotonic()
             begin = self._start()
@@ -86,14 +84,18 @@ class Rank:
             dist.barrier()
             after, cpu, own = counters(), busy_cores() - cpu, time.process_time() - own
             elapsed = time.monotonic() - asked
-        mine = {
-            "seconds": spent, "handed": sent, "cores": cpu / elapsed, "own": own / elapsed,
+        figures = {
+            "seconds": spent, "handed": [sent[peer] for peer in range(self.job.shape.ranks)],
+            "cores": cpu / elapsed, "own": own / elapsed,
             **{key: after[key] - links[key] for key in links},
         }  # fmt: skip
-        everybody: list[Any] = [None] * self.job.shape.ranks
-        dist.all_gather_object(everybody, mine)
+        figures_of_ranks: list[Any] = [None] * self.job.shape.ranks
+        dist.all_gather_object(figures_of_ranks, figures)
         if self.rank == 0:
-            row = told | {"seconds": max(one["seconds"] for one in everybody), "ranks": everybody}
+            row = told | {
+                "seconds": max(rank_figures["seconds"] for rank_figures in figures_of_ranks),
+                "ranks": figures_of_ranks,
+            }
             with self._results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -124,23 +126,6 @@ def busy_cores() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-@contextmanager
-def handed(ranks: int) -> Iterator[list[int]]:
-    """Bytes that the engine hands to torch.distributed for each other rank while the context lasts."""
-    found = [0] * ranks
-    post = Transport.post
-
-    def counting(self: Transport, transfers: Any, with_all: bool = False) -> list[Pending]:
-        transfer: Transfer
-        for transfer in transfers:
-            if transfer.sends:
-                found[transfer.peer] += transfer.tensor.nbytes
-        return post(self, transfers, with_all)
-
-    with patch.object(Transport, "post", counting):
-        yield found
-
-
 def layer(rank: Rank) -> None:
     """Forward and backward of one attention layer, by every variant, for every batch."""
     job, me = rank.job, rank.rank
@@ -165,7 +150,7 @@ def layer(rank: Rank) -> None:
 def layer_run(plan: Plan, rank: int, model: ModelledAttention, job: Job) -> Callable[[], None]:
     """This rank's share of a layer."""
     a, backend = plan.attention, model if job.kernels == "modelled" else None
-    rows, kv_rows = int(plan.layout.token_counts[rank]), int(plan.layout_kv.token_counts[rank])
+    rows, kv_rows = int(plan.layout.token_counts[rank]), int(plan.kv_layout_in.token_counts[rank])
     shapes = (
         (rows, a.heads, a.head_dim),
         (kv_rows, a.kv_heads, a.head_dim),

@@ -5,9 +5,9 @@
                                    [--no-sensitivity] [--markdown FILE] [--json FILE]
 
 Every system runs the same documents by plans that verify_plan can prove, timed by the event simulation of
-mindspeed_cp.cost on the presets of configs/clusters: nothing is measured. `systems.py` says for each where it is from
-and what was assumed; what a paper leaves open was chosen in its favour, and a system that has options counts by the
-fastest of them in each batch, while ours is the one plan that its planner makes.
+mindspeed_cp.simulate on the presets of configs/clusters: nothing is measured. `systems.py` says for each where it is
+from and what was assumed; what a paper leaves open was chosen in its favour, and a system that has options counts by
+the fastest of them in each batch, while ours is the one plan that its planner makes.
 
 Basis 1: one packed row over all ranks, against the even-split ring over all of them. Basis 2: contexts of 64K on 64
 ranks, against an even-split ring CP16 x DP4: four rows of 64K tokens, and the slowest of the four counts. Systems that

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import benchmarks.published
+from benchmarks.data import real_lengths_folder
 from benchmarks.published.bases import (
     HEADS,
     RANKS,
@@ -21,16 +22,15 @@ from benchmarks.published.bases import (
     bound,
     four_rows,
     one_row,
-    real_lengths,
 )
 from benchmarks.published.remarks import assumptions, beside_reported
 from benchmarks.published.steps import LAYERS, step_seconds
 from benchmarks.published.systems import OURS, PLACEMENTS, SYSTEMS
 from benchmarks.published.table import Row, header, line, markdown, step_line, summarize, summary_text, why_slower
 from mindspeed_cp import Documents
-from mindspeed_cp.cost import load_lengths
-from mindspeed_cp.cost.transfers import GRADIENT
+from mindspeed_cp.data.lengths import load_lengths
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 Batches = Callable[[str, int], list[Documents]]
 Changes = dict[str, tuple[tuple[str, float], ...]]
@@ -85,7 +85,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         for ranks in [*(options.ranks if 1 in options.basis else ()), *([RANKS] if 2 in options.basis else ())]:
             Place(name, "mha", ranks).check()
     for name in options.lengths:
-        load_lengths(name, real_lengths(name))
+        load_lengths(name, real_lengths_folder(name))
     return options
 
 
@@ -102,20 +102,20 @@ def measure(
         for change, factors in changes.items()
     ]
     for lengths in options.lengths:
-        made = {place: _row(place, lengths) for _, place in places}
-        micro: dict[Place, dict[str, list[Timed]]] = {place: {name: [] for name in SYSTEMS} for place in made}
+        row_of_place = {place: _row(place, lengths) for _, place in places}
+        micro: dict[Place, dict[str, list[Timed]]] = {place: {name: [] for name in SYSTEMS} for place in row_of_place}
         for seed in range(options.seed, options.seed + count):
             documents, bench = batches(lengths, seed), Bench()
-            for place, row in made.items():
+            for place, row in row_of_place.items():
                 if place.changed and seed - options.seed >= half(count):
                     continue
-                found = {name: bench.time(name, documents, place, _gradient(options, name)) for name in SYSTEMS}
-                _add(row, found, bound(documents, place), seed)
-                for name, one in found.items():
-                    if one is not None and options.steps and not place.changed:
-                        micro[place][name].append(one)
+                timed = {name: bench.time(name, documents, place, _gradient(options, name)) for name in SYSTEMS}
+                _add(row, timed, bound(documents, place), seed)
+                for name, timed_system in timed.items():
+                    if timed_system is not None and options.steps and not place.changed:
+                        micro[place][name].append(timed_system)
         for change, place in places:
-            row = made[place]
+            row = row_of_place[place]
             for name, every in micro[place].items():
                 if every:
                     row.steps[name] = step_seconds(every, place, _gradient(options, name))
@@ -137,12 +137,12 @@ def _row(place: Place, lengths: str) -> Row:
 
 
 def _gradient(options: argparse.Namespace, system: str) -> int:
-    return BF16 if options.bf16 and system != OURS else GRADIENT
+    return BF16 if options.bf16 and system != OURS else GRADIENT_BYTES
 
 
 def _add(row: Row, found: dict[str, Timed | None], least: float, seed: int) -> None:
     """A batch to its row."""
-    able = {name: one for name, one in found.items() if one is not None}
+    able = {name: timed_system for name, timed_system in found.items() if timed_system is not None}
     row.bound.append(least)
     for name in found:
         row.seconds[name].append(able[name].seconds if name in able else None)
@@ -151,18 +151,18 @@ def _add(row: Row, found: dict[str, Timed | None], least: float, seed: int) -> N
     name = min(able, key=lambda name: able[name].seconds)
     best = able[name]
     if best.seconds < ours.seconds:
-        said = why_slower((ours.seconds, best.seconds, least), _parts(ours), _parts(best))
-        place = f"{row.cluster} {row.lengths} {row.heads} {row.ranks} ranks, seed {seed}"
-        row.why.append(f"{place}: {name} ({_way(best)}): {said}")
+        reason = why_slower((ours.seconds, best.seconds, least), _parts(ours), _parts(best))
+        setting = f"{row.cluster} {row.lengths} {row.heads} {row.ranks} ranks, seed {seed}"
+        row.why.append(f"{setting}: {name} ({_way(best)}): {reason}")
 
 
-def _way(one: Timed) -> str:
-    labels = list(dict.fromkeys(chosen.label for chosen in one.chosen))
-    return " / ".join(labels) + ("" if one.pooled else f" x {len(one.chosen)}")
+def _way(timed: Timed) -> str:
+    labels = list(dict.fromkeys(chosen.label for chosen in timed.chosen))
+    return " / ".join(labels) + ("" if timed.pooled else f" x {len(timed.chosen)}")
 
 
-def _parts(one: Timed) -> tuple[float, float, float]:
-    layer = one.slowest
+def _parts(timed: Timed) -> tuple[float, float, float]:
+    layer = timed.slowest
     return float(layer.busy.mean()), float(layer.busy.max()), float(layer.exposed.mean())
 
 
@@ -192,36 +192,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     for text in assumptions(options.clusters, options.lengths, options.bf16, options.placements):
         print(text)
-    made: dict[str, list[Row]] = {}
+    rows_of_basis: dict[str, list[Row]] = {}
     plain: Changes = {UNCHANGED: ()}
     if 1 in options.basis:
         print(f"\nbasis 1: one row over all ranks\n{header(list(SYSTEMS))}")
         rows: list[Row] = []
         for ranks in options.ranks:
             rows += measure(options, ranks, half(options.batches), partial(_one_row, ranks), plain)[UNCHANGED]
-        made["basis 1"] = rows
+        rows_of_basis["basis 1"] = rows
         show(options, rows)
     if 2 in options.basis:
         print(f"\nbasis 2: 64K contexts, the even ring CP16 x DP4 against all {RANKS} ranks\n{header(list(SYSTEMS))}")
         changes = CHANGES if options.sensitivity else plain
-        found = measure(options, RANKS, options.batches, four_rows, changes)
-        show(options, found[UNCHANGED])
-        made |= {f"basis 2, {name}": rows for name, rows in found.items()}
+        rows_by_change = measure(options, RANKS, options.batches, four_rows, changes)
+        show(options, rows_by_change[UNCHANGED])
+        rows_of_basis |= {f"basis 2, {name}": rows for name, rows in rows_by_change.items()}
         if options.sensitivity:
             count = half(options.batches)
             print(f"\nbasis 2 on clusters of which the planner did not know, the first {count} batches of each row")
-            for name, rows in found.items():
+            for name, rows in rows_by_change.items():
                 for heads in options.heads:
-                    some = [row.first(count) for row in rows if row.heads == heads]
-                    print(summary_text(f"{name}, {heads}", summarize(some)))
+                    rows_of_heads = [row.first(count) for row in rows if row.heads == heads]
+                    print(summary_text(f"{name}, {heads}", summarize(rows_of_heads)))
     print(f"\n{time.perf_counter() - began:.0f} s")
     if options.markdown:
         options.markdown.write_text(
-            "\n".join(text for key, rows in made.items() for text in markdown(key, rows)) + "\n"
+            "\n".join(text for key, rows in rows_of_basis.items() for text in markdown(key, rows)) + "\n"
         )
     if options.json:
         options.json.write_text(
-            json.dumps({key: [dataclasses.asdict(row) for row in rows] for key, rows in made.items()})
+            json.dumps({key: [dataclasses.asdict(row) for row in rows] for key, rows in rows_of_basis.items()})
         )
     return 0
 

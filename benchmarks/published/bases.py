@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.data import HEADS, real_lengths_folder
 from benchmarks.published.systems import PLACEMENTS, POOLED, SYSTEMS, Case
 from benchmarks.published.timing import Candidate, Layer, fastest
 from mindspeed_cp import AttentionConfig, Documents, Topology
-from mindspeed_cp.cost import Cluster, LayerCost, load_cluster, sample_batch
-from mindspeed_cp.cost.transfers import GRADIENT
+from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.cluster import Cluster, LayerCost, load_cluster
+from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.estimate import Estimate
-
-REAL = Path(__file__).parents[3] / "shared" / "data" / "lengths"
-HEADS = {"mha": AttentionConfig(heads=32, head_dim=128), "gqa8": AttentionConfig(heads=32, kv_heads=8, head_dim=128)}
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: Tokens of a rank.
 TOKENS = 4096
@@ -35,19 +33,14 @@ RANKS, CONTEXT = 64, 2**16
 EITHER = ("all-gather", "USP")
 
 
-def real_lengths(name: str) -> Path | None:
-    """The folder of a set's real lengths, if it is there."""
-    return REAL if (REAL / f"{name}.npz").exists() else None
-
-
 def one_row(name: str, ranks: int, seed: int) -> list[Documents]:
     """A batch of basis 1: one packed row."""
-    return [Documents(sample_batch(name, ranks * TOKENS, seed, folder=real_lengths(name)))]
+    return [Documents(sample_batch(name, ranks * TOKENS, seed, folder=real_lengths_folder(name)))]
 
 
 def four_rows(name: str, seed: int) -> list[Documents]:
     """A batch of basis 2: rows of CONTEXT tokens each; a document that does not fit into the rest of a row is cut."""
-    lengths = sample_batch(name, RANKS * TOKENS, seed, longest=CONTEXT, folder=real_lengths(name))
+    lengths = sample_batch(name, RANKS * TOKENS, seed, longest=CONTEXT, folder=real_lengths_folder(name))
     return cut_into_rows(lengths, CONTEXT)
 
 
@@ -106,12 +99,12 @@ class Place:
                 f"ranks is {ranks}; valid for cluster {self.name}: up to {per}, or a multiple of it, ranks of a node"
             )
         topology = Topology(ranks // per, per, self.name)
-        made = {} if shared is None else shared
-        return Case(documents, topology, self.attention, preset.with_ranks(per), made, self.placements)
+        candidates = {} if shared is None else shared
+        return Case(documents, topology, self.attention, preset.with_ranks(per), candidates, self.placements)
 
     def truth(self, cluster: Cluster) -> Cluster:
         """The cluster as it really is."""
-        return cluster.with_(**{key: getattr(cluster, key) * factor for key, factor in self.changed})
+        return cluster.with_values(**{key: getattr(cluster, key) * factor for key, factor in self.changed})
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +126,7 @@ class Timed:
     @property
     def slowest(self) -> Layer:
         """The layer of the slowest row."""
-        return max(self.layers, key=lambda one: one.total)
+        return max(self.layers, key=lambda layer: layer.total)
 
 
 class Bench:
@@ -143,7 +136,9 @@ class Bench:
         self._made: dict[tuple[object, ...], list[Candidate]] = {}
         self._shared: dict[object, Candidate] = {}
 
-    def time(self, system: str, rows: Sequence[Documents], place: Place, gradient: int = GRADIENT) -> Timed | None:
+    def time(
+        self, system: str, rows: Sequence[Documents], place: Place, gradient: int = GRADIENT_BYTES
+    ) -> Timed | None:
         """A system on a batch; None where it cannot run it.
 
         Args:
@@ -152,13 +147,13 @@ class Bench:
             place: where.
             gradient: see :func:`.timing.layer`.
         """
-        found = []
+        results = []
         if len(rows) == 1 or system not in POOLED:
-            found.append(self._on(system, rows, place, place.ranks // len(rows), gradient))
+            results.append(self._on(system, rows, place, place.ranks // len(rows), gradient))
         if len(rows) > 1 and system in (*POOLED, *EITHER):
-            found.append(self._on(system, [pool_of(rows)], place, place.ranks, gradient))
-        able = [one for one in found if one is not None]
-        return min(able, key=lambda one: one.seconds, default=None)
+            results.append(self._on(system, [pool_of(rows)], place, place.ranks, gradient))
+        possible = [timed for timed in results if timed is not None]
+        return min(possible, key=lambda timed: timed.seconds, default=None)
 
     def _on(self, system: str, rows: Sequence[Documents], place: Place, ranks: int, gradient: int) -> Timed | None:
         """Rows beside each other, each on so many ranks."""
@@ -169,10 +164,10 @@ class Bench:
             candidates = self._candidates(system, case)
             if not candidates:
                 return None
-            one, took = fastest(candidates, truth, gradient)
-            chosen.append(one)
-            layers.append(took)
-        return Timed(max(one.total for one in layers), tuple(chosen), tuple(layers), len(rows) == 1)
+            candidate, layer = fastest(candidates, truth, gradient)
+            chosen.append(candidate)
+            layers.append(layer)
+        return Timed(max(layer.total for layer in layers), tuple(chosen), tuple(layers), len(rows) == 1)
 
     def _candidates(self, system: str, case: Case) -> list[Candidate]:
         key = system, case.documents, case.topology, case.attention
@@ -184,6 +179,6 @@ class Bench:
 def bound(rows: Sequence[Documents], place: Place) -> float:
     """Seconds of a layer that no plan beats: perfect balance over all ranks, whole documents, nothing exposed."""
     case = place.case(pool_of(rows), place.ranks)
-    truth, layer_cost = place.truth(case.cluster), LayerCost.like(case.attention)
+    truth, layer_cost = place.truth(case.cluster), LayerCost.for_attention(case.attention)
     documents = case.documents
-    return Estimate(documents, documents, case.topology, case.attention, truth, layer_cost, routing=True).bound
+    return PlacementModel(documents, documents, case.topology, case.attention, truth, layer_cost, routing=True).bound

@@ -18,7 +18,7 @@ from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.layout import Layout, zigzag
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.plan.program import Program
-from mindspeed_cp.plan.records import CONTENT, MESSAGE, RUN, Messages, sorted_contents
+from mindspeed_cp.plan.records import CONTENT, MESSAGE, ROW_RUN, Messages, sorted_contents
 
 
 def build_gathered(documents: Documents, topology: Topology, attention: AttentionConfig) -> Plan:
@@ -35,7 +35,7 @@ def build_gathered(documents: Documents, topology: Topology, attention: Attentio
     contents = _contents(held, computed)
     capacity = np.stack([held.token_counts, np.full(held.ranks, documents.tokens if computed else 0)], 1)
     there, back = _hops(held, topology, computed)
-    none = Messages.none()
+    none = Messages.empty()
     forward = Program(computed + 1, capacity, held, documents, attention, contents, held.spans, there, none)
     if not len(there):
         return Plan("gathered", attention, topology, held, held, held, held, forward, forward)
@@ -52,7 +52,7 @@ def _contents(held: Layout, computed: int) -> np.ndarray:
     out = np.zeros(n * n, CONTENT)
     out["rank"], out["step"], out["slot"] = rank, np.where(own, 0, computed), np.where(own, 0, 1)
     out["row"] = np.where(own, 0, (np.cumsum(held.token_counts) - held.token_counts)[block])
-    out["first"], out["count"] = held.bounds[block], np.diff(held.bounds)[block]
+    out["first"], out["count"] = held.span_offsets[block], np.diff(held.span_offsets)[block]
     return sorted_contents(out[out["count"] > 0])
 
 
@@ -67,11 +67,11 @@ def _hops(held: Layout, topology: Topology, computed: int) -> tuple[Messages, Me
         """Blocks hop from src to dst in a step, and their gradients back from dst to src in step `home`."""
         for into, begin, ends, slots in ((there, step, (src, dst), (0 if own else 1, 1)),
                                          (back, home, (dst, src), (1, 0 if own else 1))):  # fmt: skip
-            found = np.zeros(len(block), MESSAGE)
-            found["start"] = found["done"] = begin
-            found["src"], found["dst"], found["src_slot"], found["dst_slot"] = *ends, *slots
-            found["first"] = block  # for now; its runs follow
-            into.append(found)
+            message = np.zeros(len(block), MESSAGE)
+            message["start"] = message["done"] = begin
+            message["src"], message["dst"], message["src_slot"], message["dst_slot"] = *ends, *slots
+            message["first"] = block  # for now; its runs follow
+            into.append(message)
 
     for other in range(1, per):
         peer = rank // per * per + (rank + other) % per
@@ -87,16 +87,16 @@ def _hops(held: Layout, topology: Topology, computed: int) -> tuple[Messages, Me
 def _messages(found: list[np.ndarray], held: Layout) -> Messages:
     """With the rows of each block: in slot 0 from 0 on, in slot 1 at its place."""
     if not found:
-        return Messages.none()
+        return Messages.empty()
     items = np.concatenate(found)
     rows = held.token_counts
-    place = np.cumsum(rows) - rows
+    first_row = np.cumsum(rows) - rows
     block = items["first"].copy()
     keep = rows[block] > 0
     items, block = items[keep], block[keep]
-    runs = np.zeros(len(items), RUN)
+    runs = np.zeros(len(items), ROW_RUN)
     runs["rows"] = items["rows"] = rows[block]
     for end in ("src", "dst"):
-        runs[end + "_row"] = np.where(items[end + "_slot"] == 0, 0, place[block])
+        runs[end + "_row"] = np.where(items[end + "_slot"] == 0, 0, first_row[block])
     items["first"], items["count"] = np.arange(len(items)), 1
-    return Messages(items, runs).sorted()
+    return Messages(items, runs).in_global_order()

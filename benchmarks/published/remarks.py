@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.published.bases import TOKENS, real_lengths
+from benchmarks.data import real_lengths_folder
+from benchmarks.published.bases import TOKENS
 from benchmarks.published.reported import REPORTED, for_cluster
 from benchmarks.published.systems import BASE
 from benchmarks.published.table import Row
-from mindspeed_cp.cost import load_cluster
+from mindspeed_cp.cluster import load_cluster
 
 
 def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool, placements: int) -> list[str]:
@@ -31,13 +32,18 @@ def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool, pla
             f"a pair, {c.nics_per_node} NICs of {c.nic_bandwidth / 1e9:g} GB/s a node, transfers reach "
             f"{c.communication_efficiency:g}; {1e6 * c.launch:g} us a call"
         )
-        said = [f"{one.system} {one.figure} over {one.over} ({one.where}; {one.source})" for one in for_cluster(name)]
-        out += [f"  [reported] {text}" for text in said] or ["  [reported] nothing for this cluster"]
-    for one in REPORTED:
-        if not one.presets:
-            out.append(f"[reported] elsewhere: {one.system} {one.figure} over {one.over} ({one.source})")
+        figures = [
+            f"{reported.system} {reported.figure} over {reported.over} ({reported.where}; {reported.source})"
+            for reported in for_cluster(name)
+        ]
+        out += [f"  [reported] {text}" for text in figures] or ["  [reported] nothing for this cluster"]
+    for reported in REPORTED:
+        if not reported.presets:
+            out.append(
+                f"[reported] elsewhere: {reported.system} {reported.figure} over {reported.over} ({reported.source})"
+            )
     for name in lengths:
-        out.append(f"{name}: {'real lengths' if real_lengths(name) else 'bins of configs/lengths'}")
+        out.append(f"{name}: {'real lengths' if real_lengths_folder(name) else 'bins of configs/lengths'}")
     out.append(f"speeds are those over the {BASE}; '-': the system cannot run it (fewer heads than ranks)")
     return out
 
@@ -45,14 +51,18 @@ def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool, pla
 def beside_reported(rows: Sequence[Row]) -> list[str]:
     """Modelled speeds of systems of the tables beside reported ones, a line for each system and cluster."""
     out = []
-    known = dict.fromkeys((one.column, cluster) for one in REPORTED if one.column for cluster in one.presets)
+    known = dict.fromkeys(
+        (reported.column, cluster) for reported in REPORTED if reported.column for cluster in reported.presets
+    )
     for column, cluster in known:
-        found = [row.speed(column) for row in rows if row.cluster == cluster]
-        speeds = np.concatenate([np.zeros(0), *(speed for speed in found if speed is not None)])
+        by_row = [row.speed(column) for row in rows if row.cluster == cluster]
+        speeds = np.concatenate([np.zeros(0), *(speed for speed in by_row if speed is not None)])
         if len(speeds):
-            said = "; ".join(f"{one.figure} over {one.over}" for one in REPORTED if one.column == column)
+            figures = "; ".join(
+                f"{reported.figure} over {reported.over}" for reported in REPORTED if reported.column == column
+            )
             out.append(
                 f"{column} on {cluster}: modelled {speeds.mean():.2f}x the {BASE} on average, up to "
-                f"{speeds.max():.2f}x; [reported] {said}"
+                f"{speeds.max():.2f}x; [reported] {figures}"
             )
     return out

@@ -52,4 +52,4 @@ REPORTED = (
 
 def for_cluster(name: str) -> list[Reported]:
     """Figures that were measured on a cluster like this one."""
-    return [one for one in REPORTED if name in one.presets]
+    return [reported for reported in REPORTED if name in reported.presets]

@@ -5,9 +5,9 @@ part of the plan, a *wave*; a rank that is in several groups takes its waves one
 are a part of their own. Two orders::
 
     in turn      wave 0: all its rounds    wave 1: all its rounds    ...    documents of one rank
-    beside       round 0 of all waves, some documents of one rank    round 1 of all waves, some more    ...
+    interleaved  round 0 of all waves, some documents of one rank    round 1 of all waves, some more    ...
 
-With "in turn" a transfer is hidden by its own round alone; with "beside" by everything that is computed in a round.
+With "in turn" a transfer is hidden by its own round alone; with "interleaved" by all computation of a round.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import replace
 import numpy as np
 
 from mindspeed_cp import AttentionConfig, Documents, Topology
+from mindspeed_cp.algorithms.ring import ring_programs
+from mindspeed_cp.algorithms.split_local_block import split_local_block
 from mindspeed_cp.layout import Layout, zigzag
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.combine import combine, documents_of
-from mindspeed_cp.plan.halves import own_block_in_shares
+from mindspeed_cp.plan.parts import combine, select_documents
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import CONTENT, Messages, sorted_contents
-from mindspeed_cp.plan.ring import ring
 
 #: Documents of one rank are computed in so many turns at most, beside the rounds of rings.
 PORTIONS = 8
@@ -39,7 +39,7 @@ def grouped_rings(
     topology: Topology,
     attention: AttentionConfig,
     groups: Sequence[Group],
-    beside: bool,
+    interleaved: bool,
 ) -> Plan:
     """A plan of rings.
 
@@ -47,21 +47,21 @@ def grouped_rings(
         name: of the plan, for people.
         documents, topology, attention: as for the ring.
         groups: for each document the ranks that share it, in the order of its ring.
-        beside: the order, see above.
+        interleaved: True for the second order above.
     """
     waves = _waves({group for group in groups if len(group) > 1})
     parts = []
     for wave in waves:
-        here = np.array([group in wave for group in groups])
-        parts.append(_wave(documents_of(documents, here), topology, attention, groups, wave, beside))
+        in_wave = np.array([group in wave for group in groups])
+        parts.append(_wave(select_documents(documents, in_wave), topology, attention, groups, wave, interleaved))
     alone = np.array([len(group) == 1 for group in groups])
-    rounds = max((part.forward.steps // 2 for part in parts), default=1) if beside else 1
+    rounds = max((part.forward.steps // 2 for part in parts), default=1) if interleaved else 1
     if alone.any() or not parts:
-        layout = _layout(documents_of(documents, alone), topology.ranks, groups)
+        layout = _layout(select_documents(documents, alone), topology.ranks, groups)
         parts.append(_alone(layout, topology, attention, min(rounds, PORTIONS)))
     if len(parts) == 1:
         return replace(parts[0], algorithm=name)
-    orders = (_order(parts, direction, len(waves), beside) for direction in ("forward", "backward"))
+    orders = (_order(parts, direction, len(waves), interleaved) for direction in ("forward", "backward"))
     return combine(name, parts, *orders)
 
 
@@ -69,7 +69,7 @@ def _waves(groups: set[Group]) -> list[set[Group]]:
     """The groups, widest first, each in the first wave in which none shares a rank with it."""
     waves: list[set[Group]] = []
     for group in sorted(groups, key=lambda group: (-len(group), group)):
-        free = next((wave for wave in waves if not any(set(group) & set(other) for other in wave)), None)
+        free = next((wave for wave in waves if not any(set(group) & set(member) for member in wave)), None)
         if free is None:
             free = set()
             waves.append(free)
@@ -87,23 +87,29 @@ def _wave(
     attention: AttentionConfig,
     groups: Sequence[Group],
     wave: set[Group],
-    beside: bool,
+    interleaved: bool,
 ) -> Plan:
     """The part of rings that run at once."""
     layout = _layout(documents, topology.ranks, groups)
-    found: dict[str, list[tuple[Program, np.ndarray]]] = {"forward": [], "backward": []}
+    programs_by_direction: dict[str, list[tuple[Program, np.ndarray]]] = {"forward": [], "backward": []}
     for group in sorted(wave):
-        own = documents_of(documents, np.array([other == group for other in groups]))
+        own = select_documents(documents, np.array([other_group == group for other_group in groups]))
         held = zigzag(own, len(group))
-        for programs, program in zip(found.values(), ring(held, held, attention), strict=True):
+        for programs, program in zip(programs_by_direction.values(), ring_programs(held, held, attention), strict=True):
             programs.append((program, np.array(group)))
-    made = {name: _beside(programs, layout, attention) for name, programs in found.items()}
-    if beside:
-        made = {name: _slowly(program) for name, program in made.items()}
-    return Plan("rings", attention, topology, layout, layout, layout, layout, made["forward"], made["backward"])
+    directions = {
+        name: _interleaved_with_local(programs, layout, attention) for name, programs in programs_by_direction.items()
+    }
+    if interleaved:
+        directions = {name: _slowly(program) for name, program in directions.items()}
+    return Plan(
+        "rings", attention, topology, layout, layout, layout, layout, directions["forward"], directions["backward"]
+    )
 
 
-def _beside(programs: list[tuple[Program, np.ndarray]], layout: Layout, attention: AttentionConfig) -> Program:
+def _interleaved_with_local(
+    programs: list[tuple[Program, np.ndarray]], layout: Layout, attention: AttentionConfig
+) -> Program:
     """Programs of groups that share no rank as one over all ranks."""
     capacity = np.zeros((layout.ranks, max(program.capacity.shape[1] for program, _ in programs)), np.int64)
     contents, spans = [np.empty(0, CONTENT)], [layout.spans]
@@ -144,10 +150,10 @@ def _joined(lists: list[Messages], ranks: int) -> Messages:
     """Several lists of messages as one."""
     items = [messages.items.copy() for messages in lists]
     before = 0
-    for some, messages in zip(items, lists, strict=True):
-        some["first"] += before
+    for items_of_list, messages in zip(items, lists, strict=True):
+        items_of_list["first"] += before
         before += len(messages.runs)
-    return Messages(np.concatenate(items), np.concatenate([messages.runs for messages in lists])).sorted()
+    return Messages(np.concatenate(items), np.concatenate([messages.runs for messages in lists])).in_global_order()
 
 
 def _slowly(program: Program) -> Program:
@@ -155,34 +161,34 @@ def _slowly(program: Program) -> Program:
     contents = program.contents.copy()
     contents["step"] *= 2
     messages = []
-    for one in (program.fetch, program.reduce):
-        items = one.items.copy()
+    for source in (program.fetch, program.reduce):
+        items = source.items.copy()
         items["start"] *= 2
         items["done"] = 2 * items["done"] + 1
-        messages.append(Messages(items, one.runs))
+        messages.append(Messages(items, source.runs))
     return replace(program, steps=2 * program.steps, contents=contents, fetch=messages[0], reduce=messages[1])
 
 
 def _alone(layout: Layout, topology: Topology, attention: AttentionConfig, portions: int) -> Plan:
     """The part of documents that one rank has alone, computed in portions of equal work."""
     shares = [(step, 1 / portions) for step in range(portions)]
-    contents, spans = own_block_in_shares(layout, layout, attention, np.empty(0, CONTENT), layout.spans, shares)
-    capacity, none = layout.token_counts[:, None].copy(), Messages.none()
+    contents, spans = split_local_block(layout, layout, attention, np.empty(0, CONTENT), layout.spans, shares)
+    capacity, none = layout.token_counts[:, None].copy(), Messages.empty()
     program = Program(portions, capacity, layout, layout.documents, attention, contents, spans, none, none)
     return Plan("alone", attention, topology, layout, layout, layout, layout, program, program)
 
 
-def _order(parts: list[Plan], direction: str, waves: int, beside: bool) -> tuple[tuple[int, int], ...]:
+def _order(parts: list[Plan], direction: str, waves: int, interleaved: bool) -> tuple[tuple[int, int], ...]:
     """(part, step) in one of the two orders; the part behind the waves is that of single ranks."""
     steps = [getattr(part, direction).steps for part in parts]
-    if not beside:
+    if not interleaved:
         return tuple((part, step) for part, count in enumerate(steps) for step in range(count))
     rounds = max(steps[:waves]) // 2
     portions = steps[waves] if len(steps) > waves else 0
     turns: list[tuple[int, int]] = []
-    for at in range(rounds):
-        here = [part for part in range(waves) if 2 * at < steps[part]]
-        turns += [(part, 2 * at) for part in here]
-        turns += [(waves, portion) for portion in range(portions) if portion * rounds // portions == at]
-        turns += [(part, 2 * at + 1) for part in here]
+    for round_number in range(rounds):
+        active = [part for part in range(waves) if 2 * round_number < steps[part]]
+        turns += [(part, 2 * round_number) for part in active]
+        turns += [(waves, portion) for portion in range(portions) if portion * rounds // portions == round_number]
+        turns += [(part, 2 * round_number + 1) for part in active]
     return tuple(turns)

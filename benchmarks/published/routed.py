@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.cost import Cluster
-from mindspeed_cp.cost.links import Links
+from mindspeed_cp.cluster import Cluster
+from mindspeed_cp.simulate.link_queues import LinkQueues
 
 
 def routing_pays(cluster: Cluster) -> bool:
@@ -28,37 +28,37 @@ def routing_pays(cluster: Cluster) -> bool:
     return routed < 1 / cluster.effective_nic
 
 
-class RoutedLinks(Links):
+class RoutedLinkQueues(LinkQueues):
     """Links of some nodes, over which messages between nodes are dispatched, cross, and are combined."""
 
     def serve(
         self, src: np.ndarray, dst: np.ndarray, size: np.ndarray, posted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As for :class:`Links`: when each message begins to travel and has arrived."""
-        per = self.per
+        """As for :class:`LinkQueues`: when each message begins to travel and has arrived."""
+        per = self.ranks_per_node
         across = np.flatnonzero(src // per != dst // per)
         if not len(across) or per == 1:
             return super().serve(src, dst, size, posted)
         begin, end = np.zeros(len(src)), np.zeros(len(src))
         seat = np.tile(np.arange(per), len(across))
-        of = np.repeat(across, per)
-        helper, relay = src[of] // per * per + seat, dst[of] // per * per + seat
-        part = size[of] / per
+        source = np.repeat(across, per)
+        helper, relay = src[source] // per * per + seat, dst[source] // per * per + seat
+        part = size[source] / per
 
         near = np.flatnonzero(src // per == dst // per)
-        away, joins = np.flatnonzero(helper != src[of]), np.flatnonzero(relay != dst[of])
+        away, joins = np.flatnonzero(helper != src[source]), np.flatnonzero(relay != dst[source])
         first = super().serve(
-            np.concatenate([src[near], src[of][away]]),
+            np.concatenate([src[near], src[source][away]]),
             np.concatenate([dst[near], helper[away]]),
             np.concatenate([size[near], part[away]]),
-            np.concatenate([posted[near], posted[of][away]]),
+            np.concatenate([posted[near], posted[source][away]]),
         )
         begin[near], end[near] = first[0][: len(near)], first[1][: len(near)]
-        ready = posted[of].copy()
+        ready = posted[source].copy()
         ready[away] = first[1][len(near) :]
         begun, arrived = super().serve(helper, relay, part, ready)
         begun[away] = first[0][len(near) :]
-        arrived[joins] = super().serve(relay[joins], dst[of][joins], part[joins], arrived[joins])[1]
+        arrived[joins] = super().serve(relay[joins], dst[source][joins], part[joins], arrived[joins])[1]
         begin[across] = begun.reshape(-1, per).min(1)
         end[across] = arrived.reshape(-1, per).max(1)
         return begin, end

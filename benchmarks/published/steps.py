@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.published.bases import Place, Timed
-from benchmarks.published.timing import through_layers
-from mindspeed_cp.cost.step import MicroBatch, simulate_step
-from mindspeed_cp.cost.transfers import GRADIENT
+from benchmarks.published.training_step import MicroBatchTime, simulate_layers, simulate_step
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: Of the model.
 LAYERS = 32
 
 
-def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIENT) -> float:
+def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIENT_BYTES) -> float:
     """One step.
 
     Args:
@@ -25,16 +24,18 @@ def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIEN
         place: where.
         gradient: see :func:`.timing.layer`.
     """
-    count = max(len(one.chosen) for one in batches)
-    replicas: list[list[MicroBatch]] = [[] for _ in range(count)]
+    count = max(len(timed.chosen) for timed in batches)
+    replicas: list[list[MicroBatchTime]] = [[] for _ in range(count)]
     cluster = None
-    for one in batches:
-        for number, candidate in enumerate(one.chosen):
+    for timed in batches:
+        for number, candidate in enumerate(timed.chosen):
             truth = place.truth(place.case(candidate.plan.documents, candidate.plan.ranks).cluster)
             cluster = truth
-            micro = through_layers(candidate, truth, LAYERS, gradient)
+            micro = simulate_layers(
+                candidate.plan, truth, LAYERS, tiles=candidate.tiles, links=candidate.links, gradient=gradient
+            )
             # A pool among rows keeps every replica's ranks busy for as long.
-            for replica in replicas if one.pooled else [replicas[number]]:
+            for replica in replicas if timed.pooled else [replicas[number]]:
                 replica.append(micro)
     assert cluster is not None
     return simulate_step(replicas, cluster, layers=LAYERS).total

@@ -18,15 +18,16 @@ import numpy as np
 from benchmarks.published.gather import build_gathered
 from benchmarks.published.groups import Thresholds, power_of_two_groups, zoned_groups
 from benchmarks.published.rings import Group, grouped_rings
-from benchmarks.published.routed import RoutedLinks, routing_pays
+from benchmarks.published.routed import RoutedLinkQueues, routing_pays
 from benchmarks.published.timing import Candidate
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
-from mindspeed_cp.cost import Cluster, LayerCost
+from mindspeed_cp.algorithms.hierarchical import plan_from_placement
+from mindspeed_cp.algorithms.linear_layout import cheapest_mode, with_linear_layout
+from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
+from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, PlacementPolicy
+from mindspeed_cp.cluster import Cluster, LayerCost
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.estimate import Estimate
-from mindspeed_cp.plan.hierarchical import plan_of
-from mindspeed_cp.plan.partition import Members, Partition, Placement, Setting
-from mindspeed_cp.plan.remapped import fewer_bytes, with_linear_layout
 
 #: Tiles of so many ranks stand for those of all, where documents are cut evenly over all of them.
 LOOKED_AT = 16
@@ -35,7 +36,9 @@ LOOKED_AT = 16
 MOST_TOKENS = (2048, 4096, 8192)
 
 #: Of Zeppelin's zones; all are tried.
-ZONES = tuple(Thresholds(*at) for at in ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.25, 0.5), (2.0, 1.0), (1.0, 2.0)))
+ZONES = tuple(
+    Thresholds(*thresholds) for thresholds in ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.25, 0.5), (2.0, 1.0), (1.0, 2.0))
+)
 
 
 #: Of this project's plans.
@@ -107,12 +110,12 @@ def usp(case: Case) -> list[Candidate]:
     `a2a+p2p`). Of degrees from half a node's ranks up to the heads, the fastest; smaller ones leave more to the ring,
     and were never faster. A group may be larger than a node: its all-to-all then uses all NICs."""
     least = max(2, case.topology.ranks_per_node // 2)
-    found = []
+    candidates = []
     for degree in (d for d in range(least, case.topology.ranks) if case.topology.ranks % d == 0):
         if degree <= case.attention.heads:
             plan = build_plan(case.documents, case.topology, case.attention, "hybrid", ulysses_degree=degree)
-            found.append(_by_heads(case, f"USP, Ulysses {degree}", plan, degree))
-    return found
+            candidates.append(_by_heads(case, f"USP, Ulysses {degree}", plan, degree))
+    return candidates
 
 
 def dynamic_cp(case: Case) -> list[Candidate]:
@@ -122,10 +125,10 @@ def dynamic_cp(case: Case) -> list[Candidate]:
     fastest. Assumed in its favour: groups run one after the other without the barriers of its schedule, and backwards
     after all forwards."""
     lengths, ranks = case.documents.lengths, case.topology.ranks
-    found = []
+    candidates = []
     for most in MOST_TOKENS:
-        found += _in_groups(case, f"dynamic CP <= {most}", power_of_two_groups(lengths, ranks, most))
-    return found
+        candidates += _in_groups(case, f"dynamic CP <= {most}", power_of_two_groups(lengths, ranks, most))
+    return candidates
 
 
 def dynamic_cp_by_cost(case: Case) -> list[Candidate]:
@@ -221,9 +224,9 @@ def _by_heads(case: Case, label: str, plan: Plan, degree: int) -> Candidate:
         return Candidate(label, plan)
     groups = plan.ranks // degree
     chosen = np.unique(np.linspace(0, groups - 1, min(groups, LOOKED_AT)).round().astype(np.int64))
-    stands = np.repeat(_nearest(chosen, groups), degree) * degree
-    like = case.once(lambda *_: Candidate(label, plan, stands), label, plan.attention.heads)
-    return Candidate(label, plan, stands, counted=like.counted)
+    representative = np.repeat(_nearest(chosen, groups), degree) * degree
+    like = case.once(lambda *_: Candidate(label, plan, representative), label, plan.attention.heads)
+    return Candidate(label, plan, representative, counted=like.counted)
 
 
 def _nearest(chosen: np.ndarray, count: int) -> np.ndarray:
@@ -235,19 +238,21 @@ def _nearest(chosen: np.ndarray, count: int) -> np.ndarray:
 
 def _placement(groups: Sequence[Group]) -> Placement:
     """Groups with equal shares, in the planner's terms."""
-    members = Members.of([(doc, list(group), [1.0 / len(group)] * len(group)) for doc, group in enumerate(groups)])
-    return Placement(Setting(1.0, math.inf, power=True), members, {})
+    members = DocumentShares.from_lists(
+        [(doc, list(group), [1.0 / len(group)] * len(group)) for doc, group in enumerate(groups)]
+    )
+    return Placement(PlacementPolicy(1.0, math.inf, power=True), members, {})
 
 
 def _in_groups(case: Case, label: str, groups: Sequence[Group]) -> list[Candidate]:
     """Documents in groups of ranks: by forwarding rings, or with keys fetched from their owners."""
 
     def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
-        plan = grouped_rings("dynamic CP", documents, topology, attention, groups, beside=False)
+        plan = grouped_rings("dynamic CP", documents, topology, attention, groups, interleaved=False)
         return Candidate(f"{label}, rings", plan)
 
     def fetched(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
-        plan = plan_of(_placement(groups), documents, documents, topology, attention, routing=False)
+        plan = plan_from_placement(_placement(groups), documents, documents, topology, attention, routing=False)
         return Candidate(f"{label}, fetched", plan)
 
     return [case.once(make, label, name, *groups) for name, make in (("rings", rings), ("fetched", fetched))]
@@ -255,19 +260,15 @@ def _in_groups(case: Case, label: str, groups: Sequence[Group]) -> list[Candidat
 
 def _groups_by_cost(case: Case) -> list[Group]:
     """Powers of two of ranks by the planner's cost model: as many as hold the document's work as equal shares."""
-    estimate, topology = _estimate(case), case.topology
-    divided, overhead = estimate.divided()
-    lengths, heads = case.documents.lengths, case.attention.heads
-    partition = Partition(estimate.work, divided, overhead, lengths, topology.nodes, topology.ranks_per_node, heads)
-    members = partition.place(Setting(1.0, math.inf, power=True)).whole
-    edges = np.searchsorted(members.doc, np.arange(len(lengths) + 1))
+    members = DocumentPlacer(_estimate(case)).place(PlacementPolicy(1.0, math.inf, power=True)).whole
+    edges = np.searchsorted(members.doc, np.arange(len(case.documents) + 1))
     return [tuple(members.rank[low:high].tolist()) for low, high in itertools.pairwise(edges.tolist())]
 
 
-def _estimate(case: Case) -> Estimate:
+def _estimate(case: Case) -> PlacementModel:
     documents, attention = case.documents, case.attention
-    layer = LayerCost.like(attention)
-    return Estimate(documents, documents, case.topology, attention, case.cluster, layer, routing=False)
+    layer = LayerCost.for_attention(attention)
+    return PlacementModel(documents, documents, case.topology, attention, case.cluster, layer, routing=False)
 
 
 def _zoned(
@@ -285,13 +286,13 @@ def _zoned(
         return
 
     def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
-        plan = grouped_rings("Zeppelin", documents, topology, attention, groups, beside=True)
+        plan = grouped_rings("Zeppelin", documents, topology, attention, groups, interleaved=True)
         return Candidate(f"zones {zones.node:g}, {zones.rank:g}", plan)
 
     one = case.once(rings, "Zeppelin", *groups)
     if routing_pays(case.cluster) and any(_nodes(group, topology) > 1 for group in groups):
-        one = replace(one, label=f"{one.label}, routed", links=RoutedLinks)
-    equal = with_linear_layout(one.plan, fewer_bytes(one.plan, case.attention.heads * case.attention.head_dim))
+        one = replace(one, label=f"{one.label}, routed", links=RoutedLinkQueues)
+    equal = with_linear_layout(one.plan, cheapest_mode(one.plan, case.attention.heads * case.attention.head_dim))
     found[tuple(groups)] = [one]
     if remaps and equal is not one.plan:
         found[tuple(groups)].append(replace(one, label=f"{one.label}, remap", plan=equal))

@@ -35,15 +35,15 @@ class Row:
 
     def speed(self, system: str, over: str = BASE) -> np.ndarray | None:
         """How many times as fast as another system, fp64 [batches]; None where one of the two cannot run it."""
-        one, other = self.seconds.get(system), self.seconds.get(over)
-        if not one or not other or None in one or None in other:
+        times, base_times = self.seconds.get(system), self.seconds.get(over)
+        if not times or not base_times or None in times or None in base_times:
             return None
-        return np.array(other, float) / np.array(one, float)
+        return np.array(base_times, float) / np.array(times, float)
 
     def best_other(self, without: Sequence[str] = VARIANTS) -> np.ndarray:
         """Seconds of the fastest published system, batch by batch, fp64 [batches]."""
         others = [times for name, times in self.seconds.items() if name != OURS and name not in without]
-        return np.array([min(time for time in of if time is not None) for of in zip(*others, strict=True)])
+        return np.array([min(time for time in times if time is not None) for times in zip(*others, strict=True)])
 
     def against(self, without: Sequence[str] = VARIANTS) -> np.ndarray:
         """How many times as fast ours is as the fastest published system, batch by batch, fp64 [batches]."""
@@ -100,14 +100,15 @@ def markdown(title: str, rows: Sequence[Row]) -> list[str]:
         "|" + "---|" * (len(systems) + 6),
     ]  # fmt: skip
     for key in dict.fromkeys((row.cluster, row.heads, row.ranks) for row in rows):
-        some = [row for row in rows if (row.cluster, row.heads, row.ranks) == key]
-        base = np.mean([time for row in some for time in row.seconds[BASE] if time is not None])
+        rows_of_key = [row for row in rows if (row.cluster, row.heads, row.ranks) == key]
+        base = np.mean([time for row in rows_of_key for time in row.seconds[BASE] if time is not None])
         cells = []
         for name in systems:
-            found = [row.speed(name) for row in some]
-            speeds = [speed for speed in found if speed is not None]
+            speeds = [speed for speed in (row.speed(name) for row in rows_of_key) if speed is not None]
             cells.append(f"{np.concatenate(speeds).mean():.2f}" if speeds else "-")
-        against, fraction = (np.concatenate([f(row) for row in some]) for f in (Row.against, lambda row: row.fraction))
+        against, fraction = (
+            np.concatenate([f(row) for row in rows_of_key]) for f in (Row.against, lambda row: row.fraction)
+        )
         cells += [f"{against.mean():.2f}, {against.min():.2f}", f"{fraction.mean():.3f}"]
         out.append(f"| {' | '.join(map(str, key))} | {1e3 * base:.1f} | {' | '.join(cells)} |")
     return [*out, ""]
@@ -135,8 +136,8 @@ def summarize(rows: Sequence[Row]) -> Summary:
     """The figures of several rows; every cluster counts alike, however many rows it has."""
     speed = {}
     for cluster in dict.fromkeys(row.cluster for row in rows):
-        found = [row.speed(OURS) for row in rows if row.cluster == cluster]
-        speed[cluster] = float(np.concatenate([one for one in found if one is not None]).mean())
+        speeds = [row.speed(OURS) for row in rows if row.cluster == cluster]
+        speed[cluster] = float(np.concatenate([values for values in speeds if values is not None]).mean())
     fraction = np.concatenate([row.fraction for row in rows])
     return Summary(
         speed,
@@ -148,7 +149,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
 
 
 def _three(of_rows: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    means = [float(one.mean()) for one in of_rows]
+    means = [float(values.mean()) for values in of_rows]
     return float(np.mean(means)), min(means), float(np.concatenate(list(of_rows)).min())
 
 

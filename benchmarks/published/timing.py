@@ -1,8 +1,8 @@
-"""Layers and steps of one plan on several clusters: its tiles are counted once, its messages timed for each.
+"""Modelled layers of one plan on several clusters: tiles are counted once, messages are timed for each cluster.
 
-The same arithmetic as :func:`mindspeed_cp.cost.simulate.simulate` and :func:`mindspeed_cp.cost.step.simulate_layers`,
-to which the tests hold it. What is added: where ranks do alike, some can stand for others, since tiles are what takes
-long; links can be others than the cluster's own queues; and gradients of keys can travel in bf16.
+The arithmetic is that of :func:`mindspeed_cp.simulate.simulator.simulate_plan`, as tests check. In addition, some ranks
+can represent others with equal work, since counting tiles takes long; links can differ from the queues of the cluster;
+and gradients of keys and values can travel in bf16.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from benchmarks.published.training_step import transfer_table
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.cost import Cluster, ComputeCost
-from mindspeed_cp.cost.kernels import TileCounter, TileWork
-from mindspeed_cp.cost.linear import linear_seconds, with_projections
-from mindspeed_cp.cost.links import Links
-from mindspeed_cp.cost.simulate import fitted, run
-from mindspeed_cp.cost.step import SETTLED, MicroBatch
-from mindspeed_cp.cost.transfers import GRADIENT, GRADIENTS, heads_of, transfers
+from mindspeed_cp.cluster import Cluster, ComputeCost
 from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
+from mindspeed_cp.simulate.linear_times import linear_times, with_projections
+from mindspeed_cp.simulate.link_queues import LinkQueues
+from mindspeed_cp.simulate.simulator import simulate_direction
+from mindspeed_cp.simulate.tile_work import TileCounter, TileWork
 
 DIRECTIONS = ("forward", "backward")
 
@@ -52,21 +52,21 @@ class Candidate:
     Attributes:
         label: of its options, for the table.
         plan: who holds, sends and computes what.
-        stands: see :class:`mindspeed_cp.cost.kernels.TileCounter`.
+        representative: see :class:`mindspeed_cp.simulate.tile_work.TileCounter`.
         links: makes the links of a cluster's nodes.
         counted: tiles by direction, as far as they were counted; several candidates with the same tiles may share it.
     """
 
     label: str
     plan: Plan
-    stands: np.ndarray | None = None
-    links: Callable[[Cluster, int], Links] = Links
+    representative: np.ndarray | None = None
+    links: Callable[[Cluster, int], LinkQueues] = LinkQueues
     counted: dict[str, TileWork] = field(default_factory=dict, repr=False)
 
     def tiles(self, direction: str) -> TileWork:
         """Of the plan; those of both directions are counted at the first call."""
         if direction not in self.counted:
-            counter = TileCounter(self.plan, self.stands)
+            counter = TileCounter(self.plan, self.representative)
             self.counted.update({name: counter.work(name) for name in DIRECTIONS})
         return self.counted[direction]
 
@@ -80,19 +80,19 @@ class Candidate:
         nothing had to be waited for. Causal masks."""
         plan, cost = self.plan, ComputeCost(cluster, self.plan.attention)
         work = np.zeros(plan.ranks)
-        for piece in plan.pieces:
-            spans, heads = piece.q_layout.spans, heads_of(piece.q_layout, plan.attention.heads)
-            first = piece.q_layout.documents.offsets[spans["doc"]]
+        for piece in plan.parts_or_self:
+            spans, heads = piece.q_layout_compute.spans, piece.q_layout_compute.head_counts(plan.attention.heads)
+            first = piece.q_layout_compute.documents.offsets[spans["doc"]]
             begin, end = (spans["start"] - first).astype(float), (spans["stop"] - first).astype(float)
             seen = (end * (end + 1) - begin * (begin + 1)) / 2
             work += np.bincount(spans["rank"], seen, plan.ranks) * heads / plan.attention.heads
         busy = np.zeros(plan.ranks)
         for backward in (False, True):
-            busy += cost.attention_seconds(work, np.inf, 0, backward) + linear_seconds(plan, cost, backward).total
+            busy += cost.attention_seconds(work, np.inf, 0, backward) + linear_times(plan, cost, backward).total
         return float(busy.max())
 
 
-def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT) -> Layer:
+def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES) -> Layer:
     """One layer of a candidate.
 
     Args:
@@ -101,61 +101,34 @@ def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT) -> L
         gradient: bytes of one number of the gradients of keys and values that travel between steps.
     """
     plan = candidate.plan
-    cluster = fitted(cluster, plan.topology.ranks_per_node)
+    cluster = cluster.with_ranks(plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention)
     now, busy, exposed = np.zeros((3, plan.ranks))
     for name in DIRECTIONS:
         backward = name == "backward"
-        linear = linear_seconds(plan, cost, backward)
+        linear = linear_times(plan, cost, backward)
         kernels = with_projections(candidate.tiles(name).seconds(cost, backward), linear, plan)
-        table = _table(plan, name, cost, gradient)
+        table = transfer_table(plan, name, cost, gradient)
         begin = now + linear.rest if backward else now
-        turns, computed, _ = run(kernels, table, candidate.links(cluster, plan.topology.nodes), begin)
-        busy += computed + linear.rest
-        exposed += (turns[:, :, 2] - turns[:, :, 1]).sum(1)
-        now = turns[:, -1, 2] + (0.0 if backward else linear.rest)
+        steps, _ = simulate_direction(kernels, table, candidate.links(cluster, plan.topology.nodes), begin)
+        busy += kernels.sum(1) + linear.rest
+        exposed += (steps[:, :, 2] - steps[:, :, 1]).sum(1)
+        now = steps[:, -1, 2] + (0.0 if backward else linear.rest)
     return Layer(float(now.max()), busy, exposed)
 
 
-def fastest(candidates: Sequence[Candidate], cluster: Cluster, gradient: int = GRADIENT) -> tuple[Candidate, Layer]:
+def fastest(
+    candidates: Sequence[Candidate], cluster: Cluster, gradient: int = GRADIENT_BYTES
+) -> tuple[Candidate, Layer]:
     """The candidate whose layer takes least, and that layer. Those whose busiest rank alone has more to do than the
     best one takes are not timed."""
-    floors = [one.least(fitted(cluster, one.plan.topology.ranks_per_node)) for one in candidates]
+    floors = [candidate.least(cluster.with_ranks(candidate.plan.topology.ranks_per_node)) for candidate in candidates]
     best: tuple[Candidate, Layer] | None = None
     for number in np.argsort(floors, kind="stable").tolist():
         if best is not None and floors[number] >= best[1].total:
             break
-        found = layer(candidates[number], cluster, gradient)
-        if best is None or found.total < best[1].total:
-            best = candidates[number], found
+        candidate_layer = layer(candidates[number], cluster, gradient)
+        if best is None or candidate_layer.total < best[1].total:
+            best = candidates[number], candidate_layer
     assert best is not None, "there is a candidate"
     return best
-
-
-def through_layers(candidate: Candidate, cluster: Cluster, layers: int, gradient: int = GRADIENT) -> MicroBatch:
-    """A micro-batch through several equal layers, as :func:`mindspeed_cp.cost.step.simulate_layers` has it; for
-    `gradient` see :func:`layer`."""
-    plan = candidate.plan
-    cluster = fitted(cluster, plan.topology.ranks_per_node)
-    cost = ComputeCost(cluster, plan.attention)
-    now, last = np.zeros(plan.ranks), 0.0
-    for name in DIRECTIONS:
-        backward = name == "backward"
-        linear = linear_seconds(plan, cost, backward)
-        kernels = with_projections(candidate.tiles(name).seconds(cost, backward), linear, plan)
-        table, links = _table(plan, name, cost, gradient), candidate.links(cluster, plan.topology.nodes)
-        for _ in range(min(layers, SETTLED)):
-            before = now
-            now = run(kernels, table, links, now + linear.rest if backward else now)[0][:, -1, 2]
-            now = now if backward else now + linear.rest
-        last = float(now.max() - before.max())
-        now = now + last * max(layers - SETTLED, 0)
-        links.free += last * max(layers - SETTLED, 0)
-    return MicroBatch(float(now.max()), last, plan)
-
-
-def _table(plan: Plan, direction: str, cost: ComputeCost, gradient: int) -> np.ndarray:
-    table = transfers(plan, direction, cost.layer)
-    if gradient != GRADIENT:
-        table["bytes"][table["kind"] == GRADIENTS] *= gradient / GRADIENT
-    return table

@@ -1,30 +1,30 @@
-"""A training step from layers: micro-batches one after the other, replicas beside each other, gradients reduced at the
-end. Modelled like the layers that it is made of."""
+"""Modelled time of a training step: micro-batches one after the other, replicas in parallel, then the reduction of
+gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.cost.cluster import Cluster
-from mindspeed_cp.cost.compute import ComputeCost, LayerCost
-from mindspeed_cp.cost.kernels import TileCounter, stand_ins
-from mindspeed_cp.cost.linear import linear_seconds, with_projections
-from mindspeed_cp.cost.links import Links
-from mindspeed_cp.cost.simulate import fitted, run
-from mindspeed_cp.cost.transfers import transfers
+from mindspeed_cp.cluster.cluster import Cluster
+from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES, GRADIENTS, transfers
+from mindspeed_cp.simulate.linear_times import linear_times, with_projections
+from mindspeed_cp.simulate.link_queues import LinkQueues
+from mindspeed_cp.simulate.simulator import simulate_direction
+from mindspeed_cp.simulate.tile_work import TileCounter, TileWork, representative_ranks
 
 #: Layers that are simulated one by one; in those after them ranks are as far apart as in the last of these.
-SETTLED = 4
+SIMULATED_LAYERS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
+class MicroBatchTime:
     """One micro-batch of one replica through all layers, modelled.
 
     Attributes:
@@ -39,7 +39,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TrainingStep:
     """One training step, modelled.
 
     Attributes:
@@ -57,38 +57,57 @@ class Step:
     exposed_reduction: float
 
 
-def simulate_layers(plan: Plan, cluster: Cluster, layers: int, layer: LayerCost | None = None) -> MicroBatch:
-    """A micro-batch through several equal layers: forward through all, then backward through all.
+def simulate_layers(
+    plan: Plan,
+    cluster: Cluster,
+    layers: int,
+    layer: LayerCost | None = None,
+    tiles: Callable[[str], TileWork] | None = None,
+    links: Callable[[Cluster, int], LinkQueues] = LinkQueues,
+    gradient: int = GRADIENT_BYTES,
+) -> MicroBatchTime:
+    """Simulate a micro-batch through several equal layers: forward through all, then backward through all.
 
     Ranks begin a layer when they are done with the one before, so that differences between them add up or even out. Up
     to four layers are simulated one by one; each one after these takes as long as the last one of them.
 
     Args:
-        plan, cluster, layer: as for :func:`mindspeed_cp.cost.simulate`.
-        layers: of this pipeline stage.
+        plan, cluster, layer: as for :func:`mindspeed_cp.simulate_plan`.
+        layers: layers of this pipeline stage.
+        tiles: tiles of the plan by direction; None: counted here.
+        links: makes the links of a cluster from its number of nodes.
+        gradient: bytes of one number of the gradients of keys and values that travel between steps.
 
     Raises:
         ConfigError: `layers` is below 1, or the cluster's nodes have too few ranks.
     """
     _check_layers(layers)
-    cluster = fitted(cluster, plan.topology.ranks_per_node)
+    cluster = cluster.with_ranks(plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
-    tiles, now = TileCounter(plan, stand_ins(plan)), np.zeros(plan.ranks)
-    last_backward = 0.0
+    tiles = TileCounter(plan, representative_ranks(plan)).work if tiles is None else tiles
+    now, last_backward = np.zeros(plan.ranks), 0.0
     for name, backward in (("forward", False), ("backward", True)):
-        linear = linear_seconds(plan, cost, backward)
-        kernels = with_projections(tiles.work(name).seconds(cost, backward), linear, plan)
-        table, links = transfers(plan, name, cost.layer), Links(cluster, plan.topology.nodes)
-        for _ in range(min(layers, SETTLED)):
+        linear = linear_times(plan, cost, backward)
+        kernels = with_projections(tiles(name).seconds(cost, backward), linear, plan)
+        table, queues = transfer_table(plan, name, cost, gradient), links(cluster, plan.topology.nodes)
+        for _ in range(min(layers, SIMULATED_LAYERS)):
             before = now
             begin = now + linear.rest if backward else now
-            now = run(kernels, table, links, begin)[0][:, -1, 2]
+            now = simulate_direction(kernels, table, queues, begin)[0][:, -1, 2]
             now = now if backward else now + linear.rest
         step = float(now.max() - before.max())
-        now = now + step * max(layers - SETTLED, 0)
-        links.free += step * max(layers - SETTLED, 0)
+        now = now + step * max(layers - SIMULATED_LAYERS, 0)
+        queues.free_at += step * max(layers - SIMULATED_LAYERS, 0)
         last_backward = step
-    return MicroBatch(float(now.max()), last_backward, plan)
+    return MicroBatchTime(float(now.max()), last_backward, plan)
+
+
+def transfer_table(plan: Plan, direction: str, cost: ComputeCost, gradient: int = GRADIENT_BYTES) -> np.ndarray:
+    """Return the transfers of a direction, with gradients of `gradient` bytes per number."""
+    table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
+    if gradient != GRADIENT_BYTES:
+        table["bytes"][table["kind"] == GRADIENTS] *= gradient / GRADIENT_BYTES
+    return table
 
 
 def _check_layers(layers: object) -> None:
@@ -96,33 +115,14 @@ def _check_layers(layers: object) -> None:
         raise ConfigError(f"layers is {layers!r}; valid: a whole number from 1")
 
 
-def reduction_seconds(gradient_bytes: float, cluster: Cluster, ranks: int) -> float:
-    """Reduce-scatter and all-gather of gradients over ranks, as rings that pass each link once in each direction.
-
-    2 * bytes * (n - 1) / n over the slowest link: in a node a rank's in-node links; between nodes all NICs of a node,
-    over which as many rings run side by side. The latencies of the rings' steps are left out.
-
-    Args:
-        gradient_bytes: of one rank, before the reduction.
-        cluster: the links.
-        ranks: that reduce: data-parallel times context-parallel ones.
-    """
-    if ranks <= 1:
-        return 0.0
-    rate = cluster.effective_rank
-    if ranks > cluster.ranks_per_node:
-        rate = min(rate, cluster.effective_nic * cluster.nics_per_node)
-    return 2 * gradient_bytes * (ranks - 1) / ranks / rate
-
-
 def simulate_step(
-    replicas: Sequence[Sequence[MicroBatch]],
+    replicas: Sequence[Sequence[MicroBatchTime]],
     cluster: Cluster,
     gradient_bytes: float = 0.0,
     layers: int = 1,
     overlap: bool = True,
     together: bool = False,
-) -> Step:
+) -> TrainingStep:
     """A training step.
 
     Args:
@@ -141,27 +141,31 @@ def simulate_step(
     _check_layers(layers)
     if not (math.isfinite(gradient_bytes) and gradient_bytes >= 0):
         raise ConfigError(f"gradient_bytes is {gradient_bytes!r}; valid: bytes, 0 or more")
-    if not replicas or not any(len(one) for one in replicas):
+    if not replicas or not any(len(micro_batches) for micro_batches in replicas):
         raise ConfigError("replicas: there is no micro-batch; valid: one replica or more, with one micro-batch or more")
-    seconds = [np.array([micro.seconds for micro in one]) for one in replicas]
+    seconds = [np.array([micro.seconds for micro in micro_batches]) for micro_batches in replicas]
     if together:
-        if len({len(one) for one in seconds}) > 1:
+        if len(set(map(len, seconds))) > 1:
             raise ConfigError(
-                f"replicas have {', '.join(str(len(one)) for one in seconds)} micro-batches; valid with together=True: "
-                "equally many"
+                f"replicas have {', '.join(str(len(times)) for times in seconds)} micro-batches; valid with "
+                "together=True: equally many"
             )
         slowest = np.max(seconds, axis=0)
         done = np.full(len(seconds), slowest.sum())
-        waiting = np.array([(slowest - one).sum() for one in seconds])
+        waiting = np.array([(slowest - times).sum() for times in seconds])
     else:
-        done = np.array([one.sum() for one in seconds])
+        done = np.array([times.sum() for times in seconds])
         waiting = done.max() - done
-    first = next(one[0].plan for one in replicas if len(one))
-    place = first.topology  # one on a node shares it with other replicas; one on several has so many of each
-    fits = cluster if place.nodes == 1 else fitted(cluster, place.ranks_per_node)
-    reduction = reduction_seconds(gradient_bytes, fits, len(replicas) * first.ranks)
+    first = next(micro_batches[0].plan for micro_batches in replicas if len(micro_batches))
+    topology = first.topology  # one on a node shares it with other replicas; one on several has so many of each
+    fits = cluster if topology.nodes == 1 else cluster.with_ranks(topology.ranks_per_node)
+    reduction = fits.reduction_seconds(gradient_bytes, len(replicas) * first.ranks)
     exposed = reduction
     if overlap:
-        last = next(one[-1] for at, one in sorted(zip(done, replicas, strict=True), key=lambda x: -x[0]) if len(one))
+        last = next(
+            micro_batches[-1]
+            for seconds_of_replica, micro_batches in sorted(zip(done, replicas, strict=True), key=lambda x: -x[0])
+            if len(micro_batches)
+        )
         exposed = max(reduction / layers, reduction - last.layer_backward * (layers - 1))
-    return Step(float(done.max()) + exposed, done, waiting, reduction, exposed)
+    return TrainingStep(float(done.max()) + exposed, done, waiting, reduction, exposed)

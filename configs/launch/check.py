@@ -72,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def print_settings(config: str, overrides: Sequence[str], ranks_per_node: int, nodes: int, node_rank: int) -> None:
     """Prints context_parallel_suite.timeout_seconds, rounded down, and output.folder, if the settings are right."""
     try:
-        from mindspeed_cp.config import load_settings
-        from mindspeed_cp.config_checks import data_parallel_size
+        from mindspeed_cp.config.rules import data_parallel_size
+        from mindspeed_cp.config.settings import load_settings
         from mindspeed_cp.errors import ConfigError
-        from mindspeed_cp.train.files import RunFiles
+        from mindspeed_cp.train.run_files import RunFiles
     except ImportError as error:
         remedy = "activate the environment of mindspeed-cp, or `pip install -e .` in a checkout"
         raise Refused("--python", sys.executable, f"cannot import mindspeed_cp ({error}); {remedy}") from None

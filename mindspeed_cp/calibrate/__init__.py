@@ -1,4 +1,4 @@
-"""`mindspeed-cp calibrate`: the numbers of a cluster, fitted to kernels and links that are measured here.
+"""`mindspeed-cp calibrate`: measures kernels and links of this machine, and fits a cluster preset to them.
 
-What is fitted stands in `mindspeed_cp/cost`. `kernels` and `links` measure, and import torch.
+`kernels` and `links` measure, and import torch. The fits are in `mindspeed_cp/cluster`.
 """

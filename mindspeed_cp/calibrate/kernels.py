@@ -1,7 +1,7 @@
-"""Seconds of this machine's attention and matrix products, over sizes.
+"""Seconds of attention and of matrix products on this machine, over sizes.
 
-Attention is the backend that the engine uses, called as the engine calls it: tiles are lowered once, and only the
-kernels are timed.  All sizes have their turn in every round, so that a machine that slows down slows all of them.
+Attention is that of the engine's backend, called as by the engine: tiles are lowered once, and only the kernels are
+timed. Every round times all sizes, so that a slow period of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindspeed_cp.cost.compute import ATTENTION_BACKWARD
-from mindspeed_cp.cost.measurements import Measurement
-from mindspeed_cp.layout import SPAN, Documents
-from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, backend_named
+from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD
+from mindspeed_cp.cluster.measurements import Measurement
+from mindspeed_cp.layout import TOKEN_SPAN, Documents
+from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, get_backend
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.plan.tiles import pairs as pairs_of
-from mindspeed_cp.plan.tiles import tiles_between
+from mindspeed_cp.plan.tiles import count_pairs, tiles_between
 
-BLOCK = 0.01  # seconds that calls of one size are repeated for, within a round
-LEAST_ROUNDS = 3
+BLOCK_SECONDS = 0.01  # duration of the repeated calls of one size in a round
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """What is measured.
+class KernelSizes:
+    """Sizes of the kernels.
 
     Attributes:
-        heads, kv_heads, head_dim: of the attention, on one rank.
+        heads, kv_heads, head_dim: attention of one rank.
         longest: rows of the largest tile.
-        hidden_size: of the matrix products [tokens, hidden] x [hidden, hidden].
-        dtype: of all of it.
-        seconds: about as long it may take in all.
+        hidden_size: hidden size of the matrix products [tokens, hidden] x [hidden, hidden].
+        dtype: type of all tensors.
+        seconds: approximate duration of all measurements.
     """
 
     heads: int
@@ -48,8 +47,8 @@ class Shapes:
 
 
 @dataclass
-class _Case:
-    """One thing to time: what it counts for, and a call of it."""
+class _TimedCall:
+    """A call to time, and the measurement that its time completes."""
 
     measurement: Measurement
     run: Callable[[], None]
@@ -57,89 +56,85 @@ class _Case:
 
 
 def measure_kernels(
-    device: torch.device, shapes: Shapes, kinds: tuple[str, ...] = ("attention", "linear")
+    device: torch.device, sizes: KernelSizes, kinds: tuple[str, ...] = ("attention", "linear")
 ) -> list[Measurement]:
-    """Time attention, forward and backward in one, and matrix products.
+    """Time attention, forward and backward together, and matrix products.
 
     Args:
-        device: of this machine; "cpu" or "npu".
-        shapes: what to time.
+        device: a CPU or NPU of this machine.
+        sizes: sizes of the kernels.
         kinds: "attention", "linear" or both.
 
     Returns:
-        A measurement for each size, its seconds the least of the rounds: what else runs on a machine only adds.
+        A measurement for each size, with the minimum over all rounds: other processes only add time.
     """
-    cases: list[_Case] = []
+    cases: list[_TimedCall] = []
     if "attention" in kinds:
-        cases += [_attention(device, shapes, *rows) for rows in _tiles(shapes.longest)]
+        cases += [_attention(device, sizes, *rows) for rows in _tiles(sizes.longest)]
     if "linear" in kinds:
-        cases += [_linear(device, shapes, tokens) for tokens in _tokens(shapes.longest)]
-    for case in cases:  # the first call makes what is made once, the second tells how many fill a block
+        cases += [_linear(device, sizes, tokens) for tokens in _powers(64, max(2048, sizes.longest))]
+    for case in cases:  # the first call allocates and compiles; the second is timed to choose the number of calls
         case.run()
-        case.calls = max(1, int(BLOCK / max(_timed(case, device), 1e-7)))
-    return _rounds(cases, device, shapes.seconds)
+        case.calls = max(1, int(BLOCK_SECONDS / max(_timed(case, device), 1e-7)))
+    return _rounds(cases, device, sizes.seconds)
 
 
-def _rounds(cases: list[_Case], device: torch.device, seconds: float) -> list[Measurement]:
-    taken: list[list[float]] = [[] for _ in cases]
+def _rounds(cases: list[_TimedCall], device: torch.device, seconds: float) -> list[Measurement]:
+    seconds_of_cases: list[list[float]] = [[] for _ in cases]
     end = time.monotonic() + seconds
     rounds = 0
-    while rounds < LEAST_ROUNDS or time.monotonic() < end:
-        for case, times in zip(cases, taken, strict=True):
+    while rounds < MIN_ROUNDS or time.monotonic() < end:
+        for case, times in zip(cases, seconds_of_cases, strict=True):
             times.append(_timed(case, device))
         rounds += 1
     return [
         Measurement(**{**vars(case.measurement), "seconds": min(times)})
-        for case, times in zip(cases, taken, strict=True)
+        for case, times in zip(cases, seconds_of_cases, strict=True)
     ]
 
 
-def _timed(case: _Case, device: torch.device) -> float:
-    """Seconds of one call; the device is waited for before and after all of them."""
-    _wait(device)
+def _timed(case: _TimedCall, device: torch.device) -> float:
+    """Return the seconds of one call, with the device synchronized before and after all calls."""
+    _synchronize(device)
     start = time.perf_counter()
     for _ in range(case.calls):
         case.run()
-    _wait(device)
+    _synchronize(device)
     return (time.perf_counter() - start) / case.calls
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
 
 
 def _tiles(longest: int) -> list[tuple[int, int, str]]:
-    """(queries, keys, mask): causal squares, and rectangles that are short on one side."""
+    """Return (queries, keys, mask) of causal squares, and of full rectangles that are short on one side."""
     squares = [(n, n, "causal") for n in _powers(32, longest)]
-    shorts = [n for n in _powers(64, longest // 2) if n < longest][::2]
-    wide = [(n, longest, "full") for n in shorts]
+    wide = [(n, longest, "full") for n in _powers(64, longest // 2)[::2]]
     return squares + wide + [(keys, queries, mask) for queries, keys, mask in wide]
 
 
-def _tokens(longest: int) -> list[int]:
-    return _powers(64, max(2048, longest))
-
-
 def _powers(first: int, last: int) -> list[int]:
-    found = [first]
-    while found[-1] * 2 <= last:
-        found.append(found[-1] * 2)
-    return found
+    """Return first, 2 * first, 4 * first .. up to last; at least first."""
+    sizes = [first]
+    while sizes[-1] * 2 <= last:
+        sizes.append(sizes[-1] * 2)
+    return sizes
 
 
-def _attention(device: torch.device, shapes: Shapes, queries: int, keys: int, mask: str) -> _Case:
-    """Forward and backward of one tile, timed together: plans are made for the two."""
-    config = AttentionConfig(shapes.heads, shapes.kv_heads, shapes.head_dim, mask=mask)
-    runner: Any = backend_named(device.type)
-    runner.check(config, shapes.dtype)
+def _attention(device: torch.device, sizes: KernelSizes, queries: int, keys: int, mask: str) -> _TimedCall:
+    """Return the forward and backward of one tile as one call, since cluster models cover both together."""
+    config = AttentionConfig(sizes.heads, sizes.kv_heads, sizes.head_dim, mask=mask)
+    runner: Any = get_backend(device.type)
+    runner.check(config, sizes.dtype)
     documents, key_documents = Documents([queries]), Documents([keys])
     tiles = tiles_between(_span(queries), _span(keys), documents, config, *([] if queries == keys else [key_documents]))
-    pairs = int(pairs_of(tiles, config).sum())
-    heads, kv, dim = shapes.heads, shapes.kv_heads, shapes.head_dim
+    pairs = int(count_pairs(tiles, config).sum())
+    heads, kv, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
 
     def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=torch.float32).to(shapes.dtype).to(device)
+        return torch.randn(size, dtype=torch.float32).to(sizes.dtype).to(device)
 
     q, k, v, dout = (
         random(queries, heads, dim),
@@ -150,33 +145,33 @@ def _attention(device: torch.device, shapes: Shapes, queries: int, keys: int, ma
     out = torch.zeros(queries, heads, dim, device=device)
     lse = torch.full((queries, heads), float("-inf"), device=device)
     state = ForwardState(q, out, lse, Heads.all(config))
-    forward = runner.lower_forward(tiles, queries, config, shapes.dtype)[0, 0]
+    forward = runner.lower_forward(tiles, queries, config, sizes.dtype)[0, 0]
     runner.forward(forward, config, state, k, v)
     dq, dk, dv = (torch.zeros(x.shape, device=device) for x in (q, k, v))
-    back = BackwardState(q, out.to(shapes.dtype), lse.clone(), dout, dq, state.heads, kept=state.kept)
-    backward = runner.lower_backward(tiles, queries, config, shapes.dtype)[0, 0]
+    back = BackwardState(q, out.to(sizes.dtype), lse.clone(), dout, dq, state.heads, saved=state.saved)
+    backward = runner.lower_backward(tiles, queries, config, sizes.dtype)[0, 0]
     flops = 4.0 * pairs * heads * dim * (1.0 + ATTENTION_BACKWARD)
 
     def run() -> None:
         runner.forward(forward, config, state, k, v)
         runner.backward(backward, config, back, k, v, dk, dv)
 
-    return _Case(Measurement("attention", 1.0, flops=flops, short_side=float(min(queries, keys)), calls=2.0), run)
+    return _TimedCall(Measurement("attention", 1.0, flops=flops, short_side=float(min(queries, keys)), calls=2.0), run)
 
 
 def _span(rows: int) -> np.ndarray:
-    span = np.zeros(1, SPAN)
+    span = np.zeros(1, TOKEN_SPAN)
     span["stop"] = rows
     return span
 
 
-def _linear(device: torch.device, shapes: Shapes, tokens: int) -> _Case:
-    hidden = shapes.hidden_size
-    x = torch.randn(tokens, hidden).to(shapes.dtype).to(device)
-    weight = torch.randn(hidden, hidden).to(shapes.dtype).to(device)
-    out = torch.empty(tokens, hidden, dtype=shapes.dtype, device=device)
+def _linear(device: torch.device, sizes: KernelSizes, tokens: int) -> _TimedCall:
+    hidden = sizes.hidden_size
+    x = torch.randn(tokens, hidden).to(sizes.dtype).to(device)
+    weight = torch.randn(hidden, hidden).to(sizes.dtype).to(device)
+    out = torch.empty(tokens, hidden, dtype=sizes.dtype, device=device)
 
     def run() -> None:
         torch.mm(x, weight, out=out)
 
-    return _Case(Measurement("linear", 1.0, flops=2.0 * tokens * hidden * hidden), run)
+    return _TimedCall(Measurement("linear", 1.0, flops=2.0 * tokens * hidden * hidden), run)

@@ -1,46 +1,47 @@
-"""Seconds of messages between ranks: two of a node, all of a node at once, two nodes, and all NICs of a node at once.
+"""Seconds of messages: between two ranks of a node, all ranks of a node at once, two nodes, and all NICs of a node at
+once.
 
-Messages go the way that the engine's go (:class:`mindspeed_cp.comm.Transport`): HCCL between NPUs, gloo between CPUs.
+Messages use the transport of the engine (:class:`mindspeed_cp.comm.GroupTransport`): HCCL between NPUs, gloo between
+CPUs.
 """
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_cp.comm import Transfer, Transport, warm_up
-from mindspeed_cp.cost.measurements import Measurement
+from mindspeed_cp.algorithms import build_plan
+from mindspeed_cp.cluster.measurements import Measurement
+from mindspeed_cp.comm import GroupTransport, Transfer, warm_up
+from mindspeed_cp.comm.local_ranks import NO_ANSWER, run_local_ranks
+from mindspeed_cp.device.select import load_npu
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Topology, build_plan
+from mindspeed_cp.plan import AttentionConfig, Topology
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))  # bytes of a message: 1 KiB to 16 MiB
-TOGETHER = 1 << 23  # bytes to each peer when all send at once
-BYTES = 1 << 26  # about so many are sent for each size
-SECONDS = 90.0  # until a rank that does not answer is given up
+BYTES_TO_EACH_PEER = 1 << 23  # when all ranks send at once
+BYTES_OF_A_SIZE = 1 << 26  # sent in total for each size, about
+TIMEOUT = 90.0  # seconds to wait for a rank
 
 
 def measure_links(device: torch.device, local_size: int) -> list[Measurement]:
     """Time messages among the ranks of the default process group; every rank calls it.
 
     Args:
-        device: of this rank.
-        local_size: ranks of each node, numbered node by node.
+        device: device of this rank.
+        local_size: ranks of each node; ranks are numbered node by node.
 
     Returns:
-        Measurements of "in_node" and "in_node_all" where a node has several ranks, and of "network" and "network_all"
-        where there are several nodes; the same on every rank.
+        Measurements of "in_node" and "in_node_all" if a node has several ranks, and of "network" and "network_all" if
+        there are several nodes; the same on every rank.
 
     Raises:
         PeerError: a rank died or did not answer.
@@ -50,79 +51,78 @@ def measure_links(device: torch.device, local_size: int) -> list[Measurement]:
     if size % local_size:
         raise ConfigError(f"{size} ranks do not make whole nodes of {local_size}; start as many on every node")
     warm_up(build_plan(Documents([4 * size]), Topology(1, size), AttentionConfig(1), "ring"), None, device)
-    links = _Links(Transport(None, SECONDS, device), device, rank)
-    found: list[Measurement] = []
+    timer = _LinkTimer(GroupTransport(None, TIMEOUT, device), device, rank)
+    measurements: list[Measurement] = []
     if local_size > 1:
-        found += links.between("in_node", 0, 1)
-        peers = [other for other in range(local_size) if other != rank] if rank < local_size else []
-        found.append(links.together("in_node_all", peers))
+        measurements += timer.time_pair("in_node", 0, 1)
+        peers = [peer for peer in range(local_size) if peer != rank] if rank < local_size else []
+        measurements.append(timer.time_all("in_node_all", peers))
     if size > local_size:
-        found += links.between("network", 0, local_size)
-        like = (rank + local_size) % (2 * local_size)
-        found.append(links.together("network_all", [like] if rank < 2 * local_size else []))
-    return found
+        measurements += timer.time_pair("network", 0, local_size)
+        peer = (rank + local_size) % (2 * local_size)
+        measurements.append(timer.time_all("network_all", [peer] if rank < 2 * local_size else []))
+    return measurements
 
 
-class _Links:
+class _LinkTimer:
     """Times messages of one rank."""
 
-    def __init__(self, transport: Transport, device: torch.device, rank: int) -> None:
+    def __init__(self, transport: GroupTransport, device: torch.device, rank: int) -> None:
         self.transport, self.device, self.rank = transport, device, rank
 
-    def between(self, kind: str, first: int, second: int) -> list[Measurement]:
-        """There and back between two ranks, while the others wait: half of that is a message."""
-        found = []
+    def time_pair(self, kind: str, first: int, second: int) -> list[Measurement]:
+        """Time round trips between two ranks while the others wait; a message takes half of one."""
+        measurements = []
         for size in SIZES:
-            turns = max(4, min(200, BYTES // size // 8))
+            repeats = max(4, min(200, BYTES_OF_A_SIZE // size // 8))
             data = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-            def there_and_back(data: torch.Tensor = data) -> None:
+            def round_trip(data: torch.Tensor = data) -> None:
                 peer = second if self.rank == first else first
                 for sends in (True, False) if self.rank == first else (False, True):
-                    self._run([Transfer(data, peer, sends, 0, kind)])
+                    self._transfer([Transfer(data, peer, sends, 0, kind)])
 
-            mine = self.rank in (first, second)
-            seconds = self._slowest(there_and_back if mine else None, turns)
-            found.append(Measurement(kind, seconds / 2, bytes=size))
-        return found
+            seconds = self._slowest_rank(round_trip if self.rank in (first, second) else None, repeats)
+            measurements.append(Measurement(kind, seconds / 2, bytes=size))
+        return measurements
 
-    def together(self, kind: str, peers: Sequence[int]) -> Measurement:
-        """Every rank sends to all its peers at once, and receives as much from each."""
-        sent = [torch.zeros(TOGETHER, dtype=torch.uint8, device=self.device) for _ in peers]
-        kept = [torch.empty_like(data) for data in sent]
+    def time_all(self, kind: str, peers: Sequence[int]) -> Measurement:
+        """Time an exchange in which every rank sends to all its peers at once, and receives as much from each."""
+        sent = [torch.zeros(BYTES_TO_EACH_PEER, dtype=torch.uint8, device=self.device) for _ in peers]
+        received = [torch.empty_like(data) for data in sent]
 
         def exchange() -> None:
             transfers = []
-            for peer, out, into in zip(peers, sent, kept, strict=True):
-                transfers += [Transfer(out, peer, True, 0, kind), Transfer(into, peer, False, 0, kind)]
-            self._run(transfers)
+            for peer, source, target in zip(peers, sent, received, strict=True):
+                transfers += [Transfer(source, peer, True, 0, kind), Transfer(target, peer, False, 0, kind)]
+            self._transfer(transfers)
 
-        seconds = self._slowest(exchange if peers else None, turns=4)
-        return Measurement(kind, seconds, bytes=TOGETHER * self._most(len(peers)))
+        seconds = self._slowest_rank(exchange if peers else None, repeats=4)
+        return Measurement(kind, seconds, bytes=BYTES_TO_EACH_PEER * self._max_over_ranks(len(peers)))
 
-    def _run(self, transfers: Sequence[Transfer]) -> None:
+    def _transfer(self, transfers: Sequence[Transfer]) -> None:
         for pending in self.transport.post(transfers):
             pending.wait()
 
-    def _slowest(self, run: Callable[[], None] | None, turns: int) -> float:
-        """Seconds of a turn on the slowest rank, the least of three times that many turns; ranks with nothing to do
-        wait."""
-        taken = []
-        for number in range(4):  # the first connects
-            self._most(0)
+    def _slowest_rank(self, run: Callable[[], None] | None, repeats: int) -> float:
+        """Return the seconds of one run on the slowest rank, the least of three rounds of `repeats` runs; None: this
+        rank only waits."""
+        seconds_of_rounds = []
+        for round_number in range(4):  # the first one connects
+            self._max_over_ranks(0)
             start = time.perf_counter()
             if run is not None:
-                for _ in range(turns):
+                for _ in range(repeats):
                     run()
                 if self.device.type != "cpu":
                     getattr(torch, self.device.type).synchronize(self.device)
             seconds = time.perf_counter() - start if run is not None else 0.0
-            if number:
-                taken.append(self._most(seconds) / turns)
-        return min(taken)
+            if round_number:
+                seconds_of_rounds.append(self._max_over_ranks(seconds) / repeats)
+        return min(seconds_of_rounds)
 
-    def _most(self, value: float) -> Any:
-        """The largest over all ranks, who all meet here."""
+    def _max_over_ranks(self, value: float) -> Any:
+        """Return the maximum over all ranks; also a barrier."""
         number = torch.tensor([value], dtype=torch.float64)
         try:
             dist.all_reduce(number, dist.ReduceOp.MAX)
@@ -131,73 +131,39 @@ class _Links:
         return number.item()
 
 
-def join(device: torch.device, **where: Any) -> None:
-    """Join the process group: of the environment (torchrun), or with init_method, rank and world_size."""
+def join_process_group(device: torch.device, **arguments: Any) -> None:
+    """Join the process group: that of the environment (torchrun), or one given by init_method, rank and world_size."""
     library = "gloo" if device.type == "cpu" else "cpu:gloo,npu:hccl"
-    dist.init_process_group(library, timeout=timedelta(seconds=SECONDS), **where)
+    dist.init_process_group(library, timeout=timedelta(seconds=TIMEOUT), **arguments)
 
 
 def measure_local_links(device_type: str, ranks: int) -> list[Measurement]:
     """Start ranks on this machine, one process each, and time messages between them.
 
     Args:
-        device_type: "cpu" or "npu"; each rank of NPUs has its own.
+        device_type: "cpu" or "npu"; each rank has an NPU of its own.
         ranks: 2 or more.
 
     Raises:
-        PeerError: a rank failed; says which, and with what.
+        PeerError: a rank failed; names it and its error.
     """
-    context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="mindspeed-cp-") as folder:
-        processes, pipes = [], []
-        try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe()
-                arguments = (device_type, rank, ranks, (Path(folder) / "store").as_uri(), theirs)
-                process = context.Process(target=_serve, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            return _first(pipes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    answers = run_local_ranks(_run_rank, ranks, (device_type,), limit=2 * TIMEOUT)
+    for rank, answer in answers.items():
+        if isinstance(answer, str):
+            limit = f" within {2 * TIMEOUT:g} s" if answer == NO_ANSWER else ""
+            raise PeerError(f"calibrate: rank {rank}: {answer}{limit}")
+    return list(answers[0])
 
 
-def _first(pipes: list[Connection]) -> list[Measurement]:
-    """What rank 0 found; an error of any rank."""
-    for pipe in wait(pipes, SECONDS * 2):
-        assert isinstance(pipe, Connection)
-        rank = pipes.index(pipe)
-        try:
-            found = pipe.recv()
-        except EOFError:
-            found = "the process died"
-        if isinstance(found, str):
-            raise PeerError(f"calibrate: rank {rank}: {found}")
-        return list(found)
-    raise PeerError(f"calibrate: no rank answered within {SECONDS * 2:g} s")
-
-
-def _serve(device_type: str, rank: int, ranks: int, store: str, pipe: Connection) -> None:
-    try:
-        if sys.platform == "linux":
-            os.environ.setdefault(
-                "GLOO_SOCKET_IFNAME", "lo"
-            )  # whatever the host's name resolves to: ranks are all here
-        device = torch.device(device_type) if device_type == "cpu" else npu_device(rank)
-        join(device, init_method=store, rank=rank, world_size=ranks)
-        pipe.send(measure_links(device, ranks))
-        dist.destroy_process_group()
-    except Exception as error:
-        pipe.send(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+def _run_rank(rank: int, ranks: int, init_method: str, device_type: str) -> list[Measurement]:
+    if sys.platform == "linux":  # whatever the name of the host resolves to: all ranks are on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device(device_type) if device_type == "cpu" else npu_device(rank)
+    join_process_group(device, init_method=init_method, rank=rank, world_size=ranks)
+    return measure_links(device, ranks)
 
 
 def npu_device(local_rank: int) -> torch.device:
-    """The NPU of a rank, made the current one."""
-    from mindspeed_cp.devices import load_npu
-
+    """Return the NPU of a rank, made the current one."""
     load_npu("--device npu", "--device cpu").set_device(local_rank)
     return torch.device("npu", local_rank)

@@ -1,56 +1,54 @@
-"""The arguments of `mindspeed-cp calibrate`, and what can be refused before anything is measured."""
+"""Arguments of `mindspeed-cp calibrate`, and their checks before anything is measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_cp.cost.cluster import Cluster, load_cluster
+from mindspeed_cp.cluster.cluster import Cluster, load_cluster
 from mindspeed_cp.errors import ConfigError
 
 DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
-class Request:
+class CalibrationRequest:
     """The arguments of the command.
 
     Attributes:
-        out: the preset to write.
-        overwrite: also where there is one.
+        out: file of the preset.
+        overwrite: True to replace an existing file.
         device: "auto", "cpu" or "npu".
-        nproc: local ranks to start for the links; 1: none; None: all NPUs, or 2 on a CPU.
-        base: a preset for what is not measured.
-        measurements: a CSV file; its kinds are not measured here.
-        name: of the new preset; None: of the file.
-        peak_flops: of the device; None: of the base, or the highest rate measured.
-        heads, kv_heads, head_dim, longest, dtype: of the attention that is timed.
-        seconds: about as long the kernels may take.
+        nproc: local ranks to start for measuring links; 1: none; None: all NPUs, or 2 on a CPU.
+        base: preset for the values that are not measured.
+        csv: CSV file; the kinds of measurements that it has are not measured.
+        name: name of the preset; None: that of the file.
+        peak_flops: peak of one device in FLOP/s; None: that of the base, or the highest measured rate.
+        heads, kv_heads, head_dim, dtype: attention that is timed.
+        longest: rows of the largest tile.
+        seconds: approximate time for the kernels.
     """
 
     out: Path
-    overwrite: bool = False
-    device: str = "auto"
-    nproc: int | None = None
-    base: str | None = None
-    measurements: Path | None = None
-    name: str | None = None
-    peak_flops: float | None = None
-    heads: int = 8
-    kv_heads: int | None = None
-    head_dim: int = 128
-    longest: int | None = None
-    dtype: str = "bf16"
-    seconds: float = 20.0
+    overwrite: bool
+    device: str
+    nproc: int | None
+    base: str | None
+    csv: Path | None
+    name: str | None
+    peak_flops: float | None
+    heads: int
+    kv_heads: int | None
+    head_dim: int
+    longest: int | None
+    dtype: str
+    seconds: float
 
     def check(self) -> Cluster | None:
-        """Refuse what can be refused before anything is measured.
-
-        Returns:
-            The base, read.
+        """Check the arguments and return the base, or None.
 
         Raises:
-            ConfigError: an argument is wrong, or the base or the file to write cannot be used.
+            ConfigError: an argument is not valid, or the base or the output file cannot be used.
         """
         if self.device not in ("auto", "cpu", "npu"):
             raise ConfigError(f"--device {self.device}: is no device that can be calibrated; valid: auto, cpu, npu")

@@ -1,4 +1,4 @@
-"""The lengths that `mindspeed-cp simulate --lengths` names: a set, a file, or numbers; and batches drawn from them."""
+"""Document lengths of `--lengths`: a set, a file, or numbers; and batches drawn from them."""
 
 from __future__ import annotations
 
@@ -8,92 +8,105 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed_cp.config_errors import meant
-from mindspeed_cp.cost import length_names, load_lengths, sample_batch
+from mindspeed_cp.data.lengths import length_names, load_lengths, sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.layout.documents import MAX_TOKENS
+from mindspeed_cp.schema.messages import closest_names, did_you_mean
 
-VALID = "a set, a file with one length on a line, or lengths such as 700,30,4100"
+VALID_LENGTHS = "a set, a file with one length on a line, or lengths such as 700,30,4100"
 
-#: More tokens in a batch are refused, and more pieces of documents: so many take the even ring alone minutes, and GiB.
-MOST_TOKENS, MOST_PIECES = 2**28, 2**24
+# Larger batches take minutes and GiB in the simulation of the even ring alone.
+MAX_SIMULATED_TOKENS = 2**28  # of a batch
+MAX_RING_CHUNKS = 2**24  # chunks of documents over all ranks; also the most documents of a list
 
-#: Bytes of a file of lengths.
-MOST_BYTES = 2**30
+MAX_LENGTHS_BYTES = 2**30  # of a file
 
 
-def draw(text: str, tokens: int, count: int, seed: int) -> tuple[Documents, ...]:
-    """Batches of just so many tokens, of documents drawn from what --lengths names; the last one of each is cut.
+def draw_batches(text: str, tokens: int, count: int, seed: int) -> tuple[Documents, ...]:
+    """Draw batches of documents from the lengths that --lengths gives; the last document of each batch is cut.
 
     Args:
-        text: of the switch.
-        tokens: of a batch.
-        count: of batches; number i is drawn with seed + i.
-        seed: of the first.
+        text: value of --lengths.
+        tokens: exact number of tokens of each batch.
+        count: number of batches; batch i is drawn with seed + i.
+        seed: seed of the first batch.
 
     Raises:
-        ConfigError: as :func:`read_lengths`, or there is nothing to draw.
+        ConfigError: as :func:`read_lengths`, or no document has a token.
     """
     listed = read_lengths(text)
     if listed is None:
         return tuple(Documents(sample_batch(text, tokens, seed + i)) for i in range(count))
     if not listed.any():
         raise ConfigError(f"--lengths {shortened(text)}: has no document with a token to draw")
-    found = [_drawn(listed[listed > 0], tokens, np.random.default_rng(seed + i)) for i in range(count)]
-    return tuple(map(Documents, found))
+    nonempty = listed[listed > 0]
+    return tuple(Documents(_draw(nonempty, tokens, np.random.default_rng(seed + i))) for i in range(count))
 
 
 def check_size(text: str, lengths: np.ndarray, ranks: int, tokens: int | None = None) -> None:
-    """Raise ConfigError where documents are too many to be simulated over so many ranks.
+    """Raise ConfigError if there are too many documents to simulate.
 
     Args:
-        text: of the switch.
-        lengths: of the documents, or of some like those that will be drawn.
-        ranks: over which the even ring cuts each document, in two pieces for each.
-        tokens: of the batch that is drawn from documents like these; None: these are the batch.
+        text: value of --lengths.
+        lengths: the documents, or a sample of the documents to draw.
+        ranks: ranks; the even ring cuts each document into two chunks per rank.
+        tokens: tokens of the batch to draw; None if `lengths` is the batch.
     """
     total = int(lengths.sum())
-    if tokens is None and total > MOST_TOKENS:
+    if tokens is None and total > MAX_SIMULATED_TOKENS:
         raise ConfigError(
-            f"--lengths {shortened(text)}: {total:,} tokens; valid: at most {MOST_TOKENS:,} in a batch; give fewer "
-            "documents, or draw from them with --tokens-per-rank"
+            f"--lengths {shortened(text)}: {total:,} tokens; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch; give "
+            "fewer documents, or draw from them with --tokens-per-rank"
         )
     scale = 1.0 if tokens is None else tokens / max(1, total)
-    pieces = int(np.clip(lengths, 1, 2 * ranks).sum() * scale)
-    if pieces > MOST_PIECES:
+    chunks = int(np.clip(lengths, 1, 2 * ranks).sum() * scale)
+    if chunks > MAX_RING_CHUNKS:
         raise ConfigError(
-            f"--lengths {shortened(text)}: {int(len(lengths) * scale):,} documents over {ranks:,} ranks are {pieces:,} "
-            f"pieces for the even ring; valid: at most {MOST_PIECES:,}; give fewer documents, fewer ranks, or less "
+            f"--lengths {shortened(text)}: {int(len(lengths) * scale):,} documents over {ranks:,} ranks are {chunks:,} "
+            f"chunks for the even ring; valid: at most {MAX_RING_CHUNKS:,}; give fewer documents, fewer ranks, or less "
             "with --tokens-per-rank"
         )
 
 
 def read_lengths(text: str) -> np.ndarray | None:
-    """Lengths that --lengths lists, or that are in the file that it names, int64 [documents]; None for a set of which
-    batches are drawn: an installed one, or a YAML file of bins.
+    """Return the lengths that --lengths lists or that are in its file, int64 [documents]; None for a distribution (an
+    installed set, or a YAML file of bins).
 
     Raises:
-        ConfigError: there is no such set or file; or something in it is no length, told with its line.
+        ConfigError: there is no such set or file, or it has an invalid length, reported with its line.
     """
     if text in length_names():
         return None
     path = Path(text)
-    if _is_file(path) and path.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"--lengths {path}: has {path.stat().st_size:,} bytes; valid: at most {MOST_BYTES:,}")
-    if path.suffix in (".yaml", ".yml", ".npy", ".npz") and _is_file(path):
+    if not _is_file(path):
+        if re.match(r"\s*[-+]?\d", text) and path.suffix == "":
+            return read_numbers(text, f"--lengths {shortened(text)!r}")
+        sets = ", ".join(length_names())
+        if path.name != text or path.suffix:
+            raise ConfigError(f"--lengths {text}: no such file; valid: {VALID_LENGTHS}; sets: {sets}")
+        hint = did_you_mean(closest_names(text.lower(), length_names()))
+        raise ConfigError(f"--lengths {text!r}: no such set; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
+    if path.stat().st_size > MAX_LENGTHS_BYTES:
+        raise ConfigError(f"--lengths {path}: has {path.stat().st_size:,} bytes; valid: at most {MAX_LENGTHS_BYTES:,}")
+    if path.suffix in (".yaml", ".yml", ".npy", ".npz"):
         return next(iter(load_lengths(text).listed), None)
-    if _is_file(path):
-        return _of_file(path)
-    if re.match(r"\s*[-+]?\d", text) and path.suffix == "":
-        return _numbers([(None, text)], f"--lengths {shortened(text)!r}")
-    if path.name != text or path.suffix:
-        raise ConfigError(f"--lengths {text}: no such file; valid: {VALID}; sets: {known_sets()}")
-    near = meant(text.lower(), length_names())
-    raise ConfigError(
-        f"--lengths {text!r}: no such set; {f'did you mean {near}? ' if near else ''}valid: {VALID}; sets: "
-        f"{known_sets()}"
-    )
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return _parse_numbers(enumerate(lines, 1), f"--lengths {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"--lengths {path}: cannot be read: {reason}") from None
+
+
+def read_numbers(text: str, name: str) -> np.ndarray:
+    """Return lengths given as text, int64 [documents]; `name` is the option with its value, for errors."""
+    return _parse_numbers([(None, text)], name)
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a long list of lengths."""
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _is_file(path: Path) -> bool:
@@ -103,43 +116,30 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def shortened(text: str) -> str:
-    """A long list of lengths as its beginning."""
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _of_file(path: Path) -> np.ndarray:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return _numbers(enumerate(lines, 1), f"--lengths {path}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--lengths {path}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}"
-        ) from None
-
-
-def _numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.ndarray:
-    """Whole numbers from 0 in (line number, text)."""
-    found = []
+def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.ndarray:
+    """Return the whole numbers in (line number, text)."""
+    lengths = []
     for number, line in lines:
         for word in re.split(r"[\s,;\[\]]+", line):
-            long = word.isdecimal() and int(word[:20]) > MAX_TOKENS
-            if re.fullmatch(r"[0-9]+", word) and not long:
-                found.append(int(word))
-                if len(found) > MOST_PIECES:
-                    raise ConfigError(f"{name}: more documents than {MOST_PIECES:,}, which is the most; give fewer")
+            too_long = word.isdecimal() and int(word[:20]) > MAX_TOKENS
+            if re.fullmatch(r"[0-9]+", word) and not too_long:
+                lengths.append(int(word))
+                if len(lengths) > MAX_RING_CHUNKS:
+                    raise ConfigError(f"{name}: has more than {MAX_RING_CHUNKS:,} documents; give fewer")
             elif word:
-                where = "" if number is None else f" line {number}:"
+                location = "" if number is None else f" line {number}:"
                 negative = re.fullmatch(r"-[0-9]+", word) is not None
-                what = "is too long for a document" if long else "is negative" if negative else "is not a length"
-                raise ConfigError(f"{name}:{where} {shortened(word)!r} {what}; give whole numbers >= 0, one on a line")
-    if not found:
+                problem = "is too long for a document" if too_long else "is negative" if negative else "is not a length"
+                raise ConfigError(
+                    f"{name}:{location} {shortened(word)!r} {problem}; give whole numbers >= 0, one on a line"
+                )
+    if not lengths:
         raise ConfigError(f"{name}: there are no lengths in it; give whole numbers >= 0, one on a line")
-    return np.array(found, np.int64)
+    return np.array(lengths, np.int64)
 
 
-def _drawn(lengths: np.ndarray, tokens: int, random: np.random.Generator) -> np.ndarray:
-    """Documents of a list, drawn with replacement until the batch is full; the last one is cut."""
+def _draw(lengths: np.ndarray, tokens: int, random: np.random.Generator) -> np.ndarray:
+    """Draw documents with replacement until the batch is full; cut the last one."""
     drawn = np.zeros(0, np.int64)
     while drawn.sum() < tokens:
         drawn = np.concatenate([drawn, np.minimum(random.choice(lengths, max(64, len(drawn))), tokens)])
@@ -147,8 +147,3 @@ def _drawn(lengths: np.ndarray, tokens: int, random: np.random.Generator) -> np.
     drawn = drawn[: int(np.searchsorted(ends, tokens)) + 1]
     drawn[-1] -= ends[len(drawn) - 1] - tokens
     return drawn
-
-
-def known_sets() -> str:
-    """The installed sets, for errors."""
-    return ", ".join(length_names())

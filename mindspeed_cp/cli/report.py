@@ -1,4 +1,4 @@
-"""`mindspeed-cp report`: what a run's traced steps took, beside what the simulator says of them."""
+"""`mindspeed-cp report`: predicted and measured times of the traced steps of a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from mindspeed_cp.cli.options import AsJson
+
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run's output, whose settings had output.trace_steps.")],
+    run: Annotated[Path, typer.Argument(help="Output folder of a run with output.trace_steps.")],
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="a2, a3, a800, h800, h200 or a YAML file, as calibrate writes it: what the prediction stands on. "
+            help="Cluster of the prediction: a2, a3, a800, h800, h200 or a YAML file of calibrate. "
             "Default: the run's context_parallel_suite.cluster, else a2.",
             show_default=False,
         ),
@@ -25,39 +27,45 @@ def report(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write the last of the steps as one Perfetto trace: all ranks, and one modelled layer beside them.",
+            help="Write the last of the steps as one Perfetto trace: all ranks, and one modelled layer.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Show predicted (modelled) beside measured: attention, exposed messages, waiting, step time."""
+    """Compare predicted (modelled) and measured: attention, exposed messages, waiting, step time."""
     import json
 
-    from mindspeed_cp.report.beside import as_dict, beside, tables
-    from mindspeed_cp.report.files import check_suffix
+    from mindspeed_cp.report.files import check_output_path
+    from mindspeed_cp.report.run.predicted_vs_measured import (
+        compare_with_prediction,
+        predicted_vs_measured_dict,
+        predicted_vs_measured_tables,
+    )
 
-    for switch, file, suffix in (("--png", png, ".png"), ("--trace", trace, ".json")):
-        if file is not None:  # before all that is read and simulated
-            check_suffix(switch, file, [suffix])
-    result = beside(run, cluster, steps or ())
+    for option, file, suffix in (("--png", png, ".png"), ("--trace", trace, ".json")):
+        if file is not None:  # before anything is read and simulated
+            check_output_path(option, file, [suffix])
+    result = compare_with_prediction(run, cluster, steps or ())
     if png is not None:
-        from mindspeed_cp.report.beside_png import draw_beside
+        from mindspeed_cp.report.run.charts import draw_predicted_vs_measured
 
-        draw_beside(result, png)
+        draw_predicted_vs_measured(result, png)
     if trace is not None:
-        from mindspeed_cp.report.beside_trace import write_beside
+        from mindspeed_cp.report.run.predicted_vs_measured import write_comparison_trace
 
-        write_beside(result, trace)
+        write_comparison_trace(result, trace)
     if as_json:
-        print(json.dumps(as_dict(result), allow_nan=False))
+        print(json.dumps(predicted_vs_measured_dict(result), allow_nan=False))
         return 0
-    from mindspeed_cp.report.console import print_tables
+    from mindspeed_cp.report.text import print_tables
 
-    print_tables(tables(result))
+    if result.not_comparable is not None:
+        print(result.not_comparable)
+    print_tables(predicted_vs_measured_tables(result))
     for note in result.notes:
         print(f"note: {note}")
-    for what, path in (("picture", png), ("trace", trace)):
+    for kind, path in (("picture", png), ("trace", trace)):
         if path is not None:
-            print(f"{what}: {path}")
+            print(f"{kind}: {path}")
     return 0

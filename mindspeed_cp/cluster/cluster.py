@@ -1,7 +1,7 @@
-"""What the devices and links of a cluster can do: presets by name, or a YAML file of your own.
+"""Devices and links of a cluster: presets by name, or a YAML file.
 
-Presets stand in `configs/clusters/`, which is installed inside this package.  SI units throughout: seconds, bytes,
-bytes/second (one way) and FLOP/s.
+Presets are in `configs/clusters/`, which is installed inside this package. All units are SI: seconds, bytes,
+bytes/second (one direction) and FLOP/s.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mindspeed_cp.config_base import Count, Section
-from mindspeed_cp.config_errors import bad_value, meant
-from mindspeed_cp.config_file import in_file, read_settings_file
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan.problem import Topology
+from mindspeed_cp.schema.base import PositiveInt, Section
+from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean
+from mindspeed_cp.schema.yaml_file import read_settings_file, with_file_location
 
-PRESETS = Path(__file__).parent / "clusters"  # a link to configs/clusters in a checkout, a folder once installed
+PRESET_FOLDER = Path(__file__).parent / "presets"  # a link to configs/clusters in a checkout, a folder once installed
+
+#: The cluster whose speeds are used if a topology names none.
+DEFAULT_CLUSTER = "a2"
 
 Rate = Annotated[float, Field(gt=0, le=1e21)]
 Seconds = Annotated[float, Field(ge=0, le=1)]
@@ -27,15 +31,15 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ClusterSettings(Section):
-    """The keys of a preset; every one must be given.  :class:`Cluster` says what they mean."""
+    """Keys of a preset, all of them required; :class:`Cluster` documents them."""
 
     name: Annotated[str, Field(min_length=1)]
-    ranks_per_node: Count
+    ranks_per_node: PositiveInt
     fabric: Literal["mesh", "switch"]
     pair_bandwidth: Rate
     rank_bandwidth: Rate
     in_node_latency: Seconds
-    nics_per_node: Count
+    nics_per_node: PositiveInt
     nic_bandwidth: Rate
     network_latency: Seconds
     peak_flops: Rate
@@ -48,41 +52,42 @@ class ClusterSettings(Section):
 
     @model_validator(mode="after")
     def _links_agree(self) -> ClusterSettings:
-        most = self.pair_bandwidth * (1 if self.fabric == "switch" else max(1, self.ranks_per_node - 1))
-        if not self.pair_bandwidth <= self.rank_bandwidth <= most * (1 + 1e-6):
-            links = (
+        peers = 1 if self.fabric == "switch" else max(1, self.ranks_per_node - 1)
+        upper_bound = self.pair_bandwidth * peers
+        if not self.pair_bandwidth <= self.rank_bandwidth <= upper_bound * (1 + 1e-6):
+            rule = (
                 f"must be pair_bandwidth, {self.pair_bandwidth:g}: with fabric: switch a rank has one port"
                 if self.fabric == "switch"
-                else f"must be from pair_bandwidth to pair_bandwidth * {max(1, self.ranks_per_node - 1)} = {most:g}"
+                else f"must be from pair_bandwidth to pair_bandwidth * {peers} = {upper_bound:g}"
             )
-            raise bad_value("rank_bandwidth", self.rank_bandwidth, links, "pair_bandwidth")
+            raise bad_value("rank_bandwidth", self.rank_bandwidth, rule, "pair_bandwidth")
         return self
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal ranks, the links inside a node, and the NICs between nodes.
+    """Nodes with equal numbers of ranks, the links inside a node, and the NICs between nodes.
 
     Attributes:
-        name: of the preset.
-        ranks_per_node: devices (A3: dies) of a node.
-        fabric: "mesh": a link for each pair of ranks of a node; "switch": each rank has one port.
-        pair_bandwidth: between two ranks of a node when nothing else runs (switch: of the port).
-        rank_bandwidth: of all in-node links of one rank together (switch: the same as pair_bandwidth).
-        in_node_latency: of a message inside a node.
-        nics_per_node: local rank r uses NIC r * nics_per_node // ranks_per_node.
-        nic_bandwidth: of one NIC, each way.
-        network_latency: of a message between nodes.
-        peak_flops: bf16, dense, of one rank.
-        attention_efficiency: share of the peak that attention over long tiles reaches.
-        tile_rows: a tile whose shorter side has n rows reaches n / (n + tile_rows) of that.
-        linear_efficiency: share of the peak that the linear layers reach.
-        launch: of one kernel call.
+        name: preset name.
+        ranks_per_node: devices of a node (A3: dies).
+        fabric: "mesh" (a link for each pair of ranks of a node) or "switch" (one port for each rank).
+        pair_bandwidth: bandwidth between two ranks of an otherwise idle node (switch: of the port).
+        rank_bandwidth: total bandwidth of the in-node links of one rank (switch: equal to pair_bandwidth).
+        in_node_latency: latency of a message inside a node.
+        nics_per_node: NICs of a node; rank r of a node uses NIC r * nics_per_node // ranks_per_node.
+        nic_bandwidth: bandwidth of one NIC in each direction.
+        network_latency: latency of a message between nodes.
+        peak_flops: dense bf16 peak of one rank.
+        attention_efficiency: share of the peak that attention reaches on long tiles.
+        tile_rows: a tile whose shorter side has n rows reaches n / (n + tile_rows) of the long-tile rate.
+        linear_efficiency: share of the peak that linear layers reach.
+        launch: seconds of one kernel launch.
         communication_efficiency: share of the nominal bandwidths that transfers reach.
         memory: bytes of a rank's device.
 
     Raises:
-        ConfigError: a value is out of range; names it and what is valid.
+        ConfigError: A value is out of range. The message names it and the valid values.
     """
 
     name: str
@@ -112,7 +117,7 @@ class Cluster:
 
     @property
     def effective_rank(self) -> float:
-        """Bytes/second that all in-node links of a rank reach together."""
+        """Bytes/second that the in-node links of a rank reach together."""
         return self.rank_bandwidth * self.communication_efficiency
 
     @property
@@ -120,17 +125,16 @@ class Cluster:
         """Bytes/second that a NIC reaches."""
         return self.nic_bandwidth * self.communication_efficiency
 
-    def nic_of(self, local_rank: int) -> int:
-        """The NIC that a rank of a node uses, both numbered from 0 in the node."""
-        if not 0 <= local_rank < self.ranks_per_node:
-            raise ConfigError(f"local rank {local_rank}: valid: 0 to {self.ranks_per_node - 1}, ranks of a node")
-        return local_rank * self.nics_per_node // self.ranks_per_node
+    def nic_of(self, rank: Any) -> Any:
+        """Return the NIC of a rank, or of an array of ranks; both are numbered over all nodes."""
+        node, local_rank = rank // self.ranks_per_node, rank % self.ranks_per_node
+        return node * self.nics_per_node + local_rank * self.nics_per_node // self.ranks_per_node
 
-    def with_(self, **changes: Any) -> Cluster:
-        """The same but for some values.
+    def with_values(self, **changes: Any) -> Cluster:
+        """Return a copy with some values changed.
 
         Raises:
-            ConfigError: no such value, or out of range.
+            ConfigError: A name is unknown or a value is out of range.
         """
         known = [field.name for field in dataclasses.fields(self)]
         for key in changes:
@@ -139,11 +143,13 @@ class Cluster:
         return dataclasses.replace(self, **changes)
 
     def with_ranks(self, ranks_per_node: int) -> Cluster:
-        """Nodes of which only the first ranks are used: with the links among these and the NICs that are theirs.
+        """Return the cluster with only the first ranks of each node in use, and their links and NICs.
 
         Raises:
-            ConfigError: a node does not have so many ranks.
+            ConfigError: A node has fewer ranks.
         """
+        if ranks_per_node == self.ranks_per_node:
+            return self
         if not 1 <= ranks_per_node <= self.ranks_per_node:
             raise ConfigError(
                 f"ranks_per_node = {ranks_per_node}: a node of cluster {self.name} has {self.ranks_per_node} ranks; "
@@ -152,24 +158,41 @@ class Cluster:
         rank_bandwidth = self.rank_bandwidth
         if self.fabric == "mesh":
             rank_bandwidth = min(rank_bandwidth, self.pair_bandwidth * max(1, ranks_per_node - 1))
-        return self.with_(
+        return self.with_values(
             ranks_per_node=ranks_per_node,
             rank_bandwidth=rank_bandwidth,
             nics_per_node=self.nic_of(ranks_per_node - 1) + 1,
         )
 
+    def reduction_seconds(self, gradient_bytes: float, ranks: int) -> float:
+        """Return the seconds of a ring reduce-scatter and all-gather of gradients.
+
+        2 * gradient_bytes * (ranks - 1) / ranks over the slowest link: inside a node a rank's in-node links, between
+        nodes all NICs of a node, over which as many rings run in parallel. Latencies are not included.
+
+        Args:
+            gradient_bytes: gradients of one rank before the reduction.
+            ranks: size of the group, data-parallel times context-parallel.
+        """
+        if ranks <= 1:
+            return 0.0
+        rate = self.effective_rank
+        if ranks > self.ranks_per_node:
+            rate = min(rate, self.effective_nic * self.nics_per_node)
+        return 2 * gradient_bytes * (ranks - 1) / ranks / rate
+
 
 def cluster_names() -> list[str]:
-    """The presets that are installed, sorted."""
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    """Return the names of the installed presets, sorted."""
+    return sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A preset by its name, such as "a2", or a YAML file with the same keys.
+    """Load a preset by name, such as "a2", or a YAML file with the same keys.
 
     Raises:
-        ConfigError: no such preset (names those there are) or file; a key is missing, unknown, or out of range, told
-            with the place in the file.
+        ConfigError: The preset or file does not exist (the message lists the presets), or a key is missing, unknown or
+            out of range (the message gives file and line).
     """
     text = str(name_or_path)
     if isinstance(name_or_path, str) and text in cluster_names():
@@ -177,10 +200,10 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     path = Path(name_or_path)
     if isinstance(name_or_path, str) and path.suffix not in (".yaml", ".yml") and path.name == text:
         names = cluster_names()
-        near = meant(text.lower(), names)
+        near = closest_names(text.lower(), names)
         raise ConfigError(
-            f"cluster {text!r}: no such preset; {f'did you mean {near}? ' if near else ''}"
-            f"valid: {', '.join(names)}, or the path of a YAML file with the keys of one"
+            f"cluster {text!r}: no such preset; {did_you_mean(near)}"
+            f"valid: {', '.join(names)}, or the path of a YAML file with the keys of a preset"
         )
     if not path.is_file():
         valid = f"the path of a YAML file with the keys of a preset, or {', '.join(cluster_names())}"
@@ -190,10 +213,34 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 @lru_cache
 def _preset(name: str) -> Cluster:
-    return _read(PRESETS / f"{name}.yaml")
+    return _read(PRESET_FOLDER / f"{name}.yaml")
 
 
 def _read(path: Path) -> Cluster:
     file = read_settings_file(path)
-    settings = in_file(file, "", lambda: ClusterSettings(**file.data))
+    settings = with_file_location(file, "", lambda: ClusterSettings(**file.data))
     return Cluster(**settings.model_dump())
+
+
+@lru_cache(maxsize=64)
+def cluster_of(topology: Topology) -> Cluster:
+    """Return the cluster that a topology runs on, its nodes cut to the topology's ranks.
+
+    A file is read once per process, so that all plans of a run use the same figures.
+
+    Raises:
+        ConfigError: The cluster does not exist, or its nodes have fewer ranks.
+    """
+    cluster = load_cluster(DEFAULT_CLUSTER if topology.cluster is None else topology.cluster)
+    ranks_per_node = topology.ranks_per_node
+    if ranks_per_node <= cluster.ranks_per_node:
+        return cluster.with_ranks(ranks_per_node)
+    if topology.cluster is None:  # no such nodes are known: assume the same links, and a NIC for each rank
+        rank_bandwidth = cluster.pair_bandwidth * (ranks_per_node - 1)
+        return cluster.with_values(
+            ranks_per_node=ranks_per_node, rank_bandwidth=rank_bandwidth, nics_per_node=ranks_per_node
+        )
+    raise ConfigError(
+        f"cluster is {topology.cluster!r}, whose nodes have {cluster.ranks_per_node} ranks, but the topology has "
+        f"{ranks_per_node} on a node; valid: at most as many, or a file with ranks_per_node and links of your own"
+    )

@@ -1,4 +1,4 @@
-"""Modelled seconds of a rank's kernels: attention by pairs and by how short its tiles are, linear layers by tokens."""
+"""Modelled seconds of a rank's kernels: attention by pairs and tile size, linear layers by tokens."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_cp.cost.cluster import Cluster
+from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout.layout import is_whole
+from mindspeed_cp.schema.numbers import check_count
 
 if TYPE_CHECKING:
-    from mindspeed_cp.plan.config import AttentionConfig
+    from mindspeed_cp.plan.problem import AttentionConfig
 
-ATTENTION_BACKWARD = 2.5  # five matrix products in place of two: the scores again, dV, dP, dQ, dK
+ATTENTION_BACKWARD = 2.5  # five matrix products instead of two: recomputed scores, dV, dP, dQ, dK
 LINEAR_BACKWARD = 2.0  # the gradients of the input and of the weights
 
-#: Of linear layers: all; the projections to q, k and v; that of the output; what is neither of these.
-PARTS = ("all", "qkv", "out", "rest")
-
-MOST = 10**9
+#: Parts of linear layers: all; the q, k and v projections; the output projection; all others.
+LINEAR_PARTS = ("all", "qkv", "out", "rest")
 
 
 @dataclass(frozen=True)
@@ -28,28 +26,29 @@ class LayerCost:
     """The linear part of one transformer layer, on one tensor-parallel rank.
 
     Attributes:
-        flops_per_token: of the forward; the backward is twice that.
-        hidden_size: of the whole layer.
+        flops_per_token: FLOPs of the forward; the backward has twice as many.
+        hidden_size: hidden size of the whole layer.
         qkv_flops, out_flops: of `flops_per_token`, those of the projections before and after attention, which run where
-            attention does if a plan moves hidden states (`Plan.linear`).
-        row_shares: ranks that share the rows of hidden states: the tensor-parallel ones with sequence parallelism.
+            attention does if a plan moves hidden states (`Plan.linear_layout`).
+        hidden_row_shares: ranks that share the rows of hidden states: the tensor-parallel ones with sequence
+            parallelism.
         bytes_per_element: of q, k, v, out and hidden states. Gradients of keys and values that are summed on their way
             have 4.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: A number is out of range.
     """
 
     flops_per_token: float
     hidden_size: int
     qkv_flops: float = 0.0
     out_flops: float = 0.0
-    row_shares: int = 1
+    hidden_row_shares: int = 1
     bytes_per_element: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "row_shares"):
-            _check(name, getattr(self, name))
+        for name in ("hidden_size", "hidden_row_shares"):
+            check_count(f"LayerCost.{name}", getattr(self, name))
         for name in ("flops_per_token", "qkv_flops", "out_flops"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -62,13 +61,18 @@ class LayerCost:
         if self.bytes_per_element not in (2, 4):
             raise ConfigError(f"LayerCost.bytes_per_element is {self.bytes_per_element!r}; valid: 2 (bf16), 4 (fp32)")
 
+    @property
+    def hidden_row_bytes(self) -> float:
+        """Bytes of a row of hidden states that this rank moves; a share of it under sequence parallelism."""
+        return self.hidden_size * self.bytes_per_element / self.hidden_row_shares
+
     def flops(self, part: str) -> float:
-        """FLOPs of a token in one of PARTS, forward."""
+        """Return the forward FLOPs of a token in one of LINEAR_PARTS."""
         rest = self.flops_per_token - self.qkv_flops - self.out_flops
         return {"all": self.flops_per_token, "qkv": self.qkv_flops, "out": self.out_flops, "rest": max(rest, 0.0)}[part]
 
     @staticmethod
-    def of(
+    def from_sizes(
         hidden_size: int,
         ffn_hidden_size: int,
         heads: int,
@@ -80,22 +84,22 @@ class LayerCost:
         sequence_parallel: bool = False,
         bytes_per_element: int = 2,
     ) -> LayerCost:
-        """A decoder layer: 2 FLOPs for each weight of QKV, the output projection and the FFN, over the tensor-parallel
-        ranks.
+        """Return the cost of a decoder layer: 2 FLOPs per token and weight of the q, k, v and output projections and
+        the FFN, divided by the tensor-parallel ranks.
 
         Args:
-            hidden_size: of the layer.
+            hidden_size: hidden size.
             ffn_hidden_size: inner width of the FFN.
-            heads, kv_heads, head_dim, head_dim_v: of the whole layer's attention.
-            gated: an FFN of three matrices (SwiGLU) in place of two.
+            heads, kv_heads, head_dim, head_dim_v: attention of the whole layer.
+            gated: the FFN has three matrices (SwiGLU) instead of two.
             tensor_parallel: ranks that share the layer.
-            sequence_parallel: these share the rows of hidden states, too.
+            sequence_parallel: the tensor-parallel ranks share the rows of hidden states, too.
             bytes_per_element: see :class:`LayerCost`.
         """
-        given = locals()
+        sizes = locals()
         for name in ("hidden_size", "heads", "kv_heads", "head_dim", "head_dim_v", "tensor_parallel"):
-            _check(name, given[name])
-        _check("ffn_hidden_size", ffn_hidden_size, least=0)
+            check_count(name, sizes[name])
+        check_count("ffn_hidden_size", ffn_hidden_size, least=0)
         qkv = 2.0 * hidden_size * (heads * head_dim + kv_heads * (head_dim + head_dim_v)) / tensor_parallel
         out = 2.0 * heads * head_dim_v * hidden_size / tensor_parallel
         ffn = 2.0 * (3 if gated else 2) * hidden_size * ffn_hidden_size / tensor_parallel
@@ -103,17 +107,17 @@ class LayerCost:
         return LayerCost(qkv + out + ffn, hidden_size, qkv, out, shares, bytes_per_element)
 
     @staticmethod
-    def like(attention: AttentionConfig, tensor_parallel: int = 1) -> LayerCost:
-        """A plain decoder layer around an attention: hidden size heads * head_dim, a gated FFN 8/3 as wide (as in
-        LLaMA).
+    def for_attention(attention: AttentionConfig, tensor_parallel: int = 1) -> LayerCost:
+        """Return the cost of a plain decoder layer with this attention: hidden size heads * head_dim and a gated FFN
+        8/3 as wide, as in LLaMA.
 
         Args:
-            attention: of one tensor-parallel rank.
-            tensor_parallel: ranks that share the layer; all have as many heads.
+            attention: attention of one tensor-parallel rank.
+            tensor_parallel: number of tensor-parallel ranks; all have the same number of heads.
         """
         heads, kv_heads = attention.heads * tensor_parallel, attention.kv_heads * tensor_parallel
         hidden = heads * attention.head_dim
-        return LayerCost.of(
+        return LayerCost.from_sizes(
             hidden,
             round(hidden * 8 / 3),
             heads,
@@ -125,44 +129,40 @@ class LayerCost:
 
 
 class ComputeCost:
-    """Modelled kernel times of one attention and one layer on the devices of a cluster; arrays in, arrays out."""
+    """Modelled kernel seconds of one layer on the devices of a cluster. All arguments may be arrays."""
 
     def __init__(self, cluster: Cluster, attention: AttentionConfig, layer: LayerCost | None = None) -> None:
         """
         Args:
-            cluster: what the devices can do.
-            attention: of one tensor-parallel rank.
-            layer: its linear part; default: :meth:`LayerCost.like` the attention.
+            cluster: the devices.
+            attention: attention of one tensor-parallel rank.
+            layer: linear part of the layer; default: :meth:`LayerCost.for_attention`.
         """
         self.cluster, self.attention = cluster, attention
-        self.layer = LayerCost.like(attention) if layer is None else layer
+        self.layer = LayerCost.for_attention(attention) if layer is None else layer
         self.flops_per_pair = 2.0 * attention.heads * (attention.head_dim + attention.head_dim_v)
         self._seconds_per_pair = self.flops_per_pair / (cluster.peak_flops * cluster.attention_efficiency)
 
     def attention_seconds(self, pairs: Any, short_side: Any, calls: Any = 0, backward: bool = False) -> Any:
-        """Seconds of attention tiles: pairs * flops_per_pair / (peak * efficiency * n / (n + tile_rows)) + launches.
+        """Return the seconds of attention tiles: pairs * flops_per_pair / (peak * efficiency * n / (n + tile_rows)) +
+        launches.
 
         Args:
             pairs: visible (query, key) pairs of a tile, or of several tiles with the same shorter side.
-            short_side: n, rows of the shorter side of the tile, queries or keys; of no importance where pairs is 0.
-            calls: kernel calls, each of which costs `launch`.
-            backward: 2.5 times the FLOPs of the forward.
+            short_side: n, rows of the shorter side of the tile (queries or keys); ignored where pairs is 0.
+            calls: kernel calls; each costs `launch`.
+            backward: True for the backward, which has 2.5 times the FLOPs of the forward.
 
         Returns:
-            fp64, of the broadcast shape of the first three.
+            fp64, with the broadcast shape of the first three arguments.
         """
         pairs = np.asarray(pairs, np.float64)
         rows = np.maximum(np.asarray(short_side, np.float64), 1.0)
         factor = self._seconds_per_pair * (ATTENTION_BACKWARD if backward else 1.0)
         return pairs * factor * (1.0 + self.cluster.tile_rows / rows) + np.asarray(calls) * self.cluster.launch
 
-    def linear_seconds(self, tokens: Any, backward: bool = False, part: str = "all") -> Any:
-        """Seconds of the linear layers (one of PARTS) of that many tokens, fp64 of the same shape; the backward is
-        twice the forward."""
-        each = self.layer.flops(part) / (self.cluster.peak_flops * self.cluster.linear_efficiency)
-        return np.asarray(tokens, np.float64) * each * (LINEAR_BACKWARD if backward else 1.0)
-
-
-def _check(name: str, value: object, least: int = 1) -> None:
-    if not is_whole(value) or not least <= value <= MOST:  # type: ignore[operator]
-        raise ConfigError(f"LayerCost: {name} is {value!r}; valid: a whole number from {least} to {MOST}")
+    def linear_layer_seconds(self, tokens: Any, backward: bool = False, part: str = "all") -> Any:
+        """Return the seconds of the linear layers (one of LINEAR_PARTS) for a number of tokens, fp64 of the same
+        shape."""
+        seconds_per_token = self.layer.flops(part) / (self.cluster.peak_flops * self.cluster.linear_efficiency)
+        return np.asarray(tokens, np.float64) * seconds_per_token * (LINEAR_BACKWARD if backward else 1.0)

@@ -1,4 +1,4 @@
-"""Measured seconds of kernels and links, from this machine or from a CSV file, and what is fitted to them."""
+"""Measured seconds of kernels and links, from this machine or a CSV file, and the fits to them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.cost.fit import AttentionFit, RateFit, fit_attention, fit_rate
+from mindspeed_cp.cluster.fit import AttentionFit, RateFit, fit_attention, fit_rate
 from mindspeed_cp.errors import ConfigError
 
-#: What is measured, and the columns that say how much of it.
-KINDS = {
+#: Measured kinds, and the CSV columns with the amount of work of each.
+MEASURED_KINDS = {
     "attention": ("flops", "short_side", "calls"),
     "linear": ("flops",),
     "in_node": ("bytes",),
@@ -23,22 +23,22 @@ KINDS = {
     "network": ("bytes",),
     "network_all": ("bytes",),
 }
-COLUMNS = ("kind", "seconds", "flops", "short_side", "calls", "bytes")
+CSV_COLUMNS = ("kind", "seconds", "flops", "short_side", "calls", "bytes")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of one thing.
+    """Measured seconds of a kernel or a message.
 
     Attributes:
-        kind: "attention", a kernel; "linear", a product of matrices; "in_node" or "network", a message one way between
-            two ranks of a node, or of two, when nothing else runs; "in_node_all", every rank sends to every other of
-            its node at once and receives as much; "network_all", every rank of a node sends to its like of another.
-        seconds: measured.
-        flops: of attention (forward 2 * pairs * heads * (head_dim + head_dim_v), backward 2.5 times that) and linear.
-        short_side: of attention: rows of the shorter side of the tile.
-        calls: of attention: kernel calls in those seconds.
-        bytes: of a message; with "_all", that a rank sends in all.
+        kind: "attention", a kernel; "linear", a matrix product; "in_node" or "network", a single one-way message inside
+            a node or between nodes; "in_node_all", every rank of a node sends to every other at once; "network_all",
+            every rank of a node sends to its counterpart on another node at once.
+        seconds: measured seconds.
+        flops: for attention (forward 2 * pairs * heads * (head_dim + head_dim_v), backward 2.5 times that) and linear.
+        short_side: for attention: rows of the shorter side of the tile.
+        calls: for attention: number of kernel calls.
+        bytes: of the message; for "_all" kinds the sum of all messages that a rank sends.
     """
 
     kind: str
@@ -50,12 +50,12 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Fits:
-    """What measurements say; None where nothing of the kind was measured.
+class MeasuredFits:
+    """Fits to measurements; None for a kind that was not measured.
 
     Attributes:
         attention, linear, in_node, network: fitted models.
-        in_node_all, network_all: bytes/second that a rank, or all ranks of a node, send in all at once.
+        in_node_all, network_all: total bytes/second that a rank sends in its node, or that a node sends.
     """
 
     attention: AttentionFit | None = None
@@ -66,56 +66,57 @@ class Fits:
     network_all: float | None = None
 
     @staticmethod
-    def of(found: Iterable[Measurement], ranks_per_node: int = 1) -> Fits:
-        """Fit every kind that is there.
+    def from_measurements(measurements: Iterable[Measurement], ranks_per_node: int = 1) -> MeasuredFits:
+        """Fit every measured kind.
 
         Args:
-            found: measurements of any kinds.
-            ranks_per_node: ranks that send in a "network_all".
+            measurements: measurements of any kinds.
+            ranks_per_node: number of ranks that send in "network_all".
 
         Raises:
-            ConfigError: of a kind there are too few, or they do not tell a rate.
+            ConfigError: A kind has too few measurements, or they determine no rate.
         """
         kinds: dict[str, list[Measurement]] = {}
-        for one in found:
-            kinds.setdefault(one.kind, []).append(one)
+        for measurement in measurements:
+            kinds.setdefault(measurement.kind, []).append(measurement)
 
         def column(kind: str, name: str) -> np.ndarray:
-            return np.array([getattr(one, name) for one in kinds[kind]], np.float64)
+            return np.array([getattr(measurement, name) for measurement in kinds[kind]], np.float64)
 
         def rate(kind: str, name: str) -> RateFit | None:
             return fit_rate(kind, column(kind, name), column(kind, "seconds")) if kind in kinds else None
 
-        def together(kind: str) -> float | None:
+        def highest_rate(kind: str) -> float | None:
             return float((column(kind, "bytes") / column(kind, "seconds")).max()) if kind in kinds else None
 
         attention = None
         if "attention" in kinds:
-            parts = [column("attention", name) for name in ("flops", "short_side", "calls", "seconds")]
-            attention = fit_attention(*parts)
-        rails = together("network_all")
-        return Fits(
+            columns = [column("attention", name) for name in ("flops", "short_side", "calls", "seconds")]
+            attention = fit_attention(*columns)
+        network_all = highest_rate("network_all")
+        return MeasuredFits(
             attention,
             rate("linear", "flops"),
             rate("in_node", "bytes"),
             rate("network", "bytes"),
-            together("in_node_all"),
-            None if rails is None else rails * ranks_per_node,
+            highest_rate("in_node_all"),
+            None if network_all is None else network_all * ranks_per_node,
         )
 
     def table(self) -> dict[str, dict[str, float]]:
-        """How well each model fits: {"attention": {"points", "median_error", "largest_error"}, ...}."""
+        """Return the quality of each fit: {"attention": {"points", "median_error", "largest_error"}, ...}."""
         models = {name: getattr(self, name) for name in ("attention", "linear", "in_node", "network")}
         return {name: model.fit.summary() for name, model in models.items() if model is not None}
 
 
 def read_measurements(path: str | Path) -> list[Measurement]:
-    """Read a CSV file with the columns of :data:`COLUMNS`; cells that a kind does not need may be empty, and columns
-    that none needs may be missing.  `calls` is 1 where it is empty.
+    """Read a CSV file with columns from :data:`CSV_COLUMNS`.
+
+    Cells that a kind does not need may be empty, unused columns may be missing, and `calls` defaults to 1.
 
     Raises:
-        ConfigError: the file cannot be read, a column or kind is unknown, or a number is missing or not above 0; with
-            the line.
+        ConfigError: The file cannot be read, a column or kind is unknown, or a number is missing or not positive; the
+            message gives the line.
     """
     name = str(path)
     try:
@@ -126,27 +127,27 @@ def read_measurements(path: str | Path) -> list[Measurement]:
         raise ConfigError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}") from None
     reader = csv.DictReader(text.splitlines(), restkey="")
     header = [str(column) for column in reader.fieldnames or ()]
-    unknown = [column for column in header if column not in COLUMNS]
+    unknown = [column for column in header if column not in CSV_COLUMNS]
     missing = [column for column in ("kind", "seconds") if column not in header]
     if unknown or missing or len(set(header)) < len(header):
         wrong = (
             f"column {unknown[0]!r} is unknown" if unknown else f"column {missing[0]!r} is missing" if missing else ""
         )
-        raise ConfigError(f"{name}:1: {wrong or 'a column is given twice'}; valid: {', '.join(COLUMNS)}")
-    found = [_row(row, f"{name}:{reader.line_num}") for row in reader]
-    if not found:
-        raise ConfigError(f"{name}: there are no measurements in it; give rows of {', '.join(COLUMNS)}")
-    return found
+        raise ConfigError(f"{name}:1: {wrong or 'a column is given twice'}; valid: {', '.join(CSV_COLUMNS)}")
+    measurements = [_row(row, f"{name}:{reader.line_num}") for row in reader]
+    if not measurements:
+        raise ConfigError(f"{name}: there are no measurements in it; give rows of {', '.join(CSV_COLUMNS)}")
+    return measurements
 
 
-def _row(row: dict[Any, Any], place: str) -> Measurement:
+def _row(row: dict[Any, Any], location: str) -> Measurement:
     kind = (row["kind"] or "").strip()
-    if kind not in KINDS:
-        raise ConfigError(f"{place}: kind {kind!r}: valid: {', '.join(KINDS)}")
+    if kind not in MEASURED_KINDS:
+        raise ConfigError(f"{location}: kind {kind!r}: valid: {', '.join(MEASURED_KINDS)}")
     if "" in row:
-        raise ConfigError(f"{place}: has more cells than there are columns")
+        raise ConfigError(f"{location}: has more cells than there are columns")
     values: dict[str, float] = {}
-    for column in ("seconds", *KINDS[kind]):
+    for column in ("seconds", *MEASURED_KINDS[kind]):
         cell = (row.get(column) or "").strip()
         if not cell and column == "calls":
             continue
@@ -155,5 +156,5 @@ def _row(row: dict[Any, Any], place: str) -> Measurement:
         except ValueError:
             values[column] = math.nan
         if not 0 < values[column] < math.inf:
-            raise ConfigError(f"{place}: {column} of {kind} is {cell!r}; valid: a number above 0")
+            raise ConfigError(f"{location}: {column} of {kind} is {cell!r}; valid: a number above 0")
     return Measurement(kind, **values)

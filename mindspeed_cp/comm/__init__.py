@@ -1,37 +1,52 @@
-"""Moves bytes between ranks, on HCCL, NCCL and gloo."""
+"""Carries tensors between ranks, on HCCL, NCCL and gloo, or within one process."""
 
-from mindspeed_cp.comm.lanes import Lanes, close_lanes, existing_group, lanes_of, library_of, open_lanes, warm_up
-from mindspeed_cp.comm.move import Move, Rows, move_of, rows_at, start_moves
+from mindspeed_cp.comm.directional_groups import (
+    DirectionalGroups,
+    close_directional_groups,
+    open_directional_groups,
+    warm_up,
+)
+from mindspeed_cp.comm.group_transport import GroupTransport
+from mindspeed_cp.comm.groups import comm_library, group_rank, group_size, resolve_group
+from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending, InMemoryTransport
+from mindspeed_cp.comm.redistribution import (
+    RankRedistribution,
+    RedistributionsInFlight,
+    as_row_index,
+    rank_redistribution,
+    start_redistributions,
+)
 from mindspeed_cp.comm.transport import (
     DEFAULT_TIMEOUT,
     Pending,
     Transfer,
     Transport,
     checked_timeout,
-    group_rank,
-    group_size,
-    staging,
+    staging_buffer,
 )
 
 __all__ = [
     "DEFAULT_TIMEOUT",
-    "Lanes",
-    "Move",
+    "DirectionalGroups",
+    "GroupTransport",
+    "InMemoryNetwork",
+    "InMemoryPending",
+    "InMemoryTransport",
     "Pending",
-    "Rows",
+    "RankRedistribution",
+    "RedistributionsInFlight",
     "Transfer",
     "Transport",
+    "as_row_index",
     "checked_timeout",
-    "close_lanes",
-    "existing_group",
+    "close_directional_groups",
+    "comm_library",
     "group_rank",
     "group_size",
-    "lanes_of",
-    "library_of",
-    "move_of",
-    "open_lanes",
-    "rows_at",
-    "staging",
-    "start_moves",
+    "open_directional_groups",
+    "rank_redistribution",
+    "resolve_group",
+    "staging_buffer",
+    "start_redistributions",
     "warm_up",
 ]

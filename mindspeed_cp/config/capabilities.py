@@ -1,12 +1,12 @@
-"""What is computed exactly and what is refused: one table, for the settings, the documentation and the tests.
+"""Table of capabilities: combinations that are computed exactly, and combinations that are refused.
 
-A cell of the table is an algorithm, a backend of the attention operator, and one value of every feature of attention.
-A cell is exact unless a row of `REFUSALS` names it. The settings are checked against it when they are read, a test
-walks every cell, and the documentation is made from it::
+A cell is an algorithm, a backend of the attention operator, and one value of every feature of attention. It is exact
+unless a row of `REFUSALS` matches it. Settings are checked against the table when they are read, tests run every cell,
+and the documentation is generated from it::
 
-    python -m mindspeed_cp.capabilities > docs/capabilities.md
+    python -m mindspeed_cp.config.capabilities > docs/capabilities.md
 
-A backend with gaps is a name in `BACKENDS` and its rows in `REFUSALS`.
+A backend that refuses something is a name in `BACKEND_NAMES` with rows in `REFUSALS`.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mindspeed_cp.algorithms import ALGORITHMS, algorithm_name
+from mindspeed_cp.algorithms.registry import CAUSAL_CROSS_ATTENTION
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import ALGORITHMS, MASKS, AttentionConfig, algorithm_name
-from mindspeed_cp.plan.build import CAUSAL_OTHER_KEYS
+from mindspeed_cp.plan import MASKS, AttentionConfig
 
 __all__ = [
-    "BACKENDS",
+    "BACKEND_NAMES",
     "FEATURES",
     "REFUSALS",
     "Cell",
     "Refusal",
+    "all_cells",
     "capabilities_md",
-    "cells",
     "check",
-    "find",
+    "find_refusal",
     "refusal",
 ]
 
 #: Implementations of the attention operator.
-BACKENDS = ("cpu", "npu", "cuda")
+BACKEND_NAMES = ("cpu", "npu", "cuda")
 
 #: The values of every feature, in the order of the fields of `Cell`.
 FEATURES: dict[str, tuple[str, ...]] = {
     "algorithm": tuple(ALGORITHMS),
-    "backend": BACKENDS,
+    "backend": BACKEND_NAMES,
     "mask": MASKS,
     "documents": ("packed", "one per row"),
     "window": ("none", "sliding"),
@@ -50,8 +51,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "keys": ("own", "other"),
 }
 
-#: What "exact" was seen on.
-_SEEN_ON = {
+#: Devices on which "exact" was verified.
+_VERIFIED_ON = {
     "cpu": "Seen on CPUs, with gloo between ranks.",
     "npu": "Seen with the real torch-npu and its ProcessGroupHCCL over a stand-in for CANN (tests/host_cann), whose "
     "arithmetic and rules are this project's reading of the vendor's documentation: never on a device. "
@@ -80,19 +81,19 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination; each field has one of the values of the same name in `FEATURES`.
+    """One combination; `FEATURES` has the values of each field.
 
     Attributes:
-        algorithm: the plan's.
-        backend: of the attention operator.
+        algorithm: algorithm of the plan.
+        backend: backend of the attention operator.
         mask: "causal" or "full".
-        documents: "one per row": all documents are equally long; "packed": they are not.
-        window: "sliding" where the window hides something that the mask shows.
+        documents: "one per row" if all documents have the same length, else "packed".
+        window: "sliding" if the window hides keys that the mask shows, else "none".
         bias: "alibi" or "none".
         dropout: "some" or "none".
-        kv_heads: "grouped" where several query heads read one (also multi-query).
-        widths: "unequal" where values are of another width than keys.
-        keys: "other" in cross-attention, where keys have other lengths than queries.
+        kv_heads: "grouped" if several query heads share a key/value head (also multi-query).
+        widths: "unequal" if values and keys differ in width.
+        keys: "other" in cross-attention, if keys have other lengths than queries.
     """
 
     algorithm: str
@@ -109,30 +110,30 @@ class Cell:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Cells that are refused, and what to say.
+    """Cells that are refused, and the error.
 
     Attributes:
-        where: the cells: all that have these values.
-        says: the setting, its value, and why.
-        valid: valid values, or what to use instead.
+        where: feature values of the cells.
+        reason: the setting, its value, and the cause.
+        valid: valid values, or the alternative.
     """
 
     where: Mapping[str, str]
-    says: str
+    reason: str
     valid: str
 
-    def holds(self, cell: Cell) -> bool:
-        """Whether the cell is one of them."""
+    def matches(self, cell: Cell) -> bool:
+        """Return True if the cell is refused."""
         return all(getattr(cell, name) == value for name, value in self.where.items())
 
     def __str__(self) -> str:
-        return f"{self.says}; valid: {self.valid}"
+        return f"{self.reason}; valid: {self.valid}"
 
 
 REFUSALS = (
     Refusal(
         {"mask": "causal", "keys": "other"},
-        *CAUSAL_OTHER_KEYS,
+        *CAUSAL_CROSS_ATTENTION,
     ),
     Refusal(
         {"backend": "cuda", "bias": "alibi", "dropout": "some"},
@@ -142,14 +143,14 @@ REFUSALS = (
 )
 
 
-def cells() -> Iterator[Cell]:
-    """All cells."""
+def all_cells() -> Iterator[Cell]:
+    """Return all cells."""
     return (Cell(*values) for values in itertools.product(*FEATURES.values()))
 
 
 def refusal(cell: Cell) -> Refusal | None:
-    """Why a cell is refused; None: it is exact."""
-    return next((row for row in REFUSALS if row.holds(cell)), None)
+    """Return the refusal of a cell; None if it is exact."""
+    return next((row for row in REFUSALS if row.matches(cell)), None)
 
 
 def check(
@@ -159,36 +160,37 @@ def check(
     kv_documents: Documents | None = None,
     backend: str = "auto",
 ) -> None:
-    """Raise ConfigError, naming the setting, its value and what is valid, unless all of it is exact; arguments as for
-    `find`."""
-    row = find(algorithm, attention, documents, kv_documents, backend)
+    """Raise ConfigError with the setting, its value and the valid values unless everything is exact.
+
+    See :func:`find_refusal` for the arguments.
+    """
+    row = find_refusal(algorithm, attention, documents, kv_documents, backend)
     if row is not None:
         raise ConfigError(str(row))
 
 
-def find(
+def find_refusal(
     algorithm: str,
     attention: AttentionConfig,
     documents: Documents | None = None,
     kv_documents: Documents | None = None,
     backend: str = "auto",
 ) -> Refusal | None:
-    """Why something is refused; None: it is exact.
+    """Return the refusal of an attention; None if it is exact.
 
     Args:
-        algorithm: under any of its names.
-        attention: what one layer computes.
-        documents: the batch; None: any, so that a refusal of some documents counts.
-        kv_documents: lengths of the keys, where they are not those of the queries.
-        backend: of the attention operator; "auto": refused only where all backends refuse.
+        algorithm: any name of an algorithm.
+        attention: attention of one layer.
+        documents: the batch; None: any batch, so that a refusal of some batches counts.
+        kv_documents: lengths of the keys if they differ from those of the queries.
+        backend: backend of the attention operator; "auto": refused if all backends refuse.
 
     Raises:
-        ConfigError: there is no such algorithm or backend.
+        ConfigError: unknown algorithm or backend.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ConfigError(f"backend is {backend!r}; valid: auto, {', '.join(BACKENDS)}")
-    grouped, unequal = attention.kv_heads != attention.heads, attention.head_dim != attention.head_dim_v
-    other = kv_documents is not None and kv_documents != documents
+    if backend != "auto" and backend not in BACKEND_NAMES:
+        raise ConfigError(f"backend is {backend!r}; valid: auto, {', '.join(BACKEND_NAMES)}")
+    cross_attention = kv_documents is not None and kv_documents != documents
     values = {
         "algorithm": (algorithm_name(algorithm),),
         "mask": (attention.mask,),
@@ -196,15 +198,17 @@ def find(
         "window": ("none" if attention.window is None else "sliding",),
         "bias": ("none" if attention.slopes is None else "alibi",),
         "dropout": ("some" if attention.dropout else "none",),
-        "kv_heads": ("grouped" if grouped else "as queries",),
-        "widths": ("unequal" if unequal else "equal",),
-        "keys": ("other" if other else "own",),
+        "kv_heads": ("grouped" if attention.kv_heads != attention.heads else "as queries",),
+        "widths": ("unequal" if attention.head_dim != attention.head_dim_v else "equal",),
+        "keys": ("other" if cross_attention else "own",),
     }
-    found = []
-    for name in BACKENDS if backend == "auto" else (backend,):
-        these = itertools.product(*[(name,) if feature == "backend" else values[feature] for feature in FEATURES])
-        found.append(next(filter(None, (refusal(Cell(*cell)) for cell in these)), None))
-    return found[0] if all(found) else None
+    refusals = []
+    for name in BACKEND_NAMES if backend == "auto" else (backend,):
+        combinations = itertools.product(
+            *[(name,) if feature == "backend" else values[feature] for feature in FEATURES]
+        )
+        refusals.append(next(filter(None, (refusal(Cell(*cell)) for cell in combinations)), None))
+    return refusals[0] if all(refusals) else None
 
 
 def _kind(documents: Documents) -> str:
@@ -212,47 +216,48 @@ def _kind(documents: Documents) -> str:
 
 
 def capabilities_md() -> str:
-    """The text of docs/capabilities.md."""
+    """Return the text of docs/capabilities.md."""
     parts = [_HEAD]
-    for backend in BACKENDS:
+    for backend in BACKEND_NAMES:
         parts += _backend_table(backend)
     return "\n".join(parts) + "\n"
 
 
 def _backend_table(backend: str) -> list[str]:
-    """A table of features by algorithms; those with equal columns share one, and what is refused is a numbered note."""
-    mine = [(cell, refusal(cell)) for cell in cells() if cell.backend == backend]
-    notes = [row for row in REFUSALS if any(row is found for _, found in mine)]
+    """Return the table of a backend: features by algorithms, equal columns merged, refusals as numbered notes."""
+    results = [(cell, refusal(cell)) for cell in all_cells() if cell.backend == backend]
+    notes = [row for row in REFUSALS if any(row is result for _, result in results)]
     columns: dict[tuple[str, ...], list[str]] = {}
     for name in ALGORITHMS:
-        rows = [(cell, found) for cell, found in mine if cell.algorithm == name]
+        rows = [(cell, result) for cell, result in results if cell.algorithm == name]
         columns.setdefault(tuple(_entry(rows, *feature, notes) for feature in _LABELS), []).append(name)
     heads = [", ".join(names) for names in columns.values()]
-    exact = sum(found is None for _, found in mine)
+    exact = sum(result is None for _, result in results)
     return [
         f"## {backend}\n",
-        *([f"{_SEEN_ON[backend]}\n"] if backend in _SEEN_ON else []),
+        *([f"{_VERIFIED_ON[backend]}\n"] if backend in _VERIFIED_ON else []),
         f"| | {' | '.join(heads)} |",
         "|---" * (1 + len(heads)) + "|",
         *(f"| {label} | {' | '.join(entries)} |" for label, *entries in zip(_LABELS.values(), *columns, strict=True)),
         *(f"\n{number}. Refused: {row}." for number, row in enumerate(notes, 1)),
-        f"\nThe rows combine freely: {exact:,} of {len(mine):,} combinations are exact"
+        f"\nThe rows combine freely: {exact:,} of {len(results):,} combinations are exact"
         + (", the others refused by what the notes say." if notes else "."),
     ]
 
 
 def _entry(rows: list[tuple[Cell, Refusal | None]], feature: str, value: str, notes: list[Refusal]) -> str:
-    """What stands in the table for one algorithm and one value of a feature."""
-    found = [row for cell, row in rows if getattr(cell, feature) == value]
-    own = [number for number, note in enumerate(notes, 1) if note in found and feature in note.where]
-    return ("exact" if None in found else "refused") + (f" ({', '.join(map(str, own))})" if own else "")
+    """Return the entry of one algorithm and one value of a feature."""
+    results = [row for cell, row in rows if getattr(cell, feature) == value]
+    numbers = [number for number, note in enumerate(notes, 1) if note in results and feature in note.where]
+    return ("exact" if None in results else "refused") + (f" ({', '.join(map(str, numbers))})" if numbers else "")
 
 
 _HEAD = """\
 # Capabilities
 
-Made by `python -m mindspeed_cp.capabilities > docs/capabilities.md` from the table in `mindspeed_cp/capabilities.py`.
-The settings are checked against that table when they are read, and tests walk every cell of it.
+Made by `python -m mindspeed_cp.config.capabilities > docs/capabilities.md` from the table in
+`mindspeed_cp/config/capabilities.py`. The settings are checked against that table when they are read, and tests walk
+every cell of it.
 
 *exact*: out, dq, dk and dv agree with dense attention in fp64, for any number of ranks (odd ones too), any number of
 query heads, and lengths that divide by nothing. A number in brackets is a note below the table: together with something

@@ -1,8 +1,8 @@
-"""Every key with its default, its meaning and its valid values, as a YAML file made from the schema.
+"""Reference of the settings: every key with its default, meaning and valid values, as YAML made from the sections.
 
-    python -m mindspeed_cp.config_reference > configs/reference.yaml
+    python -m mindspeed_cp.config.reference > configs/reference.yaml
 
-A test compares that file with the schema, so the two cannot drift apart.
+A test compares that file with the sections.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import textwrap
 
 from pydantic.fields import FieldInfo
 
-from mindspeed_cp.config import Settings
-from mindspeed_cp.config_errors import describe
-from mindspeed_cp.config_sections import Section
+from mindspeed_cp.config.algorithm_options import describe_option, options_by_name, valid_values
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.config.suite import SuiteSettings
+from mindspeed_cp.schema.base import Section
+from mindspeed_cp.schema.messages import describe_valid_values
 
 _HEAD = """\
 # Every key of the settings, with its default: a file with none of these lines means the same.
-# Made from the schema by: python -m mindspeed_cp.config_reference > configs/reference.yaml
+# Made from the schema by: python -m mindspeed_cp.config.reference > configs/reference.yaml
 """
 
 
 def reference_yaml() -> str:
-    """The text of configs/reference.yaml."""
+    """Return the text of configs/reference.yaml."""
     parts = [_HEAD]
     for name, info in Settings.model_fields.items():
         kind = info.annotation
@@ -35,8 +37,15 @@ def reference_yaml() -> str:
 def _section(name: str, kind: type[Section]) -> str:
     lines = [*_comment(inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0], ""), f"{name}:"]
     for key, info in kind.model_fields.items():
-        lines += _comment(f"{info.description} ({describe(info)})", "  ")
+        lines += _comment(f"{info.description} ({describe_valid_values(info)})", "  ")
         lines.append(f"  {key}: {_scalar(info)}")
+    if kind is SuiteSettings:
+        lines += ["", *_comment("Options of the algorithms; null: the default of the algorithm.", "  ")]
+        for name, options in options_by_name().items():
+            lines += _comment(
+                f"{describe_option(options)} ({valid_values(next(iter(options.values())))} or null)", "  "
+            )
+            lines.append(f"  {name}: null")
     return "\n".join(lines) + "\n"
 
 
@@ -45,7 +54,7 @@ def _comment(text: str, indent: str) -> list[str]:
 
 
 def _scalar(info: FieldInfo) -> str:
-    value = info.default
+    value = info.get_default(call_default_factory=True)
     if value is None:
         return "null"
     if isinstance(value, bool):

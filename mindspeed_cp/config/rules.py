@@ -1,27 +1,26 @@
-"""Checks that need more than one setting, made when the settings are read and when the number of ranks is known."""
+"""Rules between settings, checked when they are read, and when the number of ranks is known."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from mindspeed_cp import capabilities
-from mindspeed_cp.config_errors import bad_value
-from mindspeed_cp.config_parallel import check_expert_ranks, check_parallel
-from mindspeed_cp.config_suite import divisors
-from mindspeed_cp.config_variants import check_also
-from mindspeed_cp.cost import LayerCost, load_cluster
-from mindspeed_cp.devices import device_type
+from mindspeed_cp.algorithms import AUTO
+from mindspeed_cp.choose.candidates import parse_candidate
+from mindspeed_cp.cluster import load_cluster
+from mindspeed_cp.cluster.cluster import cluster_of
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.config.algorithm_options import check_divides
+from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings, replace_algorithm
+from mindspeed_cp.config.derived import whole_attention
+from mindspeed_cp.config.sections import Sections
+from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
+from mindspeed_cp.device.npu_limits import check_npu_limits
+from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.npu_limits import check_limits
-from mindspeed_cp.plan import AUTO, AttentionConfig
-from mindspeed_cp.plan.hierarchical import cluster_of
+from mindspeed_cp.schema.messages import bad_value
 
-if TYPE_CHECKING:
-    from mindspeed_cp.config import Settings
-
-#: Keys that decide features of the table of capabilities; the first that a refusal names is told.
-KEYS = {
+#: Key of each feature of the table of capabilities; an error names the key of the first feature of a refusal.
+KEY_OF_FEATURE = {
     "bias": "model.position_embedding_type",
     "dropout": "model.attention_dropout",
     "window": "model.window_size",
@@ -29,24 +28,25 @@ KEYS = {
     "kv_heads": "model.num_query_groups",
     "backend": "context_parallel_suite.backend",
 }
-VOCAB_MULTIPLE = 16  # rows of the embedding are a multiple of this; tensor-parallel ranks share them
+VOCAB_SIZE_DIVISIBLE_BY = 16  # rows of the embedding are a multiple of this; tensor-parallel ranks share them
 
 
-def check(settings: Settings) -> None:
-    """Raise the error of the first pair of settings that do not fit together."""
+def check(settings: Sections) -> None:
+    """Raise SettingError for the first settings that do not fit together."""
     _check_heads(settings)
     _check_tensor_parallel(settings)
-    check_parallel(settings)
+    _check_parallel(settings)
     _check_cluster(settings)
     _check_capabilities(settings)
     _check_schedule(settings)
-    check_also(settings)
+    _check_candidates(settings)
 
 
-def data_parallel_size(settings: Settings, world_size: int) -> int:
-    """How many replicas `world_size` ranks make.
+def data_parallel_size(settings: Sections, world_size: int) -> int:
+    """Return the number of replicas that `world_size` ranks make.
 
-    ConfigError if they do not make whole replicas, or if the batch does not divide among them.
+    Raises:
+        ConfigError: they do not make whole replicas, or the batch does not divide among the replicas.
     """
     train, suite = settings.train, settings.context_parallel_suite
     size = settings.model_parallel_size
@@ -60,7 +60,7 @@ def data_parallel_size(settings: Settings, world_size: int) -> int:
             f"{world_size} ranks do not fit the settings: one replica needs {product}; "
             f"start {size}, or a multiple of it"
         )
-    check_expert_ranks(settings, world_size)
+    _check_expert_ranks(settings, world_size)
     replicas = world_size // size
     if train.global_batch_size % replicas:
         fitting = -(-train.global_batch_size // replicas) * replicas
@@ -73,89 +73,59 @@ def data_parallel_size(settings: Settings, world_size: int) -> int:
     return replicas
 
 
-def _check_cluster(settings: Settings) -> None:
-    """Whether the cluster has such nodes, and the ranks hold a full row."""
+def _check_cluster(settings: Sections) -> None:
+    """Check that the cluster has such nodes, and that the ranks may hold a full row."""
     suite, context = settings.context_parallel_suite, settings.data.seq_length
     if suite.cluster is not None or suite.algorithm in ("hierarchical", AUTO):
         try:
-            if suite.cluster == "":  # which a topology takes for none
+            if suite.cluster == "":  # a topology takes it for none
                 load_cluster(suite.cluster)
             cluster_of(suite.topology)
         except ConfigError as error:
             raise bad_value("context_parallel_suite.cluster", suite.cluster, f"cannot be used: {error}") from None
-    bound, ranks = suite.max_seqlen_per_dp_cp_rank, suite.context_parallel_size
+    bound, ranks = suite.options.get(TOKEN_CAP_OPTION), suite.context_parallel_size
     if bound is not None and ranks * bound < context:
         rule = (
             f"is too little for rows of data.seq_length = {context} over {ranks} ranks; use {-(-context // ranks)} or "
             f"more, more ranks, or data.seq_length of {ranks * bound} or less"
         )
-        raise bad_value("context_parallel_suite.max_seqlen_per_dp_cp_rank", bound, rule)
+        raise bad_value(f"{SUITE_SECTION}.{TOKEN_CAP_OPTION}", bound, rule)
 
 
-def _check_capabilities(settings: Settings) -> None:
-    """Whether the table of capabilities has an exact cell for every layer's attention."""
-    suite, attention = settings.context_parallel_suite, attention_of(settings)
-    device = device_type(settings.train.device)
+def _check_capabilities(settings: Sections) -> None:
+    """Check that the attention of every layer is exact by the table of capabilities."""
+    suite, attention = settings.context_parallel_suite, whole_attention(settings)
+    device = resolve_device_type(settings.train.device)
     if suite.backend not in ("auto", device):
-        where = f"train.device = {settings.train.device} ({device})"
-        rule = f"does not run on {where}; use auto, or train.device: {suite.backend}"
+        device_setting = f"train.device = {settings.train.device} ({device})"
+        rule = f"does not run on {device_setting}; use auto, or train.device: {suite.backend}"
         raise bad_value("context_parallel_suite.backend", suite.backend, rule)
-    algorithm = "ring" if suite.algorithm == AUTO else suite.algorithm  # one that does all that any does
-    row = capabilities.find(algorithm, attention, backend=device if device == "npu" else suite.backend)
+    algorithm = "ring" if suite.algorithm == AUTO else suite.algorithm  # the ring does everything that any other does
+    row = capabilities.find_refusal(algorithm, attention, backend=device if device == "npu" else suite.backend)
     if row is None:
         if device == "npu":
-            each = replace(attention, heads=max(1, attention.heads // settings.train.tensor_model_parallel_size))
-            check_limits(replace(each, kv_heads=each.heads), suite.npu_lowering)
+            heads = max(1, attention.heads // settings.train.tensor_model_parallel_size)
+            check_npu_limits(replace(attention, heads=heads, kv_heads=heads), suite.npu_lowering)
         return
-    key = next((KEYS[feature] for feature in KEYS if feature in row.where), "context_parallel_suite.algorithm")
+    key = next(
+        (KEY_OF_FEATURE[feature] for feature in KEY_OF_FEATURE if feature in row.where),
+        "context_parallel_suite.algorithm",
+    )
     section, name = key.split(".")
     value = getattr(getattr(settings, section), name)
     raise bad_value(key, value, f"{row} (algorithm {suite.algorithm}, backend {suite.backend})")
 
 
-def attention_of(settings: Settings) -> AttentionConfig:
-    """What every layer's attention computes, over all tensor-parallel ranks."""
-    model = settings.model
-    return AttentionConfig(
-        heads=model.num_attention_heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        head_dim_v=model.head_dim_v,
-        window=None if model.window_size is None else (model.window_size[0], model.window_size[1]),
-        alibi=model.position_embedding_type == "alibi",
-        dropout=model.attention_dropout,
-    )
-
-
-def layer_of(settings: Settings) -> LayerCost:
-    """The linear part of one layer of the model, on one tensor-parallel rank, of a run's precision: with experts the
-    mean of all layers."""
-    model, train = settings.model, settings.train
-    return LayerCost.of(
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_width,
-        heads=model.num_attention_heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        head_dim_v=model.head_dim_v,
-        tensor_parallel=train.tensor_model_parallel_size,
-        sequence_parallel=train.sequence_parallel,
-        bytes_per_element=2 if train.bf16 else 4,
-    )
-
-
-def _check_heads(settings: Settings) -> None:
+def _check_heads(settings: Sections) -> None:
     model = settings.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.kv_channels is None and not model.multi_latent_attention and model.hidden_size % heads:
         near = max(1, round(model.hidden_size / heads)) * heads
         rule = f"must be a multiple of model.num_attention_heads = {heads}, or give model.kv_channels; nearest: {near}"
         raise bad_value("model.hidden_size", model.hidden_size, rule)
-    if groups is not None and heads % groups:
-        valid = ", ".join(map(str, divisors(heads)))
-        rule = f"must divide model.num_attention_heads = {heads}; valid: {valid}"
-        raise bad_value("model.num_query_groups", groups, rule)
-    if model.rotary_dim % 2 and not model.multi_latent_attention:  # which checks its own
+    if groups is not None:
+        check_divides("model.num_query_groups", groups, "model.num_attention_heads", heads)
+    if model.rotary_dim % 2 and not model.multi_latent_attention:  # checked in ModelSettings
         key, value = (
             ("model.kv_channels", model.kv_channels) if model.kv_channels else ("model.hidden_size", model.hidden_size)
         )
@@ -166,7 +136,7 @@ def _check_heads(settings: Settings) -> None:
         raise bad_value(key, value, rule)
 
 
-def _check_tensor_parallel(settings: Settings) -> None:
+def _check_tensor_parallel(settings: Sections) -> None:
     train, model = settings.train, settings.model
     if train.pipeline_model_parallel_size != 1:
         rule = "is not in this version; valid: 1 (train.tensor_model_parallel_size splits the model too)"
@@ -175,16 +145,19 @@ def _check_tensor_parallel(settings: Settings) -> None:
     for key, value in (
         ("model.num_attention_heads", model.num_attention_heads),
         ("model.num_query_groups", model.kv_heads),
-        ("model.ffn_hidden_size", model.ffn_size),
+        ("model.ffn_hidden_size", model.resolved_ffn_hidden_size),
     ):
         if value % size:
             raise bad_value("train.tensor_model_parallel_size", size, f"must divide {key} = {value}")
-    if VOCAB_MULTIPLE % size:
-        rule = f"must divide {VOCAB_MULTIPLE}: so the padded vocabulary, and with it the loss, is the same for any size"
+    if VOCAB_SIZE_DIVISIBLE_BY % size:
+        rule = (
+            f"must divide {VOCAB_SIZE_DIVISIBLE_BY}, so that the padded vocabulary, and with it the loss, does not "
+            "depend on it"
+        )
         raise bad_value("train.tensor_model_parallel_size", size, rule)
 
 
-def _check_schedule(settings: Settings) -> None:
+def _check_schedule(settings: Sections) -> None:
     train = settings.train
     if train.min_lr > train.lr:
         raise bad_value("train.min_lr", train.min_lr, f"must be at most train.lr = {train.lr:g}")
@@ -193,3 +166,88 @@ def _check_schedule(settings: Settings) -> None:
     if train.lr_warmup_iters >= decay:
         rule = f"must be less than {name} = {decay}; use 0 for no warm-up"
         raise bad_value("train.lr_warmup_iters", train.lr_warmup_iters, rule)
+
+
+def _check_parallel(settings: Sections) -> None:
+    """Check expert parallelism, MLA, balance, and layers that differ under placement."""
+    model, train = settings.model, settings.train
+    tp, ep, experts = train.tensor_model_parallel_size, train.expert_model_parallel_size, model.num_moe_experts
+    key = "train.expert_model_parallel_size"
+    if experts is None:
+        if ep > 1:
+            rule = "needs experts to share; give model.num_moe_experts, or use 1"
+            raise bad_value(key, ep, rule)
+    else:
+        check_divides(key, ep, "model.num_moe_experts", experts)
+        if tp > 1 and not train.sequence_parallel:
+            rule = f"must be true with experts and train.tensor_model_parallel_size = {tp}, as Megatron requires"
+            raise bad_value("train.sequence_parallel", False, rule)
+        shared = model.moe_shared_expert_intermediate_size
+        if shared is not None and shared % tp:
+            rule = f"must be a multiple of train.tensor_model_parallel_size = {tp}"
+            raise bad_value("model.moe_shared_expert_intermediate_size", shared, rule)
+    if model.multi_latent_attention:
+        _check_latent(settings)
+    _check_balance(settings)
+    suite = settings.context_parallel_suite
+    placing = {"layout": suite.options.get("layout") == "balanced", "algorithm": suite.algorithm == "hierarchical"}
+    for key, places in placing.items():
+        if places and model.window_layers not in (0, model.num_layers):
+            rule = (
+                "places documents by the work of a layer, and model.window_attn_skip_freq makes layers differ, which "
+                f"must hold the same rows; use {'zigzag' if key == 'layout' else 'direct'}, or windows in all layers"
+            )
+            raise bad_value(f"context_parallel_suite.{key}", "balanced" if key == "layout" else suite.algorithm, rule)
+
+
+def _check_balance(settings: Sections) -> None:
+    model = settings.model
+    kind, weight = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if settings.data.balance == "time" and model.num_moe_experts is not None and kind != "none" and weight:
+        rule = (
+            f"repacks rows for every number of replicas, and model.moe_router_load_balancing_type = {kind} with "
+            f"model.moe_aux_loss_coeff = {weight:g} is a loss of whole rows, which would change; use none, or "
+            "model.moe_aux_loss_coeff: 0"
+        )
+        raise bad_value("data.balance", "time", rule)
+
+
+def _check_expert_ranks(settings: Sections, world_size: int) -> None:
+    """Raise ConfigError unless `world_size` ranks can share the experts."""
+    ep = settings.train.expert_model_parallel_size
+    if world_size % ep:
+        raise ConfigError(
+            f"{world_size} ranks do not fit train.expert_model_parallel_size = {ep}, which must divide their number: "
+            f"every expert is on equally many ranks; start a multiple of {ep}"
+        )
+
+
+def _check_latent(settings: Sections) -> None:
+    model, train = settings.model, settings.train
+    tp = train.tensor_model_parallel_size
+    for key, width in (
+        ("model.q_lora_rank", model.q_lora_rank or 0),
+        ("model.kv_lora_rank + model.qk_pos_emb_head_dim", model.kv_lora_rank + model.qk_pos_emb_head_dim),
+    ):
+        if width % tp:
+            raise bad_value("train.tensor_model_parallel_size", tp, f"must divide {key} = {width}")
+    if model.qk_layernorm and model.q_lora_rank is not None and tp > 1 and not train.sequence_parallel:
+        rule = (
+            "must be false with model.q_lora_rank and tensor parallelism: Megatron would add the gradient of that "
+            "norm once per rank; or set train.sequence_parallel: true"
+        )
+        raise bad_value("model.qk_layernorm", True, rule)
+
+
+def _check_candidates(settings: Sections) -> None:
+    """Check the settings with each algorithm that a row may take."""
+    for word in settings.context_parallel_suite.row_candidates:
+        try:
+            replace_algorithm(settings, parse_candidate(word))
+        except ConfigError as error:
+            raise bad_value(f"{SUITE_SECTION}.candidates", word, f"cannot be used: {error}") from None
+    for word in settings.train.compare:
+        try:
+            compared_settings(settings, word)
+        except ConfigError as error:
+            raise bad_value("train.compare", word, f"cannot be used: {error}") from None

@@ -1,27 +1,27 @@
-"""Documents and the rows packed from them.  NumPy only."""
+"""Documents, packed rows, and their assignment to data-parallel replicas.  NumPy only."""
 
 from mindspeed_cp.data.balance import Assignment, assign
-from mindspeed_cp.data.bytes import EOD, VOCAB_SIZE, detokenize, tokenize
+from mindspeed_cp.data.byte_tokenizer import EOD, VOCAB_SIZE, detokenize, tokenize
 from mindspeed_cp.data.corpus import Corpus, check_learnable, open_corpus
-from mindspeed_cp.data.dealing import Dealer, Dealt
+from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.document_cost import DocumentCost
-from mindspeed_cp.data.files import FileCorpus
+from mindspeed_cp.data.file_corpus import FileCorpus
 from mindspeed_cp.data.packing import Packer
-from mindspeed_cp.data.stream import GlobalBatch, PackedRow, PackedStream
+from mindspeed_cp.data.stream import PackedRow, PackedStream, ReplicaBatch
 
 __all__ = [
     "EOD",
     "VOCAB_SIZE",
     "Assignment",
     "Corpus",
-    "Dealer",
-    "Dealt",
+    "DispatchedBatch",
+    "Dispatcher",
     "DocumentCost",
     "FileCorpus",
-    "GlobalBatch",
     "PackedRow",
     "PackedStream",
     "Packer",
+    "ReplicaBatch",
     "assign",
     "check_learnable",
     "detokenize",

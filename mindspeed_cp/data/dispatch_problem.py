@@ -1,4 +1,4 @@
-"""What is dealt, in whole numbers, and packing into micro-batches.  Documents are their numbers in the global batch."""
+"""The assignment problem of a global batch in whole numbers.  A document is its index in the batch."""
 
 from __future__ import annotations
 
@@ -7,70 +7,70 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-NEAR = 8192  # a slowest replica this part of its time above the least possible is as good as that
+#: The search ends when the slowest replica is within this fraction (1/8192) of the least possible time.
+TOLERANCE_DIVISOR = 8192
+
 Row = list[int]  # documents of a micro-batch
-Deal = list[list[Row]]  # for each replica its micro-batches
+DocumentGroups = list[list[Row]]  # micro-batches of each replica
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What has to be dealt: see `balance.assign`.  Times are whole numbers of `unit`."""
+class DispatchProblem:
+    """Arguments of `balance.assign` in whole numbers; times are multiples of `unit` seconds."""
 
     lengths: tuple[int, ...]
     costs: tuple[int, ...]
-    fixed: int  # of each micro-batch
+    micro_batch_cost: int  # of each micro-batch
     replicas: int
-    micro_batches: int | None
     equal_counts: bool
-    bound: int
+    token_bound: int
     rows: tuple[int, ...] | None
     unit: float
 
     def tokens_of(self, row: Iterable[int]) -> int:
-        """Of one micro-batch."""
+        """Return the tokens of a micro-batch."""
         return sum(self.lengths[document] for document in row)
 
     def time_of(self, row: Iterable[int]) -> int:
-        """Of one micro-batch, without what is fixed."""
+        """Return the time of a micro-batch without `micro_batch_cost`."""
         return sum(self.costs[document] for document in row)
 
     def replica_time(self, group: Sequence[Row]) -> int:
-        """Of all micro-batches of a replica."""
-        return sum(map(self.time_of, group)) + self.fixed * len(group)
+        """Return the time of all micro-batches of a replica."""
+        return sum(map(self.time_of, group)) + self.micro_batch_cost * len(group)
 
-    def key(self, deal: Deal) -> tuple[int, int, int, int]:
-        """What is to be small: replicas or micro-batches left without documents, then the time of the slowest
-        replica, the number of micro-batches, and the time of the longest one."""
-        wanted = self.micro_batches or 1
-        empty = sum(max(0, wanted - sum(1 for row in group if row)) for group in deal)
-        times = [self.time_of(row) for group in deal for row in group]
-        return empty, max(map(self.replica_time, deal)), len(times), max(times, default=0)
+    def objective(self, groups: DocumentGroups) -> tuple[int, int, int, int]:
+        """Return what is minimized, in lexicographic order: number of replicas without documents, time of the slowest
+        replica, number of micro-batches, time of the longest micro-batch."""
+        idle = sum(not any(group) for group in groups)
+        times = [self.time_of(row) for group in groups for row in group]
+        return idle, max(map(self.replica_time, groups)), len(times), max(times, default=0)
 
     @cached_property
-    def enough(self) -> int:
-        """A time of the slowest replica after which nobody searches on: the least that there can be, and 1/8192."""
-        fewest = -(-sum(self.lengths) // self.bound)
-        mean = -(-(sum(self.costs) + self.fixed * fewest) // self.replicas)
-        least = max(mean, max(self.costs, default=0) + self.fixed)
-        return least + least // NEAR
+    def good_enough_time(self) -> int:
+        """Time of the slowest replica at which the search ends: the lower bound plus 1/8192 of it."""
+        fewest = -(-sum(self.lengths) // self.token_bound)
+        mean = -(-(sum(self.costs) + self.micro_batch_cost * fewest) // self.replicas)
+        least = max(mean, max(self.costs, default=0) + self.micro_batch_cost)
+        return least + least // TOLERANCE_DIVISOR
 
     def by_cost(self, documents: Iterable[int]) -> Row:
-        """Descending; of equal cost the longer one, then the earlier one."""
-        return sorted(documents, key=lambda one: (-self.costs[one], -self.lengths[one], one))
+        """Sort by descending cost, then descending length, then index."""
+        return sorted(documents, key=lambda document: (-self.costs[document], -self.lengths[document], document))
 
 
-def pack(problem: Problem, documents: Iterable[int]) -> list[Row]:
-    """Best fit decreasing: few micro-batches; the longest document first, each to where the least room is left."""
+def best_fit_decreasing(problem: DispatchProblem, documents: Iterable[int]) -> list[Row]:
+    """Pack documents into few micro-batches: the longest first, each into the one with the least sufficient room."""
     rows: list[Row] = []
     rooms: list[tuple[int, int]] = []  # (room, row), ascending
-    for document in sorted(documents, key=lambda one: (-problem.lengths[one], one)):
+    for document in sorted(documents, key=lambda document: (-problem.lengths[document], document)):
         length = problem.lengths[document]
-        at = bisect_left(rooms, (length, -1))
-        if at == len(rooms):
+        position = bisect_left(rooms, (length, -1))
+        if position == len(rooms):
             rows.append([])
-            room, row = problem.bound, len(rows) - 1
+            room, row = problem.token_bound, len(rows) - 1
         else:
-            room, row = rooms.pop(at)
+            room, row = rooms.pop(position)
         rows[row].append(document)
         insort(rooms, (room - length, row))
     return rows

@@ -1,11 +1,11 @@
-"""Modelled seconds of a document in a training step, on one rank of its replica: what `balance.assign` is given.
+"""Modelled seconds of a document in a training step, on one rank of its replica: the cost for `balance.assign`.
 
-The model: of a document of n tokens every rank of the replica has an equal share. Its linear layers take time by the
-token; its attention takes time by the (query, key) pairs that it sees, and more for each pair where tiles are short
-(`mindspeed_cp.cost.ComputeCost`); the backward takes twice and 2.5 times as long. A micro-batch adds the launches of
-its kernels. Communication is not in it: most of it is hidden, and what is not grows with the documents as all else.
+Every rank of the replica has an equal share of the document. The time of linear layers is proportional to tokens, that
+of attention to the visible (query, key) pairs, with a higher rate for short tiles (`mindspeed_cp.cluster.ComputeCost`);
+the backward takes 2 and 2.5 times as long. A micro-batch adds the launches of its kernels. Communication is left out:
+most of it is hidden, and the rest grows with the documents, as compute does.
 
-Sums, products and quotients only, element by element, so every machine gets the same bits.
+Only elementwise sums, products and quotients are used, so every machine gets the same bits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.cost import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.plan.problem import visible_pairs
 
-#: Kernels of a layer beside attention, forward and backward: norms, projections, rotary positions, MLP, residuals.
+#: Kernels of a layer besides attention, forward and backward: norms, projections, rotary positions, MLP, residuals.
 LINEAR_KERNELS = 36
 
 
@@ -27,49 +28,41 @@ class DocumentCost:
     """Modelled seconds of documents and micro-batches on one rank.
 
     Attributes:
-        cluster: what devices can do.
+        cluster: the devices.
         layers: attention and linear part of each layer, on one tensor-parallel rank.
-        ranks: context-parallel ranks, which share every document.
-        whole: attention works on whole documents (heads are split, or short documents are on one rank), not on what
-            a rank has of them.
-        recomputed: forwards of attention, and of the linear part, that the backward computes again: 0 or 1 each.
+        ranks: number of context-parallel ranks, which share every document.
+        whole_documents: True if attention tiles are as long as documents, because heads are split or short documents
+            are on one rank; False if they are as long as a rank's share of a document.
+        recomputed: forwards of attention and of the linear part that the backward computes again, 0 or 1 each.
     """
 
     cluster: Cluster
     layers: Sequence[tuple[AttentionConfig, LayerCost]]
     ranks: int = 1
-    whole: bool = False
+    whole_documents: bool = False
     recomputed: tuple[int, int] = (0, 0)
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Seconds of each document, float64 [documents]; lengths int64 [documents]."""
-        short = lengths if self.whole else -(-lengths // self.ranks)
+        """Return the seconds of each document, float64 [documents]; `lengths` is int64 [documents]."""
+        short = lengths if self.whole_documents else -(-lengths // self.ranks)
         total = np.zeros(len(lengths))
-        kinds = list(dict.fromkeys(self.layers))  # layers are alike: each kind is computed once
-        for attention, layer in kinds:
+        for attention, layer in dict.fromkeys(self.layers):  # equal layers are computed once
             cost = ComputeCost(self.cluster, attention, layer)
-            pairs = visible_pairs(lengths, attention) / self.ranks
+            pairs = visible_pairs(lengths, lengths, attention) / self.ranks
             tokens = lengths / self.ranks
-            of_attention, of_linear = (1 + again for again in self.recomputed)
-            seconds = cost.attention_seconds(pairs, short) * of_attention
+            attention_forwards, linear_forwards = (1 + again for again in self.recomputed)
+            seconds = cost.attention_seconds(pairs, short) * attention_forwards
             seconds = seconds + cost.attention_seconds(pairs, short, backward=True)
-            seconds = seconds + cost.linear_seconds(tokens) * of_linear + cost.linear_seconds(tokens, backward=True)
+            seconds = (
+                seconds
+                + cost.linear_layer_seconds(tokens) * linear_forwards
+                + cost.linear_layer_seconds(tokens, backward=True)
+            )
             total = total + seconds * self.layers.count((attention, layer))
         return total
 
     @property
     def per_micro_batch(self) -> float:
-        """Seconds of launches: the linear kernels of all layers, and a call of attention for each rank's block."""
+        """Seconds of kernel launches in a micro-batch: linear kernels of all layers, and an attention call for each
+        rank's block, forward and backward."""
         return len(self.layers) * (LINEAR_KERNELS + 2 * self.ranks) * self.cluster.launch
-
-
-def visible_pairs(lengths: np.ndarray, attention: AttentionConfig) -> np.ndarray:
-    """(query, key) pairs that are visible in whole documents, float64 [documents]; int64 lengths below 2**31.
-
-    A query sees itself, min(i, left) keys before it and min(i, right) after it, where i of them exist.
-    """
-    pairs = lengths.copy()
-    for reach in attention.reach:
-        inside = np.minimum(reach, np.maximum(lengths - 1, 0))  # positions whose reach the border cuts
-        pairs += inside * (inside + 1) // 2 + np.maximum(lengths - 1 - inside, 0) * inside
-    return pairs.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Documents in files: found once, measured without reading where possible, read on demand, checked at every read."""
+"""Documents in files: measured when the corpus is opened, read on demand, and checked for changes at every read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from mindspeed_cp.data.bytes import tokenize
+from mindspeed_cp.data.byte_tokenizer import tokenize
 from mindspeed_cp.errors import ConfigError
 
 JSON_LINES = ".jsonl"
 
 #: One document: `size` bytes of a file from byte `start` on; `line` is its line in a .jsonl file (from 1), else 0.
-ENTRY = np.dtype(
+CORPUS_ENTRY = np.dtype(
     [("file", np.int64), ("start", np.int64), ("size", np.int64), ("line", np.int64), ("tokens", np.int64)]
 )
 
@@ -31,23 +31,24 @@ class SourceFile:
     modified: int  # nanoseconds since the epoch
 
     def check(self, opened: BinaryIO) -> None:
-        """Raises ConfigError unless the open file still is what it was."""
+        """Raise ConfigError if the open file has changed."""
         now = os.fstat(opened.fileno())
         if (now.st_size, now.st_mtime_ns) != (self.size, self.modified):
             raise ConfigError(
-                f"{shown(self.path)}: has changed since the corpus was opened (it had {self.size} bytes, now "
+                f"{printable_path(self.path)}: has changed since the corpus was opened (it had {self.size} bytes, now "
                 f"{now.st_size}); leave a corpus alone while a run reads it, and start the run anew"
             )
 
 
 class FileCorpus:
-    """The documents of `paths`, in that order: a .jsonl file has one per line, any other file is one.
+    """Documents of files, in the order of `paths`: a .jsonl file has one per line, any other file is one document.
 
-    A document is its bytes (of a JSON line: its "text" in UTF-8) and EOD; an empty file is a document of one token.
-    Blank lines of a .jsonl file are no documents. Text files are only measured here; .jsonl files are read once.
+    The tokens of a document are its bytes (of a JSON line: its "text" in UTF-8) and EOD; an empty file is a document of
+    one token. Blank lines of a .jsonl file are skipped. Opening the corpus reads .jsonl files once, and only the sizes
+    of others.
 
     Raises:
-        ConfigError: a file cannot be read, or a line, which is named, is no JSON object with a text under "text".
+        ConfigError: a file cannot be read, or a line is not a JSON object with a text under "text".
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -55,16 +56,16 @@ class FileCorpus:
         entries: list[tuple[int, int, int, int, int]] = []
         for path in paths:
             if path.suffix.lower() == JSON_LINES:
-                file, found = _index_lines(path, len(self._files))
+                file, file_entries = _index_lines(path, len(self._files))
             else:
                 file = _measure(path)
-                found = [(len(self._files), 0, file.size, 0, file.size + 1)]
+                file_entries = [(len(self._files), 0, file.size, 0, file.size + 1)]
             self._files.append(file)
-            entries += found
-        self._entries = np.array(entries, ENTRY)
+            entries += file_entries
+        self._entries = np.array(entries, CORPUS_ENTRY)
         self._lengths = self._entries["tokens"].copy()
         self._lengths.setflags(write=False)
-        self._last_text: tuple[int, bytes] | None = None  # the pieces of one long line are asked for one after another
+        self._last_text: tuple[int, bytes] | None = None  # chunks of one long line are read in a row
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -78,17 +79,17 @@ class FileCorpus:
         return self._lengths
 
     def name(self, document: int) -> str:
-        """Where the document stands: its path, and for a .jsonl file `path:line`."""
+        """Return the path of a document, for a .jsonl file `path:line`."""
         entry = self._entries[document]
-        path = shown(self._files[entry["file"]].path)
+        path = printable_path(self._files[entry["file"]].path)
         return f"{path}:{entry['line']}" if entry["line"] else path
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens start .. stop-1 of a document, int64 [stop - start]; by default all of them, of which the last is EOD.
+        """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all; the last one is EOD.
 
         Raises:
-            IndexError: there is no such document, or it has no such tokens.
-            ConfigError: the file is gone, or is not what it was when the corpus was opened.
+            IndexError: the document or its tokens do not exist.
+            ConfigError: the file has been removed or changed since the corpus was opened.
         """
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a corpus of {len(self)}")
@@ -113,15 +114,15 @@ class FileCorpus:
 
 
 def find_files(root: Path, suffixes: Sequence[str], skip: frozenset[str] = frozenset()) -> list[Path]:
-    """The files below a folder that have one of the suffixes, sorted by their path inside it.
+    """Return the files below a folder that have one of the suffixes, sorted by their path inside it.
 
-    Names that begin with a dot, and folders named in `skip`, are left out. Links are followed; a folder that is reached
-    twice is read once.
+    Names that begin with a dot, and folders named in `skip`, are left out. Links are followed; each folder is read
+    once.
 
     Raises:
         ConfigError: a folder cannot be listed, or a wanted file is a link to nothing.
     """
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     seen: set[tuple[int, int]] = set()
 
     def walk(folder: Path, inside: str) -> None:
@@ -133,7 +134,7 @@ def find_files(root: Path, suffixes: Sequence[str], skip: frozenset[str] = froze
             with os.scandir(folder) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
         except OSError as error:
-            raise ConfigError(f"corpus {shown(folder)}: cannot be listed ({error.strerror})") from None
+            raise ConfigError(f"corpus {printable_path(folder)}: cannot be listed ({error.strerror})") from None
         for entry in entries:
             path = folder / entry.name
             if entry.name.startswith("."):
@@ -143,16 +144,16 @@ def find_files(root: Path, suffixes: Sequence[str], skip: frozenset[str] = froze
                     walk(path, f"{inside}{entry.name}/")
             elif path.suffix.lower() in suffixes:
                 if entry.is_symlink() and not path.exists():
-                    raise ConfigError(f"corpus {shown(path)}: is a link to nothing; remove or mend it")
+                    raise ConfigError(f"corpus {printable_path(path)}: is a link to nothing; remove or mend it")
                 if entry.is_file():
-                    found.append((inside + entry.name, path))
+                    files.append((inside + entry.name, path))
 
     walk(root, "")
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(files)]
 
 
-def shown(path: Path) -> str:
-    """A path as it can be printed anywhere: bytes that are no UTF-8 are written as escapes."""
+def printable_path(path: Path) -> str:
+    """Return a path as text; bytes that are not UTF-8 are escaped."""
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
@@ -165,16 +166,16 @@ def _measure(path: Path) -> SourceFile:
 
 
 def _index_lines(path: Path, number: int) -> tuple[SourceFile, list[tuple[int, int, int, int, int]]]:
-    """The file and an ENTRY for each of its documents."""
+    """Return the file, and the fields of a CORPUS_ENTRY for each of its documents."""
     file = _measure(path)
     entries = []
     start = 0
     try:
         with path.open("rb") as opened:
-            for at, line in enumerate(opened, 1):
+            for line_number, line in enumerate(opened, 1):
                 if line.strip():
-                    tokens = len(_text_of(line, f"{shown(path)}:{at}")) + 1
-                    entries.append((number, start, len(line), at, tokens))
+                    tokens = len(_text_of(line, f"{printable_path(path)}:{line_number}")) + 1
+                    entries.append((number, start, len(line), line_number, tokens))
                 start += len(line)
             file.check(opened)
     except OSError as error:
@@ -183,7 +184,7 @@ def _index_lines(path: Path, number: int) -> tuple[SourceFile, list[tuple[int, i
 
 
 def _text_of(line: bytes, where: str) -> bytes:
-    """The "text" of a JSON line, in UTF-8."""
+    """Return the "text" of a JSON line, in UTF-8."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -203,7 +204,7 @@ def _text_of(line: bytes, where: str) -> bytes:
 
 
 def _read(file: SourceFile, start: int, stop: int) -> bytes:
-    """Bytes start .. stop-1 of a file that must not have changed; checked after reading, to see a change meanwhile."""
+    """Read bytes start .. stop-1 of a file; afterwards check that it has not changed."""
     try:
         with file.path.open("rb") as opened:
             opened.seek(start)
@@ -212,11 +213,11 @@ def _read(file: SourceFile, start: int, stop: int) -> bytes:
     except OSError as error:
         raise _unreadable(file.path, error) from None
     if len(content) != stop - start:
-        raise ConfigError(f"{shown(file.path)}: ended after {start + len(content)} of its {file.size} bytes")
+        raise ConfigError(f"{printable_path(file.path)}: ended after {start + len(content)} of its {file.size} bytes")
     return content
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"{shown(path)}: cannot be read ({error.strerror}); leave a corpus in place while a run reads it"
+        f"{printable_path(path)}: cannot be read ({error.strerror}); leave a corpus in place while a run reads it"
     )

@@ -1,8 +1,8 @@
-"""Document lengths to plan for: binned distributions by name or file, or a list of real lengths.
+"""Distributions of document lengths: bins by name or file, or a list of real lengths.
 
-The distributions stand in `configs/lengths/`, which is installed inside this package.  Inside a bin lengths are drawn
-log-uniformly: every bin's mean is then within 11 % of that of the lengths that were binned, but for Wikipedia's last (7
-documents of a million), where it is half as large again.
+The distributions are in `configs/lengths/`, which is installed inside this package. Inside a bin, lengths are drawn
+log-uniformly: the mean of every bin is then within 11 % of the mean of the lengths that were binned, except for the
+last bin of Wikipedia (7 documents of a million), where it is 50 % larger.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, model_validator
 
-from mindspeed_cp.config_base import Section
-from mindspeed_cp.config_errors import bad_value, meant
-from mindspeed_cp.config_file import in_file, read_settings_file
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout.layout import is_whole
+from mindspeed_cp.schema.base import Section
+from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean
+from mindspeed_cp.schema.numbers import check_count
+from mindspeed_cp.schema.yaml_file import read_settings_file, with_file_location
 
 DISTRIBUTIONS = Path(__file__).parent / "length_bins"  # a link to configs/lengths in a checkout
 
 
 class LengthSettings(Section):
-    """The keys of a distribution.
+    """Keys of a file with a distribution.
 
     Attributes:
-        name: of the distribution.
-        edges: tokens, ascending; bin i is edges[i] <= length < edges[i + 1].
-        percent: of documents in each bin, one fewer than edges; 100 in all.
+        name: name of the distribution.
+        edges: borders of the bins in tokens, ascending; bin i is edges[i] <= length < edges[i + 1].
+        percent: share of the documents in each bin; the sum is 100.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -57,9 +57,9 @@ class Lengths:
     """A distribution of document lengths: bins, or all lengths of a list.
 
     Attributes:
-        name: for people.
+        name: name for messages.
         edges, percent: as in :class:`LengthSettings`; empty for a list.
-        listed: real lengths; empty for bins.
+        listed: one array of real lengths; empty for bins.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Lengths:
     listed: tuple[np.ndarray, ...] = ()
 
     def draw(self, count: int, random: np.random.Generator) -> np.ndarray:
-        """That many independent lengths, int64 [count]."""
+        """Draw independent lengths, int64 [count]."""
         if self.listed:
             return random.choice(self.listed[0], count)
         shares = np.asarray(self.percent) / sum(self.percent)
@@ -79,20 +79,20 @@ class Lengths:
 
 
 def length_names() -> list[str]:
-    """The distributions that are installed, sorted."""
+    """Return the names of the installed distributions, sorted."""
     return sorted(path.stem for path in DISTRIBUTIONS.glob("*.yaml"))
 
 
 def load_lengths(name_or_path: str | Path, folder: str | Path | None = None) -> Lengths:
-    """A distribution.
+    """Load a distribution.
 
     Args:
-        name_or_path: an installed one, such as "wikipedia"; a YAML file with its keys; or an .npz or .npy file of
+        name_or_path: an installed name, such as "wikipedia"; a YAML file with the same keys; or an .npz or .npy file of
             lengths, the .npz with an array called `lengths`.
-        folder: a folder that holds the real lengths of installed names as `<name>.npz`, used in place of the bins.
+        folder: folder with real lengths of installed names as `<name>.npz`, which replace the bins.
 
     Raises:
-        ConfigError: no such name (names those there are) or file, or its content is wrong.
+        ConfigError: the name is unknown (the message lists the names), or the file does not exist or is invalid.
     """
     text, path = str(name_or_path), Path(name_or_path)
     if isinstance(name_or_path, str) and text in length_names():
@@ -100,30 +100,30 @@ def load_lengths(name_or_path: str | Path, folder: str | Path | None = None) -> 
     if path.suffix in (".npz", ".npy"):
         return _list(path)
     if isinstance(name_or_path, str) and path.suffix not in (".yaml", ".yml") and path.name == text:
-        near = meant(text.lower(), length_names())
+        near = closest_names(text.lower(), length_names())
         raise ConfigError(
-            f"lengths {text!r}: no such distribution; {f'did you mean {near}? ' if near else ''}"
+            f"lengths {text!r}: no such distribution; {did_you_mean(near)}"
             f"valid: {', '.join(length_names())}, a YAML file of bins, or an .npz or .npy file of lengths"
         )
     return _binned(path)
 
 
 def sample_lengths(name_or_path: str | Path, count: int, seed: int = 0, folder: str | Path | None = None) -> np.ndarray:
-    """Independent document lengths; the same for the same seed.
+    """Draw independent document lengths; the same for the same seed.
 
     Args:
         name_or_path, folder: as for :func:`load_lengths`.
-        count: of documents.
-        seed: of the draw.
+        count: number of documents.
+        seed: seed of the draw.
 
     Returns:
-        int64 [count], tokens.
+        Tokens of each document, int64 [count].
 
     Raises:
-        ConfigError: as :func:`load_lengths`, or count or seed is no whole number from 0.
+        ConfigError: as for :func:`load_lengths`, or count or seed is negative or not an integer.
     """
-    _natural("count", count)
-    _natural("seed", seed)
+    check_count("count", count, least=0, most=None)
+    check_count("seed", seed, least=0, most=None)
     return load_lengths(name_or_path, folder).draw(count, np.random.default_rng(seed))
 
 
@@ -134,12 +134,12 @@ def sample_batch(
     longest: int | None = None,
     folder: str | Path | None = None,
 ) -> np.ndarray:
-    """Lengths of one packed batch of just so many tokens: documents are drawn until it is full, and the last is cut.
+    """Draw the lengths of one packed batch: documents until the batch is full; the last one is cut.
 
     Args:
         name_or_path, seed, folder: as for :func:`sample_lengths`.
-        tokens: of the batch.
-        longest: documents are cut to so many tokens (the context); default: `tokens`.
+        tokens: number of tokens in the batch.
+        longest: maximum length, to which documents are cut (the context); default: `tokens`.
 
     Returns:
         int64 [documents], at least 1 each, in the order of the draw; their sum is `tokens`.
@@ -147,17 +147,17 @@ def sample_batch(
     Raises:
         ConfigError: as for :func:`sample_lengths`, or longest is below 1.
     """
-    _natural("tokens", tokens)
-    _natural("seed", seed)
+    check_count("tokens", tokens, least=0, most=None)
+    check_count("seed", seed, least=0, most=None)
     most = tokens if longest is None else longest
     if longest is not None:
-        _natural("longest", longest, least=1)
+        check_count("longest", longest, most=None)
     lengths, random = load_lengths(name_or_path, folder), np.random.default_rng(seed)
-    found, total = [np.zeros(0, np.int64)], 0
+    draws, total = [np.zeros(0, np.int64)], 0
     while total < tokens:
-        found.append(np.minimum(lengths.draw(64, random), most))
-        total += int(found[-1].sum())
-    drawn = np.concatenate(found)
+        draws.append(np.minimum(lengths.draw(64, random), most))
+        total += int(draws[-1].sum())
+    drawn = np.concatenate(draws)
     ends = np.cumsum(drawn)
     kept = int(np.searchsorted(ends, tokens)) + 1 if tokens else 0
     drawn = drawn[:kept]
@@ -173,20 +173,20 @@ def _installed(name: str) -> Lengths:
 
 def _binned(path: Path) -> Lengths:
     file = read_settings_file(path)
-    settings = in_file(file, "", lambda: LengthSettings(**file.data))
+    settings = with_file_location(file, "", lambda: LengthSettings(**file.data))
     return Lengths(settings.name, tuple(settings.edges), tuple(settings.percent))
 
 
 def _list(path: Path) -> Lengths:
     try:
-        return _list_as_of(path, path.stat().st_mtime_ns)
+        return _cached_list(path, path.stat().st_mtime_ns)
     except FileNotFoundError:
         raise ConfigError(f"lengths {path}: no such file; leave the folder out to draw from the bins") from None
 
 
 @lru_cache(maxsize=4)
-def _list_as_of(path: Path, changed: int) -> Lengths:
-    """The lengths of a file that was last changed then: large files are read once."""
+def _cached_list(path: Path, modified: int) -> Lengths:
+    """Read a file of lengths; cached by its time of modification."""
     try:
         loaded = np.load(path, allow_pickle=False)
         if not isinstance(loaded, np.ndarray):
@@ -201,8 +201,3 @@ def _list_as_of(path: Path, changed: int) -> Lengths:
     listed = loaded.astype(np.int64)
     listed.setflags(write=False)
     return Lengths(path.stem, listed=(listed,))
-
-
-def _natural(name: str, value: object, least: int = 0) -> None:
-    if not is_whole(value) or value < least:  # type: ignore[operator]
-        raise ConfigError(f"{name} is {value!r}; valid: a whole number from {least}")

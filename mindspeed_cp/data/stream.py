@@ -1,4 +1,4 @@
-"""Rows of packed documents, ready to be planned and sharded: tokens, labels, loss mask."""
+"""Packed rows: tokens, labels and loss mask of several documents."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.data.bytes import EOD
+from mindspeed_cp.data.byte_tokenizer import EOD
 from mindspeed_cp.data.corpus import Corpus
-from mindspeed_cp.data.dealing import Dealer, Dealt
+from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -25,8 +25,8 @@ LOOKAHEAD = 64
 class PackedRow:
     """One row of T <= context tokens: whole documents back to back.
 
-    Labels are shifted here, inside each document and before any sharding, so no rank needs a neighbour's token. A
-    document's last token has nothing to predict: its label is EOD and its loss mask 0::
+    Labels are shifted here, inside each document and before any sharding, so no rank needs a token of another rank. The
+    last token of a document predicts nothing: its label is EOD and its loss mask 0::
 
         tokens     a b EOD | x y z EOD
         labels     b EOD .   y z EOD .
@@ -36,34 +36,34 @@ class PackedRow:
     tokens: np.ndarray  # int64 [T]
     labels: np.ndarray  # int64 [T]
     loss_mask: np.ndarray  # float32 [T]
-    documents: Documents  # their lengths add up to T; those of other micro-batches, if they are here, have length 0
+    documents: Documents  # the lengths add up to T; documents of other micro-batches, if present, have length 0
     index: int  # number of the row, counted over all replicas
-    drawn_as: int  # tells what attention drops here from what it drops elsewhere, with the documents' numbers
+    dropout_stream_id: int  # with the index of a document, it identifies the dropped attention weights
 
 
 @dataclass(frozen=True, eq=False)
-class GlobalBatch:
-    """What one replica has of a global batch: its micro-batches, and how all of it was dealt."""
+class ReplicaBatch:
+    """One replica's micro-batches of a global batch, and the dispatch of the whole batch."""
 
     rows: list[PackedRow]
-    dealt: Dealt
+    dispatched: DispatchedBatch
 
 
 class PackedStream:
-    """An endless iterator over `PackedRow`s, shuffled anew in each epoch.
+    """Iterator over `PackedRow`s without end, shuffled anew in each epoch.
 
-    The sequence of rows depends on the corpus' lengths, `context`, `seed` and `lookahead` alone; of `replicas`
-    replicas, number `replica` takes rows replica, replica + replicas, ... Replicas that took equally many rows have
-    equal states, so one state serves all of them, and another number of replicas goes on at the same row. `next_batch`
-    takes the rows of a whole global batch at once, and may deal its documents otherwise.
+    The sequence of rows depends only on the lengths of the corpus, `context`, `seed` and `lookahead`. Replica `replica`
+    of `replicas` takes rows replica, replica + replicas, ... After equally many rows all replicas have equal states, so
+    one state serves all of them, also with another number of replicas. `next_batch` takes the rows of a whole global
+    batch, and may assign its documents to other replicas.
 
     Args:
-        corpus: the documents; see `open_corpus`.
-        context: most tokens of a row, at least 2. Longer documents are cut into pieces of at most `context` tokens,
-            each a document of its own; `cut_documents` says how many are.
-        seed: of the shuffle, at least 0.
-        replica, replicas: which rows this stream yields.
-        lookahead: how many pieces wait for a place; more fill the rows better and change their order more.
+        corpus: documents, for example from `open_corpus`.
+        context: maximum number of tokens in a row, at least 2. Longer documents are cut into chunks of at most
+            `context` tokens, each a document of its own.
+        seed: seed of the shuffle, at least 0.
+        replica, replicas: index of this stream's replica, and number of replicas.
+        lookahead: number of chunks from which a row is filled; more chunks fill rows better and change the order more.
 
     Raises:
         ConfigError: an argument is out of range, or the corpus has no tokens.
@@ -90,7 +90,7 @@ class PackedStream:
             raise ConfigError(f"the corpus has {len(lengths)} documents and no tokens; give one with some")
         self.corpus, self.context, self.seed = corpus, context, seed
         self.replica, self.replicas = replica, replicas
-        #: How many documents of the corpus are longer than the context, and so are cut in every epoch.
+        #: Number of documents that are longer than the context, and are cut in every epoch.
         self.cut_documents = int(np.count_nonzero(lengths > context))
         self._packer = Packer(lengths, context, seed, lookahead)
         self._fixed = {
@@ -106,51 +106,53 @@ class PackedStream:
         return self
 
     def __next__(self) -> PackedRow:
-        """The next row of this replica. One that cannot be read is not passed over: the stream stays where it was.
+        """Return the next row of this replica. If it cannot be read, the stream stays at it.
 
         Raises:
-            ConfigError: the corpus is not what it was when it was opened.
+            ConfigError: the corpus has changed since it was opened.
         """
-        with self._unless_it_fails():
+        with self._restored_on_error():
             rows = [self._packer.next_row() for _ in range(self.replicas)]
             row = self._load(rows[self.replica], self._rows + self.replica)
         self._count(rows)
         return row
 
-    def next_batch(self, rows: int, dealer: Dealer) -> GlobalBatch:
-        """This replica's micro-batches of the next `rows` rows, which are a global batch, dealt by `dealer`.
+    def next_batch(self, rows: int, dispatcher: Dispatcher) -> ReplicaBatch:
+        """Return this replica's micro-batches of the next `rows` rows, a global batch that `dispatcher` assigns.
 
-        No document leaves its global batch: behind it the stream stands where it would stand had its rows been taken
-        one by one. With balance "none" they are the same rows. A batch that cannot be read is not passed over.
+        Documents stay in their global batch, so the state of the stream afterwards is the same as if its rows had been
+        taken one by one. With balance "none" they are the same rows. If the batch cannot be read, the stream stays at
+        it.
 
         Args:
-            rows: of all replicas; a multiple of their number.
-            dealer: for as many replicas, and rows of this context.
+            rows: number of rows of all replicas, a multiple of their number.
+            dispatcher: dispatcher for the same number of replicas and the same context.
 
         Raises:
-            ConfigError: the corpus is not what it was when it was opened, or the dealer is for others.
+            ConfigError: the corpus has changed since it was opened, or the dispatcher has another number of replicas or
+                another context.
         """
         for name, value, own in (
-            ("replicas", dealer.replicas, self.replicas),
-            ("context", dealer.context, self.context),
+            ("replicas", dispatcher.replicas, self.replicas),
+            ("context", dispatcher.context, self.context),
         ):
             if value != own:
-                raise ConfigError(f"the dealer's {name} = {value}: the stream has {own}; give both the same")
+                raise ConfigError(f"the dispatcher's {name} = {value}: the stream has {own}; give both the same")
         if rows < 1 or rows % self.replicas:
             raise ConfigError(f"rows = {rows}: a global batch is a multiple of the {self.replicas} replicas")
-        with self._unless_it_fails():
+        with self._restored_on_error():
             drawn = [self._packer.next_row() for _ in range(rows)]
-            dealt = dealer(drawn)
-            mine = [
-                self._load_numbers(dealt.pieces, numbers, at * self.replicas + self.replica, dealer)
-                for at, numbers in enumerate(dealt.micro_batches[self.replica])
+            dispatched = dispatcher(drawn)
+            replica_rows = [
+                self._load_numbers(dispatched.chunks, numbers, number * self.replicas + self.replica, dispatcher)
+                for number, numbers in enumerate(dispatched.micro_batches[self.replica])
             ]
         self._count(drawn)
-        return GlobalBatch(mine, dealt)
+        return ReplicaBatch(replica_rows, dispatched)
 
     @contextmanager
-    def _unless_it_fails(self) -> Iterator[None]:
-        """The packing stands where it stood before the block, if that raises."""
+    def _restored_on_error(self) -> Iterator[None]:
+        """Restore the state of the packer if the block raises."""
         before = self._packer.state_dict()
         try:
             yield
@@ -160,55 +162,57 @@ class PackedStream:
 
     def _count(self, rows: Sequence[np.ndarray]) -> None:
         self._rows += len(rows)
-        self._tokens += sum(int(pieces["length"].sum()) for pieces in rows)
+        self._tokens += sum(int(chunks["length"].sum()) for chunks in rows)
 
-    def _load_numbers(self, pieces: np.ndarray, numbers: np.ndarray, at: int, dealer: Dealer) -> PackedRow:
-        """Some documents of a global batch; `at`: number of the micro-batch among those of all replicas."""
-        if dealer.balance == "none" or not dealer.keeps_numbers:
-            return self._load(pieces[numbers], self._rows + at)
-        mine = pieces.copy()
-        others = np.ones(len(pieces), bool)
-        others[numbers] = False
-        mine["length"][others] = 0
-        return self._load(mine, self._rows + at, drawn_as=self._rows)
+    def _load_numbers(self, chunks: np.ndarray, numbers: np.ndarray, index: int, dispatcher: Dispatcher) -> PackedRow:
+        """Load some chunks of a global batch; `index` numbers the micro-batches of all replicas."""
+        if dispatcher.balance == "none" or not dispatcher.keeps_document_numbers:
+            return self._load(chunks[numbers], self._rows + index)
+        row_chunks = chunks.copy()
+        in_other_rows = np.ones(len(chunks), bool)
+        in_other_rows[numbers] = False
+        row_chunks["length"][in_other_rows] = 0
+        return self._load(row_chunks, self._rows + index, dropout_stream_id=self._rows)
 
-    def _load(self, pieces: np.ndarray, index: int, drawn_as: int | None = None) -> PackedRow:
-        documents = Documents(pieces["length"])
+    def _load(self, chunks: np.ndarray, index: int, dropout_stream_id: int | None = None) -> PackedRow:
+        documents = Documents(chunks["length"])
         tokens = np.empty(documents.tokens, np.int64)
-        for (document, start, length), at in zip(pieces.tolist(), documents.offsets[:-1].tolist(), strict=True):
+        for (document, start, length), offset in zip(chunks.tolist(), documents.offsets[:-1].tolist(), strict=True):
             content = self.corpus.tokens(document, start, start + length) if length else tokens[:0]
             if content.shape != (length,):
                 raise ConfigError(
                     f"document {document}: the corpus gave an array of shape {list(content.shape)} for the {length} "
                     f"tokens from {start} on; a corpus must give the tokens that its lengths promise"
                 )
-            tokens[at : at + length] = content
+            tokens[offset : offset + length] = content
         last = documents.offsets[1:][documents.lengths > 0] - 1
         labels = np.append(tokens[1:], EOD)
         labels[last] = EOD
         loss_mask = np.ones(len(tokens), np.float32)
         loss_mask[last] = 0.0
-        return PackedRow(tokens, labels, loss_mask, documents, index, index if drawn_as is None else drawn_as)
+        return PackedRow(
+            tokens, labels, loss_mask, documents, index, index if dropout_stream_id is None else dropout_stream_id
+        )
 
     @property
     def epoch(self) -> int:
-        """How often the corpus has been gone through before the newest row."""
+        """Number of completed passes over the corpus before the newest row."""
         return self._packer.epoch
 
     @property
     def fill(self) -> float:
-        """Tokens of the rows so far, of all replicas, as a part of rows * context; 0 before the first row."""
+        """Tokens of all rows so far, of all replicas, divided by rows * context; 0 before the first row."""
         return self._tokens / (self._rows * self.context) if self._rows else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: numbers and a digest of the corpus' lengths, for JSON; equal on every replica."""
+        """Return the state: numbers and a digest of the lengths of the corpus, for JSON; equal on every replica."""
         return {**self._fixed, **self._packer.state_dict(), "rows": self._rows, "tokens": self._tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on exactly where `state` was taken, at any number of replicas.
+        """Continue exactly where `state` was taken, with any number of replicas.
 
         Raises:
-            ConfigError: the state is of another corpus, context, seed or lookahead, or is incomplete.
+            ConfigError: the state is for another corpus, context, seed or lookahead, or is incomplete.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing:

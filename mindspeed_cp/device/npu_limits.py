@@ -1,31 +1,32 @@
-"""What Ascend's fused attention refuses, told without torch: when settings are read, and again by the backend."""
+"""Limits of Ascend's fused attention, checked without torch when settings are read, and again by the backend."""
 
 from __future__ import annotations
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
 
-#: Query heads, and width of a head, that the operator takes at most.
-MOST_HEADS, WIDEST = 256, 768
+#: Maximum number of query heads, and maximum head dimension, of the operator.
+MAX_HEADS, NPU_MAX_HEAD_DIM = 256, 768
 
 
-def check_limits(attention: AttentionConfig, lowering: str) -> None:
-    """Raise ConfigError, naming setting, value, valid values and alternative, for what the operator does not do.
+def check_npu_limits(attention: AttentionConfig, lowering: str) -> None:
+    """Raise ConfigError with setting, value, valid values and alternative if the operator does not support the
+    attention.
 
     Args:
-        attention: what one layer computes on one tensor-parallel rank.
-        lowering: "tnd" or "masks", see :class:`mindspeed_cp.ops.attention.npu.NpuAttention`.
+        attention: configuration of a layer on one tensor-parallel rank.
+        lowering: "tnd" or "masks", see :class:`mindspeed_cp.ops.attention.npu.backend.NpuAttention`.
     """
-    if attention.heads > MOST_HEADS:
+    if attention.heads > MAX_HEADS:
         raise ConfigError(
-            f"attention.heads is {attention.heads}; valid for the npu backend: {MOST_HEADS} on a tensor-parallel rank "
+            f"attention.heads is {attention.heads}; valid for the npu backend: {MAX_HEADS} on a tensor-parallel rank "
             "at most; use more tensor-parallel ranks"
         )
     for name in ("head_dim", "head_dim_v"):
-        if getattr(attention, name) > WIDEST:
+        if getattr(attention, name) > NPU_MAX_HEAD_DIM:
             raise ConfigError(
-                f"attention.{name} is {getattr(attention, name)}; valid for the npu backend: 1 to {WIDEST}; use more "
-                "and narrower heads"
+                f"attention.{name} is {getattr(attention, name)}; valid for the npu backend: 1 to "
+                f"{NPU_MAX_HEAD_DIM}; use more and narrower heads"
             )
     if attention.slopes is None:
         return

@@ -1,4 +1,4 @@
-"""Which kernel of the cuda backend serves which cell of the table of capabilities."""
+"""Kernels of the cuda backend, by cell of the table of capabilities."""
 
 from __future__ import annotations
 
@@ -8,52 +8,50 @@ from typing import Any
 
 import torch
 
-from mindspeed_cp import capabilities
-from mindspeed_cp.capabilities import FEATURES, Cell
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.config.capabilities import FEATURES, Cell
 from mindspeed_cp.doctor.operator import DTYPES
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.cuda import CudaAttention
-from mindspeed_cp.ops.attention.flash_operator import flash_3
+from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
+from mindspeed_cp.ops.attention.cuda.flash_operator import flash_attention_3
 from mindspeed_cp.plan import AttentionConfig
 
-#: Features of attention, on which a kernel may depend.
-_OF_ATTENTION = tuple(name for name in FEATURES if name not in ("algorithm", "backend"))
+#: Features on which a kernel may depend.
+_ATTENTION_FEATURES = tuple(name for name in FEATURES if name not in ("algorithm", "backend"))
 
 _TILES = "mindspeed_cp.ascend_kernels.tile_attention (Triton)"
 
 
-def kernels() -> list[dict[str, Any]]:
-    """{"dtype", "where", "kernel"} for every type and the values of those features that its kernels depend on.
-
-    All cells are asked, and features that make no difference to any answer are left out.
-    """
+def kernel_table() -> list[dict[str, Any]]:
+    """Return {"dtype", "where", "kernel"} for every type and every value of the features on which its kernels depend.
+    Features that make no difference in any cell are left out."""
     rows = []
     for dtype in DTYPES:
-        answers = {cell: _kernel(cell, dtype) for cell in _cells()}
-        matter = [name for name in _OF_ATTENTION if _matters(name, answers)]
-        for values in product(*(FEATURES[name] for name in matter)):
-            where = dict(zip(matter, values, strict=True))
-            (kernel,) = {found for cell, found in answers.items() if all(getattr(cell, n) == where[n] for n in where)}
+        kernels = {cell: _kernel(cell, dtype) for cell in _cells()}
+        relevant = [name for name in _ATTENTION_FEATURES if _matters(name, kernels)]
+        for values in product(*(FEATURES[name] for name in relevant)):
+            where = dict(zip(relevant, values, strict=True))
+            (kernel,) = {k for cell, k in kernels.items() if all(getattr(cell, name) == where[name] for name in where)}
             rows.append({"dtype": dtype, "where": [f"{n}: {v}" for n, v in where.items()], "kernel": kernel})
     return rows
 
 
 def _cells() -> list[Cell]:
-    """Cells of one algorithm that plans are refused for by no other reason than the backend."""
-    found = []
-    for cell in capabilities.cells():
+    """Return the cells of one algorithm that are supported, or refused only by the backend."""
+    cells = []
+    for cell in capabilities.all_cells():
         row = capabilities.refusal(cell)
         if cell.backend == "cuda" and cell.algorithm == "ring" and (row is None or "backend" in row.where):
-            found.append(cell)
-    return found
+            cells.append(cell)
+    return cells
 
 
-def _matters(name: str, answers: dict[Cell, str]) -> bool:
-    """Whether two cells that differ in this feature alone have different answers."""
+def _matters(name: str, kernels: dict[Cell, str]) -> bool:
+    """Return True if two cells that differ only in this feature have different kernels."""
     return any(
-        answers.get(replace(cell, **{name: other}), found) != found
-        for cell, found in answers.items()
-        for other in FEATURES[name]
+        kernels.get(replace(cell, **{name: value}), kernel) != kernel
+        for cell, kernel in kernels.items()
+        for value in FEATURES[name]
     )
 
 
@@ -70,13 +68,10 @@ def _kernel(cell: Cell, dtype: str) -> str:
         return f"refused: {error}"
     if backend.kernel_for(attention, DTYPES[dtype]) == "tiles":
         return _TILES
-    return _flash(attention.dropout > 0)
-
-
-def _flash(drops: bool) -> str:
-    """What flash attention is here; of the first GPU, where there is one."""
     name = "torch.ops.aten._flash_attention_forward"
-    if drops or not torch.cuda.is_available():
+    if attention.dropout or not torch.cuda.is_available():
         return name
-    third, why = flash_3(torch.device("cuda", 0))
-    return f"{name} (FlashAttention 3: {why})" if third is None else f"FlashAttention 3; in deterministic mode {name}"
+    module, reason = flash_attention_3(torch.device("cuda", 0))
+    return (
+        f"{name} (FlashAttention 3: {reason})" if module is None else f"FlashAttention 3; in deterministic mode {name}"
+    )

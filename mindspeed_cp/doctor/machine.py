@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, backends."""
+"""Versions, devices and backends of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mindspeed_cp
-from mindspeed_cp.devices import cann_version, check_cann, load_npu, unknown_cann
+from mindspeed_cp.device.select import cann_problem, cann_version, load_npu, unknown_cann_note
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
 
@@ -28,41 +28,41 @@ PACKAGES = (
 )
 DEVICES = ("npu", "cuda", "cpu")
 
-#: Where drivers of Ascend devices leave their version.
+#: File with the version of the Ascend driver.
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 
 def versions(npu: bool) -> dict[str, str | None]:
-    """Of this package, Python, the packages that matter, and, where there is an NPU, its driver and libraries."""
-    found: dict[str, str | None] = {"mindspeed-cp": mindspeed_cp.__version__, "python": platform.python_version()}
+    """Return versions of this package, Python and related packages, and, with an NPU, of its driver and libraries."""
+    versions: dict[str, str | None] = {"mindspeed-cp": mindspeed_cp.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return {**found, **(npu_versions() if npu else {})}
+            versions[name] = None
+    return {**versions, **(npu_versions() if npu else {})}
 
 
 def npu_versions(driver: Path = DRIVER) -> dict[str, str | None]:
-    """Versions of driver, CANN and HCCL, as torch_npu and the driver's own file tell them; None where they do not."""
-    found: dict[str, str | None] = {"Ascend driver": None}
+    """Return the versions of driver, CANN and HCCL from the driver's file and torch_npu; None if unknown."""
+    versions: dict[str, str | None] = {"Ascend driver": None}
     if driver.exists():
         lines = dict(line.split("=", 1) for line in driver.read_text().splitlines() if "=" in line)
-        found["Ascend driver"] = lines.get("Version")
-    return {**found, **{name: cann_version(name) for name in ("CANN", "HCCL")}}
+        versions["Ascend driver"] = lines.get("Version")
+    return {**versions, **{name: cann_version(name) for name in ("CANN", "HCCL")}}
 
 
 def requirements() -> list[dict[str, Any]]:
-    """{"what", "ok", "error"} for each version that an NPU needs, and "note" where it is not known; torch-npu's was
-    looked at when it was loaded."""
+    """Return {"what", "ok", "error"} for each version that an NPU needs, with a "note" if it is unknown. The version of
+    torch-npu is checked when it is loaded."""
     version = cann_version()
-    wrong, unknown = check_cann(version), unknown_cann(version)
-    row = {"what": "CANN", "ok": wrong is None, "error": wrong}
-    return [row if unknown is None else {**row, "note": unknown}]
+    error, note = cann_problem(version), unknown_cann_note(version)
+    row = {"what": "CANN", "ok": error is None, "error": error}
+    return [row if note is None else {**row, "note": note}]
 
 
-def machine() -> dict[str, Any]:
-    """System, cores and threads."""
+def machine_status() -> dict[str, Any]:
+    """Return system, cores and threads."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count() or 1,
@@ -70,8 +70,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def device(kind: str) -> dict[str, Any]:
-    """{"count", "names", "why"}: how many devices of a kind there are, or why there is none."""
+def device_status(kind: str) -> dict[str, Any]:
+    """Return {"count", "names", "why"}: the devices of a kind, or why there is none."""
     if kind == "cpu":
         return {"count": 1, "names": [platform.processor() or platform.machine()], "why": None}
     if kind == "npu":
@@ -89,14 +89,14 @@ def device(kind: str) -> dict[str, Any]:
     return {"count": count, "names": [module.get_device_name(i) for i in range(count)], "why": None}
 
 
-def backend(kind: str, found: dict[str, Any]) -> dict[str, Any]:
-    """{"available", "why"}: whether the attention operator runs on a kind of device, or why not."""
+def backend_status(kind: str, devices: dict[str, Any]) -> dict[str, Any]:
+    """Return {"available", "why"}: whether the attention operator runs on a kind of device, or why not."""
     if kind not in BACKENDS:
         return {"available": False, "why": "this version has no attention operator for it"}
-    if found["count"] and kind == "cuda":
+    if devices["count"] and kind == "cuda":
         try:
-            for i in range(found["count"]):
+            for i in range(devices["count"]):
                 BACKENDS[kind].check_device(torch.device(kind, i))
         except ConfigError as error:
             return {"available": False, "why": str(error)}
-    return {"available": found["count"] > 0, "why": found["why"]}
+    return {"available": devices["count"] > 0, "why": devices["why"]}

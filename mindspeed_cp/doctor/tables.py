@@ -1,15 +1,15 @@
-"""A report of the doctor as tables."""
+"""Tables of a report of `doctor`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_cp.doctor.operator import PARTS
+from mindspeed_cp.doctor.operator import RESULT_NAMES
 from mindspeed_cp.report.text import Table
 
 
-def tables(report: dict[str, Any]) -> list[Table]:
-    """Versions, devices, checks of the operator, rings between NPUs."""
+def report_tables(report: dict[str, Any]) -> list[Table]:
+    """Return the tables: versions, devices, checks of the operator, rings between NPUs."""
     machine = report["machine"]
     versions = [(name, version or "not installed") for name, version in report["versions"].items()]
     versions.append(("machine", f"{machine['system']}, {machine['cores']} cores, {machine['threads']} threads"))
@@ -26,23 +26,23 @@ def tables(report: dict[str, Any]) -> list[Table]:
     checks = [
         (
             f"{check['backend']} {check['dtype']}: {check['case']}",
-            *(f"{check['differences'][part]:.1e}" if part in check["differences"] else "-" for part in PARTS),
+            *(f"{check['differences'][part]:.1e}" if part in check["differences"] else "-" for part in RESULT_NAMES),
             f"{check['limit']:.0e}",
             "ok" if check["ok"] else f"FAILED {check['error'] or ''}".strip(),
         )
         for check in report["checks"]
     ]
-    links = ", ".join(name for name, there in report["communication"].items() if there) or "none"
-    found = [
+    links = ", ".join(name for name, available in report["communication"].items() if available) or "none"
+    tables = [
         Table("Versions", ("", ""), (*versions, ("communication", links))),
         Table("Devices", ("device", "number", "which", "attention operator"), tuple(devices)),
-        Table("Attention operator, difference to fp64", ("check", *PARTS, "limit", ""), tuple(checks)),
+        Table("Attention operator, difference to fp64", ("check", *RESULT_NAMES, "limit", ""), tuple(checks)),
     ]
     if report["kernels"]:
         rows = tuple(
             (", ".join(row["where"]) or "everything", row["dtype"], row["kernel"]) for row in report["kernels"]
         )
-        found.insert(2, Table("Kernels of the cuda backend", ("attention", "type", "served by"), rows))
+        tables.insert(2, Table("Kernels of the cuda backend", ("attention", "type", "served by"), rows))
     if report["links"]:
         rings = [
             (
@@ -53,8 +53,8 @@ def tables(report: dict[str, Any]) -> list[Table]:
             for row in report["links"]
         ]
         columns = ("HCCL between NPUs of this machine", "GB/s, slowest rank, each way", "")
-        found.append(Table("Links", columns, tuple(rings)))
-    return found
+        tables.append(Table("Links", columns, tuple(rings)))
+    return tables
 
 
 def _needed(row: dict[str, Any]) -> str:

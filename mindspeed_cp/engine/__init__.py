@@ -1,7 +1,15 @@
 """Runs a plan under autograd."""
 
-from mindspeed_cp.engine.agenda import prepare
 from mindspeed_cp.engine.agreement import check_agreement
+from mindspeed_cp.engine.all_ranks import Stepping, attend_all_ranks, attend_in_process
 from mindspeed_cp.engine.attention import context_parallel_attention
+from mindspeed_cp.engine.rank_context import prepare
 
-__all__ = ["check_agreement", "context_parallel_attention", "prepare"]
+__all__ = [
+    "Stepping",
+    "attend_all_ranks",
+    "attend_in_process",
+    "check_agreement",
+    "context_parallel_attention",
+    "prepare",
+]

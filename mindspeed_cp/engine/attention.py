@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,16 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport, checked_timeout, group_rank, group_size
-from mindspeed_cp.engine.agenda import agenda_of, heads_of
-from mindspeed_cp.engine.clock import Track, new_call, track_of
-from mindspeed_cp.engine.moves import move_all
-from mindspeed_cp.engine.pieces import MOVES, Piece, join, pieces_of, take, take_turns
-from mindspeed_cp.engine.run import Run
+from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
+from mindspeed_cp.engine.program_run import ProgramRun, Run, run_interleaved, run_to_end
+from mindspeed_cp.engine.rank_context import RankContext, bind_rank
+from mindspeed_cp.engine.rank_parts import REDISTRIBUTION_TAGS, join_rows
+from mindspeed_cp.engine.recorder import RecordedCall, recorded_call
+from mindspeed_cp.engine.redistribute import redistribute
+from mindspeed_cp.engine.schedule import RankSchedule
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, backend_for
+from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState
 from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
-from mindspeed_cp.plan import AttentionConfig, Plan
+from mindspeed_cp.ops.rows import take_rows
+from mindspeed_cp.plan import Plan
+
+#: Tensors that the forward of a part saves for its backward: q, k, v, out and lse.
+SAVED_TENSORS = 5
 
 
 def context_parallel_attention(
@@ -33,234 +39,221 @@ def context_parallel_attention(
     dropout_key: DropoutKey | None = None,
     training: bool = True,
 ) -> Tensor:
-    """Exact attention over all ranks of a plan; every rank of the group calls it with its own rows, and every rank runs
-    its backward, one without tokens too: keys and values, and their gradients, pass through all of them.
+    """Compute exact attention over all ranks of a plan. Every rank of the group must call it with its own rows, and
+    every rank must run its backward, including ranks without tokens: keys, values and their gradients pass through all
+    ranks.
 
-    Differentiable once; may be run again by activation recompute, and its backward may run again with
-    ``retain_graph=True``. out, lse, dq, dk and dv are summed in fp32 over all steps and rounded to q's type in the end
-    (the cpu backend's kernel rounds the part of each call as well, see docs/decisions.md).
+    Differentiable once. Activation recomputation may run it again, and its backward may run again with
+    ``retain_graph=True``. out, lse, dq, dk and dv are accumulated in fp32 over all steps and rounded to the type of q
+    once (the kernel of the cpu backend also rounds the partial result of each call, see docs/decisions.md).
 
     Args:
-        q: this rank's rows in plan.layout, [t, heads, head_dim].
-        k: this rank's rows in plan.layout_kv (plan.layout, but in cross-attention), [t, kv_heads, head_dim].
-        v: [t, kv_heads, head_dim_v], rows as k.
-        plan: from :func:`mindspeed_cp.build_plan`, the same on every rank; :func:`mindspeed_cp.check_agreement` tells
-            whether it is.
-        group: the context-parallel ranks; default: all processes.
-        backend: of the attention operator, by name or with options of its own; default: by the device of q.
-        timeout: seconds until a peer that does not answer in one transfer is given up; on gloo. NCCL and HCCL use the
-            time-out of their group.
-        dropout_key: (seed, layer), needed where the plan's attention has dropout. The same on all ranks of the group;
-            another one for every layer and micro-batch. With head, document and positions it decides which weights are
-            dropped, so the result depends neither on the number of ranks nor on the algorithm. May be given where there
-            is no dropout; it is not used then.
-        training: False drops nothing.
+        q: rows of this rank in plan.layout, [t, heads, head_dim].
+        k: rows of this rank in plan.kv_layout_in (equals plan.layout except in cross-attention),
+            [t, kv_heads, head_dim].
+        v: [t, kv_heads, head_dim_v], rows as for k.
+        plan: from :func:`mindspeed_cp.build_plan`, the same on every rank; :func:`mindspeed_cp.check_agreement` checks
+            that.
+        group: context-parallel ranks; default: all processes.
+        backend: attention backend, by name or as an object with options; default: chosen by the device of q.
+        timeout: seconds to wait for a peer in one transfer, on gloo. NCCL and HCCL use the timeout of their group.
+        dropout_key: (seed, layer), required if the plan's attention has dropout and ignored otherwise. The same on all
+            ranks of the group, different for every layer and micro-batch. Together with head, document and positions it
+            decides which weights are dropped, so the result depends neither on the number of ranks nor on the
+            algorithm.
+        training: False disables dropout.
 
     Returns:
-        [t, heads, head_dim_v] of q's type.
+        [t, heads, head_dim_v] of the type of q.
 
     Raises:
         ConfigError: a shape, a type, the group or the backend does not fit the plan.
-        PeerError: the neighbour that this rank waited for died or did not answer within `timeout`; names it. That one
-            may itself have been waiting for another.
+        PeerError: the neighbor that this rank waited for died or did not answer within `timeout`. The error names it;
+            the neighbor may itself have waited for another rank.
     """
-    timeout = checked_timeout(timeout)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
+    check_types(q, k, v)
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
-    runner = backend_for(q.device.type, backend)
-    size = group_size(group)
-    if size < 0:
-        raise ConfigError(
-            "this process is not in the group; only the group's own ranks call context_parallel_attention"
-        )
-    if size != plan.ranks:
-        raise ConfigError(
-            f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size"
-        )
-    rank = group_rank(group)
-    _check(q, k, v, plan, rank, runner)
-    key = _dropout_key(plan.attention.dropout, dropout_key) if training and plan.attention.dropout > 0 else None
-    transport = Transport(group, timeout, q.device) if size > 1 else None
-    return _Attention.apply(q, k, v, plan, rank, transport, runner, key)
+    context, runner, transport = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
+    check_inputs(q, k, v, context)
+    key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
+    return _Attention.apply(q, k, v, RankCall(plan, context, runner, transport, key, recorded_call()))
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """Context that the forward and the backward of one call share on one rank.
+
+    Attributes:
+        plan: the plan.
+        context: this rank of the plan.
+        backend: attention backend.
+        transport: transport to the other ranks; None for a single rank.
+        dropout: (seed, layer); None without dropout.
+        recorded: None without a recorder.
+    """
+
+    plan: Plan
+    context: RankContext
+    backend: AttentionBackend
+    transport: Transport | None
+    dropout: DropoutKey | None
+    recorded: RecordedCall | None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: Plan,
-        rank: int,
-        transport: Transport | None,
-        backend: AttentionBackend,
-        dropout: DropoutKey | None,
-    ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        pieces = pieces_of(plan, rank, q.device)
-        call = new_call()
-        runs = [
-            _forward(part, piece, q, k, v, rank, transport, backend, dropout, track_of(call, "forward", n))
-            for n, (part, piece) in enumerate(zip(plan.pieces, pieces.all, strict=True))
-        ]
-        with torch.autocast(q.device.type, enabled=False):  # accumulators are fp32 whatever autocast says
-            results = take_turns(runs, pieces.turns["forward"])
-        ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
-        ctx.how = plan, rank, transport, backend, dropout, [kept for *_, kept in results], call
-        if len(results) == 1:
-            return results[0][0]
-        return join([(result[0], piece.rows) for result, piece in zip(results, pieces.all, strict=True)], len(q))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):  # accumulators stay fp32 under autocast
+            out, saved, backend_states = run_to_end(forward_run(call, q, k, v))
+        ctx.save_for_backward(*saved)
+        ctx.call, ctx.backend_states = call, backend_states
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        plan, rank, transport, backend, dropout, kept, call = ctx.how
-        dout, saved = dout.contiguous(), ctx.saved_tensors
-        pieces = pieces_of(plan, rank, dout.device)
-        how = rank, transport, backend, dropout
-        runs = [
-            _backward(part, piece, dout, saved[5 * n : 5 * n + 5], kept[n], *how, track_of(call, "backward", n))
-            for n, (part, piece) in enumerate(zip(plan.pieces, pieces.all, strict=True))
-        ]
-        del saved
         with torch.autocast(dout.device.type, enabled=False):
-            results = take_turns(runs, pieces.turns["backward"])
-        if len(results) == 1:
-            return *results[0], None, None, None, None, None
-        rows, kv_rows = [piece.rows for piece in pieces.all], [piece.kv_rows for piece in pieces.all]
-        count, kv_count = int(plan.layout.token_counts[rank]), int(plan.layout_kv.token_counts[rank])
-        dq, dk, dv = zip(*results, strict=True)
-        found = [
-            join(list(zip(parts, of, strict=True)), total)
-            for parts, of, total in ((dq, rows, count), (dk, kv_rows, kv_count), (dv, kv_rows, kv_count))
-        ]
-        return *found, None, None, None, None, None
+            gradients = run_to_end(backward_run(ctx.call, dout, ctx.saved_tensors, ctx.backend_states))
+        return *gradients, None
 
 
-def _forward(
-    plan: Plan,
-    piece: Piece,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rank: int,
-    transport: Transport | None,
-    backend: AttentionBackend,
-    dropout: DropoutKey | None,
-    track: Track | None,
-) -> Generator[None, None, tuple[Tensor, Sequence[Tensor], Any]]:
-    """The forward of one part, from the caller's rows; its output there, what its backward needs, and what the backend
-    keeps for that."""
-    moves = piece.moves
-    agenda = agenda_of(plan, rank, "forward", backend, q.dtype, dropout is not None, q.device)
-    q = q if moves.q is not None else take(q, piece.rows)
-    if moves.kv is None:
-        k, v = take(k, piece.kv_rows), take(v, piece.kv_rows)
+def forward_run(call: RankCall, q: Tensor, k: Tensor, v: Tensor) -> Run[tuple[Tensor, Sequence[Tensor], Sequence[Any]]]:
+    """Run the forward of one rank. Returns its output, the tensors to save for the backward, and what the backend saves
+    for each part."""
+    context, parts = call.context, call.context.parts
+    schedules = context.schedules(call.plan, call.backend, "forward", call.dropout is not None)
+    runs = [
+        _forward_part(n, schedule, q.contiguous(), k.contiguous(), v.contiguous(), call)
+        for n, schedule in enumerate(schedules)
+    ]
+    count = len(q)
+    del q, k, v
+    results = yield from run_interleaved(runs, parts.step_order["forward"])
+    out = results[0][0]
+    if len(results) > 1:
+        out = join_rows([(result[0], part.rows) for result, part in zip(results, parts.parts, strict=True)], count)
+    return out, [x for _, tensors, _ in results for x in tensors], [state for *_, state in results]
+
+
+def backward_run(
+    call: RankCall, dout: Tensor, saved: Sequence[Tensor], backend_states: Sequence[Any]
+) -> Run[tuple[Tensor, Tensor, Tensor]]:
+    """Run the backward of one rank. Returns dq, dk and dv."""
+    context, parts = call.context, call.context.parts
+    schedules = context.schedules(call.plan, call.backend, "backward", call.dropout is not None)
+    dout = dout.contiguous()
+    runs = [
+        _backward_part(n, schedule, dout, saved[SAVED_TENSORS * n : SAVED_TENSORS * (n + 1)], backend_states[n], call)
+        for n, schedule in enumerate(schedules)
+    ]
+    del dout, saved
+    results = yield from run_interleaved(runs, parts.step_order["backward"])
+    if len(results) == 1:
+        return results[0]
+    rows, kv_rows = [part.rows for part in parts.parts], [part.kv_rows for part in parts.parts]
+    dq, dk, dv = zip(*results, strict=True)
+    return (
+        join_rows(list(zip(dq, rows, strict=True)), context.shapes["q"][0]),
+        join_rows(list(zip(dk, kv_rows, strict=True)), context.shapes["k"][0]),
+        join_rows(list(zip(dv, kv_rows, strict=True)), context.shapes["v"][0]),
+    )
+
+
+def _forward_part(
+    index: int, schedule: RankSchedule, q: Tensor, k: Tensor, v: Tensor, call: RankCall
+) -> Run[tuple[Tensor, Sequence[Tensor], Any]]:
+    """Run the forward of one part on the rows of the caller. Returns its output there, the tensors to save for the
+    backward, and what the backend saves."""
+    context, backend = call.context, call.backend
+    recorder = None if call.recorded is None else call.recorded.part_recorder("forward", index)
+    attention, part = context.attentions[index], context.parts.parts[index]
+    moves = part.redistributions
+    if moves.q is None and part.rows is not None:
+        q = take_rows(q, part.rows)
+    if moves.kv is None and part.kv_rows is not None:
+        k, v = take_rows(k, part.kv_rows), take_rows(v, part.kv_rows)
     if moves.q is None and moves.kv is None:
-        yield
+        yield ()
     else:
-        there = (moves.q, moves.kv, moves.kv)
-        q, k, v = yield from move_all((q, k, v), there, transport, "q, k and v to heads", piece.tag, track)
-    empty = q.new_empty if agenda.stores_all_rows else q.new_zeros  # the first tile of a row is stored, not added
+        to_compute, label = (moves.q, moves.kv, moves.kv), "q, k and v to heads"
+        q, k, v = yield from redistribute((q, k, v), to_compute, call.transport, label, part.tag, recorder)
+    empty = q.new_empty if schedule.stores_all_rows else q.new_zeros
     out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    state = ForwardState(q, out, lse, heads_of(plan, rank), dropout)
-    run = Run(agenda, k, v, transport, piece.tag + MOVES, track)
-    yield from _forward_steps(run, state, plan.attention, backend)
-    del run  # its buffers
+    state = ForwardState(q, out, lse, context.heads[index], call.dropout)
+    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
+    yield from run.steps(lambda run, slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
+    del run  # frees its buffers
     out = out.to(q.dtype)
     saved = q, k, v, out, lse
-    if moves.q_back is None:
-        yield
-        return out, saved, state.kept
-    (result,) = yield from move_all((out,), (moves.q_back,), transport, "outputs to tokens", piece.tag, track)
-    return result, saved, state.kept
+    if moves.q_adjoint is None:
+        yield ()
+        return out, saved, state.saved
+    to_caller, label = (moves.q_adjoint,), "outputs to tokens"
+    (result,) = yield from redistribute((out,), to_caller, call.transport, label, part.tag, recorder)
+    return result, saved, state.saved
 
 
-def _backward(
-    plan: Plan,
-    piece: Piece,
-    dout: Tensor,
-    saved: Sequence[Tensor],
-    kept: Any,
-    rank: int,
-    transport: Transport | None,
-    backend: AttentionBackend,
-    dropout: DropoutKey | None,
-    track: Track | None,
-) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """The backward of one part: dq, dk and dv at the caller."""
-    moves, (q, k, v, out, lse) = piece.moves, saved
-    dout = dout if moves.q is not None else take(dout, piece.rows)
+def _backward_part(
+    index: int, schedule: RankSchedule, dout: Tensor, saved: Sequence[Tensor], backend_state: Any, call: RankCall
+) -> Run[tuple[Tensor, Tensor, Tensor]]:
+    """Run the backward of one part. Returns dq, dk and dv in the layout of the caller."""
+    context, backend = call.context, call.backend
+    recorder = None if call.recorded is None else call.recorded.part_recorder("backward", index)
+    attention, part = context.attentions[index], context.parts.parts[index]
+    moves, (q, k, v, out, lse) = part.redistributions, saved
     if moves.q is None:
-        yield
+        dout = dout if part.rows is None else take_rows(dout, part.rows)
+        yield ()
     else:
-        what = "gradients of outputs to heads"
-        (dout,) = yield from move_all((dout,), (moves.q,), transport, what, piece.tag, track)
-    agenda = agenda_of(plan, rank, "backward", backend, q.dtype, dropout is not None, q.device)
-    run = Run(agenda, k, v, transport, piece.tag + MOVES, track)
+        label = "gradients of outputs to heads"
+        (dout,) = yield from redistribute((dout,), (moves.q,), call.transport, label, part.tag, recorder)
+    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
     dq = torch.zeros_like(q, dtype=torch.float32)
-    state = BackwardState(q, out, lse, dout, dq, heads_of(plan, rank), dropout, kept)
-    dk, dv = yield from _run_backward(run, state, plan.attention, backend)
-    del run  # its buffers
-    if not moves.kv_copies:  # copies are summed in fp32 first
+    state = BackwardState(q, out, lse, dout, dq, context.heads[index], call.dropout, backend_state)
+    yield from run.steps(
+        lambda run, slot, calls: backend.backward(
+            calls, attention, state, run.k[slot], run.v[slot], *run.gradient(slot)
+        )
+    )
+    dk, dv = run.gradient(0)
+    del run  # frees its buffers
+    if not moves.kv_has_copies:  # copies are summed in fp32 before they are rounded
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
-    if moves.q_back is None and moves.kv_back is None:
-        yield
+    if moves.q_adjoint is None and moves.kv_adjoint is None:
+        yield ()
         return dq.to(q.dtype), dk, dv
-    back, what = (moves.q_back, moves.kv_back, moves.kv_back), "gradients of q, k and v to tokens"
-    dq, dk, dv = yield from move_all((dq.to(q.dtype), dk, dv), back, transport, what, piece.tag, track)
+    to_caller, label = (moves.q_adjoint, moves.kv_adjoint, moves.kv_adjoint), "gradients of q, k and v to tokens"
+    dq, dk, dv = yield from redistribute((dq.to(q.dtype), dk, dv), to_caller, call.transport, label, part.tag, recorder)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _forward_steps(
-    run: Run, state: ForwardState, attention: AttentionConfig, backend: AttentionBackend
-) -> Iterator[None]:
-    """All steps; buffers go with `run`."""
-    return run.steps(lambda slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
-
-
-def _run_backward(
-    run: Run, state: BackwardState, attention: AttentionConfig, backend: AttentionBackend
-) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """All steps; dK and dV of slot 0."""
-
-    def compute(slot: int, calls: Any) -> None:
-        backend.backward(calls, attention, state, run.k[slot], run.v[slot], *run.gradient(slot))
-
-    yield from run.steps(compute)
-    return run.gradient(0)
-
-
-def _dropout_key(share: float, key: DropoutKey | None) -> DropoutKey:
+def checked_key(plan: Plan, key: DropoutKey | None) -> DropoutKey:
+    """Check the dropout key of a plan with dropout."""
     if key is None:
         raise ConfigError(
-            f"attention.dropout is {share} and no dropout_key was given; valid: dropout_key=(seed, layer), the same on "
-            "all ranks, or training=False, which drops nothing"
+            f"attention.dropout is {plan.attention.dropout} and no dropout_key was given; valid: dropout_key=(seed, "
+            "layer), the same on all ranks, or training=False, which drops nothing"
         )
     return checked_dropout_key(key)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, backend: AttentionBackend) -> None:
-    a = plan.attention
-    rows, kv_rows = int(plan.layout.token_counts[rank]), int(plan.layout_kv.token_counts[rank])
-    shapes = (
-        ("q", q, rows, a.heads, a.head_dim),
-        ("k", k, kv_rows, a.kv_heads, a.head_dim),
-        ("v", v, kv_rows, a.kv_heads, a.head_dim_v),
-    )
-    for name, x, rows, heads, width in shapes:
-        if tuple(x.shape) != (rows, heads, width):
+def check_types(q: object, k: object, v: object) -> None:
+    """Check that q, k and v are tensors."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, context: RankContext) -> None:
+    """Check the tensors of one rank against its plan."""
+    for (name, shape), x in zip(context.shapes.items(), (q, k, v), strict=True):
+        if x.shape != shape:
             raise ConfigError(
-                f"rank {rank}: {name} has shape {list(x.shape)}; the plan gives this rank [{rows}, {heads}, {width}]"
+                f"rank {context.rank}: {name} has shape {list(x.shape)}; the plan gives this rank {list(shape)}"
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise ConfigError(
-                f"rank {rank}: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must agree"
+                f"rank {context.rank}: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must agree"
             )
-    backend.check(a, q.dtype)
-    backend.check_device(q.device)

@@ -1,22 +1,29 @@
-"""Who holds which tokens: documents, spans, layouts.  NumPy only."""
+"""Which rank holds which tokens: documents, token spans, layouts and redistributions.  NumPy only."""
 
-from mindspeed_cp.layout.build import contiguous, equal_tokens, from_spans, zigzag
 from mindspeed_cp.layout.documents import Documents
-from mindspeed_cp.layout.layout import SPAN, Layout, Span
-from mindspeed_cp.layout.redistribution import PART, PART_RUN, Redistribution
-from mindspeed_cp.layout.remap import (
-    FLOW,
-    OBJECTIVES,
-    Flows,
-    equal_token_flows,
-    equal_token_layout,
-    in_shares,
-    padding_rows,
-)
-from mindspeed_cp.layout.runs import expand, joined, merged, overlaps
+from mindspeed_cp.layout.equal_tokens import equal_token_layout, padding_rows, sequence_parallel_layout
+from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, TokenSpan
+from mindspeed_cp.layout.redistribution import RANK_PAIR, Redistribution
+from mindspeed_cp.layout.runs import ROW_RUN, intersect_runs, join_runs, ragged_arange, union_of_runs
+from mindspeed_cp.layout.sharding import contiguous, from_spans, weighted, zigzag
 
 __all__ = [
-    "FLOW", "OBJECTIVES", "PART", "PART_RUN", "SPAN", "Documents", "Flows", "Layout", "Redistribution", "Span",
-    "contiguous", "equal_token_flows", "equal_token_layout", "equal_tokens", "expand", "from_spans", "in_shares",
-    "joined", "merged", "overlaps", "padding_rows", "zigzag",
+    "RANK_PAIR",
+    "ROW_RUN",
+    "TOKEN_SPAN",
+    "Documents",
+    "Layout",
+    "Redistribution",
+    "TokenSpan",
+    "contiguous",
+    "equal_token_layout",
+    "from_spans",
+    "intersect_runs",
+    "join_runs",
+    "padding_rows",
+    "ragged_arange",
+    "sequence_parallel_layout",
+    "union_of_runs",
+    "weighted",
+    "zigzag",
 ]  # fmt: skip

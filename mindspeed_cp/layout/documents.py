@@ -1,4 +1,4 @@
-"""What is in the packed batch: the documents and their lengths."""
+"""Documents: the lengths of the documents in a packed batch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention 
 
 
 class Documents:
-    """The lengths of the documents of one packed batch, back to back.
+    """Lengths of the documents of one packed batch.
 
-    Tokens are numbered 0 .. tokens-1 over the whole batch; positions restart at 0 in every document::
+    Documents are packed back to back. Tokens are numbered 0 .. tokens-1 over the whole batch; positions restart at 0 in
+    every document::
 
         lengths   [ 5000 | 37 |  1200 ]
         offsets   0     5000  5037   6237
 
-    Two objects with equal lengths are equal and hash alike, so they can key a cache of plans.
+    Objects with equal lengths are equal and have equal hashes, so a cache of plans can use them as keys.
 
     Args:
-        lengths: token count of each document; zero is allowed, and so is an empty batch.
+        lengths: token count of each document; documents of length 0 and empty batches are allowed.
 
     Raises:
-        ConfigError: a length is negative or no whole number, or the batch has more than 2**31 - 1 tokens.
+        ConfigError: a length is negative or not an integer, or the batch has more than 2**31 - 1 tokens.
     """
 
     def __init__(self, lengths: Iterable[int] | np.ndarray) -> None:
@@ -41,13 +42,13 @@ class Documents:
         bad = np.flatnonzero((values < 0) | (values > MAX_TOKENS))
         if len(bad):
             raise ConfigError(
-                f"document {bad[0]} has length {values[bad[0]]}; lengths are 0 to {MAX_TOKENS}, split longer documents"
+                f"document {bad[0]} has length {values[bad[0]]}; valid: 0 to {MAX_TOKENS}; split longer documents"
             )
-        own = values.astype(np.int64)
-        if own.sum() > MAX_TOKENS:
-            raise ConfigError(f"the batch has {own.sum()} tokens; at most {MAX_TOKENS} fit, so split the batch")
-        own.setflags(write=False)
-        self._lengths = own
+        values = values.astype(np.int64)
+        if values.sum() > MAX_TOKENS:
+            raise ConfigError(f"the batch has {values.sum()} tokens; valid: at most {MAX_TOKENS}; split the batch")
+        values.setflags(write=False)
+        self._lengths = values
 
     @property
     def lengths(self) -> np.ndarray:
@@ -56,18 +57,18 @@ class Documents:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """First token of each document and, last, the number of tokens: int64 [documents + 1], read-only."""
-        out = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
-        out.setflags(write=False)
-        return out
+        """First token of each document, followed by the number of tokens; int64 [documents + 1], read-only."""
+        offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
+        offsets.setflags(write=False)
+        return offsets
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the whole batch."""
+        """Number of tokens in the batch."""
         return int(self.offsets[-1])
 
     def document_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Document that holds each token number; empty documents hold none."""
+        """Return the document of each token number; int64, the shape of `tokens`."""
         return np.searchsorted(self.offsets, tokens, "right") - 1
 
     def __len__(self) -> int:

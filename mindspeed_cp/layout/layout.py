@@ -1,8 +1,8 @@
-"""Who holds which tokens and which heads, and how a tensor is cut accordingly."""
+"""Layout: which rank holds which tokens and heads, and how tensors are sharded accordingly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,13 +11,15 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout.documents import Documents
-from mindspeed_cp.layout.runs import expand
+from mindspeed_cp.layout.runs import ragged_arange
+from mindspeed_cp.schema.numbers import is_int
 
-SPAN = np.dtype([(name, np.int64) for name in ("rank", "doc", "start", "stop")])
+#: Records of :class:`TokenSpan`.
+TOKEN_SPAN = np.dtype([(name, np.int64) for name in ("rank", "doc", "start", "stop")])
 
 
-class Span(NamedTuple):
-    """Tokens start .. stop-1 (batch numbering) of one document, held by one rank."""
+class TokenSpan(NamedTuple):
+    """Run of tokens start .. stop-1 of one document, held by one rank; tokens are numbered over the whole batch."""
 
     rank: int
     doc: int
@@ -27,19 +29,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """For every rank: spans of documents in ascending token order, and one range of heads.
+    """Assignment of tokens and heads to ranks: for each rank, token spans in ascending order and one range of heads.
 
-    Laws, proved by :meth:`check` and by the tests:
+    :meth:`check` and the tests prove these laws:
 
-    * every (token, head) is held exactly once; only kv heads may be held more often (`replicated`);
-    * the spans of a rank ascend, so a rank's rows of one document are one run in which positions increase;
+    * every (token, head) is on exactly one rank; only kv heads may be on several;
+    * the spans of a rank ascend, so the rows of one document on a rank are one run in which positions increase;
     * ``unshard([shard(x, r) for r in range(ranks)]) == x``.
 
     Attributes:
-        documents: the batch.
-        ranks: context-parallel ranks.
-        spans: records of dtype SPAN sorted by (rank, start); never empty spans.
-        heads: int64 [ranks, 2], first and last-plus-one head of each rank, or None for all heads on every rank.
+        documents: documents of the batch.
+        ranks: number of context-parallel ranks.
+        spans: records of dtype TOKEN_SPAN sorted by (rank, start), without empty spans.
+        heads: int64 [ranks, 2], first and last-plus-one head of each rank; None: every rank has all heads.
     """
 
     documents: Documents
@@ -48,81 +50,82 @@ class Layout:
     heads: np.ndarray | None = None
 
     @cached_property
-    def bounds(self) -> np.ndarray:
-        """spans[bounds[r] : bounds[r + 1]] belong to rank r; int64 [ranks + 1]."""
+    def span_offsets(self) -> np.ndarray:
+        """Offsets of the ranks in `spans`, int64 [ranks + 1]: rank r has spans[span_offsets[r] : span_offsets[r +
+        1]]."""
         return np.searchsorted(self.spans["rank"], np.arange(self.ranks + 1))
 
-    def of(self, rank: int) -> np.ndarray:
-        """The rank's spans (records).  ConfigError if there is no such rank."""
+    def rank_spans(self, rank: int) -> np.ndarray:
+        """Return the spans of one rank, records of dtype TOKEN_SPAN. Raises ConfigError for an unknown rank."""
         self._check_rank(rank)
-        return self.spans[self.bounds[rank] : self.bounds[rank + 1]]
-
-    def spans_of(self, rank: int) -> Iterator[Span]:
-        """The rank's spans, one object each, for reading and printing."""
-        return (Span(*map(int, s)) for s in self.of(rank))
+        return self.spans[self.span_offsets[rank] : self.span_offsets[rank + 1]]
 
     @cached_property
     def token_counts(self) -> np.ndarray:
-        """Rows of each rank, int64 [ranks]."""
+        """Number of rows of each rank, int64 [ranks]."""
         ends = np.concatenate([[0], np.cumsum(self.spans["stop"] - self.spans["start"])])
-        return ends[self.bounds[1:]] - ends[self.bounds[:-1]]
+        return ends[self.span_offsets[1:]] - ends[self.span_offsets[:-1]]
 
     @cached_property
-    def first_rows(self) -> np.ndarray:
-        """First local row of every span, int64 [spans]."""
+    def span_first_rows(self) -> np.ndarray:
+        """First local row of each span, int64 [spans]."""
         ends = np.concatenate([[0], np.cumsum(self.spans["stop"] - self.spans["start"])])
-        return ends[:-1] - np.repeat(ends[self.bounds[:-1]], np.diff(self.bounds))
+        return ends[:-1] - np.repeat(ends[self.span_offsets[:-1]], np.diff(self.span_offsets))
 
     def tokens(self, rank: int) -> np.ndarray:
-        """Token number of each local row, int64 [t], ascending."""
-        s = self.of(rank)
-        return expand(s["start"], s["stop"] - s["start"])
-
-    def document_ids(self, rank: int) -> np.ndarray:
-        """Document of each local row, int64 [t]."""
-        s = self.of(rank)
-        return np.repeat(s["doc"], s["stop"] - s["start"])
+        """Return the token number of each local row, int64 [t], ascending."""
+        spans = self.rank_spans(rank)
+        return ragged_arange(spans["start"], spans["stop"] - spans["start"])
 
     def positions(self, rank: int) -> np.ndarray:
-        """Position of each local row in its document, int64 [t]."""
-        s = self.of(rank)
-        return expand(s["start"] - self.documents.offsets[s["doc"]], s["stop"] - s["start"])
+        """Return the position of each local row in its document, int64 [t]."""
+        spans = self.rank_spans(rank)
+        return ragged_arange(spans["start"] - self.documents.offsets[spans["doc"]], spans["stop"] - spans["start"])
 
     def cu_seqlens(self, rank: int) -> np.ndarray:
-        """Cumulative local rows per document, int32 [documents + 1]; a document with no row here adds nothing."""
-        s = self.of(rank)
-        rows = np.bincount(s["doc"], weights=s["stop"] - s["start"], minlength=len(self.documents))
+        """Return cumulative local rows per document, int32 [documents + 1]; documents without local rows add 0."""
+        spans = self.rank_spans(rank)
+        rows = np.bincount(spans["doc"], weights=spans["stop"] - spans["start"], minlength=len(self.documents))
         return np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
 
     def head_range(self, rank: int, heads: int) -> tuple[int, int]:
-        """First and last-plus-one head of the rank, of `heads` in all."""
+        """Return the first and last-plus-one head of a rank, given the total number of heads."""
         return (0, heads) if self.heads is None else (int(self.heads[rank, 0]), int(self.heads[rank, 1]))
 
+    def head_bounds(self, heads: int) -> np.ndarray:
+        """Return `head_range` of all ranks, int64 [ranks, 2]."""
+        return np.tile([0, heads], (self.ranks, 1)) if self.heads is None else self.heads
+
+    def head_counts(self, heads: int) -> np.ndarray:
+        """Return the number of heads of each rank, int64 [ranks]; `heads` is the total number."""
+        return np.diff(self.head_bounds(heads), axis=1)[:, 0]
+
     def with_heads(self, heads: np.ndarray) -> Layout:
-        """The same tokens with a range of heads for each rank, [ranks, 2]."""
+        """Return a layout of the same tokens with one range of heads for each rank, [ranks, 2]."""
         return replace(self, heads=np.asarray(heads, np.int64).reshape(self.ranks, 2))
 
     def same_as(self, other: Layout) -> bool:
-        """True when both give every rank the same rows and heads."""
+        """Return True if both layouts assign the same rows and heads to every rank."""
         if self is other:
             return True
-        same_heads = (self.heads is None and other.heads is None) or (
-            self.heads is not None and other.heads is not None and np.array_equal(self.heads, other.heads)
-        )
-        return self.ranks == other.ranks and same_heads and np.array_equal(self.spans, other.spans)
+        if self.ranks != other.ranks or (self.heads is None) != (other.heads is None):
+            return False
+        same_heads = self.heads is None or np.array_equal(self.heads, other.heads)  # type: ignore[arg-type]
+        return same_heads and np.array_equal(self.spans, other.spans)
 
     def shard(self, x: Any, rank: int) -> Any:
-        """The rank's rows (and heads) of x.
+        """Return the rows (and heads) of x that a rank holds.
 
         Args:
-            x: numpy array or torch tensor [tokens, ...]; [tokens, heads, ...] when the layout splits heads.
+            x: numpy array or torch tensor [tokens, ...]; [tokens, heads, ...] if the layout splits heads.
             rank: context-parallel rank.
 
         Returns:
-            [t, ...], a copy; differentiable for a tensor that requires gradients.
+            [t, ...], a copy; differentiable if x is a tensor that requires gradients.
 
         Raises:
-            ConfigError: x is no array or tensor, or has another number of tokens, or the rank does not exist.
+            ConfigError: x is not an array or tensor, its number of rows is not the number of tokens, or the rank does
+                not exist.
         """
         self._check_rank(rank)
         _check_array("shard: x", x, 1 if self.heads is None else 2)
@@ -131,102 +134,106 @@ class Layout:
         rows = x[self.tokens(rank)]
         return rows if self.heads is None else rows[:, self.heads[rank, 0] : self.heads[rank, 1]]
 
-    def unshard(self, parts: Sequence[Any], heads: int | None = None) -> Any:
-        """The inverse of :meth:`shard`.
+    def unshard(self, shards: Sequence[Any], heads: int | None = None) -> Any:
+        """Assemble the shards of all ranks; the inverse of :meth:`shard`.
 
         Args:
-            parts: one array or tensor [t, ...] for every rank, in the order of ranks.
-            heads: heads in all; needed only when the layout splits heads.
+            shards: one array or tensor [t, ...] for each rank, in rank order.
+            heads: total number of heads; required only if the layout splits heads.
 
         Returns:
-            [tokens, ...] of the type of the parts.
+            [tokens, ...], array or tensor as the shards.
 
         Raises:
-            ConfigError: a part is missing, no array or tensor, or has another number of rows than the layout.
+            ConfigError: a shard is missing or not an array or tensor, or its number of rows, other sizes or dtype do
+                not match.
         """
-        if len(parts) != self.ranks:
-            raise ConfigError(f"unshard: {len(parts)} parts for {self.ranks} ranks")
-        for rank, (part, rows) in enumerate(zip(parts, self.token_counts, strict=True)):
-            _check_array(f"unshard: the part of rank {rank}", part, 1 if self.heads is None else 2)
-            if len(part) != rows:
-                raise ConfigError(f"unshard: the part of rank {rank} has {len(part)} rows, the layout has {rows}")
-            tail_at = 1 if self.heads is None else 2
-            if part.shape[tail_at:] != parts[0].shape[tail_at:] or part.dtype != parts[0].dtype:
+        split_heads = self.heads is not None
+        row_dims = 2 if split_heads else 1
+        if len(shards) != self.ranks:
+            raise ConfigError(f"unshard: {len(shards)} shards for {self.ranks} ranks")
+        for rank, (shard, rows) in enumerate(zip(shards, self.token_counts, strict=True)):
+            _check_array(f"unshard: the shard of rank {rank}", shard, row_dims)
+            if len(shard) != rows:
+                raise ConfigError(f"unshard: the shard of rank {rank} has {len(shard)} rows, the layout has {rows}")
+            if shard.shape[row_dims:] != shards[0].shape[row_dims:] or shard.dtype != shards[0].dtype:
                 raise ConfigError(
-                    f"unshard: the part of rank {rank} is {part.dtype} {list(part.shape)}, that of rank 0 "
-                    f"{parts[0].dtype} {list(parts[0].shape)}; types and all but the rows must agree"
+                    f"unshard: the shard of rank {rank} is {shard.dtype} {list(shard.shape)}, the shard of rank 0 is "
+                    f"{shards[0].dtype} {list(shards[0].shape)}; valid: the same dtype and the same sizes except rows"
                 )
-        if self.heads is not None and (not is_whole(heads) or heads < int(self.heads.max(initial=0))):  # type: ignore[operator]
+        if split_heads and (not is_int(heads) or heads < int(self.heads.max(initial=0))):  # type: ignore[operator, union-attr]
             raise ConfigError(
                 f"unshard: this layout splits heads, so the number of heads must be given: {heads!r}; valid: "
-                f"{int(self.heads.max(initial=0))} or more"
+                f"{int(self.heads.max(initial=0))} or more"  # type: ignore[union-attr]
             )
-        tail = tuple(parts[0].shape[1:]) if self.heads is None else (heads, *parts[0].shape[2:])
-        shape = (self.documents.tokens, *tail)
-        first = parts[0]
+        first = shards[0]
+        shape = (self.documents.tokens, *(first.shape[1:] if self.heads is None else (heads, *first.shape[2:])))
         out = np.empty(shape, first.dtype) if isinstance(first, np.ndarray) else first.new_empty(shape)
-        for rank, part in enumerate(parts):
+        for rank, shard in enumerate(shards):
             if self.heads is None:
-                out[self.tokens(rank)] = part
+                out[self.tokens(rank)] = shard
             else:
-                out[self.tokens(rank), self.heads[rank, 0] : self.heads[rank, 1]] = part
+                out[self.tokens(rank), self.heads[rank, 0] : self.heads[rank, 1]] = shard
         return out
 
-    def check(self, heads: int | None = None, replicated: bool = False) -> None:
-        """Raise PlanError unless the laws hold.
+    def check(self, heads: int | None = None) -> None:
+        """Check the laws of a layout in which every (token, head) is on one rank.
 
         Args:
-            heads: heads in all, for layouts that split them.
-            replicated: True where a (token, head) may be held by several ranks (kv heads).
+            heads: total number of heads, if the layout splits them.
+
+        Raises:
+            PlanError: a span is invalid or out of order, or a (token, head) is on no rank or on several.
         """
-        s, offsets = self.spans, self.documents.offsets
-        bad = np.flatnonzero(
-            (s["rank"] < 0) | (s["rank"] >= self.ranks) | (s["doc"] < 0) | (s["doc"] >= len(self.documents))
-        )
-        if len(bad):
-            raise PlanError(f"layout: span {Span(*map(int, s[bad[0]]))} names a rank or document that does not exist")
-        outside = (s["start"] < offsets[s["doc"]]) | (s["stop"] > offsets[s["doc"] + 1]) | (s["stop"] <= s["start"])
-        if outside.any():
-            raise PlanError(f"layout: {Span(*map(int, s[np.argmax(outside)]))} is empty or leaves its document")
-        behind = (s["rank"][1:] < s["rank"][:-1]) | (
-            (s["rank"][1:] == s["rank"][:-1]) & (s["start"][1:] < s["stop"][:-1])
-        )
-        if behind.any():
-            at = Span(*map(int, s[1 + int(np.argmax(behind))]))
-            raise PlanError(f"layout: rank {at.rank}: {at} does not follow the span before it in token order")
+        self._check_spans()
         ranges = [(0, 1) if heads is None else self.head_range(rank, heads) for rank in range(self.ranks)]
         borders = np.unique([0, 1 if heads is None else heads, *np.ravel(ranges)])  # heads between two are held alike
-        held = np.zeros((self.documents.tokens + 1, len(borders) - 1), np.int32)
+        holders = np.zeros((self.documents.tokens + 1, len(borders) - 1), np.int32)
         for rank, (first, last) in enumerate(ranges):
             if heads is not None and not 0 <= first <= last <= heads:
                 raise PlanError(f"layout: rank {rank}: heads {first} to {last - 1} are not among the {heads} heads")
-            mine, low, high = self.of(rank), *np.searchsorted(borders, (first, last))
-            np.add.at(held[:, low:high], mine["start"], 1)
-            np.add.at(held[:, low:high], mine["stop"], -1)
-        times = np.cumsum(held, 0, out=held)[:-1]
-        wrong = np.argwhere(times < 1 if replicated else times != 1)
+            spans, (low, high) = self.rank_spans(rank), np.searchsorted(borders, (first, last))
+            np.add.at(holders[:, low:high], spans["start"], 1)
+            np.add.at(holders[:, low:high], spans["stop"], -1)
+        holders = np.cumsum(holders, 0, out=holders)[:-1]
+        wrong = np.argwhere(holders != 1)
         if len(wrong):
             token, column = map(int, wrong[0])
             raise PlanError(
                 f"layout: token {token} (document {int(self.documents.document_of(np.asarray(token)))}), head "
-                f"{borders[column]} is held by {int(times[token, column])} ranks, not by one"
+                f"{borders[column]} is held by {int(holders[token, column])} ranks, not by one"
             )
 
+    def _check_spans(self) -> None:
+        spans, offsets = self.spans, self.documents.offsets
+        rank, doc = spans["rank"], spans["doc"]
+        unknown = np.flatnonzero((rank < 0) | (rank >= self.ranks) | (doc < 0) | (doc >= len(self.documents)))
+        if len(unknown):
+            raise PlanError(f"layout: {_span(spans[unknown[0]])} names a rank or document that does not exist")
+        outside = (
+            (spans["start"] < offsets[doc]) | (spans["stop"] > offsets[doc + 1]) | (spans["stop"] <= spans["start"])
+        )
+        if outside.any():
+            raise PlanError(f"layout: {_span(spans[np.argmax(outside)])} is empty or leaves its document")
+        behind = (rank[1:] < rank[:-1]) | ((rank[1:] == rank[:-1]) & (spans["start"][1:] < spans["stop"][:-1]))
+        if behind.any():
+            span = _span(spans[1 + int(np.argmax(behind))])
+            raise PlanError(f"layout: rank {span.rank}: {span} does not follow the span before it in token order")
+
     def _check_rank(self, rank: int) -> None:
-        if not is_whole(rank) or not 0 <= rank < self.ranks:
+        if not is_int(rank) or not 0 <= rank < self.ranks:
             raise ConfigError(f"rank {rank!r} does not exist: this layout has ranks 0 to {self.ranks - 1}")
 
 
+def _span(record: np.ndarray) -> TokenSpan:
+    return TokenSpan(*map(int, record))
+
+
 def _check_array(name: str, x: object, dims: int) -> None:
-    """ConfigError unless x is a numpy array or a torch tensor of so many dims at least."""
+    """Raise ConfigError unless x is a numpy array or torch tensor with at least `dims` dimensions."""
     shape = getattr(x, "shape", None)
     if not isinstance(shape, tuple) or not (isinstance(x, np.ndarray) or hasattr(x, "new_empty")):
         raise ConfigError(f"{name} is a {type(x).__name__}; valid: a numpy array or a torch tensor")
     if len(shape) < dims:
         axes = "[tokens, ...]" if dims == 1 else "[tokens, heads, ...], as this layout splits heads"
         raise ConfigError(f"{name} has shape {list(shape)}; valid: {axes}")
-
-
-def is_whole(value: object) -> bool:
-    """True for a whole number, Python's or NumPy's; a truth value is none."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

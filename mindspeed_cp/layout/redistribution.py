@@ -1,8 +1,8 @@
-"""The move of rows, or of some heads of rows, from one layout to another, and its adjoint.
+"""Redistribution: the all-to-all-v that moves rows and heads from one layout to another, and its adjoint.
 
-It is Ulysses (tokens to heads), the inner part of the hybrid, and the remap between attention and linear layers, in one
-primitive: for every pair of ranks the (token, head) that one holds and the other wants, as runs of rows and a range of
-heads. What a rank holds itself is a copy, not a message.
+One primitive for Ulysses (tokens to heads), for the inner part of the hybrid, and for the move between the layouts of
+attention and of linear layers. For each pair of ranks it lists the (token, head) that one rank holds in the source and
+the other needs in the target, as runs of rows and a range of heads. Rows that stay on a rank are copied, not sent.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import numpy as np
 
 from mindspeed_cp.errors import PlanError
 from mindspeed_cp.layout.layout import Layout
-from mindspeed_cp.layout.runs import joined, overlaps
+from mindspeed_cp.layout.runs import ROW_RUN, intersect_runs, join_runs
 
-#: Rank `src` gives rank `dst` `rows` rows, runs[first : first + count], of heads head .. head + heads - 1, counted over
-#: all heads.
-PART = np.dtype([(name, np.int64) for name in ["src", "dst", "first", "count", "rows", "head", "heads"]])
-
-#: `rows` rows from src_row of the source's shard on become rows from dst_row of the target's shard on.
-PART_RUN = np.dtype([(name, np.int64) for name in ["src_row", "dst_row", "rows"]])
+#: Rank `src` gives rank `dst` `rows` rows, runs[first : first + count], of heads head .. head + heads - 1, numbered
+#: over all heads.
+RANK_PAIR = np.dtype([(name, np.int64) for name in ["src", "dst", "first", "count", "rows", "head", "heads"]])
 
 
 @dataclass(frozen=True, eq=False)
 class Redistribution:
-    """From `source`, where every token is on one rank with all its heads, to `target`, where ranks may hold ranges of
-    heads, and a (token, head) may be on several ranks.
+    """Move of rows and heads from the layout `source` to the layout `target`, by all-to-all-v.
 
-    The adjoint moves from `target` to `source`: what `target` holds several times is summed.
+    In the source every token is on one rank with all its heads; in the target ranks may have ranges of heads, and a
+    (token, head) may be on several ranks. The adjoint moves from target to source and sums the copies.
 
     Attributes:
-        source: all heads on every rank.
-        target: of the same documents and ranks.
-        heads: heads in all.
+        source: layout with all heads on every rank.
+        target: layout of the same documents and ranks.
+        heads: total number of heads.
+
+    Raises:
+        PlanError: the source splits heads, or the layouts have different ranks or documents.
     """
 
     source: Layout
@@ -45,84 +45,82 @@ class Redistribution:
         if self.source.heads is not None:
             raise PlanError("redistribution: the source splits heads; only a layout with all heads can be a source")
         if self.source.ranks != self.target.ranks or self.source.documents != self.target.documents:
-            raise PlanError("redistribution: source and target are of other ranks or documents")
+            raise PlanError("redistribution: source and target have different ranks or documents")
 
     @staticmethod
     def between(source: Layout, target: Layout, heads: int) -> Redistribution | None:
-        """The move, or None when both layouts are the same and nothing moves."""
+        """Return the redistribution from source to target, or None if both layouts are the same."""
         return None if source.same_as(target) else Redistribution(source, target, heads)
 
     @cached_property
-    def _made(self) -> tuple[np.ndarray, np.ndarray]:
+    def _pairs_and_runs(self) -> tuple[np.ndarray, np.ndarray]:
         source, target = self.source, self.target
         by_token = np.argsort(source.spans["start"], kind="stable")
-        spans, row = source.spans[by_token], source.first_rows[by_token]
-        ranges = np.array([target.head_range(rank, self.heads) for rank in range(target.ranks)], np.int64).reshape(
-            -1, 2
-        )
-        low, heads = ranges[:, 0], ranges[:, 1] - ranges[:, 0]
+        given, given_row = source.spans[by_token], source.span_first_rows[by_token]
+        low, heads = target.head_bounds(self.heads)[:, 0], target.head_counts(self.heads)
         used = heads[target.spans["rank"]] > 0
-        wanted, at = target.spans[used], target.first_rows[used]
-        i, j, first, last = overlaps(wanted["start"], wanted["stop"], spans["start"], spans["stop"])
-        found = np.empty(len(i), PART_RUN)
-        found["src_row"] = row[j] + first - spans["start"][j]
-        found["dst_row"] = at[i] + first - wanted["start"][i]
-        found["rows"] = last - first
-        src, dst = spans["rank"][j], wanted["rank"][i]
-        order = np.lexsort((src, dst))  # stable: in one part token order is row order on both sides
-        src, dst, found = src[order], dst[order], found[order]
-        other = np.append(True, (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]))[: len(src)]
-        runs, begins = joined(found, ("src_row", "dst_row"), other)
-        starts = np.flatnonzero(other[begins])
-        parts = np.empty(len(starts), PART)
-        parts["src"], parts["dst"] = src[begins[starts]], dst[begins[starts]]
-        parts["first"], parts["count"] = starts, np.diff(np.append(starts, len(runs)))
-        parts["rows"] = np.add.reduceat(runs["rows"], starts) if len(starts) else 0
-        parts["head"], parts["heads"] = low[parts["dst"]], heads[parts["dst"]]
-        return parts, runs
+        wanted, wanted_row = target.spans[used], target.span_first_rows[used]
+        w, g, first, last = intersect_runs(wanted["start"], wanted["stop"], given["start"], given["stop"])
+        pieces = np.empty(len(w), ROW_RUN)
+        pieces["src_row"] = given_row[g] + first - given["start"][g]
+        pieces["dst_row"] = wanted_row[w] + first - wanted["start"][w]
+        pieces["rows"] = last - first
+        src, dst = given["rank"][g], wanted["rank"][w]
+        order = np.lexsort((src, dst))  # stable: within one pair, token order is row order on both sides
+        src, dst, pieces = src[order], dst[order], pieces[order]
+        new_pair = np.append(True, (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]))[: len(src)]
+        runs, begins = join_runs(pieces, ("src_row", "dst_row"), new_pair)
+        starts = np.flatnonzero(new_pair[begins])
+        pairs = np.empty(len(starts), RANK_PAIR)
+        pairs["src"], pairs["dst"] = src[begins[starts]], dst[begins[starts]]
+        pairs["first"], pairs["count"] = starts, np.diff(np.append(starts, len(runs)))
+        pairs["rows"] = np.add.reduceat(runs["rows"], starts) if len(starts) else 0
+        pairs["head"], pairs["heads"] = low[pairs["dst"]], heads[pairs["dst"]]
+        return pairs, runs
 
     @property
-    def parts(self) -> np.ndarray:
-        """Records of dtype PART: every pair of ranks with something to move, a rank and itself included."""
-        return self._made[0]
+    def rank_pairs(self) -> np.ndarray:
+        """Records of dtype RANK_PAIR, one for each pair of ranks with rows to move; src and dst may be equal."""
+        return self._pairs_and_runs[0]
 
     @property
     def runs(self) -> np.ndarray:
-        """Records of dtype PART_RUN."""
-        return self._made[1]
+        """Records of dtype ROW_RUN."""
+        return self._pairs_and_runs[1]
 
-    def runs_of(self, part: np.ndarray) -> np.ndarray:
-        """Runs (records) of one part."""
-        return self.runs[part["first"] : part["first"] + part["count"]]
+    def runs_of(self, pair: np.ndarray) -> np.ndarray:
+        """Return the runs of one rank pair, records of dtype ROW_RUN."""
+        return self.runs[pair["first"] : pair["first"] + pair["count"]]
 
-    def of(self, rank: int, adjoint: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Parts that the rank gives to others and those that it gets from others, in the order in which to post them:
-        by rounds in which ranks are paired, so that neither a rank nor a NIC is everybody's target at once. (In the
-        adjoint the direction is turned round.)"""
-        give, get = ("dst", "src") if adjoint else ("src", "dst")
-        parts = self.parts
-        away = parts[parts["src"] != parts["dst"]]
-        given, got = away[away[give] == rank], away[away[get] == rank]
+    def sends_and_receives(self, rank: int, adjoint: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rank pairs that a rank sends and those that it receives, each in posting order.
+
+        The order pairs ranks by XOR, so that no rank and no NIC is the target of all others at once. The adjoint
+        exchanges the directions.
+        """
+        sender, receiver = ("dst", "src") if adjoint else ("src", "dst")
+        pairs = self.rank_pairs
+        remote = pairs[pairs["src"] != pairs["dst"]]
+        sends, receives = remote[remote[sender] == rank], remote[remote[receiver] == rank]
         return (
-            given[np.argsort(given[get] ^ rank, kind="stable")],
-            got[np.argsort(rank ^ got[give], kind="stable")],
+            sends[np.argsort(sends[receiver] ^ rank, kind="stable")],
+            receives[np.argsort(rank ^ receives[sender], kind="stable")],
         )
 
-    def kept(self, rank: int) -> np.ndarray | None:
-        """The part that stays on the rank, or None."""
-        found = np.flatnonzero((self.parts["src"] == rank) & (self.parts["dst"] == rank))
-        return self.parts[found[0]] if len(found) else None
+    def local_pair(self, rank: int) -> np.ndarray | None:
+        """Return the pair of the rank with itself, or None if no row stays there."""
+        index = np.flatnonzero((self.rank_pairs["src"] == rank) & (self.rank_pairs["dst"] == rank))
+        return self.rank_pairs[index[0]] if len(index) else None
 
     @cached_property
-    def replicates(self) -> bool:
-        """True when some (token, head) is on several ranks of the target."""
-        ranges = [self.target.head_range(rank, self.heads) for rank in range(self.target.ranks)]
-        held = sum(int(n) * (b - a) for n, (a, b) in zip(self.target.token_counts, ranges, strict=True))
+    def has_copies(self) -> bool:
+        """True if a (token, head) is on several ranks of the target."""
+        held = int(self.target.token_counts @ self.target.head_counts(self.heads))
         return held > self.source.documents.tokens * self.heads
 
-    def sent(self, adjoint: bool = False) -> np.ndarray:
-        """(row, head) pairs that each rank sends to others, int64 [ranks]."""
-        away = self.parts[self.parts["src"] != self.parts["dst"]]
-        by = away["dst" if adjoint else "src"]
-        count = np.bincount(by, weights=away["rows"] * away["heads"], minlength=self.source.ranks)
+    def send_volume(self, adjoint: bool = False) -> np.ndarray:
+        """Return the number of (row, head) pairs that each rank sends to other ranks, int64 [ranks]."""
+        remote = self.rank_pairs[self.rank_pairs["src"] != self.rank_pairs["dst"]]
+        sender = remote["dst" if adjoint else "src"]
+        count = np.bincount(sender, weights=remote["rows"] * remote["heads"], minlength=self.source.ranks)
         return count.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Runs of numbers, [first, last plus one]: their union and their overlaps."""
+"""Runs of consecutive integers [first, last plus one): concatenate, join, unite and intersect."""
 
 from __future__ import annotations
 
@@ -6,38 +6,54 @@ from collections.abc import Sequence
 
 import numpy as np
 
+#: Rows src_row .. src_row + rows - 1 of a source become rows dst_row .. dst_row + rows - 1 of a target.
+ROW_RUN = np.dtype([(name, np.int64) for name in ("src_row", "dst_row", "rows")])
 
-def expand(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The numbers of several runs in a row: expand([5, 0], [2, 1]) == [5, 6, 0]."""
+
+def ragged_arange(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Concatenate the integers of several runs: ``ragged_arange([5, 0], [2, 1]) == [5, 6, 0]``."""
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(first - ends + count, count) + np.arange(total, dtype=np.int64)
 
 
-def joined(runs: np.ndarray, sides: Sequence[str], breaks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Runs that continue the one before on every side become one with it.
+def join_runs(
+    runs: np.ndarray, sides: Sequence[str], breaks: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Join each run to the one before it where it continues that run on every side.
 
     Args:
-        runs: records with the fields `rows` and, for each side, its first row.
+        runs: records with the field `rows` and one field of first rows for each side.
         sides: names of the fields of first rows.
-        breaks: bool [n], True where a run begins something new and is never joined to the one before.
+        breaks: bool [n], True for runs that must not be joined to the one before.
 
     Returns:
-        The joined runs, and for each the number of its first run.
+        The joined runs, and the index of the first input run of each.
     """
-    new = np.zeros(len(runs), bool) if breaks is None else breaks.copy()
-    new[:1] = True
+    starts_new = np.zeros(len(runs), bool) if breaks is None else breaks.copy()
+    starts_new[:1] = True
     for side in sides:
-        new[1:] |= runs[side][1:] != runs[side][:-1] + runs["rows"][:-1]
-    begins = np.flatnonzero(new)
+        starts_new[1:] |= runs[side][1:] != runs[side][:-1] + runs["rows"][:-1]
+    begins = np.flatnonzero(starts_new)
     out = runs[begins]
     if len(out):
         out["rows"] = np.add.reduceat(runs["rows"], begins)
     return out, begins
 
 
-def merged(runs: np.ndarray) -> np.ndarray:
-    """Runs [n, 2] in any order as ascending runs that neither touch nor overlap; empty ones are left out."""
+def group_starts(*keys: np.ndarray) -> np.ndarray:
+    """Return the indices at which a new combination of values begins, in columns that are sorted together."""
+    if not len(keys[0]):
+        return np.zeros(0, np.int64)
+    is_start = np.ones(len(keys[0]), bool)
+    is_start[1:] = keys[0][1:] != keys[0][:-1]
+    for key in keys[1:]:
+        is_start[1:] |= key[1:] != key[:-1]
+    return np.flatnonzero(is_start)
+
+
+def union_of_runs(runs: np.ndarray) -> np.ndarray:
+    """Unite runs [n, 2] given in any order into ascending runs that neither touch nor overlap; drop empty runs."""
     runs = runs[runs[:, 1] > runs[:, 0]]
     if len(runs) < 2:
         return runs
@@ -47,22 +63,21 @@ def merged(runs: np.ndarray) -> np.ndarray:
     return np.stack([runs[begins, 0], end[np.append(begins[1:], len(runs)) - 1]], 1)
 
 
-def overlaps(
-    first: np.ndarray, last: np.ndarray, other_first: np.ndarray, other_last: np.ndarray
+def intersect_runs(
+    a_first: np.ndarray, a_last: np.ndarray, b_first: np.ndarray, b_last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Where two lists of runs, each ascending and without overlaps of its own, meet.
+    """Intersect two lists of runs. The runs of list b ascend and do not overlap; those of list a may be in any order.
 
     Args:
-        first, last: first and last-plus-one number of each run of one list, int64 [n].
-        other_first, other_last: of the other list, int64 [m].
+        a_first, a_last: first and last-plus-one integer of each run of list a, int64 [n].
+        b_first, b_last: the same for list b, int64 [m].
 
     Returns:
-        For each overlap, ascending: the number of the run in the one list and in the other, and the overlap's first and
-        last-plus-one number.
+        Index of the run in a, index of the run in b, first and last-plus-one integer of each overlap; by index in a.
     """
-    lo = np.searchsorted(other_last, first, "right")
-    count = np.where(last > first, np.maximum(np.searchsorted(other_first, last, "left") - lo, 0), 0)
-    one, other = np.repeat(np.arange(len(first)), count), expand(lo, count)
-    a, b = np.maximum(first[one], other_first[other]), np.minimum(last[one], other_last[other])
-    real = b > a
-    return one[real], other[real], a[real], b[real]
+    b_begin = np.searchsorted(b_last, a_first, "right")
+    count = np.where(a_last > a_first, np.maximum(np.searchsorted(b_first, a_last, "left") - b_begin, 0), 0)
+    a, b = np.repeat(np.arange(len(a_first)), count), ragged_arange(b_begin, count)
+    first, last = np.maximum(a_first[a], b_first[b]), np.minimum(a_last[a], b_last[b])
+    nonempty = last > first
+    return a[nonempty], b[nonempty], first[nonempty], last[nonempty]

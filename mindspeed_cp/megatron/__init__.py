@@ -19,23 +19,22 @@ Importing this package imports megatron.core (seconds) and patches nothing.
 
 from __future__ import annotations
 
-from mindspeed_cp.megatron.imports import megatron_imports
+from mindspeed_cp.megatron.patches.imports import megatron_imports
 
 with megatron_imports():
-    from mindspeed_cp.megatron.attentions import attention_config, layer_attentions
-    from mindspeed_cp.megatron.batch import micro_batch_seed, planned_batch, planned_params, shift_labels, slice_batch
-    from mindspeed_cp.megatron.compat import megatron_compat
-    from mindspeed_cp.megatron.core_attention import PlannedAttention
-    from mindspeed_cp.megatron.cpu_mode import megatron_on_cpu
-    from mindspeed_cp.megatron.local import local_spec
-    from mindspeed_cp.megatron.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
-    from mindspeed_cp.megatron.model import install_model
-    from mindspeed_cp.megatron.npu_mode import megatron_on, megatron_on_npu
-    from mindspeed_cp.megatron.params import PlannedBatchParams
-    from mindspeed_cp.megatron.rotary import LatentRotary, PlannedRotary
-    from mindspeed_cp.megatron.router import PlannedRouter
-    from mindspeed_cp.megatron.settings import Suite, check_model_config, check_suite, rows_multiple
-    from mindspeed_cp.megatron.spec import install
+    from mindspeed_cp.megatron.adaptors.attentions import attention_config, layer_attentions
+    from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed, planned_batch, planned_params, shift_labels
+    from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+    from mindspeed_cp.megatron.adaptors.local import local_spec
+    from mindspeed_cp.megatron.adaptors.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
+    from mindspeed_cp.megatron.adaptors.model import install_model
+    from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
+    from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
+    from mindspeed_cp.megatron.adaptors.router import PlannedRouter
+    from mindspeed_cp.megatron.adaptors.settings import check_model_config, rows_multiple
+    from mindspeed_cp.megatron.adaptors.spec import install
+    from mindspeed_cp.megatron.patches.compat import megatron_compat
+    from mindspeed_cp.megatron.patches.cuda_redirect import megatron_on, megatron_on_cpu, megatron_on_npu
 
 __all__ = [
     "GlobalLoss",
@@ -44,10 +43,8 @@ __all__ = [
     "PlannedBatchParams",
     "PlannedRotary",
     "PlannedRouter",
-    "Suite",
     "attention_config",
     "check_model_config",
-    "check_suite",
     "check_tokens_per_step",
     "global_loss",
     "install",
@@ -65,5 +62,4 @@ __all__ = [
     "planned_params",
     "rows_multiple",
     "shift_labels",
-    "slice_batch",
 ]

@@ -1,30 +1,47 @@
-"""What each rank sends and computes, step by step, and the proof that it is right.  NumPy only."""
+"""Plans: the problem, the records of programs, parts, and the proof.  NumPy only, independent of any algorithm."""
 
-from mindspeed_cp.plan.adjoint import adjoint
-from mindspeed_cp.plan.build import (
-    ALGORITHMS,
-    ALIASES,
-    AUTO,
-    LATER_ALGORITHMS,
-    algorithm_name,
-    algorithm_options,
-    build_plan,
-    no_algorithm,
+from mindspeed_cp.plan.parts import (
+    combine,
+    default_order,
+    document_mask,
+    part_ends,
+    part_rows,
+    select_documents,
+    select_layout,
 )
-from mindspeed_cp.plan.combine import combine, conclusions, default_order, documents_of, is_in, layout_of, rows_of
-from mindspeed_cp.plan.config import MASKS, MOST_RANKS, UNLIMITED, AttentionConfig, Topology, alibi_slopes
-from mindspeed_cp.plan.head_split import head_split_part
-from mindspeed_cp.plan.placement import LAYOUTS
+from mindspeed_cp.plan.problem import MASKS, RANK_LIMIT, UNLIMITED, AttentionConfig, Topology, alibi_slopes
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, MESSAGE, RUN, TILE, MessageList, Messages
-from mindspeed_cp.plan.traffic import TRAFFIC, traffic
+from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, MESSAGE, ROW_RUN, TILE, MessageBuilder, Messages
+from mindspeed_cp.plan.transfers import TRAFFIC, traffic
 from mindspeed_cp.plan.verify import peak_bytes, verify_plan
 
 __all__ = [
-    "ALGORITHMS", "ALIASES", "AUTO", "BAND", "CAUSAL", "CONTENT", "FULL", "LATER_ALGORITHMS", "LAYOUTS", "MASKS",
-    "MESSAGE", "MOST_RANKS",
-    "RUN", "TILE", "TRAFFIC", "UNLIMITED", "AttentionConfig", "MessageList", "Messages", "Plan", "Program", "Topology",
-    "adjoint", "algorithm_name", "algorithm_options", "alibi_slopes", "build_plan", "combine", "conclusions",
-    "default_order", "documents_of", "head_split_part", "is_in", "layout_of", "no_algorithm", "peak_bytes", "rows_of",
-    "traffic", "verify_plan",
+    "BAND",
+    "CAUSAL",
+    "CONTENT",
+    "FULL",
+    "MASKS",
+    "MESSAGE",
+    "RANK_LIMIT",
+    "ROW_RUN",
+    "TILE",
+    "TRAFFIC",
+    "UNLIMITED",
+    "AttentionConfig",
+    "MessageBuilder",
+    "Messages",
+    "Plan",
+    "Program",
+    "Topology",
+    "alibi_slopes",
+    "combine",
+    "default_order",
+    "document_mask",
+    "part_ends",
+    "part_rows",
+    "peak_bytes",
+    "select_documents",
+    "select_layout",
+    "traffic",
+    "verify_plan",
 ]  # fmt: skip

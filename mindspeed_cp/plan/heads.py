@@ -1,8 +1,8 @@
-"""Heads split over ranks: which heads each one has, and one program carried over to all of them.
+"""Split heads over ranks: the heads of each rank, and a program of groups carried over to all their members.
 
-Ulysses, and the inner part of the hybrid (Jacobs et al. 2023; Fang and Zhao 2024). The ranks come in groups of `degree`
-neighbours. Among groups, keys and values travel as by any other algorithm, as if a group were one rank; inside a group
-every rank has the group's tokens for its own heads.
+Used by Ulysses and the inner part of the hybrid (Jacobs et al. 2023; Fang and Zhao 2024). Ranks form groups of `degree`
+neighbours. Between groups, keys and values travel as in any other algorithm, as if a group were one rank; within a
+group every rank has all tokens of the group, for its own heads.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from mindspeed_cp.layout import Layout
-from mindspeed_cp.plan.config import AttentionConfig
+from mindspeed_cp.layout import Layout, ragged_arange
+from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import Messages, sorted_contents
 
 
 def head_ranges(attention: AttentionConfig, degree: int) -> tuple[np.ndarray, np.ndarray]:
-    """Query heads and kv heads of each of `degree` ranks, int64 [degree, 2] each.
+    """Return the query heads and kv heads of each of `degree` ranks, int64 [degree, 2] each.
 
-    Query heads are split in order, and as evenly as they go: no rank has two more than another. A rank has the kv heads
-    that its query heads read, no others; of all such splits one with the fewest copies of kv heads is taken. Ranks
+    Query heads are split in order and evenly: the counts of two ranks differ by at most one. A rank has exactly the kv
+    heads that its query heads read; among all such splits, one with the fewest copies of kv heads is taken. Ranks
     beyond the number of heads have none.
     """
     shared = attention.heads // attention.kv_heads
@@ -34,65 +34,71 @@ def head_ranges(attention: AttentionConfig, degree: int) -> tuple[np.ndarray, np
 
 @lru_cache(maxsize=256)
 def _borders(heads: int, shared: int, degree: int) -> tuple[int, ...]:
-    """First query head of each rank and, last, the number of heads.
+    """Return the first query head of each rank, followed by the number of heads.
 
-    Every border inside a group of `shared` heads is one more copy of a kv head. The first i ranks have i * least heads
-    and e more, 0 <= e <= rest: the best way to each (i, e) extends the best way to one of two before it. Among equals
+    Each border inside a group of `shared` heads costs one more copy of a kv head. The first i ranks have i * least + e
+    heads, 0 <= e <= rest: the best split for (i, e) extends the best split for (i-1, e) or (i-1, e-1). Among equals,
     the extra heads are spread evenly.
     """
     least, rest = divmod(heads, degree)
     even = [i * heads // degree for i in range(degree + 1)]
     if least == 0:
         return tuple(even)
-    ways: list[tuple[int, int, tuple[int, ...]] | None] = [(0, 0, (0,)), *[None] * rest]
+    # For each number of extra heads: copies, unevenness, borders.
+    best: list[tuple[int, int, tuple[int, ...]] | None] = [(0, 0, (0,)), *[None] * rest]
     for i in range(1, degree + 1):
-        found: list[tuple[int, int, tuple[int, ...]] | None] = []
+        extended: list[tuple[int, int, tuple[int, ...]] | None] = []
         for extra in range(rest + 1):
             border = i * least + extra
-            before = [w for w in (ways[extra], ways[extra - 1] if extra else None) if w is not None]
-            copies, uneven = int(border % shared > 0), abs(border - even[i])
-            found.append(min(((c + copies, u + uneven, (*e, border)) for c, u, e in before), default=None))
-        ways = found
-    best = ways[rest]
-    assert best is not None, "all ranks and all extra heads: there is a way"
-    return best[2]
+            before = [split for split in (best[extra], best[extra - 1] if extra else None) if split is not None]
+            copy, distance = int(border % shared > 0), abs(border - even[i])
+            extended.append(
+                min(((copies + copy, uneven + distance, (*b, border)) for copies, uneven, b in before), default=None)
+            )
+        best = extended
+    split = best[rest]
+    assert split is not None, "a split with all ranks and all extra heads exists"
+    return split[2]
 
 
-def cut_among_members(groups: Layout, degree: int) -> Layout:
-    """What the members of each group hold before heads are split: the group's rows, in token order, in `degree` equal
-    runs (to one row). Every move between two members is then one run of rows."""
+def split_tokens_over_group(groups: Layout, degree: int) -> Layout:
+    """Split the rows of each group, in token order, into `degree` equal runs (to one row), one for each member.
+
+    This is the layout before the all-to-all; rows between any two members are then one run.
+    """
     counts = groups.token_counts
     ranks = groups.ranks * degree
     group, member = np.divmod(np.arange(ranks), degree)
     low, high = member * counts[group] // degree, (member + 1) * counts[group] // degree
-    spans, row = groups.spans, groups.first_rows
-    begin = np.searchsorted(spans["rank"], group)  # spans of a group, for each of its members
-    size = np.searchsorted(spans["rank"], group, "right") - begin
-    rank = np.repeat(np.arange(ranks), size)
-    of = np.arange(len(rank)) - np.repeat(np.cumsum(size) - size, size) + begin[rank]
-    out = spans[of]
+    span = _group_spans(groups, degree)
+    rank = np.repeat(np.arange(ranks), np.repeat(np.diff(groups.span_offsets), degree))
+    first_row, out = groups.span_first_rows[span], groups.spans[span]
     out["rank"] = rank
-    out["start"] += np.maximum(low[rank] - row[of], 0)
-    out["stop"] = np.minimum(out["stop"], spans["start"][of] + high[rank] - row[of])
+    start = out["start"].copy()
+    out["start"] += np.maximum(low[rank] - first_row, 0)
+    out["stop"] = np.minimum(out["stop"], start + high[rank] - first_row)
     return Layout(groups.documents, ranks, out[out["stop"] > out["start"]])
 
 
-def held_by_members(groups: Layout, ranges: np.ndarray) -> Layout:
-    """Every member has all rows of its group, for its own heads."""
+def split_heads_over_group(groups: Layout, ranges: np.ndarray) -> Layout:
+    """Give every member all rows of its group for its own range of heads: the layout after the all-to-all."""
     degree = len(ranges)
-    sizes = np.repeat(np.diff(groups.bounds), degree)
-    rank = np.repeat(np.arange(groups.ranks * degree), sizes)
-    first = np.repeat(groups.bounds[:-1], degree)
-    out = groups.spans[np.arange(len(rank)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + first[rank]]
-    out["rank"] = rank
+    out = groups.spans[_group_spans(groups, degree)]
+    out["rank"] = np.repeat(np.arange(groups.ranks * degree), np.repeat(np.diff(groups.span_offsets), degree))
     return Layout(groups.documents, groups.ranks * degree, out).with_heads(np.tile(ranges, (groups.ranks, 1)))
 
 
-def spread(program: Program, queries: Layout, has_heads: np.ndarray) -> Program:
-    """A program for groups as one for their members: each does, for its heads, what the group does.
+def _group_spans(groups: Layout, degree: int) -> np.ndarray:
+    """Return the span indices of each member's group, member after member."""
+    sizes = np.repeat(np.diff(groups.span_offsets), degree)
+    return ragged_arange(np.repeat(groups.span_offsets[:-1], degree), sizes)
+
+
+def split_program_over_group(program: Program, queries: Layout, has_heads: np.ndarray) -> Program:
+    """Turn a program of groups into a program of their members; each member does, for its heads, what its group does.
 
     Args:
-        program: for groups.
+        program: program whose ranks are the groups.
         queries: layout of the queries over the members.
         has_heads: bool [degree]; members without heads neither compute nor send.
     """
@@ -105,7 +111,7 @@ def spread(program: Program, queries: Layout, has_heads: np.ndarray) -> Program:
     return replace(
         program,
         capacity=capacity,
-        q_layout=queries,
+        q_layout_compute=queries,
         contents=sorted_contents(contents),
         fetch=_messages_of_members(program.fetch, degree, members),
         reduce=_messages_of_members(program.reduce, degree, members),
@@ -113,7 +119,7 @@ def spread(program: Program, queries: Layout, has_heads: np.ndarray) -> Program:
 
 
 def _messages_of_members(messages: Messages, degree: int, members: np.ndarray) -> Messages:
-    """Every message once for each member, in the same order."""
+    """Repeat every message for each member, in the same order."""
     items = np.repeat(messages.items, len(members))
     for end in ("src", "dst"):
         items[end] = items[end] * degree + np.tile(members, len(messages.items))

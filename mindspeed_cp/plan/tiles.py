@@ -1,11 +1,11 @@
-"""Which rows of a slot a rank's queries can see: as few tiles as the mask allows, none of them empty."""
+"""Tiles: the rows of a slot that a rank's queries see, in as few tiles as the mask allows and without empty ones."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.layout import SPAN, Documents, expand
-from mindspeed_cp.plan.config import AttentionConfig
+from mindspeed_cp.layout import Documents, ragged_arange
+from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.records import BAND, CAUSAL, FULL, TILE
 
 
@@ -16,10 +16,10 @@ def tiles_between(
     attention: AttentionConfig,
     kv_documents: Documents | None = None,
 ) -> np.ndarray:
-    r"""Tiles of a rank's queries against the keys in one slot.
+    r"""Derive the tiles of a rank's queries against the keys in one slot.
 
-    Both lists of spans ascend in token order, so what a query sees of a slot is one run of rows. A zig-zag rank has two
-    chunks, lo and hi, of a document; neighbouring chunks whose tiles make one rectangle become one tile::
+    Both lists of spans ascend in token order, so each query sees one run of rows of the slot. A zig-zag rank has two
+    chunks of a document, lo and hi; neighbouring chunks whose tiles form one rectangle are joined into one tile::
 
         against itself                 against an earlier rank        against a later rank
                lo  hi                        lo' hi'                        lo' hi'
@@ -27,46 +27,47 @@ def tiles_between(
           hi   #   \                    hi   #   .                     hi   #   #
           one causal square             one full tile                  one full tile
 
-    Windows, ALiBi and dropout need positions, so there every tile is one run of positions against another.
+    Windows, ALiBi and dropout need positions: each of their tiles is one run of positions against another.
 
     Args:
-        q_spans: records of dtype SPAN, this rank's queries, row by row.
-        k_spans: records of dtype SPAN, the slot's keys, row by row.
-        documents: the batch.
-        attention: its mask and window say what is visible.
-        kv_documents: lengths of the keys where they differ from those of the queries; full masks only.
+        q_spans: queries of the rank in row order, records of dtype TOKEN_SPAN.
+        k_spans: keys of the slot in row order, records of dtype TOKEN_SPAN.
+        documents: documents of the batch.
+        attention: mask and window.
+        kv_documents: lengths of the keys if they differ from the queries; full masks only.
 
     Returns:
-        Records of dtype TILE in the order of q rows, `step` and `slot` zero.
+        Records of dtype TILE in the order of q rows; `step` and `slot` are zero.
     """
     if not len(q_spans) or not len(k_spans):
         return np.empty(0, TILE)
-    if attention.by_position:
-        return _by_position(q_spans, k_spans, documents, kv_documents or documents, attention)
-    return _by_rows(q_spans, k_spans, documents, kv_documents or documents, attention.mask)
+    if attention.needs_positions:
+        return _tiles_by_position(q_spans, k_spans, documents, kv_documents or documents, attention)
+    return _tiles_by_rows(q_spans, k_spans, documents, kv_documents or documents, attention.mask)
 
 
-def _by_rows(
+def _tiles_by_rows(
     q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents, kv_documents: Documents, mask: str
 ) -> np.ndarray:
+    """Derive one tile for each span of queries from row numbers, and join tiles where possible."""
     k_start, k_stop = (np.ascontiguousarray(k_spans[name]) for name in ("start", "stop"))
     q_start, q_stop, doc = (np.ascontiguousarray(q_spans[name]) for name in ("start", "stop", "doc"))
     k_len, q_len = k_stop - k_start, q_stop - q_start
     k_row = np.cumsum(k_len) - k_len
 
     def rows_before(token: np.ndarray) -> np.ndarray:
-        """Rows of the slot with smaller token numbers."""
-        i = np.searchsorted(k_start, token, "right") - 1
-        inside = np.minimum(token - k_start[i], k_len[i])
-        return np.where(i >= 0, k_row[i] + inside, 0)
+        """Count the rows of the slot with smaller token numbers."""
+        span = np.searchsorted(k_start, token, "right") - 1
+        inside = np.minimum(token - k_start[span], k_len[span])
+        return np.where(span >= 0, k_row[span] + inside, 0)
 
     first = rows_before(kv_documents.offsets[doc])
     if mask == "causal":
         last = rows_before(q_stop)
-        own = last - rows_before(q_start)
-        if ((own != 0) & (own != q_len)).any():  # some queries lie partly in the slot; after one cut none does
-            return _by_rows(_cut(q_spans, k_spans), k_spans, documents, kv_documents, mask)
-        masks = np.where(own > 0, CAUSAL, FULL)
+        in_slot = last - rows_before(q_start)
+        if ((in_slot != 0) & (in_slot != q_len)).any():  # spans partly in the slot; the cut leaves none
+            return _tiles_by_rows(_cut_at_kv_borders(q_spans, k_spans), k_spans, documents, kv_documents, mask)
+        masks = np.where(in_slot > 0, CAUSAL, FULL)
     else:
         last = rows_before(kv_documents.offsets[doc + 1])
         masks = np.full(len(doc), FULL)
@@ -78,14 +79,17 @@ def _by_rows(
     tiles["k_row"], tiles["k_rows"] = first, last - first
     tiles["mask"], tiles["doc"] = masks[seen], doc
     tiles["q_pos"] = q_start[seen] - documents.offsets[doc]
-    at = np.searchsorted(k_row, first, "right") - 1  # the span with the tile's first key
-    tiles["k_pos"] = k_start[at] + first - k_row[at] - kv_documents.offsets[doc]
-    return _joined(tiles)
+    span = np.searchsorted(k_row, first, "right") - 1  # the span that holds the first key of the tile
+    tiles["k_pos"] = k_start[span] + first - k_row[span] - kv_documents.offsets[doc]
+    return _join_tiles(tiles)
 
 
-def _joined(tiles: np.ndarray) -> np.ndarray:
-    """A tile continues the one before it when its rows follow and it sees the same keys (full) or, for a causal one,
-    just its own keys more. (A causal tile that follows a full one is left alone: no kernel has that shape.)"""
+def _join_tiles(tiles: np.ndarray) -> np.ndarray:
+    """Join each tile to the one before it if its q rows follow and the union is one tile.
+
+    A full tile must see the same keys as the one before, a causal tile these keys and as many more as it has q rows. A
+    causal tile after a full one stays separate: no kernel has that shape.
+    """
     if len(tiles) < 2:
         return tiles
     before, after = tiles[:-1], tiles[1:]
@@ -103,50 +107,47 @@ def _joined(tiles: np.ndarray) -> np.ndarray:
     return out
 
 
-def _by_position(
+def _tiles_by_position(
     q_spans: np.ndarray,
     k_spans: np.ndarray,
     documents: Documents,
     kv_documents: Documents,
     attention: AttentionConfig,
 ) -> np.ndarray:
-    """One tile for every pair of runs, a span of queries and a span of keys that follow each other, that see each
-    other; trimmed to the rows that do."""
+    """Derive one tile for each pair of a span of queries and a run of keys that see each other, trimmed to the rows
+    that do."""
     left, right = attention.reach
     q_len, k_len = q_spans["stop"] - q_spans["start"], k_spans["stop"] - k_spans["start"]
     q_row, k_row = np.cumsum(q_len) - q_len, np.cumsum(k_len) - k_len
-    runs = np.flatnonzero(
-        np.append(True, (k_spans["start"][1:] != k_spans["stop"][:-1]) | (k_spans["doc"][1:] != k_spans["doc"][:-1]))
-    )
-    k_first = k_spans["start"][runs]  # tokens and rows of each run of keys
-    k_last = k_spans["stop"][np.append(runs[1:], len(k_spans)) - 1]
-    k_row = k_row[runs]
+    new_run = (k_spans["start"][1:] != k_spans["stop"][:-1]) | (k_spans["doc"][1:] != k_spans["doc"][:-1])
+    runs = np.flatnonzero(np.append(True, new_run))
+    run_start = k_spans["start"][runs]  # tokens of each run of keys
+    run_stop = k_spans["stop"][np.append(runs[1:], len(k_spans)) - 1]
 
-    offset, k_offset = documents.offsets[q_spans["doc"]], kv_documents.offsets[q_spans["doc"]]
-    a, b = q_spans["start"] - offset, q_spans["stop"] - offset  # positions of the queries
-    sees_from = k_offset + np.maximum(a - left, 0)
-    sees_to = k_offset + np.minimum(b + right, kv_documents.lengths[q_spans["doc"]])
-    lo = np.searchsorted(k_last, sees_from, "right")
-    count = np.maximum(np.searchsorted(k_first, sees_to, "left") - lo, 0)
-    pair = np.repeat(np.arange(len(q_spans)), count)
-    run = expand(lo, count)
-    a, b, offset = a[pair], b[pair], k_offset[pair]
-    c, d = k_first[run] - offset, k_last[run] - offset  # positions of the keys
-    k_at, q_at = k_row[run], q_row[pair]
+    doc = q_spans["doc"]
+    k_offset = kv_documents.offsets[doc]
+    q_first, q_last = q_spans["start"] - documents.offsets[doc], q_spans["stop"] - documents.offsets[doc]  # positions
+    sees_from = k_offset + np.maximum(q_first - left, 0)
+    sees_to = k_offset + np.minimum(q_last + right, kv_documents.lengths[doc])
+    run_begin = np.searchsorted(run_stop, sees_from, "right")
+    count = np.maximum(np.searchsorted(run_start, sees_to, "left") - run_begin, 0)
+    span = np.repeat(np.arange(len(q_spans)), count)  # the span of queries and the run of keys of each tile
+    run = ragged_arange(run_begin, count)
+    q_first, q_last = q_first[span], q_last[span]
+    k_first, k_last = run_start[run] - k_offset[span], run_stop[run] - k_offset[span]
 
-    c2, d2 = np.maximum(c, a - left), np.minimum(d, b + right)
-    a2, b2 = np.maximum(a, c - right), np.minimum(b, d + left)
-    tiles = np.zeros(len(pair), TILE)
-    tiles["doc"], tiles["q_pos"], tiles["k_pos"] = q_spans["doc"][pair], a2, c2
-    tiles["q_row"], tiles["q_rows"] = q_at + a2 - a, b2 - a2
-    tiles["k_row"], tiles["k_rows"] = k_at + c2 - c, d2 - c2
-    tiles = tiles[(b2 > a2) & (d2 > c2)]
-    return _classified(tiles, left, right)
+    k_low, k_high = np.maximum(k_first, q_first - left), np.minimum(k_last, q_last + right)  # trimmed
+    q_low, q_high = np.maximum(q_first, k_first - right), np.minimum(q_last, k_last + left)
+    tiles = np.zeros(len(span), TILE)
+    tiles["doc"], tiles["q_pos"], tiles["k_pos"] = doc[span], q_low, k_low
+    tiles["q_row"], tiles["q_rows"] = q_row[span] + q_low - q_first, q_high - q_low
+    tiles["k_row"], tiles["k_rows"] = k_row[runs][run] + k_low - k_first, k_high - k_low
+    return _with_masks(tiles[(q_high > q_low) & (k_high > k_low)], left, right)
 
 
-def _classified(tiles: np.ndarray, left: int, right: int) -> np.ndarray:
-    """Masks of trimmed tiles. A lower triangle whose last keys come before its last queries is cut into a triangle and
-    what sees all."""
+def _with_masks(tiles: np.ndarray, left: int, right: int) -> np.ndarray:
+    """Set the masks of trimmed tiles; a causal tile whose last key comes before its last query is cut into a causal
+    tile and a full one."""
     first_q, last_q = tiles["q_pos"], tiles["q_pos"] + tiles["q_rows"] - 1
     first_k, last_k = tiles["k_pos"], tiles["k_pos"] + tiles["k_rows"] - 1
     cut_left, cut_right = first_k < last_q - left, last_k > first_q + right
@@ -165,37 +166,34 @@ def _classified(tiles: np.ndarray, left: int, right: int) -> np.ndarray:
     return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
 
 
-def _cut(q_spans: np.ndarray, k_spans: np.ndarray) -> np.ndarray:
-    """The same queries, cut where a span of keys begins or ends, so that each piece is in the slot wholly or not at
-    all."""
+def _cut_at_kv_borders(q_spans: np.ndarray, k_spans: np.ndarray) -> np.ndarray:
+    """Cut spans of queries where a span of keys begins or ends, so that each is either entirely in the slot or not."""
     edges = np.unique(np.concatenate([k_spans["start"], k_spans["stop"], q_spans["start"], q_spans["stop"]]))
-    lo = np.searchsorted(edges, q_spans["start"])
-    pieces = np.searchsorted(edges, q_spans["stop"]) - lo
-    of = np.repeat(np.arange(len(q_spans)), pieces)
-    edge = lo[of] + np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    out = np.empty(len(of), SPAN)
-    out["rank"], out["doc"] = q_spans["rank"][of], q_spans["doc"][of]
+    first_edge = np.searchsorted(edges, q_spans["start"])
+    count = np.searchsorted(edges, q_spans["stop"]) - first_edge
+    out = q_spans[np.repeat(np.arange(len(q_spans)), count)]
+    edge = ragged_arange(first_edge, count)
     out["start"], out["stop"] = edges[edge], edges[edge + 1]
     return out
 
 
-def pairs(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
-    """Visible (query, key) pairs of each tile, int64."""
+def count_pairs(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
+    """Count the visible (query, key) pairs of each tile, int64 [tiles]."""
     q, k = tiles["q_rows"], tiles["k_rows"]
-    out = np.where(tiles["mask"] == CAUSAL, q * (k - q) + q * (q + 1) // 2, q * k)
+    pairs = np.where(tiles["mask"] == CAUSAL, q * (k - q) + q * (q + 1) // 2, q * k)
     band = np.flatnonzero(tiles["mask"] == BAND)
     if len(band):
         first, last = visible_keys(tiles[band], attention)
-        of = np.repeat(np.arange(len(band)), tiles["q_rows"][band])
-        out[band] = np.bincount(of, weights=last - first, minlength=len(band)).astype(np.int64)
-    return out
+        tile = np.repeat(np.arange(len(band)), tiles["q_rows"][band])
+        pairs[band] = np.bincount(tile, weights=last - first, minlength=len(band)).astype(np.int64)
+    return pairs
 
 
 def visible_keys(tiles: np.ndarray, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """First and last-plus-one key row, counted in its tile, that each q row of each BAND tile sees; the q rows of all
-    tiles one after the other."""
+    """Return the first and last-plus-one key row, relative to the tile, that each q row of BAND tiles sees; int64 [q
+    rows of all tiles] each."""
     left, right = attention.reach
-    n = tiles["q_rows"]
-    position = expand(tiles["q_pos"], n) - np.repeat(tiles["k_pos"], n)
-    rows = np.repeat(tiles["k_rows"], n)
+    q_rows = tiles["q_rows"]
+    position = ragged_arange(tiles["q_pos"], q_rows) - np.repeat(tiles["k_pos"], q_rows)
+    rows = np.repeat(tiles["k_rows"], q_rows)
     return np.clip(position - left, 0, rows), np.clip(position + right + 1, 0, rows)

@@ -1,46 +1,53 @@
-"""Files that a report leaves: written beside their place, then moved there, so that nobody reads half of one."""
+"""Output files: written beside their place and then moved there, so that nobody reads an unfinished file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mindspeed_cp.errors import ConfigError
 
 
-def check_suffix(switch: str, path: str | Path, suffixes: Sequence[str]) -> Path:
-    """The path, if it can be that of a file to write.
+def check_output_path(option: str, path: str | Path, suffixes: Sequence[str]) -> Path:
+    """Return the path of a file to write.
 
     Args:
-        switch: what asked for it, for errors, such as "--png".
+        option: command-line option that names the file, for errors, such as "--png".
         path: file to write.
-        suffixes: valid ones, in lower case.
+        suffixes: valid suffixes, in lower case.
 
     Raises:
-        ConfigError: it has another suffix, or its folder is not there.
+        ConfigError: the path has another suffix, or its folder does not exist.
     """
     target = Path(path)
     if target.suffix.lower() not in suffixes:
         valid = " or ".join(suffixes)
-        raise ConfigError(f"{switch} {path}: the suffix is {target.suffix!r}; valid: a file name with {valid}")
+        raise ConfigError(f"{option} {path}: the suffix is {target.suffix!r}; valid: a file name with {valid}")
     if not target.parent.is_dir():
-        raise ConfigError(f"{switch} {path}: there is no folder {target.parent}; make it, or give another place")
+        raise ConfigError(f"{option} {path}: there is no folder {target.parent}; create it, or give another path")
     return target
 
 
-def write_file(switch: str, path: str | Path, write: Callable[[Path], object]) -> Path:
-    """Have `write` write a file beside `path`, then put it there.
+def write_atomically(option: str, path: str | Path, write: Callable[[Path], object]) -> Path:
+    """Replace a file as :func:`replace_file` does, and return its path.
 
     Raises:
-        ConfigError: it cannot be written; names the switch.
+        ConfigError: the file cannot be written; names the option.
     """
-    target = Path(path)
-    aside = target.with_name(f".{target.name}.new")
     try:
-        write(aside)
-        aside.replace(target)
-    except OSError as error:
-        raise ConfigError(f"{switch} {path}: cannot be written: {error.strerror or error}") from None
+        replace_file(Path(path), write)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    return Path(path)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary path beside `path`, then move that file to `path`."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        write(temporary)
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
-    return target
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

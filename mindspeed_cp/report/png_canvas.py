@@ -1,4 +1,4 @@
-"""A sheet for pictures of simulated layers: places in inches, and what colours mean."""
+"""Canvas for pictures of simulated layers: places in inches, and the meanings of colours."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, MARGIN = 16.0, 0.35  # inches
+FIGURE_WIDTH, MARGIN = 16.0, 0.35  # inches
 
-COLOURS = {
+TIMELINE_COLOURS = {
     "forward": "#4c7fc4",
     "linear": "#a9bfd9",
     "backward": "#27497c",
@@ -21,7 +21,7 @@ COLOURS = {
     "bound": "#2b8a57",
     "shared": "#9aa5b1",
 }
-MEANINGS = {
+TIMELINE_LABELS = {
     "forward": "attention, forward",
     "linear": "linear layers",
     "backward": "attention, backward",
@@ -33,15 +33,15 @@ MEANINGS = {
 }
 
 
-class Sheet:
-    """Places on a figure in inches, from its upper left corner."""
+class Canvas:
+    """A figure with places in inches from its upper left corner."""
 
     def __init__(self, figure: Figure, height: float) -> None:
         self.figure, self.height = figure, height
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes without a frame."""
-        place = (left / WIDTH, 1 - (top + height) / self.height, width / WIDTH, height / self.height)
+        """Return axes without a frame."""
+        place = (left / FIGURE_WIDTH, 1 - (top + height) / self.height, width / FIGURE_WIDTH, height / self.height)
         axes = self.figure.add_axes(place)
         for side in axes.spines.values():
             side.set_visible(False)
@@ -49,6 +49,8 @@ class Sheet:
         return axes
 
     def text(self, left: float, top: float, words: str, points: float = 9, **how: Any) -> float:
-        """Words at a place; gives where they end."""
-        artist = self.figure.text(left / WIDTH, 1 - top / self.height, words, fontsize=points, va="center", **how)
+        """Write words at a place, and return where they end."""
+        artist = self.figure.text(
+            left / FIGURE_WIDTH, 1 - top / self.height, words, fontsize=points, va="center", **how
+        )
         return float(artist.get_window_extent().x1) / self.figure.dpi

@@ -1,4 +1,4 @@
-"""What sections of the settings are made of: the strict section and the kinds of numbers."""
+"""Base class of the sections of the settings, and their number types."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mindspeed_cp.config_errors import one_line
+from mindspeed_cp.schema.messages import to_setting_error
 
-LARGE = 10**9  # no setting is larger in earnest, and what counts in 64 bits further on does not overflow
+SETTING_LIMIT = 10**9  # larger than any sensible value, and products of settings stay below 2**63
 
-Count = Annotated[int, Field(ge=1, le=LARGE)]
-Natural = Annotated[int, Field(ge=0, le=LARGE)]
-Positive = Annotated[float, Field(gt=0, le=LARGE)]
-NotNegative = Annotated[float, Field(ge=0, le=LARGE)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=SETTING_LIMIT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=SETTING_LIMIT)]
+PositiveFloat = Annotated[float, Field(gt=0, le=SETTING_LIMIT)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=SETTING_LIMIT)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A strict, frozen section: no unknown keys, no conversions (the text "3" is not the number 3), no infinities.
 
-    Whatever is wrong is a ConfigError of one line, also where a section is made in Python.
+    Raises ConfigError of one line for an invalid value, also where a section is made in Python.
     """
 
-    #: Keys that are read too, and become others.
-    also_read: ClassVar[tuple[str, ...]] = ()
+    #: Keys accepted under other names, which are translated.
+    alias_keys: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -32,4 +32,9 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise one_line(type(self), error) from None
+            raise to_setting_error(type(self), error) from None
+
+    @classmethod
+    def key_names(cls) -> tuple[str, ...]:
+        """Names of all keys that the section accepts."""
+        return (*cls.model_fields, *cls.alias_keys)

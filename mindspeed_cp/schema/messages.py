@@ -1,4 +1,4 @@
-"""One line for whatever pydantic finds wrong: the dotted key, its value, the valid values, the key probably meant."""
+"""One-line errors of settings: the dotted key, its value, the valid values, the keys nearest to an unknown one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_cp.errors import ConfigError
 
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
-_OTHER_WORDS = {
+_SYNONYMS = {
     "num_layers": ("layers", "n_layers", "n_layer", "num_hidden_layers"),
     "num_attention_heads": ("heads", "num_heads", "n_heads"),
     "num_query_groups": ("kv_heads", "num_kv_heads", "num_key_value_heads"),
@@ -39,29 +39,29 @@ _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
 class SettingError(ConfigError):
-    """A ConfigError that remembers its key, so that the reader of a file can say in which line that key stands.
+    """A ConfigError about a key, by which the reader of a file finds the line.
 
     Attributes:
-        key: dotted.
-        other: of the same section, a key that it does not agree with.
-        agreeing: for either of the two the value with which they would agree, by key.
+        key: dotted key.
+        conflicting_key: another key of the same section that contradicts it, or None.
+        fixes: for `key` or `conflicting_key`, the value that removes the contradiction, by key.
     """
 
     def __init__(
-        self, key: str, text: str, other: str | None = None, agreeing: Mapping[str, Any] | None = None
+        self, key: str, text: str, conflicting_key: str | None = None, fixes: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(text)
-        self.key, self.other, self.agreeing = key, other, agreeing or {}
+        self.key, self.conflicting_key, self.fixes = key, conflicting_key, fixes or {}
 
-    def inside(self, sections: str) -> SettingError:
-        """The same error about the keys of a section, named with it."""
-        other = None if self.other is None else f"{sections}{self.other}"
-        agreeing = {f"{sections}{key}": value for key, value in self.agreeing.items()}
-        return SettingError(f"{sections}{self.key}", f"{sections}{self}", other, agreeing)
+    def with_prefix(self, prefix: str) -> SettingError:
+        """Return the same error with `prefix`, the section and a dot, before every key."""
+        conflicting_key = None if self.conflicting_key is None else f"{prefix}{self.conflicting_key}"
+        fixes = {f"{prefix}{key}": value for key, value in self.fixes.items()}
+        return SettingError(f"{prefix}{self.key}", f"{prefix}{self}", conflicting_key, fixes)
 
 
-def show(value: Any) -> str:
-    """A value as YAML and JSON write it, on one line, cut at 80 characters."""
+def format_value(value: Any) -> str:
+    """Return a value as YAML and JSON write it, on one line, cut at 80 characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -70,33 +70,39 @@ def show(value: Any) -> str:
 
 
 def bad_value(
-    key: str, value: Any, rule: str, other: str | None = None, agreeing: Mapping[str, Any] | None = None
+    key: str, value: Any, rule: str, conflicting_key: str | None = None, fixes: Mapping[str, Any] | None = None
 ) -> SettingError:
-    """`key = value: rule`; of `other` and `agreeing` see :class:`SettingError`."""
-    return SettingError(key, f"{key} = {show(value)}: {rule}", other, agreeing)
+    """Return the error `key = value: rule`; see :class:`SettingError` for the other arguments."""
+    return SettingError(key, f"{key} = {format_value(value)}: {rule}", conflicting_key, fixes)
 
 
-def meant(name: str, candidates: typing.Iterable[str]) -> str | None:
-    """The candidate that `name` is probably a slip of the pen, or another project's word, for."""
+def closest_names(name: str, candidates: typing.Iterable[str], count: int = 3) -> list[str]:
+    """Return up to `count` candidates that resemble `name`, or that other projects call so; the nearest comes first."""
     names = list(candidates)
-    for candidate in names:
-        if name in _OTHER_WORDS.get(candidate, ()):
-            return candidate
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return close[0] if close else None
+    synonyms = [candidate for candidate in names if name in _SYNONYMS.get(candidate, ())]
+    similar = difflib.get_close_matches(name, names, n=count, cutoff=0.6)
+    return list(dict.fromkeys(synonyms + similar))[:count]
 
 
-def describe(info: FieldInfo) -> str:
-    """The valid values of a field: "an integer >= 1", "one of RMSNorm, LayerNorm", "a number > 0 or null"."""
+def did_you_mean(names: typing.Sequence[str], prefix: str = "") -> str:
+    """Return "did you mean a, b or c? " for the given names, each after `prefix`; empty without names."""
+    if not names:
+        return ""
+    *others, last = [prefix + name for name in names]
+    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}? "
+
+
+def describe_valid_values(info: FieldInfo) -> str:
+    """Return the valid values of a field: "an integer >= 1", "one of RMSNorm, LayerNorm", "a number > 0 or null"."""
     return _describe_type(info.annotation, _bounds(info.metadata))
 
 
 def _bounds(metadata: typing.Iterable[Any]) -> str:
-    found = []
+    bounds = []
     for entry in metadata:
         for part in entry.metadata if isinstance(entry, FieldInfo) else [entry]:
-            found += [f"{sign} {_number(getattr(part, name))}" for name, sign in _BOUNDS if hasattr(part, name)]
-    return " and ".join(found)
+            bounds += [f"{sign} {_number(getattr(part, name))}" for name, sign in _BOUNDS if hasattr(part, name)]
+    return " and ".join(bounds)
 
 
 def _number(value: float) -> str:
@@ -121,42 +127,50 @@ def _describe_type(annotation: Any, bounds: str) -> str:
     return f"{text} {bounds}".strip() if annotation in (int, float) else text
 
 
-def one_line(model: type[BaseModel], error: ValidationError) -> SettingError:
-    """The most useful of the errors that pydantic found: an unknown key first, for it may explain the others."""
-    details = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-    first = details[0]
+def to_setting_error(model: type[BaseModel], error: ValidationError) -> SettingError:
+    """Return the most useful of the errors that pydantic found: an unknown key first, as it may explain the others."""
+    first = min(error.errors(include_url=False), key=lambda details: details["type"] != "extra_forbidden")
     location = [str(part) for part in first["loc"]]
     cause = first.get("ctx", {}).get("error")
-    if isinstance(
-        cause, SettingError
-    ):  # found by a section's own __init__ or by a check: its line is complete but for the section's name
+    if isinstance(cause, SettingError):  # raised by a section or by a check: it lacks only the section's name
         sections = location[:-1] if location and location[-1] == cause.key else location
-        return cause.inside("".join(f"{section}." for section in sections))
+        return cause.with_prefix("".join(f"{section}." for section in sections))
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
         return unknown_key(model, key, location[-1])
     info = model.model_fields.get(location[0]) if location else None
     if first["type"] == "missing":
-        return SettingError(key, f"{key}: is missing; it must be {describe(info) if info else 'given'}")
+        return SettingError(key, f"{key}: is missing; it must be {describe_valid_values(info) if info else 'given'}")
     if info is None:
         return SettingError(key, f"{key or model.__name__}: {first['msg']}")
     if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-        return bad_value(
-            key, first["input"], f"must be a section with the keys {', '.join(info.annotation.model_fields)}"
-        )
-    return bad_value(key, first["input"], f"must be {describe(info)}")
+        keys = ", ".join(_key_names(info.annotation))
+        return bad_value(key, first["input"], f"must be a section with the keys {keys}")
+    return bad_value(key, first["input"], f"must be {describe_valid_values(info)}")
 
 
 def unknown_key(
-    model: type[BaseModel], key: str, name: str, elsewhere: Mapping[str, type[BaseModel]] | None = None
+    model: type[BaseModel], key: str, name: str, sections: Mapping[str, type[BaseModel]] | None = None
 ) -> SettingError:
-    """`key: unknown key`, with the likeliest key of this section, or the section in which that key does stand."""
-    keys = [*model.model_fields, *getattr(model, "also_read", ())]
-    near = meant(name, keys)
-    for section, other in (elsewhere or {}).items():
-        word = name if name in other.model_fields else None if near else meant(name, other.model_fields)
-        if other is not model and word:
-            return SettingError(key, f"{key}: unknown key; did you mean {section}.{word}?")
-    parent = key[: len(key) - len(name)]
-    guess = f"did you mean {parent}{near}? " if near else ""
-    return SettingError(key, f"{key}: unknown key; {guess}valid: {', '.join(keys)}")
+    """Return the error `key: unknown key`, with the nearest keys of the section or the section that has the key.
+
+    Args:
+        model: the section.
+        key: dotted key.
+        name: its last part.
+        sections: all sections by name.
+    """
+    keys = _key_names(model)
+    near = closest_names(name, keys)
+    for section, kind in (sections or {}).items():
+        section_keys = _key_names(kind)
+        names = [name] if name in section_keys else [] if near else closest_names(name, section_keys)
+        if names and kind is not model:
+            return SettingError(key, f"{key}: unknown key; {did_you_mean(names, section + '.').strip()}")
+    hint = did_you_mean(near, key[: len(key) - len(name)])
+    return SettingError(key, f"{key}: unknown key; {hint}valid: {', '.join(keys)}")
+
+
+def _key_names(model: type[BaseModel]) -> tuple[str, ...]:
+    key_names = getattr(model, "key_names", None)
+    return tuple(model.model_fields) if key_names is None else key_names()

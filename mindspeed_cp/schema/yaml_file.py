@@ -1,7 +1,7 @@
-"""Settings files: YAML with the line of every key, and `section.key=value` overrides laid over it.
+"""Settings files: YAML with the line of every key, and `section.key=value` overrides.
 
-PyYAML reads YAML 1.1, in which `1e-3` is text and a repeated key silently wins over the first.  Both surprise people
-who write training settings, so this reader takes YAML 1.2 numbers and refuses repeated keys.
+PyYAML reads YAML 1.1, in which `1e-3` is text and a repeated key silently replaces the first. This reader takes YAML
+1.2 numbers and refuses repeated keys.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mindspeed_cp.config_errors import SettingError
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.messages import SettingError
 
 _Made = TypeVar("_Made")
 
@@ -39,24 +39,34 @@ _Loader.add_implicit_resolver(
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """What a YAML file says, and where: `lines["train.lr"]` is the 1-based line of that key."""
+    """The content of a YAML file with overrides.
+
+    Attributes:
+        name: path of the file, for errors.
+        data: its values.
+        lines: for every dotted key its 1-based line, or the command-line option that gave the value.
+    """
 
     name: str
     data: dict[str, Any]
-    lines: Mapping[str, int] = field(default_factory=dict)
+    lines: Mapping[str, int | str] = field(default_factory=dict)
 
-    def where(self, key: str) -> str:
-        """`file:line` of the nearest enclosing key that the file has, or `file` alone."""
+    def location(self, key: str) -> str:
+        """Return `file:line` of the innermost section or key on the way to `key` that the file has, or `file`."""
         parts = key.split(".")
         for size in range(len(parts), 0, -1):
             line = self.lines.get(".".join(parts[:size]))
             if line is not None:
-                return f"{self.name}:{line}" if line > 0 else "--set"
+                return line if isinstance(line, str) else f"{self.name}:{line}"
         return self.name
+
+    def is_override(self, key: str) -> bool:
+        """Return True if the value of `key` comes from the command line."""
+        return isinstance(self.lines.get(key), str)
 
 
 def read_settings_file(path: str | Path) -> SettingsFile:
-    """Read a YAML mapping.  ConfigError with the place if it is missing, unreadable, not YAML or not a mapping."""
+    """Read a YAML mapping; raise ConfigError if the file is missing, unreadable, not YAML or not a mapping."""
     name = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -71,8 +81,8 @@ def read_settings_file(path: str | Path) -> SettingsFile:
 
 
 def parse_settings(text: str, name: str) -> SettingsFile:
-    """Parse YAML text; `name` is what errors call it."""
-    lines: dict[str, int] = {}
+    """Parse YAML text; errors refer to it as `name`."""
+    lines: dict[str, int | str] = {}
     data = _load(text, name, lines)
     if data is None:
         data = {}
@@ -81,58 +91,67 @@ def parse_settings(text: str, name: str) -> SettingsFile:
     return SettingsFile(name, data, lines)
 
 
-def override(base: SettingsFile, overrides: Iterable[str]) -> SettingsFile:
-    """`base` with each `section.key=value` laid over it; the value is YAML: `true`, `3`, `1e-3`, `null`, `[1, 2]`."""
-    data = _copy(base.data)
-    lines = dict(base.lines)
+def apply_overrides(base: SettingsFile, overrides: Iterable[str]) -> SettingsFile:
+    """Return `base` with each `section.key=value` applied; values are YAML: `true`, `3`, `1e-3`, `null`, `[1, 2]`."""
     for text in overrides:
         key, equals, value = text.partition("=")
-        parts = [part.strip() for part in key.split(".")]
-        if not equals or not all(parts):
+        if not equals or not all(part.strip() for part in key.split(".")):
             raise ConfigError(f"--set {text!r}: must be KEY=VALUE with a dotted key, for example --set train.lr=0.001")
-        target: Any = data
-        for depth, part in enumerate(parts[:-1]):
-            if target.get(part) is None:
-                target[part] = {}
-            target = target[part]
-            if not isinstance(target, dict):
-                raise ConfigError(f"--set {text!r}: {'.'.join(parts[: depth + 1])} is a value, not a section")
-        target[parts[-1]] = _load(value, f"--set {text!r}", {})
-        for depth in range(len(parts)):
-            lines[".".join(parts[: depth + 1])] = 0
+        base = with_value(base, key, _load(value, f"--set {text!r}", {}))
+    return base
+
+
+def with_value(base: SettingsFile, key: str, value: Any, option: str = "--set") -> SettingsFile:
+    """Return `base` with another value of a dotted key, which errors attribute to a command-line option."""
+    data, lines = _copy(base.data), dict(base.lines)
+    parts = [part.strip() for part in key.split(".")]
+    section: Any = data
+    for depth, part in enumerate(parts[:-1]):
+        if section.get(part) is None:
+            section[part] = {}
+        section = section[part]
+        if not isinstance(section, dict):
+            raise ConfigError(f"{option} {key}={value}: {'.'.join(parts[: depth + 1])} is a value, not a section")
+    section[parts[-1]] = value
+    for depth in range(len(parts)):
+        lines[".".join(parts[: depth + 1])] = option
     return SettingsFile(base.name, data, lines)
 
 
-def in_file(file: SettingsFile, prefix: str, make: Callable[[], _Made]) -> _Made:
-    """Call `make`; an error of it about a key is told with the place of that key in the file.
+def with_file_location(file: SettingsFile, prefix: str, make: Callable[[], _Made]) -> _Made:
+    """Call `make`; add the location of the key in the file to an error about a key.
 
     Args:
-        file: where the values come from.
-        prefix: the section of the keys that `make` knows, with a dot, or nothing.
+        file: source of the values.
+        prefix: section of the keys that `make` reads, with a dot, or an empty text.
         make: reads the values.
     """
     try:
         return make()
     except SettingError as error:
-        error = error.inside(prefix)
-        raise ConfigError(f"{file.where(error.key)}: {error}{_other_end(file, error)}") from None
+        error = error.with_prefix(prefix)
+        raise ConfigError(f"{file.location(error.key)}: {error}{_conflict_note(file, error)}") from None
 
 
-def _other_end(file: SettingsFile, error: SettingError) -> str:
-    """Where the key stands that the wrong one does not agree with, and how the command line changes the file's."""
-    if error.other is None:
+def _conflict_note(file: SettingsFile, error: SettingError) -> str:
+    """Return the location of the conflicting key, and the override that fixes an override in conflict with the file."""
+    conflicting_key = error.conflicting_key
+    if conflicting_key is None:
         return ""
-    stands = ""
-    if error.other in file.lines:
-        stands = f"; {error.other} {'stands in' if file.lines[error.other] else 'is from'} {file.where(error.other)}"
-    given = [key for key in (error.key, error.other) if file.lines.get(key) == 0]  # by --set
-    cure = next((key for key in (error.other, error.key) if key not in given and key in error.agreeing), None)
-    if len(given) != 1 or cure is None:
-        return stands
-    return f"{stands}; on the command line: --set {cure}={error.agreeing[cure]}"
+    note = ""
+    if conflicting_key in file.lines:
+        verb = "is from" if file.is_override(conflicting_key) else "stands in"
+        note = f"; {conflicting_key} {verb} {file.location(conflicting_key)}"
+    overridden = [key for key in (error.key, conflicting_key) if file.is_override(key)]
+    fixed_key = next(
+        (key for key in (conflicting_key, error.key) if key not in overridden and key in error.fixes), None
+    )
+    if len(overridden) != 1 or fixed_key is None:
+        return note
+    return f"{note}; on the command line: --set {fixed_key}={error.fixes[fixed_key]}"
 
 
-def _load(text: str, name: str, lines: dict[str, int]) -> Any:
+def _load(text: str, name: str, lines: dict[str, int | str]) -> Any:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -142,12 +161,14 @@ def _load(text: str, name: str, lines: dict[str, int]) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        at = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else name
+        location = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else name
         problem = " ".join(filter(None, (error.context, error.problem))).replace("\n", " ")
-        raise ConfigError(f"{at}: not valid YAML: {problem}") from None
+        raise ConfigError(f"{location}: not valid YAML: {problem}") from None
     except yaml.reader.ReaderError as error:
-        at = f"{name}:{text.count(chr(10), 0, error.position) + 1}"
-        raise ConfigError(f"{at}: not valid YAML: the character U+{error.character:04X} is not allowed") from None
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{name}:{line}: not valid YAML: the character U+{error.character:04X} is not allowed"
+        ) from None
     except ConfigError:
         raise
     except RecursionError:
@@ -156,7 +177,7 @@ def _load(text: str, name: str, lines: dict[str, int]) -> Any:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
 
 
-def _index(node: yaml.Node, prefix: str, name: str, lines: dict[str, int]) -> None:
+def _index(node: yaml.Node, prefix: str, name: str, lines: dict[str, int | str]) -> None:
     """Fill `lines`; refuse keys that are not text and keys given twice."""
     if not isinstance(node, yaml.MappingNode):
         return

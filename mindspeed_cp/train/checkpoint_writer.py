@@ -1,8 +1,8 @@
-"""Writing Megatron's checkpoint format from within this process.
+"""Writer of Megatron's checkpoint format within this process.
 
 Megatron's own writer forks a process for each file and keeps a manager process for each rank for as long as the rank
-lives.  A fork while other threads run (batches are made in one) may inherit a lock that nobody will release, and the
-manager outlives a rank that is killed.  The files are the same; they are written by torch's own writer, here and now.
+lives.  A fork while other threads run (one makes batches) may inherit a lock that is never released, and the manager
+outlives a rank that is killed. This one writes the same files by torch's own writer.
 """
 
 from __future__ import annotations

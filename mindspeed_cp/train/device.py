@@ -1,11 +1,11 @@
-"""The device that a rank trains on, and one line for whatever keeps it from being used."""
+"""The device that a rank trains on."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_cp.devices import cann_version, check_cann, device_type, load_npu
+from mindspeed_cp.device.select import cann_problem, cann_version, load_npu, resolve_device_type
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
-    """The device of a rank; an NPU becomes this process's current one.
+    """Return the device of a rank; an NPU becomes the current device of this process.
 
     Args:
         name: train.device.
@@ -21,17 +21,16 @@ def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
         local_ranks: ranks on this machine.
 
     Raises:
-        ConfigError: the NPU was asked for, or found, and cannot be used, or CANN is too old; names cause and
-            remedy.
+        ConfigError: the NPU that was requested or found cannot be used, or CANN is too old; names cause and remedy.
     """
     import torch
 
-    if device_type(name) == "cpu":
+    if resolve_device_type(name) == "cpu":
         return torch.device("cpu")
     npu = load_npu(f"train.device = {name}")
-    wrong = check_cann(cann_version())
-    if wrong is not None:
-        raise ConfigError(f"train.device = {name}: {wrong}, or train.device: cpu")
+    problem = cann_problem(cann_version())
+    if problem is not None:
+        raise ConfigError(f"train.device = {name}: {problem}, or train.device: cpu")
     count = npu.device_count()
     if local_ranks > count:
         hidden = bool(os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
@@ -45,8 +44,8 @@ def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
     return device
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes of an NPU's memory."""
+def npu_memory(device: torch.device) -> int:
+    """Return the bytes of an NPU's memory."""
     import torch
 
     npu: Any = torch.npu  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Starting the ranks of this machine, and saying in one line how they ended.
+"""Starts the ranks of this machine and reports in one line how they ended.
 
-torch's elastic agent starts and watches the processes.  What it would print about a failure is replaced by the one line
-that matters: the error of the rank that failed first, or which rank was killed by which signal.
+torch's elastic agent starts and watches the processes. Its report of a failure is replaced by one line: the error of
+the rank that failed first, or the rank that was killed and the signal.
 """
 
 from __future__ import annotations
@@ -18,47 +18,49 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mindspeed_cp.config import Settings
-from mindspeed_cp.config_checks import data_parallel_size
+from mindspeed_cp.config.rules import data_parallel_size
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import open_corpus
+from mindspeed_cp.device.npu_errors import TIMEOUTS
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.npu_errors import TIMEOUTS
-from mindspeed_cp.train.files import RunFiles
+from mindspeed_cp.train.exit_note import EXIT_NOTE, exit_process, write_exit_note
+from mindspeed_cp.train.failures import BAD_INPUT, FAILED, OK, classify_error
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.resume import checkpoint_to_resume
-from mindspeed_cp.train.stop import stop_signals
-from mindspeed_cp.train.worker import BAD_INPUT, FAILED, OK, WILL, explain, leave, record, run_rank
+from mindspeed_cp.train.run_files import RunFiles
+from mindspeed_cp.train.stop_request import stop_signals
+from mindspeed_cp.train.worker import run_rank
 
-# torch_npu's watchdog takes the whole process down, and says why on standard error.
+# torch_npu's watchdog aborts the whole process and prints the reason on standard error.
 _ABORTED = (
     "aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within "
     f"{TIMEOUTS}; its message above names them"
 )
-_GOES_ON = "the same command goes on from the newest checkpoint, if there is one"
+_RESUME_HINT = "the same command goes on from the newest checkpoint, if there is one"
 
 
 def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -> int:
     """Train with `nproc` ranks on this machine (default: one replica).
 
     Returns:
-        0 when the run is complete or was stopped on request, 1 when it failed; failures of the input raise.  A run that
-        was asked to stop is never started again.
+        0 when the run is complete or was stopped on request, 1 when it failed. A run that was asked to stop is not
+        started again.
 
     Raises:
-        ConfigError: found before any rank is started, or by a rank.
+        ConfigError: A setting is wrong; found before any rank is started, or by a rank.
     """
     ranks = settings.model_parallel_size if nproc is None else nproc
     preflight(settings, ranks)
     restarts = settings.train.max_restarts
     for attempt in range(restarts + 1):
-        code, line, asked = _launch(settings, ranks, as_json=as_json)
+        code, line, stop_signal_names = _launch(settings, ranks, as_json=as_json)
         if code == BAD_INPUT:
             raise ConfigError(line)
         if code == OK:
             if line:
                 print(line, file=sys.stderr if as_json else sys.stdout)
             return OK
-        if asked:
+        if stop_signal_names:
             break
         if attempt < restarts:
             print(f"{line}; starting all ranks again ({attempt + 1} of {restarts})", file=sys.stderr)
@@ -69,38 +71,40 @@ def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -
 
 
 def preflight(settings: Settings, ranks: int) -> None:
-    """Find what is wrong before ranks are started and before torch is imported.  Raises ConfigError."""
+    """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported."""
     data_parallel_size(settings, ranks)
     check_memory(settings, ranks)
     open_corpus(settings.data.corpus)
-    RunFiles(Path(settings.output.folder)).make()
+    RunFiles(Path(settings.output.folder)).create()
     checkpoint_to_resume(settings)
 
 
 def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
-    """Be one rank of torchrun or the like.  Every rank tells what ended it, in one line with its number."""
+    """Run one rank that torchrun or a similar launcher started; every rank prints its error in one line."""
     try:
         run_rank(settings, as_json=as_json)
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        kind, line, code = explain(error)
-        record(kind, line)
+    except BaseException as error:  # torch's CheckpointException is not an Exception
+        kind, line, code = classify_error(error)
+        write_exit_note(kind, line)
         if kind == "bug":
             raise
         rank = os.environ["RANK"]
-        whose = "" if rank == "0" or kind in ("peer", "stopped") else f"rank {rank}: "  # these lines name their rank
-        print(f"error: {whose}{' '.join(line.split())}", file=sys.stderr)
-        leave(code)
+        prefix = "" if rank == "0" or kind in ("peer", "stopped") else f"rank {rank}: "  # these lines name their rank
+        print(f"error: {prefix}{' '.join(line.split())}", file=sys.stderr)
+        exit_process(code)
     return OK
 
 
 def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str, list[str]]:
-    """Start all ranks and wait for them: exit code, the line to say, and the signals that asked to stop."""
+    """Start all ranks and wait for them; return exit code, line to print, and the signals that asked to stop."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to: ranks are all here
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # all ranks are on this machine, whatever its host name resolves to
     records = tempfile.mkdtemp(prefix="mindspeed-cp-")
     config = LaunchConfig(
         min_nodes=1,
@@ -116,50 +120,47 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str,
     )
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
     try:
-        with _quiet_agent(), _relay_signals() as asked:
+        with _quiet_agent(), _relay_signals() as stop_signal_names:
             try:
                 elastic_launch(config, sys.executable)(*arguments)
-                return OK, "", asked
+                return OK, "", stop_signal_names
             except ChildFailedError as error:
-                return *_verdict(error.failures, asked), asked
+                return *_classify_failures(error.failures, stop_signal_names), stop_signal_names
             except SignalException as error:
                 name = signal.Signals(error.sigval).name
-                return FAILED, f"ended by {name}; {_GOES_ON}", [name]
+                return FAILED, f"ended by {name}; {_RESUME_HINT}", [name]
     finally:
         shutil.rmtree(records, ignore_errors=True)
 
 
-def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
-    """Exit code and line for what the agent saw: the likeliest cause first, what follows from another failure last.
+def _classify_failures(failures: dict[int, Any], stop_signal_names: list[str]) -> tuple[int, str]:
+    """Return exit code and line for a failed run: the most likely cause, not the failures that follow from it.
 
     Args:
-        failures: in the agent's order, in which those that it ended itself come last.
-        asked: signals that asked to stop.
+        failures: failures by rank, in the agent's order: ranks that it ended itself come last.
+        stop_signal_names: signals that asked to stop.
     """
     kinds: dict[str, tuple[int, str]] = {}
-    when: dict[str, float] = {}
+    times: dict[str, float] = {}
     order = list(failures)
-    wordless: set[int] = set()  # ended by a signal with nothing but the last words on record, so nobody knows when
+    unrecorded: set[int] = set()  # ended by a signal with only the exit note on record: the time is unknown
     for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
-        message = failure.message if isinstance(failure.message, dict) else {}
-        if message.get("extraInfo", {}).get("kind") == WILL and failure.exitcode < 0:
-            message = {}  # the signal says it better
-            wordless.add(rank)
-        kind = message.get("extraInfo", {}).get("kind", "killed" if failure.exitcode < 0 else "bug")
-        if kind == "killed" and -failure.exitcode in (signal.SIGTERM, signal.SIGHUP):
-            kind = "terminated"
-        if kind == "killed" and failure.exitcode == -signal.SIGABRT:
-            kind = "aborted"  # perhaps because another rank was killed
-        kinds.setdefault(kind, (rank, message.get("message") or _end(failure)))
-        when.setdefault(kind, failure.timestamp)
+        kind, text = _failure_kind(failure)
+        if kind == "killed" and _recorded_kind(failure) == EXIT_NOTE:
+            unrecorded.add(rank)
+        kinds.setdefault(kind, (rank, text))
+        times.setdefault(kind, failure.timestamp)
     if {"peer", "killed"} <= kinds.keys():
         lost, killed = kinds["peer"][0], kinds["killed"][0]
-        first = order.index(lost) < order.index(killed) if killed in wordless else when["peer"] < when["killed"]
+        first = order.index(lost) < order.index(killed) if killed in unrecorded else times["peer"] < times["killed"]
         if first:
-            del kinds["killed"]  # silent, not dead: the others gave it up, and then the agent had to kill it
-    if asked and kinds.keys() <= {"peer", "terminated"}:  # before the first step, or in one that could not be finished
-        return OK, f"stopped by {asked[0]}; {_GOES_ON}"
-    for kind in ("input", "killed", "files", "device", "bug", "stopped", "aborted", "peer", WILL, "terminated"):
+            del kinds["killed"]  # silent, not dead: the other ranks lost it before the agent killed it
+    if stop_signal_names and kinds.keys() <= {
+        "peer",
+        "terminated",
+    }:  # before the first step, or in one that could not be finished
+        return OK, f"stopped by {stop_signal_names[0]}; {_RESUME_HINT}"
+    for kind in ("input", "killed", "files", "device", "bug", "stopped", "aborted", "peer", EXIT_NOTE, "terminated"):
         if kind not in kinds:
             continue
         rank, text = kinds[kind]
@@ -172,13 +173,33 @@ def _verdict(failures: dict[int, Any], asked: list[str]) -> tuple[int, str]:
                 f"rank {rank} {text}, and the other ranks were stopped; "
                 "the same command goes on from the newest checkpoint"
             )
-        elif kind in ("bug", "device", WILL):
+        elif kind in ("bug", "device", EXIT_NOTE):
             text = f"rank {rank} failed: {text}"
         return FAILED, text
     raise AssertionError("the agent reported a failure without failures")
 
 
-def _end(failure: Any) -> str:
+def _recorded_kind(failure: Any) -> str | None:
+    """Return the kind that the rank wrote into its record, or None."""
+    message = failure.message if isinstance(failure.message, dict) else {}
+    return message.get("extraInfo", {}).get("kind")
+
+
+def _failure_kind(failure: Any) -> tuple[str, str]:
+    """Return the kind of one rank's failure and its text."""
+    kind = _recorded_kind(failure)
+    text = failure.message.get("message") if isinstance(failure.message, dict) else None
+    if kind == EXIT_NOTE and failure.exitcode < 0:
+        kind = text = None  # the signal tells more
+    kind = kind or ("killed" if failure.exitcode < 0 else "bug")
+    if kind == "killed" and -failure.exitcode in (signal.SIGTERM, signal.SIGHUP):
+        kind = "terminated"
+    if kind == "killed" and failure.exitcode == -signal.SIGABRT:
+        kind = "aborted"  # perhaps because another rank was killed
+    return kind, text or _process_end(failure)
+
+
+def _process_end(failure: Any) -> str:
     if failure.exitcode >= 0:
         return f"(process {failure.pid}) ended with exit code {failure.exitcode}"
     if -failure.exitcode == signal.SIGABRT:
@@ -188,7 +209,7 @@ def _end(failure: Any) -> str:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """The agent logs every signal that it sends; the one line of this module says it better."""
+    """Keep the agent from logging every signal that it sends."""
     logger = logging.getLogger("torch.distributed.elastic")
     before, handler = logger.propagate, logging.NullHandler()
     logger.propagate = False
@@ -209,26 +230,26 @@ def _relay_signals() -> Iterator[list[str]]:
     Yields:
         The names of the signals that came.
     """
-    asked: list[str] = []
+    stop_signal_names: list[str] = []
 
     def relay(number: int, frame: FrameType | None) -> None:
-        if asked and number == signal.SIGINT:
+        if stop_signal_names and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.append(signal.Signals(number).name)
+        stop_signal_names.append(signal.Signals(number).name)
         for process in _ranks():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
 
     before = {number: signal.signal(number, relay) for number in stop_signals()}
     try:
-        yield asked
+        yield stop_signal_names
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _ranks() -> list[Any]:
-    """Processes that this one started."""
+    """Return the processes that this one started."""
     import psutil
 
     return psutil.Process().children()

@@ -1,7 +1,7 @@
-"""Whether a run can fit into memory at all, told before ranks are started.
+"""Check before ranks are started that a run can fit into memory.
 
-A lower bound of what each rank needs: weights, gradients, optimizer state, and the activations that the backward needs
-at the least.  A run that is over it cannot work; one that is under it may still be too large for the machine.
+The check is a lower bound of what each rank needs: weights, gradients, optimizer state, and the activations that the
+backward needs at least. A run above it cannot work; a run below it may still be too large for the machine.
 """
 
 from __future__ import annotations
@@ -9,52 +9,52 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mindspeed_cp.config import Settings
-from mindspeed_cp.config_errors import bad_value
-from mindspeed_cp.config_model import ModelSettings
+from mindspeed_cp.config.model import ModelSettings
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import VOCAB_SIZE
-from mindspeed_cp.devices import device_type
+from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.text import size
+from mindspeed_cp.report.text import format_bytes
+from mindspeed_cp.schema.messages import bad_value
 
-PROCESS = 16 * 2**20  # bytes of its own that a rank needs before it has a model; really some ten times as many
-SHORTEST = 2  # the least data.seq_length
+PROCESS_BYTES = 16 * 2**20  # lower bound of what a rank needs without a model; measured is about ten times as much
+MIN_SEQ_LENGTH = 2  # the least data.seq_length
 
 
-def least_bytes(settings: Settings, tokens: float, ranks: int | None = None) -> float:
-    """Bytes that one rank needs at the least.
+def minimum_bytes(settings: Settings, tokens: float, ranks: int | None = None) -> float:
+    """Return a lower bound of the bytes that one rank needs.
 
     Args:
-        settings: of the run.
-        tokens: in a row.
-        ranks: of the whole run, over which the distributed optimizer is spread; default: those of one replica.
+        settings: settings of the run.
+        tokens: number of tokens in a row.
+        ranks: ranks of the run, over which the distributed optimizer is split; default: those of one replica.
     """
     model, train = settings.model, settings.train
     tp, cp = train.tensor_model_parallel_size, settings.context_parallel_suite.context_parallel_size
     width = 2 if train.bf16 else 4
     attention, kept_by_attention = _attention(model)
     per_token = 3 if model.swiglu else 2  # matrices of an MLP, and what it keeps in units of its width
-    mlp, experts, shared = model.ffn_size, model.expert_layers, model.moe_shared_expert_intermediate_size or 0
+    mlp, experts = model.resolved_ffn_hidden_size, model.expert_layers
+    shared = model.moe_shared_expert_intermediate_size or 0
     vocabulary = VOCAB_SIZE * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
     dense = model.hidden_size * per_token * ((model.num_layers - experts) * mlp + experts * shared)
     weights = (model.num_layers * attention + dense + vocabulary) / tp
     routed = 0.0
     if model.num_moe_experts is not None:
-        held = model.num_moe_experts / train.expert_model_parallel_size
-        routed = experts * held * model.hidden_size * per_token * model.expert_ffn_size
+        experts_per_rank = model.num_moe_experts / train.expert_model_parallel_size
+        routed = experts * experts_per_rank * model.hidden_size * per_token * model.resolved_moe_ffn_hidden_size
     # Adam's two moments, and for bf16 fp32 main weights; the distributed optimizer splits them over all ranks but tp's
-    optimizer, everyone = (12.0 if train.bf16 else 8.0), settings.model_parallel_size if ranks is None else ranks
+    optimizer, all_ranks = (12.0 if train.bf16 else 8.0), settings.model_parallel_size if ranks is None else ranks
     parts, expert_parts = 1.0, 1.0
     if train.use_distributed_optimizer:
-        parts, expert_parts = everyone / tp, max(1.0, everyone / train.expert_model_parallel_size)
+        parts, expert_parts = all_ranks / tp, max(1.0, all_ranks / train.expert_model_parallel_size)
     # besides the weight itself and its fp32 gradient
     state = weights * (width + 4 + optimizer / parts) + routed * (width + 4 + optimizer / expert_parts)
     # of a layer: both norms' inputs and outputs, what attention keeps, and what the MLP or a token's experts keep
     rows = 4 * model.hidden_size / (tp if train.sequence_parallel else 1)
     kept_dense = rows + (kept_by_attention + per_token * mlp) / tp
-    kept_experts = (
-        rows + (kept_by_attention + per_token * shared) / tp + per_token * model.expert_ffn_size * model.moe_router_topk
-    )
+    kept_experts = rows + (kept_by_attention + per_token * shared) / tp
+    kept_experts += per_token * model.resolved_moe_ffn_hidden_size * model.moe_router_topk
     if model.recompute_granularity == "full":
         activations = model.num_layers * model.hidden_size / (tp if train.sequence_parallel else 1)
         activations += min(kept_dense, kept_experts) if experts else kept_dense
@@ -65,7 +65,7 @@ def least_bytes(settings: Settings, tokens: float, ranks: int | None = None) -> 
 
 
 def _attention(model: ModelSettings) -> tuple[int, int]:
-    """Weights of a layer's attention, and numbers that it keeps for each token: q, k, v and its output."""
+    """Return the weights of a layer's attention, and the numbers that it keeps for each token: q, k, v and output."""
     heads = model.num_attention_heads
     q, k, v = heads * model.head_dim, model.kv_heads * model.head_dim, model.kv_heads * model.head_dim_v
     out = heads * model.head_dim_v
@@ -81,49 +81,51 @@ def check_memory(settings: Settings, local_ranks: int, available: int | None = N
     """Raise ConfigError if the ranks of this machine cannot hold a full row.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         local_ranks: ranks on this machine.
-        available: bytes of memory; default: this machine's, or what the system allows this process. (The memory of
-            NPUs is not known before torch is imported: without this argument nothing is checked for them.)
-        ranks: of the whole run; default: local_ranks.
+        available: bytes of memory; default: those of this machine, or the limit of this process. Without it nothing is
+            checked for NPUs, whose memory is not known before torch is imported.
+        ranks: ranks of the run; default: local_ranks.
     """
-    if available is None and device_type(settings.train.device) != "cpu":
+    if available is None and resolve_device_type(settings.train.device) != "cpu":
         return
     total = machine_memory() if available is None else available
     ranks = local_ranks if ranks is None else ranks
     share = total / local_ranks
-    if share < PROCESS:
+    if share < PROCESS_BYTES:
         raise _too_many_ranks(settings, local_ranks, total)
     tokens = settings.data.seq_length
-    needed = least_bytes(settings, tokens, ranks)
+    needed = minimum_bytes(settings, tokens, ranks)
     if needed <= share:
         return
-    fixed = least_bytes(settings, 0, ranks)
-    fits = int((share - fixed) / (least_bytes(settings, 1, ranks) - fixed))
-    if fits < SHORTEST:
-        fewer = int(total // least_bytes(settings, SHORTEST, ranks))
+    fixed = minimum_bytes(settings, 0, ranks)
+    fits = int((share - fixed) / (minimum_bytes(settings, 1, ranks) - fixed))
+    if fits < MIN_SEQ_LENGTH:
+        fewer = int(total // minimum_bytes(settings, MIN_SEQ_LENGTH, ranks))
         raise bad_value(
             "model.num_layers",
             settings.model.num_layers,
-            f"the model does not fit: weights and optimizer need {size(fixed)} on each of {local_ranks} local ranks, "
-            f"and there are {size(share)}; use a smaller model, or more train.tensor_model_parallel_size"
-            + (f", or at most {fewer} ranks on this machine" if fewer else ""),
+            f"the model does not fit: weights and optimizer need {format_bytes(fixed)} on each of {local_ranks} "
+            f"local ranks, and there are {format_bytes(share)}; use a smaller model, or more "
+            "train.tensor_model_parallel_size" + (f", or at most {fewer} ranks on this machine" if fewer else ""),
         )
     raise bad_value(
         "data.seq_length",
         tokens,
-        f"does not fit: a row needs at least {size(needed)} on each of {local_ranks} local ranks, and there are "
-        f"{size(share)}; use at most {fits}, more context_parallel_suite.context_parallel_size on more machines"
+        f"does not fit: a row needs at least {format_bytes(needed)} on each of {local_ranks} local ranks, and there "
+        f"are {format_bytes(share)}; use at most {fits}, more context_parallel_suite.context_parallel_size on more "
+        "machines"
         + ("" if settings.model.recompute_granularity == "full" else ", or model.recompute_granularity: full"),
     )
 
 
 def _too_many_ranks(settings: Settings, local_ranks: int, total: int) -> ConfigError:
-    """The error that names what makes so many ranks: the largest of the sizes that multiply to them."""
+    """Return the error that names the largest of the sizes whose product is the number of ranks."""
     rule = (
-        f"{local_ranks} ranks on this machine would have {size(total / local_ranks)} of its {size(total)} each, and a "
-        f"process that imports torch needs more than {size(PROCESS)}; start at most {int(total // PROCESS)}, or use "
-        "more machines"
+        f"{local_ranks} ranks on this machine would have {format_bytes(total / local_ranks)} of its "
+        f"{format_bytes(total)} each, and a process that "
+        f"imports torch needs more than {format_bytes(PROCESS_BYTES)}; start at most "
+        f"{int(total // PROCESS_BYTES)}, or use more machines"
     )
     sizes = {
         "context_parallel_suite.context_parallel_size": settings.context_parallel_suite.context_parallel_size,
@@ -134,7 +136,7 @@ def _too_many_ranks(settings: Settings, local_ranks: int, total: int) -> ConfigE
 
 
 def machine_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of this machine, or less where a control group (a container, a batch job) limits this process.
+    """Return the bytes of this machine, or the limit of the control group (a container, a batch job) of this process.
 
     Args:
         groups: the file that lists the control groups of this process.
@@ -150,7 +152,7 @@ def machine_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("
         else:
             continue
         own = base / path.lstrip("/")
-        for folder in (own, *own.parents):  # a group's limit holds for all groups below it
+        for folder in (own, *own.parents):  # the limit of a group holds for all groups below it
             text = _text(folder / name).strip()
             limits += [int(text)] if text.isdigit() else []  # "max": no limit
             if folder == base:
@@ -159,7 +161,7 @@ def machine_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("
 
 
 def _text(path: Path) -> str:
-    """Of a file of the system; nothing where there is no such file."""
+    """Return the text of a file, or an empty text if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

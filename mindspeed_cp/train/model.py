@@ -1,4 +1,4 @@
-"""Settings -> Megatron's GPT with planned attention, its DDP wrapper, its optimizer and its schedule."""
+"""Megatron's GPT with planned attention, its DDP wrapper, optimizer and schedule, from the settings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_cp.config import Settings
-from mindspeed_cp.config_checks import VOCAB_MULTIPLE
-from mindspeed_cp.config_model import EXPERT_KEYS, LATENT_KEYS, ModelSettings
+from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS, ModelSettings
+from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import VOCAB_SIZE
 from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
@@ -30,14 +30,14 @@ NOT_CLIPPED = 1e30  # clipping to this changes nothing, and Megatron measures th
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a training step works with.
+class TrainingModel:
+    """Model, optimizer and schedule of a training.
 
     Attributes:
         config: Megatron's settings of the model.
-        attentions: what each layer of a tensor-parallel rank computes: the third input of build_plan.
+        attentions: attention of each layer on this tensor-parallel rank: the third input of build_plan.
         gpt: the bare model, for checkpoints.
-        wrapped: the model in Megatron's DDP.
+        ddp_model: the model in Megatron's DDP.
         optimizer, schedule: Megatron's.
         parameters: weights of the whole model, over all tensor- and expert-parallel ranks; shared ones counted once.
     """
@@ -45,20 +45,20 @@ class Parts:
     config: TransformerConfig
     attentions: tuple[AttentionConfig, ...]
     gpt: nn.Module
-    wrapped: nn.Module
+    ddp_model: nn.Module
     optimizer: Any
     schedule: OptimizerParamScheduler
     parameters: int
 
 
 def padded_vocabulary() -> int:
-    """Rows of the embedding: byte values and the end-of-document token, filled up so that tensor-parallel ranks can
-    share them; the same for any number of these, as the padded rows take part in the softmax."""
-    return -(-VOCAB_SIZE // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    """Return the rows of the embedding: byte values and the end-of-document token, padded so that tensor-parallel ranks
+    can share them. The number does not depend on these ranks, as padded rows take part in the softmax."""
+    return -(-VOCAB_SIZE // VOCAB_SIZE_DIVISIBLE_BY) * VOCAB_SIZE_DIVISIBLE_BY
 
 
-def build(settings: Settings, world: World) -> Parts:
-    """Build everything; equal weights on all ranks, whatever their number.
+def build_training_model(settings: Settings, world: World) -> TrainingModel:
+    """Build model, optimizer and schedule; weights are equal on all ranks and for any number of ranks.
 
     Raises:
         ConfigError: Megatron or planned attention cannot honour a setting.
@@ -80,31 +80,31 @@ def build(settings: Settings, world: World) -> Parts:
     )
     install_model(gpt)
     gpt.to(world.device)
-    wrapped = DistributedDataParallel(
+    ddp_model = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=train.use_distributed_optimizer
         ),
         Float16Module(config, gpt) if train.bf16 else gpt,
     )
-    wrapped.broadcast_params()
-    optimizer = get_megatron_optimizer(optimizer_config(settings), [wrapped])
+    ddp_model.broadcast_params()
+    optimizer = get_megatron_optimizer(optimizer_config(settings), [ddp_model])
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = wrapped.no_sync
+    config.no_sync_func = ddp_model.no_sync
     config.grad_scale_func = optimizer.scale_loss
-    return Parts(
+    return TrainingModel(
         config=config,
         attentions=layer_attentions(config, alibi=alibi),
         gpt=gpt,
-        wrapped=wrapped,
+        ddp_model=ddp_model,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
-        parameters=_count(gpt, world.tp, train.expert_model_parallel_size),
+        parameters=_count(gpt, world.tp_size, train.expert_model_parallel_size),
     )
 
 
 def transformer_config(settings: Settings) -> TransformerConfig:
-    """Megatron's settings of the model."""
+    """Return Megatron's settings of the model."""
     model, train = settings.model, settings.train
     dtype = torch.bfloat16 if train.bf16 else torch.float32
     whole_layers = model.recompute_granularity == "full"
@@ -114,7 +114,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.kv_heads,
         kv_channels=model.head_dim_v,
-        ffn_hidden_size=model.ffn_size,
+        ffn_hidden_size=model.resolved_ffn_hidden_size,
         normalization=model.normalization,
         qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.swiglu,
@@ -151,20 +151,20 @@ def transformer_config(settings: Settings) -> TransformerConfig:
 
 
 def _latent(model: ModelSettings) -> dict[str, Any]:
-    """Megatron's settings of multi-latent attention."""
+    """Return Megatron's settings of multi-latent attention."""
     if not model.multi_latent_attention:
         return {}
-    return {"rotary_base": model.rotary_base, **{key: getattr(model, key) for key in LATENT_KEYS}}
+    return {"rotary_base": model.rotary_base, **{key: getattr(model, key) for key in MLA_KEYS}}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:
-    """Megatron's settings of experts."""
+    """Return Megatron's settings of experts."""
     model = settings.model
     if model.num_moe_experts is None:
         return {}
     return {
-        **{key: getattr(model, key) for key in ("num_moe_experts", *EXPERT_KEYS)},
-        "moe_ffn_hidden_size": model.expert_ffn_size,
+        **{key: getattr(model, key) for key in ("num_moe_experts", *MOE_KEYS)},
+        "moe_ffn_hidden_size": model.resolved_moe_ffn_hidden_size,
         "moe_router_dtype": "fp32",
         # The other dispatcher takes all ranks to hold equally many tokens.
         "moe_token_dispatcher_type": "alltoall",
@@ -174,7 +174,7 @@ def _experts(settings: Settings) -> dict[str, Any]:
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:
-    """Megatron's settings of Adam."""
+    """Return Megatron's settings of Adam."""
     train = settings.train
     return OptimizerConfig(
         optimizer="adam",
@@ -210,12 +210,10 @@ def _schedule(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
 
 
 def _count(gpt: nn.Module, tp: int, ep: int) -> int:
-    """Weights of the whole model; a matrix that tensor-parallel ranks share is on each of them a part, and a rank has
-    its own experts only."""
+    """Return the number of weights of the whole model; tensor-parallel ranks hold parts of matrices, and a rank holds
+    only its own experts."""
     total = 0
     for name, parameter in gpt.named_parameters():
-        if ".local_experts." in name:
-            total += parameter.numel() * ep
-        else:
-            total += parameter.numel() * (tp if getattr(parameter, "tensor_model_parallel", False) else 1)
+        shared_by = tp if getattr(parameter, "tensor_model_parallel", False) else 1
+        total += parameter.numel() * (ep if ".local_experts." in name else shared_by)
     return total

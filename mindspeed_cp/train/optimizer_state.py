@@ -28,20 +28,20 @@ def prepare_to_load(optimizer: Any) -> None:
 
 
 def load(optimizer: Any, state: Any) -> None:
-    """optimizer.load_state_dict(state), for the distributed optimizer too."""
+    """Call optimizer.load_state_dict(state), also for the distributed optimizer."""
     distributed = [part for part in _parts(optimizer) if hasattr(part, "model_param_group_index_map")]
     for part in distributed:
-        part._set_main_param_and_optimizer_states = _SetMoments(part)
+        part._set_main_param_and_optimizer_states = _LoadAdamState(part)
     with torch.no_grad():
         optimizer.load_state_dict(state)
     for part in distributed:
         del part._set_main_param_and_optimizer_states
-        for _, found in _weights(part):
-            found["step"] = found["step"].clone()
+        for _, weight_state in _weights(part):
+            weight_state["step"] = weight_state["step"].clone()
 
 
-class _SetMoments:
-    """Stands in for DistributedOptimizer._set_main_param_and_optimizer_states while a state is loaded."""
+class _LoadAdamState:
+    """Replacement of DistributedOptimizer._set_main_param_and_optimizer_states while a state is loaded."""
 
     def __init__(self, part: Any) -> None:
         self._part = part
@@ -59,7 +59,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _weights(part: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """The weights of torch's optimizer and their states."""
+    """Yield the weights of torch's optimizer with their states."""
     for group in part.optimizer.param_groups:
         for weight in group["params"]:
             yield weight, part.optimizer.state[weight]

@@ -1,4 +1,4 @@
-"""Plans that were made lately, by what they were made from."""
+"""Cache of recent plans, by the arguments of build_plan."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
-PLANS_KEPT = 16
-TOKENS_KEPT = 2**20  # of those plans together; a device holds up to 1 KiB for each token of a plan (docs/ascend.md)
+MAX_PLANS = 16
+MAX_TOKENS = 2**20  # in all cached plans; a device holds up to 1 KiB for each token of a plan (docs/ascend.md)
 
 
 class PlanCache:
-    """The newest plans by their signature: documents' lengths, topology, attention, algorithm and options.
+    """The most recently used plans, by documents' lengths, topology, attention, algorithm and options.
 
-    Rows come again with equal lengths where documents are cut at the context, which then fill a row each; rows of many
-    short documents practically never do. A plan that is found needs no proof and no agenda: it had both when it was
-    made.
+    Rows repeat where documents are cut at the context, so that each chunk fills a row; rows of many short documents
+    practically never do. A cached plan was proved and prepared when it was made.
 
     Args:
-        ready: called with every plan that is made, before anyone gets it.
-        most, tokens: how many are kept, of how many tokens together, but one at least; what was not asked for longest
-            goes first.
+        on_new_plan: called with every new plan before it is returned.
+        max_plans, max_tokens: bounds of the cache, in plans and in tokens of all plans; the newest plan always stays.
+
+    Attributes:
+        hits, misses: number of plans that were in the cache, and that were made.
     """
 
-    def __init__(self, ready: Callable[[Plan], None], most: int = PLANS_KEPT, tokens: int = TOKENS_KEPT) -> None:
-        self._ready, self._most, self._tokens = ready, most, tokens
+    def __init__(
+        self, on_new_plan: Callable[[Plan], None], max_plans: int = MAX_PLANS, max_tokens: int = MAX_TOKENS
+    ) -> None:
+        self._on_new_plan, self._max_plans, self._max_tokens = on_new_plan, max_plans, max_tokens
         self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-        self.made = self.found = 0
+        self.hits = self.misses = 0
 
     def __len__(self) -> int:
-        """Plans that are kept."""
+        """Number of cached plans."""
         return len(self._plans)
 
     def get(
@@ -43,22 +47,23 @@ class PlanCache:
         algorithm: str,
         options: dict[str, Any],
     ) -> Plan:
-        """`build_plan` of the same arguments, or the plan that it gave before; its errors, and those of `ready`."""
+        """Return the plan of these arguments of build_plan, cached or new; errors as there, and those of
+        on_new_plan."""
         key = documents, topology, attention, algorithm, tuple(sorted(options.items()))
         plan = self._plans.get(key)
         if plan is not None:
             self._plans.move_to_end(key)
-            self.found += 1
+            self.hits += 1
             return plan
         plan = build_plan(documents, topology, attention, algorithm, **options)
-        self._ready(plan)
-        self.made += 1
+        self._on_new_plan(plan)
+        self.misses += 1
         self._plans[key] = plan
-        while len(self._plans) > max(1, self._most) or (len(self._plans) > 1 and self.tokens > self._tokens):
+        while len(self._plans) > max(1, self._max_plans) or (len(self._plans) > 1 and self.tokens > self._max_tokens):
             self._plans.popitem(last=False)
         return plan
 
     @property
     def tokens(self) -> int:
-        """Of all plans that are kept."""
+        """Number of tokens in all cached plans."""
         return sum(plan.documents.tokens for plan in self._plans.values())

@@ -1,11 +1,12 @@
-"""The files of a run: where they are, and how they are written so that no reader ever sees half of one.
+"""The files of a run: their paths, and writing that never shows a reader an incomplete file.
 
 <output.folder>/
   settings.yaml  metrics.jsonl  loss.png  summary.json  .lock
-  trace/         of the steps of output.trace_steps
+  comparison.json (train.compare)
+  trace/         steps of output.trace_steps
   checkpoints/   iter_0000050/ (Megatron's shards, run.json)   latest
 
-settings.yaml has the settings of the last start that finished a step.
+settings.yaml holds the settings of the last start that finished a step.
 """
 
 from __future__ import annotations
@@ -16,85 +17,69 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.report.files import replace_file
 
 
 class DiskError(OSError):
-    """A file cannot be written while a run is under way: carries errno, a line with what to do, and the folder."""
+    """A file of a running training cannot be written; carries errno, a line with the remedy, and the folder."""
 
 
-@dataclass(frozen=True)
 class RunFiles:
-    """Paths of one run.  A leading ~ of the folder is the home folder.
+    """Paths of one run. A leading ~ of the folder means the home folder.
+
+    Attributes:
+        folder: output.folder.
+        checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
+        metrics, loss_png, settings, comparison, summary: the other files of the folder.
 
     Raises:
-        ConfigError: the folder starts with ~user, and there is no such user.
+        ConfigError: The folder starts with ~user, and there is no such user.
     """
 
-    folder: Path
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         try:
-            object.__setattr__(self, "folder", self.folder.expanduser())
+            self.folder = folder.expanduser()
         except RuntimeError:
             raise ConfigError(
-                f"output.folder = {self.folder}: there is no such user's home folder; write the path in full"
+                f"output.folder = {folder}: there is no such user's home folder; write the path in full"
             ) from None
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def latest(self) -> Path:
-        """Holds the name of the newest complete checkpoint."""
-        return self.checkpoints / "latest"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def loss_png(self) -> Path:
-        return self.folder / "loss.png"
-
-    @property
-    def settings(self) -> Path:
-        return self.folder / "settings.yaml"
-
-    @property
-    def summary(self) -> Path:
-        return self.folder / "summary.json"
+        self.checkpoints = self.folder / "checkpoints"
+        self.latest = self.checkpoints / "latest"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.loss_png = self.folder / "loss.png"
+        self.settings = self.folder / "settings.yaml"
+        self.comparison = self.folder / "comparison.json"
+        self.summary = self.folder / "summary.json"
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint after a step."""
+        """Return the folder of the checkpoint after a step."""
         return self.checkpoints / f"iter_{step:07d}"
 
-    def make(self) -> None:
-        """Make the folders and try to write into them.  ConfigError if that cannot be done."""
-        failed = "made"
+    def create(self) -> None:
+        """Create the folders and try to write into them. Raise ConfigError if that fails."""
+        failed = "created"
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             failed = "written to"
             for folder in (self.folder, self.checkpoints):
                 with tempfile.TemporaryFile(dir=folder) as probe:
                     probe.write(b"probe")
-        except (OSError, ValueError) as error:  # ValueError: a path that no system call takes
+        except (OSError, ValueError) as error:  # ValueError: a path that no system call accepts
             raise ConfigError(
-                f"{folder_setting(self.folder)}: cannot be {failed}: {reason(error)}; give another folder"
+                f"{describe_folder(self.folder)}: cannot be {failed}: {error_text(error)}; give another folder"
             ) from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs out of the folder while this block runs; the system lifts the lock if the process dies.
+        """Lock the folder while this block runs; the system releases the lock if the process dies.
 
         Raises:
-            ConfigError: another run is using the folder.
+            ConfigError: Another run is using the folder.
         """
         with open(self.folder / ".lock", "w") as lock:
             try:
@@ -108,31 +93,31 @@ class RunFiles:
             yield
 
 
-def folder_setting(folder: Path) -> str:
-    """`output.folder = ...` on one line, whatever characters it has."""
+def describe_folder(folder: Path) -> str:
+    """Return `output.folder = ...` on one line, for any characters in the path."""
     text = str(folder)
     return f"output.folder = {text if text.isprintable() else repr(text)}"
 
 
-def reason(error: BaseException) -> str:
-    """What went wrong, on one line, without the path that an OSError repeats."""
+def error_text(error: BaseException) -> str:
+    """Return the message of an error on one line, without the path of an OSError."""
     lines = (getattr(error, "strerror", None) or str(error)).split("\n")
     return lines[0].strip()[:200] or type(error).__name__
 
 
 def disk_error(error: BaseException, folder: Path) -> DiskError:
-    """The error to raise when `error` ended the writing of something in a folder."""
+    """Return the DiskError for an error that ended a write into a folder."""
     return DiskError(
         getattr(error, "errno", None) or errno.EIO,
-        f"cannot be written: {reason(error)}; make room or give access, and the same command goes on from the newest "
-        "checkpoint",
+        f"cannot be written: {error_text(error)}; make room or give access, and the same command goes on from the "
+        "newest checkpoint",
         str(folder),
     )
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn every OSError of this block into a DiskError that names the folder."""
+def disk_errors_for(folder: Path) -> Iterator[None]:
+    """Raise every OSError of this block as a DiskError that names the folder."""
     try:
         yield
     except DiskError:
@@ -142,28 +127,25 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file at once: readers see the old text or the new one, also after a power cut.
+    """Replace a file atomically: readers see the old or the new text, also after a power failure.
 
     Raises:
-        DiskError: it cannot be written; the old text stays.
+        DiskError: It cannot be written; the old text stays.
     """
-    temporary = path.with_name(f".{path.name}.new")
-    with writing(path.parent):
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+
+    def write(new: Path) -> None:
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    with disk_errors_for(path.parent):
+        replace_file(path, write)
         sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Flush the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -172,23 +154,23 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by JSON, at once."""
+    """Replace a file by JSON, atomically."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; none if there is no file.  A last line that a crash cut short is left out.
+    """Return the lines of metrics.jsonl, or [] without a file. An incomplete last line is left out.
 
     Raises:
-        ConfigError: another line is damaged, or the file cannot be read.
+        ConfigError: Another line is damaged, or the file cannot be read.
     """
     try:
         *lines, last = path.read_bytes().split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {reason(error)}; make it readable, or move it away") from None
-    found = []
+        raise ConfigError(f"{path}: cannot be read: {error_text(error)}; make it readable, or move it away") from None
+    values = []
     for number, line in enumerate(lines, 1):
         value = _metrics_line(line)
         if value is None:
@@ -196,9 +178,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 f"{path}: line {number} is damaged: {line[:40]!r} is no JSON mapping with a whole number `step`; "
                 "mend or remove that line"
             )
-        found.append(value)
+        values.append(value)
     value = _metrics_line(last)
-    return found if value is None else [*found, value]
+    return values if value is None else [*values, value]
 
 
 def _metrics_line(line: bytes) -> dict[str, Any] | None:
@@ -209,8 +191,8 @@ def _metrics_line(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
-def keep_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Drop the lines behind a step, so that a resumed run writes each step once.  Returns the lines that stay."""
+def truncate_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Remove the lines after a step, so that a resumed run writes each step once; return the others."""
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept

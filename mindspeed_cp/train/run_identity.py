@@ -1,7 +1,7 @@
-"""Which settings make a run what it is: a checkpoint may only go on under equal ones.
+"""Settings that identify a run: a checkpoint can be resumed only with equal ones.
 
-Everything that changes the numbers counts: model, data, order, optimizer, schedule.  How the work is split over ranks,
-recomputed, prefetched or shown does not (beyond rounding), so a run may go on with other ranks.
+They are those that change the numbers: model, data, order, optimizer, schedule. How the work is split over ranks,
+recomputed, prefetched or shown changes only rounding, so a run may be resumed with other ranks.
 """
 
 from __future__ import annotations
@@ -9,33 +9,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mindspeed_cp.config import Settings
-from mindspeed_cp.config_errors import show
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.files import RunFiles
+from mindspeed_cp.schema.messages import format_value
+from mindspeed_cp.train.run_files import RunFiles
 
 _NOT_MODEL = {"recompute_granularity"}
 _TRAIN = (
     *("global_batch_size", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16", "seed", "use_distributed_optimizer"),
 )
-_LENGTH = {"train_iters", "lr_decay_iters", "max_restarts"}
+_LENGTH = {"train_iters", "lr_decay_iters", "max_restarts", "compare"}
 
 
 def identity(settings: Settings) -> dict[str, Any]:
-    """The settings that a checkpoint is bound to, by dotted key, with defaults that depend on others filled in."""
+    """Return the settings that identify a run, by dotted key, with defaults that depend on others filled in."""
     model, data, train = settings.model, settings.data, settings.train
-    filled = {"num_query_groups": model.kv_heads, "kv_channels": model.head_dim, "ffn_hidden_size": model.ffn_size}
-    found: dict[str, Any] = {
+    filled = {
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.resolved_ffn_hidden_size,
+    }
+    values: dict[str, Any] = {
         f"model.{key}": filled.get(key, value) for key, value in model.model_dump().items() if key not in _NOT_MODEL
     }
-    found |= {f"data.{key}": value for key, value in data.model_dump().items()}
-    if not model.attention_dropout:  # what is dropped depends on rows; nothing else does but rounding
-        del found["data.balance"]
-    found |= {f"train.{key}": getattr(train, key) for key in _TRAIN}
+    values |= {f"data.{key}": value for key, value in data.model_dump().items()}
+    if not model.attention_dropout:  # else the dropped weights depend on the rows
+        del values["data.balance"]
+    values |= {f"train.{key}": getattr(train, key) for key in _TRAIN}
     if train.lr_decay_style != "constant":
-        found["train.lr_decay_iters"] = train.lr_decay_iters or train.train_iters
-    return found
+        values["train.lr_decay_iters"] = train.lr_decay_iters or train.train_iters
+    return values
 
 
 def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -> None:
@@ -46,7 +50,10 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
     different = [key for key in now | saved if now.get(key) != saved.get(key)]
     if not different:
         return
-    changes = [f"{_name(key, settings)} was {show(saved.get(key))} and is {show(now.get(key))}" for key in different]
+    changes = [
+        f"{_name(key, settings)} was {format_value(saved.get(key))} and is {format_value(now.get(key))}"
+        for key in different
+    ]
     decay = "train.lr_decay_iters"
     longer = f" (to train longer on the old schedule: {decay} = {saved[decay]})" if different == [decay] else ""
     raise ConfigError(
@@ -56,21 +63,19 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
 
 
 def _defaults() -> dict[str, Any]:
-    """What checkpoints of versions that did not know these settings are bound to."""
-    found = {key: value for key, value in identity(Settings()).items() if key.startswith("model.")}
-    return found | {"data.balance": Settings().data.balance}
+    """Return the values that checkpoints of versions without these settings imply."""
+    model = {key: value for key, value in identity(Settings()).items() if key.startswith("model.")}
+    return model | {"data.balance": Settings().data.balance}
 
 
-def other_settings(path: Path, settings: Settings) -> list[str]:
-    """How the last start did its work, where that differs: "context_parallel_suite.algorithm was ring and is direct".
-
-    What a checkpoint is bound to cannot differ (`check_same_run`); this is the rest, the length of the run and what
-    concerns files and the screen left out. What starts before the last one did is not known.
+def changed_settings(path: Path, settings: Settings) -> list[str]:
+    """Return the settings that differ from those of the last start, without the length of the run, files and display:
+    'context_parallel_suite.algorithm was "ring" and is "direct"'.
 
     Args:
-        path: settings.yaml of the run, which its last start wrote after its first step; nothing is said where it cannot
-            be read.
-        settings: those of now.
+        path: settings.yaml of the run, which its last start wrote after its first step; if it cannot be read, the
+            result is empty.
+        settings: the present settings.
     """
     import yaml
 
@@ -78,24 +83,29 @@ def other_settings(path: Path, settings: Settings) -> list[str]:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    now = settings.model_dump()
-    found = []
-    for section in ("model", "data", "context_parallel_suite", "train"):
-        old = before.get(section) if isinstance(before, dict) else None
-        for key, value in now[section].items():
-            if isinstance(old, dict) and old.get(key, value) != value and key not in _LENGTH:
-                found.append(f"{section}.{key} was {show(old[key])} and is {show(value)}")
-    return found
+    changes = []
+    for name in ("model", "data", "context_parallel_suite", "train"):
+        old = before.get(name) if isinstance(before, dict) else None
+        section = getattr(settings, name)
+        now = section.model_dump()
+        if not isinstance(old, dict):
+            continue
+        for key in section.key_names():
+            value = now.get(key)
+            old_value = old.get(key, value if key in type(section).model_fields else None)
+            if old_value != value and key not in _LENGTH:
+                changes.append(f"{name}.{key} was {format_value(old_value)} and is {format_value(value)}")
+    return changes
 
 
-def other_settings_note(path: Path, settings: Settings) -> str | None:
-    """One line that says `other_settings`; None where there are none."""
-    other = other_settings(path, settings)
-    return f"this run was last started with other settings: {'; '.join(other)}" if other else None
+def changed_settings_note(path: Path, settings: Settings) -> str | None:
+    """Return `changed_settings` as one line, or None if there are none."""
+    changes = changed_settings(path, settings)
+    return f"this run was last started with other settings: {'; '.join(changes)}" if changes else None
 
 
-def complete_note(files: RunFiles, settings: Settings) -> str:
-    """That a run is complete, and which settings make it go on."""
+def run_complete_note(files: RunFiles, settings: Settings) -> str:
+    """Return the line that a run is complete, with the settings that continue it."""
     train = settings.train
     old_schedule = ""
     if train.lr_decay_style != "constant" and train.lr_decay_iters is None:

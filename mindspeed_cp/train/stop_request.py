@@ -1,4 +1,4 @@
-"""A request to stop: it is remembered when it comes and obeyed after the step that is under way."""
+"""A request to stop by a signal, obeyed after the current step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Stopped(Exception):
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """SIGTERM, SIGINT, and SIGHUP, which comes when the terminal is closed (nohup ignores it, and so it stays)."""
-    both = (signal.SIGTERM, signal.SIGINT)
-    return both if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*both, signal.SIGHUP)
+    """Return SIGTERM, SIGINT, and SIGHUP (a closed terminal) unless it is ignored, as by nohup."""
+    always = (signal.SIGTERM, signal.SIGINT)
+    return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 class StopRequest:
@@ -39,7 +39,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """What asks to stop, as in "stopped by ..."; None: go on."""
+        """Source of the request, as in "stopped by ...", or None."""
         if self._reason is None and os.getppid() != self._parent:
             self._reason = "the death of the launcher"
         return self._reason

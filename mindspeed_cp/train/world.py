@@ -1,4 +1,4 @@
-"""Where a rank stands: its process groups and its place in them."""
+"""A rank among all: its process groups, and its numbers in them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mindspeed_cp.comm import open_lanes
-from mindspeed_cp.comm.lanes import PAIR_BUFFER, group_options
-from mindspeed_cp.config import Settings
-from mindspeed_cp.config_checks import data_parallel_size
-from mindspeed_cp.config_variants import variants
-from mindspeed_cp.devices import hccl_time_outs
+from mindspeed_cp.comm import open_directional_groups
+from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE
+from mindspeed_cp.comm.groups import process_group_options
+from mindspeed_cp.config.candidates import candidate_settings
+from mindspeed_cp.config.rules import data_parallel_size
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.device.select import set_hccl_timeouts
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.host_memory import keep_freed_memory
-from mindspeed_cp.train.device import memory_of, pick_device
-from mindspeed_cp.train.groups import groups_with
+from mindspeed_cp.train.device import npu_memory, pick_device
 from mindspeed_cp.train.memory import check_memory
+from mindspeed_cp.train.process_groups import megatron_groups_with
 
 with megatron_imports():
     from megatron.core import parallel_state
 
 EXPERT_TENSOR_PARALLEL = 1  # an expert is never cut: its ranks would gather unequal numbers of tokens, and gloo cannot
-LIBRARIES = {"npu": "hccl"}  # that carry bytes between devices
+COLLECTIVE_LIBRARIES = {"npu": "hccl"}  # that carry bytes between devices
 JOIN_SECONDS = 300.0  # until every rank has to be there; ranks import Megatron before they join
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank among all of them.
+    """One rank among all ranks.
 
     Attributes:
-        rank, size: of all ranks.
-        device: where this rank computes.
-        replicas, replica: data-parallel ranks, and which of them this is.
-        cp, cp_rank: context-parallel ranks, and which of them this is.
-        tp: tensor-parallel ranks; ranks with the same rank // tp hold the same tokens.
+        rank, size: its number, and the number of all ranks.
+        device: its device.
+        replicas, replica: number of data-parallel replicas, and its replica.
+        cp_size, cp_rank: number of context-parallel ranks, and its number among them.
+        tp_size: number of tensor-parallel ranks; ranks with the same rank // tp_size hold the same tokens.
         store: the key-value store through which the ranks found each other.
     """
 
@@ -50,9 +51,9 @@ class World:
     device: torch.device
     replicas: int
     replica: int
-    cp: int
+    cp_size: int
     cp_rank: int
-    tp: int
+    tp_size: int
     store: dist.Store
 
     @property
@@ -66,7 +67,7 @@ class World:
         return self.rank == 0
 
     def gather(self, values: list[float]) -> torch.Tensor:
-        """The numbers of every rank, fp64 [size, numbers]; every rank must call it with as many."""
+        """Return the values of all ranks, fp64 [size, values]; every rank must call it with equally many."""
         own = torch.tensor(values, dtype=torch.float64)
         out = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(out, own)
@@ -78,30 +79,30 @@ class World:
 
 
 def check_nodes(settings: Settings, local_size: int, size: int) -> None:
-    """ConfigError where the settings put more ranks on a node than were started on this machine, and the algorithm
-    decides by what is on a node."""
+    """Raise ConfigError if the settings put more ranks on a node than were started on this machine and the algorithm
+    depends on nodes."""
     suite, tp = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
-    here = suite.topology.ranks_per_node * tp
-    placed = any(one.context_parallel_suite.algorithm == "hierarchical" for one in variants(settings))
-    if placed and here > local_size and size > local_size:
+    node_size = suite.topology.ranks_per_node * tp
+    algorithms = {variant.context_parallel_suite.algorithm for variant in candidate_settings(settings)}
+    if "hierarchical" in algorithms and min(node_size, size) > local_size:
         nodes = -(-suite.context_parallel_size * tp // local_size)
         raise ConfigError(
-            f"context_parallel_suite.nodes = {suite.nodes}: puts {here} ranks on a node, but {local_size} were started "
-            f"on this machine; valid: nodes = {nodes}, or start as many on each"
+            f"context_parallel_suite.nodes = {suite.nodes}: puts {node_size} ranks on a node, but {local_size} were "
+            f"started on this machine; valid: nodes = {nodes}, or start as many on each"
         )
 
 
 @contextmanager
-def join(settings: Settings, environment: Mapping[str, str] | None = None) -> Iterator[World]:
-    """Join the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, take this rank's device, on which
-    Megatron then runs whatever it asks of CUDA, and make Megatron's process groups.
+def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None) -> Iterator[World]:
+    """Join the other ranks by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, redirect CUDA to this rank's device, and
+    make Megatron's process groups.
 
     Raises:
         ConfigError: the number of ranks does not fit the settings, they do not fit into this machine's memory, the
             device cannot be used, or the environment is not that of a launcher.
     """
     environment = os.environ if environment is None else environment
-    rank, size, local_size = _place(environment)
+    rank, size, local_size = _read_rank_environment(environment)
     replicas = data_parallel_size(settings, size)
     check_nodes(settings, local_size, size)
     check_memory(settings, local_size, ranks=size)
@@ -109,23 +110,14 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
     if device.type == "cpu":
         keep_freed_memory()
     else:
-        check_memory(settings, local_size, memory_of(device) * local_size, size)
+        check_memory(settings, local_size, npu_memory(device) * local_size, size)
     torch.set_num_threads(settings.train.threads_per_rank or max(1, _cores() // local_size))
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
-    joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
-    store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
-    # torchrun may start ranks again over the same store, where their first attempt's addresses still are.
-    store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    libraries = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{LIBRARIES[device.type]}"
     suite = settings.context_parallel_suite
-    library = LIBRARIES.get(device.type, "gloo")
-    options = suite.group_options if library == "hccl" else {}
-    made = group_options(library, options)
-    if library == "hccl":
-        hccl_time_outs(timeout.total_seconds())
-        if "buffer_mb" in options:
-            os.environ.setdefault(PAIR_BUFFER, str(options["buffer_mb"]))
-    dist.init_process_group(libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=made)
+    library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
+    options = suite.hccl_options if library == "hccl" else {}
+    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = _init_process_group(rank, size, device, timeout, library, options, restart)
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.callback(dist.destroy_process_group)
@@ -134,53 +126,79 @@ def join(settings: Settings, environment: Mapping[str, str] | None = None) -> It
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(megatron_on(device))
         train, cp = settings.train, suite.context_parallel_size
-        with groups_with(timeout, library, options):
+        with megatron_groups_with(timeout, library, options):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=train.tensor_model_parallel_size,
                 context_parallel_size=cp,
                 expert_model_parallel_size=train.expert_model_parallel_size,
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
             )
-        if device.type != "cpu" and cp > 1 and suite.uses_lanes:
-            open_lanes(parallel_state.get_context_parallel_group(), device, timeout)
+        if device.type != "cpu" and cp > 1 and suite.uses_directional_groups:
+            open_directional_groups(parallel_state.get_context_parallel_group(), device, timeout)
         yield World(
             rank=rank,
             size=size,
             device=device,
             replicas=replicas,
             replica=parallel_state.get_data_parallel_rank(),
-            cp=cp,
+            cp_size=cp,
             cp_rank=parallel_state.get_context_parallel_rank(),
-            tp=train.tensor_model_parallel_size,
+            tp_size=train.tensor_model_parallel_size,
             store=store,
         )
 
 
+def _init_process_group(
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: timedelta,
+    library: str,
+    options: Mapping[str, int],
+    restart: str,
+) -> dist.Store:
+    """Make the group of all ranks; return the store through which they found each other."""
+    joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
+    store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
+    # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
+    store = dist.PrefixStore(f"attempt_{restart}", store)
+    if library == "hccl":
+        set_hccl_timeouts(timeout.total_seconds())
+        if "buffer_mb" in options:
+            os.environ.setdefault(PAIR_BUFFER_VARIABLE, str(options["buffer_mb"]))
+    libraries = library if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
+    group_options = process_group_options(library, options)
+    dist.init_process_group(
+        libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=group_options
+    )
+    return store
+
+
 def _destroy_groups(kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
-    """Destroy all groups of a device. Those with a lost peer are left: the process ends, and HCCL may wait for it."""
+    """Destroy all groups of a device, unless a peer is lost: HCCL may wait for it, and the process ends anyway."""
     if isinstance(error, PeerError):
         return
     try:
         dist.destroy_process_group()
     except RuntimeError:
-        if error is None:  # else what came first is the cause
+        if error is None:  # else the first error is the cause
             raise
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def unused_device(device: torch.device) -> str | None:
-    """An accelerator of this machine, on which this version does not train."""
+def unused_accelerator(device: torch.device) -> str | None:
+    """Return the name of an accelerator of this machine on which this version does not train, or None."""
     if device.type == "cpu" and torch.cuda.is_available():
         return "a CUDA device"
     return None
 
 
-def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, ranks, and ranks on this machine.  ConfigError if the ranks could never meet."""
+def _read_rank_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return rank, ranks, and ranks on this machine; raise ConfigError if the ranks can never meet."""
     rank, size, local_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if rank >= size:
         raise ConfigError(f"RANK = {rank} in the environment: must be less than WORLD_SIZE = {size}")

@@ -1,16 +1,16 @@
 """The attention operator: contract, backends, and the dense fp64 reference."""
 
-from mindspeed_cp.ops.attention.backends import BACKENDS, backend_for, backend_named, backend_of
+from mindspeed_cp.ops.attention.backends import BACKENDS, backend_for_device, backend_from_settings, get_backend
 from mindspeed_cp.ops.attention.contract import (
     AttentionBackend,
     BackwardState,
     DropoutKey,
     ForwardState,
     Heads,
-    Lowered,
+    LoweredCalls,
 )
 from mindspeed_cp.ops.attention.operator import attention, attention_backward
-from mindspeed_cp.ops.attention.reference import dense_attention, dense_attention_of, dense_packed_attention
+from mindspeed_cp.ops.attention.reference import dense_attention, dense_packed_attention
 
 __all__ = [
     "BACKENDS",
@@ -19,13 +19,12 @@ __all__ = [
     "DropoutKey",
     "ForwardState",
     "Heads",
-    "Lowered",
+    "LoweredCalls",
     "attention",
     "attention_backward",
-    "backend_for",
-    "backend_named",
-    "backend_of",
+    "backend_for_device",
+    "backend_from_settings",
     "dense_attention",
-    "dense_attention_of",
     "dense_packed_attention",
+    "get_backend",
 ]

@@ -1,4 +1,4 @@
-"""The arguments of the attention operator, checked, as a configuration and tiles."""
+"""Checks of the arguments of the attention operator."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import SPAN, Documents
+from mindspeed_cp.layout import TOKEN_SPAN, Documents
 from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import tiles_between
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What :func:`mindspeed_cp.ops.attention.attention` is to compute.
+class CheckedArguments:
+    """Checked arguments of :func:`mindspeed_cp.ops.attention.attention`.
 
     Attributes:
-        attention: the configuration.
+        attention: configuration of the layer.
         tiles: records of dtype TILE, step and slot 0.
-        dropout_key: (seed, layer), or None: nothing is dropped.
+        dropout_key: (seed, layer); None: no dropout.
     """
 
     attention: AttentionConfig
@@ -29,7 +29,7 @@ class Problem:
     dropout_key: DropoutKey | None
 
     @staticmethod
-    def of(
+    def check(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -41,11 +41,11 @@ class Problem:
         alibi: object,
         dropout_p: float,
         dropout_key: DropoutKey | None,
-    ) -> Problem:
-        """The problem of these arguments.
+    ) -> CheckedArguments:
+        """Check the arguments and derive the tiles.
 
         Raises:
-            ConfigError: they do not fit.
+            ConfigError: arguments do not fit.
         """
         _check_tensors(q, k, v)
         attention = AttentionConfig(
@@ -61,7 +61,7 @@ class Problem:
         cu_q, cu_k = (np.asarray(x, np.int64) for x in (cu_seqlens_q, cu_seqlens_kv))
         _check_lengths(cu_q, cu_k, len(q), len(k), mask)
         tiles = _tiles(np.diff(cu_q), np.diff(cu_k), attention)
-        return Problem(attention, tiles, key)
+        return CheckedArguments(attention, tiles, key)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -90,20 +90,20 @@ def _check_lengths(cu_q: np.ndarray, cu_k: np.ndarray, rows_q: int, rows_k: int,
 
 
 def _tiles(n_q: np.ndarray, n_k: np.ndarray, attention: AttentionConfig) -> np.ndarray:
-    """Tiles of every sequence that has queries and keys."""
+    """Return the tiles of every sequence that has queries and keys."""
     keys = Documents(n_k)
     k_spans = _spans(keys.offsets[:-1], n_k)
     if attention.mask == "full":
         queries = Documents(n_q)
         return tiles_between(_spans(queries.offsets[:-1], n_q), k_spans, queries, attention, keys)
-    n = np.where(n_k > 0, n_q, 0)  # the last n of each sequence's keys have queries
+    n = np.where(n_k > 0, n_q, 0)  # queries are aligned with the last n keys of a sequence
     tiles = tiles_between(_spans(keys.offsets[1:] - n, n), k_spans, keys, attention)
-    blind = np.cumsum(n_q - n)  # rows of sequences without keys, up to and with each sequence
-    tiles["q_row"] += blind[tiles["doc"]]
+    rows_without_keys = np.cumsum(n_q - n)  # rows without keys, up to and including each sequence
+    tiles["q_row"] += rows_without_keys[tiles["doc"]]
     return tiles
 
 
 def _spans(start: np.ndarray, count: np.ndarray) -> np.ndarray:
-    out = np.zeros(len(count), SPAN)
+    out = np.zeros(len(count), TOKEN_SPAN)
     out["doc"], out["start"], out["stop"] = np.arange(len(count)), start, start + count
     return out[count > 0]

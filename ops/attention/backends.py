@@ -1,4 +1,4 @@
-"""Which backend serves which device."""
+"""Choice of the attention backend."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import AttentionBackend
-from mindspeed_cp.ops.attention.cpu import CpuAttention
-from mindspeed_cp.ops.attention.cuda import CudaAttention
-from mindspeed_cp.ops.attention.npu import NpuAttention
+from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
+from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 
-#: The backends with their default options. The npu backend imports torch_npu when it computes, not before.
+#: Backends with their default options. The npu backend imports torch_npu at its first computation.
 BACKENDS: dict[str, AttentionBackend] = {"cpu": CpuAttention(), "npu": NpuAttention(), "cuda": CudaAttention()}
 
 
-def backend_named(name: str) -> AttentionBackend:
-    """The backend of that name.
+def get_backend(name: str) -> AttentionBackend:
+    """Return the backend of a name.
 
     Raises:
-        ConfigError: it is not in this version.
+        ConfigError: there is no such backend.
     """
     if name not in BACKENDS:
         raise ConfigError(f"backend is {name!r}; valid in this version: {', '.join(BACKENDS)}")
@@ -31,34 +31,34 @@ def _npu(lowering: str, alibi: str, merge: str) -> NpuAttention:
     return NpuAttention(lowering, alibi, merge)
 
 
-def backend_of(suite: Any, device_type: str) -> AttentionBackend:
-    """The backend that settings choose for tensors of a device type.
+def backend_from_settings(suite: Any, device_type: str) -> AttentionBackend:
+    """Return the backend that settings choose for tensors of a device type.
 
     Args:
-        suite: a section context_parallel_suite: its `backend`, and `npu_options` where it has that.
-        device_type: of the tensors.
+        suite: section context_parallel_suite; `backend` and, if present, `npu_options` are read.
+        device_type: device type of the tensors.
 
     Raises:
-        ConfigError: as for :func:`backend_for`.
+        ConfigError: as for :func:`backend_for_device`.
     """
     options = getattr(suite, "npu_options", None)
     name = device_type if suite.backend == "auto" else suite.backend
-    return backend_for(device_type, _npu(**options) if name == "npu" and options else name)
+    return backend_for_device(device_type, _npu(**options) if name == "npu" and options else name)
 
 
-def backend_for(device_type: str, backend: str | AttentionBackend | None = None) -> AttentionBackend:
-    """The backend for tensors of a device type ("cpu", "cuda", "npu"), or the one that was asked for.
+def backend_for_device(device_type: str, backend: str | AttentionBackend | None = None) -> AttentionBackend:
+    """Return the backend for tensors of a device type ("cpu", "cuda", "npu").
 
     Args:
-        device_type: of the tensors.
-        backend: a name; or a backend with options of its own; None: by the device. One with an `operator` of its own
-            runs wherever that operator does.
+        device_type: device type of the tensors.
+        backend: a name, a backend object, or None: the default of the device. A backend with an `operator` of its own
+            runs on every device.
 
     Raises:
-        ConfigError: no backend serves that device in this version, or the one asked for does not run there.
+        ConfigError: no backend supports the device, or the requested backend does not run on it.
     """
-    asked = device_type if backend is None else backend
-    chosen = backend_named(asked) if isinstance(asked, str) else asked
+    requested = device_type if backend is None else backend
+    chosen = get_backend(requested) if isinstance(requested, str) else requested
     anywhere = getattr(chosen, "operator", None) is not None
     if chosen.name != device_type and not anywhere:
         raise ConfigError(

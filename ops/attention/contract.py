@@ -1,9 +1,9 @@
-"""The contract of the attention operator, which every backend fulfils.
+"""The contract of an attention backend.
 
 TND layout: rows of all documents back to back, [rows, heads, dim], the last dimension contiguous; statistics are
-lse = log(sum(exp(scores))), fp32 [rows, heads]. A backend gets the tiles of a rank and turns them into as few kernel
-calls as it can, once for a plan; it then adds each (step, slot) to fp32 accumulators. The backward takes the GLOBAL out
-and lse, so that the parts of a distributed attention are exact.
+lse = log(sum(exp(scores))), fp32 [rows, heads]. A backend lowers the tiles of a rank to as few kernel calls as
+possible, once for a plan; each layer then adds each (step, slot) to fp32 accumulators. The backward takes the GLOBAL
+out and lse, so that the gradients of the parts of a distributed attention are exact.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
 
-#: (step, slot) -> what the backend made of the tiles there; opaque to the caller.
-Lowered = Mapping[tuple[int, int], Sequence[Any]]
+#: (step, slot) -> calls of the backend for the tiles there; opaque to the caller.
+LoweredCalls = Mapping[tuple[int, int], Sequence[Any]]
 
-#: (seed, layer): with head, document and positions they decide which attention weights are dropped.
+#: (seed, layer). Together with head, document and positions it determines which attention weights are dropped.
 DropoutKey = tuple[int, int]
 
 
 def checked_dropout_key(key: object) -> DropoutKey:
-    """The key as Python's whole numbers.
+    """Return the key as Python integers.
 
     Raises:
-        ConfigError: it is not (seed, layer), two whole numbers from 0 to below 2**63.
+        ConfigError: the key is not (seed, layer), two integers from 0 to below 2**63.
     """
     numbers = key if isinstance(key, (tuple, list)) and len(key) == 2 else ()
     whole = [int(n) for n in numbers if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < 2**63]
@@ -39,14 +39,27 @@ def checked_dropout_key(key: object) -> DropoutKey:
     return whole[0], whole[1]
 
 
+def check_dtype(kernel: str, dtype: torch.dtype, supported: Sequence[torch.dtype]) -> None:
+    """Raise ConfigError unless the kernel (a phrase, for the error text) supports the type."""
+    if dtype not in supported:
+        valid = ", ".join(str(valid_dtype)[6:] for valid_dtype in supported)
+        raise ConfigError(f"dtype is {dtype}; {kernel} supports {valid}")
+
+
+def check_option(name: str, value: object, valid: tuple[str, ...]) -> None:
+    """Raise ConfigError unless an option of a backend has one of the valid values."""
+    if value not in valid:
+        raise ConfigError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+
+
 @dataclass(frozen=True)
 class Heads:
-    """The heads that a rank computes, out of those of an AttentionConfig.
+    """The heads of an AttentionConfig that a rank computes.
 
     Attributes:
         q: first and last-plus-one query head.
-        kv: first and last-plus-one kv head; they serve the query heads. Where heads do not divide evenly, query heads
-            that share a kv head may be on two ranks, and the number of query heads for each kv head may differ.
+        kv: first and last-plus-one kv head of these query heads. Where heads do not divide evenly, query heads that
+            share a kv head may be on two ranks, and the number of query heads for each kv head may differ.
     """
 
     q: tuple[int, int]
@@ -54,23 +67,23 @@ class Heads:
 
     @staticmethod
     def all(attention: AttentionConfig) -> Heads:
-        """All heads."""
+        """Return all heads of a layer."""
         return Heads((0, attention.heads), (0, attention.kv_heads))
 
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What the forward reads and updates. `heads` below are those of `heads.q`.
+    """Inputs and accumulators of the forward. Dimension `heads` has the heads of `heads.q`.
 
     Attributes:
         q: [t, heads, head_dim].
-        out: fp32 [t, heads, head_dim_v]; zero, or anything where every tile finds its rows all untouched or all
-            touched: a tile on untouched rows is stored, not merged.
-        lse: fp32 [t, heads], starts at -inf.
-        heads: which heads these are.
-        dropout: seed and layer, or None: nothing is dropped.
-        kept: what the backend keeps of its calls for the backward, under names of its own; the states of a forward and
-            of its backward share it.
+        out: fp32 [t, heads, head_dim_v]; zeros, or uninitialised if every tile finds its rows all unwritten or all
+            written: the result of a tile on unwritten rows is stored, not merged.
+        lse: fp32 [t, heads], initially -inf.
+        heads: the rank's heads.
+        dropout: seed and layer; None: no dropout.
+        saved: data that the backend saves in the forward for the backward, under keys of its own. The backward gets the
+            same dict.
     """
 
     q: Tensor
@@ -78,22 +91,21 @@ class ForwardState:
     lse: Tensor
     heads: Heads
     dropout: DropoutKey | None = None
-    kept: dict[Any, Any] = field(default_factory=dict)
+    saved: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class BackwardState:
-    """What the backward reads and updates. `heads` below are those of `heads.q`.
+    """Inputs and accumulators of the backward. Dimension `heads` has the heads of `heads.q`.
 
     Attributes:
         q: [t, heads, head_dim].
-        out: [t, heads, head_dim_v] of q's type: the complete attention output, over all ranks.
+        out: [t, heads, head_dim_v] of q's type: the complete attention output over all ranks.
         lse: fp32 [t, heads], complete.
         dout: [t, heads, head_dim_v], gradient of out.
-        dq: fp32 [t, heads, head_dim], starts at 0.
-        heads: which heads these are.
-        dropout: as in the forward.
-        kept: of the forward.
+        dq: fp32 [t, heads, head_dim], initially 0.
+        heads, dropout: as in the forward.
+        saved: filled by the forward.
     """
 
     q: Tensor
@@ -103,16 +115,16 @@ class BackwardState:
     dq: Tensor
     heads: Heads
     dropout: DropoutKey | None = None
-    kept: dict[Any, Any] = field(default_factory=dict)
+    saved: dict[Any, Any] = field(default_factory=dict)
 
 
 class AttentionBackend(Protocol):
-    """An implementation of attention for one kind of device.
+    """An implementation of attention for one device type.
 
     Attributes:
-        name: the kind of device.
-        key: tells backends apart that lower differently: the name and the options.
-        deterministic: the same call gives the same bits every time, for any number of threads.
+        name: device type.
+        key: name and options; backends that lower differently have different keys.
+        deterministic: True if the same call gives the same bits every time, for any number of threads.
     """
 
     @property
@@ -125,21 +137,31 @@ class AttentionBackend(Protocol):
     def key(self) -> Hashable: ...
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
-        """Raise ConfigError, naming setting, value, valid values and alternative, for what is not supported."""
+        """Raise ConfigError with setting, value, valid values and alternative if the attention is not supported."""
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ConfigError, as `check`, for a device of the right kind that the kernels do not run on, or one without
-        what they need; called before anything is sent."""
+        """Raise ConfigError if the kernels do not run on this device or lack a package. Called before any message is
+        sent."""
 
-    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowered:
-        """Kernel calls for the tiles (records of dtype TILE, in the order they run) of a rank with `rows` queries of
-        type `dtype`."""
+    def lower_forward(
+        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> LoweredCalls:
+        """Return the kernel calls of the forward.
 
-    def lower_backward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> Lowered:
-        """The same for the backward."""
+        Args:
+            tiles: records of dtype TILE in execution order.
+            rows: number of the rank's queries.
+            attention: configuration of the layer.
+            dtype: type of q, k and v.
+        """
 
-    def place(self, calls: Sequence[Any], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
-        """Make what the calls need on a device now, and not in the first layer that runs them."""
+    def lower_backward(
+        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> LoweredCalls:
+        """Return the kernel calls of the backward; arguments as for lower_forward."""
+
+    def prepare(self, calls: Sequence[Any], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
+        """Build the device tensors that the calls need ahead of the first layer that runs them."""
 
     def forward(
         self, calls: Sequence[Any], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
@@ -147,9 +169,9 @@ class AttentionBackend(Protocol):
         """Add the tiles of one (step, slot) to state.out and state.lse.
 
         Args:
-            calls: of that (step, slot).
-            attention: what is computed.
-            state: accumulators.
+            calls: lowered calls of the (step, slot).
+            attention: configuration of the layer.
+            state: inputs and accumulators.
             k: the slot's keys [slot rows, kv heads, head_dim].
             v: the slot's values [slot rows, kv heads, head_dim_v].
         """

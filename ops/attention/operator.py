@@ -1,4 +1,4 @@
-"""attention and attention_backward on one device, for packed sequences given by cumulative lengths."""
+"""Attention of packed sequences on one device: forward and backward."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.backends import backend_for
+from mindspeed_cp.ops.attention.arguments import CheckedArguments
+from mindspeed_cp.ops.attention.backends import backend_for_device
 from mindspeed_cp.ops.attention.contract import BackwardState, DropoutKey, ForwardState, Heads
-from mindspeed_cp.ops.attention.problem import Problem
 
 Slopes = Sequence[float] | np.ndarray | Tensor
 
@@ -32,13 +32,13 @@ def attention(
     dropout_p: float = 0.0,
     dropout_key: DropoutKey | None = None,
     backend: str | None = None,
-    kept: dict[Any, Any] | None = None,
+    saved: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences; sequence i of q meets sequence i of k and v. Not differentiable: its gradient is
-    :func:`attention_backward`, and :func:`mindspeed_cp.context_parallel_attention` is the function for autograd.
+    """Compute attention of packed sequences; sequence i of q attends to sequence i of k and v. Not differentiable: use
+    :func:`attention_backward` for gradients, or :func:`mindspeed_cp.context_parallel_attention` under autograd.
 
-    Positions count in each sequence. Keys have the positions 0, 1, ... Queries have, under mask "full", 0, 1, ... too;
-    under mask "causal" they are aligned bottom right: the last query has the position of the last key.
+    Positions count within a sequence: 0, 1, ... for keys and, with mask "full", for queries. With mask "causal" queries
+    are aligned bottom right: the last query has the position of the last key.
 
     Args:
         q: [tq, heads, head_dim].
@@ -52,30 +52,32 @@ def attention(
             side. With mask "causal", right is 0 or -1.
         alibi: linear biases (Press et al. 2022): -slope * |query position - key position| is added to the scaled
             scores. True: the paper's slopes for these heads; else one slope for each head.
-        dropout_p: share of the attention weights that is dropped, below 1; the others are divided by 1 - dropout_p.
-        dropout_key: (seed, layer), whole numbers; with head, sequence and both positions they decide what is dropped
-            (:func:`mindspeed_cp.ops.dropout.keep_mask`). Needed if dropout_p is above 0, not used if it is 0.
+        dropout_p: probability of dropping an attention weight, below 1; the others are divided by 1 - dropout_p.
+        dropout_key: (seed, layer), integers; with head, sequence and both positions they determine the dropped weights
+            (:func:`mindspeed_cp.ops.dropout.keep_mask`). Required if dropout_p > 0, ignored otherwise.
         backend: name; default: by the device of q.
-        kept: an empty dict, filled for :func:`attention_backward`: what an operator keeps of what it dropped. Needed on
-            NPUs and GPUs with dropout.
+        saved: an empty dict that the forward fills for :func:`attention_backward` with states of the random numbers.
+            Required on NPUs and GPUs with dropout.
 
     Returns:
-        out [tq, heads, head_dim_v] of q's type and lse = log(sum(exp(scores))) fp32 [tq, heads], of all scores, dropped
-        or not; rows that see no key are 0 and -inf.
+        out [tq, heads, head_dim_v] of q's type and lse = log(sum(exp(scores))) fp32 [tq, heads], without dropout. Rows
+        without a visible key are 0 and -inf.
 
     Raises:
         ConfigError: shapes, lengths, types or settings do not fit, or the backend does not support them.
     """
-    problem = Problem.of(q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key)
+    problem = CheckedArguments.check(
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key
+    )
     config = problem.attention
-    runner = backend_for(q.device.type, backend)
+    runner = backend_for_device(q.device.type, backend)
     runner.check(config, q.dtype)
     runner.check_device(q.device)
     out = q.new_zeros(len(q), q.shape[1], v.shape[-1], dtype=torch.float32)
     lse = q.new_full((len(q), q.shape[1]), float("-inf"), dtype=torch.float32)
     calls = runner.lower_forward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
-    q, k, v = (_dense(x) for x in (q, k, v))
-    state = ForwardState(q, out, lse, Heads.all(config), problem.dropout_key, {} if kept is None else kept)
+    q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
+    state = ForwardState(q, out, lse, Heads.all(config), problem.dropout_key, {} if saved is None else saved)
     runner.forward(calls, config, state, k, v)
     return out.to(q.dtype), lse
 
@@ -98,26 +100,28 @@ def attention_backward(
     dropout_p: float = 0.0,
     dropout_key: DropoutKey | None = None,
     backend: str | None = None,
-    kept: dict[Any, Any] | None = None,
+    saved: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`attention`, from the GLOBAL out and lse: k and v may be a part of all keys.
+    """Compute the gradients of :func:`attention` from the GLOBAL out and lse; k and v may be a part of all keys.
 
     Args:
         dout: gradient of out, [tq, heads, head_dim_v].
-        out, lse: of the complete attention over all keys.
+        out, lse: results of the complete attention over all keys.
         q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key, backend: as for
             :func:`attention`; the same key drops the same weights.
-        kept: as the forward has filled it.
+        saved: the dict that the forward filled.
 
     Returns:
-        dq, dk and dv in fp32, of the shapes of q, k and v; dq is this part's share.
+        dq, dk and dv in fp32, of the shapes of q, k and v; dq is the contribution of these keys.
 
     Raises:
         ConfigError: as for :func:`attention`, or dout, out or lse do not fit q and v.
     """
-    problem = Problem.of(q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key)
+    problem = CheckedArguments.check(
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key
+    )
     config = problem.attention
-    runner = backend_for(q.device.type, backend)
+    runner = backend_for_device(q.device.type, backend)
     runner.check(config, q.dtype)
     runner.check_device(q.device)
     rows = len(q), q.shape[1]
@@ -130,14 +134,14 @@ def attention_backward(
             raise ConfigError(
                 f"{name} is {x.dtype} {list(x.shape)} on {x.device}; valid: {dtype} {list(shape)} on {q.device}"
             )
-    q, k, v, out, dout = (_dense(x) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = (_last_dim_contiguous(x) for x in (q, k, v, out, dout))
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     calls = runner.lower_backward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
-    state = BackwardState(q, out, lse, dout, dq, Heads.all(config), problem.dropout_key, kept or {})
+    state = BackwardState(q, out, lse, dout, dq, Heads.all(config), problem.dropout_key, saved or {})
     runner.backward(calls, config, state, k, v, dk, dv)
     return dq, dk, dv
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Kernels read the last dimension as contiguous, whatever its stride says."""
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension, which kernels assume."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

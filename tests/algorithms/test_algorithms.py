@@ -12,9 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents, PlanError, Topology, build_plan, verify_plan
-from mindspeed_cp.plan import ALGORITHMS, Messages, algorithm_options, traffic
+from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options
+from mindspeed_cp.plan import Messages, traffic
 from mindspeed_cp.plan.heads import head_ranges
-from mindspeed_cp.plan.tiles import pairs, visible_keys
+from mindspeed_cp.plan.tiles import count_pairs, visible_keys
 from tests.plan.problems import choices, options, problems
 
 SMALL = AttentionConfig(8, 4)
@@ -43,8 +44,8 @@ def test_tiles_are_trimmed_and_their_pairs_counted(problem, data):
     assert plan.work().sum() == visible * problem.attention.heads
     for rank in range(plan.ranks):
         for tile in plan.forward.tiles(rank):
-            assert pairs(tile.reshape(1), problem.attention)[0] > 0
-            if problem.attention.by_position:
+            assert count_pairs(tile.reshape(1), problem.attention)[0] > 0
+            if problem.attention.needs_positions:
                 first, last = visible_keys(tile.reshape(1), problem.attention)
                 seen = np.zeros(tile["k_rows"], bool)
                 for a, b in zip(first, last, strict=True):
@@ -130,11 +131,14 @@ def test_every_default_works_for_every_number_of_ranks():
 def test_the_hybrids_default_is_the_largest_divisor_of_a_node_that_is_not_all():
     def degree(nodes: int, here: int) -> int:
         plan = build_plan(Documents([64]), Topology(nodes, here), AttentionConfig(8), "hybrid")
-        held = plan.q_layout.heads
+        held = plan.q_layout_compute.heads
         return 1 if held is None else int((held[:, 0] == 0).sum() and len(np.unique(held[:, 0])))
 
     assert [degree(1, 8), degree(2, 4), degree(1, 3), degree(1, 6), degree(1, 1), degree(3, 5)] == [4, 4, 1, 3, 1, 5]
-    assert algorithm_options("hybrid") == {"ulysses_degree": None, "layout": "zigzag"}
+    assert {name: option.default for name, option in algorithm_options("hybrid").items()} == {
+        "ulysses_degree": None,
+        "layout": "zigzag",
+    }
 
 
 @settings(max_examples=200, deadline=None)
@@ -164,8 +168,8 @@ def test_no_even_split_of_heads_makes_fewer_copies_of_kv_heads():
 
 def test_ulysses_moves_are_one_run_each():
     plan = build_plan(Documents([700, 30, 4100]), Topology(1, 5), SMALL, "ulysses")
-    assert plan.q_move is not None and (plan.q_move.parts["count"] == 1).all()
-    assert plan.kv_move is not None and plan.kv_move.replicates
+    assert plan.q_redistribution is not None and (plan.q_redistribution.rank_pairs["count"] == 1).all()
+    assert plan.kv_redistribution is not None and plan.kv_redistribution.has_copies
     counts = plan.layout.token_counts
     assert counts.max() - counts.min() <= 1
 
@@ -224,4 +228,4 @@ def test_windows_without_end_are_no_windows():
 def test_hybrid_takes_no_more_ranks_for_heads_than_there_are_heads() -> None:
     """By default; 32 ranks with 8 heads would else leave half of them without work."""
     plan = build_plan(Documents([4000]), Topology(1, 32), AttentionConfig(8), "hybrid")
-    assert min(stop - first for first, stop in (plan.q_layout.head_range(rank, 8) for rank in range(32))) == 1
+    assert min(stop - first for first, stop in (plan.q_layout_compute.head_range(rank, 8) for rank in range(32))) == 1

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, verify_plan
+from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.layout import contiguous, zigzag
-from mindspeed_cp.layout.build import weighted
+from mindspeed_cp.layout.sharding import weighted
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.staged import staged
 
 SMALL = AttentionConfig(heads=2, head_dim=8)
 
@@ -61,6 +61,16 @@ def test_keys_cross_to_a_node_once_with_routing(nodes: int) -> None:
     assert per_rank.max() <= per_rank.min() + 8 * nodes, "every NIC carries the same"
 
 
+@pytest.mark.parametrize("routing", [False, True])
+def test_slots_that_many_nodes_use_in_turn_are_proved(routing: bool) -> None:
+    """More nodes than slots: the keys of a later node take the slot of an earlier one."""
+    topology = Topology(10, 2)
+    plan = plan_of(zigzag(Documents([400]), 20), topology, AttentionConfig(2, head_dim=8, mask="full"), routing=routing)
+    starts = np.unique(crossing(plan)["start"])
+    assert len(starts) > 2, "not all keys are sent in the first steps"
+    verify_plan(plan)
+
+
 def test_a_large_message_goes_over_all_nics_of_its_node() -> None:
     """One rank of node 0 shares a document with one of node 1: three neighbours each carry a quarter of it."""
     layout = contiguous(Documents([8000]), 8, [[0, 4]])
@@ -98,9 +108,9 @@ def test_shares_are_exact_to_a_token_or_two_and_balance_causal_work(data, mirror
     for d, length in enumerate(lengths):
         whole = share[doc == d].sum()
         for r, s in zip(rank[doc == d], share[doc == d], strict=True):
-            rows = (layout.document_ids(int(r)) == d).sum()
+            rows = (layout.documents.document_of(layout.tokens(int(r))) == d).sum()
             assert abs(rows - s / whole * length) <= 3
             if mirrored and rows:
-                pos = layout.positions(int(r))[layout.document_ids(int(r)) == d]
+                pos = layout.positions(int(r))[layout.documents.document_of(layout.tokens(int(r))) == d]
                 work = (pos + 1).sum()
                 assert abs(work - s / whole * length * (length + 1) / 2) <= 3 * length + 3

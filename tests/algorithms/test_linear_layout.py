@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, verify_plan
-from mindspeed_cp.layout import OBJECTIVES, equal_token_layout
+from mindspeed_cp.algorithms.linear_layout import (
+    LINEAR_LAYOUT_MODES,
+    cheapest_mode,
+    redistribution_widths,
+    with_linear_layout,
+)
+from mindspeed_cp.layout import equal_token_layout
 from mindspeed_cp.plan import traffic
-from mindspeed_cp.plan.remapped import MODES, fewer_bytes, remap_bytes, with_linear_layout
 from tests.plan.parts import mixed_plan
 from tests.plan.problems import choices, problems
 
@@ -26,41 +31,43 @@ def plan_of(algorithm: str = "direct", attention: AttentionConfig = ATTENTION, *
 
 
 @settings(max_examples=150, deadline=None)
-@given(problems(), st.data(), st.sampled_from(MODES), st.sampled_from(OBJECTIVES))
-def test_plans_with_a_linear_layout_are_proved(problem, data, mode, objective) -> None:  # type: ignore[no-untyped-def]
+@given(problems(), st.data(), st.sampled_from(LINEAR_LAYOUT_MODES))
+def test_plans_with_a_linear_layout_are_proved(problem, data, mode) -> None:  # type: ignore[no-untyped-def]
     algorithm, options = data.draw(choices(problem.ranks))
     plan = problem.plan(algorithm, **({**options, "remap": "off"} if algorithm == "hierarchical" else options))
     try:
-        remapped = with_linear_layout(plan, mode, objective)
+        remapped = with_linear_layout(plan, mode)
     except ConfigError:
-        assert mode == "hidden" and fewer_bytes(plan, 1) == "qkv"
+        assert mode == "hidden" and cheapest_mode(plan, 1) == "qkv"
         return
     verify_plan(remapped)
-    held = remapped.layout if remapped.linear is None else remapped.linear
-    for layout in (held, remapped.layout_kv) if mode == "qkv" else (held,):
+    held = remapped.batch_layout
+    for layout in (held, remapped.kv_layout_in) if mode == "qkv" else (held,):
         assert np.ptp(layout.token_counts) <= 1
     if not plan.parts:
-        assert remapped.q_layout is plan.q_layout and remapped.kv_layout is plan.kv_layout
+        assert (
+            remapped.q_layout_compute is plan.q_layout_compute and remapped.kv_layout_compute is plan.kv_layout_compute
+        )
     assert np.array_equal(remapped.work(), plan.work())
-    assert with_linear_layout(plan, mode, objective).layout.same_as(remapped.layout)
+    assert with_linear_layout(plan, mode).layout.same_as(remapped.layout)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=7), st.integers(1, 6), st.sampled_from(MODES))
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=7), st.integers(1, 6), st.sampled_from(LINEAR_LAYOUT_MODES))
 def test_plans_of_parts_are_proved(lengths, ranks, mode) -> None:  # type: ignore[no-untyped-def]
     plan = mixed_plan(Documents(lengths), ranks, ATTENTION)
-    if mode == "hidden" and all(part.q_layout.heads is not None for part in plan.parts):
+    if mode == "hidden" and all(part.q_layout_compute.heads is not None for part in plan.parts):
         return
     remapped = with_linear_layout(plan, mode)
     verify_plan(remapped)
-    held = remapped.layout if remapped.linear is None else remapped.linear
-    assert held.same_as(equal_token_layout(plan.layout, ranks, "minmax"))
-    assert remapped.order == plan.order
+    held = remapped.batch_layout
+    assert held.same_as(equal_token_layout(plan.layout, ranks))
+    assert remapped.forward_order == plan.forward_order
 
 
 def test_a_balanced_plan_stays_as_it_is() -> None:
     plan = build_plan(Documents([64, 64]), Topology(1, 4), ATTENTION, "ring")
-    assert all(with_linear_layout(plan, mode) is plan for mode in MODES)
+    assert all(with_linear_layout(plan, mode) is plan for mode in LINEAR_LAYOUT_MODES)
 
 
 def test_heads_are_split_straight_from_the_linear_layout() -> None:
@@ -68,8 +75,8 @@ def test_heads_are_split_straight_from_the_linear_layout() -> None:
     plan = plan_of("hybrid")
     remapped = with_linear_layout(plan)
     assert not remapped.layout.same_as(plan.layout)
-    assert remapped.q_move is not None and remapped.q_move.target is plan.q_layout
-    assert remapped.linear is None
+    assert remapped.q_redistribution is not None and remapped.q_redistribution.target is plan.q_layout_compute
+    assert remapped.linear_layout is None
 
 
 @pytest.mark.parametrize("attention", [
@@ -80,11 +87,11 @@ def test_heads_are_split_straight_from_the_linear_layout() -> None:
 def test_bytes_of_qkv_are_those_of_the_plans_moves(attention: AttentionConfig) -> None:
     plan = with_linear_layout(plan_of(attention=attention))
     sent = traffic(plan)
-    rows = plan.q_move.sent().sum() // attention.heads  # type: ignore[union-attr]
+    rows = plan.q_redistribution.send_volume().sum() // attention.heads  # type: ignore[union-attr]
     assert rows > 0
-    row = remap_bytes(attention, hidden_size=64)["qkv"]
-    assert sent["move_forward"].sum() == row.forward * rows
-    assert sent["move_backward"].sum() == row.backward * rows
+    row_bytes = 2 * redistribution_widths(attention, hidden_size=64)["qkv"]
+    assert sent["redistribution_forward"].sum() == row_bytes * rows
+    assert sent["redistribution_backward"].sum() == row_bytes * rows
 
 
 @pytest.mark.parametrize(("attention", "hidden", "tensor", "shared", "mode"), [
@@ -98,22 +105,20 @@ def test_bytes_of_qkv_are_those_of_the_plans_moves(attention: AttentionConfig) -
 ])  # fmt: skip
 def test_the_narrower_rows_move(attention: AttentionConfig, hidden: int, tensor: int, shared: bool, mode: str) -> None:
     plan = plan_of(attention=replace(attention))
-    assert fewer_bytes(plan, hidden, tensor, shared) == mode
-    found = remap_bytes(attention, hidden, tensor, shared)
-    assert found[mode].total == min(found[name].total for name in MODES)
+    assert cheapest_mode(plan, hidden, tensor, shared) == mode
+    widths = redistribution_widths(attention, hidden, tensor, shared)
+    assert widths[mode] == min(widths.values())
 
 
-def test_bytes_by_hand() -> None:
-    """Grouped queries: q and out of 32 heads, k and v of 8, 128 wide; hidden states of 4096; bf16."""
-    found = remap_bytes(AttentionConfig(32, 8, 128), 4096)
-    assert found["qkv"].forward == found["qkv"].backward == (32 + 32 + 8 + 8) * 128 * 2
-    assert found["hidden"].forward == found["hidden"].backward == 2 * 4096 * 2
-    assert remap_bytes(AttentionConfig(8, 2, 128), 4096, 4, True)["hidden"].total == 2 * 2 * 4096 * 2 / 4
+def test_widths_by_hand() -> None:
+    """Grouped queries: q and out of 32 heads, k and v of 8, 128 wide; hidden states of 4096."""
+    widths = redistribution_widths(AttentionConfig(32, 8, 128), 4096)
+    assert widths == {"qkv": (32 + 32 + 8 + 8) * 128, "hidden": 2 * 4096}
+    assert redistribution_widths(AttentionConfig(8, 2, 128), 4096, 4, True)["hidden"] == 2 * 4096 / 4
 
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: with_linear_layout(plan_of(), "o"), "mode is 'o'; valid: qkv, hidden"),
-    (lambda: with_linear_layout(plan_of(), objective="max"), "objective is 'max'; valid: sum, minmax"),
     (lambda: with_linear_layout(with_linear_layout(plan_of(), "hidden")), "has a linear layout already"),
     (lambda: with_linear_layout(plan_of("hybrid"), "hidden"), "the plan splits the heads of all documents"),
     (lambda: with_linear_layout(crossed(), "hidden"), "the plan is of cross-attention"),

@@ -1,6 +1,6 @@
 """Compiles every kernel ahead of time for GPUs that are not here: PTX, and by the bundled ptxas a cubin.
 
-    python -m tests.ascend_kernels.compile_cuda [--table] SM...   in the environment of triton, without TRITON_INTERPRET
+    python -m tests.ascend_kernels.compile_cuda [--table | --all] SM...   in the environment of triton, without TRITON_INTERPRET
 
 Prints a line of JSON for each kernel, type, width of heads and SM: versions, registers, spilled bytes, shared memory, and which
 matrix instructions are used; or, with --table, registers, spilled bytes and shared memory as a table. What is compiled is
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.ascend_kernels.launches import DTYPES, variants
-from tests.ascend_kernels.variants import NAMES, Variant
+from tests.ascend_kernels.variants import NAMES, Variant, is_default
 
 WIDE = (256, 512)  # channels beside the usual 128: attention with ALiBi only, for what fits
 
@@ -109,10 +109,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compiles every kernel ahead of time for GPUs that are not here.")
     parser.add_argument("sm", type=int, nargs="+", help="80 or 90")
     parser.add_argument("--table", action="store_true", help="a table instead of JSON")
+    parser.add_argument("--all", action="store_true", help="what the tests compile with --thorough only, too")
     given = parser.parse_args()
+    chosen = [
+        j for j in jobs(given.sm) if given.all or given.table or is_default(j.variant.dtype, j.dim, j.sm, j.aligned)
+    ]
     facts = []
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for one in pool.map(compiled, jobs(given.sm)):
+        for one in pool.map(compiled, chosen):
             facts.append(one)
             if not given.table:
                 print(json.dumps(one), flush=True)

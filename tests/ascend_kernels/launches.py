@@ -14,16 +14,10 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.ascend_kernels import tile_attention
-from mindspeed_cp.ascend_kernels.merge import merge_parts_, merge_statistics_
-from mindspeed_cp.ascend_kernels.rope import rope_gather
-from mindspeed_cp.ascend_kernels.spans import Runs, gather_spans, scatter_spans
-from mindspeed_cp.ascend_kernels.tile_attention import (
-    TileSchedule,
-    blocks_for,
-    tile_attention_,
-    tile_attention_backward_,
-)
+from mindspeed_cp.ascend_kernels import tile_schedule
+from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.ascend_kernels.tile_attention import tile_attention_, tile_attention_backward_
+from mindspeed_cp.ascend_kernels.tile_schedule import TileSchedule, schedule_block_rows
 from mindspeed_cp.plan.records import CAUSAL, TILE
 from tests.ascend_kernels.variants import NAMES, Variant
 
@@ -31,9 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.int32: "i32"}
 KERNELS = {
     "merge": ["merge_kernel"],
-    "rope": ["rope_kernel"],
-    "spans": ["copy_spans_kernel"],
-    "tile_attention": ["delta_kernel", "forward_kernel", "queries_kernel", "keys_kernel"],
+    "tile_attention": ["delta_kernel", "forward_kernel", "dq_kernel", "dkdv_kernel"],
 }
 
 #: As num_warps and num_stages: options of a launch, not arguments of a kernel.
@@ -124,38 +116,21 @@ def launches(
     def fp32(*shape: int) -> Tensor:
         return like(*shape, dtype=torch.float32)
 
-    def int32(*shape: int) -> Tensor:
-        return like(*shape, dtype=torch.int32)
-
     q, k, v, dout = (like(tokens, n, dim) for n in (heads, kv_heads, kv_heads, heads))
     out, lse, parts = fp32(tokens, heads, dim), fp32(tokens, heads), like(2, tokens, heads, dim)
-    statistics = fp32(2, tokens * heads * 8)
-    runs = Runs.of([0], [0], [tokens], "meta")
-    frequencies = fp32(dim // 2)
-    calls: dict[str, Callable[[], object]] = {
-        "merge": lambda: merge_parts_(out, lse, parts, fp32(2, tokens, heads)),
-        "merge_statistics": lambda: merge_statistics_(out, lse, parts, statistics, statistics, int32(tokens * heads)),
-        "spans": lambda: gather_spans([q, k, v], [q, k, v], runs),
-        "spans_added": lambda: scatter_spans([q], [out], runs, add=True),
-        "rope": lambda: rope_gather(q, int32(tokens), frequencies, int32(tokens)),
-        "rope_interleaved": lambda: rope_gather(
-            q, int32(tokens), frequencies[: dim // 4], interleaved=True, backward=True
-        ),
-    }
     tiles = np.zeros(1, TILE)
     tiles["q_rows"] = tiles["k_rows"] = tokens
     tiles["mask"] = CAUSAL
     attention = AttentionConfig(heads, kv_heads, dim)
     made: dict[str, Launch] = {}
-    tile_attention.BLOCKS["meta"] = tile_attention.BLOCKS[kind]
+    tile_schedule.BLOCK_ROWS["meta"] = tile_schedule.BLOCK_ROWS[kind]
     try:
         with recorded() as found:
-            for name, call in calls.items():
-                call()
-                (made[name],) = found
-                found.clear()
+            merge_parts_(out, lse, parts, fp32(2, tokens, heads))
+            (made["merge"],) = found
+            found.clear()
             for also, slopes in (("", None), ("_alibi", fp32(heads))):
-                rows = [blocks_for(taken, backward, dim, "meta") for backward in (False, True)]
+                rows = [schedule_block_rows(taken, backward, dim, "meta") for backward in (False, True)]
                 by = [
                     TileSchedule.of(tiles, attention, n, side, "meta")
                     for n, side in ((rows[0][0], "q"), (rows[1][0], "q"), (rows[1][1], "k"))
@@ -164,11 +139,11 @@ def launches(
                 tile_attention_(q, k, v, out, lse, by[0], scale, slopes)
                 grads = (fp32(*x.shape) for x in (q, k, v))
                 tile_attention_backward_(q, k, v, dout, lse, dout, *grads, *by[1:], scale, slopes)
-                names = (f"forward{also}", "delta", f"queries{also}", f"keys{also}")
+                names = (f"forward{also}", "delta", f"dq{also}", f"dkdv{also}")
                 made |= dict(zip(names, found, strict=True))
                 found.clear()
     finally:
-        del tile_attention.BLOCKS["meta"]
+        del tile_schedule.BLOCK_ROWS["meta"]
     return {name: made[name] for name in NAMES}
 
 

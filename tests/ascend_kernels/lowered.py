@@ -52,8 +52,12 @@ def tools() -> Callable[..., None] | None:
     ):
         return None
     multi = subprocess.run(["gcc", "-print-multiarch"], capture_output=True, text=True, check=True).stdout.strip()
-    beside = [prefix / "lib", prefix.parent.parent / "lib" / multi, prefix.parent / multi]  # of unpacked packages
-    paths = ":".join([*map(str, beside), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+    folders = [
+        prefix / "lib",
+        prefix.parent.parent / "lib" / multi,
+        prefix.parent / multi,
+    ]  # of unpacked packages
+    paths = ":".join([*map(str, folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
     def run(name: str, *arguments: str) -> None:
         program = [str(prefix / "bin" / name), *arguments]

@@ -1,4 +1,4 @@
-"""How kernels are launched: never more programs than PROGRAMS, each of which takes one block after the other."""
+"""How kernels are launched: never more programs than MAX_PROGRAMS, each of which takes one block after the other."""
 
 from __future__ import annotations
 
@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.ascend_kernels import (
-    Runs,
-    TileSchedule,
-    gather_spans,
-    launch,
-    merge_parts_,
-    rope_gather,
-    scatter_spans,
-    tile_attention_,
-    tile_attention_backward_,
-)
-from mindspeed_cp.ascend_kernels.tile_attention import blocks_for
+from mindspeed_cp.ascend_kernels import TileSchedule, launch, merge_parts_, tile_attention_, tile_attention_backward_
+from mindspeed_cp.ascend_kernels.tile_schedule import schedule_block_rows
 from mindspeed_cp.plan.records import CAUSAL, TILE
 from tests.ascend_kernels.has import triton_runs
 from tests.ascend_kernels.variants import NAMES
@@ -46,23 +36,6 @@ def merged(random: Callable[..., Tensor]) -> list[Tensor]:
     return [out, lse]
 
 
-def copied(random: Callable[..., Tensor]) -> list[Tensor]:
-    """Gather three tensors, and scatter and add one."""
-    runs = Runs.of([40, 0, 7], [0, 50, 20], [17, 3, 20])
-    shapes = [(HEADS, 200), (HEADS, DIM), (1, 3)]
-    sources, targets = ([random(60, *shape) for shape in shapes] for _ in range(2))
-    back = random(60, *shapes[0])
-    gather_spans(sources, targets, runs, "triton")
-    scatter_spans(targets[:1], [back], Runs.of([40, 0], [0, 50], [17, 3]), True, "triton")
-    return [*targets, back]
-
-
-def turned(random: Callable[..., Tensor]) -> list[Tensor]:
-    """Rope."""
-    positions = torch.arange(ROWS, dtype=torch.int32)
-    return [rope_gather(random(ROWS, 4, DIM), positions, random(20), positions.flip(0), implementation="triton")]
-
-
 def attended(random: Callable[..., Tensor]) -> list[Tensor]:
     """Attention over tiles, with gradients."""
     q, k, v, dout = (random(ROWS, n, 16) for n in (4, HEADS, HEADS, 4))
@@ -71,7 +44,7 @@ def attended(random: Callable[..., Tensor]) -> list[Tensor]:
     tiles["mask"] = CAUSAL
     slopes, attention = torch.tensor([0.5, 0.25, 0.1, 0.0]), AttentionConfig(4, HEADS, 16)
     schedules = [
-        TileSchedule.of(tiles, attention, blocks_for(q.dtype, backward)[side == "k"], side)
+        TileSchedule.of(tiles, attention, schedule_block_rows(q.dtype, backward)[side == "k"], side)
         for backward, side in ((False, "q"), (True, "q"), (True, "k"))
     ]
     out, lse = torch.zeros(ROWS, 4, 16), torch.full((ROWS, 4), -torch.inf)
@@ -81,21 +54,21 @@ def attended(random: Callable[..., Tensor]) -> list[Tensor]:
     return [out, lse, *grads]
 
 
-@pytest.mark.parametrize("run", [merged, copied, turned, attended])
+@pytest.mark.parametrize("run", [merged, attended])
 def test_few_programs_do_the_same(monkeypatch, run) -> None:
     if not triton_runs():
         pytest.skip("Triton's interpreter is not here; `make test-triton` has it")
     asked: list[int] = []
-    whole = launch.grid
+    whole = launch.launch_grid
 
     def counted(blocks: int) -> tuple[int]:
         asked.append(blocks)
         return whole(blocks)
 
-    for module in ("merge", "rope", "spans", "tile_attention"):
-        monkeypatch.setattr(f"mindspeed_cp.ascend_kernels.{module}.grid", counted)
+    for module in ("merge", "tile_attention"):
+        monkeypatch.setattr(f"mindspeed_cp.ascend_kernels.{module}.launch_grid", counted)
     wanted = run(numbers())
-    monkeypatch.setattr(launch, "PROGRAMS", 2)
+    monkeypatch.setattr(launch, "MAX_PROGRAMS", 2)
     found = run(numbers())
     assert min(asked) > 2 and whole(min(asked)) == (2,)
     for x, y in zip(found, wanted, strict=True):
@@ -109,10 +82,10 @@ def test_a_million_tokens_of_128_heads_ask_for_no_larger_grid(kind) -> None:
         pytest.skip("the package triton is not installed; `make test-triton` has it")
     from tests.ascend_kernels.launches import launches
 
-    assert launch.PROGRAMS <= MOST
+    assert launch.MAX_PROGRAMS <= MOST
     found = launches("bf16", 128, heads=128, kv_heads=128, tokens=2**20, kind=kind)
     assert set(found) == set(NAMES)
-    assert {name: math.prod(one.grid) for name, one in found.items()} == dict.fromkeys(NAMES, launch.PROGRAMS)
+    assert {name: math.prod(one.grid) for name, one in found.items()} == dict.fromkeys(NAMES, launch.MAX_PROGRAMS)
 
 
 def test_lengths_of_a_batch_compile_nothing_anew() -> None:

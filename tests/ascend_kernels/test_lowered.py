@@ -12,15 +12,10 @@ import torch
 
 from mindspeed_cp import AttentionConfig, Documents
 from mindspeed_cp.ascend_kernels import launch
-from mindspeed_cp.ascend_kernels.merge import merge_parts_, merge_statistics_
-from mindspeed_cp.ascend_kernels.tile_attention import (
-    BLOCKS,
-    TileSchedule,
-    blocks_for,
-    tile_attention_,
-    tile_attention_backward_,
-)
-from mindspeed_cp.layout import SPAN
+from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.ascend_kernels.tile_attention import tile_attention_, tile_attention_backward_
+from mindspeed_cp.ascend_kernels.tile_schedule import BLOCK_ROWS, TileSchedule, schedule_block_rows
+from mindspeed_cp.layout import TOKEN_SPAN
 from mindspeed_cp.plan.tiles import tiles_between
 from tests.ascend_kernels.has import triton_runs
 from tests.ascend_kernels.lowered import Lowered, compiled, tools
@@ -45,8 +40,8 @@ def kernels(lowered: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> I
             "the package triton and TRITON_INTERPRET=1 are needed for the launches; `make test-triton` has them"
         )
 
-    monkeypatch.setitem(BLOCKS, "cpu", BLOCKS["npu"])
-    monkeypatch.setattr(launch, "PROGRAMS", 3)
+    monkeypatch.setitem(BLOCK_ROWS, "cpu", BLOCK_ROWS["npu"])
+    monkeypatch.setattr(launch, "MAX_PROGRAMS", 3)
 
     def put(dtype: str, *names: str) -> list[Lowered]:
         from mindspeed_cp.ascend_kernels.device import merge, tile_attention
@@ -85,25 +80,11 @@ def test_merge(kernels: Kernels, dtype: str) -> None:
     assert torch.allclose(found[0], wanted[0], atol=1e-5) and torch.allclose(found[1], wanted[1], atol=1e-5)
 
 
-def test_merge_of_the_operators_statistics(kernels: Kernels) -> None:
-    kernels("bf16", "merge_statistics")
-    generator = torch.Generator().manual_seed(2)
-    rows = 41
-    out, lse = torch.zeros(rows, HEADS, DIM), torch.full((rows, HEADS), -torch.inf)
-    parts = torch.randn(2, rows, HEADS, DIM, generator=generator).bfloat16()
-    maxima, sums = (torch.rand(2, rows * HEADS, generator=generator).repeat_interleave(8, 1) for _ in range(2))
-    places = torch.randperm(rows * HEADS, generator=generator).int()
-    found, wanted = (out.clone(), lse.clone()), (out.clone(), lse.clone())
-    merge_statistics_(*found, parts, maxima, sums, places, implementation="triton")
-    merge_statistics_(*wanted, parts, maxima, sums, places, implementation="torch")
-    assert torch.allclose(found[0], wanted[0], atol=1e-5) and torch.allclose(found[1], wanted[1], atol=1e-5)
-
-
 def problem(dtype: str, alibi: bool) -> tuple[AttentionConfig, np.ndarray, list[torch.Tensor]]:
     """Documents that fill no block, two of them longer than one."""
     attention = AttentionConfig(HEADS, KV_HEADS, DIM, window=(50, 0), alibi=alibi)
     documents = Documents([70, 3, 0, 90, 17])
-    spans = np.zeros(5, SPAN)
+    spans = np.zeros(5, TOKEN_SPAN)
     spans["doc"], spans["start"], spans["stop"] = np.arange(5), documents.offsets[:-1], documents.offsets[1:]
     tiles = tiles_between(spans, spans, documents, attention)
     generator = torch.Generator().manual_seed(3)
@@ -120,7 +101,7 @@ def slopes_of(attention: AttentionConfig) -> torch.Tensor | None:
 def test_attention(kernels: Kernels, dtype: str, alibi: bool) -> None:
     (kernel,) = kernels(dtype, "forward_alibi" if alibi else "forward")
     attention, tiles, (q, k, v, _) = problem(dtype, alibi)
-    schedule = TileSchedule.of(tiles, attention, blocks_for(q.dtype, backward=False, device="npu")[0])
+    schedule = TileSchedule.of(tiles, attention, schedule_block_rows(q.dtype, backward=False, device="npu")[0])
     results = []
     for implementation in ("triton", "torch"):
         out, lse = torch.full((180, HEADS, DIM), torch.nan), torch.full((180, HEADS), -torch.inf)
@@ -138,14 +119,14 @@ def test_attention(kernels: Kernels, dtype: str, alibi: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients(kernels: Kernels, dtype: str, alibi: bool) -> None:
     also = "_alibi" if alibi else ""
-    made = kernels(dtype, f"queries{also}", f"keys{also}", "delta")
+    made = kernels(dtype, f"dq{also}", f"dkdv{also}", "delta")
     attention, tiles, (q, k, v, dout) = problem(dtype, alibi)
     scale, slopes = attention.softmax_scale, slopes_of(attention)
     out, lse = torch.zeros(180, HEADS, DIM), torch.full((180, HEADS), -torch.inf)
-    first = TileSchedule.of(tiles, attention, blocks_for(q.dtype, backward=False, device="npu")[0])
+    first = TileSchedule.of(tiles, attention, schedule_block_rows(q.dtype, backward=False, device="npu")[0])
     tile_attention_(q, k, v, out, lse, first, scale, slopes, implementation="torch")
     out = out.to(q.dtype)
-    bm, bn = blocks_for(q.dtype, backward=True, device="npu")
+    bm, bn = schedule_block_rows(q.dtype, backward=True, device="npu")
     by = TileSchedule.of(tiles, attention, bm), TileSchedule.of(tiles, attention, bn, side="k")
     results = []
     for implementation in ("triton", "torch"):

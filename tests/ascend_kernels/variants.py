@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ATTENTION = ("forward", "queries", "keys")
+ATTENTION = ("forward", "dq", "dkdv")
 NAMES = (
-    "merge", "merge_statistics", "spans", "spans_added", "rope", "rope_interleaved", "delta",
+    "merge", "delta",
     *ATTENTION, *(f"{name}_alibi" for name in ATTENTION),
 )  # fmt: skip
 
@@ -39,6 +39,11 @@ class Variant:
     constants: dict[str, object]
     divisible: list[str]
     options: dict[str, int]
+
+
+def is_default(dtype: str, dim: int, sm: int, aligned: bool) -> bool:
+    """Whether a kernel is compiled for a GPU without --thorough: fp16 and 256 channels are much like bf16 and 512."""
+    return dtype != "fp16" and dim != 256 and (sm == 90 or (dtype == "bf16" and aligned))
 
 
 def written(variants: Iterable[Variant], file: Path) -> Path:

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import choosing
 from mindspeed_cp import Documents
-from mindspeed_cp.cost import sample_batch
-from mindspeed_cp.cost.choose import choose_algorithm
+from mindspeed_cp.choose.choose import choose_algorithm
+from mindspeed_cp.data.lengths import sample_batch
 
 SMALL = ["--repeat", "1", "--ranks", "4", "--large", "16", "--documents", "9", "--tokens", "300", "--batches", "2", "1"]
 
@@ -35,7 +35,7 @@ def test_all_rows_are_there(
     batch = Documents(sample_batch("prolong", 1200, 0))
     found = choose_algorithm([batch], choosing.place_of("a2", 4), choosing.ATTENTION)
     assert rows[-1]["documents"] == len(batch)
-    assert rows[-1]["modelled"].startswith(f"{1e3 * found.tried[0].seconds[0]:,.2f} ms: {found.candidate}, ")
+    assert rows[-1]["modelled"].startswith(f"{1e3 * found.trials[0].seconds[0]:,.2f} ms: {found.candidate}, ")
     assert "modelled" in printed.splitlines()[0]
 
 

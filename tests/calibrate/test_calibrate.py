@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from mindspeed_cp.cli import run
-from mindspeed_cp.cost import load_cluster
+from mindspeed_cp.cli.main import run
+from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.errors import PeerError
+from tests.limits import HANG
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -50,7 +51,7 @@ network_all,1.1e-3,,,,5e6
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-m", "mindspeed_cp.cli", "calibrate", *arguments]
+    command = [sys.executable, "-m", "mindspeed_cp.cli.main", "calibrate", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -61,7 +62,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """A preset of this CPU, and what the command says of it."""
     path = tmp_path_factory.mktemp("calibrate") / "mine.yaml"
     process = start(str(path), *SMALL, "--json")
-    out, messages = process.communicate(timeout=200)
+    out, messages = process.communicate(timeout=HANG)
     assert process.returncode == 0, messages
     return path, json.loads(out)
 
@@ -82,11 +83,11 @@ def test_this_cpu_is_measured_and_its_preset_loads(measured: tuple[Path, dict[st
 
 
 def test_the_error_of_the_fit_is_shown(measured: tuple[Path, dict[str, Any]]) -> None:
-    from mindspeed_cp.cost.measurements import Fits, Measurement
+    from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement
 
     _, report = measured
     assert set(report["fits"]) == {"attention", "linear", "in_node"}
-    again = Fits.of([Measurement(**one) for one in report["measurements"]])
+    again = MeasuredFits.from_measurements([Measurement(**one) for one in report["measurements"]])
     assert again.table() == report["fits"]
     for error in report["fits"].values():
         assert error["points"] >= 2 and 0 <= error["median_error"] <= error["largest_error"]
@@ -125,7 +126,7 @@ def test_a_base_gives_what_is_not_measured(tmp_path: Path) -> None:
     own = {
         key: getattr(made, key) for key in ("name", "attention_efficiency", "tile_rows", "linear_efficiency", "launch")
     }
-    assert made == base.with_(**own), "all else is the base's"
+    assert made == base.with_values(**own), "all else is the base's"
     code, out = calibrated(tmp_path, CSV + LINKS.split("network")[0], "--base", "a800", "--nproc", "4", "--overwrite")
     made = load_cluster(out)
     assert code == 0 and made.communication_efficiency == 1 and made.nics_per_node == 2
@@ -137,7 +138,7 @@ def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
     launcher |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
     command = (str(tmp_path / "two.yaml"), *SMALL, "--base", "a2", "--json")
     processes = [start(*command, RANK=str(rank), **launcher) for rank in range(2)]
-    ended = [process.communicate(timeout=200) for process in processes]
+    ended = [process.communicate(timeout=HANG) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ended
     report = json.loads(ended[0][0])
     assert ended[1][0] == "", "one rank tells"

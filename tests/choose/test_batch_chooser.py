@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate
-from mindspeed_cp.cost import sample_batch
-from mindspeed_cp.cost.candidates import Candidate
-from mindspeed_cp.cost.choose import choose_algorithm
-from mindspeed_cp.cost.per_batch import KEPT, BatchChooser, shortlist
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate_plan
+from mindspeed_cp.choose.batch_chooser import CACHED_CHOICES, BatchChooser, shortlist
+from mindspeed_cp.choose.candidates import Candidate
+from mindspeed_cp.choose.choose import choose_algorithm
+from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 
 MHA = AttentionConfig(heads=32, head_dim=128)
@@ -37,7 +37,7 @@ def test_batches_get_nearly_the_fastest_and_together_gain_over_one_for_all(name:
         seconds = {}
         for one in chooser.candidates:
             plan = build_plan(batch, topology, MHA, one.algorithm, **dict(one.options))
-            seconds[one] = simulate(plan, cluster).total
+            seconds[one] = simulate_plan(plan, cluster).total
         took = seconds[chooser(batch)]
         assert took <= 1.05 * min(seconds.values())
         chosen, best = chosen + took, best + min(seconds.values())
@@ -61,7 +61,7 @@ def test_estimates_are_near_the_simulation_for_windows_and_options_too() -> None
     batch = Documents(sample_batch("prolong", 8 * 4096, 7))
     for one, estimated in chooser.estimates(batch).items():
         plan = build_plan(batch, topology, attention, one.algorithm, **dict(one.options))
-        assert estimated == pytest.approx(simulate(plan, cluster).total, rel=0.25), one
+        assert estimated == pytest.approx(simulate_plan(plan, cluster).total, rel=0.25), one
 
 
 def test_choices_are_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,17 +70,17 @@ def test_choices_are_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     counted = []
     real = BatchChooser.estimates
     monkeypatch.setattr(BatchChooser, "estimates", lambda self, one: counted.append(one) or real(self, one))
-    for length in [*range(100, 100 + KEPT), 100, 100 + KEPT, 101, 100]:
+    for length in [*range(100, 100 + CACHED_CHOICES), 100, 100 + CACHED_CHOICES, 101, 100]:
         chooser(Documents([length]))
     # the last two: 101 went when a place was needed, 100 had been asked for later
-    assert [int(one.lengths[0]) for one in counted] == [*range(100, 100 + KEPT), 100 + KEPT, 101]
+    assert [int(one.lengths[0]) for one in counted] == [*range(100, 100 + CACHED_CHOICES), 100 + CACHED_CHOICES, 101]
 
 
 def test_one_candidate_is_taken_without_a_look_and_none_is_refused() -> None:
     topology = Topology(1, 4, "a2")
     alone = BatchChooser([Candidate("ring")], [Documents([64])], topology, MHA)
     assert alone(Documents(np.array([8, 0, 3]))) == Candidate("ring")
-    for among, sample, expected in (([], [Documents([64])], "among"), ([Candidate("ring")], [], "sample")):
+    for among, sample, expected in (([], [Documents([64])], "candidates"), ([Candidate("ring")], [], "sample")):
         with pytest.raises(ConfigError, match=f"{expected}: there is no .* in it"):
             BatchChooser(among, sample, topology, MHA)
 
@@ -92,7 +92,7 @@ def test_the_shortlist_has_neither_slow_nor_equal_ones() -> None:
         Candidate("hybrid", (("ulysses_degree", 4),)),
         Candidate("ring"),
     ]
-    decision = choose_algorithm([mixed(0, 8 * 4096)], Topology(1, 8, "h200"), MHA, among=among)
+    decision = choose_algorithm([mixed(0, 8 * 4096)], Topology(1, 8, "h200"), MHA, candidates=among)
     found = shortlist(decision)
     assert found[0] == decision.candidate and among[1] not in found and among[2] in found
     assert len(shortlist(decision, most=1)) == 1
@@ -101,7 +101,7 @@ def test_the_shortlist_has_neither_slow_nor_equal_ones() -> None:
 def simulated(chooser: BatchChooser, batch: Documents, topology: Topology, attention: AttentionConfig) -> list[float]:
     cluster = load_cluster(topology.cluster or "")
     plans = [build_plan(batch, topology, attention, one.algorithm, **dict(one.options)) for one in chooser.candidates]
-    return [simulate(plan, cluster).total for plan in plans]
+    return [simulate_plan(plan, cluster).total for plan in plans]
 
 
 def test_what_plans_send_may_depend_on_the_batch() -> None:

@@ -7,22 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate
-from mindspeed_cp.cost import ComputeCost, LayerCost, sample_batch
-from mindspeed_cp.cost.bounds import (
-    busiest_links,
-    even_floor,
-    exchange_floor,
-    exchange_links,
-    layout_floor,
-    plan_floor,
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate_plan
+from mindspeed_cp.algorithms.layouts import build_layouts
+from mindspeed_cp.choose.candidates import Candidate, default_candidates
+from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, RING_ALGORITHMS, choose_algorithm, same_plan
+from mindspeed_cp.choose.lower_bounds import (
+    balanced_lower_bound,
+    busiest_link_seconds,
+    kv_fetch_link_seconds,
+    kv_fetch_lower_bound,
+    layout_lower_bound,
+    min_attention_seconds,
+    plan_lower_bound,
 )
-from mindspeed_cp.cost.candidates import Candidate, candidates
-from mindspeed_cp.cost.choose import EXCHANGES, RINGS, choose_algorithm, same_plan
-from mindspeed_cp.cost.layout_work import attention_floor
-from mindspeed_cp.cost.memory import layer_bytes, layer_bytes_at_most
+from mindspeed_cp.cluster import ComputeCost, LayerCost
+from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.placement import place, visible_pairs
+from mindspeed_cp.plan.problem import visible_pairs
+from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
 
 GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
 TOPOLOGY = Topology(2, 4, "a2")
@@ -37,15 +39,15 @@ def test_the_choice_is_the_fastest_of_all_that_are_simulated_alone() -> None:
     decision = choose_algorithm(batches, TOPOLOGY, GQA)
     cluster = load_cluster("a2")
     alone = {}
-    for one in candidates(TOPOLOGY, GQA):
+    for one in default_candidates(TOPOLOGY, GQA):
         plans = [build_plan(some, TOPOLOGY, GQA, one.algorithm, **dict(one.options)) for some in batches]
-        alone[one] = sum(simulate(plan, cluster).total for plan in plans)
+        alone[one] = sum(simulate_plan(plan, cluster).total for plan in plans)
     assert alone[decision.candidate] == pytest.approx(min(alone.values()))
-    for one in decision.tried:
-        if one.looked_at == 2 and not one.cause:
+    for one in decision.trials:
+        if one.batches_tried == 2 and not one.limited_by:
             assert sum(one.seconds) == pytest.approx(alone[one.candidate])
-        assert one.least <= alone[one.candidate] * (1 + 1e-9)
-    assert {one.candidate for one in decision.tried} == set(alone)
+        assert one.least_seconds <= alone[one.candidate] * (1 + 1e-9)
+    assert {one.candidate for one in decision.trials} == set(alone)
     assert str(decision.candidate) in decision.reasons[0] and len(decision.reasons) == 3
     again = choose_algorithm(batches, TOPOLOGY, GQA)
     assert again.candidate == decision.candidate and again.reasons == decision.reasons
@@ -55,17 +57,22 @@ def test_one_that_is_slow_on_the_first_batch_may_be_the_fastest_of_all() -> None
     mha = AttentionConfig(heads=32, head_dim=128)
     short, long = Documents([512] * 64), Documents([2**17])
     among = [Candidate("direct", (("layout", "balanced"),)), Candidate("ulysses")]
-    alone = choose_algorithm([short], TOPOLOGY, mha, among=among)
-    assert alone.candidate == among[0] and alone.tried[1].least > 1.3 * alone.tried[0].seconds[0]
-    assert choose_algorithm([short, long], TOPOLOGY, mha, among=among).candidate == among[1]
+    alone = choose_algorithm([short], TOPOLOGY, mha, candidates=among)
+    assert alone.candidate == among[0] and alone.trials[1].least_seconds > 1.3 * alone.trials[0].seconds[0]
+    assert choose_algorithm([short, long], TOPOLOGY, mha, candidates=among).candidate == among[1]
 
 
 def test_equal_plans_are_simulated_once_and_said_to_be_equal() -> None:
     """In one node there is nothing to route."""
     among = [Candidate("hierarchical"), Candidate("hierarchical", (("routing", False),)), Candidate("ring")]
-    decision = choose_algorithm([batch(0)], Topology(1, 8, "a2"), GQA, among=among)
-    first, second, ring = decision.tried
-    assert first.candidate == among[0] and second.same_as == among[0] and first.same_as is None and ring.same_as is None
+    decision = choose_algorithm([batch(0)], Topology(1, 8, "a2"), GQA, candidates=among)
+    first, second, ring = decision.trials
+    assert (
+        first.candidate == among[0]
+        and second.duplicate_of == among[0]
+        and first.duplicate_of is None
+        and ring.duplicate_of is None
+    )
     assert second.seconds == first.seconds and second.timeline is first.timeline
     assert decision.reasons[0].endswith("; the same plans: hierarchical (routing false)")
     assert "ring: " in decision.reasons[2] and "hierarchical" not in decision.reasons[2]
@@ -80,8 +87,8 @@ SHAPES = (
 )
 LAYERS = (
     None,
-    LayerCost.of(2048, 8192, 32, 8, 128, 128),
-    LayerCost.of(4096, 11008, 32, 32, 128, 128, bytes_per_element=4),
+    LayerCost.from_sizes(2048, 8192, 32, 8, 128, 128),
+    LayerCost.from_sizes(4096, 11008, 32, 32, 128, 128, bytes_per_element=4),
 )
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("direct", {"layout": layout}) for layout in ("zigzag", "balanced", "contiguous")),
@@ -108,16 +115,16 @@ def test_no_simulation_is_faster_than_its_floors(cluster: str, window: tuple[int
         for turn, lengths in enumerate(SHAPES):
             documents, layer = Documents(lengths), LAYERS[(number + turn) % len(LAYERS)]
             cost = ComputeCost(load_cluster(cluster).with_ranks(topology.ranks_per_node), attention, layer)
-            even = even_floor(documents, topology.ranks, cost).seconds
+            even = balanced_lower_bound(documents, topology.ranks, cost)
             for algorithm, options in WAYS:
                 plan = build_plan(documents, topology, attention, algorithm, **options)
-                took = simulate(plan, cost.cluster, layer).total * (1 + 1e-9)
-                found, layout = plan_floor(plan, cost), options.get("layout", "zigzag")
+                took = simulate_plan(plan, cost.cluster, layer).total * (1 + 1e-9)
+                found, layout = plan_lower_bound(plan, cost), options.get("layout", "zigzag")
                 assert even <= took and found.seconds <= took, (algorithm, options, topology, lengths[:2])
-                if algorithm in EXCHANGES:
-                    assert exchange_floor(documents, topology, cost, layout).seconds <= took
-                if algorithm in RINGS:
-                    assert layout_floor(documents, topology.ranks, cost, layout).seconds <= took
+                if algorithm in KV_FETCH_ALGORITHMS:
+                    assert kv_fetch_lower_bound(documents, topology, cost, layout).seconds <= took
+                if algorithm in RING_ALGORITHMS:
+                    assert layout_lower_bound(documents, topology.ranks, cost, layout).seconds <= took
                 near.append(found.seconds / took)
     assert np.mean(near) > 0.65  # and they say something, although some of these take latencies and launches alone
 
@@ -128,12 +135,14 @@ def test_what_an_exchange_takes_at_least_is_known_without_its_plan(layout: str) 
         cost = ComputeCost(load_cluster(topology.cluster or "").with_ranks(topology.ranks_per_node), GQA)
         for seed in range(2):
             documents = batch(seed, topology.ranks)
-            floor = exchange_floor(documents, topology, cost, layout)
-            for algorithm in EXCHANGES:
+            floor = kv_fetch_lower_bound(documents, topology, cost, layout)
+            for algorithm in KV_FETCH_ALGORITHMS:
                 plan = build_plan(documents, topology, GQA, algorithm, layout=layout)
-                assert floor.seconds > 0.5 * plan_floor(plan, cost).seconds
+                assert floor.seconds > 0.5 * plan_lower_bound(plan, cost).seconds
                 for about, real in zip(
-                    exchange_links(documents, topology, cost, layout), busiest_links(plan, cost), strict=True
+                    kv_fetch_link_seconds(documents, topology, cost, layout),
+                    busiest_link_seconds(plan, cost),
+                    strict=True,
                 ):
                     assert 0.5 * real < about < 1.5 * real
 
@@ -144,13 +153,13 @@ def test_work_of_a_layout_is_that_of_its_tiles_where_they_are_whole() -> None:
         attention = AttentionConfig(heads=4, head_dim=64, mask=mask, window=window)
         documents = Documents([1000, 0, 37, 2, 640])
         cost = ComputeCost(load_cluster("a2"), attention)
-        queries, _ = place("zigzag", documents, documents, 1, attention)
+        queries, _ = build_layouts("zigzag", documents, documents, 1, attention)
         each = [
-            cost.attention_seconds(visible_pairs(one, one, attention)[0], length)
+            cost.attention_seconds(visible_pairs(one.lengths, one.lengths, attention)[0], length)
             for length in documents.lengths.tolist()
             for one in [Documents([length])]
         ]
-        there, back = attention_floor(queries, documents, cost)
+        there, back = min_attention_seconds(queries, documents, cost)
         assert there == pytest.approx([sum(each)]) and back == pytest.approx(2.5 * there)
 
 
@@ -162,7 +171,7 @@ def test_bytes_at_most_are_never_fewer_than_bytes() -> None:
                     attention = AttentionConfig(heads, kv_heads, 64)
                     plan = build_plan(Documents(lengths), topology, attention, algorithm, **options)
                     for size in (2, 4):
-                        assert layer_bytes(plan, size).max() <= layer_bytes_at_most(plan, size).max()
+                        assert attention_peak_bytes(plan, size).max() <= attention_bytes_upper_bound(plan, size).max()
 
 
 def test_plans_are_the_same_only_if_they_do_the_same() -> None:
@@ -181,36 +190,38 @@ def test_plans_are_the_same_only_if_they_do_the_same() -> None:
 def test_what_does_not_fit_is_left_out_and_named() -> None:
     documents = Documents([8 * 4096])
     plans = {name: build_plan(documents, TOPOLOGY, GQA, name) for name in ("ring", "all_gather")}
-    limit = (layer_bytes(plans["ring"]).max() + layer_bytes(plans["all_gather"]).max()) / 2
+    limit = (attention_peak_bytes(plans["ring"]).max() + attention_peak_bytes(plans["all_gather"]).max()) / 2
     among = [Candidate("all_gather"), Candidate("ring")]
-    decision = choose_algorithm([documents], TOPOLOGY, GQA, memory=limit, among=among)
+    decision = choose_algorithm([documents], TOPOLOGY, GQA, memory=limit, candidates=among)
     assert decision.candidate == Candidate("ring")
     assert "all_gather: holds" in decision.reasons[2] and "GiB" in decision.reasons[2]
     with pytest.raises(ConfigError, match=r"nothing can do this batch: ring: holds .* GiB in one layer"):
-        choose_algorithm([documents], TOPOLOGY, GQA, memory=1.0, among=[Candidate("ring")])
+        choose_algorithm([documents], TOPOLOGY, GQA, memory=1.0, candidates=[Candidate("ring")])
     with pytest.raises(ConfigError, match="batches: there is no token in them"):
         choose_algorithm([], TOPOLOGY, GQA)
 
 
 def test_candidates_respect_heads_and_one_rank_has_one() -> None:
-    few = {one.algorithm for one in candidates(Topology(2, 8), AttentionConfig(heads=8, head_dim=64))}
+    few = {one.algorithm for one in default_candidates(Topology(2, 8), AttentionConfig(heads=8, head_dim=64))}
     assert "ulysses" not in few and "hybrid" in few
-    assert [str(one) for one in candidates(Topology(1, 1), GQA)] == ["ring"]
+    assert [str(one) for one in default_candidates(Topology(1, 1), GQA)] == ["ring"]
     degrees = [
-        dict(one.options)["ulysses_degree"] for one in candidates(Topology(2, 6), GQA) if one.algorithm == "hybrid"
+        dict(one.options)["ulysses_degree"]
+        for one in default_candidates(Topology(2, 6), GQA)
+        if one.algorithm == "hybrid"
     ]
     assert degrees == [6, 3, 2]  # 4 ranks are neither in a node nor whole nodes
-    wide = {str(one) for one in candidates(Topology(4, 4), GQA)}
+    wide = {str(one) for one in default_candidates(Topology(4, 4), GQA)}
     assert {"hybrid (ulysses_degree 8)", "double_ring (cp_window_size 8)", "hierarchical (prefetch 1)"} <= wide
     assert {"hierarchical (head_split false)", "direct (prefetch 2)", "ulysses"} <= wide
-    for one in candidates(TOPOLOGY, GQA):
+    for one in default_candidates(TOPOLOGY, GQA):
         build_plan(batch(0), TOPOLOGY, GQA, one.algorithm, **dict(one.options))
 
 
 def test_options_of_the_model_reach_those_that_have_them() -> None:
     with pytest.raises(ConfigError, match="hidden_size"):
-        choose_algorithm([batch(0)], TOPOLOGY, GQA, options={"hidden_size": 0}, among=[Candidate("hierarchical")])
-    choose_algorithm([batch(0)], TOPOLOGY, GQA, options={"hidden_size": 0}, among=[Candidate("ring")])
+        choose_algorithm([batch(0)], TOPOLOGY, GQA, options={"hidden_size": 0}, candidates=[Candidate("hierarchical")])
+    choose_algorithm([batch(0)], TOPOLOGY, GQA, options={"hidden_size": 0}, candidates=[Candidate("ring")])
 
 
 def test_the_fastest_is_never_dropped_where_ranks_are_unlike() -> None:
@@ -222,15 +233,15 @@ def test_the_fastest_is_never_dropped_where_ranks_are_unlike() -> None:
         decision = choose_algorithm(documents, topology, attention, layer=layer)
         cluster = load_cluster("h800")
         alone = []
-        for one in candidates(topology, attention):
+        for one in default_candidates(topology, attention):
             plans = [build_plan(some, topology, attention, one.algorithm, **dict(one.options)) for some in documents]
-            alone.append(sum(simulate(plan, cluster, layer).total for plan in plans))
-        assert sum(decision.tried[0].seconds) == pytest.approx(min(alone), rel=1e-6)
+            alone.append(sum(simulate_plan(plan, cluster, layer).total for plan in plans))
+        assert sum(decision.trials[0].seconds) == pytest.approx(min(alone), rel=1e-6)
 
 
 def test_nothing_to_choose_from_or_by_is_refused() -> None:
-    with pytest.raises(ConfigError, match="among: there are no candidates"):
-        choose_algorithm([batch(0)], TOPOLOGY, GQA, among=[])
+    with pytest.raises(ConfigError, match="candidates: there are none"):
+        choose_algorithm([batch(0)], TOPOLOGY, GQA, candidates=[])
     for empty in ([], [Documents([])], [Documents([0, 0])]):
         with pytest.raises(ConfigError, match="batches: there is no token in them"):
             choose_algorithm(empty, TOPOLOGY, GQA)

@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_cp import Documents, build_plan, load_cluster, simulate
-from mindspeed_cp.cli import run
-from mindspeed_cp.config import Settings
-from mindspeed_cp.cost import LayerCost
-from mindspeed_cp.cost.step import reduction_seconds
+from mindspeed_cp import Documents, build_plan, load_cluster, simulate_plan
+from mindspeed_cp.cli.main import run
+from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.plan import AttentionConfig, traffic
-from mindspeed_cp.report.measured import content, file_name
-from mindspeed_cp.report.trace import Event
+from mindspeed_cp.report.run.step_traces import trace_file_name, trace_text
+from mindspeed_cp.report.trace_events import TraceEvent
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ATTENTION = AttentionConfig(4, 2, 16)
-LAYER = LayerCost.of(64, 128, 4, 2, 16, 16)
+LAYER = LayerCost.from_sizes(64, 128, 4, 2, 16, 16)
 ROWS = ([900, 120], [517, 400])  # two micro-batches
 GRADIENT_BYTES = 4_000_000
 
@@ -35,7 +34,7 @@ def settings(**suite: Any) -> Settings:
     )
 
 
-def about(step: int, rank: int, of: Settings, **changes: Any) -> dict[str, Any]:
+def metadata(step: int, rank: int, of: Settings, **changes: Any) -> dict[str, Any]:
     """What a rank's trace says of a step, by default of three equal layers in bf16 on an NPU."""
     made = {
         "version": 2, "step": step, "first_of_start": step == 1, "rank": rank, "ranks": 2, "replica": 0, "replicas": 1,
@@ -47,29 +46,29 @@ def about(step: int, rank: int, of: Settings, **changes: Any) -> dict[str, Any]:
     return made | changes
 
 
-def events(rank: int) -> list[Event]:
+def events(rank: int) -> list[TraceEvent]:
     """A step of one second; rank 1 computes longer, rank 0 waits longer."""
     attention = 0.3 + 0.2 * rank
     message = {"sends": True, "bytes": 1000, "messages": 2}
     return [
-        Event(rank, "step", "step", 0.0, 1.0, "step"),
-        Event(rank, "compute", "waits for a batch", 0.0, 0.01, "batch"),
-        Event(rank, "compute", "attention forward", 0.05, attention, "attention"),
-        Event(rank, "compute", "posts messages", 0.6, 0.02, "communication"),
-        Event(rank, "compute", "waits for messages", 0.62, 0.2 - 0.15 * rank, "wait"),
-        Event(rank, "compute", "reduces gradients", 0.85, 0.04, "ranks"),
-        Event(rank, "compute", "optimizer", 0.9, 0.1, "optimizer"),
-        Event(rank, "send", "keys forward", 0.05, 0.4, "keys", message),
-        Event(rank, "send", "keys forward", 0.06, 0.4, "keys", message),  # overlaps: on a lane of its own
-        Event(rank, "receive", "keys forward", 0.05, 0.4, "keys", {**message, "sends": False}),
+        TraceEvent(rank, "step", "step", 0.0, 1.0, "step"),
+        TraceEvent(rank, "compute", "waits for a batch", 0.0, 0.01, "batch"),
+        TraceEvent(rank, "compute", "attention forward", 0.05, attention, "attention"),
+        TraceEvent(rank, "compute", "posts messages", 0.6, 0.02, "communication"),
+        TraceEvent(rank, "compute", "waits for messages", 0.62, 0.2 - 0.15 * rank, "wait"),
+        TraceEvent(rank, "compute", "reduces gradients", 0.85, 0.04, "ranks"),
+        TraceEvent(rank, "compute", "optimizer", 0.9, 0.1, "optimizer"),
+        TraceEvent(rank, "send", "keys forward", 0.05, 0.4, "keys", message),
+        TraceEvent(rank, "send", "keys forward", 0.06, 0.4, "keys", message),  # overlaps: on a lane of its own
+        TraceEvent(rank, "receive", "keys forward", 0.05, 0.4, "keys", {**message, "sends": False}),
     ]
 
 
 def leave(folder: Path, step: int, rank: int, of: Settings | None = None, **changes: Any) -> Path:
     """One rank's trace."""
-    path = folder / "trace" / file_name(step, rank)
+    path = folder / "trace" / trace_file_name(step, rank)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(content(about(step, rank, of or settings(), **changes), events(rank)))
+    path.write_text(trace_text(metadata(step, rank, of or settings(), **changes), events(rank)))
     return path
 
 
@@ -122,8 +121,8 @@ def test_the_prediction_is_the_simulator_s(tmp_path: Path, capsys: pytest.Captur
     (step,) = told(capsys, tmp_path, "--cluster", "a800")["steps"]
     cluster = load_cluster("a800").with_ranks(2)
     plans = [build_plan(Documents(row), of.context_parallel_suite.topology, ATTENTION, algorithm) for row in ROWS]
-    made = [simulate(plan, cluster, LAYER) for plan in plans]
-    total = 3 * sum(one.total for one in made) + reduction_seconds(GRADIENT_BYTES, cluster, 2)
+    made = [simulate_plan(plan, cluster, LAYER) for plan in plans]
+    total = 3 * sum(one.total for one in made) + cluster.reduction_seconds(GRADIENT_BYTES, 2)
     assert step["predicted"]["seconds"] == pytest.approx(total)
     for rank, said in enumerate(step["ranks"]):
         predicted = said["predicted"]
@@ -180,7 +179,25 @@ def test_tables_name_both_and_say_what_is_modelled(folder: Path, capsys: pytest.
 def test_a_run_on_cpus_is_told_to_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
         leave(tmp_path, 3, rank, device="cpu")
-    assert "calibrate mine.yaml --device cpu --dtype bf16" in " ".join(told(capsys, tmp_path)["notes"])
+    answer = told(capsys, tmp_path)
+    assert answer["not_comparable"].startswith("not comparable: the run was on CPUs, and cluster a2")
+    assert "calibrate mine.yaml --device cpu --dtype bf16" in answer["not_comparable"]
+    assert {value for step in answer["steps"] for value in step["ratio"].values()} == {None}
+    assert run(["report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("not comparable: ")  # before any number
+    assert "ratio" not in text
+
+
+def test_a_run_on_cpus_is_compared_with_a_calibrated_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        leave(tmp_path, 3, rank, device="cpu")
+    calibrated = tmp_path / "mine.yaml"
+    calibrated.write_text((ROOT / "configs/clusters/a800.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    answer = told(capsys, tmp_path, "--cluster", calibrated)
+    assert answer["not_comparable"] is None and answer["steps"][0]["ratio"]["attention"] > 0
 
 
 def test_pictures_and_one_trace_of_all_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,8 +216,11 @@ def test_of_many_ranks_those_that_compute_longest_are_shown(tmp_path: Path, caps
     of = settings(context_parallel_size=40, nodes=5)
     for rank in range(40):
         path = leave(tmp_path, 3, rank, of, ranks=40)
-        parts = [Event(rank, "step", "step", 0, 1, "step"), Event(rank, "compute", "a", 0, rank / 100, "attention")]
-        path.write_text(content(about(3, rank, of, ranks=40), parts))
+        parts = [
+            TraceEvent(rank, "step", "step", 0, 1, "step"),
+            TraceEvent(rank, "compute", "a", 0, rank / 100, "attention"),
+        ]
+        path.write_text(trace_text(metadata(3, rank, of, ranks=40), parts))
     assert run(["report", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "the 32 of 40 that compute longest" in text and "rank 8 " in text and "rank 7 " not in text
@@ -208,7 +228,7 @@ def test_of_many_ranks_those_that_compute_longest_are_shown(tmp_path: Path, caps
 
 def test_steps_are_chosen_and_incomplete_ones_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [step["step"] for step in told(capsys, folder, "--step", 4)["steps"]] == [4]
-    (folder / "trace" / file_name(4, 1)).unlink()
+    (folder / "trace" / trace_file_name(4, 1)).unlink()
     found = told(capsys, folder)
     assert [step["step"] for step in found["steps"]] == [1]
     assert f"step 4 is left out: rank 1 left no trace of it in {folder / 'trace'}" in found["notes"]
@@ -227,7 +247,7 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "the suffix is '.txt'" in failure(capsys, folder, "--png", tmp_path / "a.png", "--trace", tmp_path / "a.txt")
     assert not (tmp_path / "a.png").exists()
     assert "there is no folder" in failure(capsys, folder, "--trace", tmp_path / "no" / "a.json")
-    path = folder / "trace" / file_name(1, 0)
+    path = folder / "trace" / trace_file_name(1, 0)
     for text in ("{", "[]", '{"otherData": {}}'):
         path.write_text(text)
         assert f"{path}: is no trace of a step, or a damaged one" in failure(capsys, folder)
@@ -246,7 +266,10 @@ def test_no_torch_is_needed(folder: Path) -> None:
     import subprocess
     import sys
 
-    code = f"import sys; from mindspeed_cp.report.beside import beside; beside(__import__('pathlib').Path({str(folder)!r}))"
+    code = (
+        "import sys; from pathlib import Path; from mindspeed_cp.report.run import predicted_vs_measured as report; "
+        f"report.compare_with_prediction(Path({str(folder)!r}))"
+    )
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
 
 

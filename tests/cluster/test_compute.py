@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_cp.cost import ComputeCost, LayerCost, cluster_names, load_cluster
+from mindspeed_cp.cluster import ComputeCost, LayerCost, cluster_names, load_cluster
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
 
@@ -42,14 +42,14 @@ def test_more_work_takes_longer_and_longer_tiles_take_less(
     assert COST.attention_seconds(pairs + more, rows, calls) > seconds
     assert COST.attention_seconds(pairs, rows + longer, calls) < seconds
     assert COST.attention_seconds(pairs, rows, calls + 1) - seconds == pytest.approx(A2.launch)
-    assert COST.linear_seconds(pairs + more) > COST.linear_seconds(pairs) > 0
+    assert COST.linear_layer_seconds(pairs + more) > COST.linear_layer_seconds(pairs) > 0
 
 
 @pytest.mark.parametrize("name", cluster_names())
 def test_the_backward_is_two_and_a_half_times_the_forward(name: str) -> None:
     cost = ComputeCost(load_cluster(name), AttentionConfig(8))
     assert cost.attention_seconds(10**7, 100, backward=True) == pytest.approx(2.5 * cost.attention_seconds(10**7, 100))
-    assert cost.linear_seconds(10**3, backward=True) == pytest.approx(2 * cost.linear_seconds(10**3))
+    assert cost.linear_layer_seconds(10**3, backward=True) == pytest.approx(2 * cost.linear_layer_seconds(10**3))
     launches = cost.attention_seconds(10**7, 100, 3, backward=True) - cost.attention_seconds(10**7, 100, backward=True)
     assert launches == pytest.approx(3 * load_cluster(name).launch), "a call costs as much in the backward"
 
@@ -64,26 +64,28 @@ def test_arrays_are_their_elements() -> None:
     ]
     assert together.shape == (4, 5) and np.array_equal(together.ravel(), one_by_one)
     assert COST.attention_seconds(pairs, 100).shape == (4, 5)
-    assert np.array_equal(COST.linear_seconds(pairs), [[COST.linear_seconds(int(p)) for p in row] for row in pairs])
+    assert np.array_equal(
+        COST.linear_layer_seconds(pairs), [[COST.linear_layer_seconds(int(p)) for p in row] for row in pairs]
+    )
 
 
 def test_nothing_takes_no_time() -> None:
-    assert COST.attention_seconds(0, 0) == 0 and COST.linear_seconds(0) == 0
+    assert COST.attention_seconds(0, 0) == 0 and COST.linear_layer_seconds(0) == 0
     assert np.isfinite(COST.attention_seconds(np.zeros(3), np.zeros(3))).all()
 
 
 def test_a_layer_counts_its_weights() -> None:
-    layer = LayerCost.of(4096, 14336, heads=32, kv_heads=8, head_dim=128, head_dim_v=128)  # LLaMA 3 8B
+    layer = LayerCost.from_sizes(4096, 14336, heads=32, kv_heads=8, head_dim=128, head_dim_v=128)  # LLaMA 3 8B
     assert layer.flops_per_token / 2 == 4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
-    assert LayerCost.of(64, 256, 4, 4, 16, 16, gated=False).flops_per_token == 2 * (4 * 64 * 64 + 2 * 64 * 256)
-    half = LayerCost.of(4096, 14336, 32, 8, 128, 128, tensor_parallel=2)
+    assert LayerCost.from_sizes(64, 256, 4, 4, 16, 16, gated=False).flops_per_token == 2 * (4 * 64 * 64 + 2 * 64 * 256)
+    half = LayerCost.from_sizes(4096, 14336, 32, 8, 128, 128, tensor_parallel=2)
     assert half.flops_per_token == layer.flops_per_token / 2 and half.hidden_size == 4096
 
 
 def test_a_layer_like_an_attention_is_the_same_for_any_tensor_parallel_size() -> None:
-    layer = LayerCost.like(AttentionConfig(32, 8, 128))
-    assert layer.hidden_size == 4096 and layer == LayerCost.of(4096, 10923, 32, 8, 128, 128)
-    part = LayerCost.like(AttentionConfig(8, 2, 128), tensor_parallel=4)
+    layer = LayerCost.for_attention(AttentionConfig(32, 8, 128))
+    assert layer.hidden_size == 4096 and layer == LayerCost.from_sizes(4096, 10923, 32, 8, 128, 128)
+    part = LayerCost.for_attention(AttentionConfig(8, 2, 128), tensor_parallel=4)
     assert part.hidden_size == 4096 and part.flops_per_token == layer.flops_per_token / 4
     assert ComputeCost(A2, AttentionConfig(32, 8, 128)).layer == layer
 
@@ -91,8 +93,8 @@ def test_a_layer_like_an_attention_is_the_same_for_any_tensor_parallel_size() ->
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LayerCost.of(4096, 14336, 32, 0, 128, 128), "kv_heads is 0; valid: a whole number from 1"),
-        (lambda: LayerCost.of(4096, -1, 32, 8, 128, 128), "ffn_hidden_size is -1; valid: a whole number from 0"),
+        (lambda: LayerCost.from_sizes(4096, 14336, 32, 0, 128, 128), "kv_heads is 0; valid: a whole number, 1 or more"),
+        (lambda: LayerCost.from_sizes(4096, -1, 32, 8, 128, 128), "ffn_hidden_size is -1; valid: a whole number, 0 or more"),
         (lambda: LayerCost(float("nan"), 8), "flops_per_token is nan"),
         (lambda: LayerCost(1.0, 2.5), "hidden_size is 2.5"),  # type: ignore[arg-type]
     ],

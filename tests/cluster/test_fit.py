@@ -1,4 +1,4 @@
-"""Fits: numbers that made the seconds are found again, whatever their size, and errors are told as they are."""
+"""MeasuredFits: numbers that made the seconds are found again, whatever their size, and errors are told as they are."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_cp.cost import cluster_names, load_cluster
-from mindspeed_cp.cost.fit import fit_attention, fit_rate, fit_terms
-from mindspeed_cp.cost.measurements import Fits, Measurement, read_measurements
+from mindspeed_cp.cluster import cluster_names, load_cluster
+from mindspeed_cp.cluster.fit import fit_attention, fit_rate, fit_terms
+from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement, read_measurements
 from mindspeed_cp.errors import ConfigError
 
 #: Public data that lies beside a checkout and never in it.
@@ -40,7 +40,9 @@ def test_what_made_the_seconds_is_found_again(rate: float, tile_rows: float, lau
 def test_a_link_is_found_again(rate: float, latency: float) -> None:
     sizes = 2.0 ** np.arange(10, 28, 2)
     found = fit_rate("in_node", sizes, latency + sizes / rate)
-    assert np.abs(found.start + sizes / found.rate - latency - sizes / rate).max() < 1e-6 * (latency + sizes[-1] / rate)
+    assert np.abs(found.overhead + sizes / found.rate - latency - sizes / rate).max() < 1e-6 * (
+        latency + sizes[-1] / rate
+    )
     assert found.fit.summary()["points"] == 9
 
 
@@ -81,7 +83,7 @@ def test_no_factor_is_below_zero_and_no_small_change_is_better() -> None:
 )  # fmt: skip
 def test_too_little_to_fit_is_refused(found: list[tuple[str, float, float]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Fits.of([Measurement(*one) for one in found])
+        MeasuredFits.from_measurements([Measurement(*one) for one in found])
 
 
 @pytest.mark.parametrize(

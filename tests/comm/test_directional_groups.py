@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.comm import Transfer, Transport, close_lanes, lanes_of, open_lanes, warm_up
-from mindspeed_cp.comm.lanes import edges, group_options, in_order
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.comm import (
+    GroupTransport,
+    Transfer,
+    close_directional_groups,
+    open_directional_groups,
+    warm_up,
+)
+from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, connection_order, message_pairs
+from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan import ALGORITHMS
+from tests.engine.cases import sizes
 
 PROCESSES = 8
 
@@ -59,21 +67,21 @@ def through_lanes(rank, everybody, ranks, documents, algorithm):
             return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
         plain = run()
-        lanes = open_lanes(group)
-        assert open_lanes(group) is lanes and lanes_of(group) is lanes
+        lanes = open_directional_groups(group)
+        assert open_directional_groups(group) is lanes and OPEN_GROUPS.get(group) is lanes
         warm_up(plan, group)
         with pytest.MonkeyPatch.context() as patch:
             sent = recorded(patch)
             with_lanes = run()
-        names = {lanes.up: "up", lanes.down: "down"}
-        close_lanes(group)
-        assert lanes_of(group) is None
+        names = {lanes.to_higher: "up", lanes.to_lower: "down"}
+        close_directional_groups(group)
+        assert OPEN_GROUPS.get(group) is None
         equal = all(torch.equal(a, b) for a, b in zip(plain, with_lanes, strict=True))
         return equal, {(kind, dist.get_group_rank(group, peer), names.get(one)) for kind, peer, one in sent}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@sizes(default=(3,), full=(2, 3, 5))
 def test_attention_through_lanes(workers, ranks, algorithm):
     results = workers.run(PROCESSES, through_lanes, ranks, [61, 0, 3, 40], algorithm)
     for group in (results[:ranks], results[ranks:]):
@@ -91,7 +99,7 @@ def warmed(rank, everybody, ranks):
     """The edges of a ring, twice, then one message over each."""
     with two_groups(rank, ranks) as group:
         size, me, first = dist.get_world_size(group), dist.get_rank(group), rank - dist.get_rank(group)
-        open_lanes(group)
+        open_directional_groups(group)
         plan = build_plan(Documents([100]), Topology(1, size), AttentionConfig(1), "ring")
         for _ in range(2):
             warm_up(plan, group)
@@ -100,9 +108,9 @@ def warmed(rank, everybody, ranks):
             Transfer(torch.full((4,), float(rank)), (me + 1) % size, True, 0, "block"),
             Transfer(into, (me - 1) % size, False, 0, "block"),
         ]
-        for pending in Transport(group, 30).post(transfers):
+        for pending in GroupTransport(group, 30).post(transfers):
             pending.wait()
-        close_lanes(group)
+        close_directional_groups(group)
         return into.tolist() == [float(first + (me - 1) % size)] * 4
 
 
@@ -121,7 +129,7 @@ def test_warm_up_of_rings_of_any_size(workers, ranks):
 def test_edges_connect_without_waiting_in_a_circle(case):
     """Every rank goes through its own edges in the order given; an edge is done when both its ends are at it."""
     ranks, pairs = case
-    order = in_order(pairs, ranks)
+    order = connection_order(pairs, ranks)
     assert set(order) == pairs and len(order) == len(pairs)
     left = {rank: [pair for pair in order if rank in pair] for rank in range(ranks)}
     while any(left.values()):
@@ -136,7 +144,7 @@ def test_edges_connect_without_waiting_in_a_circle(case):
 
 def test_a_ring_connects_in_few_rounds():
     """Not one pair after the other: a ring of 16 needs 4 rounds at most."""
-    order = in_order([(r, (r + 1) % 16) for r in range(16)], 16)
+    order = connection_order([(r, (r + 1) % 16) for r in range(16)], 16)
     busy: dict[int, int] = {}
     for a, b in order:
         busy[a] = busy[b] = max(busy.get(a, 0), busy.get(b, 0)) + 1
@@ -147,24 +155,24 @@ def test_edges_are_those_of_both_directions():
     plan = build_plan(Documents([64]), Topology(1, 4), AttentionConfig(1), "direct", layout="contiguous")
     fetched = {(int(m["src"]), int(m["dst"])) for m in plan.forward.fetch.items}
     returned = {(int(m["src"]), int(m["dst"])) for m in plan.backward.reduce.items}
-    assert edges(plan) == fetched | returned and fetched != returned
+    assert message_pairs(plan) == fetched | returned and fetched != returned
 
 
 def test_group_options_are_those_of_hccl():
     with pytest.raises(
         ConfigError, match=r"group option 'buffers': unknown; valid: buffer_mb, traffic_class, service_level"
     ):
-        group_options("hccl", {"buffers": 1})
+        process_group_options("hccl", {"buffers": 1})
     with pytest.raises(
         ConfigError, match=r"group options buffer_mb: are HCCL's, and this group is gloo; leave them out"
     ):
-        group_options("gloo", {"buffer_mb": 100})
-    assert group_options("gloo", None) is None
+        process_group_options("gloo", {"buffer_mb": 100})
+    assert process_group_options("gloo", None) is None
 
 
 def test_lanes_and_warm_up_need_a_group():
     plan = build_plan(Documents([64]), Topology(1, 2), AttentionConfig(1))
-    for call in (lambda group: warm_up(plan, group), open_lanes):
+    for call in (lambda group: warm_up(plan, group), open_directional_groups):
         with pytest.raises(ConfigError, match=r"torch.distributed is not initialised; call init_process_group first"):
             call(None)
         for group in ("x", dist.GroupMember.NON_GROUP_MEMBER):

@@ -1,4 +1,4 @@
-"""Moves between layouts on real processes: rows and heads arrive where they belong, and gradients go back the same way."""
+"""Moves between layouts: rows and heads arrive where they belong, and gradients go back the same way."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_cp.comm import Transport, move_of, start_moves
+from mindspeed_cp.comm import GroupTransport, InMemoryNetwork, rank_redistribution, start_redistributions
 from mindspeed_cp.layout import Documents, Redistribution, contiguous, zigzag
-from mindspeed_cp.plan.verify.buffers import held_apart
+from mindspeed_cp.plan.verify.buffers import staging_volume
 from tests.engine.meters import Meter
 
 HEADS = 5
@@ -45,21 +45,31 @@ def pair(ranks, seed):
             return redistribution
 
 
-def there_and_back(rank, group, seeds):
-    """What a rank has after each move, and after its adjoint, of two tensors of other widths and types at once."""
-    transport = Transport(group, 30)
+def moved(inputs, parts, meters, transports):
+    """Every rank's tensors after their redistributions: all are posted, then all are finished."""
+    under_way = []
+    for rank, (held, part) in enumerate(zip(inputs, parts, strict=True)):
+        with meters[rank]:
+            under_way.append(start_redistributions([(x, part) for x in held], transports[rank], "test"))
     found = []
-    for seed in seeds:
-        redistribution = pair(torch.distributed.get_world_size(group), seed)
-        a, b = whole(seed)
-        move, back = move_of(redistribution, rank, CPU), move_of(redistribution, rank, CPU, adjoint=True)
-        held = [redistribution.source.shard(x, rank) for x in (a, b)]
-        with Meter() as forward:
-            moved = start_moves([(x, move) for x in held], transport, "test")()
-        with Meter() as backward:
-            returned = start_moves([(x, back) for x in moved], transport, "test")()
-        found.append((moved, returned, forward.peak["staging"], backward.peak["staging"]))
+    for rank, flight in enumerate(under_way):
+        with meters[rank]:
+            found.append(flight.finish())
     return found
+
+
+def in_memory(ranks):
+    network = InMemoryNetwork(ranks, lazy=ranks % 2 == 0)
+    return [network.transport(rank) for rank in range(ranks)]
+
+
+def on_gloo(rank, group, seed):
+    """What a rank has after a move, and after its adjoint."""
+    redistribution, transport = pair(torch.distributed.get_world_size(group), seed), GroupTransport(group, 30)
+    there, back = (rank_redistribution(redistribution, rank, CPU, adjoint=adjoint) for adjoint in (False, True))
+    held = [redistribution.source.shard(x, rank) for x in whole(seed)]
+    out = start_redistributions([(x, there) for x in held], transport, "test").finish()
+    return out, start_redistributions([(x, back) for x in out], transport, "test").finish()
 
 
 def whole(seed):
@@ -69,42 +79,46 @@ def whole(seed):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_rows_and_heads_arrive_and_copies_are_summed_on_the_way_back(workers, ranks):
+def test_rows_and_heads_arrive_and_copies_are_summed_on_the_way_back(ranks):
     """Whole numbers: sums are exact. The adjoint gives each (token, head) as often as it was copied. What is held apart
     meanwhile is what `peak_bytes` counts."""
-    seeds = list(range(2, 14))
-    results = workers.run(ranks, there_and_back, seeds)
     copied = 0
-    for i, seed in enumerate(seeds):
-        redistribution = pair(ranks, seed)
-        ranges = [redistribution.target.head_range(rank, HEADS) for rank in range(ranks)]
+    for seed in range(2, 14):
+        redistribution, tensors = pair(ranks, seed), whole(seed)
         times = torch.zeros(63, HEADS, 1)
-        for rank, (first, last) in enumerate(ranges):
+        for rank in range(ranks):
+            first, last = redistribution.target.head_range(rank, HEADS)
             times[redistribution.target.tokens(rank), first:last] += 1
         assert times.min() >= 1
         copied += int(times.max() > 1)
-        assert redistribution.replicates == bool(times.max() > 1)
-        for rank in range(ranks):
-            moved, returned, *staging = results[rank][i]
-            kept = redistribution.kept(rank)
-            gathered = 0 if kept is None else int(kept["rows"] * kept["heads"]) * WIDTH
-            for measured, back in zip(staging, (False, True), strict=True):
-                stated = int(held_apart(redistribution, back)[rank]) * WIDTH
-                assert measured <= stated <= measured + gathered
-            for j, x in enumerate(whole(seed)):
-                assert torch.equal(moved[j], redistribution.target.shard(x, rank))
-                assert torch.equal(returned[j], redistribution.source.shard((x * times).to(x.dtype), rank))
+        assert redistribution.has_copies == bool(times.max() > 1)
+        held = [[redistribution.source.shard(x, rank) for x in tensors] for rank in range(ranks)]
+        for adjoint in (False, True):
+            meters = [Meter() for _ in range(ranks)]
+            parts = [rank_redistribution(redistribution, rank, CPU, adjoint=adjoint) for rank in range(ranks)]
+            held = moved(held, parts, meters, in_memory(ranks))
+            layout = redistribution.source if adjoint else redistribution.target
+            for rank in range(ranks):
+                kept = redistribution.local_pair(rank)
+                gathered = 0 if kept is None else int(kept["rows"] * kept["heads"]) * WIDTH
+                stated = int(staging_volume(redistribution, adjoint)[rank]) * WIDTH
+                assert meters[rank].peak["staging"] <= stated <= meters[rank].peak["staging"] + gathered
+                for found, x in zip(held[rank], tensors, strict=True):
+                    assert torch.equal(found, layout.shard((x * times).to(x.dtype) if adjoint else x, rank))
     assert copied, "some moves copy heads"
 
 
-def staged(rank, group, target_of):
-    """Bytes of the result and of staging of a move from contiguous rows."""
-    documents = Documents([40, 24])
-    redistribution = Redistribution.between(contiguous(documents, 2), target_of(documents, 2), HEADS)
-    x = redistribution.source.shard(torch.randn(64, HEADS, 3), rank)
-    with Meter() as meter:
-        start_moves([(x, move_of(redistribution, rank, CPU))], Transport(group, 30), "test")()
-    return x.nbytes, meter.peak["moved"], meter.peak["staging"]
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_process_group_moves_the_same(workers, ranks):
+    for seed in (2, 3):
+        redistribution, tensors = pair(ranks, seed), whole(seed)
+        held = [[redistribution.source.shard(x, rank) for x in tensors] for rank in range(ranks)]
+        found = workers.run(ranks, on_gloo, seed)
+        for direction, adjoint in enumerate((False, True)):
+            parts = [rank_redistribution(redistribution, rank, CPU, adjoint=adjoint) for rank in range(ranks)]
+            held = moved(held, parts, [Meter() for _ in range(ranks)], in_memory(ranks))
+            for rank in range(ranks):
+                assert all(torch.equal(a, b) for a, b in zip(held[rank], found[rank][direction], strict=True))
 
 
 def swapped(documents, ranks):
@@ -115,13 +129,20 @@ def swapped(documents, ranks):
     return type(held)(documents, ranks, spans[np.argsort(spans["rank"], kind="stable")])
 
 
-def test_whole_runs_of_rows_are_sent_and_received_in_place(workers):
-    for size, moved, staging in workers.run(2, staged, swapped):
-        assert (moved, staging) == (size, 0)
+def test_whole_runs_of_rows_are_sent_and_received_in_place():
+    documents = Documents([40, 24])
+    redistribution = Redistribution.between(contiguous(documents, 2), swapped(documents, 2), HEADS)
+    whole_x, meters = torch.randn(64, HEADS, 3), [Meter(), Meter()]
+    held = [[redistribution.source.shard(whole_x, rank)] for rank in range(2)]
+    moved(held, [rank_redistribution(redistribution, rank, CPU) for rank in range(2)], meters, in_memory(2))
+    for [x], meter in zip(held, meters, strict=True):
+        assert (meter.peak["redistributed"], meter.peak["staging"]) == (x.nbytes, 0)
 
 
 def test_a_move_of_one_rank_needs_no_transport():
     held = contiguous(Documents([7, 4]), 1)
     x = torch.randn(11, HEADS, 3)
-    [found] = start_moves([(x, move_of(Redistribution(held, held, HEADS), 0, CPU))], None, "test")()
+    [found] = start_redistributions(
+        [(x, rank_redistribution(Redistribution(held, held, HEADS), 0, CPU))], None, "test"
+    ).finish()
     assert torch.equal(found, x)

@@ -6,22 +6,25 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from datetime import timedelta
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.distributed_c10d import _get_default_store
 
-from mindspeed_cp.comm import Transfer, Transport
-from mindspeed_cp.comm.transport import launches
+from mindspeed_cp.comm import GroupTransport, Transfer
+from mindspeed_cp.comm.group_transport import split_launches
 from mindspeed_cp.errors import ConfigError, PeerError
-from tests.workers import WorkerError, Workers
+from tests.limits import HANG
+from tests.processes import RankError
+from tests.workers import GlooPool
 
 
 def ring(rank, group, size, rounds, rows):
     """Each round passes everybody's block on; returns what this rank holds in the end."""
-    transport = Transport(group, 30)
+    transport = GroupTransport(group, 30)
     held = [torch.full((rows, 2), float(rank)), torch.empty(rows, 2)]
     for step in range(rounds):
         sending, receiving = held[step % 2], held[(step + 1) % 2]
@@ -44,7 +47,7 @@ def test_rings_of_any_size_turn(workers, size):
 
 
 def exchange_with_tags(rank, group):
-    transport = Transport(group, 30)
+    transport = GroupTransport(group, 30)
     out, into = [torch.full((3,), 10.0 * rank + i) for i in range(4)], [torch.empty(3) for _ in range(4)]
     receives = [Transfer(into[i], 1 - rank, False, i, "") for i in (2, 0, 3, 1)]
     for pending in transport.post([*(Transfer(t, 1 - rank, True, i, "") for i, t in enumerate(out)), *receives]):
@@ -57,66 +60,62 @@ def test_tags_tell_transfers_of_one_pair_apart(workers):
 
 
 def wait_for_silence(rank, group):
+    store = _get_default_store()
     if rank:
-        time.sleep(4)
+        store.wait(["rank 0 gave up"], timedelta(seconds=HANG))
         return None
-    transport = Transport(group, 1.0)
-    start = time.monotonic()
+    transport = GroupTransport(group, 1.0)
     [pending] = transport.post([Transfer(torch.empty(4), 1, False, 7, "K and V, step 3, 4 rows")])
     try:
         pending.wait()
     except PeerError as error:
-        return str(error), time.monotonic() - start
+        return str(error)
+    finally:
+        store.set("rank 0 gave up", "")
     return None
 
 
 def test_a_silent_peer_is_named_within_the_timeout():
-    workers = Workers(2)  # of its own: a failed group cannot be used again
+    workers = GlooPool(2)  # of its own: a failed group cannot be used again
     try:
-        text, seconds = workers.run(2, wait_for_silence)[0]
+        text = workers.run(2, wait_for_silence)[0]
     finally:
         workers.close()
     assert "rank 0: receiving from rank 1 (global rank 1), K and V, step 3, 4 rows: no answer within 1 s" in text
-    assert seconds < 3
 
 
 def meet_a_dead_peer(rank, group):
-    transport = Transport(group, 20)
+    transport = GroupTransport(group, HANG)  # so that only the peer's death ends the wait
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    try:
-        for step in range(100):
-            for pending in transport.post([Transfer(torch.empty(9), 1, False, step, "K and V, step 0, 9 rows")]):
-                pending.wait()
-    except PeerError as error:
-        raise RuntimeError(f"{error} after {time.monotonic() - start:.0f} s") from None
+    for step in range(100):
+        for pending in transport.post([Transfer(torch.empty(9), 1, False, step, "K and V, step 0, 9 rows")]):
+            pending.wait()
 
 
 def test_a_dead_peer_is_named_at_once():
-    workers = Workers(2)
-    with pytest.raises(WorkerError) as error:
-        workers.run(2, meet_a_dead_peer, timeout=40)
+    workers = GlooPool(2)
+    with pytest.raises(RankError) as error:
+        workers.run(2, meet_a_dead_peer)
     text = str(error.value)
-    assert "rank 1: the process died" in text
+    assert "rank 1: the process was killed by SIGKILL" in text
     assert "rank 0: receiving from rank 1 (global rank 1), K and V, step 0, 9 rows: the connection failed" in text
-    assert any(f"after {s} s" in text for s in range(10))
 
 
 @pytest.mark.parametrize("backend", ["", '"gloo", ', '"cpu:gloo", '])
 def test_gloo_is_found_however_the_group_was_made(backend, tmp_path):
     """A group made without naming a backend serves several kinds of device, and says "undefined" when asked."""
     code = (
-        "import torch.distributed as dist; from mindspeed_cp.comm import Transport\n"
+        "import torch.distributed as dist; from mindspeed_cp.comm import GroupTransport\n"
         f"dist.init_process_group({backend}init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "assert Transport(None, 1.0)._on_host is True"
+        "assert GroupTransport(None, 1.0).is_gloo is True"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_timeout_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="timeout is 0 seconds; valid: more than 0"):
-        Transport(None, 0)
+        GroupTransport(None, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1]), max_size=30))
@@ -130,7 +129,7 @@ def test_launches_have_a_peer_once_and_match_at_both_ends(messages):
             Transfer(nothing, target if source == rank else source, source == rank, 0, "")
             for _, (source, target) in mine
         ]
-        for turn, launch in enumerate(launches(transfers)):
+        for turn, launch in enumerate(split_launches(transfers)):
             peers = [(transfers[i].peer, transfers[i].sends) for i in launch]
             assert launch and len(set(peers)) == len(peers)
             for i in launch:

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, capabilities, verify_plan
-from mindspeed_cp.capabilities import FEATURES, REFUSALS, Refusal, capabilities_md, cells, check, refusal
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, verify_plan
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.config.capabilities import FEATURES, REFUSALS, Refusal, all_cells, capabilities_md, check, refusal
 from mindspeed_cp.ops.attention import BACKENDS
 from tests.cells import example
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("algorithm", FEATURES["algorithm"])
 def test_every_cell_is_exact_or_refused_with_an_alternative(algorithm: str) -> None:
     """Settings and plans agree with the table, and every plan is proved."""
-    mine = [cell for cell in cells() if cell.algorithm == algorithm]
+    mine = [cell for cell in all_cells() if cell.algorithm == algorithm]
     assert len(mine) == 2 ** (len(FEATURES) - 2) * len(FEATURES["backend"])
     for cell in mine:
         documents, keys, attention = example(cell)
@@ -46,17 +47,17 @@ def test_every_cell_is_exact_or_refused_with_an_alternative(algorithm: str) -> N
 def test_every_refusal_is_of_some_cell() -> None:
     for row in REFUSALS:
         assert all(value in FEATURES[name] for name, value in row.where.items())
-        assert any(refusal(cell) is row for cell in cells())
+        assert any(refusal(cell) is row for cell in all_cells())
 
 
 def test_an_example_is_in_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one cell refused, its example is refused and no other cell's."""
-    for number, cell in enumerate(cells()):
+    for number, cell in enumerate(all_cells()):
         if number % 97:
             continue
         row = Refusal(dict(vars(cell)), "this cell", "the others")
         monkeypatch.setattr(capabilities, "REFUSALS", (row,))
-        for other in cells():
+        for other in all_cells():
             if sum(a != b for a, b in zip(vars(cell).values(), vars(other).values(), strict=True)) > 1:
                 continue
             documents, keys, attention = example(other)
@@ -75,7 +76,7 @@ def test_what_is_not_known_yet_may_be_anything(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="packed"):
         check("p2p", attention)
     check("p2p", attention, Documents([5, 5]))
-    monkeypatch.setattr(capabilities, "BACKENDS", ("cpu", "other"))
+    monkeypatch.setattr(capabilities, "BACKEND_NAMES", ("cpu", "other"))
     monkeypatch.setattr(capabilities, "REFUSALS", (Refusal({"backend": "cpu"}, "cpu", "other"),))
     check("p2p", attention)
     with pytest.raises(ConfigError, match="cpu; valid: other"):
@@ -87,12 +88,12 @@ def test_what_is_not_known_yet_may_be_anything(monkeypatch: pytest.MonkeyPatch) 
 def test_the_table_names_the_backends_that_exist() -> None:
     from mindspeed_cp.ops.attention import BACKENDS
 
-    assert set(capabilities.BACKENDS) == set(BACKENDS)
+    assert set(capabilities.BACKEND_NAMES) == set(BACKENDS)
 
 
 def test_the_documentation_is_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "capabilities.md").read_text("utf-8")
-    assert text == capabilities_md(), "run: python -m mindspeed_cp.capabilities > docs/capabilities.md"
+    assert text == capabilities_md(), "run: python -m mindspeed_cp.config.capabilities > docs/capabilities.md"
     refused = Refusal({"algorithm": "direct", "bias": "alibi"}, "attention.alibi is True", "ring")
     monkeypatch.setattr(capabilities, "REFUSALS", (refused,))
     lines = capabilities_md().splitlines()

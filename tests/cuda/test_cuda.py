@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_cp import ConfigError, capabilities
-from mindspeed_cp.doctor import examine
-from mindspeed_cp.engine.virtual import VirtualRank, attend_virtually
+from benchmarks.isolated_rank import IsolatedRank, attend_virtually
+from mindspeed_cp import ConfigError
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.doctor import run_checks
 from mindspeed_cp.ops.attention import BACKENDS, BackwardState
-from mindspeed_cp.ops.attention.cuda import CudaAttention
-from mindspeed_cp.plan import ALGORITHMS
+from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.ops.test_npu_backend import HALF, reference
@@ -27,7 +28,7 @@ pytestmark = [
 ]
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-CELLS = [cell for cell in capabilities.cells() if cell.backend == "cuda"]
+CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda"]
 EXACT = [cell for cell in CELLS if capabilities.refusal(cell) is None]
 #: Largest difference to fp64 of out, lse, dq, dk and dv, over the largest value; those of 16 bits are the CPU suite's.
 LIMITS = {torch.float32: (1e-5,) * 5, torch.bfloat16: HALF, torch.float16: HALF}
@@ -126,8 +127,8 @@ def test_layers_do_not_wait_for_the_host(how: dict[str, Any]) -> None:
     lengths = tuple(np.random.default_rng(3).integers(1, 300, 40).tolist())
     case = replace(Case(lengths, 4, 4, 2, 64, 64, dtype=torch.bfloat16), **how)
     backend, plan = BACKENDS["cuda"], case.plan()
-    rank = VirtualRank(plan, 1, backend, *(x.cuda() for x in case.inputs()), None)
-    forward, backward = (list(rank.places(direction)) for direction in ("forward", "backward"))
+    rank = IsolatedRank(plan, 1, backend, *(x.cuda() for x in case.inputs()), None)
+    forward, backward = (list(rank.slot_calls(direction)) for direction in ("forward", "backward"))
     s = rank.state
     try:
         for mode in ("default", "error"):
@@ -143,6 +144,6 @@ def test_layers_do_not_wait_for_the_host(how: dict[str, Any]) -> None:
 
 
 def test_the_doctor() -> None:
-    report = examine("cuda")
+    report = run_checks("cuda")
     assert report["ok"], [row for row in report["checks"] if not row["ok"]]
     assert {row["dtype"] for row in report["kernels"]} == {"fp32", "fp16", "bf16"}

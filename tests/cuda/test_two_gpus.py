@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mindspeed_cp.comm import close_lanes, open_lanes, warm_up
-from mindspeed_cp.engine.virtual import attend_virtually
+from benchmarks.isolated_rank import attend_virtually
+from mindspeed_cp.comm import close_directional_groups, open_directional_groups, warm_up
 from mindspeed_cp.ops.attention import BACKENDS
 from tests.engine.cases import VARIANTS, Case, attend, local, worst
 
@@ -31,7 +31,7 @@ def work(rank: int, folder: str, lanes: bool) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2)
     if lanes:
-        open_lanes(device="cuda")
+        open_directional_groups(device="cuda")
     found = []
     for case in CASES:
         plan, leaves, dout = local(rank, case)
@@ -41,7 +41,7 @@ def work(rank: int, folder: str, lanes: bool) -> None:
         found.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, on_gpu, dout.cuda()))])
     torch.save(found, f"{folder}/{rank}.pt")
     if lanes:
-        close_lanes()
+        close_directional_groups()
     dist.destroy_process_group()
 
 

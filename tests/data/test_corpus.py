@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp.data import EOD, check_learnable, detokenize, open_corpus
-from mindspeed_cp.data.files import FileCorpus
+from mindspeed_cp.data.file_corpus import FileCorpus
 from mindspeed_cp.errors import ConfigError
 from tests.data.corpora import law
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_cp.cost import Lengths, length_names, load_lengths, sample_batch, sample_lengths
+from mindspeed_cp.data.lengths import Lengths, length_names, load_lengths, sample_batch, sample_lengths
 from mindspeed_cp.errors import ConfigError
 
 NAMES = ("prolong", "wikipedia")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_cp.data.packing import Packer, cut, epoch_order
+from mindspeed_cp.data.packing import Packer, chunk_documents, epoch_order
 from tests.data.corpora import law
 
 lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
@@ -34,7 +34,7 @@ def rows_of_epoch(packer: Packer) -> list[np.ndarray]:
 
 
 def pieces_of_epoch(packer: Packer, epoch: int) -> list[tuple[int, int, int]]:
-    pieces = cut(packer.lengths, packer.context)
+    pieces = chunk_documents(packer.lengths, packer.context)
     return [tuple(piece) for piece in pieces[epoch_order(len(pieces), packer.seed, epoch)].tolist()]
 
 
@@ -58,7 +58,7 @@ def test_pieces_are_the_documents_cut_at_the_context(lengths: list[int], context
         for document in range(len(lengths))
         for start in range(0, lengths[document], context)
     ]
-    assert [tuple(piece) for piece in cut(np.array(lengths), context).tolist()] == expected
+    assert [tuple(piece) for piece in chunk_documents(np.array(lengths), context).tolist()] == expected
 
 
 @law

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp.data import EOD, VOCAB_SIZE, Dealer, PackedStream, open_corpus
+from mindspeed_cp.data import EOD, VOCAB_SIZE, Dispatcher, PackedStream, open_corpus
 from mindspeed_cp.errors import ConfigError
 from tests.data.corpora import ListCorpus, first_epoch, law, same
 
@@ -236,8 +236,10 @@ def by_square(lengths: np.ndarray) -> np.ndarray:
     return lengths * lengths.astype(np.float64)
 
 
-def dealer_for(replicas: int, context: int, balance: str = "time", keeps_numbers: bool = False) -> Dealer:
-    return Dealer(balance, replicas, context, by_square, 1.0, keeps_numbers=keeps_numbers)
+def dispatcher_for(
+    replicas: int, context: int, balance: str = "time", keeps_document_numbers: bool = False
+) -> Dispatcher:
+    return Dispatcher(balance, replicas, context, by_square, 1.0, keeps_document_numbers=keeps_document_numbers)
 
 
 @law
@@ -248,33 +250,36 @@ def test_a_batch_of_rows_in_turn_is_those_rows(
     for replica in range(replicas):
         stream, same_stream = (PackedStream(corpus, context, seed, replica, replicas) for _ in range(2))
         for _ in range(3):
-            batch = stream.next_batch(replicas * each, dealer_for(replicas, context, "none"))
+            batch = stream.next_batch(replicas * each, dispatcher_for(replicas, context, "none"))
             assert all(same(a, b) for a, b in zip(batch.rows, islice(same_stream, each), strict=True))
             assert stream.state_dict() == same_stream.state_dict() and stream.fill == same_stream.fill
-            assert [row.drawn_as for row in batch.rows] == [row.index for row in batch.rows]
+            assert [row.dropout_stream_id for row in batch.rows] == [row.index for row in batch.rows]
 
 
 @law
 @given(corpora, contexts, seeds, st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_no_token_leaves_its_global_batch(
-    corpus: ListCorpus, context: int, seed: int, replicas: int, each: int, keeps_numbers: bool
+    corpus: ListCorpus, context: int, seed: int, replicas: int, each: int, keeps_document_numbers: bool
 ) -> None:
     rows = replicas * each
     alone = PackedStream(corpus, context, seed)
     streams = [PackedStream(corpus, context, seed, replica, replicas) for replica in range(replicas)]
     for _ in range(4):
         before = Counter(token for row in islice(alone, rows) for token in row.tokens.tolist())
-        batches = [stream.next_batch(rows, dealer_for(replicas, context, "time", keeps_numbers)) for stream in streams]
+        batches = [
+            stream.next_batch(rows, dispatcher_for(replicas, context, "time", keeps_document_numbers))
+            for stream in streams
+        ]
         dealt = [row for batch in batches for row in batch.rows]
         assert Counter(token for row in dealt for token in row.tokens.tolist()) == before
         assert all(batch.rows for batch in batches), "no replica is without a micro-batch"
         assert all(0 < len(row.tokens) == row.documents.tokens <= context for row in dealt)
-        assert len({batch.dealt.digest for batch in batches}) == 1
+        assert len({batch.dispatched.digest for batch in batches}) == 1
         assert all(stream.state_dict() == alone.state_dict() for stream in streams)
-        if keeps_numbers:
-            assert len({row.drawn_as for row in dealt}) == len({len(row.documents) for row in dealt}) == 1
+        if keeps_document_numbers:
+            assert len({row.dropout_stream_id for row in dealt}) == len({len(row.documents) for row in dealt}) == 1
             lengths = np.sum([row.documents.lengths for row in dealt], axis=0)
-            assert np.array_equal(lengths, batches[0].dealt.pieces["length"])
+            assert np.array_equal(lengths, batches[0].dispatched.chunks["length"])
         for row in dealt:
             last = set((row.documents.offsets[1:][row.documents.lengths > 0] - 1).tolist())
             assert [i for i in range(len(row.tokens)) if not row.loss_mask[i]] == sorted(last)
@@ -290,15 +295,15 @@ def test_batches_go_on_exactly_and_with_any_number_of_replicas(
 ) -> None:
     saved, alone = PackedStream(corpus, context, 0, before - 1, before), PackedStream(corpus, context, 0)
     for _ in range(batches):
-        saved.next_batch(4, dealer_for(before, context))
-        alone.next_batch(4, dealer_for(1, context))
+        saved.next_batch(4, dispatcher_for(before, context))
+        alone.next_batch(4, dispatcher_for(1, context))
     state = json.loads(json.dumps(saved.state_dict()))
-    expected = Counter(t for row in alone.next_batch(4, dealer_for(1, context)).rows for t in row.tokens.tolist())
+    expected = Counter(t for row in alone.next_batch(4, dispatcher_for(1, context)).rows for t in row.tokens.tolist())
     found: Counter[int] = Counter()
     for replica in range(after):
         resumed = PackedStream(corpus, context, 0, replica, after)
         resumed.load_state_dict(state)
-        for row in resumed.next_batch(4, dealer_for(after, context)).rows:
+        for row in resumed.next_batch(4, dispatcher_for(after, context)).rows:
             found.update(row.tokens.tolist())
         assert resumed.state_dict() == alone.state_dict()
     assert found == expected
@@ -307,10 +312,10 @@ def test_batches_go_on_exactly_and_with_any_number_of_replicas(
 def test_a_batch_for_others_is_refused_and_one_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
     stream = PackedStream(ListCorpus([5, 6]), 8, 0, replicas=2)
     for arguments, says in (
-        ((2, dealer_for(1, 8)), "the dealer's replicas = 1: the stream has 2"),
-        ((2, dealer_for(2, 9)), "the dealer's context = 9: the stream has 8"),
-        ((3, dealer_for(2, 8)), "rows = 3: a global batch is a multiple of the 2 replicas"),
-        ((0, dealer_for(2, 8)), "rows = 0"),
+        ((2, dispatcher_for(1, 8)), "the dispatcher's replicas = 1: the stream has 2"),
+        ((2, dispatcher_for(2, 9)), "the dispatcher's context = 9: the stream has 8"),
+        ((3, dispatcher_for(2, 8)), "rows = 3: a global batch is a multiple of the 2 replicas"),
+        ((0, dispatcher_for(2, 8)), "rows = 0"),
     ):
         with pytest.raises(ConfigError, match=says):
             stream.next_batch(*arguments)
@@ -320,7 +325,7 @@ def test_a_batch_for_others_is_refused_and_one_that_cannot_be_read_is_not_passed
     state = files.state_dict()
     (tmp_path / "3.txt").rename(tmp_path / "away")
     with pytest.raises(ConfigError, match="cannot be read"):
-        files.next_batch(6, dealer_for(1, 10))
+        files.next_batch(6, dispatcher_for(1, 10))
     assert files.state_dict() == state
     (tmp_path / "away").rename(tmp_path / "3.txt")
-    assert len(files.next_batch(6, dealer_for(1, 10)).rows) == 6
+    assert len(files.next_batch(6, dispatcher_for(1, 10)).rows) == 6

@@ -9,11 +9,13 @@ from typing import NoReturn
 import pytest
 import torch
 
-from mindspeed_cp import npu_errors
-from mindspeed_cp.comm import Transfer, Transport
+from mindspeed_cp.comm import GroupTransport, Transfer
+from mindspeed_cp.comm.group_transport import _PendingWork
+from mindspeed_cp.device import npu_errors
 from mindspeed_cp.errors import OperatorError, PeerError
+from mindspeed_cp.train.exit_note import EXIT_NOTE, EXIT_NOTE_TEXT, clear_exit_note, write_exit_note
+from mindspeed_cp.train.failures import FAILED, classify_error, is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.launch import _ABORTED
-from mindspeed_cp.train.worker import _WILL, FAILED, WILL, _is_memory, explain, is_lost_peer, record, take_back
 
 REFUSED = """npu_fusion_attention_common:../third_party/op-plugin/op_plugin/ops/opapi/FlashAttentionV2KernelNpuOpApi.cpp:907 \
 NPU function error: call aclnnFlashAttentionVarLenScoreV2 failed, error code is 161002
@@ -85,32 +87,32 @@ OTHER = DIST.format(code=1, text="EI0003: In [HcclSend], value [-1] for paramete
     ],
 )
 def test_an_error_of_the_device_is_one_line(text: str, kind: str, said: tuple[str, ...]) -> None:
-    found, line, code = explain(RuntimeError(text))
+    found, line, code = classify_error(RuntimeError(text))
     assert (found, code) == (kind, FAILED)
     assert "\n" not in line and "ERR00100" not in line and "TraceBack" not in line and len(line) < 600
     assert ("look whether all ranks live" in line) == (kind == "peer") and "Solution" not in line
     for part in said:
         assert part in line
-    assert is_lost_peer(RuntimeError(text)) == (kind == "peer")
+    assert is_lost_rank_error(RuntimeError(text)) == (kind == "peer")
 
 
 def test_an_operator_that_refused_when_it_was_called() -> None:
-    assert explain(OperatorError("refused")) == ("device", "refused", FAILED)
+    assert classify_error(OperatorError("refused")) == ("device", "refused", FAILED)
 
 
 def test_what_is_no_word_of_a_device_stays_a_bug() -> None:
-    assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))[0] == "bug"
-    assert explain(ValueError(REFUSED))[0] == "bug"
-    assert npu_errors.hccl_kind("the launcher's name is technical") is None
+    assert classify_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))[0] == "bug"
+    assert classify_error(ValueError(REFUSED))[0] == "bug"
+    assert npu_errors.classify_hccl_error("the launcher's name is technical") is None
 
 
 def test_memory_that_hccl_wants_is_no_matter_of_the_sequence_alone() -> None:
-    assert not _is_memory(RuntimeError(MEMORY))
-    assert _is_memory(RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"))
+    assert not is_out_of_memory(RuntimeError(MEMORY))
+    assert is_out_of_memory(RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"))
 
 
 def test_the_setting_that_ends_a_run_is_named_before_the_variable() -> None:
-    for line in (_WILL, _ABORTED, npu_errors.HCCL_REMEDY):
+    for line in (EXIT_NOTE_TEXT, _ABORTED, npu_errors.HCCL_REMEDY):
         assert 0 < line.index("context_parallel_suite.timeout_seconds") < line.index("HCCL_EXEC_TIMEOUT")
 
 
@@ -137,9 +139,10 @@ def test_a_transfer_over_hccl_blames_a_peer_for_what_peers_do(
     def fail(*arguments: object) -> NoReturn:
         raise RuntimeError(text)
 
-    transport = Transport.__new__(Transport)
-    transport.__dict__ |= {"timeout": 9.0, "group": None, "_limit": None, "_rank": 0, "_global": [0, 1], "_lanes": None}
-    transport.__dict__ |= {"_on_host": library == "gloo", "_peers_once": library == "hccl"}
+    transport = GroupTransport.__new__(GroupTransport)
+    transport.__dict__ |= {"timeout": 9.0, "group": None, "gloo_timeout": None, "_rank": 0}
+    transport.__dict__ |= {"_global_ranks": [0, 1]}
+    transport.__dict__ |= {"is_gloo": library == "gloo", "_is_hccl": library == "hccl"}
     for name in ("isend", "batch_isend_irecv"):
         monkeypatch.setattr(torch.distributed, name, fail)
     monkeypatch.setattr(torch.distributed, "P2POp", lambda *arguments: None)
@@ -150,29 +153,29 @@ def test_a_transfer_over_hccl_blames_a_peer_for_what_peers_do(
         elif call == "batch":
             transport._post_coalesced([transfer])
         else:
-            transport.wait(transfer, Failing(text))
+            _PendingWork(transport, transfer, Failing(text)).wait()
     if library != "hccl" or text in (HCCL, SOCKET, NO_CODE):
         assert isinstance(caught.value, PeerError) and "sending to rank 1 (global rank 1)" in str(caught.value)
     else:
         assert type(caught.value) is RuntimeError and str(caught.value) == text
-        assert explain(caught.value)[0] == "device"
+        assert classify_error(caught.value)[0] == "device"
 
 
 def test_last_words_are_replaced_or_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    take_back(WILL)
-    record(WILL, "last words")
+    clear_exit_note(EXIT_NOTE)
+    write_exit_note(EXIT_NOTE, "last words")
     assert json.loads(path.read_text())["message"]["message"] == "last words"
-    take_back(WILL)
+    clear_exit_note(EXIT_NOTE)
     assert not path.exists()
-    record(WILL, "last words")
-    record("peer", "lost\nrank 1")
-    take_back(WILL)
+    write_exit_note(EXIT_NOTE, "last words")
+    write_exit_note("peer", "lost\nrank 1")
+    clear_exit_note(EXIT_NOTE)
     assert json.loads(path.read_text())["message"]["message"] == "lost rank 1"
 
 
 def test_a_cause_is_short() -> None:
-    assert len(npu_errors.cause("first\n" + "x" * 5000)) <= 240
-    assert npu_errors.cause("only this") == "only this"
-    assert npu_errors.cause("") == ""
+    assert len(npu_errors.short_cause("first\n" + "x" * 5000)) <= 240
+    assert npu_errors.short_cause("only this") == "only this"
+    assert npu_errors.short_cause("") == ""

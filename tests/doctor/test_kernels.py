@@ -7,21 +7,22 @@ from random import Random
 import pytest
 import torch
 
-from mindspeed_cp import ConfigError, capabilities
-from mindspeed_cp.cli import run
-from mindspeed_cp.doctor import examine
-from mindspeed_cp.doctor import serving as table
-from mindspeed_cp.doctor.operator import CASES, DTYPES, LONG, applies
-from mindspeed_cp.doctor.tables import tables
-from mindspeed_cp.ops.attention.cuda import CudaAttention
+from mindspeed_cp import ConfigError
+from mindspeed_cp.cli.main import run
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.doctor import cuda_kernels as table
+from mindspeed_cp.doctor import run_checks
+from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies
+from mindspeed_cp.doctor.tables import report_tables
+from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from tests.engine.draw import problem
 
-CELLS = [cell for cell in capabilities.cells() if cell.backend == "cuda" and cell.keys == "own"]
+CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda" and cell.keys == "own"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_table_says_what_the_backend_does(dtype: str) -> None:
-    rows = [row for row in table.kernels() if row["dtype"] == dtype]
+    rows = [row for row in table.kernel_table() if row["dtype"] == dtype]
     backend = CudaAttention()
     for cell in CELLS:
         (row,) = [row for row in rows if all(getattr(cell, x.split(": ")[0]) == x.split(": ")[1] for x in row["where"])]
@@ -37,7 +38,7 @@ def test_the_table_says_what_the_backend_does(dtype: str) -> None:
 
 def test_a_feature_that_a_kernel_depends_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_kernel", lambda cell, dtype: f"for {cell.window}")
-    rows = [row for row in table.kernels() if row["dtype"] == "bf16"]
+    rows = [row for row in table.kernel_table() if row["dtype"] == "bf16"]
     assert [(row["where"], row["kernel"]) for row in rows] == [
         (["window: none"], "for none"),
         (["window: sliding"], "for sliding"),
@@ -48,7 +49,7 @@ def test_every_kernel_is_checked_by_some_case() -> None:
     asked = {
         CudaAttention().kernel_for(case.attention, DTYPES[dtype])
         for dtype in DTYPES
-        for case in (*CASES, *LONG)
+        for case in (*SHORT_CASES, *LONG_CASES)
         if applies("cuda", dtype, case)
     }
     assert asked == {"flash", "tiles"}
@@ -60,7 +61,7 @@ def test_the_printed_table() -> None:
         "checks": [], "communication": {}, "links": [],
         "kernels": [{"where": ["bias: none"], "dtype": "bf16", "kernel": "one"}, {"where": [], "dtype": "fp16", "kernel": "two"}],
     }  # fmt: skip
-    (found,) = [one for one in tables(report) if one.title.startswith("Kernels")]
+    (found,) = [one for one in report_tables(report) if one.title.startswith("Kernels")]
     assert found.rows == (("bias: none", "bf16", "one"), ("everything", "fp16", "two"))
 
 
@@ -86,7 +87,7 @@ def test_a_gpu_that_is_too_old_is_one_line(capsys: pytest.CaptureFixture[str]) -
 def test_no_kernel_serves_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside other devices it is refused in the table of devices."""
     monkeypatch.setattr("mindspeed_cp.doctor.check", lambda *_: {"ok": True})
-    report = examine()
+    report = run_checks()
     assert report["ok"] and report["kernels"] == []
     assert "7.5; valid: 8.0 or later" in report["backends"]["cuda"]["why"]
 

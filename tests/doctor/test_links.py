@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_cp.cli import run
-from mindspeed_cp.doctor.links import SILENT, _merged, time_limit
+from mindspeed_cp.cli.main import run
+from mindspeed_cp.comm.local_ranks import NO_ANSWER
+from mindspeed_cp.doctor.links import _ring_rows, links_time_limit
 
 
 def test_the_limit_grows_with_the_devices() -> None:
-    assert time_limit(8) - time_limit(7) == time_limit(2) - time_limit(1) > 0
-    assert time_limit(16) > 300
+    assert links_time_limit(8) - links_time_limit(7) == links_time_limit(2) - links_time_limit(1) > 0
+    assert links_time_limit(16) > 300
 
 
 def test_a_limit_that_is_reached_names_itself_and_who_says_what_goes_first() -> None:
-    [row] = _merged([SILENT, [("ring of 2", True, 1.0)]], 42.0)
+    [row] = _ring_rows({1: [("ring of 2", True, 1.0)], 0: NO_ANSWER}, 42.0)
     assert not row["ok"] and row["error"] == "rank 0: no answer within 42 s (--link-seconds)"
-    [row] = _merged([SILENT, "RuntimeError: HCCL function error"], 42.0)
+    [row] = _ring_rows({0: NO_ANSWER, 1: "RuntimeError: HCCL function error"}, 42.0)
     assert row["error"] == "rank 1: RuntimeError: HCCL function error"
 
 

@@ -1,19 +1,33 @@
-"""One attention problem, run on the engine and on the dense fp64 reference."""
+"""One attention problem, run on the engine, in this process or on gloo, and on the dense fp64 reference."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.ops.attention.reference import dense_attention_of
+from mindspeed_cp.engine import Stepping, attend_all_ranks
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
 
 NAMES = ("out", "dq", "dk", "dv")
 
-#: Numbers of context-parallel ranks that every test of exactness goes through.
+#: Numbers of context-parallel ranks that every test of exactness goes through; by default only the first ones.
 SIZES = (1, 2, 3, 4, 5, 8)
+DEFAULT_SIZES = (3, 4)
+
+
+def sizes(default: Sequence[int] = DEFAULT_SIZES, full: Sequence[int] = SIZES) -> Any:
+    """Parametrises a test by `ranks`: the default sizes, and with --thorough all of them."""
+    return pytest.mark.parametrize(
+        "ranks", [pytest.param(n, marks=() if n in default else pytest.mark.thorough) for n in full]
+    )
+
 
 #: Every algorithm, and its options where they change what is sent.
 VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
@@ -106,13 +120,25 @@ class Case:
 
     def reference(self) -> list[torch.Tensor]:
         """out, dq, dk and dv in fp64, from the same rounded inputs."""
-        q, k, v, dout = (x.double() for x in self.inputs())
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        key = self.dropout_key if self.dropout else None
-        out, _ = dense_attention_of(
-            self.attention, *leaves, self.documents, kv_documents=self.kv_documents, dropout_key=key
-        )
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        fields_of = {field.name: getattr(self, field.name) for field in fields(Case)}
+        return _reference(Case(**fields_of | {"ranks": 1, "nodes": 1, "algorithm": "ring", "options": ()}))
+
+
+@lru_cache(256)
+def _reference(case: Case) -> list[torch.Tensor]:
+    q, k, v, dout = (x.double() for x in case.inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    key = case.dropout_key if case.dropout else None
+    out, _ = dense_packed_attention(
+        case.attention, *leaves, case.documents, kv_documents=case.kv_documents, dropout_key=key
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@lru_cache(8)
+def plan_of(case: Case) -> Plan:
+    """The case's plan, kept while the case is looked at."""
+    return case.plan()
 
 
 def nodes_for(algorithm: str, ranks: int) -> int:
@@ -124,7 +150,7 @@ def local(rank: int, case: Case) -> tuple[Plan, list[torch.Tensor], torch.Tensor
     """The plan, this rank's q, k and v, which want gradients, and dout."""
     plan = case.plan()
     q, k, v, dout = case.inputs()
-    leaves = [plan.layout.shard(q, rank), plan.layout_kv.shard(k, rank), plan.layout_kv.shard(v, rank)]
+    leaves = [plan.layout.shard(q, rank), plan.kv_layout_in.shard(k, rank), plan.kv_layout_in.shard(v, rank)]
     return plan, [x.requires_grad_() for x in leaves], plan.layout.shard(dout, rank)
 
 
@@ -135,7 +161,7 @@ def attend(case: Case, plan: Plan, leaves: list[torch.Tensor], group: Any, **how
 
 
 def run(rank: int, group: Any, case: Case) -> list[torch.Tensor]:
-    """This rank's rows of out, dq, dk and dv."""
+    """This rank's rows of out, dq, dk and dv, in a process of its own."""
     plan, leaves, dout = local(rank, case)
     out = attend(case, plan, leaves, group)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -146,10 +172,49 @@ def run_all(rank: int, group: Any, cases: list[Case]) -> list[list[torch.Tensor]
     return [run(rank, group, case) for case in cases]
 
 
+def all_ranks(case: Case) -> tuple[Plan, list[list[torch.Tensor]], list[torch.Tensor]]:
+    """The plan, q, k and v of all ranks, which want gradients, and dout of all ranks."""
+    plan, inputs = plan_of(case), case.inputs()
+    layouts = plan.layout, plan.kv_layout_in, plan.kv_layout_in, plan.layout
+    q, k, v, dout = (
+        [layout.shard(x, rank) for rank in range(case.ranks)] for layout, x in zip(layouts, inputs, strict=True)
+    )
+    return plan, [[x.requires_grad_() for x in leaves] for leaves in (q, k, v)], dout
+
+
+def attend_here(
+    case: Case, plan: Plan, leaves: Sequence[Sequence[torch.Tensor]], stepping: Stepping | None = None, **how: Any
+) -> list[torch.Tensor]:
+    """Every rank's output, in this process."""
+    key = case.dropout_key if case.dropout else None
+    with filled_with_nan():
+        return attend_all_ranks(*leaves, plan, **({"dropout_key": key, "stepping": stepping} | how))
+
+
+def run_here(case: Case, stepping: Stepping | None = None) -> list[list[torch.Tensor]]:
+    """Every rank's rows of out, dq, dk and dv, in this process."""
+    plan, leaves, dout = all_ranks(case)
+    out = attend_here(case, plan, leaves, stepping)
+    with filled_with_nan():
+        gradients = torch.autograd.grad(out, [x for of_ranks in leaves for x in of_ranks], dout)
+    return [[out[rank].detach(), *gradients[rank :: case.ranks]] for rank in range(case.ranks)]
+
+
+@contextmanager
+def filled_with_nan() -> Iterator[None]:
+    """New memory is filled with NaN, so that whoever reads it is found; as in the processes of tests.workers."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def whole(case: Case, results: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """out, dq, dk and dv of the batch, from those of each rank."""
-    plan = case.plan()
-    layouts = plan.layout, plan.layout, plan.layout_kv, plan.layout_kv
+    plan = plan_of(case)
+    layouts = plan.layout, plan.layout, plan.kv_layout_in, plan.kv_layout_in
     return [layout.unshard([part[i] for part in results]) for i, layout in enumerate(layouts)]
 
 

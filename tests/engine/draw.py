@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from mindspeed_cp import capabilities
-from mindspeed_cp.plan import LAYOUTS, alibi_slopes
+from mindspeed_cp.algorithms import algorithm_options
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.plan import alibi_slopes
 from tests.engine.cases import Case
+from tests.plan.problems import LEFT_AT_DEFAULT
 
 #: Widths of q and k, and of v: equal, and as in multi-head latent attention.
 EQUAL, UNEQUAL = ((16, 16), (8, 8), (24, 24)), ((192, 128), (24, 16), (16, 40), (9, 7))
@@ -90,16 +92,18 @@ def _alibi(heads: int, rng: Random) -> bool | tuple[float, ...]:
 
 def _options(algorithm: str, ranks: int, rng: Random) -> tuple[tuple[str, object], ...]:
     """Each option at its default, or at another value."""
-    drawn: dict[str, object] = {} if algorithm in ("ulysses", "hierarchical") else {"layout": rng.choice(LAYOUTS)}
-    if algorithm == "double_ring":
-        drawn["cp_window_size"] = rng.choice((None, *_divisors(ranks)))
-    elif algorithm == "hybrid":
-        drawn["ulysses_degree"] = rng.choice((None, *_divisors(ranks)))
-    elif algorithm == "direct":
-        drawn["prefetch"] = rng.choice((1, 1, 2, 5))
-    elif algorithm == "hierarchical":
-        drawn["routing"], drawn["head_split"] = rng.random() < 0.7, rng.random() < 0.7
-        drawn["remap"], drawn["prefetch"] = rng.choice(("off", "auto", "qkv")), rng.choice((1, 3))
+    drawn: dict[str, object] = {}
+    for name, option in algorithm_options(algorithm).items():
+        if option.from_model or name in LEFT_AT_DEFAULT:
+            continue
+        if option.divides_ranks:
+            drawn[name] = rng.choice((None, *_divisors(ranks)))
+        elif option.choices:
+            drawn[name] = rng.choice([choice for choice in option.choices if choice != "hidden"])
+        elif option.type is bool:
+            drawn[name] = rng.random() < 0.7
+        else:
+            drawn[name] = rng.choice((option.default, 1, 2, 5))
     return tuple(drawn.items())
 
 

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 import mindspeed_cp
 
 PACKAGE = Path(mindspeed_cp.__file__).parent
-BUFFERS = ("kv", "gradients", "moved", "staging")
+BUFFERS = ("kv", "gradients", "redistributed", "staging")
 
 
 class Meter(TorchDispatchMode):
     """Every piece of memory that a torch operation makes, by who asked for it.
 
-    "kv", "gradients", "moved" and "staging" are the communication buffers of `peak_bytes`; "kernel" is what operators make;
+    "kv", "gradients", "redistributed" and "staging" are the communication buffers of `peak_bytes`; "kernel" is what operators make;
     "engine" is the accumulators and what they are rounded to. What was there before is not counted.
 
     Attributes:
@@ -76,16 +76,23 @@ class Meter(TorchDispatchMode):
 
 def asked_for() -> str:
     """The kind of what is being made, by the innermost function of the package."""
-    frame = sys._getframe()
+    frame, takes_rows = sys._getframe(), False
     while frame is not None:
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if PACKAGE in file.parents and name not in ("staging", "staging_of", "<genexpr>"):
+        if PACKAGE in file.parents and file.name == "rows.py":
+            takes_rows = True
+        elif PACKAGE in file.parents and name not in ("staging_buffer", "<genexpr>"):
             folder = file.relative_to(PACKAGE).parts[0]
             if folder == "ops":
                 return "kernel"
             if file.name == "attention.py":
-                return "engine"
-            of = {"__init__": "kv", "gradient": "gradients", "start_moves": "moved", "take": "moved", "join": "moved"}
+                return "redistributed" if takes_rows else "engine"
+            of = {
+                "__init__": "kv",
+                "gradient": "gradients",
+                "start_redistributions": "redistributed",
+                "join_rows": "redistributed",
+            }
             return of.get(name, "staging")
         frame = frame.f_back  # type: ignore[assignment]
     return "engine"

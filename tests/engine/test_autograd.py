@@ -9,108 +9,139 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_cp import context_parallel_attention
-from tests.engine.cases import VARIANTS, Case, attend, local
+from tests.engine.cases import VARIANTS, Case, all_ranks, attend_here, local
 
 CASE = Case((61, 0, 130, 5), 1, heads=5, kv_heads=1, head_dim=16, head_dim_v=24)
 EVERYTHING = replace(CASE, mask="full", window=(40, 30), alibi=True, dropout=0.2, kv_lengths=(50, 7, 0, 31))
-
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def second_backward(rank, group, case):
-    plan, leaves, dout = local(rank, case)
-    out = attend(case, plan, leaves, group)
+def problem(case):
+    """The plan, leaves of all ranks (q of every rank, then k, then v), and gradients of the outputs."""
+    plan, leaves, dout = all_ranks(case)
+    return plan, [x for of_ranks in leaves for x in of_ranks], dout
+
+
+def attend(case, plan, leaves):
+    """The outputs of all ranks, as one tuple."""
+    n = case.ranks
+    return tuple(attend_here(case, plan, [leaves[:n], leaves[n : 2 * n], leaves[2 * n :]]))
+
+
+def second_backward(case):
+    plan, leaves, dout = problem(case)
+    out = attend(case, plan, leaves)
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     return equal(first, torch.autograd.grad(out, leaves, dout))
 
 
-def recompute(rank, group, case):
-    plan, leaves, dout = local(rank, case)
-    plain = torch.autograd.grad(attend(case, plan, leaves, group), leaves, dout)
+def recompute(case):
+    plan, leaves, dout = problem(case)
+    plain = torch.autograd.grad(attend(case, plan, leaves), leaves, dout)
     found = []
     for reentrant in (False, True):
-        out = checkpoint(lambda *x: attend(case, plan, list(x), group), *leaves, use_reentrant=reentrant)
+        out = checkpoint(lambda *x: attend(case, plan, list(x)), *leaves, use_reentrant=reentrant)
         for x in leaves:
             x.grad = None
-        out.backward(dout)
+        torch.autograd.backward(out, dout)
         found.append(equal(plain, [x.grad for x in leaves]))
     return all(found)
 
 
-def interleaved(rank, group, case):
+def interleaved(case):
     """Two micro-batches of different documents, both forwards before both backwards, as pipelines do."""
     lengths = (33, 0, 20, 90)
     other = replace(case, lengths=lengths, kv_lengths=case.kv_lengths and lengths[::-1], seed=9)
-    (plan_a, a, da), (plan_b, b, db) = local(rank, case), local(rank, other)
+    (plan_a, a, da), (plan_b, b, db) = problem(case), problem(other)
     alone = [
-        torch.autograd.grad(attend(case, plan_a, a, group), a, da),
-        torch.autograd.grad(attend(other, plan_b, b, group), b, db),
+        torch.autograd.grad(attend(case, plan_a, a), a, da),
+        torch.autograd.grad(attend(other, plan_b, b), b, db),
     ]
-    out_a, out_b = attend(case, plan_a, a, group), attend(other, plan_b, b, group)
+    out_a, out_b = attend(case, plan_a, a), attend(other, plan_b, b)
     mixed = torch.autograd.grad(out_a, a, da), torch.autograd.grad(out_b, b, db)
     return all(equal(x, y) for x, y in zip(alone, mixed, strict=True))
 
 
-def strided(rank, group, case):
+def strided(case):
     """Inputs and gradient with other strides: cut out of wider tensors, heads first, expanded."""
-    plan, leaves, dout = local(rank, case)
-    plain = attend(case, plan, leaves, group)
-    want = torch.autograd.grad(plain, leaves, dout)
+    plan, leaves, dout = problem(case)
+    plain = attend(case, plan, leaves)
+    want = torch.autograd.grad(plain, leaves, dout, retain_graph=True)
     wide = [torch.cat([x.detach(), torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]] for x in leaves]
     turned = [x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in leaves]
     found = []
     for views in (wide, turned):
         views = [x.requires_grad_() for x in views]
-        out = attend(case, plan, views, group)
-        got = torch.autograd.grad(out, views, dout.transpose(0, 2).contiguous().transpose(0, 2))
-        found.append(torch.equal(out, plain) and equal(got, want))
-    ones = torch.autograd.grad(attend(case, plan, leaves, group), leaves, torch.ones_like(dout))
-    found.append(equal(ones, torch.autograd.grad(attend(case, plan, leaves, group).sum(), leaves)))
+        out = attend(case, plan, views)
+        got = torch.autograd.grad(out, views, [x.transpose(0, 2).contiguous().transpose(0, 2) for x in dout])
+        found.append(equal(out, plain) and equal(got, want))
+    ones = torch.autograd.grad(plain, leaves, [torch.ones_like(x) for x in dout], retain_graph=True)
+    found.append(equal(ones, torch.autograd.grad(sum(x.sum() for x in plain), leaves)))
     return all(found)
 
 
-def some_inputs(rank, group, case):
+def some_inputs(case):
     """Gradients of some inputs only, and none at all; on every rank the same ones."""
-    plan, leaves, dout = local(rank, case)
-    plain = attend(case, plan, leaves, group)
+    plan, leaves, dout = problem(case)
+    plain = attend(case, plan, leaves)
     want = torch.autograd.grad(plain, leaves, dout)
     found = []
     for wanted in ((0,), (1,), (2,), (0, 2), (1, 2)):
-        inputs = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(leaves)]
-        out = attend(case, plan, inputs, group)
-        got = torch.autograd.grad(out, [inputs[i] for i in wanted], dout)
-        found.append(torch.equal(out, plain) and equal(got, [want[i] for i in wanted]))
+        numbers = [i for i in range(len(leaves)) if i // case.ranks in wanted]
+        inputs = [x.detach().requires_grad_(i in numbers) for i, x in enumerate(leaves)]
+        out = attend(case, plan, inputs)
+        got = torch.autograd.grad(out, [inputs[i] for i in numbers], dout)
+        found.append(equal(out, plain) and equal(got, [want[i] for i in numbers]))
     with torch.no_grad():
-        out = attend(case, plan, leaves, group)
-    return all(found) and torch.equal(out, plain) and not out.requires_grad
+        out = attend(case, plan, leaves)
+    return all(found) and equal(out, plain) and not any(x.requires_grad for x in out)
 
 
-def left_alone(rank, group, case):
-    """Neither inputs nor the gradient of the output are written to, though moves and messages read them in place."""
-    plan, leaves, dout = local(rank, case)
-    before = [x.detach().clone() for x in (*leaves, dout)]
-    out = attend(case, plan, leaves, group)
-    kept = out.detach().clone()
+def left_alone(case):
+    """Neither inputs nor the gradient of the output are written to, though messages read them in place."""
+    plan, leaves, dout = problem(case)
+    before = [x.detach().clone() for x in (*leaves, *dout)]
+    out = attend(case, plan, leaves)
+    kept = [x.detach().clone() for x in out]
     torch.autograd.grad(out, leaves, dout)
-    return equal(before, [x.detach() for x in (*leaves, dout)]) and torch.equal(out, kept)
+    return equal(before, [x.detach() for x in (*leaves, *dout)]) and equal(out, kept)
 
 
-@every_variant
+DEFAULT = ("ring", "hybrid", "direct, 3 rounds ahead", "hierarchical, exchange")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.thorough) for name in VARIANTS]
+)
 @pytest.mark.parametrize("what", [second_backward, recompute, interleaved, strided, some_inputs, left_alone])
-def test_the_bits_stay_the_same(workers, what, variant):
+def test_the_bits_stay_the_same(what, variant):
     for case in (CASE, EVERYTHING):
-        assert workers.run(3, what, case.on(3, variant)) == [True] * 3
+        assert what(case.on(3, variant))
 
 
 @pytest.mark.parametrize("variant", ["ring", "ulysses", "direct"])
-def test_four_ranks_as_two_by_two(workers, variant):
+def test_four_ranks_as_two_by_two(variant):
     """Where copies of kv heads are summed, and every head has a rank of its own or none."""
     for case in (replace(CASE, heads=6, kv_heads=2), replace(CASE, heads=2, kv_heads=2)):
-        assert workers.run(4, recompute, case.on(4, variant)) == [True] * 4
+        assert recompute(case.on(4, variant))
+
+
+def recompute_on_gloo(rank, group, case):
+    plan, leaves, dout = local(rank, case)
+    key = case.dropout_key
+    plain = torch.autograd.grad(context_parallel_attention(*leaves, plan, group, dropout_key=key), leaves, dout)
+    out = checkpoint(
+        lambda *x: context_parallel_attention(*x, plan, group, dropout_key=key), *leaves, use_reentrant=False
+    )
+    return equal(plain, torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+def test_recomputation_over_a_process_group(workers, algorithm):
+    assert workers.run(3, recompute_on_gloo, EVERYTHING.on(3, algorithm)) == [True] * 3
 
 
 def test_autocast_changes_nothing():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks.wire import wire
-from mindspeed_cp import capabilities
+from mindspeed_cp.comm import InMemoryTransport
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.engine import Stepping
 from mindspeed_cp.plan import peak_bytes, traffic
-from tests.engine.cases import VARIANTS, Case, attend, local
+from tests.engine.cases import VARIANTS, Case, all_ranks, attend_here, filled_with_nan, sizes
 from tests.engine.draw import problem
 from tests.engine.meters import BUFFERS, Meter
 
@@ -23,100 +26,109 @@ PROBLEMS = (
 )
 
 
-def counted(rank, group, cases):
-    """For each case and direction: bytes sent, and peak bytes of buffers, in the backward with those kept for it."""
-    found = []
-    for case in cases:
-        plan, leaves, dout = local(rank, case)
-        with wire() as there, Meter() as meter:
-            out = attend(case, plan, leaves, group)
-        forward = meter.peak
+@contextmanager
+def sent(ranks):
+    """Bytes that each rank sends meanwhile, by kind: "fetch", "reduce" and "move", between layouts."""
+    found = [dict.fromkeys(("fetch", "reduce", "move"), 0) for _ in range(ranks)]
+    post = InMemoryTransport.post
+
+    def counting(self, transfers, all_to_all=False):
+        for transfer in transfers:
+            if transfer.sends:
+                found[self.rank][
+                    {"K and V": "fetch", "dK and dV": "reduce"}.get(transfer.label.split(",")[0], "move")
+                ] += transfer.tensor.nbytes
+        return post(self, transfers, all_to_all)
+
+    with patch.object(InMemoryTransport, "post", counting):
+        yield found
+
+
+def counted(case):
+    """For each rank and direction: bytes sent, and peak bytes of buffers, in the backward with those kept for it."""
+    plan, leaves, dout = all_ranks(case)
+    meters = [Meter() for _ in range(case.ranks)]
+    with sent(case.ranks) as there:
+        out = attend_here(case, plan, leaves, Stepping(lazy=True, around=meters.__getitem__))
+    forward = [meter.peak for meter in meters]
+    for meter in meters:
         meter.restart()
-        with wire() as back, meter:
-            torch.autograd.grad(out, leaves, dout)
-        backward = meter.peak
-        if meter.kind_of(out) == "moved":  # the output is the caller's
-            backward["moved"] -= out.untyped_storage().nbytes()
-            backward["total"] -= out.untyped_storage().nbytes()
-        found.append((there, back, forward, backward))
-    return found
+    with sent(case.ranks) as back, filled_with_nan():
+        torch.autograd.grad(out, [x for of_ranks in leaves for x in of_ranks], dout)
+    backward = [meter.peak for meter in meters]
+    for rank, meter in enumerate(meters):
+        if meter.kind_of(out[rank]) == "redistributed":  # the output is the caller's
+            backward[rank]["redistributed"] -= out[rank].untyped_storage().nbytes()
+            backward[rank]["total"] -= out[rank].untyped_storage().nbytes()
+    return list(zip(there, back, forward, backward, strict=True))
 
 
-def check(workers, cases, ranks):
+def check(cases, ranks):
     """Everything agrees to the byte: sent, of each kind, and the most of each kind of buffers that is alive at once. Their
     sum is a bound, as not all kinds need have their most at the same time."""
-    results = workers.run(ranks, counted, cases, timeout=120)
-    for i, case in enumerate(cases):
+    for case in cases:
+        results = counted(case)
         plan, size = case.plan(), case.dtype.itemsize
         said = traffic(plan, size)
         limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
         for rank in range(ranks):
-            there, back, *peaks = results[rank][i]
+            there, back, *peaks = results[rank]
             mine = said[rank]
-            assert there == {"fetch": mine["fetch_forward"], "reduce": 0, "move": mine["move_forward"]}, case
-            assert back == {"fetch": mine["fetch_backward"], "reduce": mine["reduce"], "move": mine["move_backward"]}
+            assert there == {"fetch": mine["fetch_forward"], "reduce": 0, "move": mine["redistribution_forward"]}, case
+            assert back == {
+                "fetch": mine["fetch_backward"],
+                "reduce": mine["reduce"],
+                "move": mine["redistribution_backward"],
+            }
             assert sum(there.values()) + sum(back.values()) == mine["total"]
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in BUFFERS}
                 # Not all parts have their most at once, nor do all tensors that a remap gathers.
-                remapped = plan.q_move is not None and plan.q_layout.heads is None
+                remapped = plan.q_redistribution is not None and plan.q_layout_compute.heads is None
                 loose = ("gradients", "staging") if plan.parts else ("staging",) if remapped else ()
                 assert all(a == b or (a < b and name in loose) for name, (a, b) in got.items()), (direction, rank, got)
                 assert peak["total"] <= limit[rank]["total"], (direction, rank, case)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@sizes(default=(3, 4), full=(1, 2, 3, 4, 8))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bytes_sent_and_allocated_are_those_of_the_plan(workers, variant, ranks):
-    check(workers, [case.on(ranks, variant) for case in PROBLEMS], ranks)
+def test_bytes_sent_and_allocated_are_those_of_the_plan(variant, ranks):
+    check([case.on(ranks, variant) for case in PROBLEMS], ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 5, 6])
-def test_so_they_are_for_any_problem(workers, ranks):
+def test_so_they_are_for_any_problem(ranks):
     rng = Random(ranks)
     cells = rng.sample(
-        [cell for cell in capabilities.cells() if capabilities.refusal(cell) is None], 16 if ranks == 2 else 8
+        [cell for cell in capabilities.all_cells() if capabilities.refusal(cell) is None], 16 if ranks == 2 else 8
     )
-    check(workers, [problem(cell, ranks, rng) for cell in cells], ranks)
+    check([problem(cell, ranks, rng) for cell in cells], ranks)
 
 
 def states(plan, rank, size):
     """Bytes beside the communication, forward and backward: the formula of `peak_bytes` and of docs/plans.md."""
     a, rounded = plan.attention, size if size < 4 else 0
-    t, r = int(plan.q_layout.token_counts[rank]), int(plan.kv_layout.token_counts[rank])
-    (first, last), (low, high) = plan.q_layout.head_range(rank, a.heads), plan.kv_layout.head_range(rank, a.kv_heads)
+    t, r = int(plan.q_layout_compute.token_counts[rank]), int(plan.kv_layout_compute.token_counts[rank])
+    (first, last), (low, high) = (
+        plan.q_layout_compute.head_range(rank, a.heads),
+        plan.kv_layout_compute.head_range(rank, a.kv_heads),
+    )
     h, g, d, e = last - first, high - low, a.head_dim, a.head_dim_v
-    shared = plan.kv_move is not None and plan.kv_move.replicates
+    shared = plan.kv_redistribution is not None and plan.kv_redistribution.has_copies
     if shared:
-        r, g = int(plan.layout_kv.token_counts[rank]), a.kv_heads
+        r, g = int(plan.kv_layout_in.token_counts[rank]), a.kv_heads
     forward = t * h * (4 * e + 4) + rounded * t * h * e
     dq, dkv = rounded * t * h * d, rounded * r * g * (d + e)
     return forward, t * h * (size * e + 4) + 4 * t * h * d + (max(dq, dkv) if shared else dq + dkv)
 
 
-def counted_states(rank, group, cases):
-    """For each case: peak bytes of what the engine makes beside buffers, forward and backward."""
-    found = []
-    for case in cases:
-        plan, leaves, dout = local(rank, case)
-        with Meter() as meter:
-            out = attend(case, plan, leaves, group)
-        forward = meter.peak["engine"]
-        meter.restart()
-        with meter:
-            torch.autograd.grad(out, leaves, dout)
-        found.append((forward, meter.peak["engine"]))
-    return found
-
-
 @pytest.mark.parametrize("variant", ["ring", "ulysses", "hybrid", "direct"])
-def test_what_comes_on_top_of_buffers_is_as_documented(workers, variant):
+def test_what_comes_on_top_of_buffers_is_as_documented(variant):
     """Also where ranks share a kv head, and where some have no head at all."""
     cases = [case.on(4, variant) for case in PROBLEMS]
-    assert any(c.plan().kv_move is not None and c.plan().kv_move.replicates for c in cases) == (
+    assert any(c.plan().kv_redistribution is not None and c.plan().kv_redistribution.has_copies for c in cases) == (
         variant in ("ulysses", "hybrid")
     )
-    results = workers.run(4, counted_states, cases, timeout=120)
-    for i, case in enumerate(cases):
+    for case in cases:
         expected = [states(case.plan(), rank, case.dtype.itemsize) for rank in range(4)]
-        assert [result[i] for result in results] == expected, case
+        assert [(forward["engine"], backward["engine"]) for *_, forward, backward in counted(case)] == expected, case

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError, context_parallel_attention
-from mindspeed_cp.ops.attention.reference import dense_attention_of
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from mindspeed_cp.ops.dropout import keep_mask
-from mindspeed_cp.plan import ALGORITHMS
-from tests.engine.cases import VARIANTS, Case, attend, local, run, whole
+from tests.engine.cases import VARIANTS, Case, all_ranks, attend, attend_here, local, run_here, whole
 
 #: Values are one-hot, as wide as there are keys: the output is the matrix of attention weights, zero where one is dropped.
 TOKENS = 64
@@ -24,26 +24,23 @@ def one_hot(plan, rank):
     return plan.layout.shard(v, rank)
 
 
-def matrix(rank, group, case, training=True):
-    """This rank's rows of the attention weights after dropout, [t, heads, keys]."""
-    plan, (q, k, _), _ = local(rank, case)
-    return attend(case, plan, [q, k, one_hot(plan, rank)], group, training=training).detach()
-
-
-def matrix_of(workers, case, training=True):
-    return case.plan().layout.unshard(workers.run(case.ranks, matrix, case, training))
+def matrix_of(case, training=True):
+    """The attention weights after dropout, [tokens, heads, keys]."""
+    plan, (q, k, _), _ = all_ranks(case)
+    values = [one_hot(plan, rank) for rank in range(case.ranks)]
+    return plan.layout.unshard([x.detach() for x in attend_here(case, plan, [q, k, values], training=training)])
 
 
 @pytest.fixture(scope="module")
-def alone(workers):
+def alone():
     """The matrix at cp 1."""
-    return matrix_of(workers, SEEN)
+    return matrix_of(SEEN)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_same_weights_are_dropped_at_cp_1_and_cp_4(workers, alone, variant):
+def test_the_same_weights_are_dropped_at_cp_1_and_cp_4(alone, variant):
     for ranks in (4, 3):
-        found = matrix_of(workers, SEEN.on(ranks, variant))
+        found = matrix_of(SEEN.on(ranks, variant))
         assert torch.equal(found == 0, alone == 0)
         assert torch.allclose(found, alone, atol=1e-6)
 
@@ -62,9 +59,9 @@ def test_what_is_dropped_is_what_the_generator_says(alone):
 
 
 @pytest.mark.parametrize("change", [dict(dropout_key=(11, 4)), dict(dropout_key=(12, 3)), dict(first_head=6)])
-def test_other_layers_seeds_and_heads_drop_others(workers, alone, change):
+def test_other_layers_seeds_and_heads_drop_others(alone, change):
     case = replace(SEEN.on(4, "direct"), **change)
-    found, visible = matrix_of(workers, case), torch.tril(torch.ones(37, 37, dtype=torch.bool))
+    found, visible = matrix_of(case), torch.tril(torch.ones(37, 37, dtype=torch.bool))
     same = ((found == 0) == (alone == 0))[:37, :, :37].transpose(0, 1)[:, visible]  # of the first document
     assert 0.4 < same.float().mean() < 0.64  # two independent draws agree in 0.4² + 0.6² of all weights
 
@@ -76,7 +73,7 @@ def test_heads_documents_and_queries_drop_others(alone):
     assert not torch.equal(alone[30, :, :30] == 0, alone[31, :, :30] == 0)
 
 
-def test_tensor_parallel_ranks_drop_what_one_rank_would(workers, alone):
+def test_tensor_parallel_ranks_drop_what_one_rank_would(alone):
     """Two slices of heads, numbered by first_head, are the whole layer."""
     q, k, _, _ = SEEN.inputs()
     values, found = torch.eye(TOKENS)[:, None].contiguous(), []
@@ -88,32 +85,32 @@ def test_tensor_parallel_ranks_drop_what_one_rank_would(workers, alone):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_nothing_is_dropped_outside_of_training(workers, algorithm):
+def test_nothing_is_dropped_outside_of_training(algorithm):
     case = SEEN.on(3, algorithm)
-    found = matrix_of(workers, case, training=False)
-    plain = matrix_of(workers, replace(case, dropout=0.0))
+    found = matrix_of(case, training=False)
+    plain = matrix_of(replace(case, dropout=0.0))
     assert torch.allclose(found, plain, atol=1e-6)
     assert torch.allclose(found.sum(-1), torch.ones(TOKENS, SEEN.heads), atol=1e-5)
 
 
-def test_kept_weights_grow_so_that_the_mean_stays(workers):
+def test_kept_weights_grow_so_that_the_mean_stays():
     """Over many layers the mean of the output is that without dropout."""
     plan, leaves, _ = local(0, SEEN)
     leaves = [leaves[0].detach(), leaves[1].detach(), one_hot(plan, 0)]
     layers = [context_parallel_attention(*leaves, plan, dropout_key=(5, layer)) for layer in range(300)]
-    exact, _ = dense_attention_of(SEEN.attention, *leaves, SEEN.documents)
+    exact, _ = dense_packed_attention(SEEN.attention, *leaves, SEEN.documents)
     wrong = torch.stack(layers).mean(0) - exact
     spread = (exact * (0.4 / 0.6) ** 0.5 / 300**0.5).clamp(min=1e-6)
     assert (wrong.abs() < 6 * spread).all()
 
 
-def test_gradients_pass_only_through_what_was_kept(workers, alone):
+def test_gradients_pass_only_through_what_was_kept(alone):
     """dv of one head is that head's matrix, transposed, times dout: the same matrix in the backward."""
     case = replace(SEEN, kv_heads=6)
-    seen = matrix_of(workers, case)
+    seen = matrix_of(case)
     for algorithm in ALGORITHMS:
         there = replace(case.on(4, algorithm), head_dim_v=16)
-        dv = whole(there, workers.run(4, run, there))[3]
+        dv = whole(there, run_here(there))[3]
         dout = there.inputs()[3]
         assert torch.allclose(dv, torch.einsum("qhk,qhd->khd", seen, dout), atol=1e-5)
 

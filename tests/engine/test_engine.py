@@ -1,14 +1,14 @@
-"""The engine against the dense fp64 reference: out, dq, dk and dv, forward and backward, on real processes."""
+"""The engine against the dense fp64 reference: out, dq, dk and dv, forward and backward, all ranks in this process."""
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import pytest
 import torch
 
-from mindspeed_cp.plan import ALGORITHMS, alibi_slopes
-from tests.engine.cases import NAMES, SIZES, VARIANTS, Case, errors, run, run_all, worst
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.engine import Stepping, attend_in_process
+from mindspeed_cp.plan import alibi_slopes
+from tests.engine.cases import NAMES, VARIANTS, Case, errors, run_here, sizes, worst
 from tests.plan.forests import forest_plan
 
 PROBLEMS = {
@@ -42,15 +42,13 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@sizes()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fp32_agrees_with_fp64(workers, variant, ranks):
-    cases = [case.on(ranks, variant) for case in PROBLEMS.values()]
-    parts = workers.run(ranks, run_all, cases, timeout=240)
-    found = {
-        name: worst(case, [part[i] for part in parts])
-        for i, (name, case) in enumerate(zip(PROBLEMS, cases, strict=True))
-    }
+def test_fp32_agrees_with_fp64(variant, ranks):
+    """Messages are copied as late as can be for one number of ranks, and as early as can be for the next."""
+    stepping = Stepping(lazy=ranks % 2 == 0)
+    cases = {name: case.on(ranks, variant) for name, case in PROBLEMS.items()}
+    found = {name: worst(case, run_here(case, stepping)) for name, case in cases.items()}
     assert {name: error for name, error in found.items() if error > 1e-5} == {}
 
 
@@ -58,19 +56,17 @@ WINDOWS = [(8, 1), (8, 2), (8, 4), (8, 8), (6, 2), (6, 3), (5, 5)]
 
 
 @pytest.mark.parametrize(("ranks", "window"), WINDOWS)
-def test_double_rings_of_any_window_are_exact(workers, ranks, window):
+def test_double_rings_of_any_window_are_exact(ranks, window):
     cases = [Case(lengths, ranks, 2, 1, mask=mask, algorithm="double_ring", options=(("cp_window_size", window),))
              for mask in ("causal", "full") for lengths in ((301, 7), (90, 0, 33, 5))]  # fmt: skip
-    parts = workers.run(ranks, run_all, cases)
-    assert max(worst(case, [part[i] for part in parts]) for i, case in enumerate(cases)) <= 1e-5
+    assert max(worst(case, run_here(case)) for case in cases) <= 1e-5
 
 
 @pytest.mark.parametrize(("ranks", "degree"), [(8, 1), (8, 2), (8, 8), (6, 2), (6, 3), (7, 7)])
-def test_hybrids_of_any_degree_are_exact(workers, ranks, degree):
+def test_hybrids_of_any_degree_are_exact(ranks, degree):
     cases = [Case((301, 7), ranks, heads, kv, alibi=alibi, algorithm="hybrid", options=(("ulysses_degree", degree),))
              for heads, kv in ((4, 2), (5, 1), (9, 3)) for alibi in (False, True)]  # fmt: skip
-    parts = workers.run(ranks, run_all, cases)
-    assert max(worst(case, [part[i] for part in parts]) for i, case in enumerate(cases)) <= 1e-5
+    assert max(worst(case, run_here(case)) for case in cases) <= 1e-5
 
 
 BF16 = (
@@ -80,13 +76,8 @@ BF16 = (
 )
 
 
-@lru_cache
-def reference(case: Case) -> list[torch.Tensor]:
-    return case.reference()
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_bf16_error_does_not_grow_with_the_ranks(workers, algorithm):
+def test_the_bf16_error_does_not_grow_with_the_ranks(algorithm):
     """At cp 8 at most 1.1 times the error at cp 1: the largest error, as a mean over problems.
 
     By L2 norm this holds for the gradients, which are better at cp 8. `out` is up to 1.15 times worse: the CPU kernel rounds
@@ -96,7 +87,7 @@ def test_the_bf16_error_does_not_grow_with_the_ranks(workers, algorithm):
     for case in BF16:
         for ranks in (1, 8):
             there = case.on(ranks, algorithm)
-            found = errors(there, workers.run(ranks, run, there), reference(case))
+            found = errors(there, run_here(there), case.reference())
             for name, (a, b) in found.items():
                 largest[ranks][name] += a / len(BF16)
                 l2[ranks][name] += b / len(BF16)
@@ -108,33 +99,21 @@ def test_the_bf16_error_does_not_grow_with_the_ranks(workers, algorithm):
 
 @pytest.mark.parametrize("ranks", [3, 8])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_fp16_works_too(workers, algorithm, ranks):
+def test_fp16_works_too(algorithm, ranks):
     cases = [case.on(ranks, algorithm) for case in (
         Case((300, 45), 1, dtype=torch.float16),
         Case((300, 45), 1, alibi=True, window=(90, 0), kv_heads=2, dropout=0.1, dtype=torch.float16),
     )]  # fmt: skip
-    parts = workers.run(ranks, run_all, cases)
-    for i, case in enumerate(cases):
-        assert worst(case, [part[i] for part in parts]) <= 3e-3
-
-
-def forest(rank, group, case, seed):
-    from mindspeed_cp import context_parallel_attention
-
-    plan = forest_plan(list(case.lengths), case.ranks, case.attention, seed)
-    q, k, v, dout = (plan.layout.shard(x, rank) for x in case.inputs())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    got = context_parallel_attention(*leaves, plan, group)
-    largest = 0.0
-    for a, b in zip((got, *torch.autograd.grad(got, leaves, dout)), case.reference(), strict=True):
-        wrong = (a.detach().double() - plan.layout.shard(b, rank)).abs()
-        largest = max(largest, float(wrong.max()) / max(1.0, float(b.abs().max())) if wrong.numel() else 0.0)
-    return largest
+    for case in cases:
+        assert worst(case, run_here(case)) <= 3e-3
 
 
 @pytest.mark.parametrize("seed", [*range(6), 34, 46])
-def test_plans_with_relays_and_shared_slots_run_too(workers, seed):
+def test_plans_with_relays_and_shared_slots_run_too(seed):
     """The engine knows no algorithm: plans that no builder makes are exact as well."""
     size, mask = 2 + seed % 6, ("causal", "full")[seed % 2]
     case = Case((40, 3, 0, 97, 16), size, 4, 2, mask=mask, alibi=seed % 3 == 0, seed=seed)
-    assert max(workers.run(size, forest, case, seed)) <= 1e-5
+    plan = forest_plan(list(case.lengths), case.ranks, case.attention, seed)
+    result = attend_in_process(plan, *case.inputs(), stepping=Stepping(lazy=True, seed=seed))
+    for found, exact in zip((result.out, result.dq, result.dk, result.dv), case.reference(), strict=True):
+        assert float((found - exact).abs().max()) <= 1e-5 * max(1.0, float(exact.abs().max()))

@@ -1,4 +1,4 @@
-"""Plans of parts on the engine, against the dense fp64 reference, on real processes."""
+"""Plans of parts on the engine, against the dense fp64 reference, all ranks in this process but where it says otherwise."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from mindspeed_cp import Plan, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.comm import Transport
-from mindspeed_cp.engine import agenda, pieces, prepare
-from mindspeed_cp.layout import equal_tokens
-from mindspeed_cp.plan import combine, documents_of, peak_bytes, traffic
-from tests.engine.cases import SIZES, Case, errors, run_all, worst
+from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.engine import Stepping, prepare, rank_context
+from mindspeed_cp.engine.rank_schedule import build_rank_schedule
+from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
+from mindspeed_cp.plan import combine, peak_bytes, select_documents, traffic
+from tests.engine.cases import Case, errors, run_here, sizes, worst
 from tests.engine.meters import BUFFERS
 from tests.engine.test_buffers import counted
-from tests.engine.test_dropout import SEEN, matrix
+from tests.engine.test_dropout import SEEN, matrix_of
+from tests.layout.layouts import equal_tokens
 from tests.plan.parts import mixed_plan, remapped, shuffled
 
 
@@ -64,39 +66,34 @@ PROBLEMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_fp32_agrees_with_fp64(workers, ranks):
-    cases = [case.on(ranks) for case in PROBLEMS.values()]
-    parts = workers.run(ranks, run_all, cases, timeout=240)
-    found = {
-        name: worst(case, [part[i] for part in parts])
-        for i, (name, case) in enumerate(zip(PROBLEMS, cases, strict=True))
-    }
+@sizes(default=(2, 3, 5))
+def test_fp32_agrees_with_fp64(ranks):
+    cases = {name: case.on(ranks) for name, case in PROBLEMS.items()}
+    found = {name: worst(case, run_here(case, Stepping(lazy=ranks == 3))) for name, case in cases.items()}
     assert {name: error for name, error in found.items() if error > 1e-5} == {}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 5])
-def test_any_order_of_steps_gives_the_same(workers, ranks):
+def test_any_order_of_steps_gives_the_same(ranks):
     """Also two parts that exchange messages at the same time: a hybrid's ring and its all-to-all between others."""
     names = ("packed and ragged", "a ring", "heads split after a hybrid", "another layout held, ring")
     cases = [replace(PROBLEMS[name].on(ranks), order=seed) for name in names for seed in range(3)]
-    parts = workers.run(ranks, run_all, cases, timeout=120)
-    for i, case in enumerate(cases):
-        assert worst(case, [part[i] for part in parts]) <= 1e-5
+    for case in cases:
+        assert worst(case, run_here(case, Stepping(lazy=True))) <= 1e-5
 
 
 def two_exchanges(rank, group, case):
     """A ring for one document and a direct exchange for the other, step by step in turn, through lanes and without;
     transfers between the same two ranks that were under way together with one tag."""
-    from mindspeed_cp.comm import close_lanes, open_lanes, warm_up
+    from mindspeed_cp.comm import close_directional_groups, open_directional_groups, warm_up
 
     numbers = np.arange(2)
     parts = [
-        build_plan(documents_of(case.documents, numbers == n), Topology(1, case.ranks), case.attention, name)
+        build_plan(select_documents(case.documents, numbers == n), Topology(1, case.ranks), case.attention, name)
         for n, name in enumerate(("ring", "direct"))
     ]
     plan, flying, twice = combine("two", parts), Counter(), []
-    post = Transport.post
+    post = GroupTransport.post
 
     class Watched:
         def __init__(self, pending, key):
@@ -106,11 +103,11 @@ def two_exchanges(rank, group, case):
             self.pending.wait()
             flying[self.key] -= 1
 
-    def watched(self, transfers, with_all=False):
+    def watched(self, transfers, all_to_all=False):
         keys = [(t.peer, t.sends, t.tag) for t in transfers]
         flying.update(keys)
         twice.extend(key for key in keys if flying[key] > 1)
-        return [Watched(one, key) for one, key in zip(post(self, transfers, with_all), keys, strict=True)]
+        return [Watched(one, key) for one, key in zip(post(self, transfers, all_to_all), keys, strict=True)]
 
     def once():
         leaves = [plan.layout.shard(x, rank).requires_grad_() for x in case.inputs()[:3]]
@@ -118,12 +115,12 @@ def two_exchanges(rank, group, case):
         return [out.detach(), *torch.autograd.grad(out, leaves, plan.layout.shard(case.inputs()[3], rank))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transport, "post", watched)
+        patch.setattr(GroupTransport, "post", watched)
         found = once()
-        open_lanes(group)
+        open_directional_groups(group)
         warm_up(plan, group)
         again = once()
-        close_lanes(group)
+        close_directional_groups(group)
     both = [plan.layout.shard(x, rank) for x in case.reference()]
     wrong = max(float((a.double() - b).abs().max()) for a, b in zip(found, both, strict=True))
     return wrong, all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), twice, sum(flying.values())
@@ -135,33 +132,32 @@ def test_two_exchanges_at_once_have_tags_of_their_own_and_go_through_lanes(worke
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_bf16(workers, ranks):
+def test_bf16(ranks):
     """As good as the kernel itself."""
     cases = [
         replace(PROBLEMS[name], ranks=ranks, head_dim=32, head_dim_v=32, dtype=torch.bfloat16)
         for name in ("packed and ragged", "GQA", "ALiBi", "another layout held")
     ]
     alone = [replace(case, ranks=1) for case in cases]
-    parts, one = workers.run(ranks, run_all, cases, timeout=120), workers.run(1, run_all, alone)
     for i, case in enumerate(cases):
-        found = errors(case, [part[i] for part in parts], case.reference())
-        there = errors(alone[i], [part[i] for part in one], case.reference())
+        found = errors(case, run_here(case), case.reference())
+        there = errors(alone[i], run_here(alone[i]), case.reference())
         for name, (largest, l2) in found.items():
             assert largest < 2e-2 and l2 <= 1.3 * there[name][1], (name, case, l2, there)
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
-def test_the_same_weights_are_dropped_as_without_parts(workers, ranks):
-    alone = SEEN.plan().layout.unshard(workers.run(1, matrix, SEEN))
+def test_the_same_weights_are_dropped_as_without_parts(ranks):
+    alone = matrix_of(SEEN)
     fields = {name: getattr(SEEN, name) for name in Case.__dataclass_fields__}
     case = Mixed(**{**fields, "ranks": ranks, "algorithm": "direct"})
-    found = case.plan().layout.unshard(workers.run(ranks, matrix, case))
+    found = matrix_of(case)
     assert torch.equal(found == 0, alone == 0)
     assert torch.allclose(found, alone, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_bytes_sent_and_allocated_are_those_of_the_plan(workers, ranks):
+@sizes(default=(3,), full=(1, 3, 8))
+def test_bytes_sent_and_allocated_are_those_of_the_plan(ranks):
     """What is sent agrees to the byte, and so do receive buffers and what moves and gathers make; gradients and staging
     are bounds: their parts' largest moments need not meet."""
     cases = [
@@ -170,27 +166,36 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(workers, ranks):
         if name not in ("latent attention", "dropout", "full mask")
         for dtype in ((torch.bfloat16,) if ranks == 8 else (torch.float32, torch.bfloat16))
     ]
-    results = workers.run(ranks, counted, cases, timeout=240)
-    for i, case in enumerate(cases):
+    for case in cases:
+        results = counted(case)
         plan, size = case.plan(), case.dtype.itemsize
         said = traffic(plan, size)
         limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
         for rank in range(ranks):
-            there, back, *peaks = results[rank][i]
+            there, back, *peaks = results[rank]
             mine = said[rank]
-            assert there == {"fetch": mine["fetch_forward"], "reduce": 0, "move": mine["move_forward"]}, case
-            assert back == {"fetch": mine["fetch_backward"], "reduce": mine["reduce"], "move": mine["move_backward"]}
+            assert there == {"fetch": mine["fetch_forward"], "reduce": 0, "move": mine["redistribution_forward"]}, case
+            assert back == {
+                "fetch": mine["fetch_backward"],
+                "reduce": mine["reduce"],
+                "move": mine["redistribution_backward"],
+            }
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in (*BUFFERS, "total")}
                 assert all(found <= most for found, most in got.values()), (direction, rank, case, got)
-                assert all(got[name][0] == got[name][1] for name in ("kv", "moved")), (direction, rank, case, got)
+                assert all(got[name][0] == got[name][1] for name in ("kv", "redistributed")), (
+                    direction,
+                    rank,
+                    case,
+                    got,
+                )
 
 
 def test_everything_is_made_by_prepare_and_goes_with_the_plan(monkeypatch):
     plan = Mixed((40, 30, 20), 1, dropout=0.1).plan()
     prepare(plan, 0, torch.float32)
-    monkeypatch.setattr(agenda, "_make", None)
-    monkeypatch.setattr(pieces, "_make", None)
+    monkeypatch.setattr(rank_context, "build_rank_schedule", None)
+    monkeypatch.setattr(rank_context, "build_rank_parts", None)
     leaves = [torch.randn(90, 4, 16, requires_grad=True) for _ in range(3)]
     out = context_parallel_attention(*leaves, plan, dropout_key=(1, 2))
     torch.autograd.grad(out.sum(), leaves)
@@ -198,3 +203,16 @@ def test_everything_is_made_by_prepare_and_goes_with_the_plan(monkeypatch):
     del plan, out
     gc.collect()
     assert gone[0]() is None and gone[1]() is None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_messages_of_a_direction_have_numbers_of_their_own(direction: str) -> None:
+    """Tags are made of them: keys and gradients that are in flight at once are told apart."""
+    plan = Case((129, 50, 311), 4, algorithm="direct", options=(("prefetch", 2),)).plan()
+    for rank in range(plan.ranks):
+        steps = build_rank_schedule(
+            plan, rank, direction, CpuAttention(), torch.float32, False, torch.device("cpu")
+        ).steps
+        numbers = [op.number for step in steps for op in step.p2p_ops]
+        assert len(numbers) == len(set(numbers)) > 0
+        assert sorted(numbers) == sorted(number for step in steps for number in step.wait_for)

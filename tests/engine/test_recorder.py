@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_cp.comm import Transport
-from mindspeed_cp.cost.transfers import KINDS
-from mindspeed_cp.engine import clock
-from mindspeed_cp.engine.clock import COMPUTE, LAND, POST, WAIT, Record, Recorder, recording, span
-from mindspeed_cp.engine.remap import remap_of, remapped
+from mindspeed_cp.algorithms.linear_layout import with_linear_layout
+from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.engine import recorder as clock
+from mindspeed_cp.engine.hidden_states import hidden_redistribution, redistribute_hidden
+from mindspeed_cp.engine.recorder import COMPUTE, POST, UNPACK, WAIT, RankTimings, Recorder, recording, timed_span
 from mindspeed_cp.layout import Redistribution
 from mindspeed_cp.plan import traffic
-from mindspeed_cp.plan.remapped import with_linear_layout
+from mindspeed_cp.plan.transfers import KINDS
 from tests.engine.cases import Case, attend, local, run
 
 CASES = (
@@ -30,7 +30,7 @@ CASES = (
 )
 
 
-def recorded(rank: int, group: Any, case: Case, late: float = 0.0) -> tuple[Record, list[torch.Tensor]]:
+def recorded(rank: int, group: Any, case: Case, late: float = 0.0) -> tuple[RankTimings, list[torch.Tensor]]:
     """Forward and backward while somebody records; rank 1 comes so many seconds late."""
     plan, leaves, dout = local(rank, case)
     torch.distributed.barrier(group)
@@ -48,7 +48,7 @@ def recorded(rank: int, group: Any, case: Case, late: float = 0.0) -> tuple[Reco
 def test_messages_and_kernels_are_those_of_the_plan(workers, case):
     plan, found = case.plan(), workers.run(case.ranks, recorded, case)
     plain = workers.run(case.ranks, run, case)
-    assert len(plan.pieces) == (2 if case.algorithm == "hierarchical" else 1)
+    assert len(plan.parts_or_self) == (2 if case.algorithm == "hierarchical" else 1)
     said = traffic(plan, case.dtype.itemsize)
     sent: Counter[tuple[Any, ...]] = Counter()  # by sender, receiver, kind, place and steps
     got: Counter[tuple[Any, ...]] = Counter()
@@ -60,21 +60,21 @@ def test_messages_and_kernels_are_those_of_the_plan(workers, case):
             assert 0 <= message.begin <= message.end <= record.seconds
             ends = (rank, message.peer) if message.sends else (message.peer, rank)
             (sent if message.sends else got)[(*ends, *message[:2], *message[4:6])] += message.bytes
-            mine[message.kind, message.place.direction] += message.bytes * message.sends
+            mine[message.kind, message.origin.direction] += message.bytes * message.sends
         assert mine["keys", "forward"] == said["fetch_forward"][rank]
         assert mine["keys", "backward"] == said["fetch_backward"][rank]
         assert mine["gradients", "backward"] == said["reduce"][rank]
-        assert mine["move", "forward"] == said["move_forward"][rank]
-        assert mine["move", "backward"] == said["move_backward"][rank]
-        for number, piece in enumerate(plan.pieces):
+        assert mine["move", "forward"] == said["redistribution_forward"][rank]
+        assert mine["move", "backward"] == said["redistribution_backward"][rank]
+        for number, piece in enumerate(plan.parts_or_self):
             for direction in ("forward", "backward"):
                 program, place = getattr(piece, direction), (3, 7, direction, number)
-                computed = [one.step for one in record.spans if one.what == COMPUTE and one.place == place]
+                computed = [one.step for one in record.spans if one.activity == COMPUTE and one.origin == place]
                 assert computed == sorted(set(program.tiles(rank)["step"].tolist()))
-                kept = [one for one in record.messages if one.place == place and one.kind != "move"]
+                kept = [one for one in record.messages if one.origin == place and one.kind != "move"]
                 items = [messages.items for messages in (program.fetch, program.reduce)]
                 steps = [(i["start"], i["done"]) for item in items for i in item if rank in (i["src"], i["dst"])]
-                assert sorted((one.step, one.due) for one in kept) == sorted(steps)
+                assert sorted((one.start_step, one.done_step) for one in kept) == sorted(steps)
     assert sent and sent == got
 
 
@@ -82,32 +82,32 @@ def test_spans_follow_each_other_and_are_no_more_than_the_whole(workers):
     for case in CASES:
         for record, _ in workers.run(case.ranks, recorded, case):
             spans = sorted(record.spans, key=lambda one: one.begin)
-            assert {one.what for one in spans} <= {COMPUTE, POST, WAIT, LAND} and len(spans) > 4
+            assert {one.activity for one in spans} <= {COMPUTE, POST, WAIT, UNPACK} and len(spans) > 4
             for one, after in pairwise(spans):
                 assert one.begin <= one.end <= after.begin
             assert 0 < sum(one.end - one.begin for one in spans) <= record.seconds
-            assert sum(one.end - one.begin for one in spans if one.what == COMPUTE) > 0
+            assert sum(one.end - one.begin for one in spans if one.activity == COMPUTE) > 0
 
 
 def test_who_waits_for_a_late_rank_is_seen_to_wait(workers):
     case = Case((200,), 2, algorithm="ring")
     workers.run(2, recorded, case)  # connections are made
     (early, _), (late, _) = workers.run(2, recorded, case, 0.3)
-    waited = [sum(one.end - one.begin for one in record.spans if one.what == WAIT) for record in (early, late)]
+    waited = [sum(one.end - one.begin for one in record.spans if one.activity == WAIT) for record in (early, late)]
     assert waited[0] > 0.15 and waited[1] < waited[0] - 0.1
     longest = max((one for one in early.spans), key=lambda one: one.end - one.begin)
-    assert (longest.what, longest.place, longest.step) == (WAIT, (3, 7, "forward", 0), 0)
+    assert (longest.activity, longest.origin, longest.step) == (WAIT, (3, 7, "forward", 0), 0)
 
 
-def hidden(rank: int, group: Any, case: Case) -> Record:
+def hidden(rank: int, group: Any, case: Case) -> RankTimings:
     """Hidden states to attention's rows and back, and their gradients."""
     plan = with_linear_layout(case.plan(), "hidden")
-    assert plan.linear is not None
-    remap = remap_of(plan, rank, torch.device("cpu"))
-    x = torch.randn(int(plan.linear.token_counts[rank]), 3, 5, requires_grad=True)
+    assert plan.linear_layout is not None
+    remap = hidden_redistribution(plan, rank, torch.device("cpu"))
+    x = torch.randn(int(plan.linear_layout.token_counts[rank]), 3, 5, requires_grad=True)
     with recording(Recorder()) as recorder:
-        moved = remapped(x, remap, Transport(group, 60.0))
-        back = remapped(moved, remap.turned, Transport(group, 60.0))
+        moved = redistribute_hidden(x, remap, GroupTransport(group, 60.0))
+        back = redistribute_hidden(moved, remap.reversed, GroupTransport(group, 60.0))
         torch.autograd.grad(back.sum(), x)
     return recorder.read()
 
@@ -115,14 +115,14 @@ def hidden(rank: int, group: Any, case: Case) -> Record:
 def test_moves_of_hidden_states_are_told_apart(workers):
     case = Case((129, 3, 0, 50, 7, 211), 2, algorithm="direct", options=(("layout", "balanced"),))
     plan = with_linear_layout(case.plan(), "hidden")
-    move = Redistribution.between(plan.linear, plan.layout, 1)
-    rows = move.sent() + move.sent(adjoint=True)
+    move = Redistribution.between(plan.linear_layout, plan.layout, 1)
+    rows = move.send_volume() + move.send_volume(adjoint=True)
     for rank, record in enumerate(workers.run(2, hidden, case)):
         assert {message.kind for message in record.messages} == {"remap"}
         for direction in ("forward", "backward"):
-            sent = [one.bytes for one in record.messages if one.sends and one.place.direction == direction]
+            sent = [one.bytes for one in record.messages if one.sends and one.origin.direction == direction]
             assert sum(sent) == rows[rank] * 15 * 4
-        assert [one.what for one in record.spans] == [POST, WAIT] * 4
+        assert [one.activity for one in record.spans] == [POST, WAIT] * 4
 
 
 def unseen(rank: int, group: Any, case: Case) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ def unseen(rank: int, group: Any, case: Case) -> list[torch.Tensor]:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("nobody records")
 
-    names = ("perf_counter", "Recorder", "Call", "Track", "Span", "Message")
+    names = ("perf_counter", "Recorder", "RecordedCall", "PartRecorder", "TimeSpan", "MessageTiming")
     before = {name: getattr(clock, name) for name in names}
     try:
         for name in names:
@@ -143,23 +143,23 @@ def unseen(rank: int, group: Any, case: Case) -> list[torch.Tensor]:
 
 
 def test_nothing_is_recorded_where_nobody_asks(workers):
-    assert clock.new_call() is None and clock.track_of(None, "forward") is None
-    assert span("gather") is span("optimizer")  # nothing is made for it either
+    assert clock.recorded_call() is None
+    assert timed_span("gather") is timed_span("optimizer")  # nothing is made for it either
     for case in CASES:
         assert all(torch.isfinite(x).all() for x in workers.run(case.ranks, unseen, case)[0])
 
 
 def test_a_recording_ends_with_its_block_and_there_is_one_at_a_time():
     with pytest.raises(ValueError, match="broken"), recording(Recorder()) as recorder:
-        assert clock.new_call().recorder is recorder
-        with span("gather"):
+        assert clock.recorded_call().recorder is recorder
+        with timed_span("gather"):
             time.sleep(0.01)
-        with pytest.raises(AssertionError, match="records already"), recording(Recorder()):
+        with pytest.raises(AssertionError, match="another recorder is active"), recording(Recorder()):
             pass
         raise ValueError("broken")
-    assert clock.new_call() is None
+    assert clock.recorded_call() is None
     record = recorder.read()
-    assert [(one.what, one.place) for one in record.spans] == [("gather", None)]
+    assert [(one.activity, one.origin) for one in record.spans] == [("gather", None)]
     assert 0.01 <= record.spans[0].end - record.spans[0].begin <= record.seconds
 
 
@@ -189,7 +189,7 @@ def test_on_a_device_marks_are_events_and_only_reading_them_waits(monkeypatch):
     monkeypatch.setattr(clock, "perf_counter", lambda: pytest.fail("the host's clock says nothing of a stream"))
     with recording(Recorder("cuda:0")) as recorder:
         for what in ("gather", "optimizer"):
-            with span(what):
+            with timed_span(what):
                 pass
         assert not FakeEvent.waited
     record = recorder.read()

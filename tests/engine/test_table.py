@@ -11,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import ConfigError, capabilities
-from mindspeed_cp.plan import ALGORITHMS
-from tests.engine.cases import SIZES, Case, errors, run, run_all, worst
+from mindspeed_cp import ConfigError
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.engine import Stepping
+from tests.engine.cases import SIZES, Case, errors, run_here, sizes, worst
 from tests.engine.draw import cell_of, problem
 
-CELLS = [cell for cell in capabilities.cells() if cell.backend == "cpu"]
+CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cpu"]
 EXACT = [cell for cell in CELLS if capabilities.refusal(cell) is None]
 REFUSED = [cell for cell in CELLS if capabilities.refusal(cell) is not None]
 
@@ -30,14 +32,12 @@ def drawn(cell: capabilities.Cell, turn: int = 0) -> Case:
 CASES = [drawn(cell) for cell in EXACT]
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@sizes(default=(2, 3, 5))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_cell_agrees_with_fp64(workers, algorithm, ranks):
+def test_every_cell_agrees_with_fp64(algorithm, ranks):
     """out, dq, dk and dv of one problem of every cell; each cell has one number of ranks, drawn with the problem."""
     cases = [case for case in CASES if (case.algorithm, case.ranks) == (algorithm, ranks)]
-    parts = workers.run(ranks, run_all, cases, timeout=240)
-    found = {case: worst(case, [part[i] for part in parts]) for i, case in enumerate(cases)}
-    assert {case: error for case, error in found.items() if error > 1e-5} == {}
+    assert {case: error for case in cases if (error := worst(case, run_here(case))) > 1e-5} == {}
 
 
 def test_the_problems_are_those_of_their_cells_and_go_through_all_sizes():
@@ -68,16 +68,16 @@ def test_every_other_cell_is_refused_and_the_message_names_the_alternative(algor
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(EXACT), st.sampled_from(SIZES), st.randoms(use_true_random=False))
-def test_any_combination_agrees_with_fp64(workers, cell, ranks, rng):
+def test_any_combination_agrees_with_fp64(cell, ranks, rng):
     case = problem(cell, ranks, rng)
-    assert worst(case, workers.run(ranks, run, case)) <= 1e-5, case
+    assert worst(case, run_here(case, Stepping(lazy=True))) <= 1e-5, case
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(EXACT), st.sampled_from(SIZES), st.randoms(use_true_random=False))
-def test_any_combination_is_as_good_as_bf16_can_be(workers, cell, ranks, rng):
+def test_any_combination_is_as_good_as_bf16_can_be(cell, ranks, rng):
     """dq and dk are differences, nothing where a query sees one key only, of terms that come from the rounded output."""
     case = replace(problem(cell, ranks, rng), dtype=torch.bfloat16)
-    found = errors(case, workers.run(ranks, run, case), case.reference())
+    found = errors(case, run_here(case), case.reference())
     for name, bound in (("out", 2**-6), ("dq", 2**-4), ("dk", 2**-4), ("dv", 2**-6)):
         assert found[name][0] <= bound, (name, case)

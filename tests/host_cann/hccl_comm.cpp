@@ -79,7 +79,6 @@ static void create(const char* call, const std::string& id, uint32_t rank, uint3
     comm->settings = settings_of(config, id);
     comm->rank = rank;
     comm->size = size;
-    comm->seconds = time_limit(comm->settings);
     comm->sent.resize(size);
     comm->received.resize(size);
     const double limit = connect_limit();

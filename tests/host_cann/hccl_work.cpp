@@ -118,7 +118,8 @@ static void to_itself(const Communicator& comm, const Exchange& exchange) {
 }
 
 static void move(Communicator& comm, Exchange& exchange) {
-    const Deadline deadline = Clock::now() + std::chrono::microseconds((long long)(comm.seconds * 1e6));
+    const double limit = time_limit(comm.settings);
+    const Deadline deadline = Clock::now() + std::chrono::microseconds((long long)(limit * 1e6));
     const Channel channel = exchange.channel;
     if (exchange.stage_bytes) {
         exchange.stage.assign(comm.size, std::vector<char>(exchange.stage_bytes));
@@ -141,7 +142,7 @@ static void move(Communicator& comm, Exchange& exchange) {
         Link& link = *comm.links[in.from];
         Message message;
         if (!link.take(channel, in.serial, message, deadline))
-            throw Failure(E_TIMEOUT, "waited " + limit_text(comm.seconds) + " for " + bytes(in.bytes) + " from " +
+            throw Failure(E_TIMEOUT, "waited " + limit_text(limit) + " for " + bytes(in.bytes) + " from " +
                                          link.who() + ", in vain; " + link.waiting());
         store(comm, exchange, in, message);
         if (synchronous()) {
@@ -157,7 +158,7 @@ static void move(Communicator& comm, Exchange& exchange) {
             if (out.to == comm.rank) continue;
             Link& link = *comm.links[out.to];
             if (!link.taken(channel, out.serial, deadline))
-                throw Failure(E_TIMEOUT, "waited " + limit_text(comm.seconds) + " until " + link.who() + " takes " +
+                throw Failure(E_TIMEOUT, "waited " + limit_text(limit) + " until " + link.who() + " takes " +
                                              bytes(out.bytes) + ", in vain (HOST_HCCL_SYNC=1)");
         }
     }

@@ -1,6 +1,6 @@
 // Communicators, and the work that their calls put on streams.
 //
-// Environment, read by each process when first needed:
+// Environment, read by each process when first needed, time limits whenever something starts:
 //   HOST_HCCL_SYNC=1         a task ends only when the receivers' tasks have taken its messages
 //   HOST_HCCL_TIMEOUT        seconds that a task, or the creation of a communicator, waits for its peers; if not set:
 //                            the communicator's own limit or HCCL_EXEC_TIMEOUT (1836); HCCL_CONNECT_TIMEOUT (120)
@@ -48,7 +48,6 @@ struct Communicator {
     std::string id;  // the same on all ranks and on no other communicator
     Settings settings;
     uint32_t rank = 0, size = 0;
-    double seconds = 0;                        // time limit of a task
     std::vector<std::shared_ptr<Link>> links;  // by rank; empty at the own one
 
     std::mutex lock;
@@ -114,7 +113,7 @@ HcclResult guarded(const char* call, Body body) {
         return HCCL_SUCCESS;
     } catch (const Failure& failure) { return (HcclResult)report(failure, call); }
 }
-double time_limit(const Settings& settings);  // seconds
+double time_limit(const Settings& settings);  // seconds of a task that starts now
 double connect_limit();
 bool synchronous();
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.host_cann import oracle_faults as faults
-from tests.host_cann.oracle_rules import MOST_DIM, MOST_HEADS, TYPES, need
+from tests.host_cann.oracle_rules import MAX_HEADS, MOST_DIM, TYPES, need
 
 Parts = tuple[Tensor, Tensor, Tensor]  # attention output, softmax max, softmax sum
 
@@ -45,7 +45,7 @@ def check_arguments(prev: Parts, cur: Parts, lengths: Tensor | None, layout: str
         return
     t, n, d = out.shape
     need(d % 64 == 0 and 0 < d <= MOST_DIM, f"TND: head size is {d}; valid: multiples of 64 up to {MOST_DIM}")
-    need(n <= MOST_HEADS, f"TND: {n} heads; at most {MOST_HEADS}")
+    need(n <= MAX_HEADS, f"TND: {n} heads; at most {MAX_HEADS}")
     need(list(largest.shape) == [t, n, 8], f"TND: statistics {list(largest.shape)}; valid: {[t, n, 8]}")
     need(lengths is not None, "TND needs actual_seq_qlen")
     assert lengths is not None

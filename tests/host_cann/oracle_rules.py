@@ -22,8 +22,8 @@ from torch import Tensor
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
 MOST_ROWS = 1_000_000  # of a sequence and, in TND, of all of them
-MOST_SEQUENCES = 2048  # in TND
-MOST_HEADS = 256
+MAX_SEQUENCES = 2048  # in TND
+MAX_HEADS = 256
 MOST_DIM = int(os.environ.get("HOST_CANN_WIDEST", "768"))  # 512 in older releases of CANN
 UNLIMITED = 2**31 - 1  # default of pre_tokens and next_tokens
 
@@ -130,7 +130,7 @@ def checked_heads(query: Tensor, key: Tensor, value: Tensor, head_num: int, layo
     )
     dims = 4 if layout in ("BSND", "BNSD") else 3
     need(all(x.dim() == dims for x in three), f"{layout} takes tensors of {dims} dimensions")
-    need(0 < head_num <= MOST_HEADS, f"head_num is {head_num}; valid: 1 to {MOST_HEADS}")
+    need(0 < head_num <= MAX_HEADS, f"head_num is {head_num}; valid: 1 to {MAX_HEADS}")
     if layout in ("BSH", "SBH"):
         need(query.shape[2] % head_num == 0, f"query's H {query.shape[2]} is no multiple of head_num {head_num}")
         d = query.shape[2] // head_num
@@ -166,7 +166,7 @@ def checked_lengths(
         "TND: actual_seq_qlen and actual_seq_kvlen must have the same length and not be empty",
     )
     assert ends_q is not None and ends_k is not None
-    need(len(ends_q) <= MOST_SEQUENCES, f"TND: {len(ends_q)} sequences; at most {MOST_SEQUENCES}")
+    need(len(ends_q) <= MAX_SEQUENCES, f"TND: {len(ends_q)} sequences; at most {MAX_SEQUENCES}")
     need(key.shape[0] == value.shape[0], f"key has {key.shape[0]} rows, value {value.shape[0]}")
     used = len(ends_q)
     while used > 1 and ends_q[used - 1] == ends_k[used - 1] == 0:

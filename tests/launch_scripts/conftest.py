@@ -26,6 +26,15 @@ def check() -> ModuleType:
 
 
 @pytest.fixture
+def no_settings(tmp_path: Path) -> dict[str, str]:
+    """Environment of scripts for which every setting is right: the double of Python prints time-out and output folder."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "${1##*/} $2" = "check.py settings" ] && printf "600\\nruns/quickstart\\n"\n')
+    python.chmod(0o755)
+    return {"PYTHON": str(python)}
+
+
+@pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """Environment of a job of two nodes, with doubles of scontrol and of srun, which starts both tasks here."""
     tools = tmp_path / "slurm"

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCH = ROOT / "configs" / "launch"
 A2, A3, SLURM = (LAUNCH / name for name in ("atlas_800t_a2.sh", "atlas_a3.sh", "slurm.sbatch"))
@@ -29,7 +31,7 @@ def run(script: Path, *arguments: str, cwd: Path = ROOT, **environment: str) -> 
     clean = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHONPATH": str(ROOT)}
     clean |= {"PYTHON": sys.executable, **environment}
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=HANG)
 
 
 @dataclass

@@ -37,13 +37,9 @@ from tests.ports import free_port
         (["--python=no-such-python"], {}, "--python = no-such-python: no such program"),
         (["--cann=/no/such/set_env.sh"], {}, "--cann = /no/such/set_env.sh: no such file"),
         (["--set=train.device=cpu"], {}, "--set = train.device=cpu: use --device"),
-        (["--set=train.lr=fast"], {}, '--set: train.lr = "fast": must be a number'),
-        (["--config=no.yaml"], {}, "no.yaml"),
-        (["--ranks-per-node=6"], {}, "6 ranks do not fit the settings"),
         (["--connect-timeout=60"], {}, "HCCL_CONNECT_TIMEOUT = 60: must be a whole number from 120 to 7200"),
         ([], {"HCCL_CONNECT_TIMEOUT": "1e3"}, "HCCL_CONNECT_TIMEOUT = 1e3: must be a whole number"),
         (["--exec-timeout=600"], {}, "HCCL_EXEC_TIMEOUT = 600: must be a whole number from 1 to 599; (--exec-timeout) less than context_parallel_suite.timeout_seconds = 600"),
-        (["--set=context_parallel_suite.timeout_seconds=1"], {}, "context_parallel_suite.timeout_seconds = 1: must be at least 2"),
         (["--buffer-mb=0"], {}, "HCCL_BUFFSIZE = 0: must be a whole number from 1"),
         (["--p2p-buffer-mb=-1"], {}, "P2P_HCCL_BUFFSIZE = -1: must be a whole number from 1"),
         ([], {"P2P_HCCL_BUFFSIZE": "0"}, "P2P_HCCL_BUFFSIZE = 0: must be a whole number from 1 to 65536; (--p2p-buffer-mb) MB; with 0"),
@@ -54,8 +50,23 @@ from tests.ports import free_port
         (["--device=cpu"], {"RANK_TABLE_FILE": "x"}, "--rank-table = x: has no meaning with --device cpu"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(words: list[str], environment: dict[str, str], expected: str) -> None:
-    assert expected in refusal(run(A2, "--dry-run", EIGHT, *words, **environment))
+def test_bad_input_is_one_line(
+    words: list[str], environment: dict[str, str], expected: str, no_settings: dict[str, str]
+) -> None:
+    assert expected in refusal(run(A2, "--dry-run", EIGHT, *words, **no_settings, **environment))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--set=train.lr=fast"], '--set: train.lr = "fast": must be a number'),
+        (["--config=no.yaml"], "no.yaml"),
+        (["--ranks-per-node=6"], "6 ranks do not fit the settings"),
+        (["--set=context_parallel_suite.timeout_seconds=1"], "context_parallel_suite.timeout_seconds = 1: must be at least 2"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_one_line(words: list[str], expected: str) -> None:
+    assert expected in refusal(run(A2, "--dry-run", EIGHT, *words))
 
 
 def test_a_machine_without_cann_and_devices_is_told_so(tmp_path: Path) -> None:
@@ -124,6 +135,7 @@ def test_a_context_over_more_nodes_than_the_settings_say_is_mentioned() -> None:
         "--nodes=2",
         "--master-addr=head",
         "--set=context_parallel_suite.context_parallel_size=16",
+        "--set=context_parallel_suite.nodes=1",
     ]
     note = "note: context_parallel_suite.nodes = 1, but with 8 ranks on a node the 16 ranks of a context are on 2"
     assert run(A2, *words, "--node-rank=0").stderr.startswith(note)

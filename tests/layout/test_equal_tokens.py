@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import ConfigError, Documents
-from mindspeed_cp.layout import Layout, Redistribution, contiguous, equal_tokens, zigzag
-from mindspeed_cp.layout.remap import OBJECTIVES, Flows, equal_token_flows, equal_token_layout
+from mindspeed_cp.layout import Layout, Redistribution, contiguous, zigzag
+from mindspeed_cp.layout.equal_tokens import equal_token_flows, equal_token_layout
+from tests.layout.layouts import equal_tokens
 
 #: Only these tests need scipy: without it the others run, those of GPUs for instance.
 linprog = pytest.importorskip("scipy.optimize", reason="the package scipy is not installed").linprog
@@ -27,14 +28,12 @@ def transport(counts: np.ndarray, per: int) -> tuple[np.ndarray, np.ndarray, np.
     return leaves, arrives, (node[:, None] != node).reshape(-1)
 
 
-def cheapest(counts: np.ndarray, per: int, price: float) -> float:
-    """The least cost of any move to equal counts, whichever ranks get one token more."""
+def fewest_across(counts: np.ndarray, per: int) -> float:
+    """The least number of rows across nodes of any move to equal counts, whichever ranks get one token more."""
     leaves, arrives, crosses = transport(counts, per)
-    cost = np.where(crosses, price, 1.0)
-    cost[:: len(counts) + 1] = 0.0
     share, extra = divmod(int(counts.sum()), len(counts))
     return solved(
-        cost,
+        crosses.astype(float),
         A_ub=np.concatenate([arrives, -arrives]),
         b_ub=np.concatenate([np.full(len(counts), share + (extra > 0)), np.full(len(counts), -share)]),
         A_eq=leaves,
@@ -75,13 +74,23 @@ def solved(cost: np.ndarray, **constraints: np.ndarray) -> float:
     return float(found.fun)
 
 
-def cost_of(found: Flows, price: float) -> float:
-    rows = found.flows["rows"]
-    return float(rows.sum() + (price - 1) * rows[found.crosses].sum())
+def across(flows: np.ndarray, per: int) -> np.ndarray:
+    """The flows between nodes."""
+    return flows[flows["src"] // per != flows["dst"] // per]
 
 
-def peak_of(found: Flows) -> int:
-    return int(max(found.rows(side, across=True).max() for side in ("src", "dst")))
+def after(counts: np.ndarray, flows: np.ndarray) -> np.ndarray:
+    """Rows of each rank after the flows."""
+    counts = np.array(counts, np.int64)
+    np.subtract.at(counts, flows["src"], flows["rows"])
+    np.add.at(counts, flows["dst"], flows["rows"])
+    return counts
+
+
+def peak_of(flows: np.ndarray, per: int) -> int:
+    """The largest number of rows that one rank sends, or receives, across nodes."""
+    crossing = across(flows, per)
+    return int(max(np.bincount(crossing[side], crossing["rows"]).max(initial=0) for side in ("src", "dst")))
 
 
 def counts_of(seed: int, ranks: int) -> np.ndarray:
@@ -103,73 +112,58 @@ CASES = [
 
 
 @pytest.mark.parametrize(("nodes", "per", "seed"), CASES)
-def test_no_linear_program_moves_less(nodes: int, per: int, seed: int) -> None:
+def test_no_linear_program_moves_fewer_rows_across_or_has_a_smaller_peak(nodes: int, per: int, seed: int) -> None:
     counts = counts_of(seed, nodes * per)
-    found = equal_token_flows(counts, per, "sum")
-    for price in (2.0, PRICE):
-        assert cost_of(found, price) == pytest.approx(cheapest(counts, per, price), abs=1e-6)
+    flows = equal_token_flows(counts, per)
+    targets, peak, crossing = after(counts, flows), peak_of(flows, per), across(flows, per)["rows"].sum()
+    assert crossing == pytest.approx(fewest_across(counts, per), abs=1e-6)
+    assert peak == np.ceil(smallest_peak(counts, targets, per) - 1e-6)
+    cost = flows["rows"].sum() + (PRICE - 1) * crossing
+    assert cost == pytest.approx(cheapest_under(peak, counts, targets, per), abs=1e-6)
 
 
-@pytest.mark.parametrize(("nodes", "per", "seed"), CASES)
-def test_no_linear_program_has_a_smaller_peak_across_nodes(nodes: int, per: int, seed: int) -> None:
-    counts = counts_of(seed, nodes * per)
-    found, fewest = equal_token_flows(counts, per, "minmax"), equal_token_flows(counts, per, "sum")
-    assert np.array_equal(found.targets, fewest.targets)
-    peak = peak_of(found)
-    assert peak == np.ceil(smallest_peak(counts, found.targets, per) - 1e-6)
-    assert cost_of(found, PRICE) == pytest.approx(cheapest_under(peak, counts, found.targets, per), abs=1e-6)
-    assert found.flows["rows"][found.crosses].sum() == fewest.flows["rows"][fewest.crosses].sum()
-
-
-def test_the_objectives_differ() -> None:
+def test_all_ranks_of_a_node_send_across() -> None:
     """One rank has all the surplus: the others send rows of their own across, and get as many from it."""
-    counts = np.array([18, 4, 4, 2, 8, 3, 1, 0])
-    few, level = (equal_token_flows(counts, 4, objective) for objective in OBJECTIVES)
-    assert (peak_of(few), peak_of(level)) == (8, 2)
-    assert (few.flows["rows"].sum(), level.flows["rows"].sum()) == (16, 24)
+    flows = equal_token_flows(np.array([18, 4, 4, 2, 8, 3, 1, 0]), 4)
+    assert peak_of(flows, 4) == 2 and flows["rows"].sum() == 24
 
 
 counts_strategy = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
 
 @settings(max_examples=300, deadline=None)
-@given(counts_strategy, st.data(), st.sampled_from(OBJECTIVES))
-def test_rows_are_conserved_and_equal_up_to_one(counts: list[int], data: st.DataObject, objective: str) -> None:
+@given(counts_strategy, st.data())
+def test_rows_are_conserved_and_equal_up_to_one(counts: list[int], data: st.DataObject) -> None:
     per = data.draw(st.sampled_from([n for n in range(1, len(counts) + 1) if len(counts) % n == 0]))
-    found = equal_token_flows(np.array(counts), per, objective)
-    after = np.array(counts, np.int64)
-    np.subtract.at(after, found.flows["src"], found.flows["rows"])
-    np.add.at(after, found.flows["dst"], found.flows["rows"])
-    assert np.array_equal(after, found.targets)
-    assert after.max() - after.min() <= 1 and after.sum() == sum(counts)
-    assert (found.flows["rows"] > 0).all()
-    inside = found.flows[~found.crosses]
-    assert not set(inside["src"]) & set(inside["dst"])  # nobody gives and takes in its own node
-    pairs = list(zip(found.flows["src"], found.flows["dst"], strict=True))
+    flows = equal_token_flows(np.array(counts), per)
+    targets = after(np.array(counts), flows)
+    assert targets.max() - targets.min() <= 1 and targets.sum() == sum(counts)
+    assert (flows["rows"] > 0).all()
+    inside = flows[flows["src"] // per == flows["dst"] // per]
+    assert not set(inside["src"]) & set(inside["dst"])  # no rank gives and takes in its own node
+    pairs = list(zip(flows["src"], flows["dst"], strict=True))
     assert pairs == sorted(set(pairs))
-    again = equal_token_flows(np.array(counts), per, objective)
-    assert np.array_equal(found.flows, again.flows)
+    assert np.array_equal(flows, equal_token_flows(np.array(counts), per))
     if max(counts) - min(counts) <= 1:
-        assert not len(found.flows)
+        assert not len(flows)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.integers(0, 40), max_size=8), st.sampled_from([(1, 1), (1, 4), (2, 2), (3, 2), (2, 5)]), st.randoms(),
-    st.sampled_from(OBJECTIVES),
+    st.lists(st.integers(0, 40), max_size=8), st.sampled_from([(1, 1), (1, 4), (2, 2), (3, 2), (2, 5)]), st.randoms()
 )  # fmt: skip
-def test_a_layout_keeps_its_laws_and_its_rows(lengths, nodes, random, objective) -> None:  # type: ignore[no-untyped-def]
+def test_a_layout_keeps_its_laws_and_its_rows(lengths, nodes, random) -> None:  # type: ignore[no-untyped-def]
     documents, ranks = Documents(lengths), nodes[0] * nodes[1]
     groups = [random.sample(range(ranks), random.randint(1, ranks)) for _ in lengths]
     source = random.choice((zigzag, contiguous))(documents, ranks, groups)
-    target = equal_token_layout(source, nodes[1], objective)
+    target = equal_token_layout(source, nodes[1])
     target.check()
     counts = target.token_counts
     assert counts.max() - counts.min() <= 1
-    flows = equal_token_flows(source.token_counts, nodes[1], objective)
-    assert moved_rows(source, target) == {(f["src"], f["dst"]): f["rows"] for f in flows.flows}
-    assert equal_token_layout(source, nodes[1], objective).same_as(target)
-    assert equal_token_layout(target, nodes[1], objective) is target
+    flows = equal_token_flows(source.token_counts, nodes[1])
+    assert moved_rows(source, target) == {(f["src"], f["dst"]): f["rows"] for f in flows}
+    assert equal_token_layout(source, nodes[1]).same_as(target)
+    assert equal_token_layout(target, nodes[1]) is target
     x = np.arange(documents.tokens)
     assert np.array_equal(target.unshard([target.shard(x, rank) for rank in range(ranks)]), x)
 
@@ -179,27 +173,26 @@ def moved_rows(source: Layout, target: Layout) -> dict[tuple[int, int], int]:
     move = Redistribution.between(source, target, 1)
     if move is None:
         return {}
-    return {(p["src"], p["dst"]): p["rows"] for p in move.parts if p["src"] != p["dst"]}
+    return {(p["src"], p["dst"]): p["rows"] for p in move.rank_pairs if p["src"] != p["dst"]}
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_worst_cases(objective: str) -> None:
+def test_worst_cases() -> None:
     giant = zigzag(Documents([1_000_003]), 8, [[5]])
-    assert sorted(set(equal_token_layout(giant, 4, objective).token_counts)) == [125000, 125001]
+    assert sorted(set(equal_token_layout(giant, 4).token_counts)) == [125000, 125001]
     nothing = zigzag(Documents([0, 0]), 4)
-    assert equal_token_layout(nothing, 2, objective) is nothing
+    assert equal_token_layout(nothing, 2) is nothing
     few = zigzag(Documents([3]), 8, [[6]])
-    after = equal_token_layout(few, 4, objective).token_counts
-    assert after.sum() == 3 and after.max() == 1
-    assert after[4:].sum() == 3, "no row need cross"
+    counts = equal_token_layout(few, 4).token_counts
+    assert counts.sum() == 3 and counts.max() == 1
+    assert counts[4:].sum() == 3, "no row need cross"
     equal = equal_tokens(Documents([10, 0, 7]), 4)
-    assert equal_token_layout(equal, 4, objective) is equal
+    assert equal_token_layout(equal, 4) is equal
 
 
 def test_extra_tokens_stay_where_they_are() -> None:
     """Counts of q and q + 1 in any places are equal already."""
     counts = np.array([3, 4, 3, 3, 4, 4])
-    assert not len(equal_token_flows(counts, 3).flows)
+    assert not len(equal_token_flows(counts, 3))
 
 
 def test_a_giver_is_not_cut_into_pieces() -> None:
@@ -207,7 +200,9 @@ def test_a_giver_is_not_cut_into_pieces() -> None:
     documents = Documents([10] * 8)
     source = zigzag(documents, 2, [[0]] * 7 + [[1]])
     target = equal_token_layout(source, 2)
-    assert [(s.doc, s.start, s.stop) for s in target.spans_of(0)] == [(d, 10 * d, 10 * d + 10) for d in range(4)]
+    assert [(doc, start, stop) for _, doc, start, stop in target.rank_spans(0).tolist()] == [
+        (d, 10 * d, 10 * d + 10) for d in range(4)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +210,6 @@ def test_a_giver_is_not_cut_into_pieces() -> None:
     [
         (lambda: equal_token_flows(np.ones(4), 3), "ranks_per_node is 3; valid: a divisor of the 4 ranks"),
         (lambda: equal_token_flows(np.ones(4), 0), "ranks_per_node is 0"),
-        (lambda: equal_token_flows(np.ones(4), 2, "max"), "objective is 'max'; valid: sum, minmax"),
         (
             lambda: equal_token_layout(zigzag(Documents([4]), 2).with_heads(np.array([[0, 1], [1, 2]])), 2),
             "attention_layout splits heads",

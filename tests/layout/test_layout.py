@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp.errors import ConfigError, PlanError
-from mindspeed_cp.layout import SPAN, Documents, Layout, contiguous, equal_tokens, expand, from_spans, zigzag
+from mindspeed_cp.layout import (
+    TOKEN_SPAN,
+    Documents,
+    Layout,
+    contiguous,
+    from_spans,
+    ragged_arange,
+    zigzag,
+)
+from tests.layout.layouts import equal_tokens
 
 lengths = st.lists(st.integers(0, 60), max_size=8)
 ranks = st.integers(1, 9)
@@ -66,8 +75,8 @@ def test_positions_documents_and_cumulative_lengths_agree_with_tokens(lengths, r
     documents = Documents(lengths)
     layout = build(documents, ranks)
     for rank in range(ranks):
-        tokens, ids = layout.tokens(rank), layout.document_ids(rank)
-        assert np.array_equal(ids, documents.document_of(tokens))
+        tokens = layout.tokens(rank)
+        ids = documents.document_of(tokens)
         assert np.array_equal(layout.positions(rank), tokens - documents.offsets[ids])
         cu = layout.cu_seqlens(rank)
         assert cu.dtype == np.int32 and len(cu) == len(lengths) + 1
@@ -85,7 +94,9 @@ def test_groups_keep_documents_on_their_ranks(lengths, ranks, random, build):
     layout = build(Documents(lengths), ranks, groups)
     layout.check()
     for rank in range(ranks):
-        assert set(layout.document_ids(rank)) <= {doc for doc, group in enumerate(groups) if rank in group}
+        assert set(layout.rank_spans(rank)["doc"].tolist()) <= {
+            doc for doc, group in enumerate(groups) if rank in group
+        }
 
 
 @given(lengths, ranks)
@@ -110,7 +121,7 @@ def test_shard_and_unshard_are_differentiable():
 @given(lengths, st.integers(1, 4), st.integers(1, 4))
 def test_layouts_that_split_heads_round_trip(lengths, ranks, heads):
     documents = Documents(lengths)
-    everything = np.concatenate([zigzag(documents, 1).of(0)] * ranks)
+    everything = np.concatenate([zigzag(documents, 1).rank_spans(0)] * ranks)
     everything["rank"] = np.repeat(np.arange(ranks), len(everything) // ranks)
     cuts = np.arange(ranks + 1) * heads // ranks
     layout = Layout(documents, ranks, everything).with_heads(np.stack([cuts[:-1], cuts[1:]], 1))
@@ -120,11 +131,9 @@ def test_layouts_that_split_heads_round_trip(lengths, ranks, heads):
 
 
 def test_spans_that_touch_become_one():
-    spans = np.array([(0, 0, 3, 5), (0, 0, 0, 3), (1, 0, 5, 5), (1, 0, 5, 9)], SPAN)
+    spans = np.array([(0, 0, 3, 5), (0, 0, 0, 3), (1, 0, 5, 5), (1, 0, 5, 9)], TOKEN_SPAN)
     layout = from_spans(Documents([9]), 2, spans)
-    assert [tuple(s) for s in layout.spans_of(0)] == [(0, 0, 0, 5)] and [tuple(s) for s in layout.spans_of(1)] == [
-        (1, 0, 5, 9)
-    ]
+    assert layout.spans.tolist() == [(0, 0, 0, 5), (1, 0, 5, 9)]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,7 @@ def test_spans_that_touch_become_one():
 )
 def test_broken_layouts_are_refused(spans, says):
     with pytest.raises(PlanError, match=says):
-        Layout(Documents([9]), 2, np.array(spans, SPAN)).check()
+        Layout(Documents([9]), 2, np.array(spans, TOKEN_SPAN)).check()
 
 
 @pytest.mark.parametrize(
@@ -167,16 +176,16 @@ def test_bad_arguments_are_refused():
         layout.shard(np.zeros(10), 0)
     with pytest.raises(ConfigError, match="rank 2 does not exist"):
         layout.shard(np.zeros(11), 2)
-    with pytest.raises(ConfigError, match="1 parts for 2 ranks"):
+    with pytest.raises(ConfigError, match="1 shards for 2 ranks"):
         layout.unshard([np.zeros(5)])
-    with pytest.raises(ConfigError, match="part of rank 1 has 9 rows"):
+    with pytest.raises(ConfigError, match="shard of rank 1 has 9 rows"):
         layout.unshard([layout.shard(np.zeros(11), 0), np.zeros(9)])
     with pytest.raises(ConfigError, match="ranks is 0"):
         zigzag(documents, 0)
-    for groups in ([[0], []], [[0], [1, 1]], [[0], [2]]):
-        with pytest.raises(ConfigError, match="document 1 has group"):
-            zigzag(documents, 2, groups)
-    with pytest.raises(ConfigError, match="1 groups for 2 documents"):
+    for doc_ranks in ([[0], []], [[0], [1, 1]], [[0], [2]]):
+        with pytest.raises(ConfigError, match="document 1 has ranks"):
+            zigzag(documents, 2, doc_ranks)
+    with pytest.raises(ConfigError, match="1 entries for 2 documents"):
         zigzag(documents, 2, [[0]])
 
 
@@ -187,9 +196,9 @@ def test_documents_compare_and_hash_by_their_lengths():
         Documents([1]).lengths[0] = 2
 
 
-def test_expand_lists_runs():
-    assert expand(np.array([5, 0, 9]), np.array([2, 1, 0])).tolist() == [5, 6, 0]
-    assert expand(np.zeros(0, int), np.zeros(0, int)).tolist() == []
+def test_ragged_arange_lists_runs():
+    assert ragged_arange(np.array([5, 0, 9]), np.array([2, 1, 0])).tolist() == [5, 6, 0]
+    assert ragged_arange(np.zeros(0, int), np.zeros(0, int)).tolist() == []
 
 
 def test_layouts_do_not_import_torch():
@@ -218,11 +227,11 @@ SPLIT = zigzag(Documents([30]), 2).with_heads(np.array([[0, 2], [2, 3]]))
         (lambda: zigzag(Documents([30]), 3).tokens(-1), "rank -1 does not exist"),
         (lambda: zigzag(Documents([30]), 3).positions(3), "rank 3 does not exist"),
         (lambda: zigzag(Documents([30]), 3).cu_seqlens(None), "rank None does not exist"),
-        (lambda: zigzag(Documents([30]), 2).unshard([[0] * 15, [0] * 15]), "unshard: the part of rank 0 is a list; valid"),
+        (lambda: zigzag(Documents([30]), 2).unshard([[0] * 15, [0] * 15]), "unshard: the shard of rank 0 is a list; valid"),
         (lambda: SPLIT.unshard([np.zeros((15, 2)), np.zeros((15, 1))]), "number of heads must be given: None; valid: 3 or more"),
         (lambda: SPLIT.unshard([np.zeros((15, 2)), np.zeros((15, 1))], heads="3"), "must be given: '3'"),
-        (lambda: zigzag(Documents([30]), "2"), "ranks is '2'; a layout needs 1 or more"),
-        (lambda: contiguous(Documents([30]), 2**80), "a layout needs 1 or more"),
+        (lambda: zigzag(Documents([30]), "2"), "ranks is '2'; valid: a whole number, 1 or more"),
+        (lambda: contiguous(Documents([30]), 2**80), "1 or more, at most 2147483647"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_or_joined_is_refused(call, says):

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import Documents, PlanError
-from mindspeed_cp.layout import SPAN, Layout, Redistribution, contiguous, equal_tokens, merged, overlaps, zigzag
+from mindspeed_cp.layout import (
+    TOKEN_SPAN,
+    Layout,
+    Redistribution,
+    contiguous,
+    intersect_runs,
+    union_of_runs,
+    zigzag,
+)
+from tests.layout.layouts import equal_tokens
 
 lengths = st.lists(st.integers(0, 40), max_size=6)
 SOURCES = (zigzag, contiguous, equal_tokens)
@@ -22,7 +31,7 @@ def everything(documents: Documents, ranks: int, ranges: np.ndarray) -> Layout:
         for doc, (a, b) in enumerate(zip(documents.offsets[:-1], documents.offsets[1:], strict=True))
         if b > a
     ]
-    return Layout(documents, ranks, np.array(rows, SPAN)).with_heads(ranges)
+    return Layout(documents, ranks, np.array(rows, TOKEN_SPAN)).with_heads(ranges)
 
 
 def forward(move: Redistribution, x: np.ndarray) -> list[np.ndarray]:
@@ -31,7 +40,7 @@ def forward(move: Redistribution, x: np.ndarray) -> list[np.ndarray]:
     for rank in range(move.target.ranks):
         low, high = move.target.head_range(rank, move.heads)
         out.append(np.full((move.target.token_counts[rank], high - low, *x.shape[2:]), -1.0))
-    for part in move.parts:
+    for part in move.rank_pairs:
         given = move.source.shard(x, part["src"])
         for run in move.runs_of(part):
             rows = given[run["src_row"] : run["src_row"] + run["rows"], part["head"] : part["head"] + part["heads"]]
@@ -50,7 +59,7 @@ def test_every_token_and_head_arrives_and_goes_back(lengths, ranks, heads, sourc
     for rank, part in enumerate(forward(move, x)):
         assert np.array_equal(part, target.shard(x, rank))
     times = np.zeros((documents.tokens, heads))
-    for part in move.parts:
+    for part in move.rank_pairs:
         for run in move.runs_of(part):
             tokens = move.source.tokens(part["src"])[run["src_row"] : run["src_row"] + run["rows"]]
             times[tokens, part["head"] : part["head"] + part["heads"]] += 1
@@ -68,7 +77,7 @@ def test_whole_rows_move_between_any_two_layouts(lengths, ranks, source, target)
     x = np.arange(documents.tokens * 3.0).reshape(-1, 3)
     for rank, part in enumerate(forward(move, x)):
         assert np.array_equal(part, move.target.shard(x, rank))
-    assert not move.replicates
+    assert not move.has_copies
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,14 +90,14 @@ def test_what_is_sent_is_what_others_hold(lengths, ranks):
     )
     for adjoint, end in ((False, "src"), (True, "dst")):
         for rank in range(ranks):
-            given_parts, got = move.of(rank, adjoint)
-            assert (given_parts["rows"] * given_parts["heads"]).sum() == move.sent(adjoint)[rank]
+            given_parts, got = move.sends_and_receives(rank, adjoint)
+            assert (given_parts["rows"] * given_parts["heads"]).sum() == move.send_volume(adjoint)[rank]
             assert (given_parts[end] == rank).all() and (got["src" if end == "dst" else "dst"] == rank).all()
             peers = given_parts["dst" if end == "src" else "src"]
             assert (peers ^ rank == np.sort(peers ^ rank)).all() and rank not in peers
-            kept = move.kept(rank)
+            kept = move.local_pair(rank)
             assert kept is None or kept["src"] == kept["dst"] == rank
-    assert move.sent().sum() == move.sent(adjoint=True).sum()
+    assert move.send_volume().sum() == move.send_volume(adjoint=True).sum()
 
 
 def test_equal_layouts_need_no_move():
@@ -100,7 +109,7 @@ def test_copies_are_told():
     documents = Documents([9])
     for ranges, copies in (([[0, 1], [1, 2]], False), ([[0, 1], [0, 2]], True)):
         move = Redistribution(equal_tokens(documents, 2), everything(documents, 2, np.array(ranges)), 2)
-        assert move.replicates is copies
+        assert move.has_copies is copies
 
 
 def test_a_source_that_splits_heads_is_refused():
@@ -108,7 +117,7 @@ def test_a_source_that_splits_heads_is_refused():
     split = everything(documents, 2, np.array([[0, 1], [1, 2]]))
     with pytest.raises(PlanError, match="the source splits heads"):
         Redistribution(split, equal_tokens(documents, 2), 2)
-    with pytest.raises(PlanError, match="of other ranks or documents"):
+    with pytest.raises(PlanError, match="different ranks or documents"):
         Redistribution(equal_tokens(documents, 3), split, 2)
 
 
@@ -123,8 +132,8 @@ def test_runs_are_merged_and_overlapped_like_sets(a, b):
     def numbers(of: np.ndarray) -> set[int]:
         return {n for first, last in of.tolist() for n in range(first, last)}
 
-    one, other = merged(a), merged(b)
+    one, other = union_of_runs(a), union_of_runs(b)
     assert numbers(one) == numbers(a) and (one[1:, 0] > one[:-1, 1]).all()
-    i, j, first, last = overlaps(one[:, 0], one[:, 1], other[:, 0], other[:, 1])
+    i, j, first, last = intersect_runs(one[:, 0], one[:, 1], other[:, 0], other[:, 1])
     assert numbers(np.stack([first, last], 1)) == numbers(a) & numbers(b) and (last > first).all()
     assert ((one[i, 0] <= first) & (last <= one[i, 1]) & (other[j, 0] <= first) & (last <= other[j, 1])).all()

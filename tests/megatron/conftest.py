@@ -9,6 +9,9 @@ import pytest
 
 from tests.megatron.gpt import one_rank
 from tests.megatron.ranks import MegatronRanks
+from tests.processes import preload
+
+preload("tests.megatron.gpt")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ Everything here is a module-level function of picklable arguments, so that the p
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp import Documents, Topology, build_plan
+from mindspeed_cp.algorithms.linear_layout import with_linear_layout
+from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron import (
     global_loss,
     install,
@@ -32,7 +34,7 @@ from mindspeed_cp.megatron import (
     rows_multiple,
     shift_labels,
 )
-from mindspeed_cp.plan.remapped import with_linear_layout
+from tests.limits import HANG
 
 with megatron_imports():
     from megatron.core import parallel_state, tensor_parallel
@@ -50,16 +52,9 @@ with megatron_imports():
 VOCABULARY = 96
 
 
-@dataclass(frozen=True)
-class Suite:
-    """What the settings of the suite look like to the Megatron package."""
-
-    context_parallel_size: int = 1
-    algorithm: str = "ring"
-    backend: str = "auto"
-    timeout_seconds: float = 60.0
-    options: dict[str, Any] = field(default_factory=dict)
-    verify_plans: bool = False
+def Suite(options: Mapping[str, Any] | None = None, **keys: Any) -> SuiteSettings:
+    """Return the section context_parallel_suite with these options of the algorithm and other keys."""
+    return SuiteSettings(**{"timeout_seconds": float(HANG), **keys, **(options or {})})
 
 
 @dataclass(frozen=True)
@@ -105,6 +100,15 @@ class Outcome:
     norms: tuple[float, ...] = ()
 
 
+def collect_garbage() -> None:
+    """Free the process groups of a test that cycles hold: such a gloo group goes on polling, with threads of its own.
+
+    What survives belongs to modules. It is frozen, since looking at all of it again takes half a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def one_rank() -> Iterator[None]:
     """Megatron in this process: a world of one rank, one thread."""
@@ -116,7 +120,7 @@ def one_rank() -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        gc.collect()  # as in tests/megatron/ranks.py
+        collect_garbage()
         torch.set_num_threads(threads)
 
 

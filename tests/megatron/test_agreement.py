@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError, Documents, Topology, build_plan
-from mindspeed_cp.megatron import PlannedAttention, core_attention, megatron_imports, planned_params
+from mindspeed_cp.megatron import PlannedAttention, megatron_imports, planned_params
+from mindspeed_cp.megatron.adaptors import core_attention
 from tests.megatron.gpt import Suite, megatron, transformer_config
 from tests.megatron.ranks import MegatronRanks
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
-from mindspeed_cp.megatron import PlannedBatchParams, planned_batch, planned_params, shift_labels, slice_batch
+from mindspeed_cp.megatron import PlannedBatchParams, planned_batch, planned_params, shift_labels
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
 LENGTHS = [7, 0, 1, 12, 5]
@@ -42,7 +42,7 @@ def test_slices_put_together_are_the_batch(lengths: list[int], ranks: int, multi
 def test_sbhd_gives_every_sequence_its_own_row(rank: int) -> None:
     plan = plan_of([13, 13], 3)
     tokens = torch.arange(26).reshape(2, 13)
-    batch = slice_batch({"tokens": tokens.numpy()}, plan, rank, "sbhd")
+    batch, _ = planned_batch({"tokens": tokens.numpy()}, plan, rank, "sbhd")
     assert torch.equal(batch["position_ids"][0], batch["position_ids"][1])
     assert torch.equal(batch["tokens"], batch["position_ids"] + torch.tensor([[0], [13]]))
 
@@ -105,7 +105,7 @@ def test_sequences_of_unequal_rows_are_refused() -> None:
 )
 def test_a_batch_that_is_not_the_plans_is_refused(batch: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        slice_batch(batch, plan_of(LENGTHS, 2), 0)
+        planned_batch(batch, plan_of(LENGTHS, 2), 0)
 
 
 def test_a_tensor_of_other_rows_is_refused() -> None:

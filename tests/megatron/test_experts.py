@@ -43,6 +43,7 @@ LAYOUTS = {  # tensor, context, expert parallel, ranks
     "tp2 cp2 ep1": (2, 2, 1, 4),
     "tp2 cp2 ep2": (2, 2, 2, 4),
 }
+DEFAULT = ("cp2 ep2", "cp3", "dp2 cp2 ep4", "tp2 cp2 ep2")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,9 @@ def reference() -> dict[str, Outcome]:
         return {**found, "steps": planned(Case(BATCHES, optimizer="float32", steps=3, config=EXPERTS))}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=() if layout in DEFAULT else pytest.mark.thorough) for layout in LAYOUTS]
+)
 def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference: dict[str, Outcome]) -> None:
     tp, cp, ep, size = LAYOUTS[layout]
     more = PARALLEL if tp > 1 else {}

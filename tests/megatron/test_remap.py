@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
+from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES, with_linear_layout
 from mindspeed_cp.megatron import planned_batch, planned_params
-from mindspeed_cp.megatron.hidden import HiddenMove
-from mindspeed_cp.plan.remapped import MODES, with_linear_layout
+from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from tests.megatron.gpt import Case, Outcome, on_ranks, one_rank, planned
 from tests.megatron.models import EXPERTS, FULL, LATENT, SELECTIVE
 from tests.megatron.ranks import MegatronRanks
@@ -53,8 +53,8 @@ def runs(mode: str) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
+@pytest.mark.parametrize("size", [pytest.param("cp2", marks=pytest.mark.thorough), "cp4", "tp2 x cp2"])
 def test_loss_and_gradients_are_those_of_one_rank(
     size: str, mode: str, ranks: MegatronRanks, reference: dict[str, Outcome]
 ) -> None:
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_one_rank(
             assert_equal(outcome, reference[name])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
 def test_sequence_parallel_ranks_move_their_shares(mode: str, ranks: MegatronRanks) -> None:
     batches = (LONG, MORE, (1, 2, 1))
     plain = [Case(batches, **BALANCED, config=config) for config in SHARED.values()]
@@ -77,8 +77,8 @@ def test_sequence_parallel_ranks_move_their_shares(mode: str, ranks: MegatronRan
             assert_equal(outcome, one)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("tp", "cp", "ep"), [(1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
+@pytest.mark.parametrize(("tp", "cp", "ep"), [pytest.param(1, 2, 2, marks=pytest.mark.thorough), (2, 2, 2)])
 def test_experts_count_the_tokens_of_the_linear_layout(
     mode: str, tp: int, cp: int, ep: int, ranks: MegatronRanks
 ) -> None:
@@ -95,7 +95,7 @@ def plan_of(lengths: tuple[int, ...] = LONG, ranks: int = 4) -> Plan:
     return build_plan(Documents(lengths), Topology(1, ranks), attention, "direct", layout="balanced")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_batch_has_equal_counts(mode: str, ranks: int) -> None:
     """And would not have without: the comparisons above are of something that moves."""
@@ -141,4 +141,4 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size is 2, but the plan has a linear layout of its own"):
         planned_params(hidden, 0, "sbhd", batch_size=2)
     with pytest.raises(ConfigError, match="plan 1 gives ranks other tokens than plan 0"):
-        planned_params([hidden, replace(hidden, linear=None)], 0)
+        planned_params([hidden, replace(hidden, linear_layout=None)], 0)

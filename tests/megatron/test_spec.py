@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from mindspeed_cp.megatron import (
     local_spec,
     megatron_imports,
 )
-from mindspeed_cp.megatron.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from tests.megatron.gpt import Suite, build, experts_of, layer_spec, transformer_config
 from tests.megatron.models import EXPERTS, LATENT
 
@@ -73,10 +72,10 @@ def test_layers_without_attention_stay_as_they_are(alone: None) -> None:
 
 def test_installing_twice_is_installing_once_with_the_later_suite() -> None:
     once = install(get_gpt_layer_local_spec(), SUITE)
-    twice = install(once, replace(SUITE, timeout_seconds=5.0))
+    twice = install(once, Suite(timeout_seconds=5.0))
     assert core(twice).module is PlannedAttention
     assert core(twice).params["suite"].timeout_seconds == 5.0
-    assert core(once).params["suite"].timeout_seconds == 60.0
+    assert core(once).params["suite"].timeout_seconds == SUITE.timeout_seconds
 
 
 def test_the_settings_of_the_suite_serve_as_they_are(alone: None) -> None:

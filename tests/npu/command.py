@@ -7,7 +7,7 @@ from tests.npu import preload  # noqa: F401  (before torch_npu)
 
 def main() -> None:
     """The command line, with the stand-in loaded."""
-    from mindspeed_cp.cli import main as run
+    from mindspeed_cp.cli.main import main as run
 
     run()
 

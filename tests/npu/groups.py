@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-SIZES = pytest.mark.parametrize("size", [2, 3, 4])
+SIZES = pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.thorough), 3, pytest.param(4, marks=pytest.mark.thorough)]
+)
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 REDUCED = [*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64]
 MOVED = [*REDUCED, torch.float64, torch.uint8, torch.bool]

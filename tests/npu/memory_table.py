@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import torch
 
+from benchmarks.isolated_rank import attend_virtually
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
-from mindspeed_cp.engine.virtual import attend_virtually
-from mindspeed_cp.ops.attention.npu import NpuAttention
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from tests.host_cann.oracle_calls import Call, calls
 from tests.ops.npu_oracle import OracleOperator
 
@@ -53,12 +53,13 @@ def received(tokens: int, attention: AttentionConfig, lowering: str = "tnd") -> 
 
 
 @lru_cache
-def rows() -> list[Row]:
-    """The table."""
+def rows(sizes: tuple[str, ...] = tuple(SIZES)) -> list[Row]:
+    """The table, with columns for some of SIZES."""
+    tokens_of = {name: SIZES[name] for name in sizes}
     causal = AttentionConfig(HEADS, KV_HEADS, WIDTH)
     alibi = AttentionConfig(HEADS, KV_HEADS, WIDTH, alibi=True)
     found: dict[str, dict[str, int]] = {"masks": {}, "tnd": {}, "alibi mask": {}, "alibi": {}}
-    for name, tokens in SIZES.items():
+    for name, tokens in tokens_of.items():
         ours = received(tokens, causal)
         found["tnd"][name] = max(call.mask_bytes for mine in ours for call in mine)  # one tensor, given again and again
         with_bias = received(tokens, alibi)
@@ -66,12 +67,12 @@ def rows() -> list[Row]:
         found["alibi"][name] = max(call.pse_bytes for mine in with_bias for call in mine)
         by_ids = received(tokens, causal, "masks")
         found["masks"][name] = max(call.mask_bytes for mine in by_ids for call in mine)
-    own = {name: tokens // RANKS for name, tokens in SIZES.items()}
+    own = {name: tokens // RANKS for name, tokens in tokens_of.items()}
     return [
-        Row("full mask of a rank's queries, bool", False, {n: own[n] * tokens for n, tokens in SIZES.items()}),
+        Row("full mask of a rank's queries, bool", False, {n: own[n] * tokens for n, tokens in tokens_of.items()}),
         Row("mask by document ids, largest step (npu_lowering: masks)", True, found["masks"]),
         Row("compressed mask (npu_lowering: tnd)", True, found["tnd"]),
-        Row("ALiBi as a bias matrix, bf16", False, {n: 2 * HEADS * own[n] * tokens for n, tokens in SIZES.items()}),
+        Row("ALiBi as a bias matrix, bf16", False, {n: 2 * HEADS * own[n] * tokens for n, tokens in tokens_of.items()}),
         Row("ALiBi by slopes and offsets", True, found["alibi"]),
         Row("... and its compressed mask", True, found["alibi mask"]),
     ]
@@ -85,12 +86,16 @@ def size(number: int) -> str:
     return f"{number / (1 << 10 * power):,.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
+def cells(row: Row) -> str:
+    """A row of the table, up to its last column of bytes."""
+    return f"| {row.name} | {' | '.join(map(size, row.bytes.values()))} |"
+
+
 def main() -> None:
     """Print the table in Markdown."""
     print(f"| bytes on one rank of {RANKS}, {HEADS} heads | {' | '.join(SIZES)} | |\n|---|---|---|---|---|")
     for row in rows():
-        cells = " | ".join(size(row.bytes[name]) for name in SIZES)
-        print(f"| {row.name} | {cells} | {'counted' if row.counted else 'computed'} |")
+        print(f"{cells(row)} {'counted' if row.counted else 'computed'} |")
 
 
 if __name__ == "__main__":

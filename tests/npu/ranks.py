@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
-import signal
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -23,32 +22,12 @@ from typing import Any
 
 import pytest
 
-LIMIT = 60.0  # seconds for a run
-DEFAULTS = {"HOST_HCCL_TIMEOUT": "20", "HCCL_EXEC_TIMEOUT": "20"}  # torch_npu itself looks at the second
+from tests.limits import HANG
+from tests.processes import Outcome, Ranks, answer, forked, preload, values
+
+DEFAULTS = {"HOST_HCCL_TIMEOUT": str(HANG), "HCCL_EXEC_TIMEOUT": str(HANG)}  # torch_npu itself looks at the second
 READ_AT_IMPORT = {"HOST_CANN_VERSION", "HOST_CANN_SOC"}  # by torch_npu: ranks with these start from nothing, in seconds
-_forking = mp.get_context("forkserver")
-_forking.set_forkserver_preload(["tests.npu.preload"])
-
-
-class RankError(AssertionError):
-    """A function failed on a rank, or a rank ended or was silent; carries all ranks' errors."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a rank.
-
-    Attributes:
-        value: what the function returned.
-        error: traceback or reason, and what the process wrote to stderr; None if the function returned.
-        exit: exit status of a process that ended without an answer (negative: the signal), else None.
-        seconds: from the start of the run to the answer.
-    """
-
-    value: Any = None
-    error: str | None = None
-    exit: int | None = None
-    seconds: float = 0.0
+preload("tests.npu.preload")
 
 
 @dataclass(frozen=True)
@@ -72,10 +51,7 @@ class Run:
         Raises:
             RankError: a rank failed.
         """
-        failed = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(self.outcomes) if outcome.error]
-        if failed:
-            raise RankError("\n".join(failed))
-        return [outcome.value for outcome in self.outcomes]
+        return values(self.outcomes)
 
     def calls(self, rank: int | None = None, name: str | None = None) -> list[dict[str, Any]]:
         """Calls that put work on a stream, of one rank of the world or all, of one entry point or all."""
@@ -101,7 +77,7 @@ def start(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    limit: float = LIMIT,
+    limit: float = HANG,
     environment: Mapping[str, str] | None = None,
 ) -> Run:
     """function(rank, size, *args) on `size` ranks whose default group is HCCL; does not raise when ranks fail.
@@ -115,28 +91,19 @@ def start(
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
-    begin = time.monotonic()
-    context = mp.get_context("spawn") if READ_AT_IMPORT & set(environment or {}) else _forking
+    context = mp.get_context("spawn") if READ_AT_IMPORT & set(environment or {}) else forked
+    processes = Ranks()
     with tempfile.TemporaryDirectory(prefix="mindspeed-cp-ranks-") as folder:
-        trace = Path(folder) / "trace"
+        trace, logs = Path(folder) / "trace", [Path(folder) / f"stderr{rank}" for rank in range(size)]
         settings = {**DEFAULTS, "HOST_HCCL_TRACE": str(trace), **(environment or {})}
-        processes, pipes = [], []
         try:
-            for rank in range(size):
-                ours, theirs = context.Pipe()
-                log = Path(folder) / f"stderr{rank}"
-                work = (rank, size, store.port, limit, settings, log, function, args, theirs)
-                process = context.Process(target=_serve, args=work, daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            outcomes = _collect(processes, pipes, begin, limit)
-            outcomes = [_with_log(outcome, Path(folder) / f"stderr{rank}") for rank, outcome in enumerate(outcomes)]
+            for rank, log in enumerate(logs):
+                processes.start(_serve, rank, size, store.port, settings, log, function, args, context=context)
+            outcomes = [
+                _with_log(outcome, log) for outcome, log in zip(processes.outcomes(size, limit), logs, strict=True)
+            ]
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            processes.end()
         lines = trace.read_text().splitlines() if trace.exists() else []
     return Run(outcomes, [json.loads(line) for line in lines])
 
@@ -165,36 +132,16 @@ def ranks() -> Callable[..., Run]:
     return run
 
 
-def _collect(processes: list[Any], pipes: list[Connection], begin: float, limit: float) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
-    deadline = begin + limit
-    while len(outcomes) < len(pipes) and time.monotonic() < deadline:
-        open_ranks = [rank for rank in range(len(pipes)) if rank not in outcomes]
-        # a pipe does not close while a child of its rank has it, hence the processes too
-        watched = [thing for rank in open_ranks for thing in (pipes[rank], processes[rank].sentinel)]
-        wait(watched, max(0.0, deadline - time.monotonic()))
-        for rank in open_ranks:
-            gone = bool(wait([processes[rank].sentinel], 0))
-            if pipes[rank].poll():
-                try:
-                    ok, value = pipes[rank].recv()
-                    outcome = Outcome(value=value) if ok else Outcome(error=value)
-                except EOFError:
-                    outcome = _ended(processes[rank])
-            elif gone:
-                outcome = _ended(processes[rank])
-            else:
-                continue
-            outcomes[rank] = replace(outcome, seconds=time.monotonic() - begin)
-    silent = Outcome(error=f"no answer within {limit:g} s", seconds=limit)
-    return [outcomes.get(rank, silent) for rank in range(len(pipes))]
+def wait_for_end(rank: int) -> None:
+    """In a rank: wait until the process of another one has ended."""
+    from torch.distributed.distributed_c10d import _get_default_store
 
-
-def _ended(process: Any) -> Outcome:
-    process.join(5)
-    status = process.exitcode
-    how = f"killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
-    return Outcome(error=f"the process was {how}", exit=status)
+    store = _get_default_store()
+    process = int(store.get(f"process {rank}"))
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(process, 0)
+            time.sleep(0.02)
 
 
 def _with_log(outcome: Outcome, log: Path) -> Outcome:
@@ -204,37 +151,39 @@ def _with_log(outcome: Outcome, log: Path) -> Outcome:
 
 
 def _serve(
+    pipe: Connection,
     rank: int,
     size: int,
     port: int,
-    limit: float,
     settings: Mapping[str, str],
     log: Path,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    pipe: Connection,
 ) -> None:
     os.environ.update(settings, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        import torch
-        import torch.distributed as dist
+    has_returned = answer(pipe, _in_a_group, rank, size, port, function, args)
+    os._exit(not has_returned)  # at once: torch_npu's threads would wait for what failed
 
-        import tests.npu.preload  # noqa: F401  (done before, in a forked process)
 
-        torch.set_num_threads(1)
-        torch.npu.set_device(rank)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=limit))
-        dist.init_process_group("hccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
-        value = function(rank, size, *args)
-        torch.npu.synchronize()
-        dist.destroy_process_group()
-        pipe.send((True, value))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-        os._exit(1)  # at once: torch_npu's threads would wait for what failed
-    os._exit(0)
+def _in_a_group(rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    import tests.npu.preload  # noqa: F401  (done before, in a forked process)
+
+    torch.set_num_threads(1)
+    torch.npu.set_device(rank)
+    limit = timedelta(seconds=HANG)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("hccl", store=store, rank=rank, world_size=size, timeout=limit)
+    _get_default_store().set(f"process {rank}", str(os.getpid()))
+    value = function(rank, size, *args)
+    torch.npu.synchronize()
+    dist.destroy_process_group()
+    return value
 
 
 def _end_with_parent() -> None:

@@ -15,28 +15,45 @@ import torch
 from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import OperatorError
 from mindspeed_cp.ops.attention import attention
-from mindspeed_cp.train.worker import FAILED, explain
+from mindspeed_cp.train.failures import FAILED, classify_error
 from tests.host_cann import oracle_rules
+from tests.limits import HANG
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHORT = {
     "train.device": "npu", "train.train_iters": 5, "train.lr_warmup_iters": 0, "train.global_batch_size": 1,
-    "data.seq_length": 509, "output.progress": "none",
+    "train.compare": "[]", "data.seq_length": 509, "output.progress": "none", "context_parallel_suite.nodes": 1,
+    "context_parallel_suite.timeout_seconds": HANG,
 }  # fmt: skip
 
-#: The command with a second rank that falls asleep when it makes its third row.
+#: The command with a second rank that falls asleep over its third row. When it waits for this row in vain, the first rank
+#: goes on to that step, with 3 seconds for its peer's answers.
 SLEEPS = """
-import time
+import os, time
+from pathlib import Path
+from tests.limits import HANG
 from tests.npu import preload
-from mindspeed_cp.train.batches import Batches
-made = Batches._make
-def lost(self, row):
-    if row.index == 2 and self._world.rank == 1:
-        time.sleep(60)
-    return made(self, row)
-Batches._make = lost
-from mindspeed_cp.cli import main
+from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
+make, take = MicroBatchLoader._make, MicroBatchLoader.__next__
+is_lost = Path(os.environ["IS_LOST"])
+taken = 0
+def make_or_sleep(self, row):
+    if row.index == 2:
+        if self._world.rank == 1:
+            time.sleep(HANG)
+        while not is_lost.exists():
+            time.sleep(0.05)
+        os.environ["HOST_HCCL_TIMEOUT"] = "3"
+    return make(self, row)
+def counted_take(self):
+    global taken
+    taken += 1
+    if taken == 3 and self._world.rank == 1:
+        is_lost.touch()
+    return take(self)
+MicroBatchLoader._make, MicroBatchLoader.__next__ = make_or_sleep, counted_take
+from mindspeed_cp.cli.main import main
 main()
 """
 COMMAND = "from tests.npu.command import main; main()"
@@ -65,10 +82,10 @@ def start(
             )
         )
     try:
-        errors = [running[0].communicate(timeout=90)[1]]
+        errors = [running[0].communicate(timeout=HANG)[1]]
         for process in running[1:]:
             process.kill()
-            errors.append(process.communicate(timeout=10)[1])
+            errors.append(process.communicate()[1])
     finally:
         for process in running:
             process.kill()
@@ -98,17 +115,18 @@ def test_more_ranks_than_devices(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_answer_in_time_is_named_by_its_peer(tmp_path: Path) -> None:
     """The line is out before torch_npu's watchdog ends the process, or else torchrun's report has it."""
-    limits = {"HOST_HCCL_TIMEOUT": "3"}
-    (code, errors, told), (_, _, other) = start(tmp_path, 2, SLEEPS, **limits)
+    (code, errors, told), (_, _, other) = start(tmp_path, 2, SLEEPS, IS_LOST=str(tmp_path / "is_lost"))
     assert code in (FAILED, -6), errors[-3000:]
-    assert told["extraInfo"]["kind"] in ("peer", "will")
+    assert told["extraInfo"]["kind"] in ("peer", "exit_note")
     assert "\n" not in told["message"] and "context_parallel_suite.timeout_seconds" in told["message"]
     found = lines(errors)
     if told["extraInfo"]["kind"] == "peer":  # the line may come, or not, before the abortion
         assert "rank 1" in told["message"] and (found == ["error: " + told["message"]] or (code == -6 and not found))
     else:  # the watchdog was faster, but HCCL's message names the peer
         assert code == -6 and not found and re.search(r"waited 3 s .* rank 1 .*in vain", errors), errors[-3000:]
-    assert other["extraInfo"]["kind"] == "will" and other["message"].startswith("rank 1 ended without a word")
+    assert other["extraInfo"]["kind"] == "exit_note" and other["message"].startswith(
+        "rank 1 ended without an error message"
+    )
 
 
 def test_an_operator_that_refuses_a_call_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +135,7 @@ def test_an_operator_that_refuses_a_call_is_one_line(monkeypatch: pytest.MonkeyP
     x = torch.ones(10, 2, 576, device="npu", dtype=torch.bfloat16)
     with pytest.raises(OperatorError) as caught:
         attention(x, x, x, [0, 10], [0, 10], backend="npu")
-    kind, line, code = explain(caught.value)
+    kind, line, code = classify_error(caught.value)
     assert (kind, code) == ("device", FAILED) and "\n" not in line
     assert "refused a call (bfloat16, 10 x 2 x 576, 10 x 2 x 576, 10 x 2 x 576, TND, sparse mode 3): " in line
     assert "head size 576; valid: 1 to 512; `mindspeed-cp doctor --device npu`" in line

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_cp import Plan
-from mindspeed_cp.comm.lanes import edges
+from mindspeed_cp.comm.directional_groups import message_pairs
 from mindspeed_cp.ops.attention import BACKENDS
 from tests.engine.cases import Case, attend, local
 from tests.npu.ranks import Run, run
@@ -28,12 +28,12 @@ BATCHES = ("HcclGroupEnd", "HcclBatchSendRecv")
 
 def attend_once(rank: int, size: int, case: Case, lanes: bool) -> dict[str, int]:
     """Calls of the fused operators by one layer's forward and backward."""
-    from mindspeed_cp.comm import open_lanes, warm_up
+    from mindspeed_cp.comm import open_directional_groups, warm_up
     from tests.host_cann.oracle_calls import calls
 
     plan, leaves, dout = local(rank, case)
     if lanes:
-        open_lanes(device="npu")
+        open_directional_groups(device="npu")
     warm_up(plan, device="npu")
     torch.distributed.barrier()
     on_npu = [x.detach().to("npu").requires_grad_() for x in leaves]
@@ -47,7 +47,7 @@ def attend_once(rank: int, size: int, case: Case, lanes: bool) -> dict[str, int]
 def lowered(plan: Plan, rank: int, case: Case, direction: str) -> int:
     """Calls that the npu backend makes of a rank's tiles."""
     program = getattr(plan, direction)
-    rows = int(plan.q_layout.token_counts[rank])
+    rows = int(plan.q_layout_compute.token_counts[rank])
     lower = getattr(BACKENDS["npu"], f"lower_{direction}")
     return sum(map(len, lower(program.tiles(rank), rows, plan.attention, case.dtype).values()))
 
@@ -71,8 +71,24 @@ def messages_of(plan: Plan, rank: int) -> list[tuple[str, int, int, bool]]:
     return found
 
 
-@pytest.mark.parametrize("lanes", [False, True], ids=["batched", "lanes"])
-@pytest.mark.parametrize("name", CASES)
+#: Both kinds of transfers for the ring; by default one of them for the others.
+DEFAULT = {
+    ("ring, packed", False), ("ring, packed", True), ("odd ring", True), ("direct", False), ("ulysses", False),
+    ("hybrid", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes"),
+    [
+        pytest.param(
+            name, lanes, id=f"{name}-{'lanes' if lanes else 'batched'}",
+            marks=() if (name, lanes) in DEFAULT else pytest.mark.thorough,
+        )
+        for name in CASES
+        for lanes in (False, True)
+    ],
+)  # fmt: skip
 def test_calls_are_those_of_the_plan(name: str, lanes: bool) -> None:
     case = CASES[name]
     plan = case.plan()
@@ -101,21 +117,23 @@ def test_calls_are_those_of_the_plan(name: str, lanes: bool) -> None:
 def moves_of(plan: Plan, rank: int) -> int:
     """Launches of the all-to-alls of q, k and v, of the output, and of their gradients: three tensors to a peer, one,
     one, and three."""
-    parts = [] if plan.q_move is None else [*plan.q_move.parts, *plan.kv_move.parts]
+    parts = (
+        [] if plan.q_redistribution is None else [*plan.q_redistribution.rank_pairs, *plan.kv_redistribution.rank_pairs]
+    )
     moves = any(rank in (part["src"], part["dst"]) and part["src"] != part["dst"] for part in parts)
     return 3 + 1 + 1 + 3 if moves else 0
 
 
-def test_a_ring_over_lanes_has_a_stream_for_each_neighbour_and_direction() -> None:
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
+def test_a_ring_over_lanes_has_a_stream_for_each_neighbour_and_direction(size: int) -> None:
     """Even for two ranks, which are each other's only neighbour; and odd rings close."""
-    for size in (2, 3, 4):
-        case = Case((80,), size)
-        done = run(size, attend_once, case, True, environment={"HOST_HCCL_SYNC": "1", "HOST_CANN_JITTER_US": "300"})
-        for rank in range(size):
-            singles = [call for call in between_barriers(done, rank) if call["name"] in SENT]
-            ways = {(call["name"], call["peer"]) for call in singles}
-            assert len({call["stream"] for call in singles}) == len(ways) == 2
-        assert edges(case.plan()) == {(rank, (rank + 1) % size) for rank in range(size)}
+    case = Case((80,), size)
+    done = run(size, attend_once, case, True, environment={"HOST_HCCL_SYNC": "1", "HOST_CANN_JITTER_US": "300"})
+    for rank in range(size):
+        singles = [call for call in between_barriers(done, rank) if call["name"] in SENT]
+        ways = {(call["name"], call["peer"]) for call in singles}
+        assert len({call["stream"] for call in singles}) == len(ways) == 2
+    assert message_pairs(case.plan()) == {(rank, (rank + 1) % size) for rank in range(size)}
 
 
 def test_communicators_are_made_before_the_first_step() -> None:

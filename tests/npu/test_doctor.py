@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,57 +14,60 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_cp.doctor import CASES, LONG
-from mindspeed_cp.doctor.links import _rings
-from mindspeed_cp.doctor.operator import check
+from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES
+from mindspeed_cp.doctor.links import _run_rings
+from mindspeed_cp.doctor.operator import OperatorCase, check
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import attention
-from mindspeed_cp.ops.attention.npu_operator import torch_npu
+from mindspeed_cp.ops.attention.npu.fused_operator import loaded_torch_npu
 from tests.host_cann.oracle_calls import Call, calls
 from tests.host_cann.oracle_faults import COLUMNS, FAULTS, KV_START, MODE_1, TOP_LEFT, UPDATE, UPDATE_OUT, set_fault
+from tests.limits import HANG
 from tests.npu import ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def doctor(**environment: str) -> tuple[int, dict[str, Any], str]:
+def doctor(program: str = "tests.npu.doctor_command", **environment: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, report and messages."""
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **environment}
-    command = [sys.executable, "-m", "tests.npu.command", "doctor", "--device", "npu", "--json"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=280
-    )
+    command = [sys.executable, "-m", program, "doctor", "--device", "npu", "--json", "--link-seconds", str(HANG)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr[-3000:]
     return done.returncode, json.loads(lines[-1]), done.stderr
 
 
-def test_every_row_passes_and_odd_rings_turn() -> None:
-    code, report, _ = doctor(HOST_CANN_DEVICES="4", HOST_HCCL_SYNC="1")
+@pytest.mark.parametrize(
+    "program",
+    ["tests.npu.doctor_command", pytest.param("tests.npu.command", marks=pytest.mark.thorough)],
+    ids=["some cases", "all cases"],
+)
+def test_every_row_passes_and_odd_rings_turn(program: str) -> None:
+    code, report, _ = doctor(program, HOST_CANN_DEVICES="4", HOST_HCCL_SYNC="1")
     assert code == 0 and report["ok"]
     assert report["devices"]["npu"]["count"] == 4 and report["versions"]["CANN"] and report["versions"]["torch-npu"]
     assert all(check["backend"] == "npu" and check["ok"] for check in report["checks"])
     assert {check["dtype"] for check in report["checks"]} == {"fp32", "fp16", "bf16"}
     assert [(row["case"], row["ok"]) for row in report["links"]] == [
-        (f"ring of {ranks}, {how}", True) for ranks in (4, 3) for how in ("one launch a step", "lanes")
+        (f"ring of {ranks}, {how}", True) for ranks in (4, 3) for how in ("one launch a step", "directional groups")
     ]
     assert all(row["gigabytes_per_second"] > 0 for row in report["links"])
 
 
 def turned(rank: int, size: int) -> list[tuple[str, bool]]:
-    return [(name, good) for name, good, _ in _rings(rank, size, torch.device("npu", rank), 1, 60)]
+    return [(name, good) for name, good, _ in _run_rings(rank, size, torch.device("npu", rank), 1, HANG)]
 
 
 def test_two_devices_turn_no_odd_ring_and_the_rows_say_so() -> None:
-    hows = ("one launch a step", "lanes")
+    hows = ("one launch a step", "directional groups")
     expected = [(f"ring of 2, {how} (no odd ring: that takes 3 NPUs)", True) for how in hows]
     assert ranks.run(2, turned).values() == [expected] * 2
 
 
 def test_an_old_cann_is_told_before_anything_runs() -> None:
-    began = time.monotonic()
     code, report, _ = doctor(HOST_CANN_DEVICES="2", HOST_CANN_VERSION="8.0.RC3")
-    assert code == 1 and time.monotonic() - began < 60
+    assert code == 1
     assert report["requirements"][0]["error"].startswith("CANN is 8.0.RC3, needed is 8.5 or later")
     assert report["checks"] == report["links"] == [] and report["versions"]["CANN"] == "8.0.RC3"
 
@@ -73,16 +75,16 @@ def test_an_old_cann_is_told_before_anything_runs() -> None:
 def test_the_operator_itself_refuses_an_old_cann(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a program that asks neither the doctor nor `train`."""
     x = torch.ones(10, 2, 16, device="npu")
-    torch_npu.cache_clear()
+    loaded_torch_npu.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[torch_npu.__module__], "cann_version", lambda: "8.0.RC3")
+        patch.setattr(sys.modules[loaded_torch_npu.__module__], "cann_version", lambda: "8.0.RC3")
         with pytest.raises(ConfigError) as caught:
             attention(x, x, x, [0, 10], [0, 10], backend="npu")
         line = str(caught.value)
         assert (
             line.startswith("backend is 'npu': CANN is 8.0.RC3, needed is 8.5 or later; install") and "\n" not in line
         )
-        patch.setattr(sys.modules[torch_npu.__module__], "cann_version", lambda: None)
+        patch.setattr(sys.modules[loaded_torch_npu.__module__], "cann_version", lambda: None)
         attention(x, x, x, [0, 10], [0, 10], backend="npu")
 
 
@@ -91,7 +93,7 @@ def test_a_mask_that_is_ignored_is_found_and_named() -> None:
     failed = {check["case"] for check in report["checks"] if not check["ok"]}
     assert code == 1 and not report["ok"] and report["links"] == []
     assert {"causal, 2,500 tokens", "packed causal, past 2,048"} <= failed
-    assert not {"one causal document", "grouped queries", "full mask, past 2,048"} & failed
+    assert not {"one causal document", "grouped queries", "full mask"} & failed
 
 
 @pytest.fixture
@@ -107,12 +109,22 @@ UNUSED: dict[str, Callable[[Call], bool]] = {
 }
 
 
+@pytest.fixture
+def cases(request: pytest.FixtureRequest) -> list[OperatorCase]:
+    """All cases, the quick ones first; without --thorough the first of those past 2,048 rows alone, and plans of a thousand
+    rows."""
+    if request.config.getoption("thorough"):
+        return [*SHORT_CASES, *LONG_CASES]
+    return [*SHORT_CASES, *(case for case in LONG_CASES if sum(case.lengths) < 1100), LONG_CASES[0]]
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_of_the_operator_is_found(name: str, fault: Callable[[str], None]) -> None:
+def test_every_fault_of_the_operator_is_found(
+    name: str, fault: Callable[[str], None], cases: list[OperatorCase]
+) -> None:
     """Or it is a fault in something that no call makes use of."""
     fault(name)
     calls.clear()
-    cases = sorted((*LONG[::-1], *CASES[::-1]), key=lambda case: case.attention.dropout == 0)  # likely finders first
     found = any(not check("npu", "fp32", case)["ok"] for case in cases)
     assert calls and found == (name not in UNUSED or any(map(UNUSED[name], calls)))
 
@@ -125,15 +137,15 @@ def test_a_fault_in_what_one_option_uses_is_found_by_its_row(
 ) -> None:
     """In every type, and by no row of the same ring without the option."""
     fault(name)
-    [case] = [case for case in LONG if option in case.name]
+    [case] = [case for case in LONG_CASES if option in case.name]
     for dtype in ("fp32", "bf16"):
         assert not check("npu", dtype, case)["ok"]
         assert check("npu", dtype, replace(case, npu={}))["ok"]
 
 
-def test_without_a_fault_nothing_is_found() -> None:
+def test_without_a_fault_nothing_is_found(cases: list[OperatorCase]) -> None:
     """What the doctor finds in the tests above is the fault."""
-    for case in (*CASES, *LONG):
+    for case in cases:
         found = check("npu", "fp32", case, seed=1)
         assert found["ok"], found
 
@@ -144,12 +156,11 @@ def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:
     training = ["train", "configs/quickstart.yaml", "--set", "train.device=npu", "--set", f"output.folder={tmp_path}"]
     for command in (["doctor", "--device", "npu"], training):
         done = subprocess.run(
-            [sys.executable, "-m", "mindspeed_cp.cli", *command],
+            [sys.executable, "-m", "mindspeed_cp.cli.main", *command],
             cwd=ROOT,
             env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=100,
         )
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert done.returncode == 2 and len(errors) == 1, done.stderr

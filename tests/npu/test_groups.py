@@ -12,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_cp.comm import open_lanes, warm_up
+from mindspeed_cp.algorithms import build_plan
+from mindspeed_cp.comm import open_directional_groups, warm_up
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Plan, Topology, build_plan
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from tests.npu import ranks
 from tests.ports import free_port
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "ascend.md"
 TIME_OUTS = ("HCCL_EXEC_TIMEOUT", "HCCL_CONNECT_TIMEOUT")
-BATCHED = {"p2p": "batched", "hccl_buffer_mb": 9, "hccl_traffic_class": 132, "hccl_service_level": 4}
-LANES = {"p2p": "lanes", "hccl_buffer_mb": 9}
+BATCHED = {"p2p_groups": "batched", "hccl_buffer_mb": 9}
+LANES = {"p2p_groups": "directional", "hccl_buffer_mb": 9}
 
 
 Groups = list[tuple[str, timedelta, dict[str, int]]]
@@ -34,9 +35,9 @@ def ring(size: int) -> Plan:
 def join_as(rank: int, size: int, port: str, suite: dict[str, Any]) -> tuple[Groups, dict[str, str | None]]:
     """Library, time-out and options of all groups of a run, and HCCL's time-outs; the groups are used and warmed up, so
     that HCCL makes communicators."""
-    from mindspeed_cp.config import Settings
+    from mindspeed_cp.config.settings import Settings
     from mindspeed_cp.megatron import megatron_compat
-    from mindspeed_cp.train.world import join
+    from mindspeed_cp.train.world import join_ranks
 
     dist.destroy_process_group()  # of tests/npu/ranks.py
     os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -44,7 +45,7 @@ def join_as(rank: int, size: int, port: str, suite: dict[str, Any]) -> tuple[Gro
     settings = Settings(train={"device": "npu"}, context_parallel_suite={**sizes, **suite})
     os.environ.pop("HCCL_EXEC_TIMEOUT", None)  # of tests/npu/ranks.py
     found = []
-    with megatron_compat(), join(settings) as world:
+    with megatron_compat(), join_ranks(settings) as world:
         for group in dist.distributed_c10d._world.pg_map:
             backends = [group._get_backend(device) for device in group._device_types]
             found += [(b.name(), b.options._timeout, getattr(b.options, "hccl_config", {})) for b in backends]
@@ -63,16 +64,18 @@ def joined(suite: dict[str, Any], wanted: dict[str, int], **environment: str) ->
         assert {timeout for _, timeout, _ in found} == {timedelta(seconds=77.5)}
         of_hccl = [options for library, _, options in found if library == "hccl"]
         assert all(options in (wanted, {}) for options in of_hccl)
-        assert sum(options == {} for options in of_hccl) == (2 if suite["p2p"] == "lanes" else 0)  # the lanes
+        assert sum(options == {} for options in of_hccl) == (
+            2 if suite["p2p_groups"] == "directional" else 0
+        )  # the lanes
         assert time_outs == {"HCCL_EXEC_TIMEOUT": "69", "HCCL_CONNECT_TIMEOUT": "120"}
     return done.created()
 
 
 def test_all_groups_have_the_options_and_the_time_out_of_the_settings() -> None:
-    made = joined(BATCHED, {"hccl_buffer_size": 9, "qos_traffic_class": 132, "qos_service_level": 4})
+    made = joined(BATCHED, {"hccl_buffer_size": 9})
     assert len(made) == 4
     for line in made:
-        assert (line["buffer_mb"], line["traffic_class"], line["service_level"]) == (9, 132, 4)
+        assert line["buffer_mb"] == 9
 
 
 def test_communicators_of_pairs_have_the_buffer_of_the_settings_unless_the_environment_says_another() -> None:
@@ -83,16 +86,16 @@ def test_communicators_of_pairs_have_the_buffer_of_the_settings_unless_the_envir
 
 
 def lanes_of_pairs(rank: int, size: int) -> None:
-    open_lanes(None, "npu")
+    open_directional_groups(None, "npu")
     warm_up(ring(size), None, "npu")
 
 
 @pytest.mark.parametrize("value", ["0", "", "none"])
 def test_lanes_without_communicators_of_pairs_are_refused(value: str) -> None:
     """Three ranks would wait for each other for ever."""
-    for error in ranks.start(3, lanes_of_pairs, limit=20, environment={"P2P_HCCL_BUFFSIZE": value}).errors:
+    for error in ranks.start(3, lanes_of_pairs, environment={"P2P_HCCL_BUFFSIZE": value}).errors:
         assert error is not None and f"ConfigError: P2P_HCCL_BUFFSIZE = '{value}' in the environment" in error
-        assert "valid: 1 or more (MB; 20 where it is not set), or context_parallel_suite.p2p: batched" in error
+        assert "valid: 1 or more (MB; default: 20), or context_parallel_suite.p2p_groups: batched" in error
 
 
 def own_program(rank: int, size: int, port: str) -> str:

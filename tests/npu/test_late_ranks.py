@@ -26,7 +26,7 @@ def ring(rank: int, size: int, rounds: int) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_a_ring_of_late_results_is_right(size: int) -> None:
     expected, values = [], [float(rank + 1) for rank in range(size)]
     for _ in range(4):

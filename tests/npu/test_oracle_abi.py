@@ -42,7 +42,16 @@ OPERATORS = {
 DOUBLES = {"scale", "scale_value", "keep_prob", "prob"}
 TEXTS = {"input_layout", "softmax_layout", "input_softmax_layout"}
 LISTS = {"prefixN", "ac_seq_qlen", "ac_seq_kvlen", "q_start_idx_val", "kv_start_idx_val", "shapeArray"}
-WHOLE = {"pre_tokens", "next_tokens", "head_num", "inner_precise", "sparse_mode", "pse_type", "seed", "offset"}
+WHOLE_DOCUMENT_ALGORITHMS = {
+    "pre_tokens",
+    "next_tokens",
+    "head_num",
+    "inner_precise",
+    "sparse_mode",
+    "pse_type",
+    "seed",
+    "offset",
+}
 
 
 def normal(name):
@@ -78,7 +87,7 @@ def argument(opapi, name, index):
         return ctypes.c_double(index + 0.25), index + 0.25
     if name in TEXTS:
         return ctypes.c_char_p(f"T{index}".encode()), f"T{index}"
-    if name in WHOLE:
+    if name in WHOLE_DOCUMENT_ALGORITHMS:
         return ctypes.c_int64(2**40 + index), 2**40 + index
     if name == "probDataType":
         return ctypes.c_int(index), index

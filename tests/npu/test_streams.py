@@ -119,12 +119,17 @@ def test_waits_suffice_under_random_delays_and_their_absence_is_found(seed: int)
         cells[0].fill_(7)
         torch.npu.synchronize()
         control.jitter(1000, seed)
+        if not waits:
+            control.hold(streams[1])
         for i in range(1, len(cells)):
-            here, there = streams[i % 2], streams[1 - i % 2]
+            stream, before = streams[i % 2], streams[1 - i % 2]
             if waits:
-                here.wait_stream(there)
-            with torch.npu.stream(here):
+                stream.wait_stream(before)
+            with torch.npu.stream(stream):
                 cells[i].copy_(cells[i - 1])
+        if not waits:
+            streams[0].synchronize()
+            control.release(streams[1])
         torch.npu.synchronize()
         return cells[-1].mean().item()
 

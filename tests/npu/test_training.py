@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -21,6 +22,8 @@ STEPS = 4
 SHORT = (
     *("--set", f"train.train_iters={STEPS}", "--set", "train.lr_decay_iters=20", "--set", "train.lr_warmup_iters=2"),
     *("--set", "data.seq_length=1021", "--set", "train.global_batch_size=2", "--set", "output.progress=none"),
+    *("--set", "train.compare=[]", "--set", "context_parallel_suite.nodes=1"),
+    *("--set", f"context_parallel_suite.timeout_seconds={HANG}"),
 )
 
 
@@ -58,7 +61,7 @@ def train(ranks: int, folder: Path, *settings: str) -> list[dict[str, Any]]:
         for rank in range(ranks)
     ]
     try:
-        errors = [process.communicate(timeout=240)[1] for process in running]
+        errors = [process.communicate(timeout=HANG)[1] for process in running]
     finally:
         for process in running:
             process.kill()
@@ -85,7 +88,11 @@ def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
     ("ranks", "settings"),
     [
         (2, ("context_parallel_suite.algorithm=ring",)),
-        (3, ("context_parallel_suite.algorithm=direct", "context_parallel_suite.layout=balanced")),
+        pytest.param(
+            3,
+            ("context_parallel_suite.algorithm=direct", "context_parallel_suite.layout=balanced"),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["ring on lanes, cp 2", "direct, cp 3"],
 )
@@ -95,7 +102,7 @@ def test_losses_are_those_of_the_cpu(
     assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
 
 
-@pytest.mark.parametrize("remap", ["qkv", "hidden"])
+@pytest.mark.parametrize("remap", [pytest.param("qkv", marks=pytest.mark.thorough), "hidden"])
 def test_hierarchical_on_two_supposed_nodes_with_replicas_balanced_by_time(
     remap: str, corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:

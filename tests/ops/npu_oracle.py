@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ops.attention.npu_operator import Kept, Masking
+from mindspeed_cp.ops.attention.npu.fused_operator import FusedArguments, RngState
 from tests.host_cann import oracle
 
 
@@ -18,41 +18,49 @@ class OracleOperator:
     def __init__(self) -> None:
         self.seed = self.updates = 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Masking) -> tuple[Tensor, Tensor, Tensor, Kept]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments
+    ) -> tuple[Tensor, Tensor, Tensor, RngState]:
         self.seed += 1
-        kept = self.seed, 0, oracle.dropout_numels(how.heads, sizes(q, k, how)) if how.keep_prob < 1 else 0
-        given = dict(scale=how.scale, **arguments(how, kept))
-        return *oracle.fused_attention(q, k, v, how.heads, how.layout, **given), kept
+        rng_state = (
+            self.seed,
+            0,
+            oracle.dropout_numels(arguments.heads, sizes(q, k, arguments)) if arguments.keep_prob < 1 else 0,
+        )
+        given = dict(scale=arguments.scale, **oracle_keywords(arguments, rng_state))
+        return *oracle.fused_attention(q, k, v, arguments.heads, arguments.layout, **given), rng_state
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, most: Tensor, total: Tensor, kept: Kept,
-        how: Masking,
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor, rng_state: RngState,
+        arguments: FusedArguments,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        given = dict(softmax_max=most, softmax_sum=total, attention_in=out, scale_value=how.scale)
-        return oracle.fused_attention_grad(q, k, v, dout, how.heads, how.layout, **given, **arguments(how, kept))
+        given = dict(softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=out, scale_value=arguments.scale)
+        return oracle.fused_attention_grad(
+            q, k, v, dout, arguments.heads, arguments.layout, **given, **oracle_keywords(arguments, rng_state)
+        )
 
     def update(self, before: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         self.updates += 1
         return oracle.ring_attention_update(*before, *part, input_layout="SBH")
 
 
-def sizes(q: Tensor, k: Tensor, how: Masking) -> list[tuple[int, int]]:
+def sizes(q: Tensor, k: Tensor, arguments: FusedArguments) -> list[tuple[int, int]]:
     """(Sq, Skv) of each sequence."""
-    if how.cu_q is None or how.cu_k is None:
+    if arguments.actual_seq_qlen is None or arguments.actual_seq_kvlen is None:
         return [(q.shape[1], k.shape[1])]
-    pairs = zip(pairwise([0, *how.cu_q]), pairwise([0, *how.cu_k]), strict=True)
+    pairs = zip(pairwise([0, *arguments.actual_seq_qlen]), pairwise([0, *arguments.actual_seq_kvlen]), strict=True)
     return [(b - a, d - c) for (a, b), (c, d) in pairs]
 
 
-def arguments(how: Masking, kept: Kept) -> Mapping[str, object]:
+def oracle_keywords(arguments: FusedArguments, rng_state: RngState) -> Mapping[str, object]:
     """Of the oracle: a dropout mask in place of the seed that it is made from."""
-    bits = oracle.dropout_bits(*kept, 1 - how.keep_prob) if how.keep_prob < 1 else None
-    return dict(how.arguments(), drop_mask=bits)
+    bits = oracle.dropout_bits(*rng_state, 1 - arguments.keep_prob) if arguments.keep_prob < 1 else None
+    return dict(arguments.operator_keywords(), drop_mask=bits)
 
 
-def kept_weights(heads: int, sizes: list[tuple[int, int]], kept: Kept, keep_prob: float) -> list[Tensor]:
+def kept_weights(heads: int, sizes: list[tuple[int, int]], rng_state: RngState, keep_prob: float) -> list[Tensor]:
     """Which weights of each sequence of a call are not dropped, bool [heads, Sq, Skv]."""
-    bits = oracle.dropout_bits(*kept, 1 - keep_prob)
-    flat = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: kept[2]].bool()
+    bits = oracle.dropout_bits(*rng_state, 1 - keep_prob)
+    flat = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: rng_state[2]].bool()
     parts = flat.split([heads * a * b for a, b in sizes])
     return [part.view(heads, a, b) for part, (a, b) in zip(parts, sizes, strict=True)]

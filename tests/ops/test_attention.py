@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
 from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, dense_attention, dense_packed_attention
-from mindspeed_cp.ops.attention.npu import NpuAttention
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.dropout import keep_mask
 from tests.ops.npu_oracle import OracleOperator
 from tests.ops.yardstick import compare, reference, tensors
@@ -202,7 +202,7 @@ def test_causal_masks_are_aligned_bottom_right():
 def test_scale_is_used_and_defaults_to_the_head_dim():
     q, k, v, _ = tensors(5, 5, (2, 2, 16, 16), torch.float32)
     assert torch.equal(attention(q, k, v, [0, 5], [0, 5])[0], attention(q, k, v, [0, 5], [0, 5], scale=0.25)[0])
-    want, _ = dense_packed_attention(q, k, v, Documents([5]), scale=0.7)
+    want, _ = dense_packed_attention(AttentionConfig(2, 2, 16, scale=0.7), q, k, v, Documents([5]))
     assert torch.allclose(attention(q, k, v, [0, 5], [0, 5], scale=0.7)[0].double(), want, atol=1e-6)
 
 

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents
-from mindspeed_cp.layout import SPAN
-from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, backend_named, dense_attention
+from mindspeed_cp.layout import TOKEN_SPAN
+from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, dense_attention, get_backend
 from mindspeed_cp.ops.attention.contract import AttentionBackend
-from mindspeed_cp.ops.attention.cpu_costs import Costs
-from mindspeed_cp.ops.attention.cpu_lowering import lower
-from mindspeed_cp.ops.attention.distances import NEAR
-from mindspeed_cp.ops.attention.heads import even_parts
+from mindspeed_cp.ops.attention.cpu.cost_model import CpuCostModel
+from mindspeed_cp.ops.attention.cpu.distance_masks import CACHED_REACH
+from mindspeed_cp.ops.attention.cpu.lowering import lower_to_kernel_calls
+from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
 from mindspeed_cp.plan import FULL, TILE
 from mindspeed_cp.plan.tiles import tiles_between
 from tests.ops.cuts import Cut
 from tests.ops.yardstick import LIMITS, compare, reference, tensors
 
-CPU = backend_named("cpu")
+CPU = get_backend("cpu")
 KEY = (5, 2)
 
 
@@ -37,10 +37,10 @@ def run(attention, tiles, heads, q, k, v, dout, slots, cut=None, key=KEY, half=F
     """
 
     def lowered(direction):
-        costs = Costs.of(direction, attention, q.dtype)
+        costs = CpuCostModel.for_kernel(direction, attention, q.dtype)
         if cut is not None:
             costs = Cut(direction, costs.half or half, costs.work, *cut)
-        return lower(tiles, len(q), attention, costs)
+        return lower_to_kernel_calls(tiles, len(q), attention, costs)
 
     key = key if attention.dropout else None
     mine, theirs = (slice(*x) for x in (heads.q, heads.kv))
@@ -64,7 +64,7 @@ def run(attention, tiles, heads, q, k, v, dout, slots, cut=None, key=KEY, half=F
 
 
 def whole_documents(documents):
-    out = np.zeros(len(documents), SPAN)
+    out = np.zeros(len(documents), TOKEN_SPAN)
     out["doc"], out["start"], out["stop"] = np.arange(len(documents)), documents.offsets[:-1], documents.offsets[1:]
     return out[documents.lengths > 0]
 
@@ -177,7 +177,7 @@ def test_bias_that_is_linear_in_the_key_is_the_same(settings, rows):
 FLAT = (1e-5, 3e-6, 0.0, 1e-6)  # steep slopes would leave nothing of keys that are far away
 
 
-@pytest.mark.parametrize("far", [0, 100, NEAR - 100, NEAR - 40, NEAR, 10**6])
+@pytest.mark.parametrize("far", [0, 100, CACHED_REACH - 100, CACHED_REACH - 40, CACHED_REACH, 10**6])
 @pytest.mark.parametrize(
     "settings", [dict(alibi=FLAT), dict(mask="full", alibi=FLAT), dict(window=(10**6 + 70, 0))], ids=str
 )
@@ -188,7 +188,7 @@ def test_keys_far_away_lose_no_digit(settings, far):
     position_q, position_k = torch.arange(60) + 80 + far, torch.arange(80)
     if attention.mask == "full":
         position_q, position_k = position_k[:60], torch.arange(80) + 60 + far
-    queries, keys = (np.array([(0, 0, int(x[0]), int(x[-1]) + 1)], SPAN) for x in (position_q, position_k))
+    queries, keys = (np.array([(0, 0, int(x[0]), int(x[-1]) + 1)], TOKEN_SPAN) for x in (position_q, position_k))
     tiles = tiles_between(queries, keys, Documents([3 * 10**6]), attention)
     assert len(tiles)
     got = run(attention, tiles, Heads.all(attention), q, k, v, dout, {(0, 0): slice(0, 80)})
@@ -265,11 +265,11 @@ def test_heads_are_cut_into_three_even_parts_at_most(kv_heads, each, data):
     attention = AttentionConfig(kv_heads * each, kv_heads, 8)
     first, stop = sorted(data.draw(st.tuples(*[st.integers(0, attention.heads)] * 2)))
     kv = (first // each, max(first // each + 1, -(-stop // each)))
-    parts = even_parts(attention, Heads((first, stop), kv))
+    parts = uniform_head_groups(attention, Heads((first, stop), kv))
     pairs = []
     for part in parts:
-        served, keys = range(*part.numbers), range(kv[0] + part.kv.start, kv[0] + part.kv.stop)
-        assert part.q.start == part.numbers[0] - first and len(served) % len(keys) == 0
+        served, keys = range(*part.q_range), range(kv[0] + part.kv.start, kv[0] + part.kv.stop)
+        assert part.q.start == part.q_range[0] - first and len(served) % len(keys) == 0
         pairs += [(h, keys[i // (len(served) // len(keys))]) for i, h in enumerate(served)]
     assert pairs == [(h, h // each) for h in range(first, stop)] and len(parts) <= 3
 

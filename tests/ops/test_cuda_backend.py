@@ -15,19 +15,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import AttentionConfig, ConfigError, capabilities
-from mindspeed_cp.engine.virtual import attend_virtually
-from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, backend_for
-from mindspeed_cp.ops.attention import flash_operator as flash
-from mindspeed_cp.ops.attention.cuda import CudaAttention
-from mindspeed_cp.ops.attention.flash import FlashAttention
-from mindspeed_cp.ops.attention.flash_operator import AtenFlash, Packed
+from benchmarks.isolated_rank import attend_virtually
+from mindspeed_cp import AttentionConfig, ConfigError
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, backend_for_device
+from mindspeed_cp.ops.attention.cuda import flash_operator as flash
+from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
+from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention
+from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.ops.flash_double import DoubleFlash, as_torch_reads
 from tests.ops.test_npu_backend import EXACT, HALF, compare, run
 
-CELLS = [cell for cell in capabilities.cells() if cell.backend == "cuda" and capabilities.refusal(cell) is None]
+CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda" and capabilities.refusal(cell) is None]
 STILL = [cell for cell in CELLS if cell.dropout == "none"]
 RANKS = st.sampled_from((1, 2, 3, 4, 5, 8))
 
@@ -86,12 +87,12 @@ def test_a_window_in_a_step_of_few_keys() -> None:
 
 
 def test_the_double_reads_windows_as_torch_does() -> None:
-    """What would go wrong with most_k as the longest sequence of keys."""
+    """What would go wrong with max_seqlen_k as the longest sequence of keys."""
     cu = torch.tensor([0, 5], dtype=torch.int32)
-    assert as_torch_reads(Packed(cu, cu, 9, 5, (0, -1), 1.0, 0.0)) == (0, 5)
-    assert as_torch_reads(Packed(cu, cu, 9, 5, (-1, 6), 1.0, 0.0)) == (-1, -1)
-    assert as_torch_reads(Packed(cu, cu, 9, 9, (-1, 6), 1.0, 0.0)) == (9, 6)
-    assert as_torch_reads(Packed(cu, cu, 9, 9, (-1, 0), 1.0, 0.0)) == (9, 0)
+    assert as_torch_reads(FlashArguments(cu, cu, 9, 5, (0, -1), 1.0, 0.0)) == (0, 5)
+    assert as_torch_reads(FlashArguments(cu, cu, 9, 5, (-1, 6), 1.0, 0.0)) == (-1, -1)
+    assert as_torch_reads(FlashArguments(cu, cu, 9, 9, (-1, 6), 1.0, 0.0)) == (9, 6)
+    assert as_torch_reads(FlashArguments(cu, cu, 9, 9, (-1, 0), 1.0, 0.0)) == (9, 0)
 
 
 CONFIGS = {
@@ -119,7 +120,7 @@ def test_which_kernel_serves(config: str, dtype: torch.dtype, kernel: str) -> No
     backend.check(CONFIGS[config], dtype)
     tiles = Case((8,), 1).plan().forward.tiles(0)
     calls = backend.lower_forward(tiles, 8, CONFIGS[config], dtype)[0, 0]
-    assert (type(calls[0]).__name__ == "TileCall") == (kernel == "tiles")
+    assert (type(calls[0]).__name__ == "StepTiles") == (kernel == "tiles")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_which_kernel_serves(config: str, dtype: torch.dtype, kernel: str) -> No
         ),
         ("auto", AttentionConfig(4, alibi=True, dropout=0.1), torch.bfloat16, "alibi.*since attention.dropout is 0.1"),
         ("auto", AttentionConfig(4, dropout=0.1), torch.float32, "dtype is float32.*since attention.dropout is 0.1"),
-        ("tiles", AttentionConfig(4, dropout=0.1), torch.bfloat16, "the kernel of tiles drops nothing"),
+        ("tiles", AttentionConfig(4, dropout=0.1), torch.bfloat16, "the tile kernel has no dropout"),
         ("auto", AttentionConfig(4), torch.float64, "float64"),
     ],
 )
@@ -152,9 +153,9 @@ def test_what_is_refused(kernel: str, config: AttentionConfig, dtype: torch.dtyp
 def test_bad_options_and_devices() -> None:
     with pytest.raises(ConfigError, match=r"cuda\.kernel is 'fast'; valid: auto, flash, tiles"):
         CudaAttention("fast")
-    assert backend_for("cuda") is BACKENDS["cuda"]
+    assert backend_for_device("cuda") is BACKENDS["cuda"]
     with pytest.raises(ConfigError, match="'cuda' does not run on tensors of device 'cpu'"):
-        backend_for("cpu", "cuda")
+        backend_for_device("cpu", "cuda")
     with pytest.raises(ConfigError, match=r"backend is 'cuda' and tensors are on cpu; valid: cuda"):
         CudaAttention().check_device(torch.device("cpu"))
 
@@ -170,7 +171,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: facts["installed"] or None if name == flash.FLASH_3 else real(name)
     )
-    caches = flash.check_device, flash.flash_3
+    caches = flash.check_device, flash.flash_attention_3
     for one in caches:
         one.cache_clear()
     yield facts
@@ -192,10 +193,10 @@ def test_what_a_gpu_lacks_is_said_before_anything_is_sent(gpu: dict[str, Any], m
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 2)])
 def test_torch_takes_the_calls(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments and shapes against torch's own declaration of the operators: what no GPU is needed for."""
-    monkeypatch.setattr(flash, "flash_3", lambda device: (None, ""))
+    monkeypatch.setattr(flash, "flash_attention_3", lambda device: (None, ""))
     q, k, v = (torch.empty(7, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     cu = torch.empty(3, dtype=torch.int32, device="meta")
-    how, operator = Packed(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlash()
+    how, operator = FlashArguments(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlashOperator()
     out, lse, kept = operator.forward(q, k, v, how)
     assert out.shape == q.shape and lse.shape == (4, 7) and lse.dtype == torch.float32 and len(kept) == 2
     for state in (kept, ()):
@@ -211,11 +212,11 @@ def test_flash_attention_3_is_taken_where_it_is(gpu: dict[str, Any], monkeypatch
     asked: list[str] = []
     monkeypatch.setattr(_fa3, "_fa3_import_module", asked.append)
     device = torch.device("cuda")
-    assert flash._third(device, 0.0) is _fa3 and asked == [flash.FLASH_3]
-    assert flash._third(device, 0.1) is None
+    assert flash._usable_flash_attention_3(device, 0.0) is _fa3 and asked == [flash.FLASH_3]
+    assert flash._usable_flash_attention_3(device, 0.1) is None
     torch.use_deterministic_algorithms(True)
     try:
-        assert flash._third(device, 0.0) is None
+        assert flash._usable_flash_attention_3(device, 0.0) is None
     finally:
         torch.use_deterministic_algorithms(False)
     assert current_flash_attention_impl() is None
@@ -223,14 +224,14 @@ def test_flash_attention_3_is_taken_where_it_is(gpu: dict[str, Any], monkeypatch
         (({"capability": (8, 0)}, "made for compute capability 9"), ({"installed": None}, "not installed"))
     ):
         gpu.update({"capability": (9, 0), "installed": True} | facts)
-        assert flash.flash_3(torch.device("cuda", number)) == (None, why)
+        assert flash.flash_attention_3(torch.device("cuda", number)) == (None, why)
 
     def broken(name: str) -> None:
         raise ImportError("undefined symbol")
 
     gpu.update({"capability": (9, 0), "installed": True})
     monkeypatch.setattr(_fa3, "_fa3_import_module", broken)
-    found, why = flash.flash_3(torch.device("cuda", 5))
+    found, why = flash.flash_attention_3(torch.device("cuda", 5))
     assert found is None and why == "installed, but it cannot be loaded (undefined symbol)"
 
 
@@ -252,7 +253,7 @@ def test_the_binding_of_flash_attention_3_takes_the_calls(
     monkeypatch.setattr(_fa3, "_FA3_CUDA_BWD", lambda *arguments: given.update(backward=arguments))
     q, k, v = (torch.zeros(7, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
     cu = torch.tensor([0, 3, 7], dtype=torch.int32)
-    how, operator = Packed(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlash()
+    how, operator = FlashArguments(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlashOperator()
     out, lse, kept = operator.forward(q, k, v, how)
     assert out is q and lse.shape == (4, 7) and kept == ()
     assert [x.shape for x in operator.backward(q, k, v, out, out, lse, kept, how)] == [x.shape for x in (q, k, v)]
@@ -266,7 +267,7 @@ def test_determinism_is_torchs_switch() -> None:
     assert not CudaAttention().deterministic and CudaAttention("tiles").deterministic
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        assert not CudaAttention().deterministic and not FlashAttention().deterministic
+        assert not CudaAttention().deterministic and not CudaFlashAttention().deterministic
         torch.use_deterministic_algorithms(True)
         assert CudaAttention().deterministic
     finally:

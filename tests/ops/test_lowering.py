@@ -9,10 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents
-from mindspeed_cp.layout import SPAN
-from mindspeed_cp.ops.attention.cpu_costs import Costs
-from mindspeed_cp.ops.attention.cpu_lowering import DROPOUT_BLOCK, LARGEST_BIAS, Call, Kind, lower
-from mindspeed_cp.ops.attention.regions import Region, Shape
+from mindspeed_cp.layout import TOKEN_SPAN
+from mindspeed_cp.ops.attention.cpu.cost_model import CpuCostModel
+from mindspeed_cp.ops.attention.cpu.lowering import (
+    DROPOUT_BLOCK,
+    LARGEST_BIAS,
+    KernelCall,
+    MaskKind,
+    lower_to_kernel_calls,
+)
+from mindspeed_cp.ops.attention.cpu.tile_regions import BlockShape, TileRegion
 from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED
 from mindspeed_cp.plan.tiles import tiles_between
 from tests.ops.cuts import Cut
@@ -27,13 +33,13 @@ def regions(draw):
     i, j = np.arange(rows)[:, None], np.arange(keys)
     sees = (j >= i + low) & (j <= i + high)
     assume(sees.any(1).all() and sees.any(0).all())
-    return Region(rows, keys, low, high), sees
+    return TileRegion(rows, keys, low, high), sees
 
 
 TRIANGLE = {
-    Shape.ALL: np.ones,
-    Shape.LOWER: lambda shape: np.tril(np.ones(shape)),
-    Shape.UPPER: lambda shape: np.triu(np.ones(shape)),
+    BlockShape.ALL: np.ones,
+    BlockShape.LOWER: lambda shape: np.tril(np.ones(shape)),
+    BlockShape.UPPER: lambda shape: np.triu(np.ones(shape)),
 }
 
 
@@ -49,9 +55,9 @@ def test_blocks_hold_every_visible_pair_once(case, rows, keys, squares):
         q, k = slice(*block.q), slice(*block.k)
         part = sees[q, k]
         assert part.size and part.any(1).all() and part.any(0).all()
-        assert block.shape == Shape.PART or (part == TRIANGLE[block.shape](part.shape)).all()
-        assert block.shape == Shape.ALL or not part.all() or part.size == 1
-        assert not (squares and block.shape == Shape.PART)
+        assert block.shape == BlockShape.PART or (part == TRIANGLE[block.shape](part.shape)).all()
+        assert block.shape == BlockShape.ALL or not part.all() or part.size == 1
+        assert not (squares and block.shape == BlockShape.PART)
         assert keys is None or squares or part.shape[1] <= keys
         count[q, k] += part
     assert (count == sees).all()
@@ -63,7 +69,7 @@ def spans(draw, documents):
     for d, (a, b) in enumerate(zip(documents.offsets[:-1].tolist(), documents.offsets[1:].tolist(), strict=True)):
         edges = sorted(draw(st.lists(st.integers(a, b), min_size=4, max_size=4)))
         out += [(0, d, x, y) for x, y in (edges[:2], edges[2:]) if y > x]
-    return np.array(out, SPAN)
+    return np.array(out, TOKEN_SPAN)
 
 
 @st.composite
@@ -100,34 +106,38 @@ def test_calls_hold_every_visible_pair_of_a_slot_once(problem, squares, rows, ha
     away = q_pos[:, None] - k_pos
     sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
     count = np.zeros(sees.shape, int)
-    touched = np.zeros(len(q_doc), bool)
-    for call in lower(tiles, len(q_doc), attention, Cut("forward", half, 1.0, squares, rows)).get((0, 0), []):
+    written = np.zeros(len(q_doc), bool)
+    for call in lower_to_kernel_calls(tiles, len(q_doc), attention, Cut("forward", half, 1.0, squares, rows)).get(
+        (0, 0), []
+    ):
         part, distance = sees[call.q, call.k], away[call.q, call.k]
         assert part.shape == (call.rows, call.keys) and part.any(1).all()
-        if call.kind == Kind.DISTANCE:  # what the table of distances will make of it
+        if call.kind == MaskKind.DISTANCE:  # what the table of distances will make of it
             by_call = call.q_pos + np.arange(call.rows)[:, None] - call.k_pos - np.arange(call.keys)
             assert ((by_call <= left) & (by_call >= -right) == part).all()
-            assert not attention.by_position or (by_call == distance).all()
+            assert not attention.needs_positions or (by_call == distance).all()
         else:
             assert (
                 part
-                == {Kind.PLAIN: np.ones, Kind.CAUSAL: TRIANGLE[Shape.LOWER], Kind.REVERSED: TRIANGLE[Shape.UPPER]}[
-                    call.kind
-                ](part.shape)
+                == {
+                    MaskKind.PLAIN: np.ones,
+                    MaskKind.CAUSAL: TRIANGLE[BlockShape.LOWER],
+                    MaskKind.REVERSED: TRIANGLE[BlockShape.UPPER],
+                }[call.kind](part.shape)
             ).all()
             if attention.slopes is not None:
-                assert half and call.kind != Kind.PLAIN and (distance[part] >= 0).all()
+                assert half and call.kind != MaskKind.PLAIN and (distance[part] >= 0).all()
         if attention.dropout:
-            assert max(part.shape) <= 1.5 * DROPOUT_BLOCK and call.kind in (Kind.PLAIN, Kind.DISTANCE)
+            assert max(part.shape) <= 1.5 * DROPOUT_BLOCK and call.kind in (MaskKind.PLAIN, MaskKind.DISTANCE)
             assert (q_doc[call.q] == call.document).all() and (q_pos[call.q] == call.q_pos + np.arange(call.rows)).all()
             assert (k_pos[call.k] == call.k_pos + np.arange(call.keys)).all()
-        fresh = np.zeros(len(q_doc), bool)
-        for run in call.fresh:
-            fresh[run] = True
-        assert call.first == (not touched[call.q].any())
-        assert call.first or (fresh[call.q] == ~touched[call.q]).all()
-        assert not fresh[: call.q.start].any() and not fresh[call.q.stop :].any()
-        touched[call.q] = True
+        unwritten = np.zeros(len(q_doc), bool)
+        for run in call.unwritten:
+            unwritten[run] = True
+        assert call.stores == (not written[call.q].any())
+        assert call.stores or (unwritten[call.q] == ~written[call.q]).all()
+        assert not unwritten[: call.q.start].any() and not unwritten[call.q.stop :].any()
+        written[call.q] = True
         count[call.q, call.k] += part
     assert (count == sees).all()
 
@@ -137,7 +147,7 @@ def tile(q_row, q_rows, k_row, k_rows, mask, step=0, slot=0, q_pos=0, k_pos=0):
 
 
 def calls_of(tiles, rows, attention, direction="forward", dtype=torch.bfloat16):
-    return lower(tiles, rows, attention, Costs.of(direction, attention, dtype))
+    return lower_to_kernel_calls(tiles, rows, attention, CpuCostModel.for_kernel(direction, attention, dtype))
 
 
 PLAIN = AttentionConfig(8, 8, 64)
@@ -148,12 +158,12 @@ def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores():
         [tile(0, 2000, 0, 2000, CAUSAL), tile(2000, 90, 2000, 90, CAUSAL), tile(0, 2000, 0, 80, FULL, 1, 1)]
     )
     calls = calls_of(tiles, 2090, PLAIN)
-    assert [(c.kind, c.first) for c in calls[0, 0]] == [(Kind.CAUSAL, True)] * 2
-    assert calls[1, 1] == [Call(slice(0, 2000), slice(0, 80), Kind.PLAIN, first=False)]
+    assert [(c.kind, c.stores) for c in calls[0, 0]] == [(MaskKind.CAUSAL, True)] * 2
+    assert calls[1, 1] == [KernelCall(slice(0, 2000), slice(0, 80), MaskKind.PLAIN, stores=False)]
 
 
 @pytest.mark.parametrize(
-    ("rows", "kinds"), [(1, [Kind.PLAIN]), (64, [Kind.DISTANCE]), (1000, [Kind.PLAIN, Kind.CAUSAL])]
+    ("rows", "kinds"), [(1, [MaskKind.PLAIN]), (64, [MaskKind.DISTANCE]), (1000, [MaskKind.PLAIN, MaskKind.CAUSAL])]
 )
 def test_a_causal_rectangle_is_one_call_while_it_is_small(rows, kinds):
     """Of joined runs too, whose first positions say nothing about the others."""
@@ -167,7 +177,7 @@ def test_a_wide_window_is_cut_into_few_calls_that_compute_little_in_vain(directi
     for width in (16, 100, 500, 1024, 2048, 4096):
         attention = AttentionConfig(8, 8, 64, window=(width - 1, 0))
         documents = Documents([16384])
-        whole = np.array([(0, 0, 0, 16384)], SPAN)
+        whole = np.array([(0, 0, 0, 16384)], TOKEN_SPAN)
         (calls,) = calls_of(tiles_between(whole, whole, documents, attention), 16384, attention, direction).values()
         computed = sum(c.rows * c.keys for c in calls)
         assert len(calls) <= 16384 / 32 and computed <= 16384 * max(2.0 * width, width + 128)
@@ -178,7 +188,7 @@ def test_alibi_uses_the_causal_mask_of_the_kernel_only_where_its_bias_stays_smal
         attention = AttentionConfig(2, 2, 64, alibi=(steepest, 0.01))
         for dtype in (torch.bfloat16, torch.float32):
             (calls,) = calls_of(tile(0, 8192, 0, 8192, CAUSAL), 8192, attention, dtype=dtype).values()
-            squares = [c for c in calls if c.kind == Kind.CAUSAL]
+            squares = [c for c in calls if c.kind == MaskKind.CAUSAL]
             assert bool(squares) == (largest > 0 and dtype == torch.bfloat16)
             assert all(c.rows * steepest <= 2 * LARGEST_BIAS for c in squares)
 

@@ -9,28 +9,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents, Topology
-from mindspeed_cp.ops.attention.cpu_costs import Costs
-from mindspeed_cp.ops.attention.cpu_lowering import Call, Kind, _calls_of_blocks, lower
-from mindspeed_cp.ops.attention.first_touch import FirstTouch, runs
-from mindspeed_cp.plan import CAUSAL, FULL, TILE, build_plan
+from mindspeed_cp.algorithms import build_plan
+from mindspeed_cp.ops.attention.cpu.cost_model import CpuCostModel
+from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, MaskKind, _calls_of_blocks, lower_to_kernel_calls
+from mindspeed_cp.ops.attention.lowering.first_write import FirstWrite, true_runs
+from mindspeed_cp.plan import CAUSAL, FULL, TILE
 
 
 def one_by_one(tiles, rows, attention, costs):
     """What `lower` does, with a flag for every row."""
-    out, touched = {}, np.zeros(rows, bool)
+    out, written = {}, np.zeros(rows, bool)
     for t in tiles:
         step, slot, q, q_rows, k, k_rows, mask, document, q_pos, k_pos = t.tolist()
-        calls, seen = out.setdefault((step, slot), []), touched[q : q + q_rows]
+        calls, seen = out.setdefault((step, slot), []), written[q : q + q_rows]
         if attention.dropout or attention.alibi or not (mask == FULL or (mask == CAUSAL and q_rows == k_rows)):
             calls += _calls_of_blocks(t, seen, attention, costs)
-            assert seen.all()  # what FirstTouch takes for granted
+            assert seen.all()  # what FirstWrite takes for granted
             continue
-        kind, q_pos = (Kind.CAUSAL, k_pos) if mask == CAUSAL else (Kind.PLAIN, q_pos)
-        fresh = runs(~seen, q) if seen.any() and not seen.all() else ()
+        kind, q_pos = (MaskKind.CAUSAL, k_pos) if mask == CAUSAL else (MaskKind.PLAIN, q_pos)
+        unwritten = true_runs(~seen, q) if seen.any() and not seen.all() else ()
         upcast = costs.upcasts(q_rows, k_rows)
         calls.append(
-            Call(
-                slice(q, q + q_rows), slice(k, k + k_rows), kind, not seen.any(), fresh, upcast, document, q_pos, k_pos
+            KernelCall(
+                slice(q, q + q_rows),
+                slice(k, k + k_rows),
+                kind,
+                not seen.any(),
+                unwritten,
+                upcast,
+                document,
+                q_pos,
+                k_pos,
             )
         )
         seen[:] = True
@@ -61,10 +70,10 @@ SOME = [
 def test_plans(lengths, some, algorithm, layout, topology, direction, dtype):
     attention = AttentionConfig(12, **some)
     plan = build_plan(Documents(lengths), Topology(*topology), attention, algorithm, layout=layout)
-    costs = Costs.of(direction, attention, dtype)
+    costs = CpuCostModel.for_kernel(direction, attention, dtype)
     for rank in range(topology[0] * topology[1]):
-        tiles, rows = getattr(plan, direction).tiles(rank), int(plan.q_layout.token_counts[rank])
-        got, want = lower(tiles, rows, attention, costs), one_by_one(tiles, rows, attention, costs)
+        tiles, rows = getattr(plan, direction).tiles(rank), int(plan.q_layout_compute.token_counts[rank])
+        got, want = lower_to_kernel_calls(tiles, rows, attention, costs), one_by_one(tiles, rows, attention, costs)
         assert got == want and list(got) == list(want)
 
 
@@ -95,35 +104,35 @@ def any_tiles(draw):
 def test_tiles_that_overlap(tiles, some):
     attention = AttentionConfig(12, **some)
     for direction in ("forward", "backward"):
-        costs = Costs.of(direction, attention, torch.bfloat16)
-        got, want = lower(tiles, 600, attention, costs), one_by_one(tiles, 600, attention, costs)
+        costs = CpuCostModel.for_kernel(direction, attention, torch.bfloat16)
+        got, want = lower_to_kernel_calls(tiles, 600, attention, costs), one_by_one(tiles, 600, attention, costs)
         assert got == want and list(got) == list(want)
         fields = [
             x
             for calls in got.values()
             for call in calls
-            for x in (call.q.start, call.document, call.first, call.upcast)
+            for x in (call.q.start, call.document, call.stores, call.upcast)
         ]
         assert all(type(x) in (int, bool) for x in fields)
 
 
 def test_large_calls_do_not_overflow():
     tiles = np.array([(0, 0, 0, 65536, 0, 65536, FULL, 0, 0, 0)], TILE)
-    (call,) = lower(tiles, 65536, AttentionConfig(8), Costs("backward", True, 1.0))[0, 0]
+    (call,) = lower_to_kernel_calls(tiles, 65536, AttentionConfig(8), CpuCostModel("backward", True, 1.0))[0, 0]
     assert not call.upcast
 
 
 @pytest.mark.parametrize(
-    ("tiles", "alone", "mixed", "fresh"),
+    ("tiles", "all_unwritten", "partly_written", "unwritten"),
     [
         ([(0, 5), (2, 5)], [True, False], [1], (slice(5, 7),)),
         ([(2, 2), (6, 1), (0, 9)], [True, True, False], [2], (slice(0, 2), slice(4, 6), slice(7, 9))),
         ([(4, 3), (4, 3)], [True, False], [], ()),
     ],
 )  # fmt: skip
-def test_first_touch(tiles, alone, mixed, fresh):
-    touch = FirstTouch.of(*np.array(tiles).T)
-    assert touch.alone.tolist() == alone and touch.mixed.tolist() == mixed
+def test_first_write(tiles, all_unwritten, partly_written, unwritten):
+    first_write = FirstWrite.of(*np.array(tiles).T)
+    assert first_write.all_unwritten.tolist() == all_unwritten and first_write.partly_written.tolist() == partly_written
     last = len(tiles) - 1
-    assert touch.fresh_rows(last) == fresh
-    assert runs(~touch.touched(last), tiles[last][0]) == fresh
+    assert first_write.unwritten_rows(last) == unwritten
+    assert true_runs(~first_write.written_before(last), tiles[last][0]) == unwritten

@@ -13,20 +13,21 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, capabilities
-from mindspeed_cp.engine.virtual import VirtualRank, attend_virtually
-from mindspeed_cp.layout import expand
+from benchmarks.isolated_rank import IsolatedRank, attend_virtually
+from mindspeed_cp import AttentionConfig, ConfigError, Documents
+from mindspeed_cp.config import capabilities
+from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention import (
     BACKENDS,
     attention,
     attention_backward,
-    backend_for,
+    backend_for_device,
     dense_attention,
 )
-from mindspeed_cp.ops.attention.heads import even_parts
-from mindspeed_cp.ops.attention.npu import NpuAttention
-from mindspeed_cp.ops.attention.npu_placed import place
-from mindspeed_cp.ops.attention.npu_statistics import Order
+from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
+from mindspeed_cp.ops.attention.lowering.device_call import on_device
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from mindspeed_cp.ops.attention.npu.statistics import StatisticsOrder
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.host_cann import oracle
@@ -44,8 +45,8 @@ def run(case: Case, backend: NpuAttention):
     return [made.out, made.lse, made.dq, made.dk, made.dv], made.ranks
 
 
-def rank_of(case: Case, rank: int, backend: NpuAttention) -> VirtualRank:
-    return VirtualRank(case.plan(), rank, backend, *case.inputs(), KEY if case.dropout else None)
+def rank_of(case: Case, rank: int, backend: NpuAttention) -> IsolatedRank:
+    return IsolatedRank(case.plan(), rank, backend, *case.inputs(), KEY if case.dropout else None)
 
 
 def reference(case: Case, keep=None):
@@ -57,7 +58,7 @@ def reference(case: Case, keep=None):
     where = []
     for documents in (case.documents, keys):
         n = documents.lengths
-        where.append((torch.from_numpy(np.repeat(np.arange(len(n)), n)), torch.from_numpy(expand(0 * n, n))))
+        where.append((torch.from_numpy(np.repeat(np.arange(len(n)), n)), torch.from_numpy(ragged_arange(0 * n, n))))
     (doc_q, pos_q), (doc_k, pos_k) = where
     out, lse = dense_attention(
         *leaves, doc_q, doc_k, pos_q, pos_k, mask=attention.mask, scale=attention.scale, window=attention.window,
@@ -86,7 +87,7 @@ HALF = (2**-6, 2**-6, 2**-4, 2**-4, 2**-6)
 
 CELLS = [
     cell
-    for cell in capabilities.cells()
+    for cell in capabilities.all_cells()
     if cell.backend == "cpu" and cell.dropout == "none" and capabilities.refusal(cell) is None
 ]
 
@@ -108,26 +109,26 @@ def test_any_plan_agrees_with_fp64(cell, ranks, lowering, alibi, merge, dtype, r
     compare(case, backend, EXACT if dtype == torch.float32 else HALF)
 
 
-def kept_by(case: Case, ranks: list[VirtualRank]) -> torch.Tensor:
+def kept_by(case: Case, ranks: list[IsolatedRank]) -> torch.Tensor:
     """Which weights were not dropped, bool [heads, queries, keys], from what every forward call kept."""
     keys = case.documents if case.kv_documents is None else case.kv_documents
     keep = torch.ones(case.heads, case.documents.tokens, keys.tokens, dtype=torch.bool)
     for rank in ranks:
-        kept = dict(rank.state.kept)
-        for calls, k, _, rows, tokens in rank.places("forward"):
+        kept = dict(rank.state.saved)
+        for calls, k, _, rows, tokens in rank.slot_calls("forward"):
             token = torch.full((len(k),), -1)
             token[rows] = tokens
             for call in calls:
                 q_token, k_token = rank.rows[numbers(call.q)], token[numbers(call.k)]
-                n, m = np.diff([0, *call.cu_q]).tolist(), np.diff([0, *call.cu_k]).tolist()
-                for part in even_parts(case.attention, rank.heads):
-                    heads = part.q.stop - part.q.start
-                    used = kept.pop((call.identity, part.first))
+                n, m = np.diff([0, *call.actual_seq_qlen]).tolist(), np.diff([0, *call.actual_seq_kvlen]).tolist()
+                for group in uniform_head_groups(case.attention, rank.heads):
+                    heads = group.q.stop - group.q.start
+                    used = kept.pop((call.content_key, group.q_range))
                     weights = kept_weights(heads, list(zip(n, m, strict=True)), used, 1 - case.dropout)
                     weights = [one for one in weights if one.shape[1]]
                     for (a, c, seen), one in zip(sequences(call), weights, strict=True):
                         i, j = (torch.from_numpy(x) for x in np.nonzero(seen))
-                        keep[part.first : part.first + heads, q_token[a + i], k_token[c + j]] = one[:, i, j]
+                        keep[slice(*group.q_range), q_token[a + i], k_token[c + j]] = one[:, i, j]
         assert not kept, "kept of calls that are not there"
     return keep
 
@@ -162,9 +163,9 @@ def test_a_backward_call_without_its_forward_is_refused():
     backend = NpuAttention(operator=OracleOperator())
     rank = rank_of(case, 0, backend)
     rank.forward()
-    assert len(rank.state.kept) == 3  # its own block, and the full tiles against the other rank
-    rank.state.kept.clear()
-    with pytest.raises(ConfigError, match="has a call that the forward had not, so"):
+    assert len(rank.state.saved) == 3  # its own block, and the full tiles against the other rank
+    rank.state.saved.clear()
+    with pytest.raises(ConfigError, match="has a call that the forward did not have, so"):
         rank.backward(*(torch.zeros(49, 4, 16) for _ in "kv"))
 
 
@@ -175,7 +176,7 @@ def test_nothing_is_dropped_where_the_state_says_so():
     rank.state = replace(rank.state, dropout=None)
     oracle.calls.clear()
     rank.forward()
-    assert not rank.state.kept and all(call.drop_bytes == 0 for call in oracle.calls)
+    assert not rank.state.saved and all(call.drop_bytes == 0 for call in oracle.calls)
 
 
 @pytest.mark.parametrize(("lowering", "alibi"), [("tnd", False), ("masks", False), ("tnd", True)])
@@ -243,7 +244,7 @@ def test_the_vendors_merge_is_called_and_keeps_fp32():
 
 
 def test_the_kernel_that_merges_is_used_and_must_be_there(monkeypatch):
-    from mindspeed_cp.ops.attention import npu
+    from mindspeed_cp.ops.attention.npu import backend as npu
 
     called = []
     merge = npu.merge_parts_
@@ -261,12 +262,12 @@ def test_rows_and_masks_are_made_once_for_all_layers():
     case = Case((90, 40), 2, window=(20, 0), alibi=True)
     backend = NpuAttention(operator=OracleOperator())
     rank = rank_of(case, 1, backend)
-    for calls, k, v, _, _ in rank.places("forward"):
+    for calls, k, v, _, _ in rank.slot_calls("forward"):
         backend.forward(calls, case.attention, rank.state, k, v)
-        before = [dict(call.placed) for call in calls]
+        before = [dict(call.device_cache) for call in calls]
         backend.forward(calls, case.attention, rank.state, k, v)
-        assert [call.placed for call in calls] == before and all(before)
-        assert all(place(call, k.device) is place(call, torch.device("cpu")) for call in calls)
+        assert [call.device_cache for call in calls] == before and all(before)
+        assert all(on_device(call, k.device) is on_device(call, torch.device("cpu")) for call in calls)
 
 
 @pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [4, 0, 1, 1], list(range(1, 30)), [7, 1] * 9])
@@ -276,9 +277,9 @@ def test_statistics_come_and_go_in_the_order_of_sequences(lengths, heads):
     rows = torch.arange(int(ends[-1]) * heads, dtype=torch.float32).view(-1, heads)
     blocks = [rows[e - n : e].T.flatten() for n, e in zip(lengths, ends.tolist(), strict=True)]
     memory = torch.cat(blocks)[:, None].expand(-1, 8).reshape(int(ends[-1]), heads, 8).contiguous()
-    order = Order(ends.tolist(), heads, torch.device("cpu"))
-    assert torch.equal(order.read(memory), rows)
-    assert torch.equal(order.write(rows), memory)
+    order = StatisticsOrder(ends.tolist(), heads, torch.device("cpu"))
+    assert torch.equal(order.to_rows(memory), rows)
+    assert torch.equal(order.from_rows(rows), memory)
 
 
 @pytest.mark.parametrize(
@@ -312,23 +313,25 @@ def test_options_have_their_values(option):
 
 def test_backends_are_named_or_given():
     given = NpuAttention(lowering="masks", operator=OracleOperator())
-    assert backend_for("npu") is backend_for("npu", "npu") is BACKENDS["npu"]
-    assert backend_for("cpu", given) is given and backend_for("npu", NpuAttention("masks")) == NpuAttention("masks")
+    assert backend_for_device("npu") is backend_for_device("npu", "npu") is BACKENDS["npu"]
+    assert backend_for_device("cpu", given) is given and backend_for_device(
+        "npu", NpuAttention("masks")
+    ) == NpuAttention("masks")
     with pytest.raises(ConfigError, match="backend 'npu' does not run on tensors of device 'cpu'"):
-        backend_for("cpu", NpuAttention("masks"))
+        backend_for_device("cpu", NpuAttention("masks"))
     with pytest.raises(ConfigError, match="backend 'npu' does not run on tensors of device 'cpu'"):
-        backend_for("cpu", "npu")
+        backend_for_device("cpu", "npu")
 
 
 def test_torch_npu_is_imported_when_it_computes_and_named_where_it_is_missing():
     code = """
 import importlib.util, sys, mindspeed_cp.ops.attention as ops
 assert "torch_npu" not in sys.modules
-from mindspeed_cp.ops.attention.npu_operator import TorchNpu
+from mindspeed_cp.ops.attention.npu.fused_operator import TorchNpuOperator
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name == "torch_npu" else find(name, *more)
 try:
-    TorchNpu().update((None, None, None), ())
+    TorchNpuOperator().update((None, None, None), ())
 except ops.backends.ConfigError as error:
     print(error)
 """

@@ -14,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
-from mindspeed_cp.layout import expand
-from mindspeed_cp.ops.attention.npu_calls import MOST_ROWS, MOST_SEQUENCES, NO_LIMIT, Choice, FusedCall
-from mindspeed_cp.ops.attention.npu_fold import back_of
-from mindspeed_cp.ops.attention.npu_lowering import lower
-from mindspeed_cp.ops.attention.npu_masks import lower_to_masks
-from mindspeed_cp.plan import ALGORITHMS, BAND, CAUSAL, FULL, TILE, Program
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.ops.attention.lowering.duplicate_rows import scatter_rows
+from mindspeed_cp.ops.attention.lowering.fused_call import MAX_CALL_ROWS, MAX_SEQUENCES, NO_LIMIT, CallLimits, FusedCall
+from mindspeed_cp.ops.attention.lowering.fused_lowering import lower_to_fused_calls
+from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
+from mindspeed_cp.plan import BAND, CAUSAL, FULL, TILE, Program
 from tests.plan.problems import choices, problems
 
-DEFAULT = Choice()
+DEFAULT = CallLimits()
 
 
 def numbers(rows):
@@ -49,50 +50,52 @@ def sequences(call: FusedCall):
     if call.layout == "BSND":
         column = np.arange(call.keys)
         seen = np.ones((call.rows, call.keys), bool)
-        if call.visible is not None:
-            seen = ((column >= call.visible[:, 0, :, None]) & (column < call.visible[:, 1, :, None])).any(0)
+        if call.visible_ranges is not None:
+            seen = ((column >= call.visible_ranges[:, 0, :, None]) & (column < call.visible_ranges[:, 1, :, None])).any(
+                0
+            )
         return [(0, 0, seen)]
     found = []
-    for (a, b), (c, d) in zip(pairwise([0, *call.cu_q]), pairwise([0, *call.cu_k]), strict=True):
+    for (a, b), (c, d) in zip(pairwise([0, *call.actual_seq_qlen]), pairwise([0, *call.actual_seq_kvlen]), strict=True):
         assert b >= a and d >= c
         if b > a:
-            seen = ~hidden(call.sparse_mode, call.pre, call.next, call.compressed, b - a, d - c)
+            seen = ~hidden(call.sparse_mode, call.pre_tokens, call.next_tokens, call.uses_compressed_mask, b - a, d - c)
             assert seen.any(1).all(), "a row that sees nothing"
             found.append((a, c, seen & ~padding[a:b, None]))
     return found
 
 
-def check_rules(call: FusedCall, choice: Choice) -> None:
+def check_rules(call: FusedCall, limits: CallLimits) -> None:
     """What the operator's documentation demands."""
     q, k = numbers(call.q), numbers(call.k)
-    assert len(q) == call.rows and len(k) == call.keys and len(call.cu_q) == len(call.cu_k) > 0
-    assert len(call.cu_q) <= choice.sequences and max(call.rows, call.keys) <= choice.rows
-    assert min(call.pre, call.next) >= 0 and max(call.pre, call.next) <= NO_LIMIT
+    assert len(q) == call.rows and len(k) == call.keys and len(call.actual_seq_qlen) == len(call.actual_seq_kvlen) > 0
+    assert len(call.actual_seq_qlen) <= limits.max_sequences and max(call.rows, call.keys) <= limits.max_rows
+    assert min(call.pre_tokens, call.next_tokens) >= 0 and max(call.pre_tokens, call.next_tokens) <= NO_LIMIT
     if call.layout == "BSND":
         ((_, _, seen),) = sequences(call)
-        assert seen.any(1).all() and seen.any(0).all() and not call.compressed
-        assert (call.sparse_mode, call.visible is None) in ((0, True), (1, False)) and seen.all() == (
-            call.visible is None
+        assert seen.any(1).all() and seen.any(0).all() and not call.uses_compressed_mask
+        assert (call.sparse_mode, call.visible_ranges is None) in ((0, True), (1, False)) and seen.all() == (
+            call.visible_ranges is None
         )
         return
-    assert call.visible is None and call.compressed == (call.sparse_mode != 0)
-    n, m = np.diff([0, *call.cu_q]), np.diff([0, *call.cu_k])
+    assert call.visible_ranges is None and call.uses_compressed_mask == (call.sparse_mode != 0)
+    n, m = np.diff([0, *call.actual_seq_qlen]), np.diff([0, *call.actual_seq_kvlen])
     assert call.sparse_mode != 3 or (n <= m).all()
     assert (m[n > 0] > 0).all()
-    if call.starts is not None:
-        assert (n == m).all() and (n > 0).all() and min(call.starts) >= 0
+    if call.start_idx is not None:
+        assert (n == m).all() and (n > 0).all() and min(call.start_idx) >= 0
 
 
 def expanded(call: FusedCall):
     """Rows of queries and keys of all pairs that a call computes, and the distance that it gives them."""
     q, k = numbers(call.q), numbers(call.k)
-    shift = np.zeros(len(q), np.int64) if call.shift is None else call.shift
+    shift = np.zeros(len(q), np.int64) if call.bias_shift is None else call.bias_shift
     found = []
     for a, c, seen in sequences(call):
         i, j = np.nonzero(seen)
         away = np.zeros(len(i), np.int64)
-        if call.starts is not None:
-            away = np.abs((j + call.starts[1]) - (i + call.starts[0])) + shift[a + i]
+        if call.start_idx is not None:
+            away = np.abs((j + call.start_idx[1]) - (i + call.start_idx[0])) + shift[a + i]
         found.append((q[a + i], k[c + j], away))
     return [np.concatenate(x) for x in zip(*found, strict=True)]
 
@@ -100,19 +103,19 @@ def expanded(call: FusedCall):
 def check_backs(call: FusedCall) -> None:
     """What is folded and put back is what every row of the call belongs to."""
     rng = np.random.default_rng(0)
-    for back, rows, padding in ((call.q_back, call.q, call.padding), (call.k_back, call.k, None)):
+    for back, rows, padding in ((call.q_scatter, call.q, call.padding), (call.k_scatter, call.k, None)):
         rows = numbers(rows)
         held = rng.integers(1, 1 << 40, len(rows))
         real = np.ones(len(rows), bool)
         if padding is not None:
             real[numbers(padding)] = False
-        ends = {id(call.q_back): call.cu_q, id(call.k_back): call.cu_k}[id(back)]
-        if back is call.k_back:  # gaps are sequences without queries
-            for (a, b), (c, d) in zip(pairwise([0, *call.cu_q]), pairwise([0, *ends]), strict=True):
+        ends = {id(call.q_scatter): call.actual_seq_qlen, id(call.k_scatter): call.actual_seq_kvlen}[id(back)]
+        if back is call.k_scatter:  # gaps are sequences without queries
+            for (a, b), (c, d) in zip(pairwise([0, *call.actual_seq_qlen]), pairwise([0, *ends]), strict=True):
                 real[c:d] &= b > a
         want = np.zeros(int(rows.max()) + 1, np.int64)
         np.add.at(want, rows[real], held[real])
-        for into, out_of in back.folds:
+        for into, out_of in back.merges:
             into, out_of = numbers(into), numbers(out_of)
             assert len(np.unique(into)) == len(into) == len(out_of) and not np.isin(into, out_of).any()
             held[into] += held[out_of]
@@ -126,18 +129,18 @@ def check_backs(call: FusedCall) -> None:
 def rows_of(spans: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Document and position of each row."""
     rows = spans["stop"] - spans["start"]
-    return np.repeat(spans["doc"], rows), expand(spans["start"] - offsets[spans["doc"]], rows)
+    return np.repeat(spans["doc"], rows), ragged_arange(spans["start"] - offsets[spans["doc"]], rows)
 
 
-def check(program: Program, rank: int, lowering, choice: Choice) -> None:
+def check(program: Program, rank: int, lowering, limits: CallLimits) -> None:
     """All calls of a rank: every visible pair of every step once, with its distance."""
     attention = program.attention
-    q_doc, q_pos = rows_of(program.q_layout.of(rank), program.q_layout.documents.offsets)
+    q_doc, q_pos = rows_of(program.q_layout_compute.rank_spans(rank), program.q_layout_compute.documents.offsets)
     left, right = attention.reach
     contents: dict[tuple[int, int], list[np.void]] = {}
     for content in program.contents_of(rank):
         contents.setdefault((int(content["step"]), int(content["slot"])), []).append(content)
-    touched = np.zeros(len(q_doc), bool)
+    written = np.zeros(len(q_doc), bool)
     assert set(lowering) <= set(contents)
     for place, parts in contents.items():
         k_doc, k_pos = np.full((2, int(program.capacity[rank, place[1]])), -1)
@@ -149,19 +152,19 @@ def check(program: Program, rank: int, lowering, choice: Choice) -> None:
         sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
         count = np.zeros(sees.shape, int)
         for call in lowering.get(place, []):
-            check_rules(call, choice)
+            check_rules(call, limits)
             q, k, distance = expanded(call)
             np.add.at(count, (q, k), 1)
             if attention.slopes is not None:
-                assert call.starts is not None and (distance == np.abs(away[q, k])).all()
-                assert choice.share or call.shift is None
+                assert call.start_idx is not None and (distance == np.abs(away[q, k])).all()
+                assert limits.share_calls or call.bias_shift is None
             else:
-                assert call.starts is None and call.shift is None
+                assert call.start_idx is None and call.bias_shift is None
             check_backs(call)
-            target = numbers(call.q_back.target)
-            fresh = target if call.fresh is True else call.fresh
-            assert set(fresh.tolist()) == set(target[~touched[target]].tolist())
-            touched[target] = True
+            target = numbers(call.q_scatter.target)
+            unwritten = target if call.unwritten is True else call.unwritten
+            assert set(unwritten.tolist()) == set(target[~written[target]].tolist())
+            written[target] = True
         assert (count == sees).all()
 
 
@@ -171,23 +174,23 @@ def test_calls_of_any_plan_hold_every_visible_pair_once_and_break_no_rule(data):
     problem = data.draw(problems())
     algorithm, options = data.draw(choices(problem.ranks))
     plan = problem.plan(algorithm, **options)
-    choice = Choice(
-        share=data.draw(st.booleans()),
-        excess=data.draw(st.sampled_from([0.25, 4.0, 2.0**12])),
-        sequences=data.draw(st.sampled_from([3, 7, MOST_SEQUENCES])),
-        rows=data.draw(st.sampled_from([20, 80, 150, MOST_ROWS])),
-        small=data.draw(st.sampled_from([0, 4, 512])),
-        least=data.draw(st.sampled_from([1, 5, 256])),
+    limits = CallLimits(
+        share_calls=data.draw(st.booleans()),
+        max_bias_excess=data.draw(st.sampled_from([0.25, 4.0, 2.0**12])),
+        max_sequences=data.draw(st.sampled_from([3, 7, MAX_SEQUENCES])),
+        max_rows=data.draw(st.sampled_from([20, 80, 150, MAX_CALL_ROWS])),
+        pad_up_to=data.draw(st.sampled_from([0, 4, 512])),
+        min_square=data.draw(st.sampled_from([1, 5, 256])),
     )
     program = data.draw(st.sampled_from([plan.forward, plan.backward]))
     rank = data.draw(st.integers(0, problem.ranks - 1))
-    tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
+    tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
     cut = np.where(tiles["mask"] == BAND, tiles["k_rows"], 0)
-    if len(tiles) and max(tiles["q_rows"].max(), cut.max()) > choice.rows:
+    if len(tiles) and max(tiles["q_rows"].max(), cut.max()) > limits.max_rows:
         with pytest.raises(ConfigError, match="use more context-parallel ranks"):
-            lower(tiles, rows, problem.attention, choice)
+            lower_to_fused_calls(tiles, rows, problem.attention, limits)
     else:
-        check(program, rank, lower(tiles, rows, problem.attention, choice), choice)
+        check(program, rank, lower_to_fused_calls(tiles, rows, problem.attention, limits), limits)
     if problem.attention.slopes is None:
         check(program, rank, lower_to_masks(tiles, rows, problem.attention), DEFAULT)
 
@@ -200,21 +203,27 @@ def test_every_rank_of_every_algorithm_with_each_lowering(algorithm, mask, windo
         plan = build_plan(Documents([131, 0, 17, 64, 2]), Topology(2, 2), attention, algorithm)
         for program in (plan.forward, plan.backward):
             for rank in range(4):
-                tiles, rows = program.tiles(rank), int(plan.q_layout.token_counts[rank])
-                for choice in (DEFAULT, Choice(share=False), Choice(least=8, small=8, excess=2.0)):
-                    check(program, rank, lower(tiles, rows, attention, choice), choice)
+                tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
+                for limits in (
+                    DEFAULT,
+                    CallLimits(share_calls=False),
+                    CallLimits(min_square=8, pad_up_to=8, max_bias_excess=2.0),
+                ):
+                    check(program, rank, lower_to_fused_calls(tiles, rows, attention, limits), limits)
                 if not alibi:
                     check(program, rank, lower_to_masks(tiles, rows, attention), DEFAULT)
 
 
-def lowered(plan: Plan, rank: int, choice: Choice = DEFAULT, direction: str = "forward"):
+def lowered(plan: Plan, rank: int, limits: CallLimits = DEFAULT, direction: str = "forward"):
     program = getattr(plan, direction)
-    return lower(program.tiles(rank), int(plan.q_layout.token_counts[rank]), plan.attention, choice)
+    return lower_to_fused_calls(
+        program.tiles(rank), int(plan.q_layout_compute.token_counts[rank]), plan.attention, limits
+    )
 
 
-def counts(plan: Plan, choice: Choice = DEFAULT, direction: str = "forward") -> list[int]:
+def counts(plan: Plan, limits: CallLimits = DEFAULT, direction: str = "forward") -> list[int]:
     """Calls of each rank."""
-    return [sum(map(len, lowered(plan, rank, choice, direction).values())) for rank in range(plan.ranks)]
+    return [sum(map(len, lowered(plan, rank, limits, direction).values())) for rank in range(plan.ranks)]
 
 
 @pytest.mark.parametrize("tokens", [1 << 15, (1 << 15) + 5])
@@ -222,7 +231,7 @@ def test_ring_with_alibi_needs_fewer_calls_than_one_for_each_square(tokens):
     """Causal, cp 8, one document. Splitting alone: 3 + 2 (cp - 1) = 17; the target: 2 + 1.5 (cp - 1) = 12.5 on average."""
     attention = AttentionConfig(8, 8, 64, alibi=True)
     plan = build_plan(Documents([tokens]), Topology(1, 8), attention, "ring")
-    shared, split = counts(plan), counts(plan, Choice(share=False))
+    shared, split = counts(plan), counts(plan, CallLimits(share_calls=False))
     assert np.mean(shared) <= 12.5
     assert shared == [2 + 7] * 7 + [1 + 7]  # the two chunks of the last rank follow each other
     if tokens % 16 == 0:
@@ -243,7 +252,7 @@ def test_ring_with_alibi_needs_fewer_calls_than_one_for_each_square(tokens):
 def test_calls_of_a_layer_with_alibi_are_those_of_the_table(tokens, share, forward, backward):
     """The table of docs/ascend.md: a causal ring, cp 8, mean over the ranks."""
     plan = build_plan(Documents([tokens]), Topology(1, 8), AttentionConfig(8, 8, 64, alibi=True), "ring")
-    found = (np.mean(counts(plan, Choice(share=share), direction)) for direction in ("forward", "backward"))
+    found = (np.mean(counts(plan, CallLimits(share_calls=share), direction)) for direction in ("forward", "backward"))
     assert tuple(round(float(mean), 1) for mean in found) == (forward, backward)
 
 
@@ -297,11 +306,11 @@ def test_a_thousand_documents_are_lowered_in_half_a_second():
     for alibi, window in ((False, None), (True, None), (False, (511, 0))):
         attention = AttentionConfig(8, 8, 64, alibi=alibi, window=window)
         plan = build_plan(Documents(lengths), Topology(8, 8), attention, "ring")
-        tiles, rows = plan.forward.tiles(40), int(plan.q_layout.token_counts[40])
+        tiles, rows = plan.forward.tiles(40), int(plan.q_layout_compute.token_counts[40])
         spent = 1e9
         for _ in range(3):  # the best of three: other processes run here
             begin = time.process_time()
-            lower(tiles, rows, attention, DEFAULT)
+            lower_to_fused_calls(tiles, rows, attention, DEFAULT)
             spent = min(spent, time.process_time() - begin)
         assert spent < 0.5, (alibi, window, spent)
 
@@ -316,7 +325,9 @@ def test_causal_tiles_are_aligned_bottom_right(n, m):
     tiles = block(n, m, CAUSAL, q_pos=m - n)
     for alibi in (False, True):
         attention = AttentionConfig(8, 8, 64, alibi=alibi)
-        for lowering in [lower(tiles, n, attention, DEFAULT)] + [lower_to_masks(tiles, n, attention)] * (not alibi):
+        for lowering in [lower_to_fused_calls(tiles, n, attention, DEFAULT)] + [lower_to_masks(tiles, n, attention)] * (
+            not alibi
+        ):
             found = np.zeros((n, m), int)
             for call in lowering[0, 0]:
                 check_rules(call, DEFAULT)
@@ -332,8 +343,10 @@ def test_rectangles_of_alibi_cost_little_more_than_their_pairs(n, m):
     """Squares that are computed, against the rectangle; a wide one that is narrower than the kernel's own blocks counts
     as wide as those (here 32 instead of 256 rows)."""
     attention = AttentionConfig(8, 8, 64, mask="full", alibi=True)
-    (calls,) = lower(block(n, m, q_pos=m), n, attention, Choice(least=32, small=64)).values()
-    computed = sum(int((np.diff([0, *call.cu_q]) ** 2).sum()) for call in calls)
+    (calls,) = lower_to_fused_calls(
+        block(n, m, q_pos=m), n, attention, CallLimits(min_square=32, pad_up_to=64)
+    ).values()
+    computed = sum(int((np.diff([0, *call.actual_seq_qlen]) ** 2).sum()) for call in calls)
     assert computed <= 1.25 * max(n, 32) * m + 64 * m
     found = np.zeros((n, m), np.int8)
     for call in calls:
@@ -342,7 +355,7 @@ def test_rectangles_of_alibi_cost_little_more_than_their_pairs(n, m):
         q, k, distance = expanded(call)
         assert (distance == q + m - k).all()
         np.add.at(found, (q, k), 1)
-        assert len(call.q_back.folds) <= 9 and len(call.k_back.folds) <= 9
+        assert len(call.q_scatter.merges) <= 9 and len(call.k_scatter.merges) <= 9
     assert (found == 1).all()
 
 
@@ -351,18 +364,18 @@ def test_calls_beyond_the_limits_of_the_operator_are_split():
     documents = Documents([3] * 5000)
     plan = build_plan(documents, Topology(1, 1), attention, "ring")
     (calls,) = lowered(plan, 0).values()
-    assert [len(call.cu_q) for call in calls] == [2048, 2048, 904]
+    assert [len(call.actual_seq_qlen) for call in calls] == [2048, 2048, 904]
     long = build_plan(Documents([1_500_000, 900_000]), Topology(1, 4), attention, "all_gather")
     for calls in lowered(long, 3).values():
-        assert all(max(call.rows, call.keys) <= MOST_ROWS for call in calls)
+        assert all(max(call.rows, call.keys) <= MAX_CALL_ROWS for call in calls)
     with pytest.raises(ConfigError, match="valid for the npu backend: 1000000 of each at most; use more"):
-        lower(block(1_500_000, 1_500_000, CAUSAL), 1_500_000, attention, DEFAULT)
+        lower_to_fused_calls(block(1_500_000, 1_500_000, CAUSAL), 1_500_000, attention, DEFAULT)
 
 
 def test_results_that_belong_to_one_row_are_folded_in_few_rounds():
     n = 1000
-    back = back_of(np.zeros(n, np.int64), np.full(n, 5), 5 * np.arange(n), np.full(n, 5), np.zeros(n, np.int64))
-    assert len(back.folds) == 10 and back.source == back.target == slice(0, 5)
+    back = scatter_rows(np.zeros(n, np.int64), np.full(n, 5), 5 * np.arange(n), np.full(n, 5), np.zeros(n, np.int64))
+    assert len(back.merges) == 10 and back.source == back.target == slice(0, 5)
 
 
 def test_calls_without_duplicates_or_gaps_copy_nothing():
@@ -382,10 +395,10 @@ def test_a_shared_start_never_enlarges_a_bias_by_more_than_was_asked_for():
     plan = build_plan(Documents(lengths), Topology(1, 4), attention, "ring")
     made = []
     for excess in (2.0**5, 2.0**12):
-        choice = Choice(excess=excess)
+        limits = CallLimits(max_bias_excess=excess)
         for rank in range(4):
-            for calls in lowered(plan, rank, choice).values():
+            for calls in lowered(plan, rank, limits).values():
                 made.append(len(calls))
                 for call in calls:
-                    assert call.shift is None or -steepest * call.shift.min() <= excess
+                    assert call.bias_shift is None or -steepest * call.bias_shift.min() <= excess
     assert max(made[: len(made) // 2]) > 2 >= max(made[len(made) // 2 :])

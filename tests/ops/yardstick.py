@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, Documents
-from mindspeed_cp.ops.attention import dense_attention_of
+from mindspeed_cp.ops.attention import dense_packed_attention
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -27,7 +27,7 @@ def reference(
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv in fp64."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention_of(attention, *leaves, documents, **more)
+    out, lse = dense_packed_attention(attention, *leaves, documents, **more)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double())]
 
 

@@ -1,4 +1,4 @@
-"""The backward of a plan whose fetches form a forest, derived from its forward."""
+"""Derive the backward of a plan whose fetches form a forest from its forward."""
 
 from __future__ import annotations
 
@@ -11,68 +11,68 @@ from mindspeed_cp.errors import PlanError
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import Messages
 
-Place = tuple[int, int]  # rank, slot
+RankSlot = tuple[int, int]  # rank, slot
 Intervals = tuple[np.ndarray, np.ndarray]  # first and last-plus-one row of runs
 
 
-def adjoint(forward: Program) -> Program:
-    """The same fetches and tiles, and every fetch mirrored into a reduce.
+def derive_backward(forward: Program) -> Program:
+    """Return a backward program with the same fetches and tiles, and a reduce for each fetch, in the opposite direction.
 
-    The gradient of rows that a message brought goes back to where they came from in the step after its last addend: the
-    last step in which the slot is computed before these rows are received again, and the last gradient that comes back
-    from ranks to which they were passed on. Relays therefore sum what they served before they send.
+    The gradient of received rows is sent back in the step after its last addend. Addends come from steps in which the
+    slot is computed before these rows are received again, and from ranks to which the rows were passed on. Relays
+    therefore sum before they send.
 
     Args:
-        forward: a program whose every received row has one source (fetches form a forest, its roots in slots 0).
+        forward: program in which every received row has one source (fetches form a forest with roots in slots 0).
 
     Returns:
-        The backward program; its steps follow the forward's, as many more as the last gradients need.
+        The backward program; it has the steps of the forward, and more if the last gradients need them.
 
     Raises:
-        PlanError: rows are received again before the gradient of what was in them can be complete.
+        PlanError: rows are received again before their gradient can be complete.
     """
     items = forward.fetch.items
-    arrivals: dict[Place, list[int]] = defaultdict(list)  # messages into a slot, by done
-    departures: dict[Place, list[int]] = defaultdict(list)  # messages out of a slot
+    arrivals: dict[RankSlot, list[int]] = defaultdict(list)  # messages into a slot, by done
+    departures: dict[RankSlot, list[int]] = defaultdict(list)  # messages out of a slot
     by_done = np.argsort(items["done"], kind="stable").tolist()
     for index in by_done:
         arrivals[int(items["dst"][index]), int(items["dst_slot"][index])].append(index)
         departures[int(items["src"][index]), int(items["src_slot"][index])].append(index)
-    reads: dict[Place, list[int]] = defaultdict(list)  # steps in which a slot is computed
+    reads: dict[RankSlot, list[int]] = defaultdict(list)  # steps in which a slot is computed
     for content in forward.contents:
         reads[int(content["rank"]), int(content["slot"])].append(int(content["step"]))
 
     start = np.zeros(len(items), np.int64)
     for index in reversed(by_done):  # children before parents: they start after their parent is done
-        place, done = (int(items["dst"][index]), int(items["dst_slot"][index])), int(items["done"][index])
+        rank_slot, done = (int(items["dst"][index]), int(items["dst_slot"][index])), int(items["done"][index])
         rows = _rows(forward.fetch, index, "dst")
-        again = next(
+        replaced = next(
             (
                 int(items["done"][i])
-                for i in arrivals[place]
+                for i in arrivals[rank_slot]
                 if items["done"][i] > done and _meet(rows, _rows(forward.fetch, i, "dst"))
             ),
             None,
         )
-        end = forward.steps if again is None else again
-        computed = [step for step in reads[place] if done < step <= end]
+        end = forward.steps if replaced is None else replaced
+        computed = [step for step in reads[rank_slot] if done < step <= end]
         returned = [
             int(start[i])
-            for i in departures[place]
+            for i in departures[rank_slot]
             if done < items["start"][i] <= end and _meet(rows, _rows(forward.fetch, i, "src"))
         ]
         start[index] = 1 + max([done, *computed, *returned])
-        if again is not None and start[index] > again:
+        if replaced is not None and start[index] > replaced:
             raise PlanError(
-                f"adjoint: rank {place[0]}: rows of slot {place[1]}, received in step {done}, are received again "
-                f"in step {again}, "
+                f"derive_backward: rank {rank_slot[0]}: rows of slot {rank_slot[1]}, received in step {done}, are received again "
+                f"in step {replaced}, "
                 f"but their gradient is complete only in step {start[index]}; the plan needs another slot"
             )
 
     mirrored = forward.fetch.reversed()
     mirrored.items["start"] = mirrored.items["done"] = start
     steps = max(forward.steps, int(start.max()) + 1 if len(start) else 0)
-    return replace(forward, steps=steps, reduce=Messages(mirrored.items, mirrored.runs).sorted())
+    return replace(forward, steps=steps, reduce=Messages(mirrored.items, mirrored.runs).in_global_order())
 
 
 def _rows(messages: Messages, index: int, side: str) -> Intervals:
@@ -82,5 +82,5 @@ def _rows(messages: Messages, index: int, side: str) -> Intervals:
 
 
 def _meet(a: Intervals, b: Intervals) -> bool:
-    """True when two sets of runs, each without overlaps of its own, have a row in common."""
+    """Return True if two sets of runs, each without overlaps, have a row in common."""
     return bool((np.searchsorted(a[0], b[1], "left") > np.searchsorted(a[1], b[0], "right")).any())

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology
-from mindspeed_cp.layout import SPAN, zigzag
-from mindspeed_cp.plan import CONTENT, MessageList, Messages, Program, adjoint
+from mindspeed_cp.layout import TOKEN_SPAN, zigzag
+from mindspeed_cp.plan import CONTENT, MessageBuilder, Messages, Program
+from tests.plan.derived_backward import derive_backward
 
 
 def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed: int) -> Plan:
@@ -24,13 +25,13 @@ def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed
     count = len(layout.spans)
     held: dict[tuple[int, int], np.ndarray] = {}  # (rank, slot) -> its spans in token order
     for rank in range(ranks):
-        held[rank, 0] = layout.of(rank)
+        held[rank, 0] = layout.rank_spans(rank)
         for s in np.unique(share):
-            blocks = [layout.of(b) for b in range(ranks) if share[b] == s and b != rank]
-            mine = np.concatenate([*blocks, np.empty(0, SPAN)])
+            blocks = [layout.rank_spans(b) for b in range(ranks) if share[b] == s and b != rank]
+            mine = np.concatenate([*blocks, np.empty(0, TOKEN_SPAN)])
             held[rank, 1 + int(s)] = mine[np.argsort(mine["start"], kind="stable")]
 
-    messages = MessageList()
+    messages = MessageBuilder()
     landed: dict[tuple[int, int], int] = {}  # (rank, slot) -> last step in which something lands
     for block in range(ranks):
         slot = 1 + int(share[block])
@@ -40,7 +41,7 @@ def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed
             start = done[parent] + 1 + int(rng.integers(0, 2))
             done[rank] = start + int(rng.integers(0, 3))
             src_slot = 0 if parent == block else slot
-            moved = layout.of(block)
+            moved = layout.rank_spans(block)
             rows = moved["stop"] - moved["start"]
             messages.add(
                 start=start, done=done[rank], src=parent, dst=rank, src_slot=src_slot, dst_slot=slot,
@@ -62,9 +63,9 @@ def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed
     fetch = messages.messages()
     last = max([0, *table["step"].tolist(), *fetch.items["done"].tolist()])
     forward = Program(
-        last + 1, capacity, layout, documents, attention, table, np.concatenate(spans), fetch, Messages.none()
+        last + 1, capacity, layout, documents, attention, table, np.concatenate(spans), fetch, Messages.empty()
     )
-    return Plan("forest", attention, Topology(1, ranks), *(layout,) * 4, forward, adjoint(forward))
+    return Plan("forest", attention, Topology(1, ranks), *(layout,) * 4, forward, derive_backward(forward))
 
 
 def rows_of(held: np.ndarray, spans: np.ndarray) -> np.ndarray:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import SPAN, Documents, Layout
-from mindspeed_cp.plan.config import AttentionConfig, Topology
+from mindspeed_cp.layout import TOKEN_SPAN, Documents, Layout
 from mindspeed_cp.plan.heads import head_ranges
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import CONTENT, Messages
 
@@ -68,10 +68,10 @@ def head_split_part(
                 )
             in_group[rank], ranges[rank], kv_ranges[rank] = doc, heads, kv_heads
     owners = [members[tuple(int(rank) for rank in groups[doc])] for doc in used.tolist()]  # type: ignore[union-attr]
-    q_layout = _on_members(documents, topology.ranks, used, owners).with_heads(ranges)
-    kv_layout = _on_members(keys.documents, topology.ranks, used, owners).with_heads(kv_ranges)
-    program = _one_step(q_layout, kv_layout, attention)
-    return Plan("head_split", attention, topology, held, keys, q_layout, kv_layout, program, program)
+    q_layout_compute = _on_members(documents, topology.ranks, used, owners).with_heads(ranges)
+    kv_layout_compute = _on_members(keys.documents, topology.ranks, used, owners).with_heads(kv_ranges)
+    program = _one_step(q_layout_compute, kv_layout_compute, attention)
+    return Plan("head_split", attention, topology, held, keys, q_layout_compute, kv_layout_compute, program, program)
 
 
 def _check(
@@ -105,7 +105,7 @@ def _check(
 def _on_members(documents: Documents, ranks: int, used: np.ndarray, owners: Sequence[np.ndarray]) -> Layout:
     """Every member of a group has all tokens of the group's documents."""
     size = np.array([len(ranks_of) for ranks_of in owners], np.int64)
-    spans = np.empty(int(size.sum()), SPAN)
+    spans = np.empty(int(size.sum()), TOKEN_SPAN)
     spans["rank"] = np.concatenate([*owners, np.zeros(0, np.int64)])
     spans["doc"] = np.repeat(used, size)
     spans["start"], spans["stop"] = documents.offsets[spans["doc"]], documents.offsets[spans["doc"] + 1]
@@ -113,20 +113,20 @@ def _on_members(documents: Documents, ranks: int, used: np.ndarray, owners: Sequ
     return Layout(documents, ranks, spans[np.lexsort((spans["start"], spans["rank"]))])
 
 
-def _one_step(q_layout: Layout, kv_layout: Layout, attention: AttentionConfig) -> Program:
+def _one_step(q_layout_compute: Layout, kv_layout_compute: Layout, attention: AttentionConfig) -> Program:
     """Every rank computes what it holds."""
-    ranks = np.flatnonzero(np.diff(kv_layout.bounds))
+    ranks = np.flatnonzero(np.diff(kv_layout_compute.span_offsets))
     contents = np.zeros(len(ranks), CONTENT)
-    contents["rank"], contents["first"] = ranks, kv_layout.bounds[ranks]
-    contents["count"] = np.diff(kv_layout.bounds)[ranks]
+    contents["rank"], contents["first"] = ranks, kv_layout_compute.span_offsets[ranks]
+    contents["count"] = np.diff(kv_layout_compute.span_offsets)[ranks]
     return Program(
         1,
-        kv_layout.token_counts[:, None],
-        q_layout,
-        kv_layout.documents,
+        kv_layout_compute.token_counts[:, None],
+        q_layout_compute,
+        kv_layout_compute.documents,
         attention,
         contents,
-        kv_layout.spans,
-        Messages.none(),
-        Messages.none(),
+        kv_layout_compute.spans,
+        Messages.empty(),
+        Messages.empty(),
     )

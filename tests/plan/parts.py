@@ -9,7 +9,8 @@ import numpy as np
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.layout import Layout, contiguous, zigzag
-from mindspeed_cp.plan import combine, documents_of, head_split_part, is_in, layout_of
+from mindspeed_cp.plan import combine, document_mask, select_documents, select_layout
+from tests.plan.head_split import head_split_part
 
 
 def halves(ranks: int) -> tuple[list[int], list[int]]:
@@ -28,7 +29,7 @@ def split_heads(
     """The chosen documents, each cut over the ranks of a group, with heads split over these ranks."""
     mask = np.isin(np.arange(len(documents)), chosen)
     groups = [group] * len(documents)
-    mine, mine_kv = documents_of(documents, mask), documents_of(keys, mask)
+    mine, mine_kv = select_documents(documents, mask), select_documents(keys, mask)
     held = contiguous(mine, ranks, groups)
     held_kv = held if keys is documents else zigzag(mine_kv, ranks, groups)
     return head_split_part(mine, Topology(1, ranks), attention, groups, held, held_kv)
@@ -46,7 +47,7 @@ def mixed_plan(
     keys = documents if keys is None else keys
     number = np.arange(len(documents))
     first, second = halves(ranks)
-    mine, mine_kv = documents_of(documents, number % 3 == 0), documents_of(keys, number % 3 == 0)
+    mine, mine_kv = select_documents(documents, number % 3 == 0), select_documents(keys, number % 3 == 0)
     parts = [
         build_plan(mine, Topology(1, ranks), attention, algorithm, None if keys is documents else mine_kv),
         split_heads(documents, keys, attention, ranks, number[number % 3 == 1].tolist(), first),
@@ -57,9 +58,9 @@ def mixed_plan(
 
 def remapped(plan: Plan, layout: Layout) -> Plan:
     """The same plan for a caller that holds another layout."""
-    held = [layout_of(layout, is_in(part)) for part in plan.parts]
-    parts = [replace(part, layout=one, layout_kv=one) for part, one in zip(plan.parts, held, strict=True)]
-    return combine("remapped", parts, plan.order, plan.order_backward)
+    held = [select_layout(layout, document_mask(part)) for part in plan.parts]
+    parts = [replace(part, layout=one, kv_layout_in=one) for part, one in zip(plan.parts, held, strict=True)]
+    return combine("remapped", parts, plan.forward_order, plan.backward_order)
 
 
 def shuffled(plan: Plan, seed: int) -> Plan:
@@ -67,7 +68,7 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     rng = np.random.default_rng(seed)
 
     def order(direction: str) -> tuple[tuple[int, int], ...]:
-        parts = rng.permutation([part for part, _ in plan.turns(direction)])
+        parts = rng.permutation([part for part, _ in plan.step_order(direction)])
         return tuple((int(part), int((parts[:at] == part).sum())) for at, part in enumerate(parts))
 
-    return replace(plan, order=order("forward"), order_backward=order("backward"))
+    return replace(plan, forward_order=order("forward"), backward_order=order("backward"))

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
-from mindspeed_cp.plan import ALGORITHMS, LAYOUTS
+from mindspeed_cp.algorithms import ALGORITHMS, AlgorithmOption, algorithm_options
+
+#: Options with tests of their own: a limit of tokens that most batches exceed, and one that multiplies the planning time.
+LEFT_AT_DEFAULT = {"max_seqlen_per_dp_cp_rank", "simulated_placements"}
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,24 @@ def problems(draw: st.DrawFn, longest: int = 70) -> Problem:
 
 
 def options(ranks: int, algorithm: str) -> st.SearchStrategy[dict[str, object]]:
-    """Any valid options of an algorithm."""
-    divisors = st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0])
-    of = {
-        "layout": st.sampled_from(LAYOUTS),
-        "cp_window_size": divisors,
-        "ulysses_degree": divisors,
-        "prefetch": st.integers(1, 4),
-        "routing": st.booleans(),
-        "head_split": st.booleans(),
-        "remap": st.sampled_from(["off", "auto", "qkv", "hidden"]),
-    }
-    taken = {"hybrid": ["layout", "ulysses_degree"], "double_ring": ["layout", "cp_window_size"], "ulysses": []}
-    taken["direct"] = ["layout", "prefetch"]
-    taken["hierarchical"] = ["prefetch", "routing", "head_split", "remap"]
-    names = taken.get(algorithm, ["layout"])
-    return st.fixed_dictionaries({name: of[name] for name in names})
+    """Valid options of an algorithm, as its builder declares them; without those that depend on the model or batch."""
+    strategies = {name: values(option, ranks) for name, option in algorithm_options(algorithm).items()}
+    return st.fixed_dictionaries({name: strategy for name, strategy in strategies.items() if strategy is not None})
+
+
+def values(option: AlgorithmOption, ranks: int) -> st.SearchStrategy[object] | None:
+    """Valid values of an option; None for one that is left at its default."""
+    if option.from_model or option.name in LEFT_AT_DEFAULT:
+        return None
+    if option.divides_ranks:
+        return st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0])
+    if option.choices:
+        return st.sampled_from(option.choices)
+    if option.type is bool:
+        return st.booleans()
+    assert option.type is int, f"tests/plan/problems.py draws no {option.type.__name__}, for option {option.name}"
+    minimum = option.minimum or 0
+    return st.integers(minimum, minimum + 3)
 
 
 #: (algorithm, options) that fit a number of ranks.

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, PlanError, Topology, build_plan, verify_plan
-from mindspeed_cp.plan import ALGORITHMS, CONTENT, MessageList, Messages, Program, adjoint
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.plan import CONTENT, MessageBuilder, Messages, Program
 from mindspeed_cp.plan.verify.queues import check_queues
+from tests.plan.derived_backward import derive_backward
 from tests.plan.forests import forest_plan
 
 LENGTHS = [50, 3, 64]
@@ -128,7 +130,7 @@ def other_documents(plan: Plan) -> Plan:
 def other_queries(plan: Plan) -> Plan:
     """The backward's queries lie elsewhere than the plan says."""
     layout = build_plan(plan.documents, Topology(1, 4), AttentionConfig(4, 2), layout="contiguous").layout
-    return change(plan, "backward", q_layout=layout)
+    return change(plan, "backward", q_layout_compute=layout)
 
 
 BROKEN = {
@@ -137,7 +139,7 @@ BROKEN = {
     "a tile leaves out a query": (lambda p: tiles(p, "forward", 2, 4, q_rows=-1), r"rank 2: query .* does not see key .* in step 1"),
     "a tile sees the future": (lambda p: tiles(p, "forward", 0, 0, mask=-1), r"rank 0: query .* sees key .* which its mask hides: step 0"),
     "a tile reads other keys": (lambda p: tiles(p, "forward", 3, 4, k_row=1), r"rank 3, step 2: .* its k_pos is \d+ in document"),
-    "a tile of another document": (lambda p: tiles(p, "forward", 3, 4, doc=1), r"rank 3, step 2: .* but its rows are other tokens"),
+    "a tile of another document": (lambda p: tiles(p, "forward", 3, 4, doc=1), r"rank 3, step 2: .* but its document 1 has 3 tokens"),
     "a tile of a document that does not exist": (lambda p: tiles(p, "forward", 3, 4, doc=9), r"rank 3, step 2: .* documents go from 0 to 2"),
     "a tile is missing": (lambda p: tiles(p, "forward", 2, 1, drop=True), r"rank 2: query .* does not see key .* step 0"),
     "a tile is computed twice": (lambda p: tiles(p, "backward", 1, 2, repeat=True), r"backward: rank 1: query .* 2 times: step \d.*; step \d"),
@@ -152,14 +154,14 @@ BROKEN = {
     "a fetch goes to its own rank": (lambda p: edit(p, "forward", "fetch", 1, dst=-1), r"rank 1, step 0: .* does not send to itself"),
     "a fetch lands too late": (late, r"rank 1, step 1: row 0 of slot 1 is received while"),
     "a fetch lands where a tile reads": (lambda p: edit(p, "forward", "fetch", 4, dst_slot=-1), r"rank \d, step 1: row 0 of slot 1 is received while"),
-    "a fetch lands in the rank's own rows": (lambda p: edit(p, "forward", "fetch", 1, dst_slot=-1), r"rank 2, step 0: a fetch targets slot 0"),
+    "a fetch lands in the rank's own rows": (lambda p: edit(p, "forward", "fetch", 1, dst_slot=-1), r"rank 2, step 0: a fetch writes to slot 0"),
     "rows are received twice at once": (lambda p: twice(p, "forward", "fetch", 3), r"rank 0, step 0: row 0 of slot 1 is received by two messages"),
     "rows are sent before they have come": (lambda p: edit(p, "forward", "fetch", 4, start=-1, done=-1), r"rank \d, step 0"),
     "rows land in another order": (permuted_rows, r"rank 1, step 1: slot 1, row 0: the plan says token"),
     "a message is not in global order": (lambda p: edit(p, "forward", "fetch", 1, start=1, done=1), r"rank \d, step 0: .* comes after a message of a later step"),
     "a message ends before it starts": (lambda p: edit(p, "forward", "fetch", 5, done=-1), r"rank \d, step 1: .* before it starts"),
     "a message ends after the program": (lambda p: edit(p, "forward", "fetch", 11, done=5), r"rank \d, step 2: .* steps go from 0 to 3"),
-    "a message counts other rows than its runs": (lambda p: edit(p, "forward", "fetch", 1, rows=1), r"rank 1, step 0: .* counts other rows"),
+    "a message counts other rows than its runs": (lambda p: edit(p, "forward", "fetch", 1, rows=1), r"rank 1, step 0: .* has another number of rows than its runs"),
     "runs leave the slot": (runs_past_the_slot, r"rank \d, step \d: .* leaves the \d+ rows of slot"),
     "runs that do not exist": (lambda p: edit(p, "forward", "fetch", 1, first=99), r"rank 1, step 0: .* runs do not exist"),
     # reduces
@@ -173,7 +175,7 @@ BROKEN = {
     # contents, slots, layouts
     "contents of another block": (lambda p: contents(p, "forward", 6, first=1), r"rank 1, step 2: contents of slot 2 do not ascend"),
     "contents that do not exist": (lambda p: contents(p, "forward", 5, count=99), r"rank 1, step 1: contents of slot \d refer"),
-    "contents given twice": (lambda p: contents(p, "forward", 5, step=-1, slot=-1), r"rank 1, step 0: contents of slot 0 .* given twice"),
+    "contents given twice": (lambda p: contents(p, "forward", 5, step=-1, slot=-1), r"rank 1, step 0: contents of slot 0 .* overlap"),
     "a slot that is too small": (lambda p: change(p, "forward", capacity=p.forward.capacity - np.array([0, 1, 0])), r"rank \d, step \d: .* leaves the \d+ rows of slot 1"),
     "slot 0 of another size": (lambda p: change(p, "forward", capacity=p.forward.capacity + np.array([1, 0, 0])), r"rank 0, step 0: slot 0 has"),
 }  # fmt: skip
@@ -194,7 +196,7 @@ def test_broken_plans_are_refused(kind):
 @pytest.mark.parametrize(
     ("breaking", "says"),
     [
-        (other_documents, "q_layout: it is of Documents.*, the caller's layout of Documents"),
+        (other_documents, "q_layout_compute: it is of Documents.*, the caller's layout of Documents"),
         (other_queries, "backward: the program's queries are laid out in another way"),
         (lambda p: replace(p, layout=p.layout.with_heads(np.tile([0, 4], (4, 1)))), "the caller holds all heads"),
         (lambda p: replace(p, topology=Topology(1, 5)), "layout: it has 4 ranks, the topology 5"),
@@ -218,9 +220,12 @@ def test_kv_heads_that_do_not_serve_the_query_heads_are_refused():
     plan = build_plan(Documents([10]), Topology(1, 2), AttentionConfig(4, 2))
     everything = np.array([(0, 0, 0, 10), (1, 0, 0, 10)], plan.layout.spans.dtype)
     held = replace(plan.layout, spans=everything)
-    q_layout, kv_layout = held.with_heads(np.array([[0, 2], [2, 4]])), held.with_heads(np.array([[1, 2], [0, 1]]))
-    with pytest.raises(PlanError, match="rank 0: kv heads 1 to 1 are not just those that query heads 0 to 1 read"):
-        verify_plan(replace(plan, q_layout=q_layout, kv_layout=kv_layout))
+    q_layout_compute, kv_layout_compute = (
+        held.with_heads(np.array([[0, 2], [2, 4]])),
+        held.with_heads(np.array([[1, 2], [0, 1]])),
+    )
+    with pytest.raises(PlanError, match="rank 0: kv heads 1 to 1 are not exactly those that query heads 0 to 1 read"):
+        verify_plan(replace(plan, q_layout_compute=q_layout_compute, kv_layout_compute=kv_layout_compute))
 
 
 def test_a_mask_that_differs_between_plan_and_program_is_refused():
@@ -245,6 +250,22 @@ def test_a_relay_that_sends_before_it_has_summed_is_refused():
     assert refused >= 10
 
 
+def test_keys_that_land_while_their_slots_gradient_is_sent_are_refused():
+    plan = build_plan(Documents([600]), Topology(1, 6), AttentionConfig(4, 2), "direct", prefetch=2)
+    with pytest.raises(PlanError, match="has its gradient sent while a fetch that lands sets it to zero"):
+        verify_plan(edit(plan, "backward", "reduce", 0, done=1))
+
+
+def test_rows_that_are_received_in_any_step_of_their_sending_are_refused():
+    """Blocks travel between windows over three steps; in the second one a block of the window lands on one of them."""
+    plan = build_plan(Documents([900]), Topology(3, 3), AttentionConfig(4, 2, mask="full"), "double_ring")
+    items = plan.forward.fetch.items
+    sent = items[np.flatnonzero((items["start"] == 3) & (items["done"] == 5))[0]]
+    landing = np.flatnonzero((items["start"] == 4) & (items["dst"] == sent["src"]))[0]
+    with pytest.raises(PlanError, match="step 4: row 0 of slot 2 is received while it is being sent"):
+        verify_plan(edit(plan, "forward", "fetch", landing, dst_slot=sent["src_slot"] - items["dst_slot"][landing]))
+
+
 def test_queues_find_a_rank_that_waits_for_what_is_never_posted():
     broken = edit(ring(), "forward", "fetch", 11, start=1)
     with pytest.raises(PlanError, match=r"rank \d, step 2: dead-lock.*waits for fetch of \d+ rows from rank 3"):
@@ -257,7 +278,7 @@ def split_queries(heads: list[list[int]], reduce: bool) -> Plan:
     held = build_plan(documents, Topology(1, 2), attention, layout="contiguous").layout
     everything = np.array([(r, 0, 0, 8) for r in range(2)], held.spans.dtype)
     queries = replace(held, spans=everything).with_heads(np.array(heads))
-    messages = MessageList()
+    messages = MessageBuilder()
     for rank in range(2):
         where = {"start": 0, "done": 0, "src_slot": 0, "dst_slot": 1, "src_row": 0, "dst_row": 0}
         messages.add(src=1 - rank, dst=rank, rows=4, **where)
@@ -271,10 +292,18 @@ def split_queries(heads: list[list[int]], reduce: bool) -> Plan:
         contents,
         held.spans,
         messages.messages(),
-        Messages.none(),
+        Messages.empty(),
     )
     return Plan(
-        "x", attention, Topology(1, 2), held, held, queries, held, program, adjoint(program) if reduce else program
+        "x",
+        attention,
+        Topology(1, 2),
+        held,
+        held,
+        queries,
+        held,
+        program,
+        derive_backward(program) if reduce else program,
     )
 
 
@@ -283,17 +312,17 @@ def split_queries(heads: list[list[int]], reduce: bool) -> Plan:
 def test_keys_whose_heads_are_not_those_of_the_queries_are_refused(heads, reduce):
     """A sum over queries would stand for other heads on each rank, and none of the proof's sums would be right."""
     with pytest.raises(
-        PlanError, match=r"rank \d: kv heads 0 to 3 are not just those that query heads \d to -?\d+ read"
+        PlanError, match=r"rank \d: kv heads 0 to 3 are not exactly those that query heads \d to -?\d+ read"
     ):
         verify_plan(split_queries(heads, reduce))
 
 
 def test_keys_held_twice_by_ranks_with_the_same_heads_are_refused():
     plan = build_plan(Documents([10]), Topology(1, 4), AttentionConfig(4, 2), "hybrid", ulysses_degree=2)
-    spans = plan.kv_layout.spans.copy()
+    spans = plan.kv_layout_compute.spans.copy()
     spans["stop"][spans["rank"] == 0] += 1
-    with pytest.raises(PlanError, match=r"kv_layout: keys and values, by the query heads that read them"):
-        verify_plan(replace(plan, kv_layout=replace(plan.kv_layout, spans=spans)))
+    with pytest.raises(PlanError, match=r"kv_layout_compute: keys and values, by the query heads that read them"):
+        verify_plan(replace(plan, kv_layout_compute=replace(plan.kv_layout_compute, spans=spans)))
 
 
 def test_messages_between_ranks_with_other_heads_are_refused():
@@ -318,3 +347,31 @@ def test_contents_that_name_another_document_are_refused():
     spans["doc"][0] = 2
     with pytest.raises(PlanError, match="rank 0, step 0: contents of slot 0 leave their documents"):
         verify_plan(change(plan, "forward", spans=spans))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("attention", "lengths"), [(AttentionConfig(4, 2), [50, 3, 64]), (AttentionConfig(4, alibi=True), [20, 90])]
+)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_tiles_that_name_another_document_are_refused(direction, attention, lengths, shift):
+    """Positions are shifted so that the tile still names the same tokens, outside of the document that it names."""
+    plan = build_plan(Documents(lengths), Topology(1, 4), attention)
+    offsets, mutants = plan.documents.offsets, 0
+    for rank in range(4):
+        for index, tile in enumerate(getattr(plan, direction).tiles(rank)):
+            if not 0 <= tile["doc"] + shift < len(lengths):
+                continue
+            moved = int(offsets[tile["doc"]] - offsets[tile["doc"] + shift])
+            with pytest.raises(
+                PlanError, match=rf"{direction}: rank {rank}, step \d+: .*but its document \d has \d+ tokens"
+            ):
+                verify_plan(tiles(plan, direction, rank, index, doc=shift, q_pos=moved, k_pos=moved))
+            mutants += 1
+    assert mutants
+
+
+def test_tiles_whose_keys_are_beyond_their_document_are_refused():
+    plan = build_plan(Documents([40]), Topology(1, 2), AttentionConfig(4, mask="full"), kv_documents=Documents([10]))
+    with pytest.raises(PlanError, match=r"its k_pos is 1\d with .* rows, but its document 0 has 10 tokens"):
+        verify_plan(tiles(plan, "forward", 0, 0, k_pos=10))

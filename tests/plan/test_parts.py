@@ -11,19 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, PlanError, Topology, build_plan, verify_plan
-from mindspeed_cp.layout import contiguous, equal_tokens, zigzag
+from mindspeed_cp.layout import contiguous, zigzag
 from mindspeed_cp.plan import (
     Messages,
     combine,
     default_order,
-    documents_of,
-    head_split_part,
-    layout_of,
+    part_rows,
     peak_bytes,
-    rows_of,
+    select_documents,
+    select_layout,
     traffic,
 )
-from mindspeed_cp.plan.verify.parts import interleaved
+from mindspeed_cp.plan.verify.parts import interleaved_program
+from tests.layout.layouts import equal_tokens
+from tests.plan.head_split import head_split_part
 from tests.plan.parts import mixed_plan, remapped, shuffled
 from tests.plan.problems import Problem, problems
 
@@ -48,7 +49,7 @@ def test_any_parts_in_any_order_are_proved(problem: Problem, seed: int, algorith
 def test_what_a_plan_of_parts_does_is_what_its_parts_do(ranks: int) -> None:
     plan = mixed(ranks)
     whole = build_plan(Documents(LENGTHS), Topology(1, ranks), ATTENTION)
-    assert plan.work().shape == (ranks, len(plan.order)) and plan.work().sum() == whole.work().sum()
+    assert plan.work().shape == (ranks, len(plan.forward_order)) and plan.work().sum() == whole.work().sum()
     assert all((plan.work()[rank] == plan.work_of(rank)).all() for rank in range(ranks))
     assert (traffic(plan)["total"] == sum(traffic(part)["total"] for part in plan.parts)).all()
     for direction in ("forward", "backward"):
@@ -61,34 +62,35 @@ def test_what_a_plan_of_parts_does_is_what_its_parts_do(ranks: int) -> None:
 def test_rows_of_parts_are_the_rows_of_the_whole() -> None:
     plan = remapped(mixed(), equal_tokens(Documents(LENGTHS), 4))
     for rank in range(4):
-        rows = [np.concatenate([np.arange(a, a + n) for a, n in zip(*rows_of(plan, p, rank), strict=True)] or [np.zeros(0)])
+        rows = [np.concatenate([np.arange(a, a + n) for a, n in zip(*part_rows(plan, p, rank), strict=True)] or [np.zeros(0)])
                 for p in range(3)]  # fmt: skip
         assert sorted(np.concatenate(rows).astype(int)) == list(range(plan.layout.token_counts[rank]))
         for part, mine in zip(plan.parts, rows, strict=True):
-            assert (part.layout.document_ids(rank) == plan.layout.document_ids(rank)[mine.astype(int)]).all()
+            docs = [layout.documents.document_of(layout.tokens(rank)) for layout in (part.layout, plan.layout)]
+            assert (docs[0] == docs[1][mine.astype(int)]).all()
             assert (part.layout.positions(rank) == plan.layout.positions(rank)[mine.astype(int)]).all()
 
 
 def test_the_default_order_starts_exchanges_first_and_then_splits_heads() -> None:
     plan = mixed()
     steps = plan.parts[0].forward.steps
-    assert plan.order == ((0, 0), (1, 0), (2, 0), *((0, step) for step in range(1, steps)))
-    assert plan.order == default_order(plan.parts, "forward")
-    assert plan.order_backward[:3] == ((0, 0), (1, 0), (2, 0))
+    assert plan.forward_order == ((0, 0), (1, 0), (2, 0), *((0, step) for step in range(1, steps)))
+    assert plan.forward_order == default_order(plan.parts, "forward")
+    assert plan.backward_order[:3] == ((0, 0), (1, 0), (2, 0))
 
 
 def test_messages_of_parts_are_in_one_order_and_finished_before_their_parts_next_turn() -> None:
     attention = AttentionConfig(4)
     documents = Documents([60, 60])
     parts = [
-        build_plan(documents_of(documents, np.arange(2) == n), Topology(1, 4), attention, name)
+        build_plan(select_documents(documents, np.arange(2) == n), Topology(1, 4), attention, name)
         for n, name in enumerate(("ring", "direct"))
     ]
     plan = combine("two", parts)
-    both = interleaved(plan, "backward")
+    both = interleaved_program(plan, "backward")
     assert len(both.fetch) == sum(len(part.backward.fetch) for part in parts)
-    assert (np.diff(both.fetch.items["start"]) >= 0).all() and both.steps == len(plan.order_backward)
-    ends = {part: [at for at, (p, _) in enumerate(plan.order_backward) if p == part] for part in (0, 1)}
+    assert (np.diff(both.fetch.items["start"]) >= 0).all() and both.steps == len(plan.backward_order)
+    ends = {part: [at for at, (p, _) in enumerate(plan.backward_order) if p == part] for part in (0, 1)}
     assert set(both.reduce.items["start"]) <= {*ends[0], *ends[1]}
     assert (both.reduce.items["done"] >= both.reduce.items["start"]).all()
 
@@ -108,13 +110,15 @@ def without_a_message(plan: Plan) -> Plan:
 def rows_elsewhere(plan: Plan) -> Plan:
     part = plan.parts[1]
     other = zigzag(part.documents, 4, [[2, 3]] * 5)
-    return part_with(plan, 1, layout=other, layout_kv=other)
+    return part_with(plan, 1, layout=other, kv_layout_in=other)
 
 
 def shorter(plan: Plan) -> Plan:
     lengths = plan.parts[1].documents.lengths.copy()
     lengths[1] -= 1
-    return part_with(plan, 1, **dict.fromkeys(("layout", "layout_kv"), contiguous(Documents(lengths), 4, [[0, 1]] * 5)))
+    return part_with(
+        plan, 1, **dict.fromkeys(("layout", "kv_layout_in"), contiguous(Documents(lengths), 4, [[0, 1]] * 5))
+    )
 
 
 def one_slot_in_one_part(plan: Plan) -> Plan:
@@ -126,29 +130,29 @@ def one_slot_in_one_part(plan: Plan) -> Plan:
 
 
 BROKEN = {
-    "a step twice": (lambda p: replace(p, order=(*p.order, (0, 0))), r"order: \(0, 0\) comes where step 4 of part 0 is due"),
-    "a step is missing": (lambda p: replace(p, order=p.order[:-1]), "order: step 3 of part 0 is missing"),
-    "steps out of order": (lambda p: replace(p, order_backward=p.order_backward[::-1]), r"order_backward: \(0, 4\) comes where step 0 of part 0 is due"),
-    "a part that does not exist": (lambda p: replace(p, order=((3, 0), *p.order)), r"order: \(3, 0\) names part 3; valid: 0 to 2"),
-    "a step that does not exist": (lambda p: replace(p, order=(*p.order, (1, 1))), r"order: \(1, 1\): part 1 has 1 steps"),
+    "a step twice": (lambda p: replace(p, forward_order=(*p.forward_order, (0, 0))), r"forward_order: \(0, 0\) comes where step 4 of part 0 is due"),
+    "a step is missing": (lambda p: replace(p, forward_order=p.forward_order[:-1]), "forward_order: step 3 of part 0 is missing"),
+    "steps out of order": (lambda p: replace(p, backward_order=p.backward_order[::-1]), r"backward_order: \(0, 4\) comes where step 0 of part 0 is due"),
+    "a part that does not exist": (lambda p: replace(p, forward_order=((3, 0), *p.forward_order)), r"forward_order: \(3, 0\) names part 3; valid: 0 to 2"),
+    "a step that does not exist": (lambda p: replace(p, forward_order=(*p.forward_order, (1, 1))), r"forward_order: \(1, 1\): part 1 has 1 steps"),
     "a part is missing": (lambda p: replace(p, parts=p.parts[:2]), "document 2: the parts have 0 of its 64 queries"),
     "a part twice": (lambda p: replace(p, parts=(*p.parts, p.parts[1])), "document 1 is in parts 1, 3; valid: in one"),
     "a part of parts": (lambda p: replace(p, parts=(p, *p.parts)), "part 0 has parts itself"),
     "a part with another mask": (lambda p: part_with(p, 1, attention=AttentionConfig(4, 2, 16, mask="full")), "part 1 is for AttentionConfig.*full.*, the plan for"),
     "a part on other ranks": (lambda p: part_with(p, 1, topology=Topology(2, 2)), "part 1 is for Topology.*, the plan for"),
     "a part of fewer documents": (lambda p: replace(p, parts=(*p.parts, build_plan(Documents([4]), Topology(1, 4), ATTENTION))), "part 3 has 1 documents, the plan 5"),
-    "a part with a linear layout": (lambda p: part_with(p, 1, linear=p.parts[1].layout), "part 1 has a layout of linear layers"),
-    "a part whose rows lie elsewhere": (rows_elsewhere, "rank 0: part 1 has other rows in its layout than the plan has"),
+    "a part with a linear layout": (lambda p: part_with(p, 1, linear_layout=p.parts[1].layout), "part 1 has a linear_layout; valid: None"),
+    "a part whose rows lie elsewhere": (rows_elsewhere, "rank 0: layout of part 1 differs from the plan"),
     "a part with a shorter document": (shorter, "document 1: the parts have 29 of its 30 queries"),
     "a part without a message": (without_a_message, r"part 0: forward: rank \d, step 1: slot 1, row 0: the plan says token"),
     "a part that receives twice": (one_slot_in_one_part, r"part 0: forward: .*rank \d, step \d: .* slot 1"),
-    "a whole with layouts of its own": (lambda p: replace(p, q_layout=p.parts[1].q_layout), r"q_layout: it is of Documents"),
-    "a whole that moves": (lambda p: replace(p, q_layout=equal_tokens(p.documents, 4)), "a plan of parts moves nothing itself"),
+    "a whole with layouts of its own": (lambda p: replace(p, q_layout_compute=p.parts[1].q_layout_compute), r"q_layout_compute: it is of Documents"),
+    "a whole that moves": (lambda p: replace(p, q_layout_compute=equal_tokens(p.documents, 4)), "a plan of parts redistributes nothing itself"),
     "a whole with a program": (lambda p: replace(p, forward=p.parts[0].forward), "forward: a plan of parts computes and sends in its parts"),
-    "an order without parts": (lambda p: replace(p.parts[0], order=((0, 0),)), "order: a plan without parts has none"),
-    "a linear layout of other documents": (lambda p: replace(p, linear=p.parts[1].layout), "linear: it is of 4 ranks and Documents"),
-    "a linear layout with heads": (lambda p: replace(p, linear=p.layout.with_heads(np.tile([0, 4], (4, 1)))), "linear: linear layers have all heads"),
-    "a linear layout without a token": (lambda p: replace(p, linear=replace(p.layout, spans=p.layout.spans[1:])), "is held by 0 ranks"),
+    "an order without parts": (lambda p: replace(p.parts[0], forward_order=((0, 0),)), "forward_order, backward_order: a plan without parts has none"),
+    "a linear layout of other documents": (lambda p: replace(p, linear_layout=p.parts[1].layout), "linear_layout: it is of 4 ranks and Documents"),
+    "a linear layout with heads": (lambda p: replace(p, linear_layout=p.layout.with_heads(np.tile([0, 4], (4, 1)))), "linear_layout: linear layers have all heads"),
+    "a linear layout without a token": (lambda p: replace(p, linear_layout=replace(p.layout, spans=p.layout.spans[1:])), "is held by 0 ranks"),
 }  # fmt: skip
 
 
@@ -177,15 +181,23 @@ def test_a_plan_over_its_bound_of_bytes_is_refused() -> None:
         (lambda p: [], r"parts are \(\); valid: one Plan or more"),
         (lambda p: [p.parts[0], 7], "valid: one Plan or more"),
         (lambda p: [p.parts[0], p.parts[0], p.parts[1]], "parts: document 0 is in parts 0, 1"),
-        (lambda p: [p.parts[0], mixed(3).parts[1]], "parts are of 4 ranks, 5 documents; 3 ranks, 5 documents"),
+        (lambda p: [p.parts[0], mixed(3).parts[1]], "parts have 4 ranks, 5 documents; 3 ranks, 5 documents"),
         (lambda p: [p], "parts: part 0 has parts itself"),
     ],
 )
 def test_parts_that_make_no_plan_are_refused(parts, says) -> None:
     with pytest.raises(ConfigError, match=says):
         combine("x", parts(mixed()))
-    with pytest.raises(ConfigError, match="order: step 0 of part 0 is missing"):
+    with pytest.raises(ConfigError, match="forward_order: step 0 of part 0 is missing"):
         combine("x", mixed().parts, ())
+
+
+def test_parts_of_any_algorithms_are_combined() -> None:
+    """The example of docs/plans.md."""
+    documents, topology, chosen = Documents(LENGTHS), Topology(1, 4), np.array([False, True, False, False, True])
+    exchanged = build_plan(select_documents(documents, ~chosen), topology, ATTENTION, "direct")
+    split = build_plan(select_documents(documents, chosen), topology, ATTENTION, "ulysses")
+    verify_plan(combine("direct and ulysses", [exchanged, split]))
 
 
 def test_one_part_alone_is_the_plan() -> None:
@@ -216,28 +228,28 @@ def test_heads_split_over_any_ranks_are_proved(ranks: int, kv_heads: int, shared
     group = rng.permutation(ranks)[: rng.integers(1, ranks + 1)]
     plan = split(lengths.tolist(), [group] * 4, ranks, AttentionConfig(kv_heads * shared, kv_heads, 8))
     verify_plan(plan)
-    assert not plan.q_layout.token_counts[np.setdiff1d(np.arange(ranks), group)].any()
+    assert not plan.q_layout_compute.token_counts[np.setdiff1d(np.arange(ranks), group)].any()
 
 
 def test_groups_of_ranks_stand_side_by_side_in_one_part() -> None:
     plan = split([40, 30, 0, 20], [[0, 1, 2, 3], [4, 5, 6, 7], None, [0, 1, 2, 3]], 8)
     verify_plan(plan)
-    assert plan.q_layout.heads.tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]] * 2
-    assert plan.q_layout.token_counts.tolist() == [60] * 4 + [30] * 4
-    assert plan.kv_layout.heads.tolist() == [[0, 1], [0, 1], [1, 2], [1, 2]] * 2
+    assert plan.q_layout_compute.heads.tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]] * 2
+    assert plan.q_layout_compute.token_counts.tolist() == [60] * 4 + [30] * 4
+    assert plan.kv_layout_compute.heads.tolist() == [[0, 1], [0, 1], [1, 2], [1, 2]] * 2
 
 
 def test_groups_of_other_sizes_side_by_side_too() -> None:
     """Ranks of two groups have heads that overlap without being the same: every key is there once for each head."""
     plan = split([40, 30, 10], [[0, 1], [2, 3, 4], [5]], 6)
     verify_plan(plan)
-    assert plan.q_layout.heads.tolist() == [[0, 2], [2, 4], [0, 1], [1, 2], [2, 4], [0, 4]]
+    assert plan.q_layout_compute.heads.tolist() == [[0, 2], [2, 4], [0, 1], [1, 2], [2, 4], [0, 4]]
 
 
 def test_a_rank_without_heads_in_one_group_may_have_some_in_another() -> None:
     plan = split([40, 30], [[0, 1, 2, 3, 4, 5], [4]], 6, AttentionConfig(2, 1, 8))
-    idle = [rank for rank in range(6) if not plan.q_layout.token_counts[rank]]
-    assert idle == [0, 1, 3] and plan.q_layout.heads[0].tolist() == [0, 0]
+    idle = [rank for rank in range(6) if not plan.q_layout_compute.token_counts[rank]]
+    assert idle == [0, 1, 3] and plan.q_layout_compute.heads[0].tolist() == [0, 0]
     verify_plan(plan)
 
 
@@ -273,8 +285,8 @@ def test_layouts_are_cut_by_documents_and_put_together_again() -> None:
     documents = Documents([5, 0, 9, 7])
     layout = zigzag(documents, 3)
     chosen = np.array([True, True, False, True])
-    part = layout_of(layout, chosen)
+    part = select_layout(layout, chosen)
     part.check()
-    assert part.documents == documents_of(documents, chosen) == Documents([5, 0, 0, 7])
+    assert part.documents == select_documents(documents, chosen) == Documents([5, 0, 0, 7])
     assert part.token_counts.sum() == 12
-    assert (part.positions(1) == layout.positions(1)[chosen[layout.document_ids(1)]]).all()
+    assert (part.positions(1) == layout.positions(1)[chosen[documents.document_of(layout.tokens(1))]]).all()

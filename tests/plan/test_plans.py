@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Topology, build_plan, verify_plan
-from mindspeed_cp.layout import SPAN
-from mindspeed_cp.plan import CAUSAL, FULL, adjoint, algorithm_name, peak_bytes
-from mindspeed_cp.plan.tiles import pairs, tiles_between
+from mindspeed_cp.algorithms import algorithm_name
+from mindspeed_cp.layout import TOKEN_SPAN
+from mindspeed_cp.plan import CAUSAL, FULL, peak_bytes
+from mindspeed_cp.plan.tiles import count_pairs, tiles_between
+from tests.plan.derived_backward import derive_backward
 from tests.plan.forests import forest_plan
 
 lengths = st.lists(st.integers(0, 70), max_size=8)
@@ -70,7 +72,7 @@ def test_a_zigzag_ring_is_balanced_in_every_step():
 
 def test_tiles_cut_queries_that_lie_partly_in_the_slot():
     documents = Documents([20])
-    q, k = np.array([(0, 0, 4, 16)], SPAN), np.array([(0, 0, 0, 8)], SPAN)
+    q, k = np.array([(0, 0, 4, 16)], TOKEN_SPAN), np.array([(0, 0, 0, 8)], TOKEN_SPAN)
     for attention in (AttentionConfig(4), AttentionConfig(4, alibi=True)):
         tiles = tiles_between(q, k, documents, attention)
         assert [tuple(t)[2:] for t in tiles.tolist()] == [(0, 4, 0, 8, CAUSAL, 0, 4, 0), (4, 8, 0, 8, FULL, 0, 8, 0)]
@@ -98,7 +100,7 @@ def test_full_masks_send_every_block_everywhere():
 def test_the_ring_refuses_the_derived_backward_for_want_of_slots():
     plan = build_plan(Documents([64]), Topology(1, 5), AttentionConfig(4))
     with pytest.raises(PlanError, match="needs another slot"):
-        adjoint(plan.forward)
+        derive_backward(plan.forward)
 
 
 def test_peak_bytes_count_slots_gradients_and_staging():
@@ -125,7 +127,7 @@ def test_peak_bytes_count_slots_gradients_and_staging():
         (lambda: AttentionConfig(6, 4), "kv_heads is 4; valid: a divisor of attention.heads, which is 6"),
         (lambda: AttentionConfig(0), "heads is 0; valid: a whole number, 1 or more"),
         (lambda: AttentionConfig(4, mask="sparse"), "mask is 'sparse'; valid: causal, full"),
-        (lambda: AttentionConfig(4, window=(3, 1)), "window is (3, 1), but under mask 'causal' nothing to the right"),
+        (lambda: AttentionConfig(4, window=(3, 1)), "window is (3, 1), but under mask 'causal' no key to the right"),
         (lambda: AttentionConfig(4, window=(3, -2)), "window is (3, -2); valid: (left, right)"),
         (lambda: AttentionConfig(4, window=3), "window is 3; valid: (left, right)"),
         (lambda: AttentionConfig(4, alibi=[0.5, 0.25]), "alibi is (0.5, 0.25); valid: True, False, or one finite slope for each of the 4 heads"),
@@ -205,6 +207,6 @@ def test_half_of_the_own_block_waits_for_the_last_gradients():
         for mask in ("causal", "full"):
             backward = build_plan(Documents(lengths), Topology(1, 4), AttentionConfig(4, mask=mask)).backward
             for rank in range(4):
-                work, own = backward.work(rank), backward.tiles(rank)
-                own_work = pairs(own[own["slot"] == 0], AttentionConfig(4)).sum()
+                work, own = backward.pairs_per_step(rank), backward.tiles(rank)
+                own_work = count_pairs(own[own["slot"] == 0], AttentionConfig(4)).sum()
                 assert work[0] + work[-1] == own_work and 0.3 * own_work < work[-1] < 0.7 * own_work

@@ -17,9 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.limits import HANG
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MISSING = f"no Chromium is installed (none of {', '.join(NAMES)} is on PATH); on Debian: apt-get install chromium"
-PATIENCE = 60.0  # seconds for one answer: machines of tests are busy
 
 
 def find_browser() -> str | None:
@@ -88,7 +89,7 @@ class Browser:
             os.close(fd)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(PATIENCE)
+        self._process.wait(HANG)
         self._profile.cleanup()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class Browser:
 
     def wait_for(self, expression: str) -> None:
         """Until a JavaScript expression is true."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + HANG
         while not self.run(expression):
             assert time.monotonic() < end, f"never true: {expression}"
             time.sleep(0.02)
@@ -153,7 +154,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._received:
-            ready, _, _ = select.select([self._in], [], [], PATIENCE)
+            ready, _, _ = select.select([self._in], [], [], HANG)
             assert ready, "the browser does not answer"
             chunk = os.read(self._in, 1 << 16)
             assert chunk, f"the browser has ended (exit code {self._process.poll()})"

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.beside import as_dict, beside, tables
-from mindspeed_cp.report.beside_trace import write_beside
-from mindspeed_cp.report.measured import content, file_name
-from tests.test_cli_report import about, events, leave, settings
+from mindspeed_cp.report.run.predicted_vs_measured import (
+    compare_with_prediction,
+    predicted_vs_measured_dict,
+    predicted_vs_measured_tables,
+    write_comparison_trace,
+)
+from mindspeed_cp.report.run.step_traces import trace_file_name, trace_text
+from tests.cli.test_report import events, leave, metadata, settings
 
 GONE = object()
 VALUES = (GONE, None, "x", -1, 3, 0.5, 1e300, float("nan"), [], [["x"]], {"a": 1}, "\ud800")
@@ -31,14 +35,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for rank in (0, 1):
         path = leave(made, 3, rank)
         parts = [one for one in events(rank) if one.category in ("step", "attention") or one.details]
-        path.write_text(content(about(3, rank, settings(), documents=[[60, 4]]), parts[:3]))
+        path.write_text(trace_text(metadata(3, rank, settings(), documents=[[60, 4]]), parts[:3]))
     return made
 
 
 @pytest.fixture
 def path(run: Path) -> Iterator[Path]:
     """The trace of rank 0, which is put back afterwards."""
-    file = run / "trace" / file_name(3, 0)
+    file = run / "trace" / trace_file_name(3, 0)
     text = file.read_text()
     yield file
     file.unlink()
@@ -47,10 +51,10 @@ def path(run: Path) -> Iterator[Path]:
 
 def report(run: Path) -> None:
     """All that `mindspeed-cp report` makes of a run, but the picture."""
-    result = beside(run)
-    tables(result)
-    json.dumps(as_dict(result), allow_nan=False)
-    write_beside(result, run / "all.json")
+    result = compare_with_prediction(run)
+    predicted_vs_measured_tables(result)
+    json.dumps(predicted_vs_measured_dict(result), allow_nan=False)
+    write_comparison_trace(result, run / "all.json")
 
 
 def refusal(run: Path) -> str:
@@ -114,11 +118,14 @@ def test_whatever_value_is_wrong_nothing_but_one_line_comes_of_it(run: Path, pat
         (b"", "no JSON at line 1, column 1"),
         (b"\x00\x01", "no JSON at line 1, column 1"),
         (b"\x89PNG\xff", "it is not text in UTF-8"),
-        (b"[]", "all of it = []: must be an object"),
+        (b"[]", "all of it = []: input should be a valid dictionary"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"otherData": ' + b"9" * 5000 + b"}", ": "),  # more digits than Python reads
         (b'{"otherData": -Infinity}', "-Infinity is not a number of JSON"),
-        (b'{"otherData": {"measured": {"version": 1}}, "traceEvents": {}}', "traceEvents = {}: must be a list"),
+        (
+            b'{"otherData": {"measured": {"version": 1}}, "traceEvents": {}}',
+            "traceEvents = {}: input should be a valid list",
+        ),
     ],
 )
 def test_a_file_that_is_no_trace_is_one_line(run: Path, path: Path, content: bytes, said: str) -> None:
@@ -152,33 +159,33 @@ def test_a_file_that_cannot_be_read_is_one_line(run: Path, path: Path) -> None:
         ({"rank": 1}, "rank is 1 in it, and 0 in its name"),
         ({"step": 4}, "step is 4 in it, and 3 in its name"),
         ({"layers": [[1, 1e6, 64, 0, 0]]}, "layers have attention 1, and attentions end before it"),
-        (
-            {"layers": [[0, 1e6, 64]]},
-            "layers = [[0, 1000000.0, 64]]: must be a list of [number of its attention, FLOPs",
-        ),
+        ({"layers": [[0, 1e6, 64]]}, "otherData.measured.layers[0][3] = [0, 1000000.0, 64]: field required"),
         ({"layers": [[0, 1e6, 64, 1e6, 1e5]]}, "attentions or layers: LayerCost.qkv_flops + out_flops is 1100000.0"),
         ({"documents": [[60, 4]]}, "plans are 2, and micro-batches 1"),
-        ({"plans": [["rings", {}], ["ring", {}]]}, "must be a list of [algorithm, options], one for each micro-batch"),
-        ({"plans": [["ring", {"documents": 1}], ["ring", {}]]}, "must be a list of [algorithm, options]"),
+        ({"plans": [["rings", {}], ["ring", {}]]}, 'plans[0] = ["rings", {}]: must be an algorithm and its options'),
+        (
+            {"plans": [["ring", {"documents": 1}], ["ring", {}]]},
+            'plans[0] = ["ring", {"documents": 1}]: must be an algorithm and its options',
+        ),
         ({"attentions": [{"heads": 4, "size": 3}]}, "attentions or layers: AttentionConfig"),
         ({"attentions": [{"heads": 0}]}, "attention.heads is 0; valid: a whole number"),
-        ({"documents": [[60, -4]]}, "documents = [[60, -4]]: must be a list of micro-batches, each the lengths"),
+        ({"documents": [[60, -4]]}, "documents[0][1] = -4: input should be greater than or equal to 0"),
         ({"settings": {"model": {"num_layers": "x"}}}, 'its settings cannot be used: model.num_layers = "x"'),
         ({"settings": {"model": {"layers": 3}}}, "its settings cannot be used: model.layers: unknown key"),
     ],
 )
 def test_what_a_step_cannot_be_made_of_is_named(run: Path, path: Path, changes: dict[str, Any], said: str) -> None:
-    path.write_text(content(about(3, 0, settings()) | changes, events(0)))
+    path.write_text(trace_text(metadata(3, 0, settings()) | changes, events(0)))
     line = refusal(run)
     assert line.startswith(f"{path}: ") and said in line and "trace again" in line
 
 
 def test_files_of_two_runs_are_not_put_together(run: Path, path: Path) -> None:
-    path.write_text(content(about(3, 0, settings(), gradient_bytes=1), events(0)))
-    other = run / "trace" / file_name(3, 1)
+    path.write_text(trace_text(metadata(3, 0, settings(), gradient_bytes=1), events(0)))
+    other = run / "trace" / trace_file_name(3, 1)
     assert refusal(run).startswith(f"{other}: gradient_bytes differs from what {path} has: they are of two runs")
 
 
 def test_a_trace_without_the_whole_step_is_refused(run: Path, path: Path) -> None:
-    path.write_text(content(about(3, 0, settings()), events(0)[1:]))
+    path.write_text(trace_text(metadata(3, 0, settings()), events(0)[1:]))
     assert "no event is of category 'step', the whole step" in refusal(run)

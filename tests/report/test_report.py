@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
-from mindspeed_cp.plan import ALGORITHMS, peak_bytes, traffic
-from mindspeed_cp.report import plan_tables, summarize
-from mindspeed_cp.report.text import MOST_RANKS, count, size
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.plan import peak_bytes, traffic
+from mindspeed_cp.report.plan.summary import summarize_plan
+from mindspeed_cp.report.plan.tables import TABLE_RANK_LIMIT, plan_tables
+from mindspeed_cp.report.text import format_bytes, format_count
 from tests.plan.parts import mixed_plan
 
 
@@ -22,11 +24,11 @@ def plan_of(lengths: list[int], ranks: int, **options: Any) -> Plan:
 def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     lengths = [500, 37, 0, 3, 121]
     plan = plan_of(lengths, ranks, algorithm=algorithm)
-    summary = summarize(plan, bytes_per_element=4)
+    summary = summarize_plan(plan, bytes_per_element=4)
     assert summary.tokens.sum() == sum(lengths)
     assert (summary.work == plan.work()).all()
     assert summary.work.sum() == 4 * sum(n * (n + 1) // 2 for n in lengths)
-    programs = [piece.forward for piece in plan.pieces]
+    programs = [piece.forward for piece in plan.parts_or_self]
     assert summary.tiles.sum() == sum(len(program.tiles(rank)) for program in programs for rank in range(ranks))
     rows = sum(program.fetch.items["rows"].sum() for program in programs)
     assert summary.sent.sum() == summary.received.sum() == rows
@@ -36,9 +38,9 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     assert (summary.buffers[:, 1] == peak_bytes(plan, "backward", 4)["total"]).all()
     last = summary.as_dict()["per_rank"][ranks - 1]
     assert last["tokens"] == plan.layout.token_counts[-1] and last["bytes_sent"]["total"] == sent["total"][-1]
-    assert last["heads"] == list(plan.q_layout.head_range(ranks - 1, 4))
+    assert last["heads"] == list(plan.q_layout_compute.head_range(ranks - 1, 4))
     splits = ranks > 1 and algorithm in ("ulysses", "hybrid") and (algorithm, ranks) not in ALONE
-    assert summary.splits_heads == (splits or any(piece.q_layout.heads is not None for piece in plan.parts))
+    assert summary.splits_heads == (splits or any(piece.q_layout_compute.heads is not None for piece in plan.parts))
 
 
 ALONE = {("hybrid", 2), ("hybrid", 3)}  # one rank for each group: the largest divisor of so many ranks is 1
@@ -50,7 +52,7 @@ def test_the_overview_tells_what_is_computed_and_sent() -> None:
             heads=6, kv_heads=2, head_dim=12, head_dim_v=8, mask="full", window=(40, 9), alibi=True
         )
         plan = build_plan(Documents([500, 37]), Topology(2, 2), attention, **more)
-        return {row[0]: row[1] for row in plan_tables(summarize(plan))[0].rows}
+        return {row[0]: row[1] for row in plan_tables(summarize_plan(plan))[0].rows}
 
     ring, hybrid, ulysses = (overview(algorithm=name) for name in ("ring", "hybrid", "ulysses"))
     assert ring["attention"] == "full mask, window of 40 back, 9 ahead, ALiBi"
@@ -63,46 +65,46 @@ def test_the_overview_tells_what_is_computed_and_sent() -> None:
 
 
 def test_contiguous_layout_is_seen_to_be_uneven() -> None:
-    even, uneven = (summarize(plan_of([4096], 4, layout=layout)) for layout in ("zigzag", "contiguous"))
+    even, uneven = (summarize_plan(plan_of([4096], 4, layout=layout)) for layout in ("zigzag", "contiguous"))
     assert even.imbalance < 1.01
     assert uneven.imbalance == pytest.approx(7 / 4, rel=0.01)  # the last of 4 quarters of a triangle
     assert uneven.token_imbalance == 1.0
 
 
 def test_an_empty_batch_has_tables_too() -> None:
-    summary = summarize(plan_of([0, 0], 2))
+    summary = summarize_plan(plan_of([0, 0], 2))
     assert summary.imbalance == summary.step_imbalance == summary.token_imbalance == 1.0
     for table in plan_tables(summary):
         assert all(len(row) == len(table.columns) for row in table.rows)
 
 
 def test_tables_have_a_row_for_each_rank_or_the_extremes() -> None:
-    for ranks, rows in ((5, 5), (MOST_RANKS + 4, 8)):
-        _, holdings, tiles, work = plan_tables(summarize(plan_of([4000, 99], ranks)))
+    for ranks, rows in ((5, 5), (TABLE_RANK_LIMIT + 4, 8)):
+        _, holdings, tiles, work = plan_tables(summarize_plan(plan_of([4000, 99], ranks)))
         for table in (holdings, tiles, work):
             assert len(table.rows) == rows and all(len(row) == len(table.columns) for row in table.rows)
         assert len(tiles.columns) <= 20
 
 
 def test_counts_read_well() -> None:
-    assert [count(n) for n in (0, 999, 9_999_999, 12_345_678, 3e9, 2.5e12)] == [
+    assert [format_count(n) for n in (0, 999, 9_999_999, 12_345_678, 3e9, 2.5e12)] == [
         *("0", "999", "9,999,999", "12.3 M", "3.0 G", "2.5 T"),
     ]
-    assert [size(n) for n in (0, 1023, 1024, 1.5 * 2**20, 5 * 2**30)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**20, 5 * 2**30)] == [
         *("0 B", "1,023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB"),
     ]
 
 
 def test_parts_are_told_apart_and_summed() -> None:
     plan = mixed_plan(Documents([129, 63, 40, 50, 0, 12]), 4, AttentionConfig(4, 2, 16))
-    summary = summarize(plan, 4)
-    assert summary.steps == len(plan.order) and (summary.work == plan.work()).all()
-    assert [part.algorithm for part in summary.parts] == ["direct", "head_split", "head_split"]
+    summary = summarize_plan(plan, 4)
+    assert summary.steps == len(plan.forward_order) and (summary.work == plan.work()).all()
+    assert [part.plan.algorithm for part in summary.parts] == ["direct", "head_split", "head_split"]
     for name in ("sent", "received", "reduced", "slots"):
         assert (getattr(summary, name) == sum(getattr(part, name) for part in summary.parts)).all()
     assert (summary.sent_forward + summary.sent_backward == traffic(plan, 4)["total"]).all()
     assert (summary.buffers[:, 1] == peak_bytes(plan, "backward", 4)["total"]).all()
-    assert summary.labels[:4] == ("0.0", "1.0", "2.0", "0.1") and summary.splits_heads and summary.moves
+    assert summary.labels[:4] == ("0.0", "1.0", "2.0", "0.1") and summary.splits_heads and summary.has_redistribution
     tables = {table.title.split()[0]: table for table in plan_tables(summary)}
     (parts,) = (table for title, table in tables.items() if title == "Parts")
     assert [row[1:4] for row in parts.rows] == [
@@ -113,5 +115,5 @@ def test_parts_are_told_apart_and_summed() -> None:
     assert [row[5] for row in parts.rows] == ["all", "split", "split"]
     assert tables["Tiles"].columns[1:5] == ("step 0.0", "step 1.0", "step 2.0", "step 0.1")
     told = summary.as_dict()
-    assert told["turns"] == list(summary.labels) and [part["tokens"] for part in told["parts"]] == [179, 63, 52]
-    assert "parts" not in summarize(plan.parts[0]).as_dict()
+    assert told["step_labels"] == list(summary.labels) and [part["tokens"] for part in told["parts"]] == [179, 63, 52]
+    assert "parts" not in summarize_plan(plan.parts[0]).as_dict()

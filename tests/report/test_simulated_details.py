@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
-from mindspeed_cp.cost import load_cluster
-from mindspeed_cp.cost.simulate import simulate
-from mindspeed_cp.cost.timeline import Timeline
-from mindspeed_cp.plan import ALGORITHMS
-from mindspeed_cp.report.carried import carried, summed
-from mindspeed_cp.report.messages import Bars
-from mindspeed_cp.report.shares import NODES, ONE_NODE, ONE_RANK, shares, spread
-from mindspeed_cp.report.turns import Turns
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.cluster import load_cluster
+from mindspeed_cp.report.simulation.details import (
+    ACROSS_NODES,
+    IN_ONE_NODE,
+    ON_ONE_RANK,
+    ComputedTiles,
+    count_documents_by_spread,
+    document_shares,
+)
+from mindspeed_cp.report.simulation.messages import MessageBars, documents_in_messages, merge_by_document
+from mindspeed_cp.simulate.simulator import simulate_plan
+from mindspeed_cp.simulate.timeline import Timeline
 
 LENGTHS = [3000, 40, 900, 5200, 0, 260]
 CASES: dict[str, dict[str, Any]] = {
@@ -38,14 +43,14 @@ def plan_of(case: str) -> Plan:
 
 
 def timeline_of(case: str) -> Timeline:
-    return simulate(plan_of(case), load_cluster("a2").with_ranks(4))
+    return simulate_plan(plan_of(case), load_cluster("a2").with_ranks(4))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tiles_lie_in_their_documents_and_have_all_the_work(case: str) -> None:
     plan = plan_of(case)
     for direction in ("forward", "backward"):
-        tiles = Turns(plan, direction, range(8)).tiles
+        tiles = ComputedTiles(plan, direction, range(8)).tiles
         length = plan.documents.lengths[tiles["doc"]]
         for side in "qk":
             first, last, rows = (tiles[f"{side}_{name}"] for name in ("first", "last", "rows"))
@@ -60,13 +65,13 @@ def test_tiles_lie_in_their_documents_and_have_all_the_work(case: str) -> None:
 def test_positions_are_those_of_the_rows() -> None:
     """A ring on two ranks: rank 0 has chunks 0 and 3 of a document of 400 tokens, rank 1 chunks 1 and 2."""
     plan = build_plan(Documents([400]), Topology(1, 2), AttentionConfig(1, 1, 64))
-    turns = Turns(plan, "forward", [0, 1])
-    other = turns.of(0, 2)  # chunk 3 of rank 0 sees all that rank 1 has
+    tiles = ComputedTiles(plan, "forward", [0, 1])
+    other = tiles.of(0, 2)  # chunk 3 of rank 0 sees all that rank 1 has
     assert len(other) == 1
     found = {name: int(other[0][name]) for name in ("q_first", "q_last", "k_first", "k_last", "pairs")}
     assert found == {"q_first": 300, "q_last": 399, "k_first": 100, "k_last": 299, "pairs": 100 * 200}
-    assert len(turns.of(0, 3)) == 0
-    own = turns.of(1, 1)
+    assert len(tiles.of(0, 3)) == 0
+    own = tiles.of(1, 1)
     assert own["pairs"].sum() == 200 * 201 // 2 and own["q_first"].min() == 100 and own["k_last"].max() == 299
 
 
@@ -75,8 +80,8 @@ def test_messages_have_as_many_bytes_as_the_rows_of_their_documents(case: str) -
     """Which documents a message carries is found from slots and contents; its bytes are the plan's. Both agree where
     bytes over rows are what one row of its kind has: whole numbers of heads, in bf16 or fp32."""
     timeline = timeline_of(case)
-    for direction, sent in (("forward", timeline.transfers), ("backward", timeline.transfers_backward)):
-        table = carried(timeline.plan, direction, sent)
+    for direction, sent in (("forward", timeline.transfers_forward), ("backward", timeline.transfers_backward)):
+        table = documents_in_messages(timeline.plan, direction, sent)
         rows = np.bincount(table["message"], table["rows"], len(sent))
         assert (rows > 0).all()
         each = sent["bytes"] / rows
@@ -86,17 +91,17 @@ def test_messages_have_as_many_bytes_as_the_rows_of_their_documents(case: str) -
             assert len(np.unique(each[mine])) == 1  # rows of one part have one width
         some = np.zeros(len(sent), bool)
         some[::3] = True
-        np.testing.assert_array_equal(summed(carried(timeline.plan, direction, sent, some)),
-                                      summed(table[some[table["message"]]]))  # fmt: skip
+        np.testing.assert_array_equal(merge_by_document(documents_in_messages(timeline.plan, direction, sent, some)),
+                                      merge_by_document(table[some[table["message"]]]))  # fmt: skip
 
 
 def test_a_message_of_the_ring_carries_the_documents_of_the_block() -> None:
     timeline = timeline_of("ring")
-    bars = Bars.of(timeline, "forward", "dst")
+    bars = MessageBars(timeline, "forward", "dst")
     layout = timeline.plan.layout
     for number, bar in enumerate(bars.bars):
-        owner = (int(bar["rank"]) - int(bar["start"])) % 8  # whose block comes in turn t is t ranks before
-        held = layout.of(owner)
+        owner = (int(bar["rank"]) - int(bar["start"])) % 8  # whose block comes in step t is t ranks before
+        held = layout.rank_spans(owner)
         rows = {doc: int((held["stop"] - held["start"])[held["doc"] == doc].sum()) for doc in set(held["doc"].tolist())}
         found = bars.documents(number)
         assert set(found) <= set(rows) and found[0] == max(rows, key=lambda doc: rows[doc])
@@ -107,14 +112,14 @@ def test_a_message_of_the_ring_carries_the_documents_of_the_block() -> None:
 @pytest.mark.parametrize("case", ["ulysses", "hierarchical", "all_gather"])
 def test_bars_have_all_messages_of_a_rank_posted_together(case: str, end: str) -> None:
     timeline = timeline_of(case)
-    for direction, sent in (("forward", timeline.transfers), ("backward", timeline.transfers_backward)):
-        bars = Bars.of(timeline, direction, end)
+    for direction, sent in (("forward", timeline.transfers_forward), ("backward", timeline.transfers_backward)):
+        bars = MessageBars(timeline, direction, end)
         assert bars.bars["messages"].sum() == len(sent) and len(bars.bars) < len(sent)
         np.testing.assert_allclose(
             np.bincount(bars.bars["rank"], bars.bars["bytes"], 8), np.bincount(sent[end], sent["bytes"], 8)
         )
         for number, bar in enumerate(bars.bars):
-            mine = sent[bars.members[bars.edges[number] : bars.edges[number + 1]]]
+            mine = sent[bars.message_numbers[bars.bar_offsets[number] : bars.bar_offsets[number + 1]]]
             assert (mine[end] == bar["rank"]).all() and (mine["start"] == bar["start"]).all()
             assert (mine["begin"].min(), mine["end"].max()) == (bar["begin"], bar["end"])
             assert len({a // 4 == b // 4 for a, b in zip(mine["src"].tolist(), mine["dst"].tolist(), strict=True)}) == 1
@@ -123,12 +128,12 @@ def test_bars_have_all_messages_of_a_rank_posted_together(case: str, end: str) -
 @pytest.mark.parametrize("case", [case for case in CASES if case != "parts"])
 def test_shares_cover_every_document(case: str) -> None:
     plan = plan_of(case)
-    found = shares(plan, 99)
+    found = document_shares(plan, 99)
     assert [share.doc for share in found] == [3, 0, 2, 5, 1]  # the longest first, the empty one not at all
-    assert [share.doc for share in shares(plan, 2)] == [3, 0]
+    assert [share.doc for share in document_shares(plan, 2)] == [3, 0]
     for share in found:
-        (piece,) = (piece for piece in plan.pieces if piece.documents.lengths[share.doc])
-        for runs, layout in ((share.queries, piece.q_layout), (share.keys, piece.kv_layout)):
+        (piece,) = (piece for piece in plan.parts_or_self if piece.documents.lengths[share.doc])
+        for runs, layout in ((share.queries, piece.q_layout_compute), (share.keys, piece.kv_layout_compute)):
             assert sum(rows for _, rows in runs) == LENGTHS[share.doc]
             start = int(piece.documents.offsets[share.doc])
             for ranks, rows in runs:
@@ -142,16 +147,20 @@ def test_shares_cover_every_document(case: str) -> None:
 
 def test_parts_share_each_document_once() -> None:
     plan = plan_of("parts")
-    assert len(plan.pieces) > 1
-    found = shares(plan, 99)
+    assert len(plan.parts_or_self) > 1
+    found = document_shares(plan, 99)
     assert [share.doc for share in found] == [0, 3, 5, 6, 7, 2, 1]
     assert [sum(rows for _, rows in share.queries) for share in found] == [60000, 30000, 9000, 8000, 7000, 900, 300]
 
 
 def test_spread_counts_documents_and_tokens() -> None:
-    assert spread(plan_of("ring")) == {ONE_RANK: (0, 0), ONE_NODE: (0, 0), NODES: (5, 9400)}
-    assert spread(plan_of("ulysses"))[NODES] == (5, 9400)
-    found = spread(plan_of("hierarchical"))
-    assert sum(documents for documents, _ in found.values()) == 5 and found[ONE_RANK][0] >= 2
+    assert count_documents_by_spread(plan_of("ring")) == {
+        ON_ONE_RANK: (0, 0),
+        IN_ONE_NODE: (0, 0),
+        ACROSS_NODES: (5, 9400),
+    }
+    assert count_documents_by_spread(plan_of("ulysses"))[ACROSS_NODES] == (5, 9400)
+    found = count_documents_by_spread(plan_of("hierarchical"))
+    assert sum(documents for documents, _ in found.values()) == 5 and found[ON_ONE_RANK][0] >= 2
     one = build_plan(Documents([5, 0]), Topology(1, 1), AttentionConfig(1))
-    assert spread(one) == {ONE_RANK: (1, 5), ONE_NODE: (0, 0), NODES: (0, 0)}
+    assert count_documents_by_spread(one) == {ON_ONE_RANK: (1, 5), IN_ONE_NODE: (0, 0), ACROSS_NODES: (0, 0)}

@@ -14,27 +14,31 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology
-from mindspeed_cp.cost import LayerCost, load_cluster
-from mindspeed_cp.report.shares import shares
-from mindspeed_cp.report.simulated import Comparison, Problem, Simulated, Wanted, compare
-from mindspeed_cp.report.simulated_data import UNIT, page_data
-from mindspeed_cp.report.simulated_page import write_page
-from mindspeed_cp.report.text import size as size_text
-from mindspeed_cp.report.turns import Turns
+from mindspeed_cp.choose.candidates import Candidate
+from mindspeed_cp.choose.compare import AlgorithmResult, Comparison, SimulationCase, compare_algorithms
+from mindspeed_cp.cluster import LayerCost, load_cluster
+from mindspeed_cp.report.simulation.details import ComputedTiles, document_shares
+from mindspeed_cp.report.simulation.html_page import TIME_UNIT, page_data, write_html
+from mindspeed_cp.report.text import format_bytes as size_text
 from tests.report.browser import MISSING, Browser, find_browser
 
 LENGTHS = [3000, 40, 900, 5200, 260]
-WANTED = [Wanted("hierarchical"), Wanted("ulysses"), Wanted("hybrid", {"ulysses_degree": 4}), Wanted("direct")]
+WANTED = [
+    Candidate("hierarchical"),
+    Candidate("ulysses"),
+    Candidate("hybrid", (("ulysses_degree", 4),)),
+    Candidate("direct"),
+]
 
 
 def compared() -> Comparison:
     attention = AttentionConfig(8, 8, 64)
     cluster = load_cluster("a2").with_ranks(3)
     source = "lengths of </script> & <b>"
-    problem = Problem(
-        (Documents(LENGTHS),), Topology(2, 3, "a2"), attention, cluster, LayerCost.like(attention), source
+    problem = SimulationCase(
+        (Documents(LENGTHS),), Topology(2, 3, "a2"), attention, cluster, LayerCost.for_attention(attention), source
     )
-    return compare(problem, WANTED)
+    return compare_algorithms(problem, WANTED)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def comparison() -> Comparison:
 
 @pytest.fixture(scope="module")
 def file(comparison: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_page(comparison, tmp_path_factory.mktemp("page") / "out.html")
+    return write_html(comparison, tmp_path_factory.mktemp("page") / "out.html")
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +87,23 @@ def test_the_page_has_the_data_and_asks_for_nothing(comparison: Comparison, file
 
 
 def test_times_of_the_data_are_those_of_the_timelines(comparison: Comparison, file: Path) -> None:
-    for one, found in zip(comparison.simulated, data_of(file)["algorithms"], strict=True):
+    for one, found in zip(comparison.results, data_of(file)["algorithms"], strict=True):
         timeline = one.timeline
-        assert found["name"] == one.name and found["total"] == round(timeline.total / UNIT)
-        for direction, turns in zip(found["directions"], (timeline.forward, timeline.backward), strict=True):
-            borders = np.cumsum(direction["turns"], axis=1)
-            np.testing.assert_allclose(borders[:, 1::2] * UNIT, turns[:, :, 1], atol=UNIT)
-            np.testing.assert_allclose(borders[:, 2::2] * UNIT, turns[:, :, 2], atol=UNIT)
+        assert found["name"] == one.name and found["total"] == round(timeline.total / TIME_UNIT)
+        for direction, times in zip(
+            found["directions"], (timeline.steps_forward, timeline.steps_backward), strict=True
+        ):
+            borders = np.cumsum(direction["times"], axis=1)
+            np.testing.assert_allclose(borders[:, 1::2] * TIME_UNIT, times[:, :, 1], atol=TIME_UNIT)
+            np.testing.assert_allclose(borders[:, 2::2] * TIME_UNIT, times[:, :, 2], atol=TIME_UNIT)
         sent = sum(message[7] for direction in found["directions"] for message in direction["messages"])
         assert sent == timeline.bytes_sent.sum()
-        np.testing.assert_allclose(np.array(found["per_rank"]["exposed"]) * UNIT, timeline.exposed, atol=UNIT)
+        np.testing.assert_allclose(np.array(found["per_rank"]["exposed"]) * TIME_UNIT, timeline.exposed, atol=TIME_UNIT)
 
 
 def test_a_page_that_cannot_be_written_is_one_line(comparison: Comparison, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--html .*: cannot be written: "):
-        write_page(comparison, tmp_path / "none" / "out.html")
+        write_html(comparison, tmp_path / "none" / "out.html")
 
 
 def rows(browser: Browser) -> list[str]:
@@ -107,7 +113,7 @@ def rows(browser: Browser) -> list[str]:
 
 
 def names_by(comparison: Comparison, key: str, reverse: bool = False) -> list[str]:
-    return [one.name for one in sorted(comparison.simulated, key=lambda s: getattr(s.figures, key), reverse=reverse)]
+    return [one.name for one in sorted(comparison.results, key=lambda s: getattr(s.metrics, key), reverse=reverse)]
 
 
 def tip(browser: Browser) -> str:
@@ -129,17 +135,17 @@ def on_timeline(browser: Browser, rank: int, seconds: float, lane: float) -> str
     """Point at a time of a rank's row; lane: 0 is its top, 1 its bottom."""
     has: dict[str, str] = browser.run("({...document.getElementById('timeline').dataset})")
     left, top, width, row, begin, end = (float(has[key]) for key in ("left", "top", "width", "row", "from", "to"))
-    x = left + (seconds / UNIT - begin) / (end - begin) * width
+    x = left + (seconds / TIME_UNIT - begin) / (end - begin) * width
     return point(browser, "timeline", x, top + (rank + lane) * row)
 
 
 def test_the_table_opens_sorted_by_time_and_says_who_refused(browser: Browser, comparison: Comparison) -> None:
-    assert rows(browser) == [one.name for one in comparison.simulated]
+    assert rows(browser) == [one.name for one in comparison.results]
     first = browser.run("[...document.querySelector('#algorithms tbody tr').cells].map(c => c.textContent)")
-    fastest = comparison.simulated[0].figures
+    fastest = comparison.results[0].metrics
     assert first[1] == comparison.ms(fastest.seconds) and first[2] == f"{fastest.speedup:.2f}"
     refused = browser.run("document.getElementById('refused').innerText")
-    assert "hybrid, ulysses_degree=4 cannot run this: ulysses_degree is 4; valid: a divisor of the 6 ranks" in refused
+    assert "hybrid:ulysses_degree=4 cannot run this: ulysses_degree is 4; valid: a divisor of the 6 ranks" in refused
     assert "lengths of </script> & <b>" in browser.run("document.getElementById('problem').textContent")
     assert "modelled" in browser.run("document.querySelector('header').textContent")
 
@@ -155,7 +161,10 @@ def test_headings_sort_and_the_filter_narrows(browser: Browser, comparison: Comp
     browser.click("#filter")
     browser.type("IN")
     narrowed = rows(browser)
-    why = {one.name: one.figures.causes[0][0] if one.figures.causes else "nothing" for one in comparison.simulated}
+    why = {
+        one.name: one.metrics.waiting_causes[0][0] if one.metrics.waiting_causes else "nothing"
+        for one in comparison.results
+    }
     assert set(narrowed) == {name for name in why if "in" in f"{name} {why[name]}"}
     browser.type("g, no such")
     assert rows(browser) == []
@@ -164,18 +173,20 @@ def test_headings_sort_and_the_filter_narrows(browser: Browser, comparison: Comp
 def test_a_click_shows_another_algorithm(browser: Browser, comparison: Comparison) -> None:
     shot = "document.getElementById('{}').toDataURL()"
     before = {name: browser.run(shot.format(name)) for name in ("timeline", "tiles")}
-    slowest = comparison.simulated[-1]
+    slowest = comparison.results[-1]
     browser.click(f"tr[data-name='{slowest.name}']")
     assert browser.run("document.getElementById('name').textContent") == slowest.name
     assert browser.run("document.querySelector('tr.chosen').dataset.name") == slowest.name
-    assert f"{slowest.figures.speedup:.2f} times" in browser.run("document.getElementById('verdict').textContent")
+    assert f"{slowest.metrics.speedup:.2f} times" in browser.run("document.getElementById('verdict').textContent")
     assert all(browser.run(shot.format(name)) != old for name, old in before.items())
-    causes = browser.run("[...document.querySelectorAll('#causes li')].map(e => e.textContent)")
-    assert len(causes) == len(slowest.figures.causes)
-    assert all(text.endswith(name) for text, (name, _) in zip(causes, slowest.figures.causes, strict=True))
+    waiting_causes = browser.run("[...document.querySelectorAll('#causes li')].map(e => e.textContent)")
+    assert len(waiting_causes) == len(slowest.metrics.waiting_causes)
+    assert all(
+        text.endswith(name) for text, (name, _) in zip(waiting_causes, slowest.metrics.waiting_causes, strict=True)
+    )
 
 
-def shown(browser: Browser, comparison: Comparison, name: str) -> Simulated:
+def shown(browser: Browser, comparison: Comparison, name: str) -> AlgorithmResult:
     browser.click(f"tr[data-name='{name}']")
     found = comparison.named(name)
     assert found is not None
@@ -184,34 +195,38 @@ def shown(browser: Browser, comparison: Comparison, name: str) -> Simulated:
 
 def test_pointing_at_bars_tells_tiles_waits_and_messages(browser: Browser, comparison: Comparison) -> None:
     timeline = shown(browser, comparison, "ring").timeline
-    rank, turn = 4, 2
-    start, computed, end = timeline.forward[rank, turn]
-    tiles = Turns(timeline.plan, "forward", [rank]).of(rank, turn)
+    rank, step = 4, 2
+    start, computed, end = timeline.steps_forward[rank, step]
+    tiles = ComputedTiles(timeline.plan, "forward", [rank]).of(rank, step)
     said = on_timeline(browser, rank, (start + computed) / 2, 0.2)
     largest = tiles[0]
-    assert f"rank {rank}, node 1: attention, forward turn {turn} (step {turn - 1} of the plan)" in said
+    assert f"rank {rank}, node 1: attention, forward step {step} (step {step - 1} of the plan)" in said
     assert f"{len(tiles)} tiles of {len(set(tiles['doc'].tolist()))} documents" in said
     assert f"{(tiles['pairs'] * tiles['heads']).sum():,} pairs" in said
     assert f"document {largest['doc']}: queries {largest['q_first']:,}–{largest['q_last']:,}" in said
     assert f"keys {largest['k_first']:,}–{largest['k_last']:,}" in said
 
-    waited = timeline.forward[:, :, 2] - timeline.forward[:, :, 1]
-    rank, turn = map(int, np.unravel_index(waited.argmax(), waited.shape))
-    assert waited[rank, turn] > timeline.total / 100
-    _, computed, end = timeline.forward[rank, turn]
+    waited = timeline.steps_forward[:, :, 2] - timeline.steps_forward[:, :, 1]
+    rank, step = map(int, np.unravel_index(waited.argmax(), waited.shape))
+    assert waited[rank, step] > timeline.total / 100
+    _, computed, end = timeline.steps_forward[rank, step]
     said = on_timeline(browser, rank, (computed + end) / 2, 0.2)
     assert f"rank {rank}, node {rank // 3}: waits for keys and values" in said
-    of_rank = timeline.transfers[(timeline.transfers["src"] == rank) | (timeline.transfers["dst"] == rank)]
+    of_rank = timeline.transfers_forward[
+        (timeline.transfers_forward["src"] == rank) | (timeline.transfers_forward["dst"] == rank)
+    ]
     last = of_rank[np.isclose(of_rank["end"], end)][0]
     assert f"last to arrive: {size_text(last['bytes'])} from rank {last['src']} to rank {last['dst']}" in said
 
-    message = timeline.transfers[(timeline.transfers["dst"] == 3) & (timeline.transfers["start"] == 1)][0]
+    message = timeline.transfers_forward[
+        (timeline.transfers_forward["dst"] == 3) & (timeline.transfers_forward["start"] == 1)
+    ][0]
     said = on_timeline(browser, 3, (message["begin"] + message["end"]) / 2, 0.85)  # rank 2 is on the other node
     assert f"keys and values, {size_text(message['bytes'])} to rank 3" in said
-    assert "from rank 2, between nodes" in said and "posted in forward turn 1" in said
+    assert "from rank 2, between nodes" in said and "posted in forward step 1" in said
     assert "documents 3, 0, 2, 4 and 1 more" in said
 
-    middle = (timeline.forward[5, -1, 2] + timeline.backward[5, 0, 0]) / 2
+    middle = (timeline.steps_forward[5, -1, 2] + timeline.steps_backward[5, 0, 0]) / 2
     said = on_timeline(browser, 5, middle, 0.2)
     assert "rank 5, node 1: linear layers" in said and f"{timeline.plan.layout.token_counts[5]:,} tokens" in said
     assert on_timeline(browser, 5, middle, 0.85) == ""  # nothing travels meanwhile
@@ -221,7 +236,7 @@ def test_the_wheel_zooms_the_timeline_and_a_button_shows_all_of_it(browser: Brow
     one = shown(browser, comparison, "ring")
     span = "(() => { const d = document.getElementById('timeline').dataset; return [Number(d.from), Number(d.to)]; })()"
     whole = browser.run(span)
-    assert whole == [0, round(one.timeline.total / UNIT)]
+    assert whole == [0, round(one.timeline.total / TIME_UNIT)]
     at = one.timeline.total / 4
     on_timeline(browser, 1, at, 0.2)
     place = browser.run(
@@ -237,13 +252,13 @@ def test_the_wheel_zooms_the_timeline_and_a_button_shows_all_of_it(browser: Brow
     browser.click("#whole")
     assert browser.run(span) == whole
     browser.click("#same")
-    slowest = max(other.timeline.total for other in comparison.simulated)
-    assert browser.run(span) == [0, round(slowest / UNIT)]
+    slowest = max(other.timeline.total for other in comparison.results)
+    assert browser.run(span) == [0, round(slowest / TIME_UNIT)]
 
 
 def test_documents_are_chosen_in_the_strip_and_their_tiles_pointed_at(browser: Browser, comparison: Comparison) -> None:
     plan = shown(browser, comparison, "ring").timeline.plan
-    share = shares(plan, 2)[1]
+    share = document_shares(plan, 2)[1]
     width = browser.run("document.getElementById('strip').clientWidth")
     assert "document 3: 5,200 tokens" in point(browser, "strip", width * 0.2, 20)
     assert point(browser, "strip", width * 0.7, 20).startswith(f"document {share.doc}: 3,000 tokens")
@@ -274,7 +289,7 @@ def test_documents_are_chosen_in_the_strip_and_their_tiles_pointed_at(browser: B
     assert point(browser, "tiles", size * 0.9, size * 0.1) == ""  # above the diagonal nothing is computed
 
     split = shown(browser, comparison, "ulysses")
-    assert {len(ranks) for ranks, _ in shares(split.timeline.plan, 1)[0].queries} == {6}
+    assert {len(ranks) for ranks, _ in document_shares(split.timeline.plan, 1)[0].queries} == {6}
     assert "computed by ranks 0–5, each for some of the heads" in point(browser, "tiles", size * 0.2, size * 0.6)
     assert browser.run("document.body.dataset.document") == str(share.doc)  # it stays when the algorithm changes
 

@@ -11,25 +11,30 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology
-from mindspeed_cp.cost import LayerCost, load_cluster
-from mindspeed_cp.report.document_png import rank_colour
-from mindspeed_cp.report.sheet import COLOURS
-from mindspeed_cp.report.simulated import Comparison, Problem, Wanted, compare
-from mindspeed_cp.report.timeline_png import draw_timelines, timelines
+from mindspeed_cp.choose.candidates import Candidate
+from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algorithms
+from mindspeed_cp.cluster import LayerCost, load_cluster
+from mindspeed_cp.report.png_canvas import TIMELINE_COLOURS
+from mindspeed_cp.report.simulation.document_png import node_rank_colour
+from mindspeed_cp.report.simulation.timeline_png import draw_timelines, timeline_figure
 
 
 def comparison(nodes: int = 2, per: int = 4, batches: int = 1, window: tuple[int, int] | None = None) -> Comparison:
     attention = AttentionConfig(8, 2, 64, window=window)
     cluster = load_cluster("a2").with_ranks(per)
     documents = [Documents([3000, 40, 900, 5200, 260]), Documents([2000])][:batches]
-    problem = Problem(tuple(documents), Topology(nodes, per, "a2"), attention, cluster, LayerCost.like(attention))
-    return compare(problem, [Wanted("hierarchical"), Wanted("ulysses"), Wanted("direct", {"layout": "balanced"})])
+    problem = SimulationCase(
+        tuple(documents), Topology(nodes, per, "a2"), attention, cluster, LayerCost.for_attention(attention)
+    )
+    return compare_algorithms(
+        problem, [Candidate("hierarchical"), Candidate("ulysses"), Candidate("direct", (("layout", "balanced"),))]
+    )
 
 
 def widths(axes: Axes) -> dict[str, float]:
     """Sum of the widths of boxes by colour, in seconds."""
     out: dict[str, float] = {}
-    names = {colour: name for name, colour in COLOURS.items()}
+    names = {colour: name for name, colour in TIMELINE_COLOURS.items()}
     for boxes in axes.collections:
         if isinstance(boxes, PolyCollection) and len(boxes.get_paths()):
             name = names[to_hex(boxes.get_facecolor()[0])]
@@ -40,8 +45,8 @@ def widths(axes: Axes) -> dict[str, float]:
 
 def test_boxes_of_a_timeline_have_the_widths_of_its_times() -> None:
     found = comparison()
-    for one in found.simulated:
-        figure = timelines(found, [one])
+    for one in found.results:
+        figure = timeline_figure(found, [one])
         timeline = one.timeline
         axes = figure.axes[1]
         drawn = widths(axes)
@@ -55,9 +60,9 @@ def test_boxes_of_a_timeline_have_the_widths_of_its_times() -> None:
 
 def test_bars_of_all_algorithms_add_up_to_their_times() -> None:
     found = comparison(batches=2)
-    axes = timelines(found).axes[0]
+    axes = timeline_figure(found).axes[0]
     ends = sorted({round(bar.get_y(), 6): bar.get_x() + bar.get_width() for bar in axes.patches}.items())
-    assert [end for _, end in ends] == pytest.approx([one.figures.seconds * 1e3 for one in found.simulated])
+    assert [end for _, end in ends] == pytest.approx([one.metrics.seconds * 1e3 for one in found.results])
     assert axes.lines[0].get_xdata()[0] == pytest.approx(found.bound * 1e3)
 
 
@@ -70,7 +75,7 @@ def test_words_stay_on_the_page_and_off_each_other(case: str) -> None:
         "many ranks": lambda: comparison(8, 8),
         "one rank": lambda: comparison(1, 1),
     }[case]()
-    figure = timelines(found)
+    figure = timeline_figure(found)
     figure.canvas.draw()
     boxes = [(text.get_text(), text.get_window_extent()) for text in figure.texts if text.get_text()]
     width, height = figure.get_size_inches() * figure.dpi
@@ -85,7 +90,7 @@ def test_words_stay_on_the_page_and_off_each_other(case: str) -> None:
 
 def test_ranks_have_colours_of_their_own() -> None:
     for topology in (Topology(1, 16), Topology(4, 8), Topology(8, 8)):
-        assert len({to_hex(rank_colour(rank, topology)) for rank in range(topology.ranks)}) == topology.ranks
+        assert len({to_hex(node_rank_colour(rank, topology)) for rank in range(topology.ranks)}) == topology.ranks
 
 
 def test_the_picture_is_a_png_and_a_bad_place_is_one_line(tmp_path: Path) -> None:

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
-from mindspeed_cp.cost import load_cluster
-from mindspeed_cp.cost.simulate import simulate
-from mindspeed_cp.cost.timeline import Timeline
-from mindspeed_cp.plan import ALGORITHMS
-from mindspeed_cp.report import recorded
-from mindspeed_cp.report.recorded import detailed_ranks, recording, shown_ranks
-from mindspeed_cp.report.trace import STRIDE, Event, Recording, trace_events, write_trace
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.cluster import load_cluster
+from mindspeed_cp.report.simulation import trace as recorded
+from mindspeed_cp.report.simulation.trace import ranks_to_draw, ranks_with_details, timeline_recording
+from mindspeed_cp.report.trace_events import PROCESS_STRIDE, Recording, TraceEvent, trace_events, write_trace
+from mindspeed_cp.simulate.simulator import simulate_plan
+from mindspeed_cp.simulate.timeline import Timeline
 
 
 def timeline_of(algorithm: str, nodes: int = 2, per: int = 3) -> Timeline:
     documents = Documents([3000, 40, 900, 5200, 0, 260])
     plan = build_plan(documents, Topology(nodes, per, "a2"), AttentionConfig(6, 2, 64), algorithm)
-    return simulate(plan, load_cluster("a2").with_ranks(per))
+    return simulate_plan(plan, load_cluster("a2").with_ranks(per))
 
 
 def written(tmp_path: Path, recordings: Sequence[Recording]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def check_form(events: list[dict[str, Any]]) -> dict[tuple[int, str], list[dict[
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_durations_are_those_of_the_timeline(algorithm: str, tmp_path: Path) -> None:
     timeline = timeline_of(algorithm)
-    threads = check_form(written(tmp_path, [recording(timeline, algorithm)])["traceEvents"])
+    threads = check_form(written(tmp_path, [timeline_recording(timeline, algorithm)])["traceEvents"])
     assert {process for process, _ in threads} == set(range(6))
     for rank in range(6):
         sums: dict[str, float] = defaultdict(float)
@@ -81,14 +81,14 @@ def test_durations_are_those_of_the_timeline(algorithm: str, tmp_path: Path) -> 
         assert sum(sent) == timeline.bytes_sent[rank]
         assert all(event["args"]["src"] == rank for event in threads[rank, "send"])
         assert all(event["args"]["dst"] == rank for event in threads[rank, "receive"])
-    both = np.concatenate([timeline.transfers, timeline.transfers_backward])
+    both = np.concatenate([timeline.transfers_forward, timeline.transfers_backward])
     got = sum(event["args"]["bytes"] for (_, thread), some in threads.items() if thread == "receive" for event in some)
     assert got == both["bytes"].sum()
 
 
 def test_bars_say_what_they_are_of() -> None:
     timeline = timeline_of("ring")
-    events = recording(timeline, "ring").events
+    events = timeline_recording(timeline, "ring").events
     kernels = [event for event in events if event.category == "attention" and event.name.endswith("forward")]
     assert sum(event.details["pairs"] for event in kernels) == timeline.plan.work().sum() / 6
     assert all(event.details["documents"][0] == 3 and event.details["heads"] == [6] for event in kernels)
@@ -101,10 +101,10 @@ def test_bars_say_what_they_are_of() -> None:
 
 
 def test_recordings_stand_below_each_other(tmp_path: Path) -> None:
-    first, second = (recording(timeline_of(name), name) for name in ("ring", "ulysses"))
+    first, second = (timeline_recording(timeline_of(name), name) for name in ("ring", "ulysses"))
     found = written(tmp_path, [first, second])
     names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
-    assert names[2] == "ring: rank 2" and names[STRIDE + 2] == "ulysses: rank 2" and len(names) == 12
+    assert names[2] == "ring: rank 2" and names[PROCESS_STRIDE + 2] == "ulysses: rank 2" and len(names) == 12
     assert found["otherData"]["ring"]["modelled"] is True
     assert found["otherData"]["ring"]["layer_seconds"] == timeline_of("ring").total
 
@@ -112,11 +112,11 @@ def test_recordings_stand_below_each_other(tmp_path: Path) -> None:
 def test_events_of_any_origin_are_written_and_overlaps_get_lanes() -> None:
     """As clocks of a real run give them: other threads, overlapping, in no order."""
     events = [
-        Event(4, "optimizer", "step", 5.0, 0.5, "optimizer"),
-        Event(4, "receive", "b", 0.5, 1.0, "keys", {"bytes": 7}),
-        Event(4, "receive", "a", 0.0, 1.0, "keys"),
-        Event(4, "receive", "c", 1.0, 1.0, "keys"),
-        Event(4, "compute", "kernel", 0.0, 0.0, "attention"),
+        TraceEvent(4, "optimizer", "step", 5.0, 0.5, "optimizer"),
+        TraceEvent(4, "receive", "b", 0.5, 1.0, "keys", {"bytes": 7}),
+        TraceEvent(4, "receive", "a", 0.0, 1.0, "keys"),
+        TraceEvent(4, "receive", "c", 1.0, 1.0, "keys"),
+        TraceEvent(4, "compute", "kernel", 0.0, 0.0, "attention"),
     ]
     found = list(trace_events([Recording("measured", events)]))
     check_form(found)
@@ -130,22 +130,22 @@ def test_events_of_any_origin_are_written_and_overlaps_get_lanes() -> None:
 
 def test_of_very_many_ranks_some_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = timeline_of("ring")
-    monkeypatch.setattr(recorded, "MOST_RANKS", 4)
-    shown = shown_ranks(timeline)
+    monkeypatch.setattr(recorded, "DRAWN_RANK_LIMIT", 4)
+    shown = ranks_to_draw(timeline)
     assert len(shown) <= 4 and int(timeline.waiting.argmax()) in shown
     assert int((timeline.compute + timeline.linear).argmax()) in shown
-    assert {event.rank for event in recording(timeline, "ring").events} == set(shown)
+    assert {event.rank for event in timeline_recording(timeline, "ring").events} == set(shown)
 
 
 def test_in_very_large_plans_the_tiles_of_some_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = timeline_of("ring")
-    assert detailed_ranks(timeline, range(6)) == list(range(6))
-    whole = recording(timeline, "ring")
+    assert ranks_with_details(timeline, range(6)) == list(range(6))
+    whole = timeline_recording(timeline, "ring")
     contents = sum(int(getattr(timeline.plan, way).contents["count"].sum()) for way in ("forward", "backward"))
-    monkeypatch.setattr(recorded, "MOST_SPANS", (contents + 1) // 2)
-    told = detailed_ranks(timeline, range(6))
+    monkeypatch.setattr(recorded, "DRAWN_SPANS", (contents + 1) // 2)
+    told = ranks_with_details(timeline, range(6))
     assert told == [0, 2, 5]
-    some = recording(timeline, "ring")
+    some = timeline_recording(timeline, "ring")
     assert [event[:6] for event in some.events] == [event[:6] for event in whole.events]
     for event, before in zip(some.events, whole.events, strict=True):
         assert (event.details == before.details) == (event.rank in told or "documents" not in before.details)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
-from mindspeed_cp.plan import ALGORITHMS
-from mindspeed_cp.report import page, tilemap
-from mindspeed_cp.report.areas import areas, visible
-from mindspeed_cp.report.tilemap import draw_tile_map, tile_map
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.report.plan import tile_map as tilemap
+from mindspeed_cp.report.plan import tile_map_canvas as page
+from mindspeed_cp.report.plan.tile_map import draw_tile_map, tile_map
+from mindspeed_cp.report.plan.tile_map_content import mask_outlines, tile_polygons
 from tests.plan.parts import mixed_plan
 
 LENGTHS = [700, 30, 0, 4100]
@@ -49,20 +50,20 @@ def check_areas(plan: Plan) -> None:
     left, right = plan.attention.reach
     drawn, count = np.zeros_like(plan.work(), float), np.zeros_like(plan.work())
     for rank in range(4):
-        for step, owner, corners in areas(plan, rank):
-            piece = plan.pieces[plan.turns()[step][0]]
-            heads = np.diff(piece.q_layout.head_range(rank, 6))[0]
+        for step, owner, corners in tile_polygons(plan, rank):
+            piece = plan.parts_or_self[plan.step_order()[step][0]]
+            heads = np.diff(piece.q_layout_compute.head_range(rank, 6))[0]
             drawn[rank, step] += area(corners) * heads
             count[rank, step] += heads
             tokens = np.floor(corners.mean(0)).astype(int)  # of the middle: the same document, seen, held by the owner
             doc, other = plan.documents.document_of(tokens)
             assert doc == other and -right <= tokens[1] - tokens[0] <= left
             there = tokens - plan.documents.offsets[doc] + piece.documents.offsets[doc]
-            assert there[0] in piece.kv_layout.tokens(owner) and there[1] in piece.q_layout.tokens(rank)
+            assert there[0] in piece.kv_layout_compute.tokens(owner) and there[1] in piece.q_layout_compute.tokens(rank)
     assert (
         np.abs(drawn - plan.work()).max() <= count.max() / 2
     )  # a polygon lacks at most an eighth of a pair at a corner
-    shown = sum(area(corners) for corners in visible(plan))
+    shown = sum(area(corners) for corners in mask_outlines(plan))
     assert shown * 6 == pytest.approx(plan.work().sum(), abs=6)
 
 
@@ -80,12 +81,12 @@ def test_the_picture_of_a_plan_of_parts_names_parts_and_heads() -> None:
 
 
 def test_in_a_ring_the_owner_goes_round_and_in_the_hybrid_it_has_the_same_heads() -> None:
-    owners = {(rank, step): {a.owner for a in areas(plan_of(), rank) if a.step == step}
+    owners = {(rank, step): {a.owner for a in tile_polygons(plan_of(), rank) if a.step == step}
               for rank in range(4) for step in range(4)}  # fmt: skip
     assert all(found == {(rank - step) % 4} for (rank, step), found in owners.items())
     hybrid = plan_of("hybrid", ranks=4)
     for rank in range(4):
-        assert {a.owner for a in areas(hybrid, rank)} == {rank, (rank + 2) % 4}
+        assert {a.owner for a in tile_polygons(hybrid, rank)} == {rank, (rank + 2) % 4}
 
 
 def words(figure: Any) -> list[tuple[str, Any]]:
@@ -118,7 +119,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_words_neither_overlap_nor_leave_the_page(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.endswith("small squares"):
-        monkeypatch.setattr(page, "WIDEST", 11.0)
+        monkeypatch.setattr(page, "MAX_WIDTH", 11.0)
     figure = tile_map(plan_of(**CASES[case]))
     found = words(figure)
     width, height = figure.canvas.get_width_height()
@@ -154,16 +155,16 @@ def test_the_words_say_who_computes_what() -> None:
 
 def test_there_is_a_polygon_for_every_area_each_in_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[np.ndarray] = []
-    fill = tilemap.Page.polygons
+    fill = tilemap.TileMapCanvas.draw_polygons
 
-    def note(page: tilemap.Page, corners: Sequence[np.ndarray], colours: Any, line: float = 0.0) -> None:
+    def note(page: tilemap.TileMapCanvas, corners: Sequence[np.ndarray], rank_colours: Any, line: float = 0.0) -> None:
         drawn.extend(corners if line else [])  # only tiles have an outline
-        fill(page, corners, colours, line)
+        fill(page, corners, rank_colours, line)
 
-    monkeypatch.setattr(tilemap.Page, "polygons", note)
+    monkeypatch.setattr(tilemap.TileMapCanvas, "draw_polygons", note)
     plan = plan_of("direct", ranks=3)
     figure = tile_map(plan)
-    assert len(drawn) == sum(len(list(areas(plan, rank))) for rank in range(3))
+    assert len(drawn) == sum(len(list(tile_polygons(plan, rank))) for rank in range(3))
     frames: list[Any] = [patch for patch in figure.axes[0].patches if patch.get_zorder() == 3]
     squares = np.array([(*frame.get_xy(), frame.get_width()) for frame in frames])
     assert len(squares) == plan.work().size
@@ -173,7 +174,7 @@ def test_there_is_a_polygon_for_every_area_each_in_its_square(monkeypatch: pytes
 
 
 def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilemap, "MOST_TILES", 1)
+    monkeypatch.setattr(tilemap, "DRAWN_TILE_LIMIT", 1)
     found = texts(lengths=[300, 41], ranks=3)
     assert any("too many to draw" in text for text in found) and not any("attention matrix" in text for text in found)
 
@@ -183,7 +184,7 @@ def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.
     [
         ({"ranks": 16, "lengths": [32768]}, False),  # chunks of 6 pixels
         ({"ranks": 32, "lengths": [32768]}, True),  # of 1.8
-        ({"ranks": 64, "lengths": [32768]}, True),
+        pytest.param({"ranks": 64, "lengths": [32768]}, True, marks=pytest.mark.thorough),
         ({"ranks": 32, "lengths": [32768], "algorithm": "ulysses", "heads": 32, "kv_heads": 32}, False),
         ({"ranks": 4, "lengths": [20] * 300}, True),
         ({"ranks": 4, "lengths": [*[3] * 300, 9000]}, False),  # most of the work is in large tiles
@@ -197,12 +198,12 @@ def test_squares_are_shaded_where_typical_tiles_are_too_small_to_be_seen(case: d
 
 
 def test_a_shaded_square_has_its_work_and_the_colours_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilemap, "LEAST_PIXELS", 1e9)
+    monkeypatch.setattr(tilemap, "MIN_TILE_PIXELS", 1e9)
     plan = plan_of("all_gather", lengths=[300, 41], ranks=3)
     frames: list[Any] = list(tile_map(plan).axes[0].patches)
-    work, palette = plan.work(), page.colours(3)
+    work, palette = plan.work(), page.rank_colours(3)
     squares = [one for one in frames if one.get_zorder() == 1 and one.get_width() == one.get_height() > 1]
-    expected = [page.shading(float(share)) for share in (work / work.max()).flat]
+    expected = [page.shade_of(float(share)) for share in (work / work.max()).flat]
     assert [one.get_facecolor()[:3] for one in squares] == [pytest.approx(colour) for colour in expected]
     marks = [palette.index(one.get_facecolor()[:3]) for one in frames if one.get_zorder() == 2]
     assert marks == [0, 1, 2, 1, 0, 2, 2, 0, 1], "the own keys, then those of both others, rank by rank"
@@ -226,15 +227,17 @@ def test_cross_attention_shows_the_lengths_of_keys_and_who_holds_them() -> None:
 
 def test_strips_are_what_ranks_hold_of_queries_and_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(tilemap.Page, "rank", lambda page, rank, *arguments: drawn.append((rank, arguments[-1])))
+    monkeypatch.setattr(
+        tilemap.TileMapCanvas, "draw_rank", lambda page, rank, *arguments: drawn.append((rank, arguments[-1]))
+    )
     keys = Documents([3, 900, 17, 2000])
     plan = plan_of("direct", mask="full", kv_documents=keys)
     tile_map(plan)
     assert [rank for rank, _ in drawn] == [0, 1, 2, 3]
     for rank, strips in drawn:
-        for (pieces, borders), layout in zip(strips, (plan.layout, plan.layout_kv), strict=True):
+        for (pieces, borders), layout in zip(strips, (plan.layout, plan.kv_layout_in), strict=True):
             tokens = layout.documents.tokens
-            spans = [(span.start, span.stop) for span in layout.spans_of(rank)]
+            spans = [(start, stop) for _, _, start, stop in layout.rank_spans(rank).tolist()]
             assert np.allclose(pieces * tokens, spans)
             assert np.allclose(borders * tokens, layout.documents.offsets[1:-1])
     drawn.clear()
@@ -245,7 +248,7 @@ def test_strips_are_what_ranks_hold_of_queries_and_of_keys(monkeypatch: pytest.M
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     for name, says in (
-        ("missing/map.png", "cannot be written"),
+        ("missing/map.png", "there is no folder .*missing; create it"),
         ("folder.png", "cannot be written"),
         ("map.pdf", "valid"),
     ):

@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate
-from mindspeed_cp.cost import ComputeCost, LayerCost, load_cluster
-from mindspeed_cp.cost.linear import linear_seconds
-from mindspeed_cp.cost.step import simulate_layers
-from mindspeed_cp.cost.transfers import KEYS, MOVE, REMAP, edges, transfers
-from mindspeed_cp.plan.remapped import with_linear_layout
+from benchmarks.published.training_step import simulate_layers
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
+from mindspeed_cp.algorithms.linear_layout import with_linear_layout
+from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
+from mindspeed_cp.plan.transfers import KEYS, MOVE, REMAP, edge_steps, transfers
+from mindspeed_cp.simulate.linear_times import linear_times
 
 MHA = AttentionConfig(heads=32, head_dim=128)
-LAYER = LayerCost.like(MHA)
+LAYER = LayerCost.for_attention(MHA)
 CLUSTER = load_cluster("a2")
 
 
@@ -25,7 +25,7 @@ def test_projections_are_those_of_attentions_rows_and_the_rest_of_the_linear_lay
     assert sorted(alone.layout.token_counts.tolist()) == [2900, 3000]
     plan = with_linear_layout(alone, "hidden")
     cluster, most = CLUSTER.with_ranks(2), int(plan.layout.token_counts.argmax())
-    made, cost = simulate(plan, cluster), ComputeCost(cluster, MHA)
+    made, cost = simulate_plan(plan, cluster), ComputeCost(cluster, MHA)
     rate = cluster.peak_flops * cluster.linear_efficiency
     qkv, out, ffn = 2 * 4096 * 3 * 4096, 2 * 4096 * 4096, 2 * 3 * 4096 * 10923
     linear = 3 * ((qkv + out) * plan.layout.token_counts + ffn * 2950) / rate
@@ -36,7 +36,7 @@ def test_projections_are_those_of_attentions_rows_and_the_rest_of_the_linear_lay
     assert made.total == pytest.approx(made.compute[most] + linear[most] + 4 * row)
     assert made.exposed[most] == pytest.approx(4 * row)
     assert simulate_layers(plan, cluster, 1).seconds == pytest.approx(made.total)
-    off = simulate(alone, cluster)
+    off = simulate_plan(alone, cluster)
     assert off.linear == pytest.approx(3 * (qkv + out + ffn) * alone.layout.token_counts / rate)
 
 
@@ -45,18 +45,18 @@ def test_what_is_moved_to_split_heads_leaves_after_hidden_states_have_come(direc
     documents = Documents([20000, *[900] * 30])
     topology = Topology(2, 4, "a2")
     plan = build_plan(documents, topology, MHA, "hierarchical", remap="hidden", hidden_size=4096)
-    assert plan.linear is not None and any(piece.q_move is not None for piece in plan.pieces)
-    made = simulate(plan, CLUSTER.with_ranks(4))
-    turns = made.forward if direction == "forward" else made.backward
-    sent = made.transfers if direction == "forward" else made.transfers_backward
-    first = edges(plan)
+    assert plan.linear_layout is not None and any(piece.q_redistribution is not None for piece in plan.parts_or_self)
+    made = simulate_plan(plan, CLUSTER.with_ranks(4))
+    turns = made.steps_forward if direction == "forward" else made.steps_backward
+    sent = made.transfers_forward if direction == "forward" else made.transfers_backward
+    first = edge_steps(plan)
     there = sent[(sent["kind"] == REMAP) & (sent["start"] == 0)]
     moves = sent[(sent["kind"] == MOVE) & (sent["start"] == first - 1)]
     assert len(there) and len(moves)
     came = np.zeros(8)
     for end in ("src", "dst"):
         np.maximum.at(came, there[end], there["end"])
-    linear = linear_seconds(plan, ComputeCost(made.cluster, MHA), direction == "backward")
+    linear = linear_times(plan, ComputeCost(made.cluster, MHA), direction == "backward")
     for end in ("src", "dst"):
         assert (moves["begin"] >= came[moves[end]] + linear.before[moves[end]] * (1 - 1e-9)).all()
     back = sent[(sent["kind"] == REMAP) & (sent["start"] > 0)]
@@ -66,11 +66,11 @@ def test_what_is_moved_to_split_heads_leaves_after_hidden_states_have_come(direc
         before = others[(others["src"] == rank) | (others["dst"] == rank)]
         if len(mine) and len(before):
             assert mine["begin"].min() >= before["end"].max() + linear.after[rank] * (1 - 1e-9)
-    assert made.total == pytest.approx(float(made.backward[:, -1, 2].max()))
+    assert made.total == pytest.approx(float(made.steps_backward[:, -1, 2].max()))
     own = made.is_attention(direction)
-    assert own.sum() == len(plan.turns(direction)) and len(own) == turns.shape[1]
+    assert own.sum() == len(plan.step_order(direction)) and len(own) == turns.shape[1]
     assert (turns[:, own, 1] - turns[:, own, 0]).sum() < made.compute.sum()
-    both = made.forward[:, made.is_attention("forward")], made.backward[:, made.is_attention("backward")]
+    both = made.steps_forward[:, made.is_attention("forward")], made.steps_backward[:, made.is_attention("backward")]
     assert sum((x[:, :, 1] - x[:, :, 0]).sum(1) for x in both) == pytest.approx(made.compute)
     assert made.linear.sum() == pytest.approx(3 * documents.tokens * LAYER.flops_per_token / _rate())
 
@@ -82,11 +82,11 @@ def _rate() -> float:
 def test_fp32_doubles_what_is_not_fp32_anyway() -> None:
     plan = build_plan(Documents([3000, 500]), Topology(1, 4), MHA)
     for direction in ("forward", "backward"):
-        two, four = (transfers(plan, direction, replace(LAYER, bytes_per_element=size)) for size in (2, 4))
+        two, four = (transfers(plan, direction, size) for size in (2, 4))
         keys = two["kind"] == KEYS
         assert (four["bytes"][keys] == 2 * two["bytes"][keys]).all()
         assert (four["bytes"][~keys] == two["bytes"][~keys]).all() and (~keys).any() == (direction == "backward")
-    slow, fast = (simulate(plan, CLUSTER, replace(LAYER, bytes_per_element=size)) for size in (4, 2))
+    slow, fast = (simulate_plan(plan, CLUSTER, replace(LAYER, bytes_per_element=size)) for size in (4, 2))
     assert slow.total > fast.total and (slow.memory > fast.memory).all()
 
 
@@ -101,13 +101,13 @@ def test_tensor_parallel_ranks_share_rows_with_sequence_parallelism() -> None:
     ]
     moved = []
     for shared in (False, True):
-        layer = LayerCost.of(*of, tensor_parallel=2, sequence_parallel=shared)
+        layer = LayerCost.from_sizes(*of, tensor_parallel=2, sequence_parallel=shared)
         plan = with_linear_layout(build_plan(documents, topology, attention, "hierarchical", remap="off"), "hidden")
-        table = transfers(plan, "forward", layer)
+        table = transfers(plan, "forward", layer.bytes_per_element, layer.hidden_row_bytes)
         moved.append(table["bytes"][table["kind"] == REMAP].sum())
     assert moved[0] == 2 * moved[1] > 0
     # whole hidden states are wider than half of the heads; half of their rows are not
-    assert [plan.linear is not None for plan in plans] == [False, True]
+    assert [plan.linear_layout is not None for plan in plans] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_tensor_parallel_ranks_share_rows_with_sequence_parallelism() -> None:
             {"qkv_flops": 6.0, "out_flops": 5.0},
             r"qkv_flops \+ out_flops is 11.0; valid: at most flops_per_token = 10.0",
         ),
-        ({"row_shares": 0}, "row_shares is 0"),
+        ({"hidden_row_shares": 0}, "hidden_row_shares is 0"),
         ({"bytes_per_element": 3}, r"bytes_per_element is 3; valid: 2 \(bf16\), 4 \(fp32\)"),
     ],
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate
-from mindspeed_cp.cost import ComputeCost, LayerCost, load_cluster, sample_batch
-from mindspeed_cp.cost.links import Links
-from mindspeed_cp.cost.memory import layer_bytes
-from mindspeed_cp.cost.step import reduction_seconds, simulate_layers, simulate_step
+from benchmarks.published.training_step import simulate_layers, simulate_step
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
+from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
+from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.simulate.link_queues import LinkQueues
+from mindspeed_cp.simulate.memory import attention_peak_bytes
 
 MHA = AttentionConfig(heads=32, head_dim=128)
 FULL = AttentionConfig(heads=32, head_dim=128, mask="full")
@@ -20,13 +21,13 @@ ROW = 32 * 256 * 2  # bytes of K and V of a token
 
 def only_links(name: str, ranks: int = 8) -> object:
     """Devices that compute in no time."""
-    return load_cluster(name).with_ranks(ranks).with_(peak_flops=1e21, launch=0.0)
+    return load_cluster(name).with_ranks(ranks).with_values(peak_flops=1e21, launch=0.0)
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_single_transfer_takes_its_bytes_over_its_slowest_link_and_the_latency(inside: bool) -> None:
     cluster = load_cluster("a2").with_ranks(2)
-    links = Links(cluster, 2)
+    links = LinkQueues(cluster, 2)
     src, dst = np.array([0]), np.array([1 if inside else 2])
     begin, end = links.serve(src, dst, np.array([1e9]), np.array([0.25]))
     rate = cluster.effective_pair if inside else cluster.effective_nic
@@ -37,7 +38,7 @@ def test_a_single_transfer_takes_its_bytes_over_its_slowest_link_and_the_latency
 @pytest.mark.parametrize(("sharing", "later"), [("fifo", 6.0), ("fair", 2.5)])
 def test_a_link_serves_in_order_of_posting_and_is_idle_until_then(sharing: str, later: float) -> None:
     cluster = load_cluster("a2").with_ranks(2)
-    links = Links(cluster, 2, sharing)
+    links = LinkQueues(cluster, 2, sharing)
     size = cluster.effective_nic  # one second each
     src, dst = np.array([0, 0, 0]), np.array([2, 3, 2])
     begin, end = links.serve(src, dst, np.full(3, size), np.array([5.0, 0.0, 1.5]))
@@ -52,12 +53,12 @@ def test_senders_that_begin_with_one_receiver_hold_each_other_up_in_queues_that_
     cluster = load_cluster("a2").with_ranks(1)
     src, dst = np.array([0, 1, 0, 1]), np.array([2, 2, 3, 3])
     size, posted = np.full(4, cluster.effective_nic), np.zeros(4)
-    _, fair = Links(cluster, 4, "fair").serve(src, dst, size, posted)
-    _, fifo = Links(cluster, 4, "fifo").serve(src, dst, size, posted)
+    _, fair = LinkQueues(cluster, 4, "fair").serve(src, dst, size, posted)
+    _, fifo = LinkQueues(cluster, 4, "fifo").serve(src, dst, size, posted)
     assert fair.max() - cluster.network_latency == pytest.approx(2)
     assert fifo.max() - cluster.network_latency == pytest.approx(3)
     with pytest.raises(ConfigError, match="sharing is 'lifo'; valid: fair, fifo"):
-        Links(cluster, 1, "lifo")
+        LinkQueues(cluster, 1, "lifo")
 
 
 @pytest.mark.parametrize("name", ["a2", "a800"])
@@ -65,17 +66,17 @@ def test_all_gather_and_ulysses_of_equal_parts(name: str) -> None:
     """n - 1 blocks over a rank's links; and q, k, v of 1 / n of the heads, each way for out."""
     cluster, tokens, n = only_links(name), 8 * 4096, 8
     block = tokens / n * ROW
-    found = simulate(build_plan(Documents([tokens]), Topology(1, n), FULL, "all_gather"), cluster, NO_LINEAR)
+    found = simulate_plan(build_plan(Documents([tokens]), Topology(1, n), FULL, "all_gather"), cluster, NO_LINEAR)
     latency = cluster.in_node_latency
     if cluster.fabric == "mesh":
         expected = block / min(cluster.effective_pair, cluster.effective_rank / (n - 1))
     else:
         expected = (n - 1) * block / cluster.effective_rank
-    assert found.forward[:, -1, 2].max() == pytest.approx(expected + latency, rel=0.01)
-    found = simulate(build_plan(Documents([tokens]), Topology(1, n), FULL, "ulysses"), cluster, NO_LINEAR)
+    assert found.steps_forward[:, -1, 2].max() == pytest.approx(expected + latency, rel=0.01)
+    found = simulate_plan(build_plan(Documents([tokens]), Topology(1, n), FULL, "ulysses"), cluster, NO_LINEAR)
     part = tokens / n * 32 * 128 * 2 / n  # bytes of q that a rank gives to another
     rate = min(cluster.effective_pair, cluster.effective_rank / (n - 1))
-    assert found.forward[:, -1, 2].max() == pytest.approx(4 * part / rate + 2 * latency, rel=0.01)
+    assert found.steps_forward[:, -1, 2].max() == pytest.approx(4 * part / rate + 2 * latency, rel=0.01)
 
 
 def test_a_document_over_two_nodes_crosses_once_over_all_nics_with_routing() -> None:
@@ -85,7 +86,7 @@ def test_a_document_over_two_nodes_crosses_once_over_all_nics_with_routing() -> 
     spent = {}
     for routing in (True, False):
         plan = build_plan(documents, topology, FULL, "hierarchical", routing=routing, head_split=False, remap="off")
-        sent = simulate(plan, cluster, NO_LINEAR).transfers
+        sent = simulate_plan(plan, cluster, NO_LINEAR).transfers_forward
         across = sent[sent["src"] // 4 != sent["dst"] // 4]
         spent[routing] = across["end"].max() - across["begin"].min()
         volume = 4 * 4096 * ROW * (1 if routing else 4)
@@ -98,14 +99,14 @@ def test_hidden_and_exposed_messages_of_a_ring() -> None:
     """Slow links: all is exposed but for the computing; fast ones: nothing is, but the first block's neighbours."""
     documents, topology = Documents([4 * 4096]), Topology(1, 4)
     plan = build_plan(documents, topology, FULL, "ring")
-    slow = load_cluster("a2").with_ranks(4).with_(communication_efficiency=0.01)
-    fast = slow.with_(communication_efficiency=1.0, peak_flops=1e12)
-    made = simulate(plan, fast, NO_LINEAR)
+    slow = load_cluster("a2").with_ranks(4).with_values(communication_efficiency=0.01)
+    fast = slow.with_values(communication_efficiency=1.0, peak_flops=1e12)
+    made = simulate_plan(plan, fast, NO_LINEAR)
     assert made.exposed.max() <= 0.02 * made.total
-    sent = made.transfers
+    sent = made.transfers_forward
     travelling = (sent["end"] - sent["begin"])[sent["dst"] == 0].sum()
     assert 0 < travelling <= made.hidden[0] * 1.01
-    made = simulate(plan, slow, NO_LINEAR)
+    made = simulate_plan(plan, slow, NO_LINEAR)
     assert made.exposed.min() >= 0.9 * (made.total - made.compute.max() - made.linear.max())
 
 
@@ -113,27 +114,29 @@ def test_linear_layers_come_between_the_directions_on_every_rank() -> None:
     documents = Documents(sample_batch("wikipedia", 8 * 4096, 3))
     plan = build_plan(documents, Topology(2, 4, "a2"), MHA, "hierarchical", remap="off")
     cluster = load_cluster("a2").with_ranks(4)
-    made, cost = simulate(plan, cluster), ComputeCost(cluster, MHA)
-    expected = 3 * cost.linear_seconds(plan.layout.token_counts)
-    assert made.backward[:, 0, 0] - made.forward[:, -1, 2] == pytest.approx(expected)
-    assert simulate(plan, load_cluster("a2")).total == made.total  # nodes of 8, of which the plan has 4
+    made, cost = simulate_plan(plan, cluster), ComputeCost(cluster, MHA)
+    expected = 3 * cost.linear_layer_seconds(plan.layout.token_counts)
+    assert made.steps_backward[:, 0, 0] - made.steps_forward[:, -1, 2] == pytest.approx(expected)
+    assert simulate_plan(plan, load_cluster("a2")).total == made.total  # nodes of 8, of which the plan has 4
     with pytest.raises(ConfigError, match="a node of cluster a2 has 2 ranks"):
-        simulate(plan, load_cluster("a2").with_ranks(2))
+        simulate_plan(plan, load_cluster("a2").with_ranks(2))
 
 
 def test_it_is_the_same_again() -> None:
     documents = Documents(sample_batch("prolong", 8 * 4096, 1))
     plan = build_plan(documents, Topology(2, 4, "a800"), MHA, "hierarchical")
-    one, other = (simulate(plan, load_cluster("a800")) for _ in range(2))
-    assert np.array_equal(one.transfers, other.transfers) and np.array_equal(one.backward, other.backward)
+    one, other = (simulate_plan(plan, load_cluster("a800")) for _ in range(2))
+    assert np.array_equal(one.transfers_forward, other.transfers_forward) and np.array_equal(
+        one.steps_backward, other.steps_backward
+    )
 
 
 def test_ranks_that_stand_for_others_say_so_and_are_close() -> None:
     plan = build_plan(Documents([700] * 40), Topology(4, 8), MHA, "ring")
     cluster = load_cluster("a2")
-    every = simulate(plan, cluster)
-    some = simulate(plan, cluster, most_spans=1000)
-    assert every.looked_at == 32 and some.looked_at == 4
+    every = simulate_plan(plan, cluster)
+    some = simulate_plan(plan, cluster, max_exact_spans=1000)
+    assert every.ranks_counted == 32 and some.ranks_counted == 4
     assert some.total == pytest.approx(every.total, rel=0.02)
 
 
@@ -141,18 +144,18 @@ def test_memory_counts_what_ranks_hold_and_what_travels() -> None:
     plan = build_plan(Documents([8 * 1024]), Topology(1, 8), MHA, "ring")
     alone = build_plan(Documents([1024]), Topology(1, 1), MHA, "ring")
     rows = 1024 * 32
-    assert layer_bytes(alone).tolist() == [2 * (rows * 512 * 2) + rows * (4 * 128 + 4) + rows * 256 * 4]
-    more = layer_bytes(plan) - layer_bytes(alone)
+    assert attention_peak_bytes(alone).tolist() == [2 * (rows * 512 * 2) + rows * (4 * 128 + 4) + rows * 256 * 4]
+    more = attention_peak_bytes(plan) - attention_peak_bytes(alone)
     assert (more >= 1024 * ROW).all()  # a block under way at least
     gathered = build_plan(Documents([8 * 1024]), Topology(1, 8), MHA, "all_gather")
-    assert (layer_bytes(gathered) > layer_bytes(plan)).all()
+    assert (attention_peak_bytes(gathered) > attention_peak_bytes(plan)).all()
 
 
 def test_equal_layers_follow_each_other() -> None:
     plan = build_plan(Documents([4096] * 4), Topology(1, 4), MHA, "ring")
     cluster = load_cluster("a2")
     one, four, ten = (simulate_layers(plan, cluster, layers).seconds for layers in (1, 4, 10))
-    assert one == pytest.approx(simulate(plan, cluster).total)
+    assert one == pytest.approx(simulate_plan(plan, cluster).total)
     assert four == pytest.approx(4 * one, rel=0.02) and ten == pytest.approx(10 * one, rel=0.02)
     with pytest.raises(ConfigError, match="layers is 0"):
         simulate_layers(plan, cluster, 0)
@@ -162,7 +165,7 @@ def test_ranks_that_are_late_in_one_layer_are_late_in_the_next_but_not_twice() -
     """Local documents of different lengths on two ranks: no message, so the busiest rank sets the pace."""
     plan = build_plan(Documents([3000, 500]), Topology(1, 2), MHA, "hierarchical", remap="off")
     cluster = load_cluster("a2")
-    made = simulate(plan, cluster)
+    made = simulate_plan(plan, cluster)
     busiest = (made.compute + made.linear).max()
     assert simulate_layers(plan, cluster, 3).seconds >= 3 * busiest * (1 - 1e-9)
 
@@ -176,20 +179,22 @@ def test_a_step_is_its_slowest_replica_and_what_of_the_reduction_is_left() -> No
     assert step.waiting == pytest.approx([0, micro.seconds])
     all_bytes = 1e9
     expected = 2 * all_bytes * 3 / 4 / cluster.effective_rank
-    assert reduction_seconds(all_bytes, cluster, 4) == pytest.approx(expected)
-    assert reduction_seconds(all_bytes, cluster, 1) == 0
+    assert cluster.reduction_seconds(all_bytes, 4) == pytest.approx(expected)
+    assert cluster.reduction_seconds(all_bytes, 1) == 0
     nics = load_cluster("a800")  # 4 NICs, slower than its in-node links
     expected_far = 2 * all_bytes * 15 / 16 / (4 * nics.effective_nic)
-    assert reduction_seconds(all_bytes, nics, 16) == pytest.approx(expected_far)
+    assert nics.reduction_seconds(all_bytes, 16) == pytest.approx(expected_far)
     apart = simulate_step([[micro], [micro]], cluster, all_bytes, layers=2, overlap=False)
-    beside = simulate_step([[micro], [micro]], cluster, all_bytes, layers=2)
+    compare_with_prediction = simulate_step([[micro], [micro]], cluster, all_bytes, layers=2)
     assert apart.total == pytest.approx(micro.seconds + expected)
-    assert beside.exposed_reduction == pytest.approx(max(expected / 2, expected - micro.layer_backward))
+    assert compare_with_prediction.exposed_reduction == pytest.approx(
+        max(expected / 2, expected - micro.layer_backward)
+    )
     every = simulate_step([[micro, micro], [micro, micro]], cluster, together=True)
     assert every.total == pytest.approx(2 * micro.seconds)
     wide = simulate_layers(build_plan(Documents([4096] * 2), Topology(2, 4), MHA, "ring"), cluster, 2)
     far = simulate_step([[wide]], cluster, all_bytes, overlap=False)
-    assert far.reduction == pytest.approx(reduction_seconds(all_bytes, cluster.with_ranks(4), 8))
+    assert far.reduction == pytest.approx(cluster.with_ranks(4).reduction_seconds(all_bytes, 8))
     for layers in (0, 1.5):
         with pytest.raises(ConfigError, match=r"layers is .*; valid: a whole number from 1"):
             simulate_step([[micro]], cluster, layers=layers)  # type: ignore[arg-type]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.train.nursery import Nursery
+from tests.processes import preload
+from tests.train.fresh_ranks import FreshRanks
+
+preload("mindspeed_cp.train.loop", "matplotlib.figure", "matplotlib.backends.backend_agg")
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """New ranks for each test, by one process that has imported Megatron."""
-    made = Nursery()
-    yield made
-    made.close()
+def fresh_ranks() -> FreshRanks:
+    """New ranks for every run."""
+    return FreshRanks()
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from mindspeed_cp.config import Settings
-from mindspeed_cp.cost import LayerCost
+from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train import auto as auto_module
-from mindspeed_cp.train.auto import resolved
+from mindspeed_cp.train import algorithm_choice as auto_module
+from mindspeed_cp.train.algorithm_choice import resolve_auto
 from mindspeed_cp.train.loop import train
 from tests.train.test_training import tiny
 
@@ -24,14 +24,14 @@ def auto(corpus: Path, folder: Path, **changes: Any) -> Settings:
 
 def test_the_choice_takes_the_place_of_auto_and_is_the_same_again(corpus: Path, tmp_path: Path) -> None:
     settings = auto(corpus, tmp_path)
-    assert settings.plan_options["hidden_size"] == 48 and not settings.context_parallel_suite.uses_lanes
-    found, decision = resolved(settings)
+    assert settings.plan_options["hidden_size"] == 48 and not settings.context_parallel_suite.uses_directional_groups
+    found, decision = resolve_auto(settings)
     assert decision is not None
     suite = found.context_parallel_suite
     assert (suite.algorithm, suite.options) == (decision.candidate.algorithm, dict(decision.candidate.options))
     assert suite.cluster == "a800" and suite.nodes == 2 and found.train == settings.train
-    assert resolved(settings)[0] == found
-    assert resolved(found) == (found, None)
+    assert resolve_auto(settings)[0] == found
+    assert resolve_auto(found) == (found, None)
 
 
 def test_the_linear_layers_are_those_of_the_model(
@@ -55,10 +55,10 @@ def test_the_linear_layers_are_those_of_the_model(
         "window_attn_skip_freq": 3,
     }  # two of three have it
     made = Settings(**settings)
-    resolved(made)
+    resolve_auto(made)
     model = made.model
-    assert given["layer"] == LayerCost.of(
-        model.hidden_size, model.ffn_width, model.num_attention_heads, model.kv_heads, model.head_dim, model.head_dim_v,
+    assert given["layer"] == LayerCost.from_sizes(
+        model.hidden_size, model.mean_ffn_hidden_size, model.num_attention_heads, model.kv_heads, model.head_dim, model.head_dim_v,
         tensor_parallel=2, bytes_per_element=4,
     )  # fmt: skip
     assert given["attention"].heads == model.num_attention_heads // 2 and given["attention"].window == (100, 0)
@@ -69,24 +69,26 @@ def test_every_attention_of_the_model_is_possible_with_what_is_chosen(corpus: Pa
     settings = auto(corpus, tmp_path).model_dump(exclude_unset=True)
     settings["model"] |= {"attention_dropout": 0.1, "window_size": [100, 0]}
     settings["train"] |= {"tensor_model_parallel_size": 2}
-    found, _ = resolved(Settings(**settings))
+    found, _ = resolve_auto(Settings(**settings))
     assert found.context_parallel_suite.algorithm != "auto" and found.model.attention_dropout == 0.1
 
 
 def test_a_training_itself_refuses_it(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm is 'auto': give mindspeed_cp.train.auto.resolved"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm is 'auto': give mindspeed_cp.train.algorithm_choice.resolve_auto"
+    ):
         train(auto(corpus, tmp_path), cast(Any, SimpleNamespace()))
 
 
 def test_a_bound_of_tokens_is_kept_by_what_is_chosen(corpus: Path, tmp_path: Path) -> None:
     """Only hierarchical has one; what a row may hold at most is 517 tokens over 4 ranks and a few more."""
-    found, decision = resolved(auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=131))
+    found, decision = resolve_auto(auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=131))
     assert decision is not None
-    assert {one.candidate.algorithm for one in decision.tried} == {"hierarchical"}
+    assert {one.candidate.algorithm for one in decision.trials} == {"hierarchical"}
     assert found.context_parallel_suite.options["max_seqlen_per_dp_cp_rank"] == 131
     with pytest.raises(ConfigError, match="max_seqlen_per_dp_cp_rank = 100: is too little for rows"):
         auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=100)
     with pytest.raises(ConfigError, match="routing = true: must be left out with algorithm: auto"):
         auto(corpus, tmp_path, routing=True)
-    alone, _ = resolved(auto(corpus, tmp_path, context_parallel_size=1, nodes=1, max_seqlen_per_dp_cp_rank=517))
+    alone, _ = resolve_auto(auto(corpus, tmp_path, context_parallel_size=1, nodes=1, max_seqlen_per_dp_cp_rank=517))
     assert alone.context_parallel_suite.algorithm == "ring"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
+import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 from mindspeed_cp import Documents
 from mindspeed_cp.errors import ConfigError
-from tests.train.nursery import Nursery
+from tests.limits import HANG
+from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_beside import MODELS
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
 
@@ -27,7 +29,7 @@ def by_square(settings: str) -> dict[str, Any]:
     replicas get other numbers of micro-batches.  Also those numbers, of this rank, for each step."""
     from mindspeed_cp.train import loop, step
 
-    make, schedule, counts = loop.make_dealer, step.get_forward_backward_func, []
+    make, schedule, counts = loop.make_dispatcher, step.get_forward_backward_func, []
 
     def counted() -> Any:
         run = schedule()
@@ -38,7 +40,7 @@ def by_square(settings: str) -> dict[str, Any]:
 
         return wrapped
 
-    loop.make_dealer = lambda *given: replace(make(*given), cost=_square, per_micro_batch=0.0)
+    loop.make_dispatcher = lambda *given: replace(make(*given), cost=_square, per_micro_batch=0.0)
     step.get_forward_backward_func = counted
     return {**train_here(settings), "counts": counts}
 
@@ -53,17 +55,17 @@ def compared(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def reference(nursery: Nursery, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reference(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """5 steps of 4 rows on one rank, as they come."""
-    return curve(nursery, tiny(corpus, tmp_path_factory.mktemp("one"), **COMMON), 1)
+    return curve(fresh_ranks, tiny(corpus, tmp_path_factory.mktemp("one"), **COMMON), 1)
 
 
 def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
-    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
-    off = nursery.run(4, by_square, tiny(corpus, tmp_path / "off", **COMMON, **CP2).model_dump_json())[0]["lines"]
+    off = fresh_ranks.run(4, by_square, tiny(corpus, tmp_path / "off", **COMMON, **CP2).model_dump_json())[0]["lines"]
     settings = tiny(corpus, tmp_path / "on", **COMMON, **CP2, **TIME)
-    ranks = nursery.run(4, by_square, settings.model_dump_json())
+    ranks = fresh_ranks.run(4, by_square, settings.model_dump_json())
     lines, counts = ranks[0]["lines"], [rank["counts"] for rank in ranks]
     assert_same_curve(lines, off)
     assert_same_curve(lines, reference)
@@ -73,122 +75,128 @@ def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
     assert (on >= 1).all() and (on <= before).all() and on.mean() < 1.05 < before.mean()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_one_replica_balances_its_micro_batches_and_gives_the_same_losses(
-    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], ranks: int
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], ranks: int
 ) -> None:
     settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__context_parallel_size=ranks)
-    assert_same_curve(curve(nursery, settings, ranks), reference)
+    assert_same_curve(curve(fresh_ranks, settings, ranks), reference)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({}, id="4 replicas", marks=pytest.mark.thorough), pytest.param(CP2, id="2 replicas of 2 ranks")],
+)
 def test_what_dropout_drops_does_not_depend_on_the_number_of_replicas(
-    nursery: Nursery, corpus: Path, tmp_path: Path
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     """With windows, biases and dropout; documents keep the numbers that they have in the global batch."""
     changes = {**COMMON, **MODELS["biased"], **TIME}
-    alone = nursery.run(1, by_square, tiny(corpus, tmp_path / "one", **changes).model_dump_json())[0]["lines"]
-    for ranks, more in ((4, {}), (4, CP2)):
-        settings = tiny(corpus, tmp_path / f"{ranks}{len(more)}", **changes, **more)
-        assert_same_curve(nursery.run(ranks, by_square, settings.model_dump_json())[0]["lines"], alone)
+    alone = fresh_ranks.run(1, by_square, tiny(corpus, tmp_path / "one", **changes).model_dump_json())[0]["lines"]
+    settings = tiny(corpus, tmp_path / "replicas", **changes, **more)
+    assert_same_curve(fresh_ranks.run(4, by_square, settings.model_dump_json())[0]["lines"], alone)
 
 
-@pytest.mark.parametrize("experts", [2, 4])
+@pytest.mark.parametrize("experts", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_replicas_that_share_experts_have_equally_many_micro_batches(
-    nursery: Nursery, corpus: Path, tmp_path: Path, experts: int
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, experts: int
 ) -> None:
     """With 4 expert-parallel ranks a group spans both replicas, which then wait for each other in every layer."""
     model = {**MODELS["experts"], "model__moe_aux_loss_coeff": 0.0}
     changes = {**COMMON, **CP2, **model, "train__expert_model_parallel_size": experts}
-    off = curve(nursery, tiny(corpus, tmp_path / "off", **changes), 4)
-    ranks = nursery.run(4, by_square, tiny(corpus, tmp_path / "on", **changes, **TIME).model_dump_json())
+    off = curve(fresh_ranks, tiny(corpus, tmp_path / "off", **changes), 4)
+    ranks = fresh_ranks.run(4, by_square, tiny(corpus, tmp_path / "on", **changes, **TIME).model_dump_json())
     assert_same_curve(ranks[0]["lines"], off)
     different = [one != other for one, other in zip(ranks[0]["counts"], ranks[2]["counts"], strict=True)]
     assert any(different) == (experts == 2)
 
 
 def test_a_loss_of_whole_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data\.balance = \"time\": lays rows anew .* model\.moe_aux_loss_coeff: 0$"
-    ):
+    with pytest.raises(ConfigError, match=r"^data\.balance = \"time\": repacks rows .* model\.moe_aux_loss_coeff: 0$"):
         tiny(corpus, tmp_path, **MODELS["experts"], **TIME)
 
 
 def test_a_resumed_run_goes_on_exactly_and_with_another_number_of_replicas(
-    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
-    whole = nursery.run(2, by_square, tiny(corpus, tmp_path / "whole", **COMMON, **TIME).model_dump_json())[0]["lines"]
+    whole = fresh_ranks.run(2, by_square, tiny(corpus, tmp_path / "whole", **COMMON, **TIME).model_dump_json())[0][
+        "lines"
+    ]
     assert_same_curve(whole, reference)
+    first = tiny(corpus, tmp_path / "same", **{**COMMON, "train__train_iters": 3}, **TIME)
+    fresh_ranks.run(2, by_square, first.model_dump_json())
+    for name in ("others", "switched"):
+        shutil.copytree(tmp_path / "same", tmp_path / name)
     for name, ranks in (("same", 2), ("others", 4)):
-        first = tiny(corpus, tmp_path / name, **{**COMMON, "train__train_iters": 3}, **TIME)
-        nursery.run(2, by_square, first.model_dump_json())
         second = tiny(corpus, tmp_path / name, **COMMON, **TIME)
-        lines = nursery.run(ranks, by_square, second.model_dump_json())[0]["lines"]
+        lines = fresh_ranks.run(ranks, by_square, second.model_dump_json())[0]["lines"]
         if name == "same":
             assert compared(lines) == compared(whole)
         else:
             assert_same_curve(lines, reference)
-    first = tiny(corpus, tmp_path / "switched", **{**COMMON, "train__train_iters": 3}, **TIME)
-    nursery.run(2, by_square, first.model_dump_json())
-    assert_same_curve(curve(nursery, tiny(corpus, tmp_path / "switched", **COMMON), 1), reference)
+    assert_same_curve(curve(fresh_ranks, tiny(corpus, tmp_path / "switched", **COMMON), 1), reference)
 
 
 # planning ahead
 
 
-def slow(settings: str, planning: float, computing: float) -> list[float]:
-    """In a rank: every plan takes so many seconds, and every micro-batch computes for so many; how long each step
-    waited for micro-batches."""
-    from mindspeed_cp.train import plans, step
+def plans_ahead(settings: str) -> int:
+    """In a rank: train while no micro-batch is finished before the plan of the next one is made; return the steps.
 
-    build, forward = plans.build_plan, step._forward
+    The training ends only if planning runs beside computing: the next plan is made while this micro-batch computes.
+    """
+    from mindspeed_cp.train import plan_cache as plans
+    from mindspeed_cp.train import step
 
-    def planned(*arguments: Any, **options: Any) -> Any:
-        time.sleep(planning)
-        return build(*arguments, **options)
+    get, forward = plans.PlanCache.get, step._forward
+    planned, computed = threading.Semaphore(0), 0
 
-    def computed(*arguments: Any) -> Any:
-        made = forward(*arguments)
-        time.sleep(computing)
-        return made
+    def counted_get(*arguments: Any) -> Any:
+        plan = get(*arguments)
+        planned.release()
+        return plan
 
-    plans.build_plan, step._forward = planned, computed
-    lines = train_here(settings)["lines"]
-    assert all(line["planning_seconds"] >= planning * (line["plans"] - line["known_plans"]) for line in lines)
-    return values(lines, "waiting_seconds")
+    def delayed_forward(*arguments: Any) -> Any:
+        nonlocal computed
+        if not computed:
+            assert planned.acquire(timeout=HANG), "the plan of the first micro-batch"
+        computed += 1
+        assert planned.acquire(timeout=HANG), "the plan of the next micro-batch, which is made meanwhile"
+        return forward(*arguments)
+
+    plans.PlanCache.get, step._forward = counted_get, delayed_forward  # type: ignore[method-assign]
+    return len(train_here(settings)["lines"])
 
 
-def test_planning_costs_the_steps_nothing_while_it_takes_less_than_they_do(
-    nursery: Nursery, corpus: Path, tmp_path: Path
+def test_the_next_micro_batch_is_planned_while_this_one_computes(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
-    """Of four micro-batches, one ahead."""
-    settings = tiny(corpus, tmp_path / "a", **COMMON, train__prefetch=1)
-    [waits] = nursery.run(1, slow, settings.model_dump_json(), 0.1, 0.3)
-    assert waits[0] >= 0.1, "there was nothing to compute yet"
-    assert max(waits[1:]) < 0.1, "four plans take 0.4 s, and a step 1.2 s"
-    [waits] = nursery.run(1, slow, tiny(corpus, tmp_path / "b", **COMMON).model_dump_json(), 0.2, 0.0)
-    assert max(waits[1:]) > 0.2, "and this is how it would be seen"
+    settings = tiny(corpus, tmp_path / "a", **COMMON, train__prefetch_micro_batches=1)
+    [steps] = fresh_ranks.run(1, plans_ahead, settings.model_dump_json())
+    assert steps == settings.train.train_iters
 
 
-def test_rows_of_equal_lengths_are_planned_once(nursery: Nursery, tmp_path: Path) -> None:
+def test_rows_of_equal_lengths_are_planned_once(fresh_ranks: FreshRanks, tmp_path: Path) -> None:
     """Documents longer than the context: most rows are one piece of it."""
     path = tmp_path / "long.jsonl"
     text = "".join(chr(97 + i % 26) for i in range(2000))
     path.write_text("".join(json.dumps({"text": text[: 150 + 31 * i]}) + "\n" for i in range(18)))
     settings = tiny(path, tmp_path / "a", **COMMON, **CP2, data__seq_length=128)
-    [kept, _] = nursery.run(2, train_here, settings.model_dump_json())
-    anew = nursery.run(2, forgetful, settings.model_copy(update={"output": _folder(settings, "b")}).model_dump_json())[
-        0
-    ]
+    [kept, _] = fresh_ranks.run(2, train_here, settings.model_dump_json())
+    anew = fresh_ranks.run(
+        2, forgetful, settings.model_copy(update={"output": _folder(settings, "b")}).model_dump_json()
+    )[0]
     assert sum(values(kept["lines"], "plans")) == 20
-    assert 8 < sum(values(kept["lines"], "known_plans")) < 19 and sum(values(anew["lines"], "known_plans")) == 0
+    assert 8 < sum(values(kept["lines"], "cached_plans")) < 19 and sum(values(anew["lines"], "cached_plans")) == 0
     assert compared(kept["lines"]) == compared(anew["lines"]), "not a bit differs"
-    assert kept["summary"]["known_plans"] == sum(values(kept["lines"], "known_plans"))
+    assert kept["summary"]["cached_plans"] == sum(values(kept["lines"], "cached_plans"))
     assert kept["summary"]["waiting_seconds"] == sum(values(kept["lines"][1:], "waiting_seconds"))
 
 
 def forgetful(settings: str) -> dict[str, Any]:
     """In a rank: train, and keep no plan."""
-    from mindspeed_cp.train import batches, plans
+    from mindspeed_cp.train import micro_batch_loader as batches
+    from mindspeed_cp.train import plan_cache as plans
 
     class Forgetful(plans.PlanCache):
         def get(self, *arguments: Any) -> Any:
@@ -201,21 +209,21 @@ def forgetful(settings: str) -> dict[str, Any]:
 
 def test_few_plans_are_kept_and_the_one_not_asked_for_longest_goes() -> None:
     from mindspeed_cp.plan import AttentionConfig, Topology
-    from mindspeed_cp.train.plans import PlanCache
+    from mindspeed_cp.train.plan_cache import PlanCache
 
     ready: list[int] = []
-    cache = PlanCache(lambda plan: ready.append(plan.documents.tokens), most=3, tokens=100)
+    cache = PlanCache(lambda plan: ready.append(plan.documents.tokens), max_plans=3, max_tokens=100)
     attention, topology = AttentionConfig(2, head_dim=8), Topology(1, 2)
 
     def get(*lengths: int, algorithm: str = "ring", **options: Any) -> Any:
         return cache.get(Documents(lengths), topology, attention, algorithm, options)
 
     first = get(20)
-    assert get(20) is first and ready == [20] and (cache.made, cache.found) == (1, 1)
+    assert get(20) is first and ready == [20] and (cache.misses, cache.hits) == (1, 1)
     assert get(20, algorithm="direct") is not first and get(20, layout="contiguous") is not first
     assert cache.get(Documents([20]), topology, AttentionConfig(4, head_dim=8), "ring", {}) is not first
     assert len(cache) == 3 and get(20) is not first, "a fourth was asked for since"
-    assert get(20, layout="contiguous") and cache.found == 2
+    assert get(20, layout="contiguous") and cache.hits == 2
     get(50), get(49)
     assert len(cache) == 2 and cache.tokens == 99, "100 tokens in all"
     get(10_000)
@@ -232,40 +240,40 @@ def _folder(settings: Any, name: str) -> Any:
 # ranks that disagree
 
 
-def deals_otherwise(settings: str, odd: int) -> tuple[str, float]:
-    """In a rank: one rank leaves documents where they are; what every rank is told, and after how long."""
+def deals_otherwise(settings: str, odd: int) -> str:
+    """In a rank: one rank leaves documents where they are; return the error of every rank."""
     import torch.distributed as dist
 
     from mindspeed_cp.train import loop
 
-    make = loop.make_dealer
+    make = loop.make_dispatcher
 
     def other(*given: Any) -> Any:
-        dealer = replace(make(*given), cost=_square, per_micro_batch=0.0)
-        return replace(dealer, balance="none") if dist.get_rank() == odd else dealer
+        dispatcher = replace(make(*given), cost=_square, per_micro_batch=0.0)
+        return replace(dispatcher, balance="none") if dist.get_rank() == odd else dispatcher
 
-    loop.make_dealer = other
-    began = time.monotonic()
+    loop.make_dispatcher = other
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
-    return str(caught.value), time.monotonic() - began
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_replicas_that_deal_otherwise_are_told(nursery: Nursery, corpus: Path, tmp_path: Path, verify: bool) -> None:
+def test_replicas_that_deal_otherwise_are_told(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, verify: bool
+) -> None:
     """Also where only the numbers of their micro-batches tell, and before the step with verify_plans."""
     settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__verify_plans=verify)
-    for text, seconds in nursery.run(3 + 1, deals_otherwise, settings.model_dump_json(), 2):
+    for text in fresh_ranks.run(3 + 1, deals_otherwise, settings.model_dump_json(), 2):
         assert text.startswith("step 1: rank 2 has dealt other documents to the replicas") and "ranks of 4" in text
-        assert seconds < 20
     assert not list((tmp_path / "checkpoints").glob("iter*"))
 
 
-def plans_otherwise(settings: str) -> tuple[str, float]:
+def plans_otherwise(settings: str) -> str:
     """In a rank: rank 3 plans documents of other lengths, of as many tokens."""
     import torch.distributed as dist
 
-    from mindspeed_cp.train import plans
+    from mindspeed_cp.train import plan_cache as plans
 
     build = plans.build_plan
 
@@ -275,18 +283,16 @@ def plans_otherwise(settings: str) -> tuple[str, float]:
         return build(documents, *given, **options)
 
     plans.build_plan = other
-    began = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
-    return str(caught.value), time.monotonic() - began
+    return str(caught.value)
 
 
-def test_ranks_with_other_plans_are_told_and_none_hangs(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_ranks_with_other_plans_are_told_and_none_hangs(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     """Of the two replicas the one that is right finds out when the other one is gone, or is not asked at all."""
     settings = tiny(
         corpus, tmp_path, **COMMON, context_parallel_suite__context_parallel_size=4,
         context_parallel_suite__verify_plans=True,
     )  # fmt: skip
-    for text, seconds in nursery.run(4, plans_otherwise, settings.model_dump_json()):
+    for text in fresh_ranks.run(4, plans_otherwise, settings.model_dump_json()):
         assert "the ranks of the group do not have the same plan: documents: rank 3 has" in text
-        assert seconds < 20

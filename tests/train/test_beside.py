@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_cp.plan import ALGORITHMS
-from tests.train.nursery import Nursery
+from mindspeed_cp.algorithms import ALGORITHMS
+from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
 
 STEPS = 4
@@ -47,29 +47,39 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+#: tests/megatron compares loss and gradients of the others with one rank: test_experts, test_gpt, test_remap.
+DEFAULT = (
+    "latent dp2 cp2, distributed optimizer",
+    "experts ep2 tp2 cp2, selective recompute",
+    "biased tp2 cp2, selective recompute",
+)
+
+
 @pytest.fixture(scope="module")
 def references(
-    nursery: Nursery, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """Every model on one rank."""
     return {
-        name: curve(nursery, tiny(corpus, tmp_path_factory.mktemp(name), **COMMON, **model), 1)
+        name: curve(fresh_ranks, tiny(corpus, tmp_path_factory.mktemp(name), **COMMON, **model), 1)
         for name, model in MODELS.items()
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.thorough) for name in RUNS]
+)
 def test_the_curve_is_that_of_one_rank(
-    name: str, nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
+    name: str, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:
     model, ranks, changes = RUNS[name]
-    lines = curve(nursery, tiny(corpus, tmp_path, **{**COMMON, **MODELS[model], **changes}), ranks)
+    lines = curve(fresh_ranks, tiny(corpus, tmp_path, **{**COMMON, **MODELS[model], **changes}), ranks)
     assert_same_curve(lines, references[model])
 
 
 @pytest.mark.parametrize("model", ["latent", "experts"])
 def test_hierarchical_on_two_supposed_nodes_gives_the_curve_of_one_rank(
-    model: str, nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
+    model: str, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:
     """Documents on one rank, some ranks or by heads on a node, and linear layers on their own layout."""
     settings = tiny(
@@ -78,23 +88,24 @@ def test_hierarchical_on_two_supposed_nodes_gives_the_curve_of_one_rank(
         context_parallel_suite__verify_plans=True,
         context_parallel_suite__remap="hidden" if model == "latent" else "qkv",
     )  # fmt: skip
-    assert_same_curve(curve(nursery, settings, 4), references[model])
+    assert_same_curve(curve(fresh_ranks, settings, 4), references[model])
 
 
+@pytest.mark.thorough  # tests/megatron/test_algorithms.py compares a step of each
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in ("ring", "hierarchical")])
 def test_every_algorithm_gives_the_curve_of_one_rank(
-    algorithm: str, nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
+    algorithm: str, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:
     """With windows in some layers, ALiBi and dropout; plans are proved before they run."""
     settings = tiny(
         corpus, tmp_path, **COMMON, **MODELS["biased"], context_parallel_suite__algorithm=algorithm,
         context_parallel_suite__context_parallel_size=4, context_parallel_suite__verify_plans=True,
     )  # fmt: skip
-    assert_same_curve(curve(nursery, settings, 4), references["biased"])
+    assert_same_curve(curve(fresh_ranks, settings, 4), references["biased"])
 
 
 def test_experts_move_between_ranks_with_a_checkpoint(
-    nursery: Nursery, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:
     for step, (ranks, ep) in enumerate(((2, 2), (1, 1), (4, 4)), 1):
         changes = {
@@ -103,7 +114,7 @@ def test_experts_move_between_ranks_with_a_checkpoint(
             "train__use_distributed_optimizer": True,
             "context_parallel_suite__context_parallel_size": min(ranks, 2),
         }
-        lines = curve(nursery, tiny(corpus, tmp_path, **{**COMMON, **MODELS["experts"], **changes}), ranks)
+        lines = curve(fresh_ranks, tiny(corpus, tmp_path, **{**COMMON, **MODELS["experts"], **changes}), ranks)
     assert_same_curve(lines, references["experts"])
 
 
@@ -124,7 +135,7 @@ def watched(settings: str) -> tuple[list[dict[str, Any]], list[bool]]:
     return lines, [*seen, torch.are_deterministic_algorithms_enabled()]
 
 
-def test_two_deterministic_runs_give_the_same_bits(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_two_deterministic_runs_give_the_same_bits(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     """Of a model with experts, windows, biases and dropout."""
     runs = []
     for number in range(2):
@@ -132,7 +143,7 @@ def test_two_deterministic_runs_give_the_same_bits(nursery: Nursery, corpus: Pat
             corpus, tmp_path / str(number), **COMMON, **{**MODELS["experts"], **MODELS["biased"]}, **CP2,
             train__expert_model_parallel_size=2, train__deterministic_mode=True,
         )  # fmt: skip
-        runs.append(nursery.run(2, watched, settings.model_dump_json())[0])
+        runs.append(fresh_ranks.run(2, watched, settings.model_dump_json())[0])
     (first, seen), (second, _) = runs
     assert seen == [True] * STEPS + [False]
     for key in ("loss", "grad_norm"):

@@ -9,39 +9,38 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import Documents
+from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.config import Settings, SuiteSettings
-from mindspeed_cp.config_variants import variants, with_algorithm
-from mindspeed_cp.cost.candidates import Candidate
+from mindspeed_cp.config.candidates import candidate_settings, replace_algorithm
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.beside import beside
-from mindspeed_cp.report.measured import read_steps
-from mindspeed_cp.train.auto import resolved
-from mindspeed_cp.train.choosing import RowChooser
-from tests.train.nursery import Nursery
+from mindspeed_cp.report.run.predicted_vs_measured import compare_with_prediction
+from mindspeed_cp.report.run.step_traces import read_traced_steps
+from mindspeed_cp.train.algorithm_choice import RowChooser, resolve_auto
+from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
 
 ALSO = ["ulysses", "direct:layout=balanced:prefetch=2", "hierarchical"]
 
 
 def choosing(corpus: Path, folder: Path, **changes: Any) -> Settings:
-    given = {"context_parallel_suite__context_parallel_size": 2, "context_parallel_suite__also": ALSO}
+    given = {"context_parallel_suite__context_parallel_size": 2, "context_parallel_suite__candidates": ALSO}
     return tiny(corpus, folder, **(given | changes))
 
 
 def train_by_turns(settings: str) -> dict[str, Any]:
     """In a rank: train, where rows choose by their number of documents, so that all are chosen."""
-    from mindspeed_cp.cost.per_batch import BatchChooser
+    from mindspeed_cp.choose.batch_chooser import BatchChooser
 
     BatchChooser.__call__ = lambda self, row: self.candidates[len(row) % len(self.candidates)]  # type: ignore[method-assign]
     return train_here(settings)
 
 
-def test_rows_of_many_algorithms_train_as_one_rank_does(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_rows_of_many_algorithms_train_as_one_rank_does(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     settings = choosing(corpus, tmp_path, train__train_iters=6, output__trace_interval=1)
-    made = nursery.run(2, train_by_turns, settings.model_dump_json())[0]["lines"]
-    alone = curve(nursery, tiny(corpus, tmp_path / "one", train__train_iters=6), 1)
+    made = fresh_ranks.run(2, train_by_turns, settings.model_dump_json())[0]["lines"]
+    alone = curve(fresh_ranks, tiny(corpus, tmp_path / "one", train__train_iters=6), 1)
     assert values(made) == pytest.approx(values(alone), rel=1e-5)
-    steps, _ = read_steps(tmp_path)
+    steps, _ = read_traced_steps(tmp_path)
     taken = {(name, tuple(options.items())) for step in steps for _, name, options in step.micro_batches(0)}
     assert len({name for name, _ in taken}) >= 3
     words = ["ring", *ALSO]
@@ -49,7 +48,9 @@ def test_rows_of_many_algorithms_train_as_one_rank_does(nursery: Nursery, corpus
     assert {word.partition(":")[0] for line in made for word in line["algorithms"]} == {name for name, _ in taken}
     direct = {options for name, options in taken if name == "direct"}
     assert direct <= {(("layout", "balanced"), ("prefetch", 2))}
-    for predicted, step in zip([pair.predicted for pair in beside(tmp_path).pairs], steps, strict=True):
+    for predicted, step in zip(
+        [pair.predicted for pair in compare_with_prediction(tmp_path).pairs], steps, strict=True
+    ):
         assert np.allclose(predicted.sent, step.breakdown.sent) and np.array_equal(
             predicted.messages, step.breakdown.messages
         )
@@ -58,65 +59,77 @@ def test_rows_of_many_algorithms_train_as_one_rank_does(nursery: Nursery, corpus
 def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path) -> None:
     settings = choosing(corpus, tmp_path, context_parallel_suite__context_parallel_size=4)
     one, other = RowChooser(settings), RowChooser(settings)
-    assert [one.algorithm for one in one.every] == ["ring", "ulysses", "direct", "hierarchical"]
-    assert one.every[3].options["hidden_size"] == 48
-    assert one.every[2] == ("direct", {"layout": "balanced", "prefetch": 2}, ALSO[1])
+    assert [one.algorithm for one in one.choices] == ["ring", "ulysses", "direct", "hierarchical"]
+    assert one.choices[3].options["hidden_size"] == 48
+    assert one.choices[2] == ("direct", {"layout": "balanced", "prefetch": 2}, ALSO[1])
     for lengths in ([517], [5, 500, 12], [100] * 5 + [17]):
-        assert one(Documents(lengths)) == other(Documents(lengths)) and one(Documents(lengths)) in one.every
+        assert one(Documents(lengths)) == other(Documents(lengths)) and one(Documents(lengths)) in one.choices
     alone = RowChooser(tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=4))
-    assert alone(Documents([517])) == ("ring", {}, "ring") and len(alone.every) == 1
+    assert alone(Documents([517])) == ("ring", {}, "ring") and len(alone.choices) == 1
 
 
 def test_auto_leaves_rows_a_few_to_choose_from(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_cp.cost.per_batch.NEAR", 100.0)  # rows so short are all launches and latencies
-    suite = {"algorithm": "auto", "per_batch": True, "context_parallel_size": 4, "cluster": "h200"}
+    monkeypatch.setattr(
+        "mindspeed_cp.choose.batch_chooser.SHORTLIST_WITHIN", 100.0
+    )  # rows so short are all launches and latencies
+    suite = {"algorithm": "auto", "candidates": "auto", "context_parallel_size": 4, "cluster": "h200"}
     settings = tiny(corpus, tmp_path, **{f"context_parallel_suite__{key}": value for key, value in suite.items()})
-    found, decision = resolved(settings)
+    found, decision = resolve_auto(settings)
     assert decision is not None and found.context_parallel_suite.algorithm == decision.candidate.algorithm
-    also = found.context_parallel_suite.also
-    assert also and len(also) <= 3 and not found.context_parallel_suite.per_batch
-    every = variants(found)
+    also = found.context_parallel_suite.candidates
+    assert also and len(also) <= 3
+    every = candidate_settings(found)
     assert len(every) == 1 + len(also)
-    assert [one.context_parallel_suite.also for one in every] == [None] * len(every)
-    assert RowChooser(found)(Documents([517])) in RowChooser(found).every
+    assert [one.context_parallel_suite.candidates for one in every] == [None] * len(every)
+    assert RowChooser(found)(Documents([517])) in RowChooser(found).choices
     assert Settings(**found.model_dump(exclude_unset=True)) == found
 
 
 def test_lanes_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
-    rings = choosing(corpus, tmp_path, context_parallel_suite__also=["double_ring:cp_window_size=2"])
-    assert rings.context_parallel_suite.uses_lanes
+    rings = choosing(corpus, tmp_path, context_parallel_suite__candidates=["double_ring:cp_window_size=2"])
+    assert rings.context_parallel_suite.uses_directional_groups
     mixed = choosing(corpus, tmp_path)
-    assert not mixed.context_parallel_suite.uses_lanes
-    assert not any(one.context_parallel_suite.uses_lanes for one in variants(mixed))
+    assert not mixed.context_parallel_suite.uses_directional_groups
+    assert not any(one.context_parallel_suite.uses_directional_groups for one in candidate_settings(mixed))
 
 
 def test_what_auto_takes_has_lanes_if_it_is_a_ring(corpus: Path, tmp_path: Path) -> None:
     settings = tiny(corpus, tmp_path, context_parallel_suite__algorithm="auto")
-    ring = with_algorithm(settings, Candidate("ring"))
-    assert ring.context_parallel_suite.p2p == "auto" and ring.context_parallel_suite.uses_lanes
-    assert not with_algorithm(settings, Candidate("ring"), ["ulysses"]).context_parallel_suite.uses_lanes
+    ring = replace_algorithm(settings, Candidate("ring"))
+    assert ring.context_parallel_suite.p2p_groups == "auto" and ring.context_parallel_suite.uses_directional_groups
+    assert not replace_algorithm(
+        settings, Candidate("ring"), ["ulysses"]
+    ).context_parallel_suite.uses_directional_groups
 
 
 def test_a_section_alone_checks_what_rows_choose_from() -> None:
-    with pytest.raises(ConfigError, match="also = \"bogus\": cannot be used: algorithm is 'bogus': unknown algorithm"):
-        SuiteSettings(context_parallel_size=4, also=["bogus"])
+    with pytest.raises(
+        ConfigError, match="candidates = \"bogus\": cannot be used: algorithm is 'bogus': unknown algorithm"
+    ):
+        SuiteSettings(context_parallel_size=4, candidates=["bogus"])
     twice = ["hierarchical:prefetch=2:routing=true", "hierarchical:routing=true:prefetch=2"]
     with pytest.raises(ConfigError, match="is there already"):
-        SuiteSettings(context_parallel_size=4, also=twice)
+        SuiteSettings(context_parallel_size=4, candidates=twice)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"also": ["rings"]}, "also = \"rings\": cannot be used: algorithm is 'rings': unknown algorithm"),
-        ({"also": ["ring"]}, 'also = "ring": cannot be used: is there already; leave it out'),
-        ({"also": ["hybrid", "hybrid"]}, 'also = "hybrid": cannot be used: is there already'),
-        ({"also": ["hybrid:window=2"]}, "'window=2' is no option of hybrid; valid: ulysses_degree=..., layout=..."),
-        ({"also": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
-        ({"also": ["hybrid:ulysses_degree=3"]}, "must divide context_parallel_size = 2; valid: 1, 2"),
-        ({"also": ["ring:layout=round"]}, "context_parallel_suite.layout"),
-        ({"per_batch": True}, "per_batch = true: is for algorithm: auto; leave it out, or name what rows may take"),
-        ({"algorithm": "auto", "also": ["ring"]}, "auto finds other algorithms itself; give per_batch: true"),
+        ({"candidates": ["rings"]}, "candidates = \"rings\": cannot be used: algorithm is 'rings': unknown algorithm"),
+        ({"candidates": ["ring"]}, 'candidates = "ring": cannot be used: it is there already; leave it out'),
+        ({"candidates": ["hybrid", "hybrid"]}, 'candidates = "hybrid": cannot be used: it is there already'),
+        (
+            {"candidates": ["hybrid:window=2"]},
+            "'window=2' is no option of hybrid; valid: ulysses_degree=..., layout=...",
+        ),
+        ({"candidates": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
+        ({"candidates": ["hybrid:ulysses_degree=3"]}, "must divide context_parallel_size = 2; valid: 1, 2"),
+        ({"candidates": ["ring:layout=round"]}, "context_parallel_suite.layout"),
+        ({"candidates": "auto"}, 'candidates = "auto": needs algorithm: auto; or name the algorithms'),
+        (
+            {"algorithm": "auto", "candidates": ["ring"]},
+            "auto chooses the other algorithms itself; give candidates: auto",
+        ),
     ],
 )
 def test_what_rows_cannot_choose_is_refused(corpus: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:

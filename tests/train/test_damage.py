@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import random
 import resource
 import shutil
 import tempfile
@@ -12,16 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from mindspeed_cp.config import Settings
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.files import DiskError, RunFiles, keep_metrics, read_metrics, write_text
-from mindspeed_cp.train.identity import identity
-from mindspeed_cp.train.memory import check_memory, least_bytes, machine_memory
+from mindspeed_cp.train.failures import classify_error
+from mindspeed_cp.train.memory import check_memory, machine_memory, minimum_bytes
 from mindspeed_cp.train.resume import checkpoint_to_resume
-from mindspeed_cp.train.worker import explain
-from tests.train.nursery import Nursery
+from mindspeed_cp.train.run_files import DiskError, RunFiles, read_metrics, truncate_metrics, write_text
+from mindspeed_cp.train.run_identity import identity
+from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import tiny
 
 DAMAGES = (
@@ -54,45 +57,72 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@contextmanager
+def rename_fails(name: str) -> Iterator[None]:
+    """The system does not give a folder this name."""
+    replace = os.replace
+
+    def failing(source: Any, target: Any) -> None:
+        if Path(target).name == name:
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        yield
+
+
+def random_numbers() -> list[float]:
+    """Draw a number from each generator."""
+    import torch
+
+    return [float(torch.rand(())), float(np.random.random()), random.random()]
+
+
 def save_and_load(text: str) -> dict[str, Any]:
     """In a rank: everything that is to be found out about checkpoints with a model."""
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
     from mindspeed_cp.train.checkpoint import Progress, load, save
-    from mindspeed_cp.train.model import build
-    from mindspeed_cp.train.world import join
+    from mindspeed_cp.train.model import build_training_model
+    from mindspeed_cp.train.world import join_ranks
 
     settings = Settings.model_validate_json(text)
     files = RunFiles(Path(settings.output.folder))
-    files.make()
+    files.create()
     found: dict[str, Any] = {}
-    with megatron_on_cpu(), megatron_compat(), join(settings) as world:
-        parts = build(settings, world)
-        parts.wrapped.zero_grad_buffer()  # type: ignore[operator]
-        parts.optimizer.step()  # its state is made by the first step
+    with megatron_on_cpu(), megatron_compat(), join_ranks(settings) as world:
+        training = build_training_model(settings, world)
+        training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
+        training.optimizer.step()  # its state is made by the first step
 
         def names_after(step: int, keep: int) -> list[str]:
             limited = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"keep": keep})})
-            save(files, parts, Progress(step=step), limited, world)
+            save(files, training, Progress(step=step), limited, world)
             return sorted(path.name for path in files.checkpoints.iterdir())
 
         for step in (60, 80):
             names_after(step, keep=2)
         files.latest.write_text("iter_0000060\n")
         good = files.checkpoint(60)
-        assert load(good, parts, world).step == 60
+        drawn = random_numbers()
+        assert load(good, training, world).step == 60
+        found["random numbers"] = drawn, random_numbers()
         for how in DAMAGES:
             bad = files.checkpoint(70)
             shutil.copytree(good, bad)
             damage(bad, how)
             with pytest.raises(ConfigError) as caught:
-                load(bad, parts, world)
+                load(bad, training, world)
             found[how] = str(caught.value)
             shutil.rmtree(bad)
         for size in (0, 2_000, 50_000):  # the first file, common.pt, is larger than 2 kB and smaller than 50 kB
             with files_of_at_most(size), pytest.raises(OSError) as failed:
-                save(files, parts, Progress(step=65), settings, world)
-            found[f"at most {size}"] = explain(failed.value)
+                save(files, training, Progress(step=65), settings, world)
+            found[f"at most {size}"] = classify_error(failed.value)
             found[f"names {size}"] = sorted(path.name for path in files.checkpoints.glob("iter*"))
+        with rename_fails("iter_0000064"), pytest.raises(OSError):
+            save(files, training, Progress(step=64), settings, world)
+        found["latest before the folder"] = files.latest.read_text()
         found["abandoned"] = names_after(65, keep=1)
         found["latest"] = files.latest.read_text()
         found["same step again"] = names_after(65, keep=1)
@@ -100,9 +130,9 @@ def save_and_load(text: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(nursery: Nursery, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     settings = tiny(corpus, tmp_path_factory.mktemp("damage"), model__num_layers=1)
-    return nursery.run(1, save_and_load, settings.model_dump_json())[0]
+    return fresh_ranks.run(1, save_and_load, settings.model_dump_json())[0]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -122,6 +152,15 @@ def test_a_full_disk_is_told_in_one_line_and_harms_no_checkpoint(found: dict[str
     assert found[f"names {size}"] == ["iter_0000060", "iter_0000080"]
 
 
+def test_a_checkpoint_is_not_named_before_its_folder_is_in_place(found: dict[str, Any]) -> None:
+    assert found["latest before the folder"] == "iter_0000060\n"
+
+
+def test_random_generators_go_on_from_the_checkpoint(found: dict[str, Any]) -> None:
+    drawn, again = found["random numbers"]
+    assert drawn == again
+
+
 def test_the_checkpoint_just_saved_is_never_pruned(found: dict[str, Any]) -> None:
     assert found["abandoned"] == ["iter_0000065", "latest"], "80 is of a future that was abandoned"
     assert found["latest"] == "iter_0000065\n"
@@ -135,7 +174,7 @@ def with_checkpoint(folder: Path, **run: Any) -> Settings:
     """Settings, and a folder with the bookkeeping of two checkpoints; `run` changes that of the newer one."""
     settings = Settings(output={"folder": str(folder)})  # type: ignore[arg-type]
     files = RunFiles(folder)
-    files.make()
+    files.create()
     good = {"step": 3, "tokens": 9, "seconds": 1.0, "data": None, "ranks": 1, "identity": identity(settings)}
     for step, values in ((2, good), (3, good | run)):
         files.checkpoint(step).mkdir()
@@ -178,7 +217,7 @@ def test_a_damaged_metrics_line_is_told_and_nothing_is_dropped(tmp_path: Path, l
     path = tmp_path / "metrics.jsonl"
     text = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
     path.write_bytes(text)
-    for read in (lambda: keep_metrics(path, 3), lambda: checkpoint_to_resume(settings)):
+    for read in (lambda: truncate_metrics(path, 3), lambda: checkpoint_to_resume(settings)):
         with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is damaged"):
             read()
     assert path.read_bytes() == text
@@ -197,15 +236,15 @@ def test_a_last_line_that_a_crash_cut_is_left_out(tmp_path: Path, last: bytes) -
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300])
 def test_a_folder_that_no_system_takes_is_told(name: str) -> None:
     settings = Settings(output={"folder": f"/tmp/{name}"})  # type: ignore[arg-type]
-    for use in (lambda: checkpoint_to_resume(settings), lambda: RunFiles(Path(settings.output.folder)).make()):
-        with pytest.raises(ConfigError, match=r"output\.folder = .*(/tmp/.*cannot be (made|read): )") as caught:
+    for use in (lambda: checkpoint_to_resume(settings), lambda: RunFiles(Path(settings.output.folder)).create()):
+        with pytest.raises(ConfigError, match=r"output\.folder = .*/tmp/.*cannot be (created|read): ") as caught:
             use()
         assert str(caught.value).isprintable()
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RunFiles(tmp_path / "run")
-    files.make()
+    files.create()
     assert [path.name for path in files.folder.rglob("*")] == ["checkpoints"], "the probe leaves nothing"
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -213,7 +252,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write into every folder
     with pytest.raises(ConfigError, match="run: cannot be written to: Permission denied; give another folder"):
-        files.make()
+        files.create()
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +267,7 @@ def test_a_file_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
     with files_of_at_most(0), pytest.raises(DiskError) as caught:
         write_text(tmp_path / "latest", "new\n")
     assert list(tmp_path.iterdir()) == []
-    kind, line, _ = explain(caught.value)
+    kind, line, _ = classify_error(caught.value)
     assert kind == "files" and line.startswith(f"{tmp_path}: cannot be written: File too large; make room")
 
 
@@ -239,10 +278,10 @@ def test_a_file_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
 def test_the_distributed_optimizer_is_spread_over_all_ranks(bf16: bool) -> None:
     plain = Settings(train={"bf16": bf16})  # type: ignore[arg-type]
     spread = Settings(train={"bf16": bf16, "use_distributed_optimizer": True})  # type: ignore[arg-type]
-    weights = least_bytes(plain, 0) / (18 if bf16 else 16)
-    assert least_bytes(spread, 0, ranks=1) == least_bytes(plain, 0, ranks=8)
-    assert least_bytes(spread, 0, ranks=8) == pytest.approx(weights * (6 + 12 / 8 if bf16 else 8 + 8 / 8))
-    available = int(least_bytes(plain, 512) * 4 * 0.9)
+    weights = minimum_bytes(plain, 0) / (18 if bf16 else 16)
+    assert minimum_bytes(spread, 0, ranks=1) == minimum_bytes(plain, 0, ranks=8)
+    assert minimum_bytes(spread, 0, ranks=8) == pytest.approx(weights * (6 + 12 / 8 if bf16 else 8 + 8 / 8))
+    available = int(minimum_bytes(plain, 512) * 4 * 0.9)
     small = {"data": plain.data.model_copy(update={"seq_length": 512})}
     with pytest.raises(ConfigError, match="does not fit"):
         check_memory(plain.model_copy(update=small), 4, available)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_cp import devices
-from mindspeed_cp.config import Settings
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.device import select as devices
 from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train import device
@@ -53,12 +53,12 @@ def test_the_cpu_needs_nothing() -> None:
 
 
 def test_auto_is_the_npu_where_torch_npu_is_installed(npus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.device_type("auto") == "npu"
+    assert devices.resolve_device_type("auto") == "npu"
     with monkeypatch.context() as patch:
         patch.setattr(torch, "device", lambda *place: place)  # there is no NPU in this process
         assert device.pick_device("auto", 5, 8) == ("npu", 5) == npus.current
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
-    assert devices.device_type("auto") == "cpu"
+    assert devices.resolve_device_type("auto") == "cpu"
     assert device.pick_device("auto", 5, 8) == torch.device("cpu")
 
 
@@ -87,7 +87,7 @@ def test_torch_npu_without_its_metadata(npus: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("version", ["8.5.0", "8.5.0.alpha003", "8.5.RC1", "9.0.0", "10.1.0"])
 def test_cann_that_is_new_enough(version: str) -> None:
-    assert devices.check_cann(version) is None and devices.unknown_cann(version) is None
+    assert devices.cann_problem(version) is None and devices.unknown_cann_note(version) is None
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_cann_that_is_not_known_stops_nothing_and_is_told(
         assert device.pick_device("npu", 0, 1) == ("npu", 0)
     monkeypatch.setattr(sys.modules[requirements.__module__], "cann_version", lambda: version)
     [row] = requirements()
-    assert row["ok"] and row["note"] == devices.unknown_cann(version)
+    assert row["ok"] and row["note"] == devices.unknown_cann_note(version)
     assert row["note"] == f"{said} it was not compared with 8.5, the oldest that is needed"
 
 
@@ -115,9 +115,9 @@ def test_hccl_gives_up_before_the_watchdog(
     seconds: float, exec_: str, connect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
-    devices.hccl_time_outs(seconds)
+    devices.set_hccl_timeouts(seconds)
     assert os.environ == {"HCCL_EXEC_TIMEOUT": exec_, "HCCL_CONNECT_TIMEOUT": connect}
-    devices.hccl_time_outs(1e6)  # what is set is kept
+    devices.set_hccl_timeouts(1e6)  # what is set is kept
     assert os.environ["HCCL_EXEC_TIMEOUT"] == exec_
 
 

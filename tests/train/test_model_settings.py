@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_cp.config import Settings
-from mindspeed_cp.config_checks import data_parallel_size
+from mindspeed_cp.config.rules import data_parallel_size
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 
 LATENT: dict[str, Any] = {"multi_latent_attention": True}
@@ -26,9 +26,9 @@ def error(**sections: dict[str, Any]) -> str:
     [
         ({"window_size": [3]}, "model.window_size = [3]: must be [left, 0]"),
         ({"window_size": [3, True]}, "model.window_size = [3, true]: must be [left, 0]"),
-        ({"window_size": [3, 1]}, "a token of a GPT sees none to its right"),
+        ({"window_size": [3, 1]}, "a GPT does not see tokens to the right"),
         ({"window_size": [-2, 0]}, "left >= 0 tokens, -1 for no limit"),
-        ({"window_attn_skip_freq": 2}, "model.window_attn_skip_freq = 2: only means something with window_size"),
+        ({"window_attn_skip_freq": 2}, "model.window_attn_skip_freq = 2: has an effect only with window_size"),
         ({"window_size": [3, 0], "window_attn_skip_freq": 0}, "must be an integer >= 1, or 0 or 1 for each layer"),
         ({"window_size": [3, 0], "window_attn_skip_freq": [1, 2]}, "0 or 1 for each layer"),
         (
@@ -37,15 +37,15 @@ def error(**sections: dict[str, Any]) -> str:
         ),
         ({"attention_dropout": 1.0}, "model.attention_dropout = 1.0: must be a number >= 0 and < 1"),
         ({"position_embedding_type": "alibis"}, "one of rope, alibi, none"),
-        ({"q_lora_rank": 8}, "model.q_lora_rank = 8: only means something with multi_latent_attention: true"),
+        ({"q_lora_rank": 8}, "model.q_lora_rank = 8: has an effect only with multi_latent_attention: true"),
         ({**LATENT, "position_embedding_type": "alibi"}, "must be rope with multi_latent_attention"),
         ({**LATENT, "kv_channels": 8}, "give qk_head_dim, qk_pos_emb_head_dim and v_head_dim"),
         ({**LATENT, "num_query_groups": 2}, "must be null with multi_latent_attention"),
         ({**LATENT, "qk_pos_emb_head_dim": 7}, "model.qk_pos_emb_head_dim = 7: must be even"),
-        ({**LATENT, "mscale": 0.5}, "model.mscale = 0.5: only means something with rope_type: yarn"),
-        ({"moe_router_topk": 1}, "only means something with num_moe_experts"),
+        ({**LATENT, "mscale": 0.5}, "model.mscale = 0.5: has an effect only with rope_type: yarn"),
+        ({"moe_router_topk": 1}, "has an effect only with num_moe_experts"),
         ({**EXPERTS, "moe_router_topk": 5}, "must be at most num_moe_experts = 4"),
-        ({**EXPERTS, "moe_router_topk": 1}, "or moe_router_pre_softmax: true"),
+        ({**EXPERTS, "moe_router_topk": 1}, "needs moe_router_pre_softmax: true"),
         ({**EXPERTS, "moe_layer_freq": [1]}, "one entry for each of num_layers = 4"),
         ({**EXPERTS, "add_bias_linear": True}, "experts have no biases"),
     ],
@@ -61,14 +61,14 @@ def test_parts_of_the_model_that_do_not_go_together(model: dict[str, Any], expec
             {"train": {"sequence_parallel": True}},
             "train.sequence_parallel = true: needs tensor_model_parallel_size > 1",
         ),
-        ({"train": {"expert_model_parallel_size": 2}}, "train.expert_model_parallel_size = 2: there are no experts"),
+        ({"train": {"expert_model_parallel_size": 2}}, "train.expert_model_parallel_size = 2: needs experts"),
         (
             {"model": EXPERTS, "train": {"expert_model_parallel_size": 3}},
             "must divide model.num_moe_experts = 4; valid: 1, 2, 4",
         ),
         (
             {"model": EXPERTS, "train": {"tensor_model_parallel_size": 2}},
-            "train.sequence_parallel = false: with experts",
+            "train.sequence_parallel = false: must be true with experts",
         ),
         (
             {
@@ -120,7 +120,11 @@ def test_what_goes_together_does() -> None:
     assert Settings.model_validate_json(settings.model_dump_json()) == settings
     found = settings.model
     assert (found.head_dim, found.head_dim_v, found.rotary_dim) == (192, 128, 64)
-    assert (found.expert_layers, found.window_layers, found.expert_ffn_size) == (4, 3, found.ffn_size)
+    assert (found.expert_layers, found.window_layers, found.resolved_moe_ffn_hidden_size) == (
+        4,
+        3,
+        found.resolved_ffn_hidden_size,
+    )
     for layers, pattern, count in ((4, 2, 2), (5, 2, 3), (4, 9, 1), (3, [0, 1, 1], 2)):
         one = Settings(model={**EXPERTS, "num_layers": layers, "moe_layer_freq": pattern}).model  # type: ignore[arg-type]
         assert one.expert_layers == count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.config import Settings
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.train.world import check_nodes
 
 

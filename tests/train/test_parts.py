@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mindspeed_cp.config import Settings
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
-from mindspeed_cp.train.display import open_display
-from mindspeed_cp.train.files import RunFiles, keep_metrics, read_metrics, write_text
-from mindspeed_cp.train.identity import check_same_run, identity
-from mindspeed_cp.train.launch import _verdict
-from mindspeed_cp.train.memory import check_memory, least_bytes
-from mindspeed_cp.train.stop import StopRequest
+from mindspeed_cp.train.comparison import comparison_sentence, comparison_text
+from mindspeed_cp.train.exit_note import EXIT_NOTE, write_exit_note
+from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
+from mindspeed_cp.train.launch import _classify_failures
+from mindspeed_cp.train.memory import check_memory, minimum_bytes
+from mindspeed_cp.train.progress_display import open_display
+from mindspeed_cp.train.run_files import RunFiles, read_metrics, truncate_metrics, write_text
+from mindspeed_cp.train.run_identity import check_same_run, identity
+from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.summary import stopped_line, summary_table
-from mindspeed_cp.train.worker import explain, is_lost_peer, record
 
 
 def changed(**sections: dict[str, Any]) -> Settings:
@@ -72,7 +74,7 @@ def test_a_machine_with_too_many_ranks_is_told_as_such() -> None:
 
 def test_a_row_is_never_told_to_have_no_tokens() -> None:
     settings = changed(data={"seq_length": 10**6})
-    room = int(least_bytes(settings, 1))  # for weights, and one token
+    room = int(minimum_bytes(settings, 1))  # for weights, and one token
     with pytest.raises(ConfigError, match=r"model\.num_layers = \d+: the model does not fit"):
         check_memory(settings, 1, available=room)
 
@@ -91,23 +93,23 @@ def test_a_row_is_never_told_to_have_no_tokens() -> None:
     ids=lambda less: next(iter(next(iter(less.values())))),
 )  # fmt: skip
 def test_what_saves_memory_lowers_the_bound(less: dict[str, Any]) -> None:
-    assert least_bytes(changed(**less), 1e6) < least_bytes(Settings(), 1e6)
+    assert minimum_bytes(changed(**less), 1e6) < minimum_bytes(Settings(), 1e6)
 
 
 def test_experts_need_memory_where_they_are() -> None:
     experts = {"num_moe_experts": 16, "moe_layer_freq": [0, 1, 0, 1]}
     shared = {"expert_model_parallel_size": 4}
-    assert least_bytes(changed(model=experts), 0) > 2 * least_bytes(Settings(), 0)
-    assert least_bytes(changed(model=experts, train=shared), 0) < least_bytes(changed(model=experts), 0) / 2
+    assert minimum_bytes(changed(model=experts), 0) > 2 * minimum_bytes(Settings(), 0)
+    assert minimum_bytes(changed(model=experts, train=shared), 0) < minimum_bytes(changed(model=experts), 0) / 2
     everywhere = {**experts, "moe_layer_freq": 1}
-    assert least_bytes(changed(model=everywhere), 0) > least_bytes(changed(model=experts), 0) * 1.5
+    assert minimum_bytes(changed(model=everywhere), 0) > minimum_bytes(changed(model=experts), 0) * 1.5
     split = {"use_distributed_optimizer": True}
-    assert least_bytes(changed(model=experts, train=split), 0, ranks=8) < least_bytes(
+    assert minimum_bytes(changed(model=experts, train=split), 0, ranks=8) < minimum_bytes(
         changed(model=experts), 0, ranks=8
     )
     sequences = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     two = {"tensor_model_parallel_size": 2}
-    assert least_bytes(changed(train=sequences), 1e6) < least_bytes(changed(train=two), 1e6)
+    assert minimum_bytes(changed(train=sequences), 1e6) < minimum_bytes(changed(train=two), 1e6)
 
 
 # identity
@@ -150,7 +152,7 @@ def test_what_does_not_change_the_numbers_may_change() -> None:
     saved = identity(Settings())
     other = changed(
         model={"recompute_granularity": "full", "num_query_groups": 8, "kv_channels": 32},
-        train={"tensor_model_parallel_size": 2, "prefetch": 7, "train_iters": 300, "lr_decay_iters": 100},
+        train={"tensor_model_parallel_size": 2, "prefetch_micro_batches": 7, "train_iters": 300, "lr_decay_iters": 100},
         checkpoint={"save_interval": 3},
         output={"folder": "elsewhere"},
         context_parallel_suite={"context_parallel_size": 4, "verify_plans": True},
@@ -165,10 +167,10 @@ def test_what_does_not_change_the_numbers_may_change() -> None:
 
 def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path) == [] and keep_metrics(path, 5) == []
+    assert read_metrics(path) == [] and truncate_metrics(path, 5) == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')  # a crash cut the last line
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
-    assert keep_metrics(path, 2) == [{"step": 1}, {"step": 2}]
+    assert truncate_metrics(path, 2) == [{"step": 1}, {"step": 2}]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -187,7 +189,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
 
 def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
-    files.make()
+    files.create()
     with files.locked(), pytest.raises(ConfigError, match="another run is using it"), files.locked():
         pass
     with files.locked():
@@ -222,12 +224,13 @@ LINE = {"step": 10, "loss": 2.5, "tokens_per_s": 12345.6, "imbalance": 1.01, "gr
 def test_lines_are_printed_at_the_interval_and_at_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
     display = open_display("auto", 0, 25, 10)  # standard output is no terminal here
     for step in range(1, 26):
-        display.step({**LINE, "step": step})
+        display.step({**LINE, "step": step, "seconds": 2.0})
     display.note("hello")
     display.close()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/25", "10/25", "20/25", "25/25"]
     assert "loss 2.5000  12,346 tokens/s  imbalance 1.010" in lines[0] and lines[-1] == "hello"
+    assert lines[0].endswith("eta 0:00:48") and lines[2].endswith("eta 0:00:10") and "eta" not in lines[3]
 
 
 def test_a_bar_shows_the_same_figures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +255,14 @@ def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 SUMMARY: dict[str, Any] = {
     "step": 7, "steps": 9, "stopped_by": "SIGTERM", "first_loss": 5.5, "last_loss": 2.25, "tokens": 10**6,
     "tokens_per_s": 8000.0, "imbalance": 1.02, "documents": 321, "corpus_documents": 1790, "cut_documents": 12,
-    "cut_pieces": 40, "context": 4096, "metrics": "runs/a/metrics.jsonl", "loss_png": "runs/a/loss.png",
+    "document_chunks": 40, "context": 4096, "metrics": "runs/a/metrics.jsonl", "loss_png": "runs/a/loss.png",
     "checkpoint": "runs/a/checkpoints/iter_0000007",
 }  # fmt: skip
 
 
 def test_the_summary_names_everything() -> None:
     text = " ".join(cell for row in summary_table(SUMMARY).rows for cell in row)
-    for part in ("7 of 9", "5.500", "2.250", "8,000 tokens/s", "1.020", "12 of 1,790", "40 pieces", "runs/a/loss.png"):
+    for part in ("7 of 9", "5.500", "2.250", "8,000 tokens/s", "1.020", "12 of 1,790", "40 chunks", "runs/a/loss.png"):
         assert part in text
     line = stopped_line(SUMMARY)
     assert line is not None and "SIGTERM after step 7" in line and "iter_0000007" in line
@@ -269,10 +272,15 @@ def test_the_summary_names_everything() -> None:
         "planning_seconds": 2.5,
         "waiting_seconds": 0.125,
         "plans": 8,
-        "known_plans": 3,
+        "cached_plans": 3,
     }
     text = " ".join(cell for row in summary_table({**SUMMARY, **planned}).rows for cell in row)
-    for part in ("1.234 (modelled time", "2.50 s ahead of the steps", "waited 0.12 s", "3 of 8 plans were known"):
+    for part in (
+        "1.234 (modelled time",
+        "2.50 s ahead of the steps",
+        "waited 0.12 s",
+        "3 of 8 plans were in the cache",
+    ):
         assert part in text
     empty = {**SUMMARY, "step": 0, "last_loss": None, "tokens_per_s": None, "loss_png": None, "checkpoint": None}
     assert summary_table(empty).rows
@@ -282,13 +290,13 @@ def test_the_summary_names_everything() -> None:
 
 
 def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
-    assert explain(ConfigError("a")) == ("input", "a", 2)
-    assert explain(PlanError("b")) == ("input", "b", 2)
-    assert explain(PeerError("c")) == ("peer", "c", 1)
-    assert explain(PermissionError(13, "Permission denied", "a.txt")) == ("files", "a.txt: Permission denied", 1)
-    assert explain(KeyError("d")) == ("bug", "KeyError: 'd'", 1)
-    assert is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1"))
-    assert not is_lost_peer(RuntimeError("shape mismatch"))
+    assert classify_error(ConfigError("a")) == ("input", "a", 2)
+    assert classify_error(PlanError("b")) == ("input", "b", 2)
+    assert classify_error(PeerError("c")) == ("peer", "c", 1)
+    assert classify_error(PermissionError(13, "Permission denied", "a.txt")) == ("files", "a.txt: Permission denied", 1)
+    assert classify_error(KeyError("d")) == ("bug", "KeyError: 'd'", 1)
+    assert is_lost_rank_error(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1"))
+    assert not is_lost_rank_error(RuntimeError("shape mismatch"))
 
 
 @dataclass(frozen=True)
@@ -316,7 +324,7 @@ def seen_by_the_agent(
             patched.setattr("time.time", lambda failed=failed: float(failed.seconds))
             patched.setenv("TORCHELASTIC_ERROR_FILE", str(path))
             if failed.kind:
-                record(failed.kind, failed.text)
+                write_exit_note(failed.kind, failed.text)
             found[rank] = ProcessFailure(rank, 100, failed.code, str(path))
     return found
 
@@ -347,22 +355,22 @@ def seen_by_the_agent(
         ({0: failure(-9, seconds=30), 2: failure(-9)}, [], 1, "rank 2 (process 100) was killed by SIGKILL"),
         ({2: failure(-11), 3: failure(-15)}, [], 1, "rank 2 (process 100) was killed by SIGSEGV"),
         ({1: failure(3)}, [], 1, "rank 1 failed: (process 100) ended with exit code 3"),
-        ({0: failure(-6, "will", "last words")}, [], 1, "rank 0 (process 100) aborted (SIGABRT): on NPUs torch_npu"),
-        ({0: failure(-9, "will", "last words"), 1: failure(1, "peer", "lost")}, [], 1, "was killed by SIGKILL"),
+        ({0: failure(-6, EXIT_NOTE, "last words")}, [], 1, "rank 0 (process 100) aborted (SIGABRT): on NPUs torch_npu"),
+        ({0: failure(-9, EXIT_NOTE, "last words"), 1: failure(1, "peer", "lost")}, [], 1, "was killed by SIGKILL"),
         (  # the agent killed a rank that hung, half a minute after the others had given it up
-            {1: failure(1, "peer", "lost rank 0", 600), 0: failure(-9, "will", "last words")},
+            {1: failure(1, "peer", "lost rank 0", 600), 0: failure(-9, EXIT_NOTE, "last words")},
             [],
             1,
             "lost rank 0",
         ),
         (  # it died first, and then the others lost it
-            {1: failure(-9, "will", "last words"), 0: failure(1, "peer", "lost rank 1", 600)},
+            {1: failure(-9, EXIT_NOTE, "last words"), 0: failure(1, "peer", "lost rank 1", 600)},
             [],
             1,
             "rank 1 (process 100) was killed by SIGKILL",
         ),
         (  # and when all have last words, the first that was found dead
-            {2: failure(-9, "will", "last words"), 0: failure(-9, "will", "last words")},
+            {2: failure(-9, EXIT_NOTE, "last words"), 0: failure(-9, EXIT_NOTE, "last words")},
             [],
             1,
             "rank 2 (process 100) was killed by SIGKILL",
@@ -378,14 +386,27 @@ def test_the_verdict_names_the_cause(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found, line = _verdict(seen_by_the_agent(failures, tmp_path, monkeypatch), asked)
+    found, line = _classify_failures(seen_by_the_agent(failures, tmp_path, monkeypatch), asked)
     assert found == code and expected in line and "\n" not in line
 
 
 def test_torchrun_takes_no_last_words_for_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are written at the start, long before what really ended the run."""
-    failures = {0: failure(-6, "will", "last words", 100), 1: failure(1, "device", "refused", 900)}
+    failures = {0: failure(-6, EXIT_NOTE, "last words", 100), 1: failure(1, "device", "refused", 900)}
     error = ChildFailedError("train", seen_by_the_agent(failures, tmp_path, monkeypatch))
     rank, cause = error.get_first_failure()
     assert rank == 1 and cause.message["message"] == "refused"  # type: ignore[index]
     assert "refused" in str(error).split("Root Cause")[1] and "last words" in str(error).split("Root Cause")[0]
+
+
+def test_the_comparison_is_a_table_and_a_sentence() -> None:
+    figures = {"loss": 5.5, "imbalance": 1.0, "sent_bytes": 4 * 2.0**20, "seconds": 0.5}
+    rows = [{"algorithm": "ring", **figures}, {"algorithm": "direct", **figures, "sent_bytes": 2.0**20}]
+    comparison = {"batches": 3, "documents": [7, 4096], "algorithms": rows}
+    text = comparison_text(comparison)
+    assert "3 batches" in text and "2 documents of 7 to 4,096 tokens" in text and "500" in text
+    assert [line.split()[0] for line in text.splitlines()[-2:]] == ["ring", "direct"]
+    sentence = comparison_sentence(comparison)
+    assert sentence is not None and "direct sent 1.0 MiB in a step and ring 4.0 MiB, 75% less" in sentence
+    stopped = {**comparison, "algorithms": [{**rows[0], "loss": None}]}
+    assert comparison_sentence(stopped) is None and "stopped" in comparison_text(stopped)

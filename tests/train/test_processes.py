@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 
-from mindspeed_cp.config import Settings
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train import launch, worker
-from mindspeed_cp.train.stop import Stopped, StopRequest
-from mindspeed_cp.train.worker import explain, is_lost_peer
-from tests.train.nursery import Nursery
+from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
+from mindspeed_cp.train.stop_request import Stopped, StopRequest
+from tests.limits import HANG
+from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_parts import Failed, failure, seen_by_the_agent
 from tests.train.test_training import tiny, train_here
 
@@ -32,13 +33,13 @@ class Left(BaseException):
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which a rank tells what ended it; `leave` raises Left."""
+    """The file in which a rank tells what ended it; `exit_process` raises Left."""
 
-    def leave(code: int) -> NoReturn:
+    def exit_process(code: int) -> NoReturn:
         raise Left(code)
 
-    monkeypatch.setattr(worker, "leave", leave)
-    monkeypatch.setattr(launch, "leave", leave)
+    monkeypatch.setattr(worker, "exit_process", exit_process)
+    monkeypatch.setattr(launch, "exit_process", exit_process)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     return tmp_path / "error.json"
 
@@ -66,23 +67,23 @@ def test_every_error_of_the_disk_is_one_line() -> None:
 
     full = OSError(28, "No space left on device")
     line = "No space left on device; free some space, and the same command goes on from the newest checkpoint"
-    assert explain(full) == ("files", line, 1)
-    assert explain(OSError("cannot seek")) == ("files", "cannot seek", 1)
-    assert explain(PermissionError(13, "Permission denied", "a")) == ("files", "a: Permission denied", 1)
+    assert classify_error(full) == ("files", line, 1)
+    assert classify_error(OSError("cannot seek")) == ("files", "cannot seek", 1)
+    assert classify_error(PermissionError(13, "Permission denied", "a")) == ("files", "a: Permission denied", 1)
     wrapped = CheckpointException("save", {1: _wrap_exception(full)})
     expected = ("files", f"the checkpoint of rank 1 cannot be written or read: {line}", 1)
-    assert explain(wrapped) == expected
+    assert classify_error(wrapped) == expected
     for cause in (full, wrapped):
         outer = RuntimeError("while saving")
         outer.__cause__ = cause
-        assert explain(outer) == explain(cause)
+        assert classify_error(outer) == classify_error(cause)
     torn = CheckpointException("save", {0: _wrap_exception(RuntimeError("PytorchStreamWriter failed"))})
-    kind, line, code = explain(torn)
+    kind, line, code = classify_error(torn)
     assert (kind, code) == ("files", 1) and line.endswith("RuntimeError: PytorchStreamWriter failed")
-    assert explain(CheckpointException("load", {0: _wrap_exception(ConfigError("bad"))}))[2] == 2
+    assert classify_error(CheckpointException("load", {0: _wrap_exception(ConfigError("bad"))}))[2] == 2
     chained = RuntimeError("a bug")
     chained.__cause__ = KeyError("x")
-    assert explain(chained)[0] == "bug"
+    assert classify_error(chained)[0] == "bug"
 
 
 def test_a_full_disk_ends_a_rank_with_its_line(
@@ -114,7 +115,7 @@ def test_a_full_disk_ends_a_rank_with_its_line(
     ],
 )
 def test_only_errors_of_a_connection_mean_a_lost_peer(text: str, lost: bool) -> None:
-    assert is_lost_peer(RuntimeError(text)) is lost
+    assert is_lost_rank_error(RuntimeError(text)) is lost
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", "error: bad lr\n"), ("3", "error: rank 3: bad lr\n")])
@@ -135,7 +136,7 @@ def test_under_torchrun_every_rank_tells_what_ended_it(
 def test_a_run_that_was_asked_to_stop_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def verdict(failures: dict[int, Failed], asked: list[str]) -> tuple[int, str]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        return launch._verdict(seen_by_the_agent(failures, folder, monkeypatch), asked)
+        return launch._classify_failures(seen_by_the_agent(failures, folder, monkeypatch), asked)
 
     lost, killed = failure(1, "peer", "lost rank 1"), failure(-9)
     code, line = verdict({0: lost, 1: failure(-15)}, ["SIGINT"])
@@ -179,12 +180,12 @@ def test_standard_output_holds_nothing_but_json(
 
 @pytest.mark.usefixtures("hangups")
 def test_a_closed_terminal_asks_the_ranks_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = subprocess.Popen(["sleep", "30"])
+    child = subprocess.Popen(["sleep", str(HANG)])
     monkeypatch.setattr(launch, "_ranks", lambda: [psutil.Process(child.pid)])
     try:
         with launch._relay_signals() as asked:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert child.wait(5) == -signal.SIGHUP
+            assert child.wait(HANG) == -signal.SIGHUP
         assert asked == ["SIGHUP"]
     finally:
         child.kill()
@@ -205,7 +206,7 @@ def test_a_hangup_is_remembered_unless_nohup_says_otherwise() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-SHOWS = "from mindspeed_cp.train.display import open_display as o; d = o('lines', 0, 9, 1); d.note('a'); d.note('b')"
+SHOWS = "from mindspeed_cp.train.progress_display import open_display as o; d = o('lines', 0, 9, 1); d.note('a'); d.note('b')"
 
 
 @pytest.mark.parametrize(("program", "works"), [(SHOWS, True), ("print('a', flush=True)", False)])
@@ -213,7 +214,7 @@ def test_steps_go_on_when_the_terminal_is_gone(program: str, works: bool) -> Non
     master, terminal = os.openpty()
     os.close(master)
     try:
-        done = subprocess.run([sys.executable, "-c", program], stdout=terminal, stderr=subprocess.PIPE, timeout=20)
+        done = subprocess.run([sys.executable, "-c", program], stdout=terminal, stderr=subprocess.PIPE)
     finally:
         os.close(terminal)
     assert (done.returncode == 0) is works, done.stderr
@@ -225,9 +226,9 @@ def test_steps_go_on_when_the_terminal_is_gone(program: str, works: bool) -> Non
 def waits_for_ever(settings: str) -> str:
     """The second global batch, of which step 2 is, never comes; SIGTERM does."""
     from mindspeed_cp.data import PackedStream
-    from mindspeed_cp.train import batches
+    from mindspeed_cp.train import micro_batch_loader as batches
 
-    make, take = PackedStream.next_batch, batches.Batches.__next__
+    make, take = PackedStream.next_batch, batches.MicroBatchLoader.__next__
     made, taken = [], []
 
     def blocked(self: PackedStream, *given: Any) -> Any:
@@ -236,14 +237,14 @@ def waits_for_ever(settings: str) -> str:
             threading.Event().wait()
         return make(self, *given)
 
-    def asked(self: batches.Batches) -> Any:
+    def asked(self: batches.MicroBatchLoader) -> Any:
         taken.append(1)
         if len(taken) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return take(self)
 
     PackedStream.next_batch = blocked  # type: ignore[method-assign]
-    batches.Batches.__next__ = asked  # type: ignore[method-assign]
+    batches.MicroBatchLoader.__next__ = asked  # type: ignore[method-assign]
     batches.POLL_SECONDS, batches.STOP_SECONDS, batches.END_SECONDS = 0.05, 0.2, 0.2
     try:
         worker.run_rank(Settings.model_validate_json(settings), as_json=False)
@@ -252,8 +253,8 @@ def waits_for_ever(settings: str) -> str:
     raise AssertionError("the run ended")
 
 
-def test_a_rank_that_waits_for_a_batch_can_be_stopped(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
-    [line] = nursery.run(1, waits_for_ever, tiny(corpus, tmp_path).model_dump_json(), timeout=20)
+def test_a_rank_that_waits_for_a_batch_can_be_stopped(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
+    [line] = fresh_ranks.run(1, waits_for_ever, tiny(corpus, tmp_path).model_dump_json())
     assert line.startswith("stopped by SIGTERM while rank 0 waited for data.corpus")
 
 
@@ -270,27 +271,31 @@ def asked_in_the_last_step(settings: str) -> Any:
     return train_here(settings)["summary"]
 
 
-def test_a_request_in_the_last_step_leaves_the_run_complete(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_a_request_in_the_last_step_leaves_the_run_complete(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
     for steps, stopped_by in ((1, None), (2, "SIGTERM")):
         settings = tiny(
             corpus, tmp_path / str(steps), train__train_iters=steps, train__lr_warmup_iters=0, train__min_lr=0.0
         )
-        [summary] = nursery.run(1, asked_in_the_last_step, settings.model_dump_json())
+        [summary] = fresh_ranks.run(1, asked_in_the_last_step, settings.model_dump_json())
         assert (summary["step"], summary["stopped_by"]) == (1, stopped_by)
 
 
 def refusals(settings: str, environments: list[dict[str, str]]) -> list[str]:
-    from mindspeed_cp.train.world import join
+    from mindspeed_cp.train.world import join_ranks
 
     lines = []
     for environment in environments:
-        with pytest.raises(ConfigError) as caught, join(Settings.model_validate_json(settings), environment):
+        with pytest.raises(ConfigError) as caught, join_ranks(Settings.model_validate_json(settings), environment):
             pass
         lines.append(str(caught.value))
     return lines
 
 
-def test_ranks_that_could_never_meet_or_fit_are_refused_at_once(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_ranks_that_could_never_meet_or_fit_are_refused_at_once(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
     good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     cases = [
         ({**good, "RANK": "5", "WORLD_SIZE": "2"}, "RANK = 5 in the environment: must be less than WORLD_SIZE = 2"),
@@ -300,9 +305,7 @@ def test_ranks_that_could_never_meet_or_fit_are_refused_at_once(nursery: Nursery
         (good, "data.seq_length = 900000000: does not fit"),  # torchrun's ranks check it too
     ]
     settings = tiny(corpus, tmp_path, data__seq_length=900_000_000)
-    [lines] = nursery.run(
-        1, refusals, settings.model_dump_json(), [environment for environment, _ in cases], timeout=20
-    )
+    [lines] = fresh_ranks.run(1, refusals, settings.model_dump_json(), [environment for environment, _ in cases])
     for line, (_, expected) in zip(lines, cases, strict=True):
         assert line.startswith(expected)
 
@@ -312,9 +315,9 @@ def times_out(settings: str) -> list[float]:
     from megatron.core import parallel_state
 
     from mindspeed_cp.megatron import megatron_on_cpu
-    from mindspeed_cp.train.world import join
+    from mindspeed_cp.train.world import join_ranks
 
-    with megatron_on_cpu(), join(Settings.model_validate_json(settings)):
+    with megatron_on_cpu(), join_ranks(Settings.model_validate_json(settings)):
         groups = [
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             parallel_state.get_context_parallel_group(),
@@ -324,22 +327,22 @@ def times_out(settings: str) -> list[float]:
         return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
 
 
-def test_groups_wait_as_long_as_the_setting_says(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_groups_wait_as_long_as_the_setting_says(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     settings = tiny(corpus, tmp_path, context_parallel_suite__timeout_seconds=7.0)
-    assert nursery.run(1, times_out, settings.model_dump_json()) == [[7.0] * 3]
+    assert fresh_ranks.run(1, times_out, settings.model_dump_json()) == [[7.0] * 3]
 
 
 def device_notes() -> list[str | None]:
     import torch
 
-    from mindspeed_cp.train.world import unused_device
+    from mindspeed_cp.train.world import unused_accelerator
 
     found = []
     for there in (False, True):
         torch.cuda.is_available = lambda there=there: there
-        found.append(unused_device(torch.device("cpu")))
+        found.append(unused_accelerator(torch.device("cpu")))
     return found
 
 
-def test_an_accelerator_that_is_not_used_is_told(nursery: Nursery) -> None:
-    assert nursery.run(1, device_notes) == [[None, "a CUDA device"]]
+def test_an_accelerator_that_is_not_used_is_told(fresh_ranks: FreshRanks) -> None:
+    assert fresh_ranks.run(1, device_notes) == [[None, "a CUDA device"]]

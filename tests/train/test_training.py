@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from mindspeed_cp.config import Settings
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.files import RunFiles, read_metrics
-from mindspeed_cp.train.identity import complete_note, other_settings, other_settings_note
-from tests.train.nursery import Nursery, RankError
+from mindspeed_cp.train.run_files import RunFiles, read_metrics
+from mindspeed_cp.train.run_identity import changed_settings, changed_settings_note, run_complete_note
+from tests.limits import HANG
+from tests.processes import RankError
+from tests.train.fresh_ranks import FreshRanks
 
 
 def tiny(corpus: Path, folder: Path, **changes: Any) -> Settings:
@@ -25,7 +27,7 @@ def tiny(corpus: Path, folder: Path, **changes: Any) -> Settings:
         "train": {"train_iters": 20, "global_batch_size": 2, "lr": 3e-3, "lr_warmup_iters": 3, "min_lr": 1e-4},
         "checkpoint": {"save_interval": 0},
         "output": {"folder": str(folder), "progress": "none"},
-        "context_parallel_suite": {"timeout_seconds": 60.0},
+        "context_parallel_suite": {"timeout_seconds": float(HANG)},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -37,17 +39,17 @@ def train_here(settings: str) -> dict[str, Any]:
     """In a rank: train; the first rank's metrics and summary."""
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
     from mindspeed_cp.train.loop import train
-    from mindspeed_cp.train.world import join
+    from mindspeed_cp.train.world import join_ranks
 
     parsed = Settings.model_validate_json(settings)
-    with megatron_on_cpu(), megatron_compat(), join(parsed) as world:
+    with megatron_on_cpu(), megatron_compat(), join_ranks(parsed) as world:
         summary = train(parsed, world)
     return {"lines": read_metrics(Path(parsed.output.folder) / "metrics.jsonl"), "summary": summary}
 
 
-def curve(nursery: Nursery, settings: Settings, ranks: int) -> list[dict[str, Any]]:
+def curve(fresh_ranks: FreshRanks, settings: Settings, ranks: int) -> list[dict[str, Any]]:
     """Metrics of a run with `ranks` ranks."""
-    return nursery.run(ranks, train_here, settings.model_dump_json())[0]["lines"]
+    return fresh_ranks.run(ranks, train_here, settings.model_dump_json())[0]["lines"]
 
 
 def values(lines: list[dict[str, Any]], key: str = "loss") -> list[float]:
@@ -55,9 +57,9 @@ def values(lines: list[dict[str, Any]], key: str = "loss") -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def reference(nursery: Nursery, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reference(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """20 steps of one rank, in fp32."""
-    return curve(nursery, tiny(corpus, tmp_path_factory.mktemp("one")), 1)
+    return curve(fresh_ranks, tiny(corpus, tmp_path_factory.mktemp("one")), 1)
 
 
 def assert_same_curve(lines: list[dict[str, Any]], reference: list[dict[str, Any]], tolerance: float = 1e-4) -> None:
@@ -75,60 +77,90 @@ def test_the_model_learns(reference: list[dict[str, Any]]) -> None:
     assert max(values(reference, "documents")) > 20, "rows of this corpus must be packed from many documents"
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_20_steps_give_the_same_loss_at_every_cp(
-    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], cp: int
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], cp: int
 ) -> None:
     settings = tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=cp)
-    lines = curve(nursery, settings, cp)
+    lines = curve(fresh_ranks, settings, cp)
     assert len(lines) == 20
     assert_same_curve(lines, reference)
     assert all(1 <= line["imbalance"] < 1.5 for line in lines)
 
 
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2-cp2": (4, {"context_parallel_suite__context_parallel_size": 2}),
+    "tp2-cp2": (4, {"train__tensor_model_parallel_size": 2, "context_parallel_suite__context_parallel_size": 2}),
+}
+#: tests/megatron/test_gpt.py compares loss and gradients of these with one rank.
+MORE_SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp3": (3, {"context_parallel_suite__context_parallel_size": 3, "context_parallel_suite__verify_plans": True}),
+    "tp2": (2, {"train__tensor_model_parallel_size": 2}),
+    "distributed-optimizer": (
+        2, {"train__use_distributed_optimizer": True, "context_parallel_suite__context_parallel_size": 2},
+    ),
+    "recompute-selective": (
+        2, {"model__recompute_granularity": "selective", "context_parallel_suite__context_parallel_size": 2},
+    ),
+    "recompute-full": (
+        2, {"model__recompute_granularity": "full", "context_parallel_suite__context_parallel_size": 2},
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        (3, {"context_parallel_suite__context_parallel_size": 3, "context_parallel_suite__verify_plans": True}),
-        (4, {"context_parallel_suite__context_parallel_size": 2}),  # two replicas
-        (2, {"train__tensor_model_parallel_size": 2}),
-        (4, {"train__tensor_model_parallel_size": 2, "context_parallel_suite__context_parallel_size": 2}),
-        (2, {"train__use_distributed_optimizer": True, "context_parallel_suite__context_parallel_size": 2}),
-        (2, {"model__recompute_granularity": "selective", "context_parallel_suite__context_parallel_size": 2}),
-        (2, {"model__recompute_granularity": "full", "context_parallel_suite__context_parallel_size": 2}),
+        *(pytest.param(*split, id=name) for name, split in SPLITS.items()),
+        *(pytest.param(*split, id=name, marks=pytest.mark.thorough) for name, split in MORE_SPLITS.items()),
     ],
-    ids=["cp3", "dp2-cp2", "tp2", "tp2-cp2", "distributed-optimizer", "recompute-selective", "recompute-full"],
 )
 def test_the_way_of_splitting_does_not_change_the_curve(
-    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], ranks: int, changes: dict[str, Any]
+    fresh_ranks: FreshRanks,
+    corpus: Path,
+    tmp_path: Path,
+    reference: list[dict[str, Any]],
+    ranks: int,
+    changes: dict[str, Any],
 ) -> None:
     settings = tiny(corpus, tmp_path, train__train_iters=6, train__lr_decay_iters=20, **changes)
-    assert_same_curve(curve(nursery, settings, ranks), reference)
+    assert_same_curve(curve(fresh_ranks, settings, ranks), reference)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"train__bf16": True}, {"train__use_distributed_optimizer": True}],
-    ids=["fp32", "bf16", "distributed-optimizer"],
+    [
+        pytest.param({"train__bf16": True, "train__use_distributed_optimizer": True}, id="bf16, distributed optimizer"),
+        pytest.param({}, id="fp32", marks=pytest.mark.thorough),
+        pytest.param({"train__bf16": True}, id="bf16", marks=pytest.mark.thorough),
+        pytest.param(
+            {"train__use_distributed_optimizer": True}, id="distributed optimizer", marks=pytest.mark.thorough
+        ),
+    ],
 )
-def test_a_resumed_run_goes_on_exactly(nursery: Nursery, corpus: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_resumed_run_goes_on_exactly(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     common = {"context_parallel_suite__context_parallel_size": 2, "train__lr_decay_iters": 12, **changes}
-    whole = curve(nursery, tiny(corpus, tmp_path / "whole", train__train_iters=10, **common), 2)
+    whole = curve(fresh_ranks, tiny(corpus, tmp_path / "whole", train__train_iters=10, **common), 2)
     folder = tmp_path / "parts"
     first = tiny(corpus, folder, train__train_iters=6, **common, checkpoint__save_interval=2, checkpoint__keep=2)
-    curve(nursery, first, 2)
+    curve(fresh_ranks, first, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         *("iter_0000004", "iter_0000006", "latest"),
     ]
     (folder / "checkpoints" / "latest").write_text("iter_0000004\n")  # metrics of steps 5 and 6 must be replaced
-    parts = curve(nursery, tiny(corpus, folder, train__train_iters=10, **common), 2)
+    parts = curve(fresh_ranks, tiny(corpus, folder, train__train_iters=10, **common), 2)
     for key in ("step", "loss", "grad_norm", "lr", "tokens", "documents"):
         assert values(parts, key) == values(whole, key), key
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed-optimizer"])
+@pytest.mark.parametrize(
+    "distributed",
+    [pytest.param(True, id="distributed-optimizer"), pytest.param(False, id="plain", marks=pytest.mark.thorough)],
+)
 def test_a_run_may_go_on_with_another_number_of_ranks(
-    nursery: Nursery, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], distributed: bool
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], distributed: bool
 ) -> None:
     step = 0
     for ranks, changes in (
@@ -139,78 +171,74 @@ def test_a_run_may_go_on_with_another_number_of_ranks(
         step += 3
         changes |= {"train__lr_decay_iters": 20, "train__use_distributed_optimizer": distributed}
         settings = tiny(corpus, tmp_path, train__train_iters=step, **changes)
-        lines = curve(nursery, settings, ranks)
+        lines = curve(fresh_ranks, settings, ranks)
         assert len(lines) == step
     assert_same_curve(lines, reference)
 
 
-def test_a_finished_run_has_nothing_left_to_do(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
-    settings = tiny(corpus, tmp_path, train__train_iters=2, train__lr_warmup_iters=0)
-    lines = curve(nursery, settings, 1)
-    [again] = nursery.run(1, train_here, settings.model_dump_json())
-    assert again["lines"] == lines and again["summary"]["step"] == 2
-    assert again["summary"]["tokens_per_s"] > 0 and again["summary"]["imbalance"] >= 1
-
-
-def test_a_finished_run_keeps_the_settings_of_its_last_steps(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_a_finished_run_does_nothing_and_keeps_its_settings(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
     """A command with another algorithm on a complete run does nothing, says so, and leaves settings.yaml alone."""
     common: dict[str, Any] = {"train__train_iters": 2, "train__lr_warmup_iters": 0}
     ring = tiny(corpus, tmp_path, **common)
     direct = tiny(corpus, tmp_path, **common, context_parallel_suite__algorithm="direct")
-    curve(nursery, ring, 1)
+    lines = curve(fresh_ranks, ring, 1)
     files = RunFiles(Path(ring.output.folder))
     before = files.settings.read_text()
     assert Settings(**yaml.safe_load(before)) == ring
-    assert other_settings(files.settings, direct) == ['context_parallel_suite.algorithm was "ring" and is "direct"']
-    curve(nursery, direct, 1)
+    assert changed_settings(files.settings, direct) == ['context_parallel_suite.algorithm was "ring" and is "direct"']
+    [again] = fresh_ranks.run(1, train_here, direct.model_dump_json())
+    assert again["lines"] == lines and again["summary"]["step"] == 2
+    assert again["summary"]["tokens_per_s"] > 0 and again["summary"]["imbalance"] >= 1
     assert files.settings.read_text() == before
-    note = complete_note(files, direct)
+    note = run_complete_note(files, direct)
     assert "raise train.train_iters and keep its schedule, train.lr_decay_iters = 2;" in note
 
 
 def fails_at_once(settings: str) -> str:
     """In a rank: the first step of this start has a loss that is no number."""
-    from mindspeed_cp.train.batches import Batches, MicroBatch
+    from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 
-    made = Batches._make
+    made = MicroBatchLoader._make
 
-    def poisoned(self: Batches, row: Any) -> MicroBatch:
+    def poisoned(self: MicroBatchLoader, row: Any) -> MicroBatch:
         micro = made(self, row)
         micro.batch["loss_mask"][0, 0] = float("nan")
         return micro
 
-    Batches._make = poisoned  # type: ignore[method-assign]
+    MicroBatchLoader._make = poisoned  # type: ignore[method-assign]
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
     return str(caught.value)
 
 
 def test_settings_are_those_of_the_last_start_that_finished_a_step(
-    nursery: Nursery, corpus: Path, tmp_path: Path
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
     common: dict[str, Any] = {"train__lr_warmup_iters": 0, "train__lr_decay_iters": 9}
     ring = tiny(corpus, tmp_path, train__train_iters=1, **common)
     direct = tiny(corpus, tmp_path, train__train_iters=2, **common, context_parallel_suite__algorithm="direct")
     files = RunFiles(Path(ring.output.folder))
-    nursery.run(1, fails_at_once, ring.model_dump_json())
+    fresh_ranks.run(1, fails_at_once, ring.model_dump_json())
     assert not files.settings.exists(), "nothing was done"
-    curve(nursery, ring, 1)
-    assert other_settings_note(files.settings, ring) is None
-    nursery.run(1, fails_at_once, direct.model_dump_json())
+    curve(fresh_ranks, ring, 1)
+    assert changed_settings_note(files.settings, ring) is None
+    fresh_ranks.run(1, fails_at_once, direct.model_dump_json())
     assert Settings(**yaml.safe_load(files.settings.read_text())) == ring
-    assert other_settings_note(files.settings, direct) == (
+    assert changed_settings_note(files.settings, direct) == (
         'this run was last started with other settings: context_parallel_suite.algorithm was "ring" and is "direct"'
     )
-    curve(nursery, direct, 1)
+    curve(fresh_ranks, direct, 1)
     assert Settings(**yaml.safe_load(files.settings.read_text())) == direct
 
 
-def test_the_summary_names_speed_balance_cuts_and_files(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_the_summary_names_speed_balance_cuts_and_files(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     settings = tiny(
         corpus, tmp_path, train__train_iters=3, train__lr_warmup_iters=0, data__seq_length=256,
         context_parallel_suite__context_parallel_size=2,
     )  # fmt: skip
-    found = nursery.run(2, train_here, settings.model_dump_json())
+    found = fresh_ranks.run(2, train_here, settings.model_dump_json())
     summary, lines = found[0]["summary"], found[0]["lines"]
     assert found[1]["summary"] is None
     assert summary == json.loads((tmp_path / "summary.json").read_text())
@@ -226,25 +254,27 @@ def test_the_summary_names_speed_balance_cuts_and_files(nursery: Nursery, corpus
 
 def nan_on_one_rank(settings: str) -> str:
     """In a rank: the third micro-batch of rank 1 has a loss that is no number."""
-    from mindspeed_cp.train.batches import Batches, MicroBatch
+    from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 
-    made = Batches._make
+    made = MicroBatchLoader._make
 
-    def poisoned(self: Batches, row: Any) -> MicroBatch:
+    def poisoned(self: MicroBatchLoader, row: Any) -> MicroBatch:
         micro = made(self, row)
         if row.index == 5 and self._world.rank == 1:
             micro.batch["loss_mask"][0, 0] = float("nan")
         return micro
 
-    Batches._make = poisoned  # type: ignore[method-assign]
+    MicroBatchLoader._make = poisoned  # type: ignore[method-assign]
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
     return str(caught.value)
 
 
-def test_a_loss_that_is_no_number_stops_all_ranks_and_names_one(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_stops_all_ranks_and_names_one(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
     settings = tiny(corpus, tmp_path, checkpoint__save_interval=1, context_parallel_suite__context_parallel_size=2)
-    errors = nursery.run(2, nan_on_one_rank, settings.model_dump_json())
+    errors = fresh_ranks.run(2, nan_on_one_rank, settings.model_dump_json())
     for line in errors:
         assert line.startswith("step 3: the loss is NaN on rank 1 of 2") and "\n" not in line
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -271,14 +301,16 @@ def dies_while_saving(settings: str) -> str:
     return "failed as it should"
 
 
-def test_a_checkpoint_that_cannot_be_finished_is_never_named(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_finished_is_never_named(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
     common = {"train__lr_decay_iters": 20, "checkpoint__save_interval": 1}
     settings = tiny(corpus, tmp_path, train__train_iters=3, **common)
-    nursery.run(1, dies_while_saving, settings.model_dump_json())
+    fresh_ranks.run(1, dies_while_saving, settings.model_dump_json())
     checkpoints = tmp_path / "checkpoints"
     assert (checkpoints / "latest").read_text() == "iter_0000001\n"
     assert sorted(path.name for path in checkpoints.glob("iter*")) == ["iter_0000001"]
-    assert len(curve(nursery, settings, 1)) == 3, "the run goes on from the checkpoint before"
+    assert len(curve(fresh_ranks, settings, 1)) == 3, "the run goes on from the checkpoint before"
     assert not list(checkpoints.glob(".saving*"))
 
 
@@ -288,13 +320,43 @@ def wrong_input(settings: str) -> str:
     return str(caught.value)
 
 
-def test_ranks_refuse_what_does_not_fit(nursery: Nursery, corpus: Path, tmp_path: Path) -> None:
+def test_ranks_refuse_what_does_not_fit(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     settings = tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=2)
-    [line] = nursery.run(1, wrong_input, settings.model_dump_json())
+    [line] = fresh_ranks.run(1, wrong_input, settings.model_dump_json())
     assert line.startswith("1 ranks do not fit the settings")
     with pytest.raises(RankError, match="NameError"):
-        nursery.run(1, _a_mistake)
+        fresh_ranks.run(1, _a_mistake)
 
 
 def _a_mistake() -> None:
     raise NameError("so that RankError is known to be raised")
+
+
+def test_a_comparison_of_algorithms_leaves_the_training_as_it_is(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    """Not a bit differs; the run goes on later without comparing again."""
+    suite: dict[str, Any] = {
+        "context_parallel_suite__context_parallel_size": 2,
+        "context_parallel_suite__algorithm": "direct",
+        "train__lr_warmup_iters": 0,
+    }
+    plain = fresh_ranks.run(
+        2, train_here, tiny(corpus, tmp_path / "plain", **suite, train__train_iters=3).model_dump_json()
+    )
+    settings = tiny(corpus, tmp_path / "compared", **suite, train__train_iters=3, train__compare=["ring", "ulysses"])
+    compared = fresh_ranks.run(2, train_here, settings.model_dump_json())
+    for key in ("loss", "grad_norm", "tokens"):
+        assert values(plain[0]["lines"], key) == values(compared[0]["lines"], key), key
+    comparison = compared[0]["summary"]["comparison"]
+    rows = comparison["algorithms"]
+    assert [row["algorithm"] for row in rows] == ["ring", "ulysses", "direct"] and sum(comparison["documents"]) > 0
+    assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-4
+    assert all(row["sent_bytes"] > 0 and row["imbalance"] >= 1 for row in rows)
+    written = tmp_path / "compared" / "comparison.json"
+    before = written.stat().st_mtime_ns
+    longer = settings.model_copy(
+        update={"train": settings.train.model_copy(update={"train_iters": 4, "lr_decay_iters": 3})}
+    )
+    again = fresh_ranks.run(2, train_here, longer.model_dump_json())
+    assert again[0]["summary"]["comparison"] == comparison and written.stat().st_mtime_ns == before

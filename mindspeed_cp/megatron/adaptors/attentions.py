@@ -1,4 +1,4 @@
-"""What each attention layer of a Megatron model computes on one tensor-parallel rank: the third input of build_plan."""
+"""The attention of each layer of a Megatron model on one tensor-parallel rank: the third input of build_plan."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def attention_config(
     scale: float | None = None,
     dropout: float | None = None,
 ) -> AttentionConfig:
-    """What an attention layer of a Megatron model computes on one tensor-parallel rank.
+    """Return the attention of a layer of a Megatron model on one tensor-parallel rank.
 
     Args:
         config: the model's settings.
         tensor_parallel_size: ranks that share the heads; default: config.tensor_model_parallel_size.
-        tensor_parallel_rank: which of them; default: this process, where Megatron is initialized, else 0. Only ALiBi
-            and dropout depend on it.
+        tensor_parallel_rank: number among them; default: that of this process if Megatron is initialized, else 0. Only
+            ALiBi and dropout depend on it.
         layer_number: 1-based, over all pipeline stages; may be left out where all layers compute the same.
         mask: "causal" or "full".
         alibi: linear biases, with the slopes of all the model's heads, of which this rank has its part.
@@ -67,25 +67,22 @@ def layer_attentions(
     tensor_parallel_size: int | None = None,
     tensor_parallel_rank: int | None = None,
     *,
-    mask: str = "causal",
     alibi: bool = False,
 ) -> tuple[AttentionConfig, ...]:
-    """:func:`attention_config` of every layer; a micro-batch needs one plan for each that differs::
+    """Return :func:`attention_config` of every layer; a micro-batch needs one plan for each that differs::
 
     plans = [build_plan(documents, topology, attention) for attention in dict.fromkeys(layer_attentions(config))]
     batch, params = planned_batch(whole, plans, rank)
     """
     return tuple(
-        attention_config(
-            config, tensor_parallel_size, tensor_parallel_rank, layer_number=number, mask=mask, alibi=alibi
-        )
+        attention_config(config, tensor_parallel_size, tensor_parallel_rank, layer_number=number, alibi=alibi)
         for number in range(1, config.num_layers + 1)
     )
 
 
 def computes_the_same(a: AttentionConfig, b: AttentionConfig) -> bool:
-    """Equal but for the ways of saying the default scale and the default slopes, and the head where dropout starts
-    counting if there is no dropout."""
+    """Return True if two attentions are equal, with default scale and slopes written out; the first head counts only
+    with dropout."""
     if not math.isclose(a.softmax_scale, b.softmax_scale) or (a.alibi is False) != (b.alibi is False):
         return False
     if a.slopes is not None and b.slopes is not None and a.slopes.tolist() != b.slopes.tolist():
@@ -95,7 +92,7 @@ def computes_the_same(a: AttentionConfig, b: AttentionConfig) -> bool:
 
 
 def _heads(config: TransformerConfig, tp: int) -> tuple[int, int]:
-    """Query and kv heads of one tensor-parallel rank."""
+    """Return the query and kv heads of one tensor-parallel rank."""
     if config.num_attention_heads % tp:
         raise ConfigError(
             f"num_attention_heads is {config.num_attention_heads}; valid: a multiple of tensor_model_parallel_size, "
@@ -113,7 +110,7 @@ def _heads(config: TransformerConfig, tp: int) -> tuple[int, int]:
 
 
 def _widths(config: TransformerConfig) -> tuple[int, int, float | None]:
-    """Width of q and k, width of v, factor of q.k."""
+    """Return width of q and k, width of v, factor of q.k."""
     if not config.multi_latent_attention:
         width = config.kv_channels or config.hidden_size // config.num_attention_heads
         return width, width, config.softmax_scale
@@ -123,7 +120,7 @@ def _widths(config: TransformerConfig) -> tuple[int, int, float | None]:
 
 
 def _window(config: TransformerConfig, layer_number: int | None) -> tuple[int, int] | None:
-    """The sliding window of a layer: window_size, unless window_attn_skip_freq makes it one of full attention."""
+    """Return the sliding window of a layer; None if window_attn_skip_freq makes it a layer of full attention."""
     window, pattern, layers = config.window_size, config.window_attn_skip_freq, config.num_layers
     if window is None or pattern is None:
         return None if window is None else tuple(window)

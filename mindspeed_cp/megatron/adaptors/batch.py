@@ -1,4 +1,4 @@
-"""A micro-batch on its way into Megatron: labels, a rank's rows, and the parameters that carry its plan."""
+"""Micro-batches for Megatron: labels, a rank's rows, and the parameters that carry the plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import ConfigError, Documents, Plan
-from mindspeed_cp.megatron.params import PlannedBatchParams, RotaryTripwire
+from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams, RotaryTripwire
 
 FORMATS = ("thd", "sbhd")
 
@@ -23,7 +23,7 @@ def planned_params(
     rows_multiple: int = 1,
     dropout_seed: int | None = None,
 ) -> PlannedBatchParams:
-    """The ``packed_seq_params`` of one micro-batch, for one context-parallel rank.
+    """Return the ``packed_seq_params`` of one micro-batch for one context-parallel rank.
 
     Args:
         plan: the micro-batch's plan (``build_plan``), or one for each of the different ``layer_attentions(config)``.
@@ -79,17 +79,17 @@ def planned_params(
 
 
 def _check_plans(plans: Sequence[Plan]) -> None:
-    """ConfigError unless all plans are of self-attention over the same rows."""
+    """Raise ConfigError unless all plans are of self-attention over the same rows."""
     if not plans:
         raise ConfigError("no plan was given; build one with build_plan for each of layer_attentions(config)")
     for number, plan in enumerate(plans):
-        if not plan.layout_kv.same_as(plan.layout):
+        if not plan.kv_layout_in.same_as(plan.layout):
             raise ConfigError(
                 f"plan {number} has keys of other documents than its queries; valid in Megatron: self-attention, "
                 "build_plan without kv_documents"
             )
-        linear, others = (one.layout if one.linear is None else one.linear for one in (plan, plans[0]))
-        if not plan.layout.same_as(plans[0].layout) or not linear.same_as(others):
+        first = plans[0]
+        if not plan.layout.same_as(first.layout) or not plan.batch_layout.same_as(first.batch_layout):
             raise ConfigError(
                 f"plan {number} gives ranks other tokens than plan 0, but all layers of a model hold the same rows; "
                 "build the plans of a micro-batch with the same documents, topology, algorithm and layout"
@@ -97,24 +97,24 @@ def _check_plans(plans: Sequence[Plan]) -> None:
 
 
 def micro_batch_seed(seed: int, number: int) -> int:
-    """A seed of attention dropout for one micro-batch.
+    """Return a seed of attention dropout for one micro-batch.
 
     Args:
         seed: of the run, 0 or more.
         number: of the micro-batch in the run, counted over all steps and replicas.
 
     Returns:
-        A number below 2**63; other seeds and numbers give, but for chance, others.
+        A number below 2**63; other seeds and numbers give, but for chance, other results.
     """
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _check_sequences(plan: Plan, rank: int, batch_size: int) -> None:
-    """ConfigError unless sequences are whole documents with equally many rows here."""
+    """Raise ConfigError unless sequences are whole documents with equally many rows on this rank."""
     tokens = plan.documents.tokens
     if batch_size == 1:
         return
-    if plan.linear is not None:
+    if plan.linear_layout is not None:
         raise ConfigError(
             f"batch_size is {batch_size}, but the plan has a linear layout of its own, which cuts sequences anywhere; "
             "use qkv_format 'thd', which packs documents of any length into one row"
@@ -139,32 +139,6 @@ def _check_sequences(plan: Plan, rank: int, batch_size: int) -> None:
         )
 
 
-def slice_batch(
-    batch: Mapping[str, Tensor | np.ndarray],
-    plan: Plan | Sequence[Plan],
-    rank: int,
-    qkv_format: str = "thd",
-    *,
-    batch_size: int | None = None,
-    rows_multiple: int = 1,
-) -> dict[str, Tensor]:
-    """This rank's rows of a micro-batch, and their positions.
-
-    Args:
-        batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T], [1, T] or, for "sbhd",
-            [batch_size, S]; labels shifted already (:func:`shift_labels`).
-        plan, rank, qkv_format, batch_size, rows_multiple: as for :func:`planned_params`.
-
-    Returns:
-        The same keys, each [1, t] or [batch_size, s], and "position_ids" (int64), which restart in every document.
-        Padding rows, if any, are zero everywhere, loss_mask included.
-
-    Raises:
-        ConfigError: a tensor does not have the plan's tokens, or the batch brings its own positions or mask.
-    """
-    return _slice(batch, planned_params(plan, rank, qkv_format, batch_size=batch_size, rows_multiple=rows_multiple))
-
-
 def planned_batch(
     batch: Mapping[str, Tensor | np.ndarray],
     plan: Plan | Sequence[Plan],
@@ -175,20 +149,30 @@ def planned_batch(
     rows_multiple: int = 1,
     dropout_seed: int | None = None,
 ) -> tuple[dict[str, Tensor], PlannedBatchParams]:
-    """:func:`slice_batch` and :func:`planned_params` in one: they always fit each other."""
+    """Return this rank's rows of a micro-batch with their positions, and the ``packed_seq_params`` that belong to them.
+
+    Args:
+        batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T], [1, T] or, for "sbhd",
+            [batch_size, S]; labels shifted already (:func:`shift_labels`).
+        plan, rank, qkv_format, batch_size, rows_multiple, dropout_seed: as for :func:`planned_params`.
+
+    Returns:
+        The same keys, each [1, t] or [batch_size, s], and "position_ids" (int64), which restart in every document;
+        padding rows, if any, are zero everywhere, loss_mask included. Then the result of :func:`planned_params`.
+
+    Raises:
+        ConfigError: as :func:`planned_params`; a tensor does not have the plan's tokens; or the batch brings its own
+            positions or mask.
+    """
     params = planned_params(
         plan, rank, qkv_format, batch_size=batch_size, rows_multiple=rows_multiple, dropout_seed=dropout_seed
     )
-    return _slice(batch, params), params
-
-
-def _slice(batch: Mapping[str, Tensor | np.ndarray], params: PlannedBatchParams) -> dict[str, Tensor]:
     for name in ("position_ids", "attention_mask"):
         if batch.get(name) is not None:
             raise ConfigError(f"the batch brings its own {name}; leave it out: the documents of the plan determine it")
     layout, total = params.linear, params.linear.documents.tokens
     rows = torch.from_numpy(layout.tokens(params.rank))
-    out = {}
+    sliced = {}
     for name, value in batch.items():
         if value is None:
             continue
@@ -199,10 +183,10 @@ def _slice(batch: Mapping[str, Tensor | np.ndarray], params: PlannedBatchParams)
                 f"{name} has shape {list(whole.shape)}, but the plan has {total} tokens; valid: {shapes[0]} or "
                 f"{shapes[1]}"
             )
-        out[name] = _padded(whole.reshape(-1)[rows.to(whole.device)], params)
-    device = next(iter(out.values())).device if out else torch.device("cpu")
-    out["position_ids"] = _padded(torch.from_numpy(layout.positions(params.rank)).to(device), params)
-    return out
+        sliced[name] = _padded(whole.reshape(-1)[rows.to(whole.device)], params)
+    device = next(iter(sliced.values())).device if sliced else torch.device("cpu")
+    sliced["position_ids"] = _padded(torch.from_numpy(layout.positions(params.rank)).to(device), params)
+    return sliced, params
 
 
 def _padded(rows: Tensor, params: PlannedBatchParams) -> Tensor:
@@ -210,7 +194,7 @@ def _padded(rows: Tensor, params: PlannedBatchParams) -> Tensor:
 
 
 def shift_labels(tokens: Tensor | np.ndarray, documents: Documents) -> tuple[Tensor, Tensor]:
-    """Labels and loss mask of whole documents; do this before slicing, since a rank does not hold its rows' successors.
+    """Return labels and loss mask of whole documents; call it before slicing, as a rank lacks its rows' successors.
 
     Args:
         tokens: token numbers [T] (or any shape with T elements in the order of the documents).

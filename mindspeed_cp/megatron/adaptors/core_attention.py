@@ -1,4 +1,4 @@
-"""PlannedAttention: Megatron's core_attention that runs the plan of its micro-batch."""
+"""PlannedAttention: core_attention for Megatron that runs the plan of its micro-batch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan, check_agreement, context_parallel_attention
-from mindspeed_cp.megatron.attentions import attention_config
-from mindspeed_cp.megatron.equal_rows import params_of_equal_rows
-from mindspeed_cp.megatron.params import PlannedBatchParams
-from mindspeed_cp.megatron.rotary import PlannedRotary, UncutGroup
-from mindspeed_cp.megatron.settings import Suite, check_deterministic, check_model_config
-from mindspeed_cp.ops.attention import backend_of
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.megatron.adaptors.attentions import attention_config
+from mindspeed_cp.megatron.adaptors.equal_rows import params_of_equal_rows
+from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
+from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
+from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
+from mindspeed_cp.ops.attention import backend_from_settings
 
 _MASKS = {
     AttnMaskType.causal: "causal",
@@ -26,7 +27,7 @@ _MASKS = {
 
 
 class PlannedAttention(MegatronModule):
-    """Exact attention over a context-parallel group, as the micro-batch's plan says.
+    """Exact attention over a context-parallel group by the plan of the micro-batch.
 
     Obeys Megatron's contract of core_attention for grouped queries, heads split over tensor parallelism, values of
     another width than keys, sliding windows of some or all layers, attention dropout, and recomputation (selective and
@@ -40,7 +41,7 @@ class PlannedAttention(MegatronModule):
         attention_type: "self".
         attention_dropout: default: config.attention_dropout.
         softmax_scale: factor of q.k; default 1/sqrt(width of q).
-        cp_comm_type: what Megatron read from config.cp_comm_type, checked there.
+        cp_comm_type: config.cp_comm_type, which check_model_config checks.
         k_channels, v_channels: width of q and k, and of v; default config.kv_channels.
         pg_collection: process groups; `cp` carries keys and values, `tp` splits heads.
         suite: the section context_parallel_suite.
@@ -63,7 +64,7 @@ class PlannedAttention(MegatronModule):
         v_channels: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *,
-        suite: Suite,
+        suite: SuiteSettings,
         alibi: bool = False,
     ) -> None:
         super().__init__(config=config)
@@ -104,7 +105,8 @@ class PlannedAttention(MegatronModule):
         self.rotary: PlannedRotary | None = None
 
     def use_rotary(self, rotary: PlannedRotary | None) -> None:
-        """Called by install_model: rotate by this module, or, for a model without rotary positions, not at all."""
+        """Set the module that rotates queries and keys, None for a model without rotary positions; install_model calls
+        this."""
         if rotary is not None and self.alibi:
             raise ConfigError(
                 "install_model: the model has rotary positions and ALiBi, which takes their place; build the GPTModel "
@@ -130,7 +132,7 @@ class PlannedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """One layer's attention on this rank's rows.
+        """Compute the attention of one layer on this rank's rows.
 
         Args:
             query: [s, b, heads, dim] or, for "thd", [t, heads, dim]; heads of this tensor-parallel rank, not yet
@@ -140,15 +142,15 @@ class PlannedAttention(MegatronModule):
             attention_mask: None; the plan's documents say what is visible.
             attn_mask_type: that of the constructor or None.
             attention_bias: None.
-            packed_seq_params: from planned_params. May be None for "sbhd" if every rank holds the same even number of
-                rows of each sequence, cut as Megatron cuts it (sequence length divisible by 2 * cp).
+            packed_seq_params: result of planned_params. May be None for "sbhd" if every rank holds the same even number
+                of rows of each sequence, cut as Megatron cuts it (sequence length divisible by 2 * cp).
 
         Returns:
             [s, b, heads * dim_v] or [t, heads * dim_v].
 
         Raises:
-            ConfigError: the batch does not fit the plan or the plan the model, something is asked that no plan covers,
-                or, with suite.verify_plans, ranks have other plans.
+            ConfigError: the batch does not fit the plan, the plan does not fit the model, an argument is not supported,
+                or, with suite.verify_plans, ranks have different plans.
         """
         self._refuse(attention_mask, attn_mask_type, attention_bias)
         params, plan = self._params(query, packed_seq_params)
@@ -165,7 +167,7 @@ class PlannedAttention(MegatronModule):
             v,
             plan,
             group=self.cp_group,
-            backend=backend_of(self.suite, q.device.type),
+            backend=backend_from_settings(self.suite, q.device.type),
             timeout=self.suite.timeout_seconds,
             dropout_key=self._dropout_key(params),
             training=self.training,
@@ -173,13 +175,16 @@ class PlannedAttention(MegatronModule):
         return params.from_rows(out)
 
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
-        """With suite.verify_plans: ConfigError where ranks have other plans, before hidden states move by them."""
+        """With suite.verify_plans, raise ConfigError if ranks have different plans, before hidden states move."""
         if self.suite.verify_plans:
             self._check_agreement(params, params.plans[0], hidden, given=True)
 
     def _check_agreement(self, params: PlannedBatchParams, plan: Plan, q: Tensor, given: bool) -> None:
-        """Once for each plan of a micro-batch. Params that were made here are those of every batch of that shape, which
-        another rank may have met more often or less: they are compared at every call."""
+        """Compare the plan with those of other ranks, once for each plan of a micro-batch.
+
+        Parameters that this module makes serve all batches of one shape, which ranks may meet a different number of
+        times: compare them in every call.
+        """
         key = params.plans.index(plan), q.dtype
         if given and key in params.agreed:
             return
@@ -187,7 +192,7 @@ class PlannedAttention(MegatronModule):
         params.agreed.add(key)
 
     def _dropout_key(self, params: PlannedBatchParams) -> tuple[int, int] | None:
-        """What decides, with head, document and positions, which attention weights are dropped."""
+        """Return the key that, with head, document and positions, decides which attention weights are dropped."""
         if not (self.attention.dropout and self.training):
             return None
         if params.dropout_seed is None:
@@ -217,24 +222,18 @@ class PlannedAttention(MegatronModule):
             )
 
     def _params(self, query: Tensor, given: PackedSeqParams | None) -> tuple[PlannedBatchParams, Plan]:
-        """The parameters of this call, checked against the model and the group, and this layer's plan among theirs."""
+        """Return the parameters of this call, checked against model and group, and the plan of this layer."""
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         if given is None and query.dim() == 4:
-            if getattr(self.suite, "also", None):
+            if self.suite.candidates:
                 raise ConfigError(
-                    "context_parallel_suite.also names algorithms, but rows of Megatron's own data loader all take "
-                    "one; leave it out, or plan each row and pass planned_params(plan, rank)"
+                    "context_parallel_suite.candidates names algorithms, but rows of Megatron's own data loader all "
+                    "take one; leave it out, or plan each row and pass planned_params(plan, rank)"
                 )
-            made = params_of_equal_rows(
-                query.shape[0],
-                query.shape[1],
-                ranks,
-                rank,
-                self.attention,
-                self.suite.algorithm,
-                tuple(self.suite.options.items()),
-            )
-            return made, made.plans[0]
+            rows, batch_size = query.shape[:2]
+            options = tuple(self.suite.options.items())
+            params = params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
+            return params, params.plans[0]
         if not isinstance(given, PlannedBatchParams) or given.plan is None:
             raise ConfigError(
                 f"packed_seq_params is {'a ' + type(given).__name__ if given is not None else None}, which has no "
@@ -247,7 +246,7 @@ class PlannedAttention(MegatronModule):
             )
         plan = given.plan_for(self.attention)
         if plan is None:
-            built = "; ".join(str(one.attention) for one in given.plans)
+            built = "; ".join(str(plan.attention) for plan in given.plans)
             raise ConfigError(
                 f"the plan was built for {built}, but layer {self.layer_number} computes {self.attention}; build plans "
                 "with mindspeed_cp.megatron.attention_config(config), or, where layers differ, with all of "

@@ -1,4 +1,4 @@
-"""The plan of a batch that comes without one: whole sequences of equal length, cut as Megatron cuts them itself."""
+"""The plan of a batch without one: whole sequences of equal length, cut as Megatron cuts them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.layout import Layout
-from mindspeed_cp.megatron.batch import planned_params
-from mindspeed_cp.megatron.params import PlannedBatchParams
+from mindspeed_cp.megatron.adaptors.batch import planned_params
+from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 
 
 @lru_cache(maxsize=8)
@@ -23,10 +23,10 @@ def params_of_equal_rows(
     algorithm: str,
     options: tuple[tuple[str, Any], ...],
 ) -> PlannedBatchParams:
-    """Parameters of `batch_size` whole sequences as documents, of which each rank holds `rows` rows: a pure function.
+    """Return the parameters of `batch_size` whole sequences as documents, of which each rank holds `rows` rows.
 
-    Unambiguous only where Megatron's own slicing applies, two equal chunks of every sequence on every rank. One rank's
-    odd count cannot say how long the sequence is, and an algorithm may want other tokens on this rank.
+    They are unambiguous only for Megatron's own slicing, two equal chunks of every sequence on every rank: an odd count
+    does not determine the length of the sequence, and an algorithm may need other tokens on this rank.
     """
     if ranks > 1 and rows % 2:
         raise ConfigError(
@@ -36,7 +36,7 @@ def params_of_equal_rows(
         )
     documents = Documents([rows * ranks] * batch_size)
     plan = build_plan(documents, Topology(1, ranks), attention, algorithm, **dict(options))
-    if plan.linear is not None or not _is_megatrons_zigzag(plan.layout, rank, rows, batch_size):
+    if plan.linear_layout is not None or not _is_megatrons_zigzag(plan.layout, rank, rows, batch_size):
         raise ConfigError(
             f"algorithm {algorithm!r} has other tokens on rank {rank} than Megatron's zig-zag of chunks, by which a "
             "batch without a plan is cut; pass packed_seq_params=planned_params(plan, rank, 'sbhd') and cut the batch "

@@ -1,7 +1,7 @@
-"""Hidden states on their way into a self attention module and out of it, where linear layers have their own layout.
+"""Redistribution of hidden states around a self attention module, where linear layers have their own layout.
 
-Batch, embeddings, norms outside attention, MLP, experts and loss run on `plan.linear`: equally many tokens on every
-rank. The module's input moves to `plan.layout`, its output back, as one all-to-all-v each::
+Batch, embeddings, norms outside attention, MLP, experts and loss run on `plan.linear_layout`: equally many tokens on
+every rank. The module's input moves to `plan.layout`, its output back, as one all-to-all-v each::
 
     residual [linear] ── norm ──► move ──► q, k, v ── attention ── projection ──► move back ──► + residual [linear]
                                   └──────── rows of plan.layout ────────┘
@@ -21,15 +21,15 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mindspeed_cp.comm import Transport
-from mindspeed_cp.engine.remap import remap_of, remapped
+from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.engine.hidden_states import hidden_redistribution, redistribute_hidden
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.core_attention import PlannedAttention
-from mindspeed_cp.megatron.params import PlannedBatchParams
+from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 
 
 class HiddenMove:
-    """The hooks around one self attention module; they do nothing for batches whose plan has no linear layout.
+    """Hooks around one self attention module; they do nothing for batches whose plan has no linear layout.
 
     Args:
         core: the module's core attention.
@@ -41,7 +41,7 @@ class HiddenMove:
 
     @staticmethod
     def install(module: Attention) -> None:
-        """Put the hooks around a module whose core attention is planned; once, however often it is called."""
+        """Add the hooks to a module whose core attention is planned; a second call changes nothing."""
         if getattr(module, "moves_hidden", None) is None:
             move = HiddenMove(module.core_attention, getattr(getattr(module, "pg_collection", None), "tp_cp", None))
             module.moves_hidden = move
@@ -49,34 +49,34 @@ class HiddenMove:
             module.register_forward_hook(move.after, with_kwargs=True)
 
     def before(
-        self, module: Attention, given: tuple[Any, ...], named: dict[str, Any]
+        self, module: Attention, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The module's arguments with hidden states of attention's rows."""
+        """Return the module's arguments with hidden states in the rows of attention."""
         params = named.get("packed_seq_params")
         if not _moves(params):
             return None
-        self._core.check_before_move(params, given[0] if given else named["hidden_states"])
-        if given:
-            return (self._moved(given[0], params, there=True), *given[1:]), named
-        return given, {**named, "hidden_states": self._moved(named["hidden_states"], params, there=True)}
+        self._core.check_before_move(params, arguments[0] if arguments else named["hidden_states"])
+        if arguments:
+            return (self._moved(arguments[0], params, to_attention=True), *arguments[1:]), named
+        return arguments, {**named, "hidden_states": self._moved(named["hidden_states"], params, to_attention=True)}
 
-    def after(self, module: Attention, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> Any:
-        """The module's result with rows of linear layers: its output, or (output, bias)."""
+    def after(self, module: Attention, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> Any:
+        """Return the module's result, an output or (output, bias), in the rows of linear layers."""
         params = named.get("packed_seq_params")
         if not _moves(params):
             return None
         if isinstance(result, tuple):
-            return self._moved(result[0], params, there=False), *result[1:]
-        return self._moved(result, params, there=False)
+            return self._moved(result[0], params, to_attention=False), *result[1:]
+        return self._moved(result, params, to_attention=False)
 
-    def _moved(self, x: Tensor, params: PlannedBatchParams, there: bool) -> Tensor:
-        """Hidden states [s, 1, hidden], padding included, in the other layout."""
+    def _moved(self, x: Tensor, params: PlannedBatchParams, to_attention: bool) -> Tensor:
+        """Return hidden states [s, 1, hidden], padding included, in the other layout."""
         group, rank, shares = self._ranks(params)
         lengths = [
             (params.linear_length + params.linear_padding) // shares,
             (params.length + params.padding) // shares,
         ]
-        before, after = lengths if there else lengths[::-1]
+        before, after = lengths if to_attention else lengths[::-1]
         if list(x.shape[:2]) != [before, 1]:
             raise ConfigError(
                 f"hidden states have shape {list(x.shape)}, but rank {params.rank} of the plan has [{before}, 1, "
@@ -84,15 +84,16 @@ class HiddenMove:
                 "parameters: planned_batch does both"
             )
         assert params.plan is not None
-        remap = remap_of(params.plan, rank, x.device, shares, params.rows_multiple)
-        remap = remap if there else remap.turned
-        transport = Transport(group, self._core.suite.timeout_seconds, x.device)
-        what = "hidden states to attention" if there else "hidden states to linear layers"
-        out = remapped(x[: remap.back.shape[0]], remap, transport, what)
+        remap = hidden_redistribution(params.plan, rank, x.device, shares, params.rows_multiple)
+        remap = remap if to_attention else remap.reversed
+        transport = GroupTransport(group, self._core.suite.timeout_seconds, x.device)
+        label = "hidden states to attention" if to_attention else "hidden states to linear layers"
+        out = redistribute_hidden(x[: remap.to_linear.out_shape[0]], remap, transport, label)
         return out if len(out) == after else pad(out, (0, 0, 0, 0, 0, after - len(out)))
 
     def _ranks(self, params: PlannedBatchParams) -> tuple[dist.ProcessGroup, int, int]:
-        """The ranks among which rows move, this one's number, and how many share a context-parallel rank's rows."""
+        """Return the group in which rows move, this rank's number in it, and the ranks that share the rows of a
+        context-parallel rank."""
         config = self._core.config
         shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if shares == 1:
@@ -114,4 +115,4 @@ class HiddenMove:
 
 
 def _moves(params: Any) -> TypeGuard[PlannedBatchParams]:
-    return isinstance(params, PlannedBatchParams) and params.plan is not None and params.plan.linear is not None
+    return isinstance(params, PlannedBatchParams) and params.plan is not None and params.plan.linear_layout is not None

@@ -12,26 +12,25 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.core_attention import PlannedAttention
-from mindspeed_cp.megatron.rotary import UncutGroup
+from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
 
 
 class PlannedMLASelfAttention(MLASelfAttention):
     """Megatron's MLASelfAttention for planned batches; :func:`install` puts it into the spec.
 
     Megatron's rotates inside its projections, and cuts packed rows there by the zig-zag of whole documents. This one
-    has the projections made as for one unpacked sequence of this rank's rows, and leaves the rotation to
-    :class:`LatentRotary`, which does nothing there and everything in PlannedAttention. Same parameters, same
-    checkpoints.
+    computes the projections as for one unpacked sequence of this rank's rows, and leaves the rotation to
+    :class:`LatentRotary` in PlannedAttention. Parameters and checkpoints are the same.
     """
 
     core_attention: PlannedAttention
 
     def __init__(self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        seen = copy.copy(groups)
-        seen.cp = UncutGroup(groups.cp)
-        super().__init__(*args, pg_collection=seen, **kwargs)
+        uncut = copy.copy(groups)
+        uncut.cp = UncutGroup(groups.cp)
+        super().__init__(*args, pg_collection=uncut, **kwargs)
 
     def get_query_key_value_tensors(
         self,
@@ -42,8 +41,9 @@ class PlannedMLASelfAttention(MLASelfAttention):
         inference_context: Any = None,
         **others: Any,
     ) -> tuple[Any, ...]:
-        """query and key, not yet rotated, value, and what else Megatron returns; [s, b, heads, dim], for "thd"
-        [t, heads, dim].
+        """Return query and key, not yet rotated, value, and the other results of Megatron.
+
+        Shapes are [s, b, heads, dim], for "thd" [t, heads, dim].
 
         Raises:
             ConfigError: install_model was not called, or Megatron generates.
@@ -65,7 +65,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
     def _run_core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
     ) -> Tensor:
-        """Megatron 0.19 makes values of packed rows as wide as keys here, and cuts the output; nothing needs that."""
+        """Call core attention; Megatron 0.19 would widen values of packed rows to the width of keys."""
         return self.core_attention(query, key, value, attention_mask, **others)
 
     def _halves_positions(self) -> bool:
@@ -82,17 +82,17 @@ class PlannedMLASelfAttention(MLASelfAttention):
 
 
 class _SumOfPositions(torch.autograd.Function):
-    """Nothing in the forward; in the backward the gradient of the channels that all heads share, summed over all ranks'
-    heads. It is given to the first head alone, since whoever shared the channels out will add up all heads."""
+    """Identity whose backward sums the gradient of the channels that all heads share over the heads of all ranks. The
+    first head gets the sum and the others zero, as the backward of the expansion adds up all heads."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.how = first, group
+        ctx.arguments = first, group
         return key.view_as(key)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        first, group = ctx.how
+        first, group = ctx.arguments
         content, shared = gradient.split([first, gradient.shape[-1] - first], dim=-1)
         total = shared.sum(-2, keepdim=True)
         dist.all_reduce(total, group=group)

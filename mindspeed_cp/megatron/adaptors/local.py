@@ -1,4 +1,4 @@
-"""local_spec: the layers of a GPT out of Megatron-core alone, where Transformer Engine is absent, for every layout."""
+"""local_spec: a spec of GPT layers that needs Megatron-core only, for every layout."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _NORMS: dict[str, type[nn.Module]] = {"RMSNorm": nn.RMSNorm, "LayerNorm": nn.Lay
 
 
 def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's own local spec of all layers of this pipeline stage, for :func:`install`.
+    """Return Megatron's own local spec of all layers of this pipeline stage, for :func:`install`.
 
-    Two of its parts are exchanged, without change to the model: torch's norms, which Megatron refuses under sequence
+    Two of its parts are replaced, without change to the model: torch's norms, which Megatron refuses under sequence
     parallelism, by :class:`LocalNorm`, and experts by :class:`DrawnExperts`.
 
     Args:
-        config: of a GPT; normalization, multi_latent_attention, qk_layernorm, num_moe_experts and moe_layer_freq count.
+        config: settings of a GPT; normalization, multi_latent_attention, qk_layernorm, num_moe_experts and
+            moe_layer_freq are read.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     shared = copy.deepcopy(block.layer_specs)  # all in one copy: layers that are one spec stay one
@@ -51,10 +52,10 @@ class LocalNorm:
 
 
 class DrawnExperts(SequentialMLP):
-    """Experts whose initial weights on the CPU depend on the seed alone, not on which rank holds which.
+    """Experts whose initial weights on the CPU depend only on the seed, not on the rank that holds them.
 
-    Megatron draws a rank's own experts only, so that these, and all weights after them, would depend on the
-    expert-parallel size. Here the others are drawn too, in order, and thrown away.
+    Megatron draws only the experts of the rank, so that these, and all weights after them, would depend on the
+    expert-parallel size. This class draws the others too, in order, and discards them.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class DrawnExperts(SequentialMLP):
         own = copy.copy(config)
         own.ffn_hidden_size = config.moe_ffn_hidden_size  # as SequentialMLP has it
 
-        def skip(ranks_experts: int) -> None:
+        def skip(skipped_ranks: int) -> None:
             if not config.use_cpu_initialization:  # on a device every rank has a generator of its own for its experts
                 return
-            for _ in range(ranks_experts * num_local_experts):
+            for _ in range(skipped_ranks * num_local_experts):
                 MLP(
                     own,
                     submodules,
@@ -97,9 +98,9 @@ def _use_local_norms(submodules: Any) -> None:
 
 
 def _use_drawn_experts(mlp: Any) -> None:
-    held: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
-    experts = getattr(held, "experts", None)
+    submodules: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
+    experts = getattr(submodules, "experts", None)
     if isinstance(experts, ModuleSpec) and experts.module is SequentialMLP:
         experts.module = DrawnExperts
     elif isinstance(experts, partial) and experts.func is SequentialMLP:
-        held.experts = partial(DrawnExperts, *experts.args, **experts.keywords)
+        submodules.experts = partial(DrawnExperts, *experts.args, **experts.keywords)

@@ -1,8 +1,8 @@
-"""The loss of a planned batch: global sum over global count, whatever rank holds which tokens.
+"""The loss of a planned batch: global sum over global count, independent of the distribution of tokens.
 
-Every rank gives the sum of its tokens' losses and their number; gradients and the reported loss are then the sums over
-all data- and context-parallel ranks divided by the count over all of them. A mean of ranks' means would be another
-number whenever ranks hold unequal counts, which packed documents with masks always make them do.
+Every rank returns the sum of its tokens' losses and their number; gradients and the reported loss are the sums over all
+data- and context-parallel ranks divided by the count over all of them. A mean of the ranks' means would differ whenever
+ranks hold unequal counts, as they do with packed documents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_COUNT = 2**31 - 1  # Megatron's schedules add token counts up in int32
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's three-value loss function; bind the mask for each micro-batch: ``partial(loss_function,
+    """Compute Megatron's three-value loss; bind the mask for each micro-batch: ``partial(loss_function,
     batch["loss_mask"])``.
 
     Needs ``calculate_per_token_loss=True``, which PlannedAttention checks when it is built: with False, Megatron would
@@ -60,16 +60,16 @@ class GlobalLoss(NamedTuple):
 def global_loss(
     reports: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> GlobalLoss:
-    """Mean loss over all micro-batches of a step and all ranks of a group: all-reduced sum over all-reduced count.
+    """Return the mean loss over all micro-batches of a step and all ranks of a group: reduced sum over reduced count.
 
     A NaN on any rank makes the mean NaN. The counts of micro-batches are exact up to 2**24 tokens each on one rank.
 
     Args:
-        reports: what Megatron's schedule returns: the third value of :func:`loss_function`, one for each micro-batch;
-            empty on pipeline stages without a loss, whose result then says nothing.
+        reports: result of Megatron's schedule: the third value of :func:`loss_function` of each micro-batch; empty on
+            pipeline stages without a loss, whose result has no meaning.
         group: data x context parallel ranks (``get_data_parallel_group(with_context_parallel=True)``); None: this rank
             alone.
-        device: where the group communicates.
+        device: device on which the group communicates.
     """
     total = torch.zeros(1, dtype=torch.float32, device=device)
     count = torch.zeros(1, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""install_model: one call that sets up a built model for planned batches."""
+"""install_model: set up a built model for planned batches."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megatron.core.transformer.attention import Attention
 from torch import nn
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.core_attention import PlannedAttention
-from mindspeed_cp.megatron.hidden import HiddenMove
-from mindspeed_cp.megatron.latent import PlannedMLASelfAttention
-from mindspeed_cp.megatron.rotary import LatentRotary, PlannedRotary
+from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
+from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
 
 ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
 
 
 def install_model(model: ModelT) -> ModelT:
-    """Let rotary positions come from the plan of each batch, and hidden states move to attention's rows where linear
-    layers have their own; needed once for every model built from an installed spec.
+    """Take rotary positions from the plan of each batch, and move hidden states to the rows of attention where linear
+    layers have their own layout; call it once for every model built from an installed spec.
 
     Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
-    and puts hooks around every self attention (:class:`mindspeed_cp.megatron.hidden.HiddenMove`). Models with learned
-    positions or none need the call too: it is what says so. Calling it again changes nothing.
+    and puts hooks around every self attention (:class:`mindspeed_cp.megatron.adaptors.hidden.HiddenMove`). Models with
+    learned positions or none need the call too. Calling it again changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
@@ -38,8 +38,7 @@ def install_model(model: ModelT) -> ModelT:
         give.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
-    found = sum([_install_chunk(chunk) for chunk in chunks])
-    if not found:
+    if not sum([_install_chunk(chunk) for chunk in chunks]):
         raise ConfigError(
             "install_model: the model has no planned attention; build it from install(spec, suite), the spec with "
             "planned attention"
@@ -48,7 +47,7 @@ def install_model(model: ModelT) -> ModelT:
 
 
 def _install_chunk(chunk: nn.Module) -> int:
-    """Install one model; how many planned attentions it has."""
+    """Install one model; return the number of its planned attentions."""
     attentions: list[PlannedAttention] = []
     latent: list[PlannedMLASelfAttention] = []
     for name, module in chunk.named_modules():
@@ -63,34 +62,37 @@ def _install_chunk(chunk: nn.Module) -> int:
             HiddenMove.install(module)
             if isinstance(module, PlannedMLASelfAttention):
                 latent.append(module)
-    of_layers = _replace_latent_rotaries(latent)
+    latent_rotaries = _replace_latent_rotaries(latent)
     rotary = _replace_rotary(chunk)
     for attention in attentions:
-        attention.use_rotary(of_layers.get(id(attention), rotary))
+        attention.use_rotary(latent_rotaries.get(id(attention), rotary))
     return len(attentions)
 
 
 def _replace_latent_rotaries(layers: Sequence[PlannedMLASelfAttention]) -> dict[int, LatentRotary]:
-    """Replace the rotary module of every layer of multi-latent attention, in place; layers that rotate alike share one.
-    By the id of the layer's core attention."""
-    made: list[LatentRotary] = []
-    found = {}
+    """Replace the rotary modules of multi-latent attention in place; layers that rotate equally share one.
+
+    Returns:
+        The rotary modules by id of the core attention.
+    """
+    distinct: list[LatentRotary] = []
+    by_attention = {}
     for layer in layers:
         rotary = layer.rotary_pos_emb
         if not isinstance(rotary, LatentRotary):
             rotary = LatentRotary(rotary, layer.config.qk_pos_emb_head_dim)
-        rotary = next((other for other in made if other.is_like(rotary)), rotary)
-        made.append(rotary)
+        rotary = next((known for known in distinct if known.is_like(rotary)), rotary)
+        distinct.append(rotary)
         layer.rotary_pos_emb = rotary
-        found[id(layer.core_attention)] = rotary
-    return found
+        by_attention[id(layer.core_attention)] = rotary
+    return by_attention
 
 
 def _replace_rotary(chunk: nn.Module) -> PlannedRotary | None:
-    """Replace the rotary module of Megatron's model, in place; None if it has none."""
-    found: dict[int, PlannedRotary] = {}
-    places = [(parent, name, child) for parent in chunk.modules() for name, child in parent.named_children()]
-    for parent, name, child in places:
+    """Replace the rotary module of Megatron's model in place and return it; None if the model has none."""
+    rotaries: dict[int, PlannedRotary] = {}
+    children = [(parent, name, child) for parent in chunk.modules() for name, child in parent.named_children()]
+    for parent, name, child in children:
         if isinstance(parent, (PlannedRotary, PlannedAttention)) or isinstance(child, LatentRotary):
             continue
         if isinstance(child, (RotaryEmbedding, MultimodalRotaryEmbedding)):
@@ -105,7 +107,9 @@ def _replace_rotary(chunk: nn.Module) -> PlannedRotary | None:
             child = PlannedRotary(child)
             setattr(parent, name, child)
         if isinstance(child, PlannedRotary):
-            found[id(child)] = child
-    if len(found) > 1:
-        raise ConfigError(f"install_model: the model has {len(found)} rotary modules; valid: one, shared by all layers")
-    return next(iter(found.values()), None)
+            rotaries[id(child)] = child
+    if len(rotaries) > 1:
+        raise ConfigError(
+            f"install_model: the model has {len(rotaries)} rotary modules; valid: one, shared by all layers"
+        )
+    return next(iter(rotaries.values()), None)

@@ -1,4 +1,4 @@
-"""PlannedBatchParams: what travels with a micro-batch through Megatron to every attention layer."""
+"""PlannedBatchParams: parameters of a micro-batch that Megatron passes to every attention layer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan
 from mindspeed_cp.layout import Layout, padding_rows
-from mindspeed_cp.megatron.attentions import computes_the_same
+from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
 
 
 class RotaryTripwire:
-    """Stands in PackedSeqParams.cp_group, which only Megatron's own rotary modules read: they would rotate by positions
-    of Megatron's zig-zag, before PlannedAttention could object."""
+    """Value of PackedSeqParams.cp_group that refuses Megatron's own rotary modules, its only readers.
+
+    They would rotate by the positions of Megatron's zig-zag.
+    """
 
     def size(self) -> int:
         raise ConfigError(
@@ -37,16 +39,15 @@ class PlannedBatchParams(PackedSeqParams):
     documents (cu_seqlens before sharding), as in Megatron.
 
     Attributes:
-        plan: who holds, sends and computes what.
-        plans: of the same rows, one for each way in which layers attend (sliding window or not); `plan` is the first.
-        rank: context-parallel rank whose rows these are.
+        plan: plan of the rows.
+        plans: plans of the same rows, one for each different attention of the layers; `plan` is the first.
+        rank: context-parallel rank of the rows.
         batch_size: b of "sbhd"; 1 for "thd".
-        rows_multiple: what this rank's rows with padding are a multiple of.
-        dropout_seed: of this micro-batch; with a layer's number it decides which attention weights are dropped. None
-            where nothing is.
-        tables: what layers share about this micro-batch, by the module that made it (rotary cos and sin); dies with
-            either.
-        agreed: (number of the plan, type of q) that all ranks were found to share.
+        rows_multiple: divisor of this rank's rows with padding.
+        dropout_seed: seed of this micro-batch; with the number of a layer it decides which attention weights are
+            dropped. None without dropout.
+        tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
+        agreed: (number of the plan, dtype of q) of the plans that were compared with those of the other ranks.
     """
 
     plan: Plan | None = None
@@ -68,7 +69,7 @@ class PlannedBatchParams(PackedSeqParams):
     def linear(self) -> Layout:
         """What all else of the model holds: the batch's tokens, embeddings, linear layers, labels."""
         assert self.plan is not None
-        return self.layout if self.plan.linear is None else self.plan.linear
+        return self.plan.batch_layout
 
     @property
     def rows(self) -> int:
@@ -103,17 +104,19 @@ class PlannedBatchParams(PackedSeqParams):
         return torch.from_numpy(self.layout.positions(self.rank))
 
     def padding_mask(self, device: torch.device | str | None = None) -> Tensor:
-        """True for rows of padding of linear layers, bool [batch_size, linear_length + linear_padding]: what a GPTModel
-        with experts takes, so that its router counts real tokens only."""
+        """Return True for rows of padding of linear layers, bool [batch_size, linear_length + linear_padding].
+
+        A GPTModel with experts takes it, so that its router counts real tokens only.
+        """
         rows = torch.arange(self.linear_length + self.linear_padding, device=device)
         return (rows >= self.linear_length).expand(self.batch_size, -1).contiguous()
 
     def plan_for(self, attention: AttentionConfig) -> Plan | None:
-        """The plan that computes this attention, if there is one."""
+        """Return the plan that computes this attention, or None."""
         return next((plan for plan in self.plans if computes_the_same(plan.attention, attention)), None)
 
     def to_rows(self, x: Tensor, name: str) -> Tensor:
-        """[s, b, heads, dim] or, for "thd", [t, heads, dim] -> the plan's rows [rows, heads, dim], without padding.
+        """Convert [s, b, heads, dim], for "thd" [t, heads, dim], to the plan's rows [rows, heads, dim] without padding.
 
         Raises:
             ConfigError: the shape is not that of this rank's rows.
@@ -132,7 +135,7 @@ class PlannedBatchParams(PackedSeqParams):
         return x[:length].transpose(0, 1).reshape(self.rows, *x.shape[2:])
 
     def from_rows(self, x: Tensor) -> Tensor:
-        """The rows back in Megatron's shape: [t, heads * dim] or [s, b, heads * dim]; padding is zero."""
+        """Convert rows to Megatron's shape, [t, heads * dim] or [s, b, heads * dim]; padding is zero."""
         if self.qkv_format == "thd":
             out = x.flatten(1)
         else:

@@ -11,36 +11,37 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.params import PlannedBatchParams
+from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 
 
 class UncutGroup:
-    """Stands for a context-parallel group before Megatron's rotary modules, which would cut their tables by it, or fail
-    where these do not divide by twice the number of ranks.
+    """A context-parallel group that reports one rank, for Megatron's rotary modules.
+
+    These would split their tables over the ranks, or fail if a table does not divide by twice their number.
 
     Args:
-        group: the group itself.
+        group: the real group.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
 
     def size(self) -> int:
-        """One rank: nothing is cut."""
+        """Return 1, so that no table is split."""
         return 1
 
     def rank(self) -> int:
-        """The only one."""
+        """Return the number of the only rank."""
         return 0
 
 
 class PlannedRotary(nn.Module):
-    """Takes the place of a GPTModel's ``rotary_pos_emb``; :func:`install_model` puts it there.
+    """Replacement of a GPTModel's ``rotary_pos_emb``; :func:`install_model` installs it.
 
-    Megatron asks it for rotary embeddings and gets none, so that Megatron rotates nothing. PlannedAttention then
-    rotates query and key by :meth:`rotate`, at each row's position in its own document. Frequencies are those of the
-    module that it replaces: rotary_base, rotary_percent, rotary_interleaved, seq_len_interpolation_factor, rope_scaling
-    and all of YaRN's settings count.
+    It returns no rotary embedding, so that Megatron rotates nothing. PlannedAttention rotates query and key by
+    :meth:`rotate`, at each row's position in its own document. Frequencies are those of the module that it replaces:
+    rotary_base, rotary_percent, rotary_interleaved, seq_len_interpolation_factor, rope_scaling and all settings of YaRN
+    are honoured.
 
     Args:
         source: the RotaryEmbedding or YarnRotaryEmbedding that Megatron built.
@@ -52,15 +53,15 @@ class PlannedRotary(nn.Module):
 
     @property
     def is_yarn(self) -> bool:
-        """YaRN's module gives a pair: the embedding, and a factor of cos and sin."""
+        """True for YaRN, whose module returns a pair: the embedding, and a factor of cos and sin."""
         return isinstance(self.source, YarnRotaryEmbedding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """No rotary embedding for Megatron's attention layers to apply."""
+        """Return no rotary embedding, so that Megatron's attention layers apply none."""
         return (None, 1.0) if self.is_yarn else None
 
     def get_rotary_seq_len(self, inference_context: Any = None, *args: Any, **kwargs: Any) -> int:
-        """Megatron asks for the length of the table that it wants from forward; there is none."""
+        """Return 0, the length of the table that Megatron requests from forward."""
         if inference_context is not None or kwargs.get("inference_params") is not None:
             raise ConfigError(
                 "planned attention trains and evaluates only; generate with a model built from the original spec"
@@ -72,24 +73,24 @@ class PlannedRotary(nn.Module):
 
         Args:
             x: [rows, heads, dim], this rank's rows in the plan's order.
-            params: the micro-batch; cos and sin are made once for it and shared by all layers.
+            params: parameters of the micro-batch, whose cos and sin all layers share.
 
         Returns:
-            [rows, heads, dim], as Megatron's own (unfused) rotation gives it, to the bit.
+            [rows, heads, dim], bit for bit equal to Megatron's own (unfused) rotation.
         """
         if not len(x):
             return x
         cos, sin = self.cos_sin(params, x)
-        turned, kept = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-        return torch.cat((self.turn(turned, cos, sin), kept), dim=-1)
+        rotary, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+        return torch.cat((self.rotate_channels(rotary, cos, sin), rest), dim=-1)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The rotation itself: x [rows, heads, dim], cos and sin [rows, 1, dim]."""
+    def rotate_channels(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [rows, heads, dim] by cos and sin [rows, 1, dim]."""
         half = _rotate_half(x.unsqueeze(1), self.source.rotary_interleaved).squeeze(1)
         return x * cos + half * sin
 
     def cos_sin(self, params: PlannedBatchParams, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [rows, 1, rotary_dim] of the dtype and on the device of the rows `like`."""
+        """Return cos and sin, each [rows, 1, rotary_dim] of the dtype and on the device of the rows `like`."""
         tables = params.tables.setdefault(self, {})
         key = (like.device, like.dtype)
         if key not in tables:
@@ -101,9 +102,9 @@ class PlannedRotary(nn.Module):
         return tables[key]
 
     def angles(self, positions: Tensor) -> tuple[Tensor, float]:
-        """Megatron's own angles at positions [rows], fp32 [rows, 1, rotary_dim], and the factor of cos and sin."""
+        """Return Megatron's angles at positions [rows], fp32 [rows, 1, rotary_dim], and the factor of cos and sin."""
         if self.is_yarn:
-            # One row at offset p, for all p at once; so do the frequencies below.
+            # One row at offset p for all p at once, here and in the frequencies below.
             angles, factor = self.source.get_emb(1, offset=positions.to(self.source.inv_freq_extra.device))
             return angles[:, 0], float(factor)
         angles = self.source.get_freqs_non_repeated(1, offset=positions.to(self.source.inv_freq.device))
@@ -114,18 +115,18 @@ class PlannedRotary(nn.Module):
         return angles[:, None], 1.0
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        state_dict.pop(f"{prefix}inv_freq", None)  # stored by old checkpoints of the module this one replaces
+        state_dict.pop(f"{prefix}inv_freq", None)  # old checkpoints of the replaced module have it
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class LatentRotary(PlannedRotary):
-    """The same in a layer of multi-latent attention, where only the last channels of q and k carry positions.
+    """PlannedRotary for multi-latent attention, where only the last channels of q and k carry positions.
 
-    Megatron gets an embedding of no channels, by which it rotates nothing.
+    Megatron gets an embedding of no channels, so that it rotates nothing.
 
     Args:
-        source: as above.
-        channels: width of the part of q and k that carries positions (qk_pos_emb_head_dim).
+        source: the RotaryEmbedding or YarnRotaryEmbedding that Megatron built.
+        channels: number of channels of q and k that carry positions (qk_pos_emb_head_dim).
     """
 
     def __init__(self, source: RotaryEmbedding, channels: int) -> None:
@@ -141,14 +142,15 @@ class LatentRotary(PlannedRotary):
             return x
         cos, sin = self.cos_sin(params, x)
         width = cos.shape[-1]
-        content, turned, kept = x.split([x.shape[-1] - self.channels, width, self.channels - width], dim=-1)
+        content, rotary, rest = x.split([x.shape[-1] - self.channels, width, self.channels - width], dim=-1)
         # Multi-latent models keep the two channels of a rotated pair side by side.
-        halves = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
-        return torch.cat((content, self.turn(halves, cos, sin), kept), dim=-1)
+        halves = torch.cat((rotary[..., 0::2], rotary[..., 1::2]), dim=-1)
+        return torch.cat((content, self.rotate_channels(halves, cos, sin), rest), dim=-1)
 
     def is_like(self, other: LatentRotary) -> bool:
-        """True if both rotate equally: the layers of a model can then share one, and its cos and sin."""
+        """Return True if both rotate equally, so that layers can share one, with its cos and sin."""
         if self.channels != other.channels:
             return False
-        (own, factor), (angles, others) = self.angles(torch.arange(2)), other.angles(torch.arange(2))
-        return torch.equal(own, angles) and factor == others
+        angles, factor = self.angles(torch.arange(2))
+        other_angles, other_factor = other.angles(torch.arange(2))
+        return torch.equal(angles, other_angles) and factor == other_factor

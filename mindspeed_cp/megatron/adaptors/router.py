@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mindspeed_cp.megatron.swap import replaced
+from mindspeed_cp.megatron.patches.swap import replaced
 
 
 class PlannedRouter(TopKRouter):
@@ -47,7 +47,7 @@ class PlannedRouter(TopKRouter):
 
     @contextmanager
     def _counted(self, routing_map: Tensor) -> Iterator[None]:
-        """Within the block self._tokens is the number of tokens of the micro-batch, over all ranks that share it."""
+        """Set self._tokens within the block to the number of tokens of the micro-batch over all ranks that share it."""
         total = routing_map.sum(dtype=torch.float32) / self.topk  # rows of padding go to no expert here
         dist.all_reduce(total, group=self.tp_cp_group)
         with replaced(self, "_tokens", total):
@@ -56,13 +56,13 @@ class PlannedRouter(TopKRouter):
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Megatron's own, which logs the loss and adds its gradient once; then the rest of its weight."""
+        """Log the loss and add its gradient once, as Megatron does; then add the rest of its weight."""
         assert self._tokens is not None
         activation = super().attach_and_log_load_balancing_loss(activation, aux_loss_coeff, aux_loss, *args, **kwargs)
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * (self._tokens - 1))
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """As above: Megatron adds this rank's mean once, its sum is wanted."""
+        """Add the gradient of the sum over tokens; Megatron adds that of this rank's mean once."""
         coeff = self.config.moe_z_loss_coeff
         if coeff is None or not (self.training and torch.is_grad_enabled()):
             return logits

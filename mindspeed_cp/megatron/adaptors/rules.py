@@ -1,4 +1,4 @@
-"""Which values of TransformerConfig planned attention can honour, and why not the others: one table."""
+"""Values of TransformerConfig that planned attention supports, and the reason why the others are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_cp import ConfigError
 
 @dataclass(frozen=True)
 class Rule:
-    """One field of TransformerConfig: which values work, and why the others do not."""
+    """Valid values of a field of TransformerConfig, and the reason why the others do not work."""
 
     setting: str
     works: Callable[[Any], bool]
@@ -23,8 +23,7 @@ class Rule:
     when: Callable[[TransformerConfig], bool] = lambda config: True
 
     def check(self, config: TransformerConfig) -> None:
-        """Raise ConfigError if the setting has a value that does not work; a setting that this Megatron does not have
-        is fine."""
+        """Raise ConfigError if the setting has an invalid value; a setting that this Megatron lacks is valid."""
         if not hasattr(config, self.setting) or not self.when(config):
             return
         value = getattr(config, self.setting)
@@ -53,8 +52,16 @@ def _sums_twice(config: TransformerConfig) -> bool:
     return _is_latent(config) and whole and config.q_lora_rank is not None
 
 
-_HAS_ROUTER_SLOT = "router" in MoESubmodules.__dataclass_fields__  # not in Megatron 0.15
+def _divides_losses(config: TransformerConfig) -> bool:
+    """True if tokens are split and Megatron (0.15) has no place for PlannedRouter in the spec."""
+    return _is_split(config) and "router" not in MoESubmodules.__dataclass_fields__
 
+
+_FP8 = "attention runs in the dtype of query, key and value"
+_ROTARY = "rotary positions come from the plan and are applied by PlannedAttention"
+_RANKS = "a plan already gives each document the ranks it needs"
+_REPLAY = "every micro-batch has its own plan and cannot be replayed"
+_DIVIDED_LOSS = "this Megatron-core divides it by the number of ranks; use megatron-core 0.16.1 or later"
 
 RULES = (
     Rule(
@@ -68,33 +75,18 @@ RULES = (
     Rule("log_max_attention_logit", _off, "False", "the largest logit is not reported"),
     Rule("experimental_attention_variant", lambda v: v is None, "None", "use softmax attention in every layer"),
     Rule("is_hybrid_model", _off, "False", "state-space layers need their tokens in order on one rank"),
-    Rule(
-        "mtp_num_layers",
-        _off,
-        "None",
-        "multi-token prediction shifts tokens across the borders of ranks by Megatron's zig-zag",
-    ),
+    Rule("mtp_num_layers", _off, "None", "multi-token prediction shifts tokens across ranks by Megatron's zig-zag"),
     Rule("mrope_section", lambda v: v is None, "None", "use position_embedding_type 'rope'"),
-    Rule("apply_rope_fusion", _off, "False", "rotary positions come from the plan and are applied by PlannedAttention"),
-    Rule(
-        "fused_single_qkv_rope",
-        _off,
-        "False",
-        "rotary positions come from the plan and are applied by PlannedAttention",
-    ),
-    Rule("hybrid_context_parallel", _off, "False", "a plan already gives each document the ranks it needs"),
-    Rule("dynamic_context_parallel", _off, "False", "a plan already gives each document the ranks it needs"),
-    Rule("fp8_dot_product_attention", _off, "False", "attention runs in the dtype of query, key and value"),
-    Rule("fp8_multi_head_attention", _off, "False", "attention runs in the dtype of query, key and value"),
+    Rule("apply_rope_fusion", _off, "False", _ROTARY),
+    Rule("fused_single_qkv_rope", _off, "False", _ROTARY),
+    Rule("hybrid_context_parallel", _off, "False", _RANKS),
+    Rule("dynamic_context_parallel", _off, "False", _RANKS),
+    Rule("fp8_dot_product_attention", _off, "False", _FP8),
+    Rule("fp8_multi_head_attention", _off, "False", _FP8),
     Rule("use_kitchen_attention", _off, "False", "leave the choice of kernel to the suite's backend"),
-    Rule("enable_cuda_graph", _off, "False", "every micro-batch has its own plan and cannot be replayed"),
-    Rule("external_cuda_graph", _off, "False", "every micro-batch has its own plan and cannot be replayed"),
-    Rule(
-        "cuda_graph_impl",
-        lambda v: v in (None, "none"),
-        "'none'",
-        "every micro-batch has its own plan and cannot be replayed",
-    ),
+    Rule("enable_cuda_graph", _off, "False", _REPLAY),
+    Rule("external_cuda_graph", _off, "False", _REPLAY),
+    Rule("cuda_graph_impl", lambda v: v in (None, "none"), "'none'", _REPLAY),
     Rule("flash_decode", _off, "False", "generate with a model built from the original spec"),
     # Multi-latent attention
     Rule(
@@ -136,18 +128,6 @@ RULES = (
         "each rank would balance its own tokens, so the model would depend on the rank count",
         when=lambda config: bool(config.num_moe_experts) and _is_split(config),
     ),
-    Rule(
-        "moe_aux_loss_coeff",
-        _off,
-        "0.0",
-        "this Megatron-core divides it by the number of ranks; use megatron-core 0.16.1 or later",
-        when=lambda config: _is_split(config) and not _HAS_ROUTER_SLOT,
-    ),
-    Rule(
-        "moe_z_loss_coeff",
-        _off,
-        "None",
-        "this Megatron-core divides it by the number of ranks; use megatron-core 0.16.1 or later",
-        when=lambda config: _is_split(config) and not _HAS_ROUTER_SLOT,
-    ),
+    Rule("moe_aux_loss_coeff", _off, "0.0", _DIVIDED_LOSS, when=_divides_losses),
+    Rule("moe_z_loss_coeff", _off, "None", _DIVIDED_LOSS, when=_divides_losses),
 )

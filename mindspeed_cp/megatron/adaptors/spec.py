@@ -1,4 +1,4 @@
-"""install: a Megatron spec in which every self attention runs the plan of its micro-batch."""
+"""install: put planned attention into a Megatron spec."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
+from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.core_attention import PlannedAttention
-from mindspeed_cp.megatron.latent import PlannedMLASelfAttention
-from mindspeed_cp.megatron.router import PlannedRouter
-from mindspeed_cp.megatron.settings import Suite, check_suite
+from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.adaptors.router import PlannedRouter
 
 SpecT = TypeVar("SpecT")
 
 
-def install(spec: SpecT, suite: Suite, *, alibi: bool = False) -> SpecT:
-    """A copy of a spec whose self attentions are :class:`PlannedAttention`, and whose routers of experts, if it has
-    any, are :class:`PlannedRouter`.
+def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False) -> SpecT:
+    """Return a copy of a spec with :class:`PlannedAttention` as core attention and :class:`PlannedRouter` as router of
+    experts.
 
     The given spec stays as it is, and installing twice is the same as installing once (with the second call's suite).
     Call :func:`install_model` on the model that is built from the result; it sets up rotary positions::
@@ -39,10 +39,9 @@ def install(spec: SpecT, suite: Suite, *, alibi: bool = False) -> SpecT:
             ``position_embedding_type="none"``, and plans with ``attention_config(config, alibi=True)``.
 
     Raises:
-        ConfigError: a setting is not valid, a layer attends in a way that no plan covers, or the spec has no self
+        ConfigError: a layer attends in a way that no plan covers, or the spec has no self
         attention.
     """
-    check_suite(suite)
     new = copy.deepcopy(spec)
     layers = _layers(new)
     core = ModuleSpec(module=PlannedAttention, params={"suite": suite, "alibi": alibi})
@@ -59,7 +58,7 @@ def install(spec: SpecT, suite: Suite, *, alibi: bool = False) -> SpecT:
 
 
 def _layers(spec: Any) -> list[Any]:
-    """The layer specs of a layer, of a block's submodules or of a block."""
+    """Return the layer specs of a layer, of a block's submodules or of a block."""
     for holder in (spec, getattr(spec, "submodules", None)):
         layers = getattr(holder, "layer_specs", None)
         if layers is not None:
@@ -68,7 +67,7 @@ def _layers(spec: Any) -> list[Any]:
 
 
 def _replace(layer: Any, where: str, core: ModuleSpec) -> int:
-    """Put PlannedAttention into one layer spec, in place; how many attentions were replaced (0 or 1)."""
+    """Put PlannedAttention into one layer spec, in place; return the number of replaced attentions (0 or 1)."""
     parts: Any = getattr(layer, "submodules", None)
     cross = getattr(parts, "cross_attention", None)
     if getattr(getattr(cross, "submodules", None), "core_attention", None) is not None:
@@ -104,9 +103,9 @@ def _replace(layer: Any, where: str, core: ModuleSpec) -> int:
 
 def _replace_router(mlp: Any) -> None:
     """Put PlannedRouter into a layer's mixture of experts, if it has one."""
-    held: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
-    if getattr(held, "router", None) is TopKRouter:
-        held.router = PlannedRouter
+    submodules: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
+    if getattr(submodules, "router", None) is TopKRouter:
+        submodules.router = PlannedRouter
 
 
 def _name(spec: Any) -> str:

@@ -1,7 +1,7 @@
-"""What must be patched in which version of Megatron-core: the only file that knows, and nothing happens on import.
+"""Patches for versions of Megatron-core; importing this module patches nothing.
 
 =====================================  ==========  ==========================================
-what breaks                            versions    here
+problem                                versions    patch
 =====================================  ==========  ==========================================
 MoE without Transformer Engine:        0.15, 0.16  the missing name is bound to None, as 0.17
 NameError te_general_gemm                          does
@@ -13,7 +13,7 @@ cp_comm_type as a list: IndexError     0.15, 0.16  not patched: check_model_conf
                                                    lists, one algorithm serves all layers
 =====================================  ==========  ==========================================
 
-Cured without a patch, by what `install` and `local_spec` put into the spec:
+Solved without a patch by the modules that `install` and `local_spec` put into the spec:
 
 =====================================  ==========  ==========================================
 MLA whose key/value projection is      0.16-0.19   PlannedMLASelfAttention sums the gradient
@@ -32,8 +32,8 @@ as wide as keys
 norms refuse sequence parallelism      all         LocalNorm
 =====================================  ==========  ==========================================
 
-What 0.17 and later changed is simply not used: get_batch_on_this_cp_rank and the other batch helpers (other arguments,
-or gone, from 0.18), Megatron's rotary slicing, and pg_collection.hcp (absent when unset).
+Functions that 0.17 and later changed are not used: get_batch_on_this_cp_rank and the other batch helpers (other
+arguments, or gone, from 0.18), Megatron's rotary slicing, and pg_collection.hcp (absent when unset).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from typing import Any
 import megatron.core
 import torch
 
-from mindspeed_cp.megatron.imports import check_version, parse_version
-from mindspeed_cp.megatron.swap import ABSENT, replaced
+from mindspeed_cp.megatron.patches.imports import check_version, parse_version
+from mindspeed_cp.megatron.patches.swap import ABSENT, replaced
 
 _ALL = ((0, 0), (10**6, 0))
 _0_16 = ((0, 16), (0, 17))

@@ -1,4 +1,4 @@
-"""Importing Megatron-core: without its known noise, with one clear line if it is missing or too old."""
+"""Import Megatron-core without its known warnings, and with one line if it is missing or too old."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_cp.errors import ConfigError
 OLDEST = (0, 15)  # core attention is built with pg_collection since then
 RECOMMENDED = "0.16.1"
 
-# What Megatron-core says on import where Transformer Engine and Apex are absent.  Neither is needed here.
+# Warnings of Megatron-core on import without Transformer Engine and Apex; neither is needed here.
 _KNOWN_NOISE = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
@@ -54,13 +54,13 @@ def megatron_imports() -> Iterator[None]:
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """(0, 16) of "0.16.1", "0.16.0rc0.dev1" and the like."""
+    """Return (0, 16) for "0.16.1" or "0.16.0rc0.dev1"."""
     major, minor = text.split(".")[:2]
     return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
 def check_version(text: str) -> None:
-    """Raise ConfigError for a Megatron-core that is too old.  Run with 0.15.3 to 0.19.2; later ones are let through."""
+    """Raise ConfigError for a Megatron-core that is too old; 0.15.3 to 0.19.2 were run, later ones are accepted."""
     if parse_version(text) < OLDEST:
         raise ConfigError(
             f"megatron-core is {text}; valid: {OLDEST[0]}.{OLDEST[1]} or later, since core attention is given its "

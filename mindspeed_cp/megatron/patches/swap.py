@@ -1,4 +1,4 @@
-"""replaced: an attribute of a module for the length of a block."""
+"""replaced: replace an attribute within a block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ABSENT = object()
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside the block and what it was (or absent) after it, errors included."""
+    """Set `owner.name` to `value` within the block, and restore or delete it afterwards, errors included."""
     before = getattr(owner, name, ABSENT)
     setattr(owner, name, value)
     try:

@@ -9,43 +9,44 @@ import numpy as np
 from mindspeed_cp.errors import PlanError
 from mindspeed_cp.layout import Layout
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.verify.explain import refuse_gradient, refuse_query
+from mindspeed_cp.plan.verify.explain import raise_wrong_gradient, raise_wrong_query
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
 from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
-from mindspeed_cp.plan.verify.memory import check_memory, peak_bytes
-from mindspeed_cp.plan.verify.moves import check_move
+from mindspeed_cp.plan.verify.memory import check_peak_bytes, peak_bytes
 from mindspeed_cp.plan.verify.parts import check_parts
 from mindspeed_cp.plan.verify.queues import check_queues
+from mindspeed_cp.plan.verify.redistribution import check_redistribution
 from mindspeed_cp.plan.verify.structure import check_program, check_tiles
 
 __all__ = ["peak_bytes", "verify_plan"]
 
 
 def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: int = 2, seed: int = 0) -> None:
-    """Prove a plan, or raise.
+    """Prove that a plan computes exact attention and can run, or raise.
 
-    Proved, for all ranks, forward and backward:
+    Proved for all ranks, forward and backward:
 
-    * every (token, head) is held once by the caller's layouts and by the layout of queries, and at least once by that
-      of keys and values; kv heads serve the query heads beside them; moves between layouts bring every row and head to
-      its place once (:mod:`.moves`);
-    * every number refers to a step, slot, row and rank that exists; messages are in one global order;
-    * every visible (query, key) pair is computed exactly once and no other pair is; in the backward the gradient of
-      every key comes back to its owner with every query's part exactly once (:mod:`.interpret`);
+    * every (token, head) is held once by the caller's layouts and by the layout of queries, and at least once by the
+      layout of keys and values; kv heads are beside the query heads that read them; redistributions bring every row and
+      head to its place once (:mod:`.redistribution`);
+    * every number refers to a step, slot, row and rank that exists; tiles lie in their document; messages are in one
+      global order (:mod:`.structure`);
+    * every visible (query, key) pair is computed exactly once, and no other pair is; in the backward, the gradient of
+      every key returns to its owner with the contribution of every query exactly once (:mod:`.interpret`);
     * no stale, empty or half-received row is computed or sent; no row is received while it is read, sent or received
       again; no gradient is sent while it is still summed (:mod:`.lifetimes`);
-    * no dead-lock, even if every send waits for its receiver (:mod:`.queues`); moves between layouts are posted all at
-      once and need no such order;
-    * a plan of parts: its parts are over disjoint documents that are all of the batch, their rows are the plan's, each
-      is proved by itself, and in the order of their steps no dead-lock is possible (:mod:`.parts`);
-    * the peak bytes of communication buffers are within `max_bytes`, when that is given (:mod:`.memory`; the engine's
-      accumulators, copies and kernels come on top: :func:`peak_bytes` has their sizes).
+    * no dead-lock, even if every send waits for its receiver (:mod:`.queues`); redistributions are posted all at once
+      and need no order;
+    * for a plan of parts: the parts cover the documents of the batch once, hold the rows of the plan, are proved one by
+      one, and cannot dead-lock in the order of their steps (:mod:`.parts`);
+    * if `max_bytes` is given, the peak of communication buffers is within it (:mod:`.memory`; :func:`peak_bytes` lists
+      what the engine allocates on top).
 
     Args:
-        plan: the plan.
-        max_bytes: bound for the communication buffers of one rank.
-        bytes_per_element: of keys and values, for that bound.
-        seed: of the random numbers.
+        plan: plan to prove.
+        max_bytes: bound for the communication buffers of one rank, in bytes.
+        bytes_per_element: element size of keys and values, for that bound.
+        seed: seed of the random numbers.
 
     Raises:
         PlanError: names rank, step and tile or message, and the part.
@@ -53,71 +54,80 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     _check_layouts(plan)
     if plan.parts:
         check_parts(plan)
-    elif plan.order or plan.order_backward:
-        raise PlanError("order: a plan without parts has none: its steps are taken as they are")
-    for number, piece in enumerate(plan.pieces):
+    elif plan.forward_order or plan.backward_order:
+        raise PlanError("forward_order, backward_order: a plan without parts has none: it takes its steps in order")
+    for index, part in enumerate(plan.parts_or_self):
         try:
-            _prove(piece, seed)
+            _prove(part, seed)
         except PlanError as error:
-            raise PlanError(f"part {number}: {error}" if plan.parts else str(error)) from None
+            raise PlanError(f"part {index}: {error}" if plan.parts else str(error)) from None
     if max_bytes is not None:
-        check_memory(plan, max_bytes, bytes_per_element)
+        check_peak_bytes(plan, max_bytes, bytes_per_element)
 
 
 def _prove(plan: Plan, seed: int) -> None:
-    """The proof of a plan without parts."""
+    """Prove a plan without parts."""
     attention = plan.attention
     _check_layouts(plan)
     _check_heads(plan)
-    _check_moves(plan)
+    for name in ("q_redistribution", "kv_redistribution"):
+        redistribution = getattr(plan, name)
+        if redistribution is not None:
+            check_redistribution(redistribution, name)
     rng = np.random.default_rng(seed)
-    a = rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64)
-    b = rng.integers(1, 2**64, plan.kv_documents.tokens, dtype=np.uint64) | np.uint64(1)
-    see = expected_sums(plan.documents, plan.kv_documents, attention, a, b)
-    has_heads = [np.ptp(plan.q_layout.head_range(rank, attention.heads)) > 0 for rank in range(plan.ranks)]
-    known: dict[tuple[int, int], list[np.ndarray]] = {}
-    for name, program in (("forward", plan.forward), ("backward", plan.backward)):
-        if program.attention != attention:
-            raise PlanError(f"{name}: the program is for {program.attention}, the plan for {attention}")
-        if program.kv_documents != plan.kv_documents:
-            raise PlanError(f"{name}: its keys are of {program.kv_documents}, the plan's of {plan.kv_documents}")
-        if program.q_layout.documents != plan.documents or not program.q_layout.same_as(plan.q_layout):
-            raise PlanError(f"{name}: the program's queries are laid out in another way than the plan's")
-        if name == "forward" and len(program.reduce):
-            item = program.reduce.items[0]
-            raise PlanError(f"forward: rank {item['src']}, step {item['start']}: a forward has no gradients to send")
-        check_program(plan, program, name)
-        _check_heads_of_messages(plan, program, name)
-        tiles = _tiles(program, known)
+    query_numbers = rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64)
+    key_numbers = rng.integers(1, 2**64, plan.kv_documents.tokens, dtype=np.uint64) | np.uint64(1)
+    query_sums, key_sums = expected_sums(plan.documents, plan.kv_documents, attention, query_numbers, key_numbers)
+    has_heads = plan.q_layout_compute.head_counts(attention.heads) > 0
+    computing = np.flatnonzero(has_heads).tolist()
+    tile_cache: dict[tuple[int, int], list[np.ndarray]] = {}
+    for direction, program in (("forward", plan.forward), ("backward", plan.backward)):
+        _check_inputs(plan, program, direction)
+        check_program(plan, program, direction)
+        _check_heads_of_messages(plan, program, direction)
+        tiles = _tiles(program, tile_cache)
         for rank in range(plan.ranks):
-            check_tiles(program, rank, tiles[rank], name)
-        check_lifetimes(program, tiles, name)
-        check_queues(program, name)
-        run = Interpreter(plan, program, name, tiles, a, b)
-        run.run()
-        for rank in np.flatnonzero(has_heads).tolist():
-            wrong = np.flatnonzero(run.out[rank] != see[0][plan.q_layout.tokens(rank)])
+            check_tiles(program, rank, tiles[rank], direction)
+        check_lifetimes(program, tiles, direction)
+        check_queues(program, direction)
+        interpreter = Interpreter(plan, program, direction, tiles, query_numbers, key_numbers)
+        interpreter.run()
+        for rank in computing:
+            wrong = np.flatnonzero(interpreter.out[rank] != query_sums[plan.q_layout_compute.tokens(rank)])
             if len(wrong):
-                refuse_query(plan, program, name, rank, int(wrong[0]), tiles[rank])
-        for rank in np.flatnonzero(has_heads).tolist() if name == "backward" else ():
-            wrong = np.flatnonzero(run.gradient[rank][0] != see[1][plan.kv_layout.tokens(rank)])
+                raise_wrong_query(plan, program, direction, rank, int(wrong[0]), tiles[rank])
+        for rank in computing if direction == "backward" else ():
+            wrong = np.flatnonzero(interpreter.gradient[rank][0] != key_sums[plan.kv_layout_compute.tokens(rank)])
             if len(wrong):
-                refuse_gradient(plan, program, rank, int(wrong[0]), tiles, (a, b))
+                raise_wrong_gradient(plan, program, rank, int(wrong[0]), tiles, (query_numbers, key_numbers))
 
 
-def _tiles(program: Program, known: dict[tuple[int, int], list[np.ndarray]]) -> list[np.ndarray]:
-    """Tiles of all ranks; forward and backward may share their contents and spans, and then their tiles: layout and
-    mask are those of the plan in both."""
-    key = id(program.contents), id(program.spans)  # both live as long as the plan
-    if type(program) is not Program or key not in known:
-        known[key] = [program.tiles(rank) for rank in range(program.ranks)]
-    return known[key]
+def _check_inputs(plan: Plan, program: Program, direction: str) -> None:
+    """Check that a program is for the plan's attention, documents and layout of queries."""
+    if program.attention != plan.attention:
+        raise PlanError(f"{direction}: the program is for {program.attention}, the plan for {plan.attention}")
+    if program.kv_documents != plan.kv_documents:
+        raise PlanError(f"{direction}: its keys are of {program.kv_documents}, the plan's of {plan.kv_documents}")
+    queries = program.q_layout_compute
+    if queries.documents != plan.documents or not queries.same_as(plan.q_layout_compute):
+        raise PlanError(f"{direction}: the program's queries are laid out in another way than the plan's")
+    if direction == "forward" and len(program.reduce):
+        item = program.reduce.items[0]
+        raise PlanError(f"forward: rank {item['src']}, step {item['start']}: a forward has no gradients to send")
+
+
+def _tiles(program: Program, cache: dict[tuple[int, int], list[np.ndarray]]) -> list[np.ndarray]:
+    """Return the tiles of all ranks; programs of one plan that share contents and spans also share tiles."""
+    key = id(program.contents), id(program.spans)  # both objects live as long as the plan
+    if type(program) is not Program or key not in cache:
+        cache[key] = [program.tiles(rank) for rank in range(program.ranks)]
+    return cache[key]
 
 
 def _check_layouts(plan: Plan) -> None:
-    """The three layouts are of one batch and of the topology's ranks, and each holds what it must."""
-    layouts = {"layout": plan.layout, "q_layout": plan.q_layout}
-    layouts |= {"layout_kv": plan.layout_kv, "kv_layout": plan.kv_layout}
+    """Check that all layouts have the documents of the plan and the ranks of the topology, and hold all tokens."""
+    layouts = {"layout": plan.layout, "q_layout_compute": plan.q_layout_compute}
+    layouts |= {"kv_layout_in": plan.kv_layout_in, "kv_layout_compute": plan.kv_layout_compute}
     for name, layout in layouts.items():
         if layout.ranks != plan.topology.ranks:
             raise PlanError(f"{name}: it has {layout.ranks} ranks, the topology {plan.topology.ranks}")
@@ -125,64 +135,63 @@ def _check_layouts(plan: Plan) -> None:
         if layout.documents != documents:
             raise PlanError(f"{name}: it is of {layout.documents}, the caller's layout of {documents}")
     if len(plan.documents) != len(plan.kv_documents):
-        raise PlanError(f"layout_kv: {len(plan.kv_documents)} documents of keys for {len(plan.documents)} of queries")
-    for name in ("layout", "layout_kv"):
+        raise PlanError(
+            f"kv_layout_in: {len(plan.kv_documents)} documents of keys for {len(plan.documents)} of queries"
+        )
+    for name in ("layout", "kv_layout_in"):
         if layouts[name].heads is not None:
             raise PlanError(f"{name}: the caller holds all heads, but it splits them")
         layouts[name].check()
-    if plan.linear is not None:
-        _check_linear(plan, plan.linear)
+    if plan.linear_layout is not None:
+        _check_linear_layout(plan, plan.linear_layout)
 
 
-def _check_linear(plan: Plan, linear: Layout) -> None:
-    """The layout of the linear layers has every token of the queries, with all heads, once."""
+def _check_linear_layout(plan: Plan, linear: Layout) -> None:
+    """Check that the layout of the linear layers holds every token of the queries once, with all heads."""
     if linear.ranks != plan.ranks or linear.documents != plan.documents:
         raise PlanError(
-            f"linear: it is of {linear.ranks} ranks and {linear.documents}, the plan of {plan.ranks} and "
+            f"linear_layout: it is of {linear.ranks} ranks and {linear.documents}, the plan of {plan.ranks} and "
             f"{plan.documents}"
         )
     if linear.heads is not None:
-        raise PlanError("linear: linear layers have all heads, but it splits them")
+        raise PlanError("linear_layout: linear layers have all heads, but it splits them")
     linear.check()
 
 
-def _check_moves(plan: Plan) -> None:
-    for name, move in (("q_move", plan.q_move), ("kv_move", plan.kv_move)):
-        if move is not None:
-            check_move(move, name)
-
-
 def _check_heads(plan: Plan) -> None:
-    """Heads as a proof without heads needs them.
+    """Check the heads of all ranks, so that the sums can be computed without heads.
 
-    A rank has just the kv heads that its query heads read. Every key is on one rank for each query head: as keys and
-    values travel only between ranks with the same query heads, one sum over queries stands for each of a rank's heads,
-    and copies of a kv head, on ranks with other query heads, have sums over these.
+    A rank must have exactly the kv heads that its query heads read, and every key must be on one rank for each query
+    head. As keys and values travel only between ranks with the same query heads, one sum over queries is then valid for
+    each head of a rank; copies of a kv head on ranks with other query heads sum over those.
     """
     attention = plan.attention
     kv_heads, group = attention.kv_heads, attention.heads // attention.kv_heads
-    split = attention.heads if plan.q_layout.heads is not None else None
-    plan.q_layout.check(split)
+    split = attention.heads if plan.q_layout_compute.heads is not None else None
+    plan.q_layout_compute.check(split)
     for rank in range(plan.ranks):
-        (a, b), (c, d) = plan.q_layout.head_range(rank, attention.heads), plan.kv_layout.head_range(rank, kv_heads)
-        if (b > a and (c, d) != (a // group, -(-b // group))) or (b == a and d > c):
+        first, last = plan.q_layout_compute.head_range(rank, attention.heads)
+        kv_first, kv_last = plan.kv_layout_compute.head_range(rank, kv_heads)
+        expected = (first // group, -(-last // group))
+        if (last > first and (kv_first, kv_last) != expected) or (last == first and kv_last > kv_first):
             raise PlanError(
-                f"layout: rank {rank}: kv heads {c} to {d - 1} are not just those that query heads {a} to {b - 1} read"
+                f"layout: rank {rank}: kv heads {kv_first} to {kv_last - 1} are not exactly those that query heads "
+                f"{first} to {last - 1} read"
             )
     try:
-        replace(plan.kv_layout, heads=plan.q_layout.heads).check(split)
+        replace(plan.kv_layout_compute, heads=plan.q_layout_compute.heads).check(split)
     except PlanError as error:
-        raise PlanError(f"kv_layout: keys and values, by the query heads that read them: {error}") from None
+        raise PlanError(f"kv_layout_compute: keys and values, by the query heads that read them: {error}") from None
 
 
-def _check_heads_of_messages(plan: Plan, program: Program, name: str) -> None:
-    """Keys, values and their gradients travel between ranks with the same query heads."""
-    held = np.array([plan.q_layout.head_range(rank, plan.attention.heads) for rank in range(plan.ranks)])
+def _check_heads_of_messages(plan: Plan, program: Program, direction: str) -> None:
+    """Check that keys, values and their gradients travel only between ranks with the same query heads."""
+    ranges = plan.q_layout_compute.head_bounds(plan.attention.heads)
     for messages in (program.fetch, program.reduce):
-        other = np.flatnonzero((held[messages.items["src"]] != held[messages.items["dst"]]).any(1))
-        if len(other):
-            item = messages.items[other[0]]
+        wrong = np.flatnonzero((ranges[messages.items["src"]] != ranges[messages.items["dst"]]).any(1))
+        if len(wrong):
+            item = messages.items[wrong[0]]
             raise PlanError(
-                f"{name}: rank {item['src']}, step {item['start']}: keys and values, or their gradients, go to rank "
-                f"{item['dst']}, which has other heads"
+                f"{direction}: rank {item['src']}, step {item['start']}: keys and values, or their gradients, go to "
+                f"rank {item['dst']}, which has other heads"
             )

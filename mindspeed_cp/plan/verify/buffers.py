@@ -1,4 +1,4 @@
-"""What the engine allocates for the communication of one plan without parts, buffer by buffer."""
+"""Bytes of each communication buffer that the engine allocates for one plan without parts."""
 
 from __future__ import annotations
 
@@ -7,136 +7,157 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.layout import Redistribution, expand
+from mindspeed_cp.layout import Redistribution, ragged_arange
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages
 
 
 @dataclass(frozen=True)
-class Buffers:
-    """Bytes in one direction, int64; see `peak_bytes` for what they are.
+class BufferBytes:
+    """Bytes of the buffers of one direction, int64; `peak_bytes` describes them.
 
     Attributes:
-        kv: of receive buffers, [ranks].
-        gradients: of each slot's gradients, [ranks, slots].
-        staged: of staging in each step, [steps, ranks].
-        kept: results of the forward's moves that the backward still has, [ranks].
-        there, back: results of the moves before and after the steps, [ranks].
-        back_copies: the part of `back` that sums copies of kv heads, and is rounded afterwards, [ranks].
-        staged_there, staged_back: staging of these moves, [ranks].
-        sums_copies: a kv head is on several ranks, so gradients stay fp32 until they are back.
+        kv: receive buffers, [ranks].
+        gradients: gradients of each slot, [ranks, slots].
+        staging: staging in each step, [steps, ranks].
+        saved_inputs: redistributed q, k and v that the backward has from the forward, [ranks].
+        inputs, outputs: results of the redistributions before and after the steps, [ranks].
+        output_copies: the part of `outputs` in which copies of kv heads are summed and later rounded, [ranks].
+        input_staging, output_staging: staging of these redistributions, [ranks].
+        has_copies: True if a kv head is on several ranks; gradients then stay fp32 until they are redistributed.
     """
 
     kv: np.ndarray
     gradients: np.ndarray
-    staged: np.ndarray
-    kept: np.ndarray
-    there: np.ndarray
-    back: np.ndarray
-    back_copies: np.ndarray
-    staged_there: np.ndarray
-    staged_back: np.ndarray
-    sums_copies: bool
+    staging: np.ndarray
+    saved_inputs: np.ndarray
+    inputs: np.ndarray
+    outputs: np.ndarray
+    output_copies: np.ndarray
+    input_staging: np.ndarray
+    output_staging: np.ndarray
+    has_copies: bool
 
 
-#: For each rank the row numbers of a part among the caller's rows; None: they are all.
+#: Indices of a part's rows among the caller's rows, for each rank; None: the part has all rows.
 Rows = Sequence[np.ndarray] | None
 
 
-def buffers_of(plan: Plan, direction: str, size: int, rows: Rows = None, kv_rows: Rows = None) -> Buffers:
-    """Buffers of a plan without parts, `size` bytes an element; of a part, whose rows are some of the caller's, too."""
+def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_rows: Rows = None) -> BufferBytes:
+    """Return the buffers of a plan without parts.
+
+    Args:
+        plan: plan, or part of a plan.
+        direction: "forward" or "backward".
+        size: bytes of an element.
+        rows, kv_rows: rows of a part among the caller's rows of q, and of k and v.
+    """
     program: Program = getattr(plan, direction)
-    kv_heads = plan.attention.kv_heads
-    held = np.array([np.subtract(*plan.kv_layout.head_range(r, kv_heads)[::-1]) for r in range(plan.ranks)])
-    width = held * (plan.attention.head_dim + plan.attention.head_dim_v)
+    attention = plan.attention
+    kv_heads = plan.kv_layout_compute.head_counts(attention.kv_heads)
+    kv_width = kv_heads * (attention.head_dim + attention.head_dim_v)
     gradients = np.zeros_like(program.capacity)
     if direction == "backward":
         summed = np.zeros_like(program.capacity, bool)
         summed[:, 0] = True
         summed[program.contents["rank"], program.contents["slot"]] = True
         summed[program.reduce.items["dst"], program.reduce.items["dst_slot"]] = True
-        gradients = program.capacity * summed * width[:, None] * 4
-    staged = np.zeros((program.steps, plan.ranks), np.int64)
-    _add_staging(staged, program.fetch, size, receive_apart=~program.fetch.is_one_run("dst"))
-    _add_staging(staged, program.reduce, 4, receive_apart=np.ones(len(program.reduce), bool))
-    kv = program.capacity[:, 1:].sum(1) * width * size
-    return Buffers(kv, gradients, staged * width, *_moves(plan, direction, size, (rows, kv_rows)))
+        gradients = program.capacity * summed * kv_width[:, None] * 4
+    staging = np.zeros((program.steps, plan.ranks), np.int64)
+    _add_staging(staging, program.fetch, size, receive_apart=~program.fetch.is_contiguous("dst"))
+    _add_staging(staging, program.reduce, 4, receive_apart=np.ones(len(program.reduce), bool))
 
-
-def _moves(
-    plan: Plan, direction: str, size: int, rows: tuple[Rows, Rows]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool]:
-    """The fields of `Buffers` that moves have."""
-    qk, v = plan.attention.head_dim, plan.attention.head_dim_v
-    q_move, kv_move = plan.q_move, plan.kv_move
-    copies = kv_move is not None and kv_move.replicates
-    forward = [(q_move, qk * size), (kv_move, (qk + v) * size)]
+    qk, v = attention.head_dim, attention.head_dim_v
+    q, kv = plan.q_redistribution, plan.kv_redistribution
+    has_copies = kv is not None and kv.has_copies
+    forward_inputs = [(q, qk * size, rows), (kv, (qk + v) * size, kv_rows)]
+    q_output = (q, v * size, rows)
     if direction == "forward":
-        kept, there, back = [], forward, [(q_move, v * size)]
+        saved, inputs, outputs = [], forward_inputs, [q_output]
     else:
-        summed = 4 if copies else size
-        kept, there, back = forward, [(q_move, v * size)], [(q_move, qk * size), (kv_move, (qk + v) * summed)]
-
-    def bytes_of(count: str, moves: list[tuple[Redistribution | None, int]], adjoint: bool) -> np.ndarray:
-        found = np.zeros(plan.ranks, np.int64)
-        for move, width in moves:
-            if move is not None:
-                if count == "result":
-                    found += _result(move, adjoint) * width
-                else:
-                    found += held_apart(move, adjoint, rows[int(move is not q_move)]) * width
-        return found
-
-    return (
-        bytes_of("result", kept, False),
-        bytes_of("result", there, False),
-        bytes_of("result", back, True),
-        bytes_of("result", back[1:] if copies else [], True),
-        bytes_of("staging", there, False),
-        bytes_of("staging", back, True),
-        copies,
+        dkv_output = (kv, (qk + v) * (4 if has_copies else size), kv_rows)
+        saved, inputs, outputs = forward_inputs, [q_output], [(q, qk * size, rows), dkv_output]
+    return BufferBytes(
+        kv=program.capacity[:, 1:].sum(1) * kv_width * size,
+        gradients=gradients,
+        staging=staging * kv_width,
+        saved_inputs=_result_bytes(plan, saved, adjoint=False),
+        inputs=_result_bytes(plan, inputs, adjoint=False),
+        outputs=_result_bytes(plan, outputs, adjoint=True),
+        output_copies=_result_bytes(plan, outputs[1:] if has_copies else [], adjoint=True),
+        input_staging=_staging_bytes(plan, inputs, adjoint=False),
+        output_staging=_staging_bytes(plan, outputs, adjoint=True),
+        has_copies=has_copies,
     )
 
 
-def _result(move: Redistribution, adjoint: bool) -> np.ndarray:
-    """(row, head) pairs of a move's result, int64 [ranks]."""
-    if adjoint:
-        return move.source.token_counts * move.heads
-    ranges = [move.target.head_range(rank, move.heads) for rank in range(move.target.ranks)]
-    return move.target.token_counts * np.array([last - first for first, last in ranges])
+#: Redistribution (None: nothing moves), bytes of a (row, head), and rows of the part.
+Moved = tuple[Redistribution | None, int, Rows]
 
 
-def held_apart(move: Redistribution, adjoint: bool, rows: Rows = None) -> np.ndarray:
-    """(row, head) pairs that a move holds apart while it is under way, int64 [ranks], at most: parts of some heads, or
-    of rows in several places, on the side with all heads; rows in several places on the other; what is summed; and what
-    a rank keeps, where it gathers that from several places. `rows`: where the source's rows are among the caller's."""
-    out = np.zeros(move.source.ranks, np.int64)
-    for part in move.parts:
-        runs, pairs = move.runs_of(part), int(part["rows"] * part["heads"])
-        at, count = runs["src_row"], runs["rows"]
-        if rows is not None and not adjoint:  # the way back is to the part's own rows
-            at = rows[part["src"]][expand(at, count)]
-            count = np.ones_like(at)
-        if part["src"] == part["dst"]:
-            if not (_one_run(runs["dst_row"], runs["rows"]) if adjoint else _one_run(at, count)):
-                out[part["src"]] += pairs
+def _result_bytes(plan: Plan, moved: Sequence[Moved], adjoint: bool) -> np.ndarray:
+    """Return the bytes of the results of redistributions, int64 [ranks]."""
+    out = np.zeros(plan.ranks, np.int64)
+    for redistribution, width, _ in moved:
+        if redistribution is None:
             continue
-        some_heads = part["heads"] < move.heads and part["rows"] > 1
-        if some_heads or not _one_run(at, count) or (adjoint and move.replicates):
-            out[part["src"]] += pairs
-        if not _one_run(runs["dst_row"], runs["rows"]):
-            out[part["dst"]] += pairs
+        target, heads = redistribution.target, redistribution.heads
+        if adjoint:
+            out += redistribution.source.token_counts * heads * width
+        else:
+            out += target.token_counts * target.head_counts(heads) * width
     return out
 
 
-def _one_run(first: np.ndarray, rows: np.ndarray) -> bool:
+def _staging_bytes(plan: Plan, moved: Sequence[Moved], adjoint: bool) -> np.ndarray:
+    """Return the bytes of the staging of redistributions, int64 [ranks]."""
+    out = np.zeros(plan.ranks, np.int64)
+    for redistribution, width, rows in moved:
+        if redistribution is not None:
+            out += staging_volume(redistribution, adjoint, rows) * width
+    return out
+
+
+def staging_volume(redistribution: Redistribution, adjoint: bool, rows: Rows = None) -> np.ndarray:
+    """Return the (row, head) pairs that a redistribution stages, int64 [ranks]; an upper bound.
+
+    Staged are, on the side with all heads, rows of some heads only and rows from several places; on the other side,
+    rows from several places; copies that are summed; and rows that stay on a rank but are gathered from several places.
+
+    Args:
+        redistribution: redistribution.
+        adjoint: True for the move back to the source.
+        rows: indices of the source's rows among the caller's rows.
+    """
+    out = np.zeros(redistribution.source.ranks, np.int64)
+    for pair in redistribution.rank_pairs:
+        runs, volume = redistribution.runs_of(pair), int(pair["rows"] * pair["heads"])
+        src_row, count = runs["src_row"], runs["rows"]
+        if rows is not None and not adjoint:  # the adjoint writes to the part's own rows
+            src_row = rows[pair["src"]][ragged_arange(src_row, count)]
+            count = np.ones_like(src_row)
+        src_is_run, dst_is_run = _is_one_run(src_row, count), _is_one_run(runs["dst_row"], runs["rows"])
+        if pair["src"] == pair["dst"]:
+            if not (dst_is_run if adjoint else src_is_run):
+                out[pair["src"]] += volume
+            continue
+        some_heads = pair["heads"] < redistribution.heads and pair["rows"] > 1
+        if some_heads or not src_is_run or (adjoint and redistribution.has_copies):
+            out[pair["src"]] += volume
+        if not dst_is_run:
+            out[pair["dst"]] += volume
+    return out
+
+
+def _is_one_run(first: np.ndarray, rows: np.ndarray) -> bool:
     return bool((first[1:] == first[:-1] + rows[:-1]).all())
 
 
-def _add_staging(staged: np.ndarray, messages: Messages, size: int, receive_apart: np.ndarray) -> None:
-    for item, gathered, apart in zip(messages.items, ~messages.is_one_run("src"), receive_apart, strict=True):
+def _add_staging(staging: np.ndarray, messages: Messages, size: int, receive_apart: np.ndarray) -> None:
+    """Add the staging of messages, in bytes of one channel, to the steps in which they are in flight."""
+    for item, gathered, apart in zip(messages.items, ~messages.is_contiguous("src"), receive_apart, strict=True):
         steps = slice(item["start"], item["done"] + 1)
         if gathered:
-            staged[steps, item["src"]] += item["rows"] * size
+            staging[steps, item["src"]] += item["rows"] * size
         if apart:
-            staged[steps, item["dst"]] += item["rows"] * size
+            staging[steps, item["dst"]] += item["rows"] * size

@@ -1,4 +1,4 @@
-"""From a wrong sum to the rank, step and tile that are wrong.  Slow and exact; runs only when a proof has failed."""
+"""Explain a wrong sum: find the rank, step and tile that are wrong.  Slow; runs only after a proof has failed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
-from mindspeed_cp.layout import Documents, expand
-from mindspeed_cp.plan.config import AttentionConfig
+from mindspeed_cp.layout import Documents, ragged_arange
+from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import BAND, CAUSAL
 from mindspeed_cp.plan.tiles import visible_keys
@@ -16,10 +16,10 @@ from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
 from mindspeed_cp.plan.verify.structure import describe_tile
 
 
-def refuse_query(plan: Plan, program: Program, name: str, rank: int, row: int, tiles: np.ndarray) -> None:
-    """Raise PlanError for a query row that does not see each visible key once."""
-    token = int(program.q_layout.tokens(rank)[row])
-    doc, position = _place(plan.documents, token)
+def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, row: int, tiles: np.ndarray) -> None:
+    """Raise PlanError for a query row that does not see every visible key exactly once."""
+    token = int(program.q_layout_compute.tokens(rank)[row])
+    doc, position = _doc_and_position(plan.documents, token)
     keys, (left, right) = plan.kv_documents, program.attention.reach
     begin, length = int(keys.offsets[doc]), int(keys.lengths[doc])
     first, last = begin + min(max(position - left, 0), length), begin + min(max(position + right + 1, 0), length)
@@ -29,33 +29,36 @@ def refuse_query(plan: Plan, program: Program, name: str, rank: int, row: int, t
         same = (contents["step"] == tile["step"]) & (contents["slot"] == tile["slot"])
         content = contents[same & (contents["row"] <= tile["k_row"])][-1]
         spans = program.spans_in(content)
-        tokens = expand(spans["start"], spans["stop"] - spans["start"])
+        tokens = ragged_arange(spans["start"], spans["stop"] - spans["start"])
         k_row = int(tile["k_row"] - content["row"])
-        low, high = _seen_in(tile, row - int(tile["q_row"]), program.attention)
+        low, high = _visible_rows(tile, row - int(tile["q_row"]), program.attention)
         for key in tokens[k_row + low : k_row + high].tolist():
             seen.setdefault(key, []).append(tile)
     query = f"query {position} of document {doc} (row {row})"
-    for key, by in seen.items():
-        where = "; ".join(f"step {t['step']}, {describe_tile(t)}" for t in by)
+    for key, seen_by in seen.items():
+        where = "; ".join(f"step {tile['step']}, {describe_tile(tile)}" for tile in seen_by)
         if not first <= key < last:
-            other, at = _place(keys, key)
+            key_doc, key_position = _doc_and_position(keys, key)
             raise PlanError(
-                f"{name}: rank {rank}: {query} sees key {at} of document {other}, which its mask hides: {where}"
+                f"{direction}: rank {rank}: {query} sees key {key_position} of document {key_doc}, which its mask "
+                f"hides: "
+                f"{where}"
             )
-        if len(by) > 1:
+        if len(seen_by) > 1:
             raise PlanError(
-                f"{name}: rank {rank}: {query} sees key {key - begin} of its document {len(by)} times: {where}"
+                f"{direction}: rank {rank}: {query} sees key {key - begin} of its document {len(seen_by)} times: "
+                f"{where}"
             )
     missing = next(key for key in range(first, last) if key not in seen)
-    holder = next(r for r in range(plan.ranks) if missing in plan.kv_layout.tokens(r))
-    near = [c for c in program.contents_of(rank) if _holds(program, c, missing)]
+    holder = next(r for r in range(plan.ranks) if missing in plan.kv_layout_compute.tokens(r))
+    holding = [content for content in program.contents_of(rank) if _holds(program, content, missing)]
     when = (
-        f"step {near[0]['step']}, where slot {near[0]['slot']} holds it"
-        if near
-        else "any step: it is never brought there"
+        f"step {holding[0]['step']}, where slot {holding[0]['slot']} holds it"
+        if holding
+        else "any step: it never arrives there"
     )
     raise PlanError(
-        f"{name}: rank {rank}: {query} does not see key {missing - begin} of its document, owned by rank "
+        f"{direction}: rank {rank}: {query} does not see key {missing - begin} of its document, owned by rank "
         f"{holder}, in {when}"
     )
 
@@ -65,7 +68,7 @@ def _holds(program: Program, content: np.ndarray, token: int) -> bool:
     return bool(((spans["start"] <= token) & (token < spans["stop"])).any())
 
 
-def refuse_gradient(
+def raise_wrong_gradient(
     plan: Plan,
     program: Program,
     rank: int,
@@ -75,34 +78,31 @@ def refuse_gradient(
 ) -> None:
     """Raise PlanError for a key row whose gradient is not the sum over the queries that see it.
 
-    The program is run once for every rank with the numbers of all other ranks' queries at zero: that shows whose part
-    is lost or counted twice on the way.
+    The program is run once for each rank with the numbers of all other ranks' queries set to zero, which shows the rank
+    whose contribution is lost or counted twice on the way.
     """
-    token = int(plan.kv_layout.tokens(rank)[row])
-    doc, position = _place(plan.kv_documents, token)
+    token = int(plan.kv_layout_compute.tokens(rank)[row])
+    doc, position = _doc_and_position(plan.kv_documents, token)
     key = f"key {position} of document {doc}, owned by rank {rank} (row {row})"
-    a, b = numbers
+    query_numbers, key_numbers = numbers
     for computing in range(plan.ranks):
-        mine = np.zeros_like(a)
-        mine[program.q_layout.tokens(computing)] = a[program.q_layout.tokens(computing)]
-        run = Interpreter(plan, program, "backward", tiles, mine, b)
-        run.run()
-        want = expected_sums(plan.documents, plan.kv_documents, program.attention, mine, b)[1][token]
-        got = run.gradient[rank][0][row]
-        if got == want:
+        rank_numbers, tokens = np.zeros_like(query_numbers), program.q_layout_compute.tokens(computing)
+        rank_numbers[tokens] = query_numbers[tokens]
+        interpreter = Interpreter(plan, program, "backward", tiles, rank_numbers, key_numbers)
+        interpreter.run()
+        sums = expected_sums(plan.documents, plan.kv_documents, program.attention, rank_numbers, key_numbers)
+        got, expected = interpreter.gradient[rank][0][row], sums[1][token]
+        if got == expected:
             continue
-        steps = [int(c["step"]) for c in program.contents_of(computing) if _holds(program, c, token)]
-        what = (
-            "is lost"
-            if got == 0
-            else "comes back more than once"
-            if _multiple(got, want)
-            else "is not what it should be"
-        )
+        contents = program.contents_of(computing)
+        steps = [int(content["step"]) for content in contents if _holds(program, content, token)]
+        fault = "is lost" if got == 0 else "is wrong"
+        if got != 0 and _is_multiple(got, expected):
+            fault = "comes back more than once"
         raise PlanError(
             f"backward: rank {computing}, step {steps[0] if steps else 'none'}: its part of the gradient of {key} "
-            f"{what} on the way to "
-            "the owner; see the reduces that leave the slot it is computed in"
+            f"{fault} "
+            "on the way to the owner; see the reduces that leave the slot in which it is computed"
         )
     raise PlanError(
         f"backward: rank {rank}, step {program.steps - 1}: the gradient of {key} is wrong, though every rank's "
@@ -110,12 +110,12 @@ def refuse_gradient(
     )
 
 
-def _multiple(got: np.uint64, want: np.uint64) -> bool:
-    return any(int(got) == int(want) * times % 2**64 for times in range(2, 9))
+def _is_multiple(got: np.uint64, expected: np.uint64) -> bool:
+    return any(int(got) == int(expected) * times % 2**64 for times in range(2, 9))
 
 
-def _seen_in(tile: np.ndarray, row: int, attention: AttentionConfig) -> tuple[int, int]:
-    """First and last-plus-one key of the tile that its q row `row` sees."""
+def _visible_rows(tile: np.ndarray, row: int, attention: AttentionConfig) -> tuple[int, int]:
+    """Return the first and last-plus-one key row of the tile that its q row `row` sees."""
     rows = int(tile["k_rows"])
     if tile["mask"] == BAND:
         first, last = visible_keys(tile.reshape(1), attention)
@@ -123,6 +123,6 @@ def _seen_in(tile: np.ndarray, row: int, attention: AttentionConfig) -> tuple[in
     return 0, rows - (int(tile["q_rows"]) - 1 - row if tile["mask"] == CAUSAL else 0)
 
 
-def _place(documents: Documents, token: int) -> tuple[int, int]:
+def _doc_and_position(documents: Documents, token: int) -> tuple[int, int]:
     doc = int(documents.document_of(np.asarray(token)))
     return doc, token - int(documents.offsets[doc])

@@ -1,5 +1,4 @@
-"""Second part of the proof: no row is received while it is read, sent or received once more; no gradient leaves while
-it is still summed."""
+"""Lifetimes: no row is received while it is read, sent or received again; no gradient is sent while it is summed."""
 
 from __future__ import annotations
 
@@ -14,40 +13,47 @@ from mindspeed_cp.plan.records import Messages
 Intervals = tuple[np.ndarray, np.ndarray]  # first and last-plus-one address of runs of rows
 
 
-def check_lifetimes(program: Program, tiles: Sequence[np.ndarray], name: str) -> None:
-    """Raise PlanError naming rank, step and slot of the first row that is used in two ways at once.
+def check_lifetimes(program: Program, tiles: Sequence[np.ndarray], direction: str) -> None:
+    """Check that no row is used in two conflicting ways in one step.
 
-    All slots of all ranks are laid one behind the other, so that a row is one address and every conflict is an
-    overlap of two intervals in some step.
+    The slots of all ranks are concatenated into one address space, so that every conflict is an overlap of two
+    intervals.
 
     Args:
-        program: the program, structurally sound.
-        tiles: for every rank its tiles.
-        name: "forward" or "backward".
+        program: program that has passed `check_program`.
+        tiles: tiles of each rank.
+        direction: "forward" or "backward", for the message.
+
+    Raises:
+        PlanError: names rank, step, slot and row of the first conflict.
     """
     space = _Addresses(program)
     fetches = space.of_messages(program.fetch)
     reduces = space.of_messages(program.reduce)
     reads = space.of_tiles(tiles)
     for step in range(program.steps):
-        flying = _flying(fetches, step)
-        received, sent = flying["dst"], flying["src"]
+        fetched = _in_flight(fetches, step)
+        received, sent = fetched["dst"], fetched["src"]
         read = _select(reads, reads["step"] == step)
-        space.refuse_twice(received, name, step, "is received by two messages at once")
-        space.refuse_overlap(received, sent, name, step, "is received while it is being sent")
-        space.refuse_overlap(received, read, name, step, "is received while a tile reads it")
+        space.forbid_double(received, direction, step, "is received by two messages at once")
+        space.forbid_overlap(received, sent, direction, step, "is received while it is being sent")
+        space.forbid_overlap(received, read, direction, step, "is received while a tile reads it")
 
-        leaving = _flying(reduces, step)["src"]
+        leaving = _in_flight(reduces, step)["src"]
         landing = _select(reduces["dst"], reduces["done"] == step)
-        space.refuse_overlap(leaving, read, name, step, "has its gradient sent while a tile still adds to it")
-        space.refuse_overlap(leaving, landing, name, step, "has its gradient sent while another one is added to it")
+        space.forbid_overlap(leaving, read, direction, step, "has its gradient sent while a tile still adds to it")
+        space.forbid_overlap(
+            leaving, landing, direction, step, "has its gradient sent while another gradient is added to it"
+        )
         reset = _select(fetches["dst"], fetches["done"] == step)
         staying = _select(reduces["src"], (reduces["start"] <= step) & (step < reduces["done"]))
-        space.refuse_overlap(staying, reset, name, step, "has its gradient sent while a landing fetch starts it anew")
+        space.forbid_overlap(
+            staying, reset, direction, step, "has its gradient sent while a fetch that lands sets it to zero"
+        )
 
 
 class _Addresses:
-    """Rows of all slots of all ranks, numbered one after the other."""
+    """Addresses of the rows of all slots of all ranks."""
 
     def __init__(self, program: Program) -> None:
         self.slots = program.capacity.shape[1]
@@ -57,6 +63,7 @@ class _Addresses:
         return self.base[rank * self.slots + slot] + row
 
     def of_messages(self, messages: Messages) -> dict:
+        """Return the runs of messages at both ends, with their start and done steps."""
         owner, runs = messages.flat_runs
         items = messages.items[owner]
         out = {"start": items["start"], "done": items["done"]}
@@ -66,21 +73,21 @@ class _Addresses:
         return out
 
     def of_tiles(self, tiles: Sequence[np.ndarray]) -> dict:
-        """Rows read by tiles; tiles of a step are mostly neighbours, so runs that touch are joined by `_overlap`'s
-        sort."""
-        first = np.concatenate([self.address(rank, t["slot"], t["k_row"]) for rank, t in enumerate(tiles)])
-        rows = np.concatenate([t["k_rows"] for t in tiles])
-        return {"step": np.concatenate([t["step"] for t in tiles]), 0: first, 1: first + rows}
+        """Return the runs of rows that tiles read, with their steps."""
+        first = np.concatenate([self.address(rank, tile["slot"], tile["k_row"]) for rank, tile in enumerate(tiles)])
+        rows = np.concatenate([tile["k_rows"] for tile in tiles])
+        return {"step": np.concatenate([tile["step"] for tile in tiles]), 0: first, 1: first + rows}
 
-    def refuse_twice(self, runs: Intervals, name: str, step: int, why: str) -> None:
+    def forbid_double(self, runs: Intervals, direction: str, step: int, why: str) -> None:
+        """Raise PlanError if two of the runs overlap."""
         order = np.argsort(runs[0], kind="stable")
         first, end = runs[0][order], np.maximum.accumulate(runs[1][order])
-        twice = np.flatnonzero(first[1:] < end[:-1])
-        if len(twice):
-            self._refuse(int(first[twice[0] + 1]), name, step, why)
+        overlap = np.flatnonzero(first[1:] < end[:-1])
+        if len(overlap):
+            self._raise(int(first[overlap[0] + 1]), direction, step, why)
 
-    def refuse_overlap(self, a: Intervals, b: Intervals, name: str, step: int, why: str) -> None:
-        """a and b must have no row in common."""
+    def forbid_overlap(self, a: Intervals, b: Intervals, direction: str, step: int, why: str) -> None:
+        """Raise PlanError if a and b have a row in common."""
         if not len(a[0]) or not len(b[0]):
             return
         starts, ends = np.sort(a[0]), np.sort(a[1])
@@ -88,15 +95,16 @@ class _Addresses:
         hit = np.flatnonzero(common > 0)
         if len(hit):
             inside = (a[0] < b[1][hit[0]]) & (a[1] > b[0][hit[0]])
-            self._refuse(int(max(b[0][hit[0]], a[0][inside].min())), name, step, why)
+            self._raise(int(max(b[0][hit[0]], a[0][inside].min())), direction, step, why)
 
-    def _refuse(self, address: int, name: str, step: int, why: str) -> None:
-        place = int(np.searchsorted(self.base, address, "right")) - 1
-        rank, slot = divmod(place, self.slots)
-        raise PlanError(f"{name}: rank {rank}, step {step}: row {address - int(self.base[place])} of slot {slot} {why}")
+    def _raise(self, address: int, direction: str, step: int, why: str) -> None:
+        index = int(np.searchsorted(self.base, address, "right")) - 1
+        rank, slot = divmod(index, self.slots)
+        row = address - int(self.base[index])
+        raise PlanError(f"{direction}: rank {rank}, step {step}: row {row} of slot {slot} {why}")
 
 
-def _flying(messages: dict, step: int) -> dict[str, Intervals]:
+def _in_flight(messages: dict, step: int) -> dict[str, Intervals]:
     now = (messages["start"] <= step) & (step <= messages["done"])
     return {side: _select(messages[side], now) for side in ("src", "dst")}
 

@@ -5,145 +5,151 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
-from mindspeed_cp.layout import expand
-from mindspeed_cp.plan.combine import conclusions, rows_of
+from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.plan.parts import part_ends, part_rows
 from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.plan.records import record
-from mindspeed_cp.plan.verify.buffers import Buffers, buffers_of
+from mindspeed_cp.plan.records import int64_record
+from mindspeed_cp.plan.verify.buffers import BufferBytes, buffer_bytes
 
-#: Bytes of one rank: K/V receive buffers, fp32 gradients, what moves between layouts make, staging of what is under way
-#: (its largest moment), total.
-PEAK = record("kv gradients moved staging total")
+#: Bytes of one rank: K/V receive buffers, fp32 gradients, results of redistributions, staging (its largest moment),
+#: total.
+PEAK = int64_record("kv gradients redistributed staging total")
 
 
 def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.ndarray:
-    """Bytes of communication buffers of every rank, and of nothing else.
+    """Return the peak bytes of the communication buffers of every rank.
 
-    Counted is what the engine allocates so that rows can travel:
+    Counted are the buffers that the engine allocates for communication:
 
-    * kv: slots 1 and up, K and V, for the whole program;
-    * gradients (backward): dK and dV in fp32 of every slot that is computed or receives a reduce, for the whole
-      program;
-    * moved: results of moves between the caller's layouts and those of the computation: q, k, v and out in the forward,
-      dout, dq, dk and dv in the backward, where those of q, k and v, kept from the forward, count as well;
-    * staging: rows that leave from several places are gathered, K and V that land in several places and every reduce
-      are received apart; in moves, heads too are cut out and put in. The largest sum over what is under way at once.
+    * kv: K and V of slots 1 and up, for the whole program;
+    * gradients (backward): fp32 dK and dV of every slot that is computed or receives a reduce, for the whole program;
+    * redistributed: results of redistributions between the layouts of the caller and of the computation: q, k, v and
+      out in the forward; dout, dq, dk and dv in the backward, which also counts q, k and v saved from the forward;
+    * staging: rows sent from several places are gathered; K and V that land in several places, and all reduces, are
+      received separately; in redistributions, heads are cut out and put in. The largest sum over all messages in
+      flight.
 
-    Not counted is what one rank alone would need as well. With t rows of queries and r of keys that this rank computes
-    with, h and g heads of them, widths d and e (of v and the output), b bytes an element; the terms in b are there
-    where b < 4, as fp32 is not rounded:
+    Not counted is memory that one rank alone would need as well. Let t rows of queries and r rows of keys be computed
+    on the rank, with h and g heads of widths d (q, k) and e (v, output), and b bytes in an element. Terms with b exist
+    only if b < 4, as fp32 is not rounded:
 
-    * forward: out and its lse, in fp32 and rounded: t*h*(4*e + 4) + b*t*h*e;
+    * forward: out and its lse in fp32, and out rounded: t*h*(4*e + 4) + b*t*h*e;
     * backward: out and lse from the forward (t*h*(b*e + 4)), dq in fp32 and rounded (4*t*h*d + b*t*h*d), dk and dv
-      rounded (b*r*g*(d + e)). Where a kv head is on several ranks, dk and dv are rounded last, rows and heads of the
-      caller's layout, when the rounded dq has gone: the larger of the two terms counts;
-    * copies of q, k, v and of the output's gradient, where the caller's are not contiguous: as large as these;
-    * the caller's tensors, and what the kernels of the attention operator make of one call.
+      rounded (b*r*g*(d + e)). If a kv head is on several ranks, dk and dv are rounded last, for rows and heads of the
+      caller's layout, when the rounded dq has been freed: the larger of the two terms counts;
+    * contiguous copies of q, k, v and dout if the caller's are not contiguous, of the same size;
+    * the caller's tensors, and memory of the kernels during one call.
 
-    A plan of parts has the buffers of each part from its first turn until it is concluded, and what its moves make from
-    before all turns until after them. Counted as moved, too, are rows of a part that do not lie together, which are
-    gathered where it has no move that does so, and the caller's tensors, into which the parts' results are put.
+    In a plan of parts, the buffers of a part exist from its first step until it is concluded, and results of
+    redistributions from before all steps until after them. "redistributed" then also counts rows of a part that are not
+    consecutive and are gathered because no redistribution does so, and the caller's tensors that collect the results of
+    the parts.
 
     Args:
-        plan: the plan.
+        plan: plan.
         direction: "forward" or "backward".
-        bytes_per_element: of K and V.
+        bytes_per_element: element size of K and V.
 
     Returns:
-        Records of dtype PEAK [ranks]. Its parts need not be largest at the same time: the total is a bound of what is
-        counted.
+        Records of dtype PEAK [ranks]. The fields may reach their peaks at different times; the total is an upper bound.
     """
-    made = [
-        buffers_of(piece, direction, bytes_per_element, _rows(plan, number, False), _rows(plan, number, True))
-        for number, piece in enumerate(plan.pieces)
+    buffers = [
+        buffer_bytes(part, direction, bytes_per_element, _rows(plan, index, False), _rows(plan, index, True))
+        for index, part in enumerate(plan.parts_or_self)
     ]
     out = np.zeros(plan.ranks, PEAK)
     if plan.parts:
-        out["kv"], out["gradients"], out["staging"] = _while_turns(plan, direction, made, bytes_per_element)
-        out["moved"] = _moved_by_parts(plan, direction, made, bytes_per_element)
+        out["kv"], out["gradients"], out["staging"] = _peak_over_steps(plan, direction, buffers, bytes_per_element)
+        out["redistributed"] = _redistributed_by_parts(plan, direction, buffers, bytes_per_element)
     else:
-        (one,) = made
-        out["kv"], out["gradients"], out["moved"] = one.kv, one.gradients.sum(1), one.kept + one.there + one.back
-        out["staging"] = np.maximum(one.staged.max(0), np.maximum(one.staged_there, one.staged_back))
-    out["total"] = out["kv"] + out["gradients"] + out["moved"] + out["staging"]
+        (only,) = buffers
+        out["kv"], out["gradients"] = only.kv, only.gradients.sum(1)
+        out["redistributed"] = only.saved_inputs + only.inputs + only.outputs
+        out["staging"] = np.maximum(only.staging.max(0), np.maximum(only.input_staging, only.output_staging))
+    out["total"] = out["kv"] + out["gradients"] + out["redistributed"] + out["staging"]
     return out
 
 
-def _while_turns(
-    plan: Plan, direction: str, made: list[Buffers], size: int
+def _peak_over_steps(
+    plan: Plan, direction: str, buffers: list[BufferBytes], size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The most bytes of K/V buffers, of gradients and of staging at any time, int64 [ranks] each: before all turns, in
-    each, and after them."""
-    turns, ends = plan.turns(direction), conclusions(plan, direction)
-    begins = [turns.index((part, 0)) for part in range(len(made))]
-    at = [-1] * len(made)  # the step of each part
-    kv, gradients, staging = np.zeros((3, len(turns) + 2, plan.ranks), np.int64)
-    for now, turn in enumerate((None, *turns, None), -1):
-        if turn is not None:
-            at[turn[0]] = turn[1]
-        for part, one in enumerate(made):
-            lives, stays = begins[part] <= now <= ends[part], size == 4 or one.sums_copies
-            kv[now] += one.kv * lives
-            gradients[now] += one.gradients[:, 1:].sum(1) * lives
-            gradients[now] += one.gradients[:, 0] * (begins[part] <= now if stays else lives)
+    """Return the peak bytes of K/V buffers, of gradients and of staging over the step order of a plan of parts,
+    including the times before and after all steps; int64 [ranks] each."""
+    order, ends = plan.step_order(direction), part_ends(plan, direction)
+    begins = [order.index((part, 0)) for part in range(len(buffers))]
+    part_step = [-1] * len(buffers)  # current step of each part
+    kv, gradients, staging = np.zeros((3, len(order) + 2, plan.ranks), np.int64)
+    for now, entry in enumerate((None, *order, None), -1):
+        if entry is not None:
+            part_step[entry[0]] = entry[1]
+        for part, part_buffers in enumerate(buffers):
+            lives, in_fp32 = begins[part] <= now <= ends[part], size == 4 or part_buffers.has_copies
+            kv[now] += part_buffers.kv * lives
+            gradients[now] += part_buffers.gradients[:, 1:].sum(1) * lives
+            gradients[now] += part_buffers.gradients[:, 0] * (begins[part] <= now if in_fp32 else lives)
             if now < begins[part]:
-                staging[now] += one.staged_there
+                staging[now] += part_buffers.input_staging
             elif now <= ends[part]:
-                back = one.staged_back if now == ends[part] else 0
-                staging[now] += np.maximum(one.staged[at[part]], back)
+                output_staging = part_buffers.output_staging if now == ends[part] else 0
+                staging[now] += np.maximum(part_buffers.staging[part_step[part]], output_staging)
             else:
-                staging[now] += one.staged_back
+                staging[now] += part_buffers.output_staging
     return kv.max(0), gradients.max(0), staging.max(0)
 
 
-def _moved_by_parts(plan: Plan, direction: str, made: list[Buffers], size: int) -> np.ndarray:
-    """Bytes of rows that parts gather, of what their moves make, and of the caller's tensors, int64 [ranks]."""
-    a = plan.attention
-    q_row, kv_row, out_row = a.heads * a.head_dim, a.kv_heads * (a.head_dim + a.head_dim_v), a.heads * a.head_dim_v
+def _redistributed_by_parts(plan: Plan, direction: str, buffers: list[BufferBytes], size: int) -> np.ndarray:
+    """Return the bytes of gathered rows, of results of redistributions and of the caller's tensors, int64 [ranks]."""
+    attention = plan.attention
+    q_row, out_row = attention.heads * attention.head_dim, attention.heads * attention.head_dim_v
+    kv_row = attention.kv_heads * (attention.head_dim + attention.head_dim_v)
     out = np.zeros(plan.ranks, np.int64)
     for rank in range(plan.ranks):
-        rows, kv_rows = ([_gathered(plan, part, rank, keys) for part in range(len(made))] for keys in (False, True))
+        rows, kv_rows = (
+            [_gathered_rows(plan, part, rank, keys) for part in range(len(buffers))] for keys in (False, True)
+        )
         whole, kv_whole = (
             0 if any(count is None for count in counts) else int(layout.token_counts[rank])
-            for counts, layout in ((rows, plan.layout), (kv_rows, plan.layout_kv))
+            for counts, layout in ((rows, plan.layout), (kv_rows, plan.kv_layout_in))
         )
-        q_taken = sum(n for part, n in zip(plan.parts, rows, strict=True) if n and part.q_move is None)
-        kv_taken = sum(n for part, n in zip(plan.parts, kv_rows, strict=True) if n and part.kv_move is None)
-        kept = (q_taken * q_row + kv_taken * kv_row) * size
-        there, back = sum(int(one.there[rank]) for one in made), sum(int(one.back[rank]) for one in made)
+        q_gathered = sum(n for part, n in zip(plan.parts, rows, strict=True) if n and part.q_redistribution is None)
+        kv_gathered = sum(
+            n for part, n in zip(plan.parts, kv_rows, strict=True) if n and part.kv_redistribution is None
+        )
+        saved = (q_gathered * q_row + kv_gathered * kv_row) * size
+        inputs, outputs = sum(int(b.inputs[rank]) for b in buffers), sum(int(b.outputs[rank]) for b in buffers)
         if direction == "forward":
-            out[rank] = kept + there + back + whole * out_row * size
+            out[rank] = saved + inputs + outputs + whole * out_row * size
             continue
-        kept += sum(int(one.kept[rank]) for one in made)
-        left = back - sum(int(one.back_copies[rank]) for one in made if size < 4)  # rounded when a part returns
+        saved += sum(int(b.saved_inputs[rank]) for b in buffers)
+        rounded = outputs - sum(int(b.output_copies[rank]) for b in buffers if size < 4)  # copies: rounded per part
         results = (whole * q_row + kv_whole * kv_row) * size
-        out[rank] = kept + max(there + q_taken * out_row * size + back, left + results)
+        out[rank] = saved + max(inputs + q_gathered * out_row * size + outputs, rounded + results)
     return out
 
 
 def _rows(plan: Plan, part: int, keys: bool) -> list[np.ndarray] | None:
-    """Row numbers of a part on each rank; None in a plan without parts."""
-    return [expand(*rows_of(plan, part, rank, keys)) for rank in range(plan.ranks)] if plan.parts else None
+    """Return the row indices of a part on each rank, or None for a plan without parts."""
+    return [ragged_arange(*part_rows(plan, part, rank, keys)) for rank in range(plan.ranks)] if plan.parts else None
 
 
-def _gathered(plan: Plan, part: int, rank: int, keys: bool) -> int | None:
-    """Rows of a part that are copied to be together: 0 where they are one run; None where they are all the rank's."""
-    first, count = rows_of(plan, part, rank, keys)
+def _gathered_rows(plan: Plan, part: int, rank: int, keys: bool) -> int | None:
+    """Return the number of gathered rows of a part: 0 if they are one run, None if they are all of the rank."""
+    first, count = part_rows(plan, part, rank, keys)
     rows = int(count.sum())
-    if rows == (plan.layout_kv if keys else plan.layout).token_counts[rank]:
+    if rows == (plan.kv_layout_in if keys else plan.layout).token_counts[rank]:
         return None
     return 0 if (first[1:] == first[:-1] + count[:-1]).all() else rows
 
 
-def check_memory(plan: Plan, max_bytes: int, bytes_per_element: int) -> None:
-    """Raise PlanError naming the rank and direction whose buffers pass `max_bytes`."""
+def check_peak_bytes(plan: Plan, max_bytes: int, bytes_per_element: int) -> None:
+    """Raise PlanError naming the rank and direction whose communication buffers exceed `max_bytes`."""
     for direction in ("forward", "backward"):
-        peak = peak_bytes(plan, direction, bytes_per_element)
-        rank = int(np.argmax(peak["total"]))
-        if peak["total"][rank] > max_bytes:
-            p = peak[rank]
+        peaks = peak_bytes(plan, direction, bytes_per_element)
+        rank = int(np.argmax(peaks["total"]))
+        peak = peaks[rank]
+        if peak["total"] > max_bytes:
             raise PlanError(
-                f"{direction}: rank {rank}: communication buffers take {p['total']} bytes ({p['kv']} keys and values, "
-                f"{p['gradients']} gradients, {p['moved']} moved, {p['staging']} staging), more than the bound of "
-                f"{max_bytes}"
+                f"{direction}: rank {rank}: communication buffers take {peak['total']} bytes ({peak['kv']} keys and "
+                f"values, {peak['gradients']} gradients, {peak['redistributed']} redistributed, {peak['staging']} "
+                f"staging), more than the bound of {max_bytes}"
             )

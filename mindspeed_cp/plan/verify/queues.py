@@ -1,4 +1,4 @@
-"""Third part of the proof: no dead-lock, even if every send waits for its receiver."""
+"""Queues: no dead-lock, even if every send waits for its receiver."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.verify.structure import describe_message
 
 
-def check_queues(program: Program, name: str) -> None:
-    """Simulate every rank with one queue of sends and one of receives, each served strictly in order.
+def check_queues(program: Program, direction: str) -> None:
+    """Simulate all ranks, each with one queue of sends and one queue of receives that are served in order.
 
-    A rank posts the messages of a step (reduces, then fetches, in the plan's order) and enters the next step when those
-    due in this one are finished. A message moves when it is at the head of its sender's queue of sends and of its
-    receiver's queue of receives: that is synchronous sending with one stream for each direction, the strictest
-    transport there is.
+    A rank posts the messages of a step (reduces, then fetches, in the plan's order) and enters the next step when the
+    messages due in this step are finished. A message moves when it is at the head of its sender's queue of sends and of
+    its receiver's queue of receives. This is synchronous sending with one stream for each direction, the strictest
+    transport.
 
     Raises:
-        PlanError: some rank never finishes; names rank, step and the message that it waits for.
+        PlanError: a rank never finishes; names rank, step and the message for which it waits.
     """
     table = [("reduce", item) for item in program.reduce.items] + [("fetch", item) for item in program.fetch.items]
     table.sort(key=lambda entry: int(entry[1]["start"]))  # stable: in a step reduces first, then the plan's order
     items = [item for _, item in table]
-    src, dst = [int(x["src"]) for x in items], [int(x["dst"]) for x in items]
+    src, dst = [int(item["src"]) for item in items], [int(item["dst"]) for item in items]
     sends: list[deque[int]] = [deque() for _ in range(program.ranks)]
     receives: list[deque[int]] = [deque() for _ in range(program.ranks)]
     due: list[dict[int, set[int]]] = [{} for _ in range(program.ranks)]  # rank -> step -> unfinished messages
@@ -42,11 +42,11 @@ def check_queues(program: Program, name: str) -> None:
             number = to_post[rank].popleft()
             (sends[rank] if src[number] == rank else receives[rank]).append(number)
         for head in [queue[0] for queue in (sends[rank], receives[rank]) if queue]:
-            a, b = src[head], dst[head]
-            if sends[a] and receives[b] and sends[a][0] == receives[b][0] == head:
-                sends[a].popleft()
-                receives[b].popleft()
-                for end in (a, b):
+            sender, receiver = src[head], dst[head]
+            if sends[sender] and receives[receiver] and sends[sender][0] == receives[receiver][0] == head:
+                sends[sender].popleft()
+                receives[receiver].popleft()
+                for end in (sender, receiver):
                     due[end][int(items[head]["done"])].discard(head)
                     active.append(end)
         if not due[rank].get(step[rank]):
@@ -57,6 +57,6 @@ def check_queues(program: Program, name: str) -> None:
         rank = min(stuck, key=lambda r: step[r])
         kind, waiting = table[min(due[rank][step[rank]])]
         raise PlanError(
-            f"{name}: rank {rank}, step {step[rank]}: dead-lock, if sends wait for their receivers: it waits for "
+            f"{direction}: rank {rank}, step {step[rank]}: dead-lock if sends wait for their receivers: it waits for "
             f"{describe_message(kind, waiting)}; {len(stuck)} ranks never finish"
         )

@@ -1,29 +1,28 @@
-"""The page of a picture of a plan: where its columns, rows, squares, bars and words stand. Inches, y downwards."""
+"""Canvas of the tile map of a plan: places of columns, rows, squares, bars and texts, in inches, y downwards."""
 
 from __future__ import annotations
 
 import colorsys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_cp.report.summary import PlanSummary
+from mindspeed_cp.report.plan.summary import PlanSummary
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 MARGIN, GAP = 0.3, 0.14
-LARGEST, WIDEST, TALLEST = 1.8, 40.0, 60.0  # of a square, and of the page
-CAPTION = 0.17  # height of a line of small text
+MAX_SQUARE, MAX_WIDTH, MAX_HEIGHT = 1.8, 40.0, 60.0  # of a square, and of the page
+CAPTION_HEIGHT = 0.17  # height of a line of small text
 LEGEND_LINE = 0.2
-READABLE = 1.15  # squares of this size and more have captions
+MIN_CAPTIONED_SQUARE = 1.15  # squares of this size and more have captions
 
 
-def colours(ranks: int) -> list[tuple[float, float, float]]:
-    """A colour for each rank; neighbours differ, none is grey."""
+def rank_colours(ranks: int) -> list[tuple[float, float, float]]:
+    """Return a colour for each rank; neighbours differ, none is grey."""
     few = ["1f77b4", "ff7f0e", "2ca02c", "d62728", "9467bd", "8c564b", "e377c2", "bcbd22", "17becf"]
     if ranks <= len(few):
         return [(int(c[:2], 16) / 255, int(c[2:4], 16) / 255, int(c[4:], 16) / 255) for c in few[:ranks]]
@@ -32,95 +31,77 @@ def colours(ranks: int) -> list[tuple[float, float, float]]:
     ]
 
 
-def shading(share: float) -> tuple[float, float, float]:
-    """From white, for 0, to a dark blue, for 1."""
+def shade_of(share: float) -> tuple[float, float, float]:
+    """Return a colour between white, for 0, and dark blue, for 1."""
     return (1 - 0.9 * share, 1 - 0.7 * share, 1 - 0.45 * share)
 
 
-@dataclass
-class Page:
+class TileMapCanvas:
     """Draws on one figure.
 
+    Args:
+        summary: summary of the plan.
+        dpi: pixels per inch.
+
     Attributes:
-        figure: matplotlib's.
+        figure, axes: matplotlib's.
         cell: side of a square.
-        rows, steps: of squares.
-        captions: whether squares are large enough for words.
+        rows, steps: numbers of squares.
+        captions: True if squares are large enough for captions.
         left, holds, before, first, after, bars, bar_width, width: columns from left to right: what a rank holds (begin
-            and width), band before the steps, first square, band after the steps, bars (begin and width), page.
-        top, pitch: first row of squares, and from row to row.
-        shaded: whether squares are shaded instead of filled with tiles.
+            and width), band before the steps, first square, band after the steps, bars (begin and width), the figure.
+        top, pitch: first row of squares, and distance between rows.
+        shaded: True if squares are shaded by their work instead of filled with tiles.
     """
 
-    figure: Figure
-    axes: Any
-    cell: float
-    rows: int
-    steps: int
-    captions: bool
-    left: float
-    holds: float
-    before: float
-    first: float
-    after: float
-    bars: float
-    bar_width: float
-    width: float
-    top: float
-    pitch: float
-    shaded: bool = False
-
-    @staticmethod
-    def of(numbers: PlanSummary, dpi: int) -> Page:
-        """An empty page for a plan."""
+    def __init__(self, summary: PlanSummary, dpi: int) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        rows, steps = numbers.work.shape
-        band = 0.5 if numbers.moves else 0.0
-        left = MARGIN + (0.3 if numbers.topology.nodes > 1 else 0.0)
-        bar_width, spare = 1.25, 2.4
-        across = (WIDEST - left - spare - 2 * band - bar_width - 2 * MARGIN) / steps - GAP
-        down = (TALLEST - 3.0) / rows - GAP
-        cell = min(LARGEST, max(0.2, min(across, down)))
-        captions = cell >= READABLE
-        holds = 1.75 if captions else 0.85
-        before = left + holds + GAP
-        first = before + band
-        after = first + steps * (cell + GAP)
-        bars = after + band
-        width = max(bars + bar_width + MARGIN, 9.0)
-        top = 1.15 + CAPTION * captions
-        pitch = cell + GAP + 2 * CAPTION * captions
-        height = top + rows * pitch
-        figure = Figure(figsize=(width, height), dpi=dpi)
-        FigureCanvasAgg(figure)
-        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
-        axes.set_axis_off()
-        return Page(
-            figure, axes, cell, rows, steps, captions, left, holds, before, first, after, bars, bar_width, width, top,
-            pitch,
-        )  # fmt: skip
+        self.rows, self.steps = summary.work.shape
+        band = 0.5 if summary.has_redistribution else 0.0
+        self.left = MARGIN + (0.3 if summary.plan.topology.nodes > 1 else 0.0)
+        self.bar_width, spare = 1.25, 2.4
+        across = (MAX_WIDTH - self.left - spare - 2 * band - self.bar_width - 2 * MARGIN) / self.steps - GAP
+        down = (MAX_HEIGHT - 3.0) / self.rows - GAP
+        self.cell = min(MAX_SQUARE, max(0.2, min(across, down)))
+        self.captions = self.cell >= MIN_CAPTIONED_SQUARE
+        self.holds = 1.75 if self.captions else 0.85
+        self.before = self.left + self.holds + GAP
+        self.first = self.before + band
+        self.after = self.first + self.steps * (self.cell + GAP)
+        self.bars = self.after + band
+        self.width = max(self.bars + self.bar_width + MARGIN, 9.0)
+        self.top = 1.15 + CAPTION_HEIGHT * self.captions
+        self.pitch = self.cell + GAP + 2 * CAPTION_HEIGHT * self.captions
+        self.shaded = False
+        height = self.top + self.rows * self.pitch
+        self.figure = Figure(figsize=(self.width, height), dpi=dpi)
+        FigureCanvasAgg(self.figure)
+        self.axes: Any = self.figure.add_axes((0, 0, 1, 1), xlim=(0, self.width), ylim=(height, 0))
+        self.axes.set_axis_off()
 
     @property
     def cells(self) -> int:
-        """Squares on the page."""
+        """Number of squares."""
         return self.rows * self.steps
 
     def column(self, step: int) -> tuple[float, float]:
-        """Begin and width of the squares of a step."""
+        """Return begin and width of the squares of a step."""
         return self.first + step * (self.cell + GAP), self.cell
 
     def in_square(self, rank: int, step: int, corners: np.ndarray) -> np.ndarray:
-        """Corners in a unit square as places on the page."""
+        """Return corners in a unit square as places on the canvas."""
         return corners * self.cell + np.array([self.column(step)[0], self.row(rank)])
 
     def row(self, rank: int) -> float:
-        """Top of the squares of a rank."""
+        """Return the top of the squares of a rank."""
         return self.top + rank * self.pitch
 
-    def words(self, x: float, y: float, text: str, width: float, size: float, least: float = 5.0, **how: Any) -> None:
-        """Text no wider than `width`: smaller if need be, and left out where it would be smaller than `least`."""
+    def text_fitted(
+        self, x: float, y: float, text: str, width: float, size: float, least: float = 5.0, **how: Any
+    ) -> None:
+        """Write text no wider than `width`: in a smaller size if needed, and not at all below the size `least`."""
         if not text:
             return
         artist = self.axes.text(x, y, text, fontsize=size, **how)
@@ -132,17 +113,17 @@ class Page:
                 artist.remove()
 
     def title(self, title: str, below: str) -> None:
-        """The page's two first lines."""
+        """Write the first two lines."""
         room = self.width - 2 * MARGIN
-        self.words(MARGIN, 0.3, title, room, 12, weight="bold", va="center")
-        self.words(MARGIN, 0.56, below, room, 9, va="center")
+        self.text_fitted(MARGIN, 0.3, title, room, 12, weight="bold", va="center")
+        self.text_fitted(MARGIN, 0.56, below, room, 9, va="center")
 
-    def heading(self, x: float, width: float, text: str) -> None:
-        """Above a column."""
-        y = self.top - 0.1 - CAPTION * self.captions
-        self.words(x + width / 2, y, text, width + GAP, 8.5, ha="center", va="center")
+    def column_title(self, x: float, width: float, text: str) -> None:
+        """Write a title above a column."""
+        y = self.top - 0.1 - CAPTION_HEIGHT * self.captions
+        self.text_fitted(x + width / 2, y, text, width + GAP, 8.5, ha="center", va="center")
 
-    def rank(
+    def draw_rank(
         self,
         rank: int,
         colour: Sequence[float],
@@ -150,27 +131,32 @@ class Page:
         computes: str,
         strips: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        """At the left of a row: the rank's colour and name, what it holds in words and as strips of the packed row: for
-        each strip pieces [pieces, 2] and borders between documents, as shares of the row."""
+        """Draw colour and name of a rank at the left of its row, and what it holds as text and as strips of the packed
+        row.
+
+        A strip is (spans [spans, 2], borders between documents), as shares of the row.
+        """
         from matplotlib.patches import Rectangle
 
         x, middle, room = self.left, self.row(rank) + self.cell / 2, self.holds - 0.1
         side = min(0.14, self.cell * 0.5)
         name_at = middle - (0.36 if self.captions else 0.1 if self.cell > 0.4 else 0.0)
         self.axes.add_patch(Rectangle((x, name_at - side / 2), side, side, facecolor=colour))
-        self.words(x + 0.2, name_at, f"rank {rank}", room - 0.2, min(10, self.cell * 30), va="center", weight="bold")
+        self.text_fitted(
+            x + 0.2, name_at, f"rank {rank}", room - 0.2, min(10, self.cell * 30), va="center", weight="bold"
+        )
         if not self.captions and self.cell <= 0.4:
             return
         if self.captions:
-            self.words(x, name_at + 0.22, held, room, 8, va="center")
-            self.words(x, name_at + 0.5 + 0.16 * len(strips), computes, room, 8, va="center")
+            self.text_fitted(x, name_at + 0.22, held, room, 8, va="center")
+            self.text_fitted(x, name_at + 0.5 + 0.16 * len(strips), computes, room, 8, va="center")
         top = name_at + (0.36 if self.captions else 0.12)
         high, gap = (0.13, 0.03) if self.captions or len(strips) == 1 else (0.06, 0.02)
         for pieces, borders in strips:
-            self._strip(x, top, room, high, colour, pieces, borders)
+            self._draw_strip(x, top, room, high, colour, pieces, borders)
             top += high + gap
 
-    def _strip(
+    def _draw_strip(
         self, x: float, top: float, room: float, high: float, colour: Any, pieces: np.ndarray, borders: np.ndarray
     ) -> None:
         from matplotlib.patches import Rectangle
@@ -179,38 +165,44 @@ class Page:
         x0, x1 = (x + pieces * room).T
         y0, y1 = np.full_like(x0, top), np.full_like(x0, top + high)
         boxes = np.stack([np.stack([x0, x1, x1, x0], 1), np.stack([y0, y0, y1, y1], 1)], 2)
-        self.polygons(list(boxes), [colour])
+        self.draw_polygons(list(boxes), [colour])
         self.axes.vlines(x + borders * room, top, top + high, colors="white", linewidth=0.6)
 
-    def node(self, name: str, first: int, last: int) -> None:
-        """A bracket at the far left over the ranks of a node."""
+    def draw_node(self, name: str, first: int, last: int) -> None:
+        """Draw a bracket at the far left over the ranks of a node."""
         top, bottom = self.row(first), self.row(last) + self.cell
         self.axes.vlines(self.left - 0.12, top, bottom, colors="black", linewidth=1.0)
-        self.words(self.left - 0.25, (top + bottom) / 2, name, bottom - top, 8.5, rotation=90, ha="center", va="center")
+        self.text_fitted(
+            self.left - 0.25, (top + bottom) / 2, name, bottom - top, 8.5, rotation=90, ha="center", va="center"
+        )
 
-    def square(self, rank: int, step: int, above: str, below: str) -> None:
-        """The frame of a square and its captions; `above` is empty where nothing is computed."""
+    def draw_square(self, rank: int, step: int, above: str, below: str) -> None:
+        """Draw the frame of a square and its captions; `above` is empty if nothing is computed."""
         from matplotlib.patches import Rectangle
 
-        (x, _), y, c = self.column(step), self.row(rank), self.cell
-        self.axes.add_patch(Rectangle((x, y), c, c, fill=False, edgecolor="0.6", linewidth=0.6, zorder=3))
+        (x, _), y, side = self.column(step), self.row(rank), self.cell
+        self.axes.add_patch(Rectangle((x, y), side, side, fill=False, edgecolor="0.6", linewidth=0.6, zorder=3))
         if not self.captions:
             return
-        self.words(x + c / 2, y - 0.08, above or "nothing to compute", c + GAP / 2, 7.5, ha="center", va="center")
-        self.words(x + c / 2, y + c + 0.09, below, c + GAP / 2, 7.5, ha="center", va="center", color="0.35")
+        self.text_fitted(
+            x + side / 2, y - 0.08, above or "nothing to compute", side + GAP / 2, 7.5, ha="center", va="center"
+        )
+        self.text_fitted(
+            x + side / 2, y + side + 0.09, below, side + GAP / 2, 7.5, ha="center", va="center", color="0.35"
+        )
 
-    def shade(self, rank: int, step: int, share: float, owners: Sequence[Any]) -> None:
-        """Fill a square: the darker, the larger `share`, 0 to 1; along its top the colours `owners`."""
+    def shade_square(self, rank: int, step: int, share: float, kv_sources: Sequence[Any]) -> None:
+        """Fill a square, the darker the larger `share` (0 to 1), with the colours `kv_sources` along its top."""
         from matplotlib.patches import Rectangle
 
-        (x, _), y, c = self.column(step), self.row(rank), self.cell
-        self.axes.add_patch(Rectangle((x, y), c, c, facecolor=shading(share), zorder=1))
-        for number, colour in enumerate(owners):
-            each = c / len(owners)
-            self.axes.add_patch(Rectangle((x + number * each, y), each, c * 0.15, facecolor=colour, zorder=2))
+        (x, _), y, side = self.column(step), self.row(rank), self.cell
+        self.axes.add_patch(Rectangle((x, y), side, side, facecolor=shade_of(share), zorder=1))
+        for number, colour in enumerate(kv_sources):
+            width = side / len(kv_sources)
+            self.axes.add_patch(Rectangle((x + number * width, y), width, side * 0.15, facecolor=colour, zorder=2))
 
-    def polygons(self, corners: Sequence[np.ndarray], fill: Any, line: float = 0.0) -> None:
-        """Areas in one go; a thin outline of their own colour keeps the smallest in sight."""
+    def draw_polygons(self, corners: Sequence[np.ndarray], fill: Any, line: float = 0.0) -> None:
+        """Draw polygons at once; a thin outline of their own colour keeps the smallest visible."""
         from matplotlib.collections import PolyCollection
 
         if len(corners):
@@ -219,8 +211,8 @@ class Page:
                 PolyCollection(corners, facecolors=fill, edgecolors=edges, linewidths=line), autolim=False
             )
 
-    def band(self, x: float, first: int, last: int, text: str) -> None:
-        """A band beside the squares over ranks first .. last."""
+    def draw_band(self, x: float, first: int, last: int, text: str) -> None:
+        """Draw a band beside the squares over ranks first .. last."""
         from matplotlib.patches import FancyBboxPatch
 
         top, bottom = self.row(first), self.row(last) + self.cell
@@ -229,10 +221,10 @@ class Page:
             FancyBboxPatch((x + 0.04, top), 0.3, bottom - top, boxstyle=shape, facecolor="0.93", edgecolor="0.6")
         )
         size = min(8.5, self.cell * 20)
-        self.words(x + 0.19, (top + bottom) / 2, text, bottom - top, size, rotation=90, ha="center", va="center")
+        self.text_fitted(x + 0.19, (top + bottom) / 2, text, bottom - top, size, rotation=90, ha="center", va="center")
 
-    def bar(self, rank: int, share: float, largest: float) -> None:
-        """A rank's work over the mean."""
+    def draw_bar(self, rank: int, share: float, largest: float) -> None:
+        """Draw the work of a rank over the mean."""
         from matplotlib.patches import Rectangle
 
         room, height = self.bar_width - 0.45, min(0.3, self.cell * 0.8)
@@ -240,15 +232,15 @@ class Page:
         self.axes.add_patch(
             Rectangle((self.bars, middle - height / 2), room * share / largest, height, facecolor="0.45")
         )
-        at = self.bars + room / largest
-        self.axes.vlines(at, middle - height * 0.75, middle + height * 0.75, colors="black", linewidth=0.8)
-        self.words(
+        mean_at = self.bars + room / largest
+        self.axes.vlines(mean_at, middle - height * 0.75, middle + height * 0.75, colors="black", linewidth=0.8)
+        self.text_fitted(
             self.bars + room * max(share, 1) / largest + 0.06, middle, f"{share:.2f}", 0.45, min(8, self.cell * 30),
             least=3.0, va="center",
         )  # fmt: skip
 
     def legend(self, entries: Sequence[tuple[Sequence[Any], str]], notes: Sequence[str]) -> None:
-        """Colours and what they mean, then sentences, below everything; the page ends below them."""
+        """Draw colours with their meanings, then sentences, below everything; the figure ends below them."""
         from matplotlib.patches import Rectangle
 
         y = self.row(self.rows) + 0.1
@@ -256,11 +248,11 @@ class Page:
             for index, fill in enumerate(fills):
                 place = (MARGIN + 0.16 * index, y - 0.07)
                 self.axes.add_patch(Rectangle(place, 0.14, 0.14, facecolor=fill, edgecolor="0.6", linewidth=0.4))
-            self.words(MARGIN + 0.6, y, text, self.width - 2 * MARGIN - 0.6, 8.5, va="center")
+            self.text_fitted(MARGIN + 0.6, y, text, self.width - 2 * MARGIN - 0.6, 8.5, va="center")
             y += LEGEND_LINE + 0.03
         for note in notes:
             for line in textwrap.wrap(note, int((self.width - 2 * MARGIN) * 15.5)):
-                self.words(MARGIN, y, line, self.width - 2 * MARGIN, 8.5, va="center")
+                self.text_fitted(MARGIN, y, line, self.width - 2 * MARGIN, 8.5, va="center")
                 y += LEGEND_LINE
         self.figure.set_size_inches(self.width, y + 0.1)
         self.axes.set_ylim(y + 0.1, 0)

@@ -1,12 +1,12 @@
-"""Traces of a training's steps: the file that every rank leaves of one, and what the files of a step say together.
+"""Traces of the steps of a training: the file of each rank, and the breakdown of a step from the files of all ranks.
 
 ::
 
-    RUN/trace/step-0000003-rank-0001.json        a trace as :mod:`.trace` writes them, of one rank
+    RUN/trace/step-0000003-rank-0001.json        a trace of one rank (:mod:`mindspeed_cp.report.trace_events`)
 
-Each event of the thread "compute" is one of the categories below, and none lies inside another: what they leave of the
-step is linear layers and whatever else the rank does. What a step was made of (documents, attention, settings) is in
-the file too, so that the same plans can be built again.
+Each event of the thread "compute" has one of the categories below, and none lies inside another: the rest of the step
+is linear layers and other work of the rank. The file also has the documents, the attention and the settings, so that
+the same plans can be built again.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.config import Settings
-from mindspeed_cp.cost import LayerCost
+from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.report.trace import Event, Recording, trace_events
-from mindspeed_cp.report.trace_file import damaged, read_trace_file
+from mindspeed_cp.report.run.step_trace_schema import damaged_file_error, read_trace_file
+from mindspeed_cp.report.trace_events import Recording, TraceEvent, trace_events
 
-FOLDER = "trace"
+TRACE_FOLDER = "trace"
 NAME = "measured"
-VERSION = 2
+TRACE_VERSION = 2
 
 #: Categories of events: kernels of attention; posting messages and putting rows in place; waits for messages; waits for
 #: all ranks, and the reduction of gradients; waits for a batch; the optimizer; all of the step.
-ATTENTION, COMMUNICATION, WAIT = "attention", "communication", "wait"
-RANKS, BATCH, OPTIMIZER, STEP = "ranks", "batch", "optimizer", "step"
+CATEGORY_ATTENTION, CATEGORY_COMMUNICATION, CATEGORY_WAIT = "attention", "communication", "wait"
+CATEGORY_RANK_SYNC, CATEGORY_BATCH, CATEGORY_OPTIMIZER, CATEGORY_STEP = "ranks", "batch", "optimizer", "step"
 
-#: Of what a trace is about, that which other ranks of its step need not have alike.
+#: Metadata that may differ between the ranks of a step.
 _OF_RANK = ("rank", "cp_rank", "replica", "seconds", "documents", "plans")
 
 _FILE = re.compile(r"step-(\d+)-rank-(\d+)\.json")
 
 
 @dataclass(frozen=True, eq=False)
-class Breakdown:
-    """What the ranks of a step spend its time on, in seconds, fp64 [ranks] each.
+class TimeBreakdown:
+    """Time of a step by cause, in seconds, fp64 [ranks] each.
 
     Attributes:
         attention: kernels of attention.
-        exposed: messages of attention and of hidden states that are not hidden behind kernels.
-        waiting: for other ranks outside of these, for the reduction of gradients, and for batches.
+        exposed: messages of attention and of hidden states that kernels do not hide.
+        waiting: for other ranks beyond these messages, for the reduction of gradients, and for batches.
         optimizer: the optimizer's step.
-        other: linear layers; measured also all else that a rank does.
+        other: linear layers; if measured, also everything else that a rank does.
         sent: bytes that a rank sends in these messages.
-        messages: how many of them it sends; keys and values that go together are one.
+        messages: number of these messages; keys and values that are sent together count as one.
     """
 
     attention: np.ndarray
@@ -68,129 +68,133 @@ class Breakdown:
 
     @property
     def seconds(self) -> np.ndarray:
-        """Of the whole step, fp64 [ranks]."""
+        """Time of the whole step, fp64 [ranks]."""
         total: np.ndarray = self.attention + self.exposed + self.waiting + self.optimizer + self.other
         return total
 
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """The file that one rank left of one step: what it is about, and its complete events as the file has them."""
+    """The file of one rank and one step: its metadata, and its complete events as the file has them."""
 
     path: Path
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     events: Sequence[Mapping[str, Any]] = field(repr=False)
 
     def seconds(self, *categories: str) -> float:
-        """Of all events of these categories."""
+        """Return the seconds of all events of some categories."""
         return sum(event["dur"] for event in self.events if event["cat"] in categories) / 1e6
 
     @property
     def sends(self) -> list[Mapping[str, Any]]:
-        """Details of the events of the messages that it sent."""
+        """Details of the events of messages that the rank sent."""
         return [event["args"] for event in self.events if event["args"].get("sends")]
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """A step of which every rank left its trace.
+    """A step with the traces of all ranks.
 
     Attributes:
-        number: of the step, from 1.
-        ranks: of each rank.
+        number: number of the step, from 1.
+        ranks: trace of each rank.
     """
 
     number: int
     ranks: Sequence[RankTrace]
 
     @property
-    def about(self) -> Mapping[str, Any]:
-        """What is the same on every rank."""
-        return self.ranks[0].about
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata that are equal on every rank."""
+        return self.ranks[0].metadata
 
     @cached_property
     def settings(self) -> Settings:
-        """Of the run, as it was then."""
-        return Settings(**self.about["settings"])
+        """Settings of the run at that step."""
+        return Settings(**self.metadata["settings"])
 
     @cached_property
     def layers(self) -> list[tuple[AttentionConfig, LayerCost]]:
         """Attention and linear part of each layer, on one tensor-parallel rank."""
-        kinds = [AttentionConfig(**values) for values in self.about["attentions"]]
+        kinds = [AttentionConfig(**values) for values in self.metadata["attentions"]]
         train = self.settings.train
         shares = train.tensor_model_parallel_size if train.sequence_parallel else 1
-        element = self.about["bytes_per_element"]
+        element = self.metadata["bytes_per_element"]
         return [
             (kinds[kind], LayerCost(flops, hidden, qkv, out, shares, element))
-            for kind, flops, hidden, qkv, out in self.about["layers"]
+            for kind, flops, hidden, qkv, out in self.metadata["layers"]
         ]
 
     def micro_batches(self, replica: int) -> list[tuple[Documents, str, dict[str, Any]]]:
-        """Of each micro-batch of a replica its documents, and the algorithm and options of its plans."""
-        mine = next(one.about for one in self.ranks if one.about["replica"] == replica)
-        both = zip(mine["documents"], mine["plans"], strict=True)
-        return [(Documents(lengths), name, options) for lengths, (name, options) in both]
+        """Return the documents, the algorithm and its options of each micro-batch of a replica."""
+        rank_metadata = next(trace.metadata for trace in self.ranks if trace.metadata["replica"] == replica)
+        micro_batches = zip(rank_metadata["documents"], rank_metadata["plans"], strict=True)
+        return [(Documents(lengths), name, options) for lengths, (name, options) in micro_batches]
 
     @cached_property
-    def breakdown(self) -> Breakdown:
-        """What was measured: sums over the events of each rank's trace."""
+    def breakdown(self) -> TimeBreakdown:
+        """The measured breakdown: sums over the events of each rank's trace."""
 
-        def each(*categories: str) -> np.ndarray:
-            return np.array([one.seconds(*categories) for one in self.ranks])
+        def seconds(*categories: str) -> np.ndarray:
+            return np.array([trace.seconds(*categories) for trace in self.ranks])
 
-        parts = each(ATTENTION), each(COMMUNICATION, WAIT), each(RANKS, BATCH), each(OPTIMIZER)
+        parts = (
+            seconds(CATEGORY_ATTENTION),
+            seconds(CATEGORY_COMMUNICATION, CATEGORY_WAIT),
+            seconds(CATEGORY_RANK_SYNC, CATEGORY_BATCH),
+            seconds(CATEGORY_OPTIMIZER),
+        )
         sent, messages = (
-            np.array([sum(details[name] for details in one.sends) for one in self.ranks])
+            np.array([sum(details[name] for details in trace.sends) for trace in self.ranks])
             for name in ("bytes", "messages")
         )
-        return Breakdown(*parts, each(STEP) - sum(parts), sent, messages)
+        return TimeBreakdown(*parts, seconds(CATEGORY_STEP) - sum(parts), sent, messages)
 
-    def recording(self) -> Recording:
-        """All ranks together, for one trace."""
-        events = [_event(one) for rank in self.ranks for one in _with_threads(rank)]
-        about = {
-            key: value for key, value in self.about.items() if key not in ("rank", "cp_rank", "documents", "plans")
-        }
-        return Recording(f"{NAME}, step {self.number}", events, about)
+    def to_recording(self) -> Recording:
+        """Return the events of all ranks as one recording."""
+        events = [_event(trace.metadata["rank"], event) for trace in self.ranks for event in trace.events]
+        own = ("rank", "cp_rank", "documents", "plans")
+        metadata = {key: value for key, value in self.metadata.items() if key not in own}
+        return Recording(f"{NAME}, step {self.number}", events, metadata)
 
 
-def file_name(step: int, rank: int) -> str:
-    """Of a rank's trace of a step."""
+def trace_file_name(step: int, rank: int) -> str:
+    """Return the file name of a rank's trace of a step."""
     return f"step-{step:07d}-rank-{rank:04d}.json"
 
 
-def content(about: Mapping[str, Any], events: Iterable[Event]) -> str:
-    """The text of a rank's file."""
-    recording = Recording(NAME, list(events), about)
-    whole = {
+def trace_text(metadata: Mapping[str, Any], events: Iterable[TraceEvent]) -> str:
+    """Return the text of a rank's file."""
+    recording = Recording(NAME, list(events), metadata)
+    content = {
         "displayTimeUnit": "ms",
-        "otherData": {NAME: dict(about)},
+        "otherData": {NAME: dict(metadata)},
         "traceEvents": list(trace_events([recording])),
     }
-    return json.dumps(whole, separators=(",", ":"), allow_nan=False) + "\n"
+    return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def trace_files(run: Path) -> dict[int, dict[int, Path]]:
-    """The files of a run by step and rank, both ascending."""
-    found: dict[int, dict[int, Path]] = {}
-    for path in sorted(run.glob(f"{FOLDER}/step-*-rank-*.json")):
+def find_trace_files(run: Path) -> dict[int, dict[int, Path]]:
+    """Return the trace files of a run by step and rank, both ascending."""
+    files: dict[int, dict[int, Path]] = {}
+    for path in sorted(run.glob(f"{TRACE_FOLDER}/step-*-rank-*.json")):
         match = _FILE.fullmatch(path.name)
         if match is not None:
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
-    return dict(sorted(found.items()))
+            files.setdefault(int(match[1]), {})[int(match[2])] = path
+    return dict(sorted(files.items()))
 
 
-def read_steps(run: Path, only: Iterable[int] = ()) -> tuple[list[MeasuredStep], list[str]]:
-    """The steps of a run that all ranks have traced, and a line for each that lacks the traces of some.
+def read_traced_steps(run: Path, only: Iterable[int] = ()) -> tuple[list[MeasuredStep], list[str]]:
+    """Return the steps of a run with traces of all ranks, and a line for each step that lacks some.
 
     Args:
         run: folder of the run's output.
-        only: numbers of steps; none: all.
+        only: numbers of steps; empty: all.
 
     Raises:
-        ConfigError: there is no such folder, it has no traces, or not of these steps; or a file is damaged.
+        ConfigError: the folder does not exist, it has no traces, or not of these steps; or a file is damaged.
     """
-    files, wanted = trace_files(run), sorted(set(only))
+    files, wanted = find_trace_files(run), sorted(set(only))
     if not run.is_dir():
         raise ConfigError(f"{run}: there is no such folder; give the output.folder of a run")
     if not files:
@@ -203,11 +207,11 @@ def read_steps(run: Path, only: Iterable[int] = ()) -> tuple[list[MeasuredStep],
     steps, lines = [], []
     for step in wanted or files:
         traces = _of_step(step, files[step])
-        size = traces[0].about["ranks"]
+        size = traces[0].metadata["ranks"]
         missing = [rank for rank in range(size) if rank not in files[step]]
         if missing:
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} of {size} ranks"
-            lines.append(f"step {step} is left out: {ranks} left no trace of it in {run / FOLDER}")
+            lines.append(f"step {step} is left out: {ranks} left no trace of it in {run / TRACE_FOLDER}")
         else:
             steps.append(MeasuredStep(step, traces))
     if not steps:
@@ -216,42 +220,45 @@ def read_steps(run: Path, only: Iterable[int] = ()) -> tuple[list[MeasuredStep],
 
 
 def _of_step(step: int, files: Mapping[int, Path]) -> list[RankTrace]:
-    """The traces of a step by rank, as far as they are there; files of ranks beyond the step's are not read."""
+    """Return the traces of a step that exist, by rank; files of ranks beyond those of the step are not read."""
     first = _read(step, *next(iter(files.items())))
-    _check_made(first)
+    _check_settings(first)
     traces = [first]
     for rank, path in list(files.items())[1:]:
-        if rank < first.about["ranks"]:
-            one = _read(step, rank, path)
-            differ = [key for key in first.about if key not in _OF_RANK and one.about.get(key) != first.about[key]]
+        if rank < first.metadata["ranks"]:
+            trace = _read(step, rank, path)
+            shared = (key for key in first.metadata if key not in _OF_RANK)
+            differ = [key for key in shared if trace.metadata.get(key) != first.metadata[key]]
             if differ:
                 raise ConfigError(
                     f"{path}: {differ[0]} differs from what {first.path} has: they are of two runs, or one is damaged; "
                     "remove the wrong one, and trace again"
                 )
-            traces.append(one)
+            traces.append(trace)
     return traces
 
 
 def _read(step: int, rank: int, path: Path) -> RankTrace:
-    about, events = read_trace_file(path, NAME, VERSION)
-    trace = RankTrace(path, about, events)
+    metadata, events = read_trace_file(path, NAME, TRACE_VERSION)
+    trace = RankTrace(path, metadata, events)
     for key, value in (("step", step), ("rank", rank)):
-        if about[key] != value:
-            raise damaged(path, f"{key} is {about[key]} in it, and {value} in its name")
-    ranks, replicas = about["ranks"], about["replicas"]
-    if ranks % replicas or rank >= ranks or about["replica"] != rank // (ranks // replicas):
-        raise damaged(path, f"rank {rank} of {ranks} is not in replica {about['replica']} of {replicas}")
-    if len(about["plans"]) != len(about["documents"]):
-        raise damaged(path, f"plans are {len(about['plans'])}, and micro-batches {len(about['documents'])}")
-    if not any(event["cat"] == STEP for event in trace.events):
-        raise damaged(path, f"no event is of category {STEP!r}, the whole step")
+        if metadata[key] != value:
+            raise damaged_file_error(path, f"{key} is {metadata[key]} in it, and {value} in its name")
+    ranks, replicas = metadata["ranks"], metadata["replicas"]
+    if ranks % replicas or rank >= ranks or metadata["replica"] != rank // (ranks // replicas):
+        raise damaged_file_error(path, f"rank {rank} of {ranks} is not in replica {metadata['replica']} of {replicas}")
+    if len(metadata["plans"]) != len(metadata["documents"]):
+        raise damaged_file_error(
+            path, f"plans are {len(metadata['plans'])}, and micro-batches {len(metadata['documents'])}"
+        )
+    if not any(event["cat"] == CATEGORY_STEP for event in trace.events):
+        raise damaged_file_error(path, f"no event is of category {CATEGORY_STEP!r}, the whole step")
     return trace
 
 
-def _check_made(trace: RankTrace) -> None:
-    """Raise ConfigError unless settings and layers can be made of a trace, and the settings have its ranks."""
-    path, about, step = trace.path, trace.about, MeasuredStep(trace.about["step"], [trace])
+def _check_settings(trace: RankTrace) -> None:
+    """Raise ConfigError if settings or layers cannot be built, or the settings have another number of ranks."""
+    path, metadata, step = trace.path, trace.metadata, MeasuredStep(trace.metadata["step"], [trace])
     try:
         size = step.settings.model_parallel_size
     except (ConfigError, TypeError) as error:
@@ -259,23 +266,20 @@ def _check_made(trace: RankTrace) -> None:
             f"{path}: its settings cannot be used: {error}; report where the files are that they name, or remove it "
             "and trace again"
         ) from None
-    if about["ranks"] != about["replicas"] * size:
-        raise damaged(path, f"ranks is {about['ranks']}, not {about['replicas']} replicas of {size} ranks")
-    last = max(kind for kind, *_ in about["layers"])
-    if last >= len(about["attentions"]):
-        raise damaged(path, f"layers have attention {last}, and attentions end before it")
+    if metadata["ranks"] != metadata["replicas"] * size:
+        raise damaged_file_error(
+            path, f"ranks is {metadata['ranks']}, not {metadata['replicas']} replicas of {size} ranks"
+        )
+    last = max(kind for kind, *_ in metadata["layers"])
+    if last >= len(metadata["attentions"]):
+        raise damaged_file_error(path, f"layers have attention {last}, and attentions end before it")
     try:
         step.layers  # noqa: B018
     except (ConfigError, TypeError) as error:
-        raise damaged(path, f"attentions or layers: {error}") from None
+        raise damaged_file_error(path, f"attentions or layers: {error}") from None
 
 
-def _with_threads(trace: RankTrace) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    return ((trace.about["rank"], event) for event in trace.events)
-
-
-def _event(of: tuple[int, Mapping[str, Any]]) -> Event:
-    """An event of a file; its lane, as in "send 2", is found anew."""
-    rank, event = of
+def _event(rank: int, event: Mapping[str, Any]) -> TraceEvent:
+    """Return an event of a file without the number of its row, as in "send 2", which is computed again."""
     thread = re.sub(r" \d+$", "", event["thread"])
-    return Event(rank, thread, event["name"], event["ts"] / 1e6, event["dur"] / 1e6, event["cat"], event["args"])
+    return TraceEvent(rank, thread, event["name"], event["ts"] / 1e6, event["dur"] / 1e6, event["cat"], event["args"])

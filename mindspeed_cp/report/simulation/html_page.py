@@ -1,43 +1,92 @@
-"""The data of the page of a comparison, as JSON values; `simulated*.js` read it.
+"""A comparison as one HTML page: a table to sort and filter, a timeline to zoom, tiles to point at.
 
-Times are whole numbers of UNIT seconds, so that the page stays small; bytes and positions are exact. Of more ranks than
-can be drawn, some stand for all (:func:`.recorded.shown_ranks`).
+The page is one file that needs no network and no library: template, styles and scripts of `assets/` are put together
+with the data. Times in the data are whole multiples of TIME_UNIT seconds, so that the page stays small; bytes and
+positions are exact. Of more ranks than can be drawn, some stand for all (:func:`.trace.ranks_to_draw`).
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
+import html
+import json
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.cost.timeline import Timeline
+from mindspeed_cp.choose.compare import AlgorithmResult, Comparison
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.report.messages import Bars, is_far
-from mindspeed_cp.report.recorded import DIRECTIONS, detailed_ranks, shown_ranks
-from mindspeed_cp.report.shares import Share, shares
-from mindspeed_cp.report.simulated import Comparison, Simulated
-from mindspeed_cp.report.text import attention_text
-from mindspeed_cp.report.turns import Turns
-from mindspeed_cp.report.waits import NAMES, waits
+from mindspeed_cp.report.files import write_atomically
+from mindspeed_cp.report.simulation.details import ComputedTiles, DocumentShare, document_shares
+from mindspeed_cp.report.simulation.messages import MessageBars
+from mindspeed_cp.report.simulation.tables import conclusion
+from mindspeed_cp.report.simulation.trace import DIRECTIONS, ranks_to_draw, ranks_with_details
+from mindspeed_cp.report.text import describe_attention
+from mindspeed_cp.simulate.timeline import Timeline
+from mindspeed_cp.simulate.waits import MESSAGE_KIND_NAMES, is_internode, wait_records
 
-UNIT = 1e-7
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("table.js", "timeline.js", "documents.js")
 
-#: Of each bar so many tiles, or documents, are told, the largest first.
-TILES, DOCUMENTS = 3, 4
 
-#: So many documents are drawn at most, the longest ones.
-MOST_DOCUMENTS = 400
+def write_html(comparison: Comparison, path: str | Path) -> Path:
+    """Write the page.
+
+    Args:
+        comparison: simulated algorithms.
+        path: HTML file to write.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = page(comparison)
+    return write_atomically("--html", path, lambda new: new.write_text(text, encoding="utf-8"))
+
+
+def page(comparison: Comparison) -> str:
+    """Return the page as text."""
+    topology = comparison.case.topology
+    data = json.dumps(page_data(comparison), separators=(",", ":"), allow_nan=False).encode()
+    return Template(_read("page.html")).substitute(
+        title=html.escape(f"{topology.ranks} ranks of {comparison.case.cluster.name}"),
+        conclusion=html.escape(conclusion(comparison)),
+        style=_read("page.css"),
+        data=base64.b64encode(gzip.compress(data, 6, mtime=0)).decode(),
+        script="\n".join(_read(name) for name in SCRIPTS),
+    )
+
+
+def _read(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8").strip()
+
+
+TIME_UNIT = 1e-7
+
+#: Fields of LayerMetrics in the table.
+METRICS = (
+    *("seconds", "speedup", "fraction", "imbalance", "compute", "attention", "linear", "exposed", "late", "hidden"),
+    *("sent", "memory"),
+)
+
+#: Number of tiles, and of documents, that a bar lists, the largest first.
+LISTED_TILES, LISTED_DOCUMENTS = 3, 4
+
+#: Largest number of documents that are drawn, the longest ones.
+DRAWN_DOCUMENT_LIMIT = 400
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
-    """Everything that the page shows."""
-    problem = comparison.problem
-    batch, attention, topology = problem.batches[0], problem.attention, problem.topology
+    """Return all data of the page as JSON values."""
+    case = comparison.case
+    batch, attention, topology = case.batches[0], case.attention, case.topology
     layouts = _Layouts()
     return {
-        "unit": UNIT,
+        "unit": TIME_UNIT,
         "problem": {
-            "cluster": problem.cluster.name,
+            "cluster": case.cluster.name,
             "nodes": topology.nodes,
             "ranks_per_node": topology.ranks_per_node,
             "lengths": batch.lengths.tolist(),
@@ -46,39 +95,28 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
             "head_dim": attention.head_dim,
             "head_dim_v": attention.head_dim_v,
             "reach": list(attention.reach),
-            "attention": attention_text(attention),
-            "source": problem.source,
-            "batches": len(problem.batches),
-            "memory": problem.cluster.memory,
+            "attention": describe_attention(attention),
+            "source": case.source,
+            "batches": len(case.batches),
+            "memory": case.cluster.memory,
         },
         "bound": comparison.bound,
-        "kinds": list(NAMES),
+        "kinds": list(MESSAGE_KIND_NAMES),
         "notes": list(comparison.notes),
-        "refused": [{"name": one.name, "reason": one.reason} for one in comparison.refused],
-        "algorithms": [_algorithm(one, layouts) for one in comparison.simulated],
-        "layouts": layouts.found,
+        "refused": [{"name": item.name, "reason": item.reason} for item in comparison.refused],
+        "algorithms": [_algorithm(item, layouts) for item in comparison.results],
+        "layouts": layouts.entries,
     }
 
 
-def _algorithm(one: Simulated, layouts: _Layouts) -> dict[str, Any]:
-    figures, timeline = one.figures, one.timeline
-    ranks = shown_ranks(timeline)
-    detailed = detailed_ranks(timeline, ranks)
+def _algorithm(result: AlgorithmResult, layouts: _Layouts) -> dict[str, Any]:
+    metrics, timeline = result.metrics, result.timeline
+    ranks = ranks_to_draw(timeline)
+    detailed = ranks_with_details(timeline, ranks)
     return {
-        "name": one.name,
-        "seconds": figures.seconds,
-        "speedup": figures.speedup,
-        "fraction": figures.fraction,
-        "imbalance": figures.imbalance,
-        "compute": figures.compute,
-        "attention": figures.attention,
-        "linear": figures.linear,
-        "exposed": figures.exposed,
-        "late": figures.late,
-        "hidden": figures.hidden,
-        "sent": figures.sent,
-        "memory": figures.memory,
-        "causes": [[name, seconds] for name, seconds in figures.causes],
+        "name": result.name,
+        **{name: getattr(metrics, name) for name in METRICS},
+        "causes": [[name, seconds] for name, seconds in metrics.waiting_causes],
         "ranks": ranks,
         "detailed": detailed,
         "total": _units(timeline.total),
@@ -89,25 +127,27 @@ def _algorithm(one: Simulated, layouts: _Layouts) -> dict[str, Any]:
 
 
 def _direction(timeline: Timeline, direction: str, ranks: list[int], detailed: list[int]) -> dict[str, Any]:
-    """Turns, tiles, waits and messages of some ranks.
+    """Return steps, tiles, waits and messages of some ranks.
 
-    turns: for each rank its begin, then kernel, wait, kernel, wait ... of each turn. tiles: for each detailed rank, and
-    turn, [tiles, documents, pairs, then document, first and last query, first and last key of some]. waits and
-    messages are lists, see there.
+    "times" has for each rank its begin, then the durations of kernel, wait, kernel, wait, ... of all steps. "tiles" has
+    for each rank with details and each step [tiles, documents, pairs], then [document, first and last query, first and
+    last key] of the largest tiles. For "waits" and "messages" see :func:`_waits` and :func:`_messages`.
     """
-    forward = direction == "forward"
-    turns = (timeline.forward if forward else timeline.backward)[ranks]
-    borders = _units(np.concatenate([turns[:, :1, 0], turns[:, :, 1:].reshape(len(ranks), -1)], 1))
+    times = timeline.steps(direction)[ranks]
+    borders = _units(np.concatenate([times[:, :1, 0], times[:, :, 1:].reshape(len(ranks), -1)], 1))
     deltas = np.concatenate([borders[:, :1], np.diff(borders, axis=1)], 1)
     plan = timeline.plan
-    steps = [f"{part}.{step}" if plan.parts else str(step) for part, step in plan.turns(direction)]
-    found = Turns(plan, direction, detailed)
-    known = set(detailed)
-    tiles = [[_tiles(found.of(rank, turn)) for turn in range(turns.shape[1])] if rank in known else 0 for rank in ranks]
+    names = [f"{part}.{step}" if plan.parts else str(step) for part, step in plan.step_order(direction)]
+    computed_tiles = ComputedTiles(plan, direction, detailed)
+    with_details = set(detailed)
+    tiles = [
+        [_tiles(computed_tiles.of(rank, step)) for step in range(times.shape[1])] if rank in with_details else 0
+        for rank in ranks
+    ]
     return {
         "name": direction,
-        "steps": [*[""] * timeline.edges, *steps, *[""] * timeline.edges],
-        "turns": deltas.tolist(),
+        "steps": [*[""] * timeline.edge_steps, *names, *[""] * timeline.edge_steps],
+        "times": deltas.tolist(),
         "tiles": tiles,
         "waits": _waits(timeline, direction, ranks),
         "messages": _messages(timeline, direction, ranks, detailed),
@@ -118,35 +158,39 @@ def _tiles(tiles: np.ndarray) -> list[int] | int:
     if not len(tiles):
         return 0
     out = [len(tiles), len(np.unique(tiles["doc"])), int((tiles["pairs"] * tiles["heads"]).sum())]
-    for tile in tiles[:TILES].tolist():
+    for tile in tiles[:LISTED_TILES].tolist():
         out += [tile[2], tile[3], tile[4], tile[6], tile[7]]
     return out
 
 
 def _waits(timeline: Timeline, direction: str, ranks: list[int]) -> list[list[int]]:
-    """[rank, turn, kind, far, from, to, bytes] of each."""
-    found = waits(timeline, direction)
-    found = found[np.isin(found["rank"], ranks)]
-    sent = (timeline.transfers if direction == "forward" else timeline.transfers_backward)[found["message"]]
-    columns = [found["rank"], found["turn"], sent["kind"], is_far(sent, timeline.cluster), sent["src"], sent["dst"]]
-    return np.stack([*columns, sent["bytes"].astype(np.int64)], 1).tolist()
+    """Return [rank, step, kind, far, src, dst, bytes] of each wait."""
+    waits = wait_records(timeline, direction)
+    waits = waits[np.isin(waits["rank"], ranks)]
+    sent = timeline.transfers(direction)[waits["message"]]
+    columns = [waits["rank"], waits["step"], sent["kind"], is_internode(sent, timeline.cluster)]
+    columns += [sent["src"], sent["dst"], sent["bytes"].astype(np.int64)]
+    return np.stack(columns, 1).tolist()
 
 
 def _messages(timeline: Timeline, direction: str, ranks: list[int], detailed: list[int]) -> list[list[int]]:
-    """[to, from, messages, kind, far, posted in turn, due in turn, bytes, begin, time, documents, then some of them]
-    of messages of one kind to one rank that are posted together; from: of the largest."""
-    bars = Bars.of(timeline, direction, "dst", detailed)
-    out = []
+    """Return the messages of one kind to one rank that are posted together, as lists.
+
+    A list is [dst, src of the largest, messages, kind, far, posted in step, due in step, bytes, begin, duration,
+    documents], then some of the documents.
+    """
+    bars = MessageBars(timeline, direction, "dst", detailed)
+    rows = []
     for number in np.flatnonzero(np.isin(bars.bars["rank"], ranks)).tolist():
         bar, documents = bars.bars[number], bars.documents(number)
         row = [int(bar[name]) for name in ("rank", "peer", "messages", "kind", "far", "start", "done", "bytes")]
-        begin, end = (int(_units(bar[name])) for name in ("begin", "end"))
-        out.append([*row, begin, end - begin, len(documents), *documents[:DOCUMENTS]])
-    return out
+        begin, end = (_units(bar[name]) for name in ("begin", "end"))
+        rows.append([*row, begin, end - begin, len(documents), *documents[:LISTED_DOCUMENTS]])
+    return rows
 
 
 def _per_rank(timeline: Timeline) -> dict[str, list[int]]:
-    """Of all ranks: times, bytes, tokens."""
+    """Return times, bytes and tokens of all ranks."""
     seconds = {
         "attention": timeline.compute,
         "linear": timeline.linear,
@@ -157,7 +201,7 @@ def _per_rank(timeline: Timeline) -> dict[str, list[int]]:
     counts = {
         "sent": timeline.bytes_sent,
         "memory": timeline.memory,
-        "tokens": (timeline.plan.linear or timeline.plan.layout).token_counts,
+        "tokens": timeline.plan.batch_layout.token_counts,
     }
     return {
         **{name: _units(values).tolist() for name, values in seconds.items()},
@@ -166,34 +210,36 @@ def _per_rank(timeline: Timeline) -> dict[str, list[int]]:
 
 
 def _units(seconds: Any) -> Any:
-    return np.rint(np.asarray(seconds) / UNIT).astype(np.int64) if np.ndim(seconds) else round(float(seconds) / UNIT)
+    """Return seconds, an array or a number, as whole multiples of TIME_UNIT."""
+    units = np.rint(np.asarray(seconds) / TIME_UNIT).astype(np.int64)
+    return units if np.ndim(seconds) else int(units)
 
 
 class _Layouts:
-    """Who shares which document, in numbers; algorithms that cut documents alike have one entry.
+    """Which ranks share which documents, as numbers; algorithms with the same shares have one entry.
 
-    An entry has `groups`, lists of ranks, and `documents`: [document, queries, keys], both [group, rows, group, rows,
-    ...] along the document, and keys 0 where they are as the queries.
+    An entry has `groups`, lists of ranks, and `documents`: [document, queries, keys]. Queries and keys are [group,
+    rows, group, rows, ...] along the document; keys are 0 if they equal the queries.
     """
 
     def __init__(self) -> None:
-        self.found: list[dict[str, Any]] = []
+        self.entries: list[dict[str, Any]] = []
 
     def number_of(self, plan: Plan) -> int:
-        """The number of the entry of a plan."""
-        entry = _entry(shares(plan, MOST_DOCUMENTS))
-        if entry not in self.found:
-            self.found.append(entry)
-        return self.found.index(entry)
+        """Return the index of the entry of a plan."""
+        entry = _entry(document_shares(plan, DRAWN_DOCUMENT_LIMIT))
+        if entry not in self.entries:
+            self.entries.append(entry)
+        return self.entries.index(entry)
 
 
-def _entry(found: list[Share]) -> dict[str, Any]:
+def _entry(shares: list[DocumentShare]) -> dict[str, Any]:
     groups: dict[tuple[int, ...], int] = {}
 
     def flat(runs: tuple[tuple[tuple[int, ...], int], ...]) -> list[int]:
         return [number for ranks, rows in runs for number in (groups.setdefault(ranks, len(groups)), rows)]
 
     documents = [
-        [share.doc, flat(share.queries), 0 if share.keys == share.queries else flat(share.keys)] for share in found
+        [share.doc, flat(share.queries), 0 if share.keys == share.queries else flat(share.keys)] for share in shares
     ]
     return {"groups": [list(ranks) for ranks in groups], "documents": documents}

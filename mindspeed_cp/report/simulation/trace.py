@@ -1,4 +1,5 @@
-"""A simulated layer as a recording for :mod:`.trace`: kernels, waits and messages of ranks, with what they are of."""
+"""A simulated layer as a recording for :mod:`mindspeed_cp.report.trace_events`: kernels, waits and messages with
+details."""
 
 from __future__ import annotations
 
@@ -7,66 +8,64 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.cost.timeline import Timeline
-from mindspeed_cp.cost.transfers import KINDS
-from mindspeed_cp.report.messages import Bars
-from mindspeed_cp.report.trace import Event, Recording
-from mindspeed_cp.report.turns import Turns
-from mindspeed_cp.report.waits import NAMES, WAIT, waits
+from mindspeed_cp.plan.transfers import KINDS
+from mindspeed_cp.report.simulation.details import ComputedTiles
+from mindspeed_cp.report.simulation.messages import MessageBars
+from mindspeed_cp.report.trace_events import Recording, TraceEvent
+from mindspeed_cp.simulate.timeline import Timeline
+from mindspeed_cp.simulate.waits import MESSAGE_KIND_NAMES, wait_records
 
-#: Ranks and, over both directions, turns of ranks that are shown at most; beyond, some ranks stand for all.
-MOST_RANKS, MOST_TURNS = 64, 12_000
+#: Largest number of ranks, and of steps of all ranks in both directions, that are shown; some ranks stand for the
+#: others.
+DRAWN_RANK_LIMIT, DRAWN_STEP_LIMIT = 64, 12_000
 
-#: Spans of keys, over both directions, of the ranks whose tiles and documents are told.
-MOST_SPANS = 2**19
+#: Largest number of key spans, in both directions, of the ranks whose tiles and documents are listed.
+DRAWN_SPANS = 2**19
 
-#: Documents and tiles that a bar lists, the largest first.
-LISTED = 4
+#: Number of documents and of tiles that a bar lists, the largest first.
+LISTED_ITEMS = 4
 
-#: The two parts of a layer that are plans, in the order in which a rank computes them, and which come before and after
-#: the linear layers.
+#: The two programs of a layer, in the order in which ranks run them; the linear layers are between them.
 DIRECTIONS = ("forward", "backward")
 
 
-def shown_ranks(timeline: Timeline) -> list[int]:
-    """The ranks to draw: all, or of very many the busiest, the one that waits longest, and others evenly spaced."""
-    each = timeline.forward.shape[1] + timeline.backward.shape[1]
-    most = min(MOST_RANKS, max(4, MOST_TURNS // each))
-    if timeline.ranks <= most:
+def ranks_to_draw(timeline: Timeline) -> list[int]:
+    """Return the ranks to draw: all; of too many the busiest, the one that waits longest, and others evenly spaced."""
+    steps_per_rank = timeline.steps_forward.shape[1] + timeline.steps_backward.shape[1]
+    limit = min(DRAWN_RANK_LIMIT, max(4, DRAWN_STEP_LIMIT // steps_per_rank))
+    if timeline.ranks <= limit:
         return list(range(timeline.ranks))
     chosen = {int(timeline.waiting.argmax()), int((timeline.compute + timeline.linear).argmax())}
-    for rank in np.linspace(0, timeline.ranks - 1, most - len(chosen)).round().astype(int).tolist():
+    for rank in np.linspace(0, timeline.ranks - 1, limit - len(chosen)).round().astype(int).tolist():
         chosen.add(rank)
     return sorted(chosen)
 
 
-def detailed_ranks(timeline: Timeline, shown: Sequence[int]) -> list[int]:
-    """Those of the shown ranks whose tiles, and the documents of whose messages, are told: all, or in very large plans
-    some, evenly spaced."""
-    programs = [getattr(piece, direction) for piece in timeline.plan.pieces for direction in DIRECTIONS]
+def ranks_with_details(timeline: Timeline, shown: Sequence[int]) -> list[int]:
+    """Return the drawn ranks whose tiles and documents are listed: all; in very large plans some, evenly spaced."""
+    programs = [getattr(piece, direction) for piece in timeline.plan.parts_or_self for direction in DIRECTIONS]
     spans = sum(int(program.contents["count"].sum()) for program in programs) * len(shown) / timeline.ranks
-    if spans <= MOST_SPANS:
+    if spans <= DRAWN_SPANS:
         return list(shown)
-    many = max(1, int(len(shown) * MOST_SPANS / spans))
-    return [shown[i] for i in np.unique(np.linspace(0, len(shown) - 1, many).round().astype(int))]
+    count = max(1, int(len(shown) * DRAWN_SPANS / spans))
+    return [shown[i] for i in np.unique(np.linspace(0, len(shown) - 1, count).round().astype(int))]
 
 
-def recording(timeline: Timeline, name: str, ranks: Sequence[int] | None = None) -> Recording:
-    """The recording of a simulated layer.
+def timeline_recording(timeline: Timeline, name: str) -> Recording:
+    """Return the recording of a simulated layer.
 
     Args:
-        timeline: of :func:`mindspeed_cp.cost.simulate.simulate`.
-        name: of the recording.
-        ranks: default: :func:`shown_ranks`.
+        timeline: result of :func:`mindspeed_cp.simulate.simulator.simulate_plan`.
+        name: name of the recording.
     """
-    shown = shown_ranks(timeline) if ranks is None else ranks
-    detailed = detailed_ranks(timeline, shown)
-    events: list[Event] = []
+    shown = ranks_to_draw(timeline)
+    detailed = ranks_with_details(timeline, shown)
+    events: list[TraceEvent] = []
     for direction in DIRECTIONS:
         events += _computed(timeline, direction, shown, detailed)
         events += _messages(timeline, direction, shown, detailed)
     events += _linear(timeline, shown)
-    about = {
+    metadata = {
         "modelled": True,
         "layer_seconds": timeline.total,
         "ranks": timeline.ranks,
@@ -74,49 +73,59 @@ def recording(timeline: Timeline, name: str, ranks: Sequence[int] | None = None)
         "ranks_with_tiles": len(detailed),
         "cluster": timeline.cluster.name,
     }
-    return Recording(name, events, about)
+    return Recording(name, events, metadata)
 
 
-def _computed(timeline: Timeline, direction: str, ranks: Sequence[int], detailed: Sequence[int]) -> Iterator[Event]:
-    """Kernels, and waits for messages that are due."""
-    turns = timeline.forward if direction == "forward" else timeline.backward
-    sent = timeline.transfers if direction == "forward" else timeline.transfers_backward
-    found, waited = Turns(timeline.plan, direction, detailed), waits(timeline, direction)
-    names = [f"{part}.{step}" if timeline.plan.parts else str(step) for part, step in timeline.plan.turns(direction)]
-    own = timeline.is_attention(direction)
+def _computed(
+    timeline: Timeline, direction: str, ranks: Sequence[int], detailed: Sequence[int]
+) -> Iterator[TraceEvent]:
+    """Yield the kernels, and the waits for messages that are due."""
+    times = timeline.steps(direction)
+    sent = timeline.transfers(direction)
+    computed_tiles, waits = ComputedTiles(timeline.plan, direction, detailed), wait_records(timeline, direction)
+    names = [
+        f"{part}.{step}" if timeline.plan.parts else str(step) for part, step in timeline.plan.step_order(direction)
+    ]
+    is_attention = timeline.is_attention(direction)
     for rank in ranks:
-        for turn, (start, computed, _) in enumerate(turns[rank].tolist()):
-            if computed > start and not own[turn]:
-                tokens = {"turn": turn, "tokens": int(timeline.plan.layout.token_counts[rank])}
-                yield Event(rank, "compute", f"projections {direction}", start, computed - start, "linear", tokens)
+        for step, (start, computed, _) in enumerate(times[rank].tolist()):
+            if computed > start and not is_attention[step]:
+                tokens = {"step": step, "tokens": int(timeline.plan.layout.token_counts[rank])}
+                yield TraceEvent(rank, "compute", f"projections {direction}", start, computed - start, "linear", tokens)
             elif computed > start:
-                details = {"turn": turn, "step": names[turn - timeline.edges], **_tiles(found.of(rank, turn))}
-                yield Event(rank, "compute", f"attention {direction}", start, computed - start, "attention", details)
-    chosen = waited[np.isin(waited["rank"], list(ranks))]
+                details = {
+                    "step": step,
+                    "plan_step": names[step - timeline.edge_steps],
+                    **_tiles(computed_tiles.of(rank, step)),
+                }
+                yield TraceEvent(
+                    rank, "compute", f"attention {direction}", start, computed - start, "attention", details
+                )
+    chosen = waits[np.isin(waits["rank"], list(ranks))]
     for wait in chosen:
-        details = {"turn": int(wait["turn"]), **awaited(wait, sent, timeline.cluster.ranks_per_node)}
+        details = {"step": int(wait["step"]), **describe_wait(wait, sent, timeline.cluster.ranks_per_node)}
         name = f"waits for {details['for']}"
         begin, end = float(wait["begin"]), float(wait["end"])
-        yield Event(int(wait["rank"]), "compute", name, begin, end - begin, "wait", details)
+        yield TraceEvent(int(wait["rank"]), "compute", name, begin, end - begin, "wait", details)
 
 
-def awaited(wait: np.ndarray, sent: np.ndarray, ranks_per_node: int) -> dict[str, Any]:
-    """What a wait (record of dtype WAIT) is for: the message that is there last."""
-    assert wait.dtype == WAIT
+def describe_wait(wait: np.ndarray, sent: np.ndarray, ranks_per_node: int) -> dict[str, Any]:
+    """Return what a wait (record of dtype WAIT_RECORD) is for: the message that arrives last."""
     message = sent[wait["message"]]
     src, dst = int(message["src"]), int(message["dst"])
-    near = src // ranks_per_node == dst // ranks_per_node
+    is_in_node = src // ranks_per_node == dst // ranks_per_node
     return {
-        "for": NAMES[int(message["kind"])],
+        "for": MESSAGE_KIND_NAMES[int(message["kind"])],
         "src": src,
         "dst": dst,
         "bytes": int(message["bytes"]),
-        "between": "ranks of a node" if near else "nodes",
+        "between": "ranks of a node" if is_in_node else "nodes",
     }
 
 
 def _tiles(tiles: np.ndarray) -> dict[str, Any]:
-    """What a turn computes, in numbers, and its largest tiles in words; nothing where they were not looked at."""
+    """Return the number of tiles, pairs and documents of a step and its largest tiles; empty for ranks without
+    details."""
     if not len(tiles):
         return {}
     documents = np.unique(tiles["doc"])
@@ -125,13 +134,13 @@ def _tiles(tiles: np.ndarray) -> dict[str, Any]:
         "pairs": int(tiles["pairs"].sum()),
         "heads": sorted(set(tiles["heads"].tolist())),
         "documents_in_all": len(documents),
-        "documents": [int(doc) for doc in dict.fromkeys(tiles["doc"].tolist())][:LISTED],
-        "largest_tiles": [tile_text(tile) for tile in tiles[:LISTED]],
+        "documents": [int(doc) for doc in dict.fromkeys(tiles["doc"].tolist())][:LISTED_ITEMS],
+        "largest_tiles": [tile_description(tile) for tile in tiles[:LISTED_ITEMS]],
     }
 
 
-def tile_text(tile: np.ndarray) -> str:
-    """A tile (record of dtype PLACED) in words, positions counted from 0 in its document."""
+def tile_description(tile: np.ndarray) -> str:
+    """Return a tile (record of dtype COMPUTED_TILE) in words; positions are counted from 0 in its document."""
     return f"document {tile['doc']}: queries {_run(tile, 'q')} x keys {_run(tile, 'k')}: {int(tile['pairs']):,} pairs"
 
 
@@ -140,14 +149,16 @@ def _run(tile: np.ndarray, side: str) -> str:
     return f"{first}-{last}" + (f" ({rows} of them)" if rows < last - first + 1 else "")
 
 
-def _messages(timeline: Timeline, direction: str, ranks: Sequence[int], detailed: Sequence[int]) -> Iterator[Event]:
-    """What ranks send and receive; messages of one kind that are posted together are one event."""
-    wanted = set(ranks)
+def _messages(
+    timeline: Timeline, direction: str, ranks: Sequence[int], detailed: Sequence[int]
+) -> Iterator[TraceEvent]:
+    """Yield what ranks send and receive; messages of one kind that are posted together are one event."""
+    shown = set(ranks)
     for thread, end in (("send", "src"), ("receive", "dst")):
-        bars = Bars.of(timeline, direction, end, detailed)
+        bars = MessageBars(timeline, direction, end, detailed)
         for number, bar in enumerate(bars.bars):
             rank = int(bar["rank"])
-            if rank not in wanted:
+            if rank not in shown:
                 continue
             peers, documents = bars.peers(number), bars.documents(number)
             kind = KINDS[int(bar["kind"])]
@@ -157,24 +168,26 @@ def _messages(timeline: Timeline, direction: str, ranks: Sequence[int], detailed
                 "src": rank if end == "src" else peers,
                 "dst": rank if end == "dst" else peers,
                 "between": "nodes" if bar["far"] else "ranks of a node",
-                "posted_in_turn": int(bar["start"]),
-                "due_in_turn": int(bar["done"]),
+                "posted_in_step": int(bar["start"]),
+                "due_in_step": int(bar["done"]),
             }
             if documents:
-                details |= {"documents_in_all": len(documents), "documents": documents[:LISTED]}
+                details |= {"documents_in_all": len(documents), "documents": documents[:LISTED_ITEMS]}
             begin, until = float(bar["begin"]), float(bar["end"])
-            yield Event(rank, thread, f"{kind} {direction}", begin, until - begin, kind, details)
+            yield TraceEvent(rank, thread, f"{kind} {direction}", begin, until - begin, kind, details)
 
 
-def _linear(timeline: Timeline, ranks: Sequence[int]) -> Iterator[Event]:
-    """Linear layers, which stand between the two directions, and the wait for the slowest rank at the end."""
-    tokens = (timeline.plan.linear or timeline.plan.layout).token_counts
+def _linear(timeline: Timeline, ranks: Sequence[int]) -> Iterator[TraceEvent]:
+    """Yield the linear layers between the two programs, and the wait for the slowest rank at the end."""
+    tokens = timeline.plan.batch_layout.token_counts
     for rank in ranks:
-        begin, end = float(timeline.forward[rank, -1, 2]), float(timeline.backward[rank, 0, 0])
+        begin, end = float(timeline.steps_forward[rank, -1, 2]), float(timeline.steps_backward[rank, 0, 0])
         details: dict[str, Any] = {"tokens": int(tokens[rank])}
-        yield Event(rank, "compute", "linear layers, forward and backward", begin, end - begin, "linear", details)
-        done = float(timeline.backward[rank, -1, 2])
+        yield TraceEvent(rank, "compute", "linear layers, forward and backward", begin, end - begin, "linear", details)
+        done = float(timeline.steps_backward[rank, -1, 2])
         if timeline.total > done:
-            last = int(timeline.backward[:, -1, 2].argmax())
+            last = int(timeline.steps_backward[:, -1, 2].argmax())
             details = {"for": f"rank {last}, the last one"}
-            yield Event(rank, "compute", "waits for the slowest rank", done, timeline.total - done, "late", details)
+            yield TraceEvent(
+                rank, "compute", "waits for the slowest rank", done, timeline.total - done, "late", details
+            )

@@ -1,7 +1,8 @@
-"""Attention of one block with its weights written out, in fp32: what flash kernels compute, with dropout.
+"""Eager attention of one block in fp32, with dropout, which the flash kernels do not support.
 
-q, out and dout are [1, heads, rows, dim], k and v [1, kv heads, keys, dim]; query head h reads kv head h // (heads / kv
-heads). Query heads that share a kv head are laid one below the other, so that products sum their gradients.
+q, out and dout are [1, heads, rows, dim], k and v [1, kv heads, keys, dim]; query head h uses kv head
+h // (heads / kv heads). Query heads that share a kv head are stacked along rows, so that matrix products sum their
+gradients.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def explicit_attention(
+def eager_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a block.
+    """Compute the attention of a block.
 
     Args:
-        q, k, v: see above; the width of v may differ.
-        mask: additive, fp32, broadcast to [1, heads, rows, keys]; every row sees one key at least.
-        weights: fp32 [heads, rows, keys]; the softmax is multiplied by it: 0, or 1 / (1 - p).
+        q, k, v: see above; the head dimension of v may differ.
+        mask: additive, fp32, broadcast to [1, heads, rows, keys]; every row has a visible key.
+        weights: fp32 [heads, rows, keys], dropout factors of the softmax: 0, or 1 / (1 - p).
         scale: factor of q.k.
 
     Returns:
-        out fp32, and the lse of all scores, dropped or not, fp32 [1, heads, rows].
+        out fp32, and lse without dropout, fp32 [1, heads, rows].
     """
     heads, rows, _ = q.shape[1:]
     scores = _scores(q, k, mask, scale)
@@ -31,7 +32,7 @@ def explicit_attention(
     return out.view(1, heads, rows, -1), lse.unsqueeze(0)
 
 
-def explicit_attention_backward(
+def eager_attention_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -42,11 +43,10 @@ def explicit_attention_backward(
     weights: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`explicit_attention`, from out and lse over all keys.
+    """Compute the gradients of :func:`eager_attention` from out and lse over all keys.
 
     With P the softmax and W the weights (Dao 2023, algorithm 2, with dropout): dV = (P W)^T dout and
-    dS = P (W (dout V^T) - delta), where delta = dout.out for each row, dropout or not: sum_j P_ij W_ij dout_i.v_j is
-    dout_i.out_i.
+    dS = P (W (dout V^T) - delta), where delta_i = dout_i.out_i = sum_j P_ij W_ij dout_i.v_j.
 
     Returns:
         dq, dk and dv in fp32, of the shapes of q, k and v.
@@ -64,7 +64,7 @@ def explicit_attention_backward(
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Scaled and masked scores, fp32 [heads, rows, keys]."""
+    """Return scaled and masked scores, fp32 [heads, rows, keys]."""
     scores = (_by_kv_head(q[0].float(), k) @ k[0].float().transpose(-1, -2)).mul_(scale)
     scores = scores.view(q.shape[1], q.shape[2], k.shape[2])
     return scores if mask is None else scores.add_(mask[0])

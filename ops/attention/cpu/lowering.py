@@ -1,4 +1,4 @@
-"""From tiles to calls of the CPU kernels."""
+"""Lowering of tiles to calls of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -9,52 +9,60 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindspeed_cp.ops.attention.cpu_costs import Costs
-from mindspeed_cp.ops.attention.first_touch import FirstTouch, runs
-from mindspeed_cp.ops.attention.regions import Block, Region, Shape
+from mindspeed_cp.ops.attention.cpu.cost_model import CpuCostModel
+from mindspeed_cp.ops.attention.cpu.tile_regions import Block, BlockShape, TileRegion
+from mindspeed_cp.ops.attention.lowering.first_write import FirstWrite, true_runs
 from mindspeed_cp.plan import BAND, CAUSAL, FULL, UNLIMITED, AttentionConfig
 
-#: Rows and keys of one block under dropout, where the scores of a block exist: they and their hashes stay in the cache.
+#: Rows and keys of a block with dropout, where the scores of a block are allocated: they and their hashes fit the
+#: cache.
 DROPOUT_BLOCK = 128
 
-#: Under ALiBi the kernel's own causal mask is used where no bias is larger than this: fp32 then holds scores to 2**-14,
-#: which is nothing beside the rounding of bf16 and fp16.
+#: With ALiBi the kernel's own causal mask is used where no bias is larger than this: fp32 then has scores to 2**-14,
+#: which is negligible beside the rounding of bf16 and fp16.
 LARGEST_BIAS = 1024.0
 
-
-#: A causal tile with more keys than queries is one call with a mask up to so many queries, and two calls from there on.
+#: A causal tile with more keys than queries is one call with a mask up to this many queries, and two calls above.
 ONE_CALL = 256
 
 
-class Kind(Enum):
-    """How a call is masked: not at all, by the kernel's causal mask, by that mask with rows and keys in reverse, or by
-    distance (:mod:`mindspeed_cp.ops.attention.distances`)."""
+class MaskKind(Enum):
+    """Mask of a call: none, the kernel's causal mask, that mask with rows and keys in reverse order, or a mask by
+    distance (:mod:`mindspeed_cp.ops.attention.cpu.distance_masks`).
 
-    PLAIN = "plain"
-    CAUSAL = "causal"
-    REVERSED = "reversed"
-    DISTANCE = "distance"
+    Attributes:
+        is_causal: True if the kernel's causal mask is used.
+        flips_q, flips_k: True if queries, or keys, are computed in reverse order.
+    """
+
+    PLAIN = "plain", False, False, False
+    CAUSAL = "causal", True, False, False
+    REVERSED = "reversed", True, True, True
+    DISTANCE = "distance", False, True, False
+
+    def __init__(self, title: str, is_causal: bool, flips_q: bool, flips_k: bool) -> None:
+        self.is_causal, self.flips_q, self.flips_k = is_causal, flips_q, flips_k
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of a kernel.
 
     Attributes:
         q: rows of queries.
         k: rows of the slot.
         kind: its mask. CAUSAL and REVERSED calls are square.
-        first: no call before has touched any of these rows, so its result is stored and not merged.
-        fresh: where calls before have touched some of the rows, those they have not: they are set to 0 first.
-        upcast: in the backward, compute in fp32 although the inputs are not.
+        stores: True if no earlier call has written any of these rows: the result is stored, not merged.
+        unwritten: if earlier calls have written some of the rows, the other rows; they are set to 0 first.
+        upcast: compute the backward in fp32 although the inputs are bf16 or fp16.
         document: number of the document.
         q_pos, k_pos: position of the first query and of the first key.
     """
 
     q: slice
     k: slice
-    kind: Kind = Kind.PLAIN
-    first: bool = True
-    fresh: tuple[slice, ...] = ()
+    kind: MaskKind = MaskKind.PLAIN
+    stores: bool = True
+    unwritten: tuple[slice, ...] = ()
     upcast: bool = False
     document: int = 0
     q_pos: int = 0
@@ -71,106 +79,112 @@ class Call(NamedTuple):
         return self.k.stop - self.k.start
 
 
-Lowering = dict[tuple[int, int], list[Call]]
+KernelCalls = dict[tuple[int, int], list[KernelCall]]
 
 
-def lower(tiles: np.ndarray, rows: int, attention: AttentionConfig, costs: Costs) -> Lowering:
-    """Calls for every (step, slot).
+def lower_to_kernel_calls(tiles: np.ndarray, rows: int, attention: AttentionConfig, costs: CpuCostModel) -> KernelCalls:
+    """Return the calls for every (step, slot).
 
     Args:
-        tiles: records of dtype TILE in the order they run.
-        rows: the rank's queries, which no tile exceeds.
-        attention: what is computed.
-        costs: of the kernel that will run.
+        tiles: records of dtype TILE in execution order.
+        rows: number of the rank's queries.
+        attention: configuration of the layer.
+        costs: cost model of the kernel.
     """
-    touch = FirstTouch.of(tiles["q_row"], tiles["q_rows"])
-    whole = _whole(tiles, attention)
-    calls = _calls_of_whole(tiles, whole, touch, costs)
-    before = np.concatenate([[0], np.cumsum(whole)]).tolist()  # calls of whole tiles before each tile
-    moves = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
-    alone = ~(whole[1:] & whole[:-1])
-    borders = [0, *(np.flatnonzero(moves | alone) + 1).tolist(), len(tiles)] if len(tiles) else []
-    out: Lowering = {}
+    first_write = FirstWrite.of(tiles["q_row"], tiles["q_rows"])
+    uncut = _uncut(tiles, attention)
+    calls = _calls_of_uncut(tiles, uncut, first_write, costs)
+    before = np.concatenate([[0], np.cumsum(uncut)]).tolist()  # calls of uncut tiles before each tile
+    changes = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
+    cut = ~(uncut[1:] & uncut[:-1])
+    borders = [0, *(np.flatnonzero(changes | cut) + 1).tolist(), len(tiles)] if len(tiles) else []
+    out: KernelCalls = {}
     for a, b in pairwise(borders):
-        place = out.setdefault((int(tiles["step"][a]), int(tiles["slot"][a])), [])
-        place += (
-            calls[before[a] : before[b]] if whole[a] else _calls_of_blocks(tiles[a], touch.touched(a), attention, costs)
+        step_calls = out.setdefault((int(tiles["step"][a]), int(tiles["slot"][a])), [])
+        step_calls += (
+            calls[before[a] : before[b]]
+            if uncut[a]
+            else _calls_of_blocks(tiles[a], first_write.written_before(a), attention, costs)
         )
     return out
 
 
-def _whole(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
-    """Which tiles are one call as they are, bool [tiles]: most, where positions do not matter. A window leaves tiles
-    that it does not cut."""
+def _uncut(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
+    """Return bool [tiles]: True for tiles that are one call as they are. That needs no positions (no ALiBi, no
+    dropout) and no window that cuts the tile."""
     if attention.dropout > 0 or attention.slopes is not None:
         return np.zeros(len(tiles), bool)
     mask = tiles["mask"]
     return (mask == FULL) | ((mask == CAUSAL) & (tiles["q_rows"] == tiles["k_rows"]))
 
 
-def _calls_of_whole(tiles: np.ndarray, whole: np.ndarray, touch: FirstTouch, costs: Costs) -> list[Call]:
-    """The calls of those tiles, all at once: a rank of many has tens of thousands."""
-    some = tiles[whole]
-    q, q_rows, k, k_rows = (some[name].astype(np.int64) for name in ("q_row", "q_rows", "k_row", "k_rows"))
-    causal = some["mask"] == CAUSAL
-    fresh: list[tuple[slice, ...]] = [()] * len(tiles)
-    for tile in touch.mixed[whole[touch.mixed]].tolist():
-        fresh[tile] = touch.fresh_rows(tile)
+def _calls_of_uncut(
+    tiles: np.ndarray, uncut: np.ndarray, first_write: FirstWrite, costs: CpuCostModel
+) -> list[KernelCall]:
+    """Return the calls of uncut tiles, vectorised: one of many ranks may have tens of thousands."""
+    uncut_tiles = tiles[uncut]
+    q, q_rows, k, k_rows = (uncut_tiles[name].astype(np.int64) for name in ("q_row", "q_rows", "k_row", "k_rows"))
+    causal = uncut_tiles["mask"] == CAUSAL
+    unwritten: list[tuple[slice, ...]] = [()] * len(tiles)
+    for tile in first_write.partly_written[uncut[first_write.partly_written]].tolist():
+        unwritten[tile] = first_write.unwritten_rows(tile)
     return list(
         map(
-            Call,
+            KernelCall,
             map(slice, q.tolist(), (q + q_rows).tolist()),
             map(slice, k.tolist(), (k + k_rows).tolist()),
-            (Kind.CAUSAL if square else Kind.PLAIN for square in causal.tolist()),
-            touch.alone[whole].tolist(),
-            compress(fresh, whole),
+            (MaskKind.CAUSAL if square else MaskKind.PLAIN for square in causal.tolist()),
+            first_write.all_unwritten[uncut].tolist(),
+            compress(unwritten, uncut),
             costs.upcasts(q_rows, k_rows).tolist(),
-            some["doc"].tolist(),
-            np.where(causal, some["k_pos"], some["q_pos"]).tolist(),
-            some["k_pos"].tolist(),
+            uncut_tiles["doc"].tolist(),
+            np.where(causal, uncut_tiles["k_pos"], uncut_tiles["q_pos"]).tolist(),
+            uncut_tiles["k_pos"].tolist(),
         )
     )
 
 
-def _calls_of_blocks(tile: np.void, touched: np.ndarray, attention: AttentionConfig, costs: Costs) -> list[Call]:
-    """The calls of a tile that is cut, or needs a mask.
+def _calls_of_blocks(
+    tile: np.void, written: np.ndarray, attention: AttentionConfig, costs: CpuCostModel
+) -> list[KernelCall]:
+    """Return the calls of a tile that is cut, or needs a mask argument.
 
     Args:
         tile: one record.
-        touched: bool [rows of the tile], whether tiles before have touched them; updated.
-        attention, costs: see :func:`lower`.
+        written: bool [rows of the tile], True where earlier tiles have written; updated.
+        attention, costs: see :func:`lower_to_kernel_calls`.
     """
     _, _, q_row, q_rows, k_row, k_rows, mask, document, q_pos, k_pos = tile.tolist()
-    if mask == CAUSAL:  # a tile may join several runs of positions; its rows and keys are as good
+    if mask == CAUSAL:  # a tile may join several runs of positions; row and key numbers are equivalent
         q_pos = k_pos + k_rows - q_rows
-    region = Region.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
+    region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
     squares, blocks = _blocks(region, mask, q_pos - k_pos, attention, costs)
     out = []
     for block in blocks:
         (a, b), (c, d) = block.q, block.k
-        seen = touched[a:b]
-        some = bool(seen.any())
+        block_written = written[a:b]
+        merges = bool(block_written.any())
         out.append(
-            Call(
+            KernelCall(
                 q=slice(q_row + a, q_row + b),
                 k=slice(k_row + c, k_row + d),
                 kind=_kind(block.shape, squares, attention),
-                first=not some,
-                fresh=runs(~seen, q_row + a) if some and not seen.all() else (),
+                stores=not merges,
+                unwritten=true_runs(~block_written, q_row + a) if merges and not block_written.all() else (),
                 upcast=costs.upcasts(b - a, d - c),
                 document=document,
                 q_pos=q_pos + a,
                 k_pos=k_pos + c,
             )
         )
-        seen[:] = True
+        block_written[:] = True
     return out
 
 
 def _blocks(
-    region: Region, mask: int, ahead: int, attention: AttentionConfig, costs: Costs
+    region: TileRegion, mask: int, ahead: int, attention: AttentionConfig, costs: CpuCostModel
 ) -> tuple[bool, Iterable[Block]]:
-    """Whether a tile is cut into squares, and its blocks."""
+    """Return True if a tile is cut into squares, and its blocks."""
     if attention.dropout > 0:
         return False, region.strips(DROPOUT_BLOCK, DROPOUT_BLOCK)
     if mask != BAND and attention.slopes is None:
@@ -179,17 +193,17 @@ def _blocks(
     return squares, region.squares(rows) if squares else region.strips(rows)
 
 
-def _square_rows(region: Region, ahead: int, attention: AttentionConfig, costs: Costs) -> int:
-    """Rows of the largest square that the kernel's causal mask can serve; 0: none."""
+def _square_rows(region: TileRegion, ahead: int, attention: AttentionConfig, costs: CpuCostModel) -> int:
+    """Return the rows of the largest square for which the kernel's causal mask can be used; 0: none."""
     if attention.slopes is None:
         return UNLIMITED
-    if not costs.half or region.high > ahead:  # a bias linear in the key needs all keys on one side of the queries
+    if not costs.half or region.high > ahead:  # a bias linear in the key requires all keys on one side of the queries
         return 0
     steepest = float(np.abs(attention.slopes).max())
     return int(min(UNLIMITED, 2 * LARGEST_BIAS / steepest)) if steepest else UNLIMITED
 
 
-def _kind(shape: Shape, squares: bool, attention: AttentionConfig) -> Kind:
-    if squares and shape in (Shape.LOWER, Shape.UPPER):
-        return Kind.CAUSAL if shape == Shape.LOWER else Kind.REVERSED
-    return Kind.PLAIN if shape == Shape.ALL and attention.slopes is None else Kind.DISTANCE
+def _kind(shape: BlockShape, squares: bool, attention: AttentionConfig) -> MaskKind:
+    if squares and shape in (BlockShape.LOWER, BlockShape.UPPER):
+        return MaskKind.CAUSAL if shape == BlockShape.LOWER else MaskKind.REVERSED
+    return MaskKind.PLAIN if shape == BlockShape.ALL and attention.slopes is None else MaskKind.DISTANCE

@@ -1,51 +1,51 @@
-"""A backend on this project's own kernel for tiles: every mask, ALiBi, grouped queries; no dropout."""
+"""Attention by this project's Triton kernel for tiles: every mask, ALiBi, grouped queries; no dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.tile_attention import (
-    WIDEST,
-    TileSchedule,
-    blocks_for,
-    tile_attention_,
-    tile_attention_backward_,
-)
+from mindspeed_cp.ascend_kernels.tile_attention import TILE_DTYPES, tile_attention_, tile_attention_backward_
+from mindspeed_cp.ascend_kernels.tile_schedule import TILE_MAX_HEAD_DIM, TileSchedule, schedule_block_rows
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
-from mindspeed_cp.ops.attention.heads import even_parts, put_back, whole
+from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
+from mindspeed_cp.ops.attention.head_groups import contiguous_heads, uniform_head_groups, write_heads
+from mindspeed_cp.ops.attention.lowering.device_call import slopes_of
 from mindspeed_cp.plan import AttentionConfig
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(eq=False)
-class TileCall:
-    """The tiles of one (step, slot), and the schedules on each device that has asked for them, by side."""
+class StepTiles:
+    """The tiles of one (step, slot).
+
+    Attributes:
+        tiles: records of dtype TILE.
+        attention: its window applies to the tiles.
+        rows: rows of a block, by side: "q" (queries) and "k" (keys).
+        schedules: by device and side, built at the first use.
+    """
 
     tiles: np.ndarray
     attention: AttentionConfig
     rows: dict[str, int]
-    placed: dict[tuple[torch.device, str], TileSchedule] = field(default_factory=dict)
+    schedules: dict[tuple[torch.device, str], TileSchedule] = field(default_factory=dict)
 
-    def on(self, device: torch.device, side: str) -> TileSchedule:
-        """The schedule by blocks of queries ("q") or of keys ("k")."""
-        if (device, side) not in self.placed:
-            self.placed[device, side] = TileSchedule.of(self.tiles, self.attention, self.rows[side], side, device)
-        return self.placed[device, side]
+    def schedule(self, device: torch.device, side: str) -> TileSchedule:
+        """Return the schedule by blocks of queries ("q") or of keys ("k")."""
+        if (device, side) not in self.schedules:
+            self.schedules[device, side] = TileSchedule.of(self.tiles, self.attention, self.rows[side], side, device)
+        return self.schedules[device, side]
 
 
-class TileAttention:
-    """Attention by `mindspeed_cp.ascend_kernels.tile_attention`, where Triton runs, or in torch (`implementation`).
+class CudaTileAttention:
+    """Attention by `mindspeed_cp.ascend_kernels.tile_attention`. The same call gives the same bits every time.
 
     Args:
-        name: kind of device whose tensors it takes.
+        name: device type of its tensors.
         implementation: "triton", "torch", or None: by the device.
     """
 
@@ -61,67 +61,70 @@ class TileAttention:
         return "tiles", self.name, self.implementation
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
-        """Raise ConfigError for dropout, and for another type than fp32, bf16 and fp16."""
+        """See the contract: no dropout."""
         if attention.dropout:
             raise ConfigError(
-                f"attention.dropout is {attention.dropout}; the kernel of tiles drops nothing; valid: 0, or "
+                f"attention.dropout is {attention.dropout}; the tile kernel has no dropout; valid: 0, or "
                 "backend cpu or npu"
             )
         width = max(attention.head_dim, attention.head_dim_v)
-        if width > WIDEST:
-            raise ConfigError(f"head_dim is {width}; valid for the kernel of tiles: up to {WIDEST}")
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype is {dtype}; the kernel of tiles supports {', '.join(str(d)[6:] for d in DTYPES)}")
+        if width > TILE_MAX_HEAD_DIM:
+            raise ConfigError(f"head_dim is {width}; valid for the tile kernel: up to {TILE_MAX_HEAD_DIM}")
+        check_dtype("the tile kernel", dtype, TILE_DTYPES)
 
     def check_device(self, device: torch.device) -> None:
-        """See the contract: a device without Triton raises where a kernel is launched, as Triton is asked for there."""
+        """See the contract. A missing package triton raises at the first launch."""
 
     def lower_forward(
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> dict[tuple[int, int], list[TileCall]]:
+    ) -> dict[tuple[int, int], list[StepTiles]]:
         """See the contract."""
         return self._lower(tiles, attention, dtype, backward=False)
 
     def lower_backward(
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> dict[tuple[int, int], list[TileCall]]:
+    ) -> dict[tuple[int, int], list[StepTiles]]:
         """See the contract."""
         return self._lower(tiles, attention, dtype, backward=True)
 
     def _lower(
         self, tiles: np.ndarray, attention: AttentionConfig, dtype: torch.dtype, backward: bool
-    ) -> dict[tuple[int, int], list[TileCall]]:
-        bm, bn = blocks_for(dtype, backward, max(attention.head_dim, attention.head_dim_v), self.name)
+    ) -> dict[tuple[int, int], list[StepTiles]]:
+        bm, bn = schedule_block_rows(dtype, backward, max(attention.head_dim, attention.head_dim_v), self.name)
         rows = {"q": bm, "k": bn} if backward else {"q": bm}
-        keys, of = np.unique(tiles[["step", "slot"]], return_inverse=True)
+        step_slots, index = np.unique(tiles[["step", "slot"]], return_inverse=True)
         return {
-            (int(key["step"]), int(key["slot"])): [TileCall(tiles[of == i], attention, rows)]
-            for i, key in enumerate(keys)
+            (int(step), int(slot)): [StepTiles(tiles[index == i], attention, rows)]
+            for i, (step, slot) in enumerate(step_slots)
         }
 
-    def place(self, calls: Sequence[TileCall], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
+    def prepare(
+        self, calls: Sequence[StepTiles], attention: AttentionConfig, heads: Heads, device: torch.device
+    ) -> None:
         """See the contract."""
         for call in calls:
             for side in call.rows:
-                call.on(device, side)
+                call.schedule(device, side)
 
     def forward(
-        self, calls: Sequence[TileCall], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
+        self, calls: Sequence[StepTiles], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
     ) -> None:
         """See the contract."""
-        for part in even_parts(attention, state.heads):
-            q, out, lse = (whole(x, part.q) for x in (state.q, state.out, state.lse))
-            kk, vv = whole(k, part.kv), whole(v, part.kv)
-            slopes = _slopes(attention, part.numbers, q.device)
+        for group in uniform_head_groups(attention, state.heads):
+            q, out, lse = (contiguous_heads(x, group.q) for x in (state.q, state.out, state.lse))
+            group_k, group_v = contiguous_heads(k, group.kv), contiguous_heads(v, group.kv)
+            slopes = slopes_of(attention, group.q_range, q.device)
             for call in calls:
-                schedule = call.on(q.device, "q")
-                tile_attention_(q, kk, vv, out, lse, schedule, attention.softmax_scale, slopes, self.implementation)
-            put_back(state.out, part.q, out)
-            put_back(state.lse, part.q, lse)
+                schedule = call.schedule(q.device, "q")
+                tile_attention_(
+                    q, group_k, group_v, out, lse, schedule, attention.softmax_scale, slopes, self.implementation
+                )
+            write_heads(state.out, group.q, out)
+            write_heads(state.lse, group.q, lse)
 
     def backward(
         self,
-        calls: Sequence[TileCall],
+        calls: Sequence[StepTiles],
         attention: AttentionConfig,
         state: BackwardState,
         k: Tensor,
@@ -130,23 +133,18 @@ class TileAttention:
         dv: Tensor,
     ) -> None:
         """See the contract."""
-        for part in even_parts(attention, state.heads):
-            q, out, lse, dout, dq = (whole(x, part.q) for x in (state.q, state.out, state.lse, state.dout, state.dq))
-            kk, vv, dkk, dvv = (whole(x, part.kv) for x in (k, v, dk, dv))
-            slopes = _slopes(attention, part.numbers, q.device)
+        for group in uniform_head_groups(attention, state.heads):
+            q, out, lse, dout, dq = (
+                contiguous_heads(x, group.q) for x in (state.q, state.out, state.lse, state.dout, state.dq)
+            )
+            group_k, group_v, group_dk, group_dv = (contiguous_heads(x, group.kv) for x in (k, v, dk, dv))
+            slopes = slopes_of(attention, group.q_range, q.device)
             for call in calls:
-                schedules = call.on(q.device, "q"), call.on(q.device, "k")
+                schedules = call.schedule(q.device, "q"), call.schedule(q.device, "k")
                 tile_attention_backward_(
-                    q, kk, vv, out, lse, dout, dq, dkk, dvv, *schedules, attention.softmax_scale, slopes,
-                    self.implementation,
+                    q, group_k, group_v, out, lse, dout, dq, group_dk, group_dv, *schedules, attention.softmax_scale,
+                    slopes, self.implementation,
                 )  # fmt: skip
-            put_back(state.dq, part.q, dq)
-            put_back(dk, part.kv, dkk)
-            put_back(dv, part.kv, dvv)
-
-
-@lru_cache(maxsize=64)
-def _slopes(attention: AttentionConfig, heads: tuple[int, int], device: torch.device) -> Tensor | None:
-    if attention.slopes is None:
-        return None
-    return torch.from_numpy(attention.slopes[slice(*heads)].astype(np.float32)).to(device)
+            write_heads(state.dq, group.q, dq)
+            write_heads(dk, group.kv, group_dk)
+            write_heads(dv, group.kv, group_dv)

@@ -1,56 +1,58 @@
-r"""Tiles with ALiBi as squares, because the operator makes biases only where queries and keys are equally many.
+r"""Cut of tiles with ALiBi into squares: the operator computes biases only where queries and keys are equally many.
 
-It counts distances as |(j + kv_start) - (i + q_start)| with ONE pair of starts for all sequences of a call. Keys that
-all lie before their queries need no more: a wrong start adds the same to every distance of a row, cancels in its
-softmax, and is put right in the statistics. Keys that all lie behind become such by turning both sides round. So a tile
-is cut where positions are equal, and everything beside that square shares a call, whatever the document::
+Its distances are |(j + kv_start) - (i + q_start)| with ONE pair of starts for all sequences of a call. This suffices
+for keys that are all before their queries: a wrong start adds a constant to all distances of a row, cancels in its
+softmax, and is corrected in lse. Keys that are all behind their queries are handled by reversing both sides. A tile is
+therefore cut where positions are equal, and everything beside that square shares a call, whatever the document::
 
     keys   c       a=x      y=d      b            c       x        b=y      d
         a  before  | DIAGONAL                  a  behind all keys
            before  |   DIAGONAL                x          DIAGONAL  | behind
         y  before  | before                    b            DIAGONAL| behind
 
-What is beside it is a rectangle, under a window without a triangle: ALL of some rows, UPPER and ALL of the others. A
-rectangle becomes squares as Euclid found the greatest common divisor, but where little is lost: there the queries of a
-wide piece are filled up with repetitions of the last one, whose results are dropped. Keys are never filled up.
+The parts beside it are rectangles, with a window without a triangle: ALL of some rows, UPPER and ALL of the others. A
+rectangle is cut into squares by Euclid's algorithm, except where padding is cheaper: the queries of a wide part are
+padded with repetitions of the last one, whose results are dropped. Keys are never padded.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.ops.attention.npu_blocks import part
-from mindspeed_cp.ops.attention.npu_calls import BLOCK, Choice, Kind
+from mindspeed_cp.ops.attention.lowering.blocks import sub_blocks
+from mindspeed_cp.ops.attention.lowering.fused_call import BLOCK_RECORD, BlockKind, CallLimits
 from mindspeed_cp.plan import AttentionConfig
 
 
-def alibi_blocks(tiles: np.ndarray, place: np.ndarray, attention: AttentionConfig, choice: Choice) -> np.ndarray:
-    """Square blocks (records of dtype BLOCK: size == k_rows) of tiles (records of dtype TILE).
+def alibi_blocks(
+    tiles: np.ndarray, step_slot: np.ndarray, attention: AttentionConfig, limits: CallLimits
+) -> np.ndarray:
+    """Return square blocks (records of dtype BLOCK_RECORD with size == k_rows) of tiles.
 
     Args:
-        tiles: in the order they run.
-        place: number of each tile's (step, slot).
-        attention: its window and mask say what is visible.
-        choice: how rectangles are cut.
+        tiles: records of dtype TILE in execution order.
+        step_slot: number of the (step, slot) of each tile.
+        attention: its mask and window determine the visible pairs.
+        limits: limits of squares.
     """
     if not len(tiles):
-        return np.empty(0, BLOCK)
-    blocks = np.zeros(len(tiles), BLOCK)
+        return np.empty(0, BLOCK_RECORD)
+    blocks = np.zeros(len(tiles), BLOCK_RECORD)
     for name in ("q_row", "q_rows", "k_row", "k_rows", "doc", "q_pos", "k_pos"):
         blocks[name] = tiles[name]
-    blocks["tile"], blocks["place"] = np.arange(len(tiles)), place
+    blocks["tile"], blocks["step_slot"] = np.arange(len(tiles)), step_slot
     left, right = attention.reach
     n, m = blocks["q_rows"], blocks["k_rows"]
-    a, c = blocks["q_pos"], blocks["k_pos"]
+    a, c = blocks["q_pos"], blocks["k_pos"]  # queries have positions a .. b - 1, keys c .. d - 1, both x .. y - 1
     b, d = a + n, c + m
     x, y = np.maximum(a, c), np.minimum(b, d)
     meets = x < y
     x, y = np.where(meets, x, 0), np.where(meets, y, 0)
 
     def rectangle(where: np.ndarray, q: tuple[np.ndarray, np.ndarray], k: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        """Positions q[0] .. q[1] - 1 against k[0] .. k[1] - 1 of some of the tiles."""
+        """Return the blocks of positions q[0] .. q[1] - 1 and k[0] .. k[1] - 1 of the selected tiles."""
         sizes = [np.where(where, r[1] - r[0], 0) for r in (q, k)]
-        return part(blocks, Kind.SIDE, q[0] - a, sizes[0], k[0] - c, sizes[1])
+        return sub_blocks(blocks, BlockKind.SIDE, q[0] - a, sizes[0], k[0] - c, sizes[1])
 
     before = [
         rectangle(~meets & (a >= d), (a, b), (c, d)),
@@ -63,90 +65,100 @@ def alibi_blocks(tiles: np.ndarray, place: np.ndarray, attention: AttentionConfi
         rectangle(meets & (d > b), (x, b), (b, d)),
     ]
     squares = rectangle(meets, (x, y), (x, y))
-    squares["kind"], squares["size"] = Kind.DIAGONAL, squares["k_rows"]
-    mirrored = _turned(np.concatenate(behind), back=False)  # as if positions went the other way
-    found = [
+    squares["kind"], squares["size"] = BlockKind.DIAGONAL, squares["k_rows"]
+    mirrored = _mirrored(np.concatenate(behind), back=False)
+    blocks_of_kinds = [
         squares,
-        _beside(np.concatenate(before), left, choice),
-        _turned(_beside(mirrored, right, choice), back=True),
+        _side_squares(np.concatenate(before), left, limits),
+        _mirrored(_side_squares(mirrored, right, limits), back=True),
     ]
-    out = np.concatenate(found)
+    out = np.concatenate(blocks_of_kinds)
     return out[np.argsort(out["tile"], kind="stable")]
 
 
-def _beside(blocks: np.ndarray, reach: int, choice: Choice) -> np.ndarray:
-    """Squares of rectangles whose keys all lie before the queries, where a query sees `reach` tokens back."""
+def _side_squares(blocks: np.ndarray, reach: int, limits: CallLimits) -> np.ndarray:
+    """Return the squares of rectangles whose keys are all before the queries, where a query sees `reach` tokens
+    back."""
     a, c = blocks["q_pos"], blocks["k_pos"]
     b, d = a + blocks["q_rows"], c + blocks["k_rows"]
-    last, first = np.minimum(b, d + reach), np.maximum(c, a - reach)  # queries and keys that see and are seen
-    blocks = part(blocks, Kind.SIDE, np.zeros_like(a), last - a, first - c, d - first)
+    last, first = (
+        np.minimum(b, d + reach),
+        np.maximum(c, a - reach),
+    )  # end of the queries that see a key, first visible key
+    blocks = sub_blocks(blocks, BlockKind.SIDE, np.zeros_like(a), last - a, first - c, d - first)
     n, m = blocks["q_rows"], blocks["k_rows"]
     low = blocks["q_pos"] - blocks["k_pos"] - reach  # row i sees the keys from i + low on
-    whole = np.clip(1 - low, 0, n)
-    rest, at, zero = n - whole, whole + low, np.zeros_like(n)
-    upper = part(blocks, Kind.SIDE_UPPER, whole, rest, at, rest)
+    full = np.clip(1 - low, 0, n)  # rows that see every key
+    rest, start, zero = n - full, full + low, np.zeros_like(n)
+    upper = sub_blocks(blocks, BlockKind.SIDE_UPPER, full, rest, start, rest)
     upper["size"] = upper["k_rows"]
     rectangles = [
-        part(blocks, Kind.SIDE, zero, whole, zero, m),
-        part(blocks, Kind.SIDE, whole, rest, at + rest, m - at - rest),
+        sub_blocks(blocks, BlockKind.SIDE, zero, full, zero, m),
+        sub_blocks(blocks, BlockKind.SIDE, full, rest, start + rest, m - start - rest),
     ]
-    return np.concatenate([upper, _squares(np.concatenate(rectangles), choice)])
+    return np.concatenate([upper, _cut_to_squares(np.concatenate(rectangles), limits)])
 
 
-def _turned(blocks: np.ndarray, back: bool) -> np.ndarray:
-    """The same blocks with positions and rows negated, so that the last is the first; and back."""
+def _mirrored(blocks: np.ndarray, back: bool) -> np.ndarray:
+    """Negate positions and rows, so that the last is the first; `back` marks the blocks as reversed."""
     out = blocks.copy()
     for side in ("q", "k"):
         for name in ("_row", "_pos"):
             out[side + name] = 1 - out[side + name] - out[side + "_rows"]
-    out["behind"] = int(back)
+    out["reversed"] = int(back)
     return out
 
 
-def _squares(blocks: np.ndarray, choice: Choice) -> np.ndarray:
-    """Rectangles, all of whose pairs are visible, as squares."""
-    found = []
+def _cut_to_squares(blocks: np.ndarray, limits: CallLimits) -> np.ndarray:
+    """Return rectangles, all of whose pairs are visible, as squares."""
+    squares = []
     while len(blocks):
         n, m = blocks["q_rows"], blocks["k_rows"]
-        many = np.maximum(1, np.maximum(m // np.maximum(n, choice.least), -(-m // choice.rows)))
-        size = -(-m // many)
-        fill = (m // many >= n) & ((size <= choice.small) | (4 * size <= 5 * n))
-        found.append(_pieces(blocks[fill], many[fill]))
-        blocks = blocks[~fill]
+        count = np.maximum(1, np.maximum(m // np.maximum(n, limits.min_square), -(-m // limits.max_rows)))
+        size = -(-m // count)
+        pads = (m // count >= n) & ((size <= limits.pad_up_to) | (4 * size <= 5 * n))
+        squares.append(_cut_along_keys(blocks[pads], count[pads]))
+        blocks = blocks[~pads]
         n, m = blocks["q_rows"], blocks["k_rows"]
         side = np.minimum(n, m)
-        squares, rest = _peeled(blocks, n > m, side)
-        found.append(squares)
-        blocks = rest
-    return np.concatenate(found) if found else np.empty(0, BLOCK)
+        peeled, blocks = _peel_squares(blocks, n > m, side)
+        squares.append(peeled)
+    return np.concatenate(squares) if squares else np.empty(0, BLOCK_RECORD)
 
 
-def _pieces(blocks: np.ndarray, many: np.ndarray) -> np.ndarray:
-    """Wide rectangles cut into so many pieces along the keys, their queries filled up."""
-    of, turn = _repeated(many)
-    first = turn * blocks["k_rows"][of] // many[of]
-    last = (turn + 1) * blocks["k_rows"][of] // many[of]
-    blocks = blocks[of]
-    out = part(blocks, Kind.SIDE, 0 * first, blocks["q_rows"], first, last - first)
+def _cut_along_keys(blocks: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return wide rectangles cut into `count` squares along the keys, with padded queries."""
+    block, index = _repeat_index(count)
+    first = index * blocks["k_rows"][block] // count[block]
+    last = (index + 1) * blocks["k_rows"][block] // count[block]
+    blocks = blocks[block]
+    out = sub_blocks(blocks, BlockKind.SIDE, 0 * first, blocks["q_rows"], first, last - first)
     out["size"] = out["k_rows"]
     return out
 
 
-def _peeled(blocks: np.ndarray, tall: np.ndarray, side: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As many whole squares of the shorter side as there are, and what is left of each rectangle."""
+def _peel_squares(blocks: np.ndarray, tall: np.ndarray, side: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return as many squares of the shorter side as fit into each rectangle, and the remainders."""
     n, m = blocks["q_rows"], blocks["k_rows"]
-    many = np.where(tall, n, m) // side
-    of, turn = _repeated(many)
-    start, some = turn * side[of], side[of]
+    count = np.where(tall, n, m) // side
+    block, index = _repeat_index(count)
+    start, size = index * side[block], side[block]
     zero = np.zeros_like(start)
-    squares = part(blocks[of], Kind.SIDE, np.where(tall[of], start, zero), some, np.where(tall[of], zero, start), some)
+    squares = sub_blocks(
+        blocks[block],
+        BlockKind.SIDE,
+        np.where(tall[block], start, zero),
+        size,
+        np.where(tall[block], zero, start),
+        size,
+    )
     squares["size"] = squares["k_rows"]
-    done, zero = many * side, np.zeros_like(many)
+    done, zero = count * side, np.zeros_like(count)
     q, k = np.where(tall, done, zero), np.where(tall, zero, done)
-    return squares, part(blocks, Kind.SIDE, q, n - q, k, m - k)
+    return squares, sub_blocks(blocks, BlockKind.SIDE, q, n - q, k, m - k)
 
 
-def _repeated(many: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """0 0 0 1 1 ... and 0 1 2 0 1 ... for [3, 2, ...]."""
-    of = np.repeat(np.arange(len(many)), many)
-    return of, np.arange(len(of)) - np.repeat(np.cumsum(many) - many, many)
+def _repeat_index(count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return 0 0 0 1 1 ... and 0 1 2 0 1 ... for [3, 2, ...]."""
+    item = np.repeat(np.arange(len(count)), count)
+    return item, np.arange(len(item)) - np.repeat(np.cumsum(count) - count, count)

@@ -1,8 +1,7 @@
-r"""Tiles without ALiBi as blocks of at most three kinds, each kind one call.
+r"""Tiles without ALiBi as blocks of at most three kinds, one call for each kind.
 
-A full tile is ALL, a causal one EDGE; without a window there is nothing else. The window cuts two diagonals out of a
-tile. Where its right one ends in the last row, the tile is EDGE too, with the window's width for all; where only its
-left one cuts and ends in the last row, the tile is UPPER::
+A full tile is ALL, a causal tile EDGE. A window cuts a tile along two diagonals. If the right one ends in the last row,
+the tile is EDGE, with the width of the window; if only the left one cuts and ends in the last row, it is UPPER::
 
      EDGE              EDGE, window       UPPER             neither: cut into EDGE, ALL, UPPER and ALL
      # # # . .         . # # . .          # # # #           # # . . . .     E
@@ -16,89 +15,89 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.ops.attention.npu_calls import BLOCK, Kind
+from mindspeed_cp.ops.attention.lowering.fused_call import BLOCK_RECORD, BlockKind
 from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 
-_CALLS = (Kind.ALL, Kind.EDGE, Kind.UPPER)
+_CALL_KINDS = (BlockKind.ALL, BlockKind.EDGE, BlockKind.UPPER)
 
 
-def plain_blocks(tiles: np.ndarray, place: np.ndarray, attention: AttentionConfig) -> np.ndarray:
-    """Blocks (records of dtype BLOCK) of tiles (records of dtype TILE), so that every place has as few calls as can be.
+def plain_blocks(tiles: np.ndarray, step_slot: np.ndarray, attention: AttentionConfig) -> np.ndarray:
+    """Return the blocks (records of dtype BLOCK_RECORD) of tiles, with as few calls for each (step, slot) as possible.
 
     Args:
-        tiles: in the order they run.
-        place: number of each tile's (step, slot).
-        attention: its window counts where a tile's mask is BAND.
+        tiles: records of dtype TILE in execution order.
+        step_slot: number of the (step, slot) of each tile.
+        attention: its window applies to tiles with mask BAND.
     """
-    blocks = np.zeros(len(tiles), BLOCK)
+    blocks = np.zeros(len(tiles), BLOCK_RECORD)
     for name in ("q_row", "q_rows", "k_row", "k_rows", "doc", "q_pos", "k_pos"):
         blocks[name] = tiles[name]
-    blocks["tile"], blocks["place"], blocks["size"] = np.arange(len(tiles)), place, tiles["q_rows"]
-    blocks["kind"] = np.where(tiles["mask"] == CAUSAL, Kind.EDGE, Kind.ALL)
+    blocks["tile"], blocks["step_slot"], blocks["size"] = np.arange(len(tiles)), step_slot, tiles["q_rows"]
+    blocks["kind"] = np.where(tiles["mask"] == CAUSAL, BlockKind.EDGE, BlockKind.ALL)
     band = tiles["mask"] == BAND
     if not band.any():
         return blocks
-    low, high = _limits(blocks, attention)
+    low, high = _diagonals(blocks, attention)
     n, m = blocks["q_rows"], blocks["k_rows"]
-    blocks["pre"], blocks["next"] = m - n - low, high - (m - n)
-    ends_right, ends_left = blocks["next"] == 0, (blocks["pre"] == 0) & (high >= m - 1)
-    kind = np.where(ends_right, Kind.EDGE, np.where(ends_left, Kind.UPPER, Kind.PAIR))
+    blocks["pre_tokens"], blocks["next_tokens"] = m - n - low, high - (m - n)
+    ends_right, ends_left = blocks["next_tokens"] == 0, (blocks["pre_tokens"] == 0) & (high >= m - 1)
+    kind = np.where(ends_right, BlockKind.EDGE, np.where(ends_left, BlockKind.UPPER, BlockKind.PAIR))
     blocks["kind"] = np.where(band, kind, blocks["kind"])
-    pair = blocks["kind"] == Kind.PAIR
+    pair = blocks["kind"] == BlockKind.PAIR
     if not pair.any():
         return blocks
-    pieces = _cut(blocks[pair], low[pair], high[pair])
-    cut = _worth_cutting(blocks, pieces)
-    out = np.concatenate([blocks[~(pair & cut[place])], pieces[cut[pieces["place"]]]])
-    return out[np.lexsort((out["k_pos"], out["q_row"], out["tile"], out["place"]))]
+    parts = _cut(blocks[pair], low[pair], high[pair])
+    cut = _worth_cutting(blocks, parts)
+    out = np.concatenate([blocks[~(pair & cut[step_slot])], parts[cut[parts["step_slot"]]]])
+    return out[np.lexsort((out["k_pos"], out["q_row"], out["tile"], out["step_slot"]))]
 
 
-def _limits(blocks: np.ndarray, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Row i of a block sees its keys i + low .. i + high."""
+def _diagonals(blocks: np.ndarray, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return (low, high): row i of a block sees the keys i + low .. i + high of the block."""
     left, right = attention.reach
     ahead = blocks["q_pos"] - blocks["k_pos"]
     return ahead - left, ahead + right
 
 
-def _worth_cutting(blocks: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-    """For every place whether cutting its PAIR blocks makes fewer calls than one for each pair, bool [places]."""
-    places = int(blocks["place"].max()) + 1
-    whole, cut = np.zeros((2, places, len(_CALLS)), bool)
-    plain = blocks[blocks["kind"] != Kind.PAIR]
-    whole[plain["place"], plain["kind"]] = True
-    cut[pieces["place"], pieces["kind"]] = True
-    own = blocks[blocks["kind"] == Kind.PAIR]
-    pairs = np.unique(np.stack([own["place"], own["pre"], own["next"]]), axis=1)
-    return (whole | cut).sum(1) < whole.sum(1) + np.bincount(pairs[0], minlength=places)
+def _worth_cutting(blocks: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Return bool [(step, slot)]: True where cutting PAIR blocks takes fewer calls than one for each pair of limits."""
+    step_slots = int(blocks["step_slot"].max()) + 1
+    whole, cut = np.zeros((2, step_slots, len(_CALL_KINDS)), bool)
+    plain = blocks[blocks["kind"] != BlockKind.PAIR]
+    whole[plain["step_slot"], plain["kind"]] = True
+    cut[parts["step_slot"], parts["kind"]] = True
+    pair_blocks = blocks[blocks["kind"] == BlockKind.PAIR]
+    pairs = np.unique(np.stack([pair_blocks[name] for name in ("step_slot", "pre_tokens", "next_tokens")]), axis=1)
+    return (whole | cut).sum(1) < whole.sum(1) + np.bincount(pairs[0], minlength=step_slots)
 
 
 def _cut(blocks: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """PAIR blocks as EDGE, ALL, UPPER and ALL; see the picture above."""
+    """Return PAIR blocks cut into EDGE, ALL, UPPER and ALL; see the picture above."""
     n, m = blocks["q_rows"], blocks["k_rows"]
     edge = np.where(high < m - 1, np.clip(m - high, 0, n), 0)  # rows up to the one whose right limit is the last key
-    all_ = np.clip(1 - low, edge, n)  # rows up to the first that does not see the first key
-    rest = n - all_
-    first = all_ + low  # its first key
+    full = np.clip(1 - low, edge, n)  # rows up to the first that does not see the first key
+    rest = n - full
+    first = full + low  # its first key
     parts = [
-        part(blocks, Kind.EDGE, 0 * n, edge, 0 * n, m),
-        part(blocks, Kind.ALL, edge, all_ - edge, 0 * n, m),
-        part(blocks, Kind.UPPER, all_, rest, first, rest),
-        part(blocks, Kind.ALL, all_, rest, first + rest, m - first - rest),
+        sub_blocks(blocks, BlockKind.EDGE, 0 * n, edge, 0 * n, m),
+        sub_blocks(blocks, BlockKind.ALL, edge, full - edge, 0 * n, m),
+        sub_blocks(blocks, BlockKind.UPPER, full, rest, first, rest),
+        sub_blocks(blocks, BlockKind.ALL, full, rest, first + rest, m - first - rest),
     ]
     return np.concatenate(parts)
 
 
-def part(
-    blocks: np.ndarray, kind: Kind, q: np.ndarray, q_rows: np.ndarray, k: np.ndarray, k_rows: np.ndarray
+def sub_blocks(
+    blocks: np.ndarray, kind: BlockKind, q: np.ndarray, q_rows: np.ndarray, k: np.ndarray, k_rows: np.ndarray
 ) -> np.ndarray:
-    """Parts of blocks, rows and keys counted in the block; those without rows or keys are left out."""
-    there = np.flatnonzero((q_rows > 0) & (k_rows > 0))
-    out, q, q_rows, k, k_rows = (x[there] for x in (blocks, q, q_rows, k, k_rows))
+    """Return a part of each block, given by rows and keys counted in the block; empty parts are left out."""
+    nonempty = np.flatnonzero((q_rows > 0) & (k_rows > 0))
+    out, q, q_rows, k, k_rows = (x[nonempty] for x in (blocks, q, q_rows, k, k_rows))
     out["kind"] = kind
     out["q_row"] += q
     out["q_pos"] += q
     out["k_row"] += k
     out["k_pos"] += k
     out["q_rows"], out["k_rows"], out["size"] = q_rows, k_rows, q_rows
-    out["pre"], out["next"] = 0, 0
+    out["pre_tokens"], out["next_tokens"] = 0, 0
     return out

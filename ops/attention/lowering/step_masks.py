@@ -1,96 +1,96 @@
-"""One call for each (step, slot), with a mask made for it: for layouts without packed sequences.
+"""Lowering to one call for each (step, slot), with a mask of its own: for operators without packed sequences.
 
-The mask has the rows and keys of that step only. Here it is not a matrix: for each row of queries the runs of keys that
-it sees, which is what document numbers and positions say. A backend makes the matrix on the device, once::
+The mask has the rows and keys of that step only. On the host it is stored as ranges of visible keys for each row of
+queries; the backend builds the matrix on the device::
 
-    runs    0-3         mask   . . . # # #        # is hidden, as the operator has it
+    ranges  0-3         mask   . . . # # #        # is hidden, as the operator has it
             0-3                . . . # # #
             3-4                # # # . # #
             3-5                # # # . . #
 
-Rows that see nothing, and keys that nobody sees, are not handed over: no row of the mask hides everything.
+HostRows without a visible key, and keys that no row sees, are left out: every row of the mask has a visible key.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.layout import expand
-from mindspeed_cp.ops.attention.npu_calls import NO_LIMIT, Back, FusedCall, compact, identity_of
-from mindspeed_cp.ops.attention.npu_lowering import Lowering, touch
+from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.ops.attention.lowering.fused_call import NO_LIMIT, FusedCall, ScatterRows, as_host_rows, content_key
+from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, mark_written
 from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 from mindspeed_cp.plan.tiles import visible_keys
 
 
-def lower_to_masks(tiles: np.ndarray, rows: int, attention: AttentionConfig) -> Lowering:
-    """One call for every (step, slot).
+def lower_to_masks(tiles: np.ndarray, rows: int, attention: AttentionConfig) -> FusedCalls:
+    """Return one call for every (step, slot).
 
     Args:
-        tiles: records of dtype TILE in the order they run.
-        rows: the rank's queries, which no tile exceeds.
-        attention: what is computed; without ALiBi.
+        tiles: records of dtype TILE in execution order.
+        rows: number of the rank's queries.
+        attention: configuration of the layer; without ALiBi.
     """
     new = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
-    touched = np.zeros(rows, bool)
-    out: Lowering = {}
-    for some in np.split(tiles, np.flatnonzero(new) + 1) if len(tiles) else ():
-        out[int(some["step"][0]), int(some["slot"][0])] = [_call(some, attention, touched)]
+    written = np.zeros(rows, bool)
+    out: FusedCalls = {}
+    for step_tiles in np.split(tiles, np.flatnonzero(new) + 1) if len(tiles) else ():
+        out[int(step_tiles["step"][0]), int(step_tiles["slot"][0])] = [_call(step_tiles, attention, written)]
     return out
 
 
-def _call(tiles: np.ndarray, attention: AttentionConfig, touched: np.ndarray) -> FusedCall:
-    row = expand(tiles["q_row"], tiles["q_rows"])
-    first, last = _seen(tiles, attention)
+def _call(tiles: np.ndarray, attention: AttentionConfig, written: np.ndarray) -> FusedCall:
+    row = ragged_arange(tiles["q_row"], tiles["q_rows"])
+    first, last = _visible_slot_rows(tiles, attention)
     order = np.argsort(row, kind="stable")
     row, first, last = row[order], first[order], last[order]
     new = np.append(True, row[1:] != row[:-1])
     begins = np.flatnonzero(new)
-    which = np.cumsum(new) - 1
-    turn = np.arange(len(row)) - begins[which]  # several tiles may have the same row
+    row_index = np.cumsum(new) - 1
+    range_index = np.arange(len(row)) - begins[row_index]  # several tiles may have the same row
     used = np.zeros(int(last.max()) + 1, np.int64)
     np.add.at(used, tiles["k_row"], 1)
     np.add.at(used, tiles["k_row"] + tiles["k_rows"], -1)
     used = (np.cumsum(used) > 0).astype(np.int64)
-    before = np.concatenate([[0], np.cumsum(used)])  # keys handed over before each row of the slot
-    visible = np.zeros((int(turn.max()) + 1, 2, len(begins)), np.int64)
-    visible[turn, 0, which], visible[turn, 1, which] = before[first], before[last]
-    q, k = compact(row[begins]), compact(np.flatnonzero(used))
+    before = np.concatenate([[0], np.cumsum(used)])  # used keys before each row of the slot
+    visible = np.zeros((int(range_index.max()) + 1, 2, len(begins)), np.int64)
+    visible[range_index, 0, row_index], visible[range_index, 1, row_index] = before[first], before[last]
+    q, k = as_host_rows(row[begins]), as_host_rows(np.flatnonzero(used))
     n, m = len(begins), int(before[-1])
-    everything = bool(((visible[:, 1] - visible[:, 0]).sum(0) == m).all())  # runs of a row do not overlap
+    all_visible = bool(((visible[:, 1] - visible[:, 0]).sum(0) == m).all())  # ranges of a row do not overlap
     names = ("q_row", "q_rows", "doc", "q_pos", "k_pos", "k_rows", "mask")
     return FusedCall(
         layout="BSND",
         q=q,
         k=k,
-        cu_q=[n],
-        cu_k=[m],
-        sparse_mode=0 if everything else 1,
-        pre=NO_LIMIT,
-        next=NO_LIMIT,
-        compressed=False,
-        visible=None if everything else visible,
-        starts=None,
-        shift=None,
+        actual_seq_qlen=[n],
+        actual_seq_kvlen=[m],
+        sparse_mode=0 if all_visible else 1,
+        pre_tokens=NO_LIMIT,
+        next_tokens=NO_LIMIT,
+        uses_compressed_mask=False,
+        visible_ranges=None if all_visible else visible,
+        start_idx=None,
+        bias_shift=None,
         padding=None,
-        q_back=Back((), slice(0, n), q),
-        k_back=Back((), slice(0, m), k),
-        fresh=touch(touched, q),
-        identity=identity_of(tiles, names) if attention.dropout > 0 else b"",
+        q_scatter=ScatterRows((), slice(0, n), q),
+        k_scatter=ScatterRows((), slice(0, m), k),
+        unwritten=mark_written(written, q),
+        content_key=content_key(tiles, names) if attention.dropout > 0 else b"",
     )
 
 
-def _seen(tiles: np.ndarray, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """First and last-plus-one row of the slot that each row of queries of each tile sees, tile after tile."""
+def _visible_slot_rows(tiles: np.ndarray, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and last-plus-one visible row of the slot for each row of queries, tile after tile."""
     n = tiles["q_rows"]
     within = np.arange(int(n.sum())) - np.repeat(np.cumsum(n) - n, n)
     first = np.repeat(tiles["k_row"], n)
     mask = np.repeat(tiles["mask"], n)
-    seen = np.repeat(tiles["k_rows"], n)
-    seen = np.where(mask == CAUSAL, seen - np.repeat(n, n) + within + 1, seen)
-    last = first + seen
+    count = np.repeat(tiles["k_rows"], n)
+    count = np.where(mask == CAUSAL, count - np.repeat(n, n) + within + 1, count)
+    last = first + count
     band = tiles["mask"] == BAND
     if band.any():
-        where = mask == BAND
+        in_band = mask == BAND
         low, high = visible_keys(tiles[band], attention)
-        first[where], last[where] = first[where] + low, first[where] + high
+        first[in_band], last[in_band] = first[in_band] + low, first[in_band] + high
     return first, last

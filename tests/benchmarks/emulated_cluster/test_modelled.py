@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cluster.modelled import ModelledAttention
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.cost import ComputeCost, load_cluster
+from mindspeed_cp.cluster import ComputeCost, load_cluster
 from mindspeed_cp.ops.attention import ForwardState, Heads
 
 REAL, WIRE = AttentionConfig(8, 4, 128), AttentionConfig(8, 4, 4)
@@ -44,7 +44,7 @@ def test_no_pair_is_forgotten(algorithm, options):
     total = 0.0
     for rank in range(4):
         lowered = backend.lower_forward(
-            plan.forward.tiles(rank), int(plan.q_layout.token_counts[rank]), WIRE, torch.bfloat16
+            plan.forward.tiles(rank), int(plan.q_layout_compute.token_counts[rank]), WIRE, torch.bfloat16
         )
         total += sum(work.math for calls in lowered.values() for work in calls)
         assert all(work.launch == 0 for calls in lowered.values() for work in calls)
@@ -82,5 +82,5 @@ def test_the_linear_part_takes_twice_as_long_backward():
     backend.linear(100)
     backend.linear(100, backward=True)
     launch = 10 * COST.cluster.launch
-    assert naps[0] == pytest.approx(10 * float(COST.linear_seconds(100)) + launch)
+    assert naps[0] == pytest.approx(10 * float(COST.linear_layer_seconds(100)) + launch)
     assert naps[1] - launch == pytest.approx(2 * (naps[0] - launch))

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.cluster.scale import PAYLOAD, Scale
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.cost import cluster_names
+from mindspeed_cp.cluster import cluster_names
 from mindspeed_cp.errors import ConfigError
 
 ATTENTION = AttentionConfig(32, 8, 128)

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.validate import Case, cases_of, empty_batch, in_order, predicted, turn_seconds, verdict
 from benchmarks.cluster.variants import BASE, Batch, plan_for
-from mindspeed_cp import AttentionConfig, simulate
-from mindspeed_cp.cost import LayerCost
+from mindspeed_cp import AttentionConfig, simulate_plan
+from mindspeed_cp.cluster import LayerCost
 
 SCALE = Scale("a800", 2, AttentionConfig(32, 32, 128), 2, 100_000_000)
 BATCH = Batch("some", 0, (9000, 700, 300))
@@ -16,7 +16,7 @@ BATCH = Batch("some", 0, (9000, 700, 300))
 
 def test_a_prediction_is_the_simulation_in_the_time_of_the_emulation() -> None:
     alone = (
-        simulate(plan_for(BASE, BATCH, SCALE, 2), SCALE.cluster, LayerCost(0.0, 4096), sharing="fifo").total
+        simulate_plan(plan_for(BASE, BATCH, SCALE, 2), SCALE.cluster, LayerCost(0.0, 4096), sharing="fifo").total
         * SCALE.seconds
     )
     assert predicted(BASE, BATCH, SCALE, 2, 0.0) == pytest.approx(

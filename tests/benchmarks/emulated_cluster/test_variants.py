@@ -7,8 +7,8 @@ from benchmarks.cluster.layer import planned_bytes
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, narrowed, plan_for
 from mindspeed_cp import AttentionConfig, Documents, Plan, verify_plan
+from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.plan import traffic
-from mindspeed_cp.plan.remapped import with_linear_layout
 
 SCALE = Scale("a800", 4, AttentionConfig(8, 4, 128), 2, 100_000_000)
 BATCH = Batch("made up", 0, (900, 40, 333, 17, 700, 58))
@@ -59,7 +59,7 @@ def test_real_lengths_are_taken_from_a_folder(tmp_path):
 def test_hidden_states_that_move_are_in_the_planned_bytes():
     plan = narrowed(plan_for("direct, balanced", Batch("x", 0, (1000, 10, 10, 10, 10)), SCALE, 2), SCALE)
     linear = with_linear_layout(plan, "hidden")
-    assert linear.linear is not None
-    moved = np.abs(linear.linear.token_counts - plan.layout.token_counts).sum() // 2
+    assert linear.linear_layout is not None
+    moved = np.abs(linear.linear_layout.token_counts - plan.layout.token_counts).sum() // 2
     extra = sum(planned_bytes(linear)) - sum(planned_bytes(plan))
     assert extra == 4 * moved * 8 * 2 * 2  # there and back, twice; 8 heads x 2 channels in bf16

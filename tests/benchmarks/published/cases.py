@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.published.systems import Case
 from mindspeed_cp import AttentionConfig, Documents, Topology
-from mindspeed_cp.cost import load_cluster
+from mindspeed_cp.cluster import load_cluster
 
 LENGTHS = [3000, 170, 900, 1, 0, 440, 5120, 333, 64, 2000]
 

@@ -11,7 +11,7 @@ from benchmarks.published.rings import Group, grouped_rings
 from benchmarks.published.systems import SYSTEMS, dynamic_cp, eod_lengths, eod_ring, ring, ulysses, usp, zeppelin
 from mindspeed_cp import AttentionConfig, Documents, PlanError, Topology, verify_plan
 from mindspeed_cp.plan.program import Plan
-from tests.benchmarks_published.cases import LENGTHS, case
+from tests.benchmarks.published.cases import LENGTHS, case
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
 GROUPS: list[Group] = [tuple(range(8)), (0,), (2, 3), (5,), (1,), (4, 5, 6, 7), (0, 1, 2, 3), (1, 2), (0,), (7,)]
@@ -39,9 +39,9 @@ def test_an_all_gather_crosses_to_each_node_once(nodes: int, per_node: int) -> N
     assert items["rows"].sum() == documents.tokens * (topology.ranks - 1)
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_rings_of_groups_that_share_ranks_are_exact(beside: bool) -> None:
-    plan = grouped_rings("rings", Documents(LENGTHS), Topology(2, 4), ATTENTION, GROUPS, beside)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rings_of_groups_that_share_ranks_are_exact(interleaved: bool) -> None:
+    plan = grouped_rings("rings", Documents(LENGTHS), Topology(2, 4), ATTENTION, GROUPS, interleaved)
     verify_plan(plan)
     for doc, group in enumerate(GROUPS):
         held = plan.layout.spans["rank"][plan.layout.spans["doc"] == doc]
@@ -51,7 +51,7 @@ def test_rings_of_groups_that_share_ranks_are_exact(beside: bool) -> None:
 def test_what_a_ring_sends_is_that_of_its_group_alone() -> None:
     documents = Documents([4000, 600])
     plan = grouped_rings("rings", documents, Topology(2, 4), ATTENTION, [(4, 5, 6, 7), (0,)], False)
-    sent = np.concatenate([part.forward.fetch.items for part in plan.pieces])
+    sent = np.concatenate([part.forward.fetch.items for part in plan.parts_or_self])
     assert set(sent["src"].tolist()) == set(sent["dst"].tolist()) == {4, 5, 6, 7}
     assert set(((sent["dst"] - sent["src"]) % 4).tolist()) == {1}, "each rank sends to the next one of the ring"
 
@@ -131,7 +131,7 @@ def test_zeppelin_tries_a_remap_to_equal_tokens_for_linear_layers() -> None:
     remapped = [plan for label, plan in found.items() if "remap" in label]
     assert remapped
     for plan in remapped:
-        held = (plan.linear or plan.layout).token_counts
+        held = (plan.linear_layout or plan.layout).token_counts
         assert held.max() - held.min() <= 1
 
 

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from benchmarks.published.rings import grouped_rings
-from benchmarks.published.routed import RoutedLinks, routing_pays
+from benchmarks.published.routed import RoutedLinkQueues, routing_pays
 from benchmarks.published.systems import LOOKED_AT, dynamic_cp, ours, ring, ulysses, usp, zeppelin
-from benchmarks.published.timing import Candidate, fastest, layer, through_layers
+from benchmarks.published.timing import Candidate, fastest, layer
+from benchmarks.published.training_step import MicroBatchTime, simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology
-from mindspeed_cp.cost import load_cluster
-from mindspeed_cp.cost.links import Links
-from mindspeed_cp.cost.simulate import simulate
-from mindspeed_cp.cost.step import simulate_layers
-from tests.benchmarks_published.cases import case
+from mindspeed_cp.cluster import Cluster, load_cluster
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
+from mindspeed_cp.simulate.link_queues import LinkQueues
+from mindspeed_cp.simulate.simulator import simulate_plan
+from tests.benchmarks.published.cases import case
 
 #: A tolerance for sums in another order.
 NEAR = 1e-9
@@ -25,14 +26,22 @@ NEAR = 1e-9
 def test_a_layer_takes_what_the_simulator_says(system, cluster: str) -> None:  # type: ignore[no-untyped-def]
     here = case(cluster=cluster)
     for one in system(here):
-        found, expected = layer(one, here.cluster), simulate(one.plan, here.cluster)
+        found, expected = layer(one, here.cluster), simulate_plan(one.plan, here.cluster)
         assert found.total == pytest.approx(expected.total, rel=NEAR), one.label
         np.testing.assert_allclose(found.busy, expected.compute + expected.linear, rtol=NEAR)
         np.testing.assert_allclose(found.exposed, expected.exposed, rtol=1e-6, atol=1e-12)
         assert found.imbalance == pytest.approx(expected.imbalance, rel=1e-6, abs=NEAR)
 
 
-def test_several_layers_take_what_the_simulator_says() -> None:
+def through_layers(
+    candidate: Candidate, cluster: Cluster, layers: int, gradient: int = GRADIENT_BYTES
+) -> MicroBatchTime:
+    return simulate_layers(
+        candidate.plan, cluster, layers, tiles=candidate.tiles, links=candidate.links, gradient=gradient
+    )
+
+
+def test_tiles_that_are_counted_once_give_the_same_layers() -> None:
     here = case()
     for one in ours(here):
         for layers in (1, 3, 32):
@@ -45,7 +54,7 @@ def test_evenly_spaced_ranks_stand_for_all_of_an_even_ring() -> None:
     here = case(nodes=5, per_node=8)
     assert here.topology.ranks > LOOKED_AT
     (some,) = ring(here)
-    assert some.stands is not None and len(np.unique(some.stands)) == LOOKED_AT
+    assert some.representative is not None and len(np.unique(some.representative)) == LOOKED_AT
     exact = layer(Candidate("all", some.plan), here.cluster).total
     assert layer(some, here.cluster).total == pytest.approx(exact, rel=0.02)
 
@@ -55,7 +64,9 @@ def test_tiles_are_counted_once_for_all_heads_and_clusters() -> None:
     shared = type(other)(other.documents, other.topology, other.attention, other.cluster, here.shared)
     (mha,), (gqa,) = ring(here), ring(shared)
     assert mha.counted is gqa.counted and mha.plan.forward is gqa.plan.forward
-    assert layer(gqa, here.cluster).total == pytest.approx(simulate(ring(other)[0].plan, here.cluster).total, rel=0.02)
+    assert layer(gqa, here.cluster).total == pytest.approx(
+        simulate_plan(ring(other)[0].plan, here.cluster).total, rel=0.02
+    )
     assert layer(gqa, here.cluster).total < layer(mha, here.cluster).total, "fewer key/value heads travel"
 
 
@@ -70,7 +81,7 @@ def test_no_way_that_is_left_out_is_faster() -> None:
 
 def test_gradients_in_bf16_take_half_the_bytes_of_gradients_alone() -> None:
     here = case(cluster="a800", kv_heads=8)
-    slow = here.cluster.with_(nic_bandwidth=1e7)  # keys 1, and in the backward keys 1 and gradients 2
+    slow = here.cluster.with_values(nic_bandwidth=1e7)  # keys 1, and in the backward keys 1 and gradients 2
     (one,) = ring(here)
     ratio = layer(one, slow, gradient=2).total / layer(one, slow).total
     assert ratio == pytest.approx(3 / 4, abs=0.05)
@@ -83,22 +94,25 @@ def test_documents_of_one_rank_hide_transfers_beside_rings() -> None:
     documents, groups = Documents([16000, *[16000] * 8]), [tuple(range(8)), *((rank,) for rank in range(8))]
     cluster = load_cluster("a800").with_ranks(4)
     times = [
-        layer(Candidate("", grouped_rings("", documents, Topology(2, 4), attention, groups, beside)), cluster).total
-        for beside in (False, True)
+        layer(
+            Candidate("", grouped_rings("", documents, Topology(2, 4), attention, groups, interleaved)),
+            cluster,
+        ).total
+        for interleaved in (False, True)
     ]
     assert times[1] < 0.9 * times[0]
 
 
 def test_a_routed_message_takes_all_nics_and_no_longer_than_three_hops() -> None:
-    cluster, size = load_cluster("a800").with_(in_node_latency=0.0, network_latency=0.0), 64e6
-    links, plain = RoutedLinks(cluster, 2), Links(cluster, 2)
+    cluster, size = load_cluster("a800").with_values(in_node_latency=0.0, network_latency=0.0), 64e6
+    links, plain = RoutedLinkQueues(cluster, 2), LinkQueues(cluster, 2)
     src, dst, bytes_, now = np.array([7]), np.array([8]), np.array([size]), np.zeros(1)
     _, end = links.serve(src, dst, bytes_, now)
     _, straight = plain.serve(src, dst, bytes_, now)
     inside, nic = size * 7 / 8 / cluster.effective_rank, size / 4 / cluster.effective_nic
     assert max(inside, nic) < end[0] <= inside + nic + inside
     assert end[0] < straight[0] / 2
-    carried = links.busy[links.names == "nic out"]
+    carried = links.busy_seconds[links.kind_of_link == "nic out"]
     np.testing.assert_allclose(carried[:4], size / 4 / cluster.effective_nic)
     assert not carried[4:].any()
 
@@ -106,9 +120,9 @@ def test_a_routed_message_takes_all_nics_and_no_longer_than_three_hops() -> None
 def test_routed_links_leave_messages_inside_a_node_as_they_are() -> None:
     cluster = load_cluster("a2")
     src, dst, size, now = np.array([0, 1, 9]), np.array([1, 2, 8]), np.full(3, 1e6), np.array([0.0, 1e-3, 0.0])
-    routed, plain = (kind(cluster, 2).serve(src, dst, size, now) for kind in (RoutedLinks, Links))
+    routed, plain = (kind(cluster, 2).serve(src, dst, size, now) for kind in (RoutedLinkQueues, LinkQueues))
     np.testing.assert_array_equal(routed, plain)
-    mixed = RoutedLinks(cluster, 2).serve(
+    mixed = RoutedLinkQueues(cluster, 2).serve(
         np.append(src, 3), np.append(dst, 11), np.append(size, 1e6), np.append(now, 0)
     )
     assert (mixed[1][:3] >= plain[1]).all() and mixed[1][3] > 0
@@ -119,5 +133,5 @@ def test_routing_pays_where_a_nic_is_slower_than_links_in_the_node(name: str, pa
     cluster = load_cluster(name)
     assert routing_pays(cluster) is pays
     src, dst, size, now = np.array([0]), np.array([cluster.ranks_per_node]), np.array([1e8]), np.zeros(1)
-    routed, plain = (kind(cluster, 2).serve(src, dst, size, now)[1][0] for kind in (RoutedLinks, Links))
+    routed, plain = (kind(cluster, 2).serve(src, dst, size, now)[1][0] for kind in (RoutedLinkQueues, LinkQueues))
     assert (routed < plain) is np.bool_(pays) or not pays

@@ -10,19 +10,19 @@ function barsOf(one) { // everything that is drawn, in units of time; made once 
   const ends = [];
   one.directions.forEach((direction, back) => {
     const waits = new Map(direction.waits.map((wait) => [wait[0] + " " + wait[1], wait]));
-    direction.turns.forEach((deltas, index) => {
+    direction.times.forEach((deltas, index) => {
       const rank = one.ranks[index];
       let now = deltas[0];
       if (back) bars.push({ row: index, rank, lane: 0, shade: "linear", from: ends[index], to: now });
       for (let i = 1; i < deltas.length; i += 2) {
-        const turn = (i - 1) / 2, [kernel, wait] = [deltas[i], deltas[i + 1]];
+        const step = (i - 1) / 2, [kernel, wait] = [deltas[i], deltas[i + 1]];
         if (kernel > 0)
-          bars.push({ row: index, rank, lane: 0, shade: direction.steps[turn] ? direction.name : "linear", from: now,
-            to: now + kernel, direction, turn, tiles: direction.tiles[index] && direction.tiles[index][turn] });
+          bars.push({ row: index, rank, lane: 0, shade: direction.steps[step] ? direction.name : "linear", from: now,
+            to: now + kernel, direction, step, tiles: direction.tiles[index] && direction.tiles[index][step] });
         now += kernel;
         if (wait > 0)
-          bars.push({ row: index, rank, lane: 0, shade: "exposed", from: now, to: now + wait, direction, turn,
-            wait: waits.get(rank + " " + turn) });
+          bars.push({ row: index, rank, lane: 0, shade: "exposed", from: now, to: now + wait, direction, step,
+            wait: waits.get(rank + " " + step) });
         now += wait;
       }
       ends[index] = now;
@@ -64,7 +64,7 @@ function drawTimeline() {
     const left = x(bar.from);
     const long = Math.max(x(bar.to) - left, 0.6);
     context.fillRect(left, top, long, high);
-    if (!bar.lane && long > 3 && bar.shade !== "late") { // a gap, so that turns can be told apart
+    if (!bar.lane && long > 3 && bar.shade !== "late") { // a gap, so that steps can be told apart
       context.fillStyle = shades.card ||= colour("card");
       context.globalAlpha = 0.5;
       context.fillRect(left + long - 0.5, top, 0.5, high);
@@ -180,22 +180,22 @@ function told(bar) { // a bar in words
     return [`${DATA.kinds[kind]}, ${bytes(size)} to rank ${bar.rank}`,
       count > 1 ? `${count} messages of ${count} ranks ${far ? "of other nodes" : "of its node"}, the largest from rank ${peer}` :
         `from rank ${peer}, ${far ? "between nodes" : "inside the node"}`,
-      `under way ${span}`, `posted in ${bar.direction.name} turn ${posted}, due at the end of turn ${due}`,
+      `under way ${span}`, `posted in ${bar.direction.name} step ${posted}, due at the end of step ${due}`,
       some(listed, documents, "document")];
   }
   if (bar.shade === "linear" && bar.direction)
-    return [`${who}: projections around attention, ${bar.direction.name} turn ${bar.turn}`, span];
+    return [`${who}: projections around attention, ${bar.direction.name} step ${bar.step}`, span];
   if (bar.shade === "linear")
     return [`${who}: linear layers, forward and backward`, span, `${number(line.one.per_rank.tokens[bar.rank])} tokens`];
   if (bar.shade === "late") return [`${who}: waits for the slowest rank`, span];
-  const turn = `${bar.direction.name} turn ${bar.turn}`;
-  const step = bar.direction.steps[bar.turn] && ` (step ${bar.direction.steps[bar.turn]} of the plan)`;
+  const step = `${bar.direction.name} step ${bar.step}`;
+  const planStep = bar.direction.steps[bar.step] && ` (step ${bar.direction.steps[bar.step]} of the plan)`;
   if (bar.wait) {
     const [, , kind, far, from, to, size] = bar.wait;
-    return [`${who}: waits for ${DATA.kinds[kind]}`, span, `at the end of ${turn}${step}`,
+    return [`${who}: waits for ${DATA.kinds[kind]}`, span, `at the end of ${step}${planStep}`,
       `last to arrive: ${bytes(size)} from rank ${from} to rank ${to}, ${far ? "between nodes" : "inside the node"}`];
   }
-  const lines = [`${who}: attention, ${turn}${step}`, span];
+  const lines = [`${who}: attention, ${step}${planStep}`, span];
   if (!bar.tiles) return lines;
   const [tiles, documents, pairs, ...listed] = bar.tiles;
   lines.push(`${number(tiles)} tile${tiles > 1 ? "s" : ""} of ${number(documents)} document${documents > 1 ? "s" : ""}, ` +

@@ -1,0 +1,44 @@
+"""Direct exchange: every rank fetches what it needs of another rank's keys from that rank, one source in each round.
+
+In round g rank r fetches from rank r - 1 - g. Each round is a permutation of the ranks, so on a full mesh every link is
+used once, and no rank is the source of all others. No algorithm that gives each rank all it needs moves fewer rows to
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+
+from mindspeed_cp.algorithms.kv_fetch.programs import direct_fetch_programs
+from mindspeed_cp.algorithms.layouts import LayoutName, build_layouts
+from mindspeed_cp.algorithms.options import AtLeast
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.program import Plan
+
+
+def build_direct(
+    documents: Documents,
+    kv_documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    *,
+    prefetch: Annotated[int, AtLeast(1, "rounds")] = 1,
+    layout: LayoutName = "zigzag",
+) -> Plan:
+    """Direct fetches: every rank gets what it needs from each owner.
+
+    Args:
+        documents: lengths of the documents, or of their queries in cross-attention.
+        kv_documents: lengths of the documents' keys and values.
+        topology: context-parallel ranks.
+        attention: attention of one layer.
+        prefetch: rounds in flight while one is computed; a rank has one receive buffer more.
+        layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
+            window), or "balanced" (short documents stay whole).
+    """
+    layouts = build_layouts(layout, documents, kv_documents, topology.ranks, attention)
+    programs = direct_fetch_programs(*layouts, attention, np.arange(topology.ranks) - 1, prefetch)
+    return Plan("direct", attention, topology, *layouts, *layouts, *programs)

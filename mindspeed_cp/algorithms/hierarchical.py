@@ -1,0 +1,270 @@
+"""Hierarchical: every document on the ranks where it is cheapest: one rank, some ranks of a node, or several nodes.
+
+A search (:mod:`mindspeed_cp.algorithms.placement.search`) compares a few dozen placements by a cost model and takes the
+fastest. The plan has up to two kinds of parts (:mod:`mindspeed_cp.plan.parts`):
+
+* documents whose keys are fetched (:mod:`mindspeed_cp.algorithms.kv_fetch.programs`), including those on a single rank;
+* documents whose heads are split (:mod:`mindspeed_cp.algorithms.head_groups`), over one node or several.
+
+Local blocks of the first part, including documents on a single rank, are computed while the redistributions of the
+second travel: half of them at the beginning, half at the end. Zeppelin (2509.21841), ByteScale (2502.21231) and FlexSP
+(2412.01523) have parts of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Annotated, Literal
+
+import numpy as np
+
+from mindspeed_cp.algorithms.head_groups import head_groups_part
+from mindspeed_cp.algorithms.kv_fetch.programs import staged
+from mindspeed_cp.algorithms.linear_layout import can_move_hidden, cheapest_mode, with_linear_layout
+from mindspeed_cp.algorithms.options import AtLeast, FromModel
+from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
+from mindspeed_cp.algorithms.placement.search import PlacementResult, search_placements
+from mindspeed_cp.algorithms.placement.token_cap import apply_token_cap
+from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.cluster.cluster import cluster_of
+from mindspeed_cp.layout import Documents, Layout
+from mindspeed_cp.layout.sharding import weighted
+from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
+from mindspeed_cp.plan.program import Plan, Program
+from mindspeed_cp.schema.numbers import check_count
+from mindspeed_cp.simulate.simulator import simulate_plan
+from mindspeed_cp.simulate.tile_work import COARSE_SPANS
+
+#: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
+LOCAL_STEPS = 3
+
+
+def build_hierarchical(
+    documents: Documents,
+    kv_documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    *,
+    routing: bool = True,
+    head_split: bool = True,
+    remap: Literal["off", "auto", "qkv", "hidden"] = "auto",
+    prefetch: Annotated[int, AtLeast(1, "nodes")] = 3,
+    max_seqlen_per_dp_cp_rank: Annotated[int | None, AtLeast(1, "tokens")] = None,
+    hidden_size: Annotated[int | None, AtLeast(1), FromModel()] = None,
+    ffn_hidden_size: Annotated[int | None, AtLeast(1), FromModel()] = None,
+    tensor_model_parallel_size: Annotated[int, AtLeast(1), FromModel()] = 1,
+    sequence_parallel: Annotated[bool, FromModel()] = False,
+    simulated_placements: Annotated[int, AtLeast(1, "placements")] = 1,
+) -> Plan:
+    """Every document on the ranks where it is cheapest: one rank, some ranks of a node, or several nodes.
+
+    Args:
+        documents: lengths of the documents, or of their queries in cross-attention.
+        kv_documents: lengths of the documents' keys and values.
+        topology: context-parallel ranks; its cluster gives the speed of devices and links (default: preset "a2").
+        attention: attention of one layer.
+        routing: keys and values cross to a node once, over all NICs, and are passed on inside it; False: every rank
+            fetches what it needs from the owner.
+        head_split: allow to split the heads of long documents over the ranks of nodes.
+        remap: layout with equal tokens for the linear layers: "off"; "auto" (if the model predicts a gain, in the
+            mode that moves fewer bytes if hidden_size is known); "qkv" (q, k, v and out move); "hidden" (hidden states
+            move, under Megatron, which reads `Plan.linear_layout`; "qkv" if the heads of all documents are split, and
+            in cross-attention).
+        prefetch: nodes whose keys are in flight while those of one node are computed.
+        max_seqlen_per_dp_cp_rank: most tokens that a rank may hold; default: no limit.
+        hidden_size: hidden size of the model, for the cost of linear layers; default: heads * head_dim.
+        ffn_hidden_size: FFN size of the model, for the cost of linear layers; default: 8/3 of hidden_size.
+        tensor_model_parallel_size: tensor-parallel ranks of the model, for the cost of linear layers.
+        sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
+        simulated_placements: number of the best placements by the planner's model that are built and simulated
+            (:func:`mindspeed_cp.simulate_plan`); the fastest is used. Each costs as much as planning without.
+
+    Raises:
+        ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
+            max_seqlen_per_dp_cp_rank on all ranks.
+    """
+    sizes, cap = (hidden_size, ffn_hidden_size, tensor_model_parallel_size), max_seqlen_per_dp_cp_rank
+    for may_split in (head_split, False):
+        result = choose_placement(documents, kv_documents, topology, attention, routing, may_split, remap, cap, *sizes)
+        placements = result.ranked[:simulated_placements]
+        plans = [
+            plan_from_placement(placement, documents, kv_documents, topology, attention, routing, prefetch, cap)
+            for placement in placements
+        ]
+        fitting = [i for i, plan in enumerate(plans) if cap is None or plan.layout.token_counts.max() <= cap]
+        if fitting or not may_split:  # equal parts of documents with split heads are rounded up, above the cap
+            break
+    plans = [
+        _with_linear_layout(plans[i], remap, hidden_size, tensor_model_parallel_size, sequence_parallel)
+        if placements[i].policy.remap
+        else plans[i]
+        for i in fitting or [0]
+    ]
+    if len(plans) == 1:
+        return plans[0]
+    layer = _layer_cost(attention, *sizes, sequence_parallel)
+    return min(plans, key=lambda plan: simulate_plan(plan, cluster_of(topology), layer, COARSE_SPANS).total)
+
+
+def _with_linear_layout(
+    plan: Plan, remap: str, hidden_size: int | None, tensor_model_parallel_size: int, sequence_parallel: bool
+) -> Plan:
+    if remap == "auto" and hidden_size is not None:
+        return with_linear_layout(plan, cheapest_mode(plan, hidden_size, tensor_model_parallel_size, sequence_parallel))
+    return with_linear_layout(plan, remap if remap != "auto" and can_move_hidden(plan) else "qkv")
+
+
+def choose_placement(
+    queries: Documents,
+    keys: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    routing: bool = True,
+    head_split: bool = True,
+    remap: str = "auto",
+    max_seqlen_per_dp_cp_rank: int | None = None,
+    hidden_size: int | None = None,
+    ffn_hidden_size: int | None = None,
+    tensor_model_parallel_size: int = 1,
+) -> PlacementResult:
+    """Return the placements that `build_hierarchical` compares; arguments as there."""
+    if max_seqlen_per_dp_cp_rank is not None:
+        check_count("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank, what="a whole number of tokens")
+    for name, value in (("hidden_size", hidden_size), ("ffn_hidden_size", ffn_hidden_size)):
+        if value is not None:
+            check_count(name, value)
+    check_count("tensor_model_parallel_size", tensor_model_parallel_size)
+    layer = _layer_cost(attention, hidden_size, ffn_hidden_size, tensor_model_parallel_size)
+    search_remap = remap if remap in ("off", "auto") else "on"
+    return _cached_search(
+        queries, keys, topology, attention, layer, routing, max_seqlen_per_dp_cp_rank, search_remap, head_split
+    )
+
+
+@lru_cache(maxsize=8)
+def _cached_search(
+    queries: Documents,
+    keys: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    layer: LayerCost,
+    routing: bool,
+    token_cap: int | None,
+    remap: str,
+    head_split: bool,
+) -> PlacementResult:
+    """Search; cached, because other options need the same search, and a batch may be estimated and then planned."""
+    model = PlacementModel(queries, keys, topology, attention, cluster_of(topology), layer, routing)
+    return search_placements(model, token_cap, remap, head_split)
+
+
+def plan_from_placement(
+    placement: Placement,
+    queries: Documents,
+    keys: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    routing: bool = True,
+    prefetch: int = 1,
+    token_cap: int | None = None,
+) -> Plan:
+    """Return the plan of a placement.
+
+    Args:
+        placement: placement of all documents.
+        queries, keys: documents by lengths of queries and of keys.
+        topology, attention, routing, prefetch: as for `build_hierarchical`.
+        token_cap: maximum number of tokens on a rank, kept in spite of rounding; None: no limit.
+    """
+    is_split = np.zeros(len(queries), bool)
+    is_split[placement.split_documents] = True
+    head_parts = []
+    for width, members in placement.split.items():
+        chosen = np.zeros(len(queries), bool)
+        chosen[members.doc] = True
+        part_queries, part_keys = (select_documents(documents, chosen) for documents in (queries, keys))
+        layouts = _layouts(part_queries, part_keys, topology.nodes // width, members, attention)
+        head_parts.append(head_groups_part(*layouts, topology, attention))
+    parts = []
+    if not is_split.all() or not len(is_split):
+        part_queries, part_keys = (select_documents(documents, ~is_split) for documents in (queries, keys))
+        q_layout, kv_layout = _layouts(part_queries, part_keys, topology.ranks, placement.whole, attention)
+        if token_cap is not None:
+            is_self_attention = kv_layout is q_layout
+            used = sum((part.layout.token_counts for part in head_parts), np.zeros(topology.ranks, np.int64))
+            q_layout = apply_token_cap(q_layout, token_cap - used, topology.ranks_per_node)
+            kv_layout = q_layout if is_self_attention else kv_layout
+        pairs = _head_split_pairs(placement, queries, keys, topology, attention) if is_split.any() else None
+        programs = staged(q_layout, kv_layout, attention, topology, routing, prefetch, pairs)
+        parts = [Plan("hierarchical", attention, topology, q_layout, kv_layout, q_layout, kv_layout, *programs)]
+    parts += head_parts
+    if len(parts) == 1:
+        return replace(parts[0], algorithm="hierarchical")
+    has_fetched = not is_split.all()
+    orders = (_step_order(parts, has_fetched, direction) for direction in ("forward", "backward"))
+    return combine("hierarchical", parts, *orders)
+
+
+def _layouts(
+    queries: Documents, keys: Documents, ranks: int, members: DocumentShares, attention: AttentionConfig
+) -> tuple[Layout, Layout]:
+    """Return the layouts of queries and of keys, the same object in self-attention."""
+    shares = members.doc, members.rank, members.share, attention.is_triangular
+    layout = weighted(queries, ranks, *shares)
+    return layout, layout if keys == queries else weighted(keys, ranks, *shares)
+
+
+def _head_split_pairs(
+    placement: Placement, queries: Documents, keys: Documents, topology: Topology, attention: AttentionConfig
+) -> np.ndarray:
+    """Return the visible pairs of documents with split heads that each rank computes, in pairs of all heads."""
+    pairs = visible_pairs(queries.lengths, keys.lengths, attention)
+    out = np.zeros(topology.ranks)
+    for width, members in placement.split.items():
+        groups, group_ranks = topology.nodes // width, topology.ranks_per_node * width
+        group_pairs = np.bincount(members.rank, pairs[members.doc] * members.share, groups)
+        out += np.repeat(group_pairs, group_ranks) / group_ranks
+    return out
+
+
+def _step_order(parts: list[Plan], has_fetched: bool, direction: str) -> StepOrder:
+    """Return the order of the steps of all parts: one of each part in turn, and at the end those steps of the fetched
+    documents (the first part, if `has_fetched`) that compute only local blocks.
+
+    Ranks with fewer tokens reach the backward earlier. Until the last ranks that share a split document are there, they
+    compute what needs their node alone: local blocks, and the rounds inside the node.
+    """
+    programs: list[Program] = [getattr(part, direction) for part in parts]
+    steps = [program.steps for program in programs]
+    in_turn = list(steps)  # steps of each part that are taken in turn
+    first = 0  # steps of the fetched documents before all others
+    if has_fetched:
+        fetches = len(programs[0].fetch) > 0
+        in_turn[0] = min(parts[0].forward.steps, steps[0]) if fetches else steps[0] - 1
+        first = min(LOCAL_STEPS if direction == "backward" else 1, in_turn[0])
+    order = [(0, step) for step in range(first)]
+    for step in range(max(in_turn)):
+        order += [(part, step) for part in range(int(has_fetched), len(parts)) if step < in_turn[part]]
+        order += [(0, first + step)] if has_fetched and first + step < in_turn[0] else []
+    return (*order, *((0, step) for step in range(in_turn[0], steps[0])))
+
+
+def _layer_cost(
+    attention: AttentionConfig,
+    hidden_size: int | None,
+    ffn_hidden_size: int | None,
+    tensor_model_parallel_size: int,
+    sequence_parallel: bool = False,
+) -> LayerCost:
+    """Return the cost of the linear part of a layer."""
+    if hidden_size is None:
+        return LayerCost.for_attention(attention, tensor_model_parallel_size)
+    width = round(hidden_size * 8 / 3) if ffn_hidden_size is None else ffn_hidden_size
+    heads, kv_heads = attention.heads * tensor_model_parallel_size, attention.kv_heads * tensor_model_parallel_size
+    return LayerCost.from_sizes(
+        hidden_size, width, heads, kv_heads, attention.head_dim, attention.head_dim_v,
+        tensor_parallel=tensor_model_parallel_size, sequence_parallel=sequence_parallel,
+    )  # fmt: skip

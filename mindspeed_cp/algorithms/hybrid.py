@@ -1,0 +1,60 @@
+"""Hybrid: Ulysses in groups of neighbouring ranks, a ring over the groups. Ulysses is the case of one group."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from mindspeed_cp.algorithms.head_groups import head_groups_plan
+from mindspeed_cp.algorithms.layouts import LayoutName, build_layouts
+from mindspeed_cp.algorithms.options import DividesRanks
+from mindspeed_cp.algorithms.ring import ring_programs
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.program import Plan
+
+
+def build_hybrid(
+    documents: Documents,
+    kv_documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    *,
+    ulysses_degree: Annotated[int | None, DividesRanks()] = None,
+    layout: LayoutName = "zigzag",
+) -> Plan:
+    """Ulysses in groups of neighbouring ranks, a ring over the groups.
+
+    Args:
+        documents: lengths of the documents, or of their queries in cross-attention.
+        kv_documents: lengths of the documents' keys and values.
+        topology: context-parallel ranks.
+        attention: attention of one layer.
+        ulysses_degree: ranks of a group; default: the largest divisor of the ranks of a node that is neither all ranks
+            nor above the number of heads.
+        layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
+            window), or "balanced" (short documents stay whole).
+    """
+    degree = default_ulysses_degree(topology, attention.heads) if ulysses_degree is None else ulysses_degree
+    return head_groups_ring("hybrid", documents, kv_documents, topology, attention, degree, layout)
+
+
+def default_ulysses_degree(topology: Topology, heads: int) -> int:
+    """Return the largest divisor of the ranks of a node that is neither all ranks nor above the number of heads; 1 for
+    one rank."""
+    ranks_per_node, ranks = topology.ranks_per_node, topology.ranks
+    limit = min(ranks_per_node, heads)
+    return max((d for d in range(1, limit + 1) if ranks_per_node % d == 0 and d < ranks), default=1)
+
+
+def head_groups_ring(
+    name: str,
+    documents: Documents,
+    kv_documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    degree: int,
+    layout: str,
+) -> Plan:
+    """Return a plan with heads split in groups of `degree` ranks and a ring over the groups."""
+    layouts = build_layouts(layout, documents, kv_documents, topology.ranks // degree, attention)
+    return head_groups_plan(name, *layouts, topology, attention, ring_programs(*layouts, attention))

@@ -1,0 +1,209 @@
+"""Exchange of keys and values in stages: inside the node first, then node by node, each block over the wire once.
+
+Every rank fetches from the ranks of its node in up to two rounds (the first and the second halves of documents, so that
+the first round arrives early), and from other nodes in stages, one for each distance. All keys of a round or stage lie
+in one slot in token order, so that they make as few tiles as possible. With routing
+(:mod:`mindspeed_cp.algorithms.kv_fetch.routes`) a block crosses to a node once::
+
+    step            0           1           2           3           4
+    computes        own         round 1     round 2     stage 1     stage 2
+    in the node     round 1     round 2     forward 1   forward 2
+    across          stage 1 ..............  ........ stage 2 ...
+
+In the backward a stage's gradients go back by the same way, hop by hop, summed at the relays, and shares of the own
+block are kept for the steps in which the last of them travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mindspeed_cp.algorithms.kv_fetch.needs import (
+    KvFetches,
+    KvOwners,
+    NeededTokens,
+    concatenate_messages,
+    needed_tokens,
+    nodes_apart,
+)
+from mindspeed_cp.algorithms.kv_fetch.schedule import Schedule, direct_schedule, schedule
+from mindspeed_cp.algorithms.split_local_block import LATE_SHARE, local_block_work, split_local_block
+from mindspeed_cp.layout import Layout
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
+from mindspeed_cp.plan.program import Program
+from mindspeed_cp.plan.records import CONTENT, Messages, sorted_contents
+
+#: (step, share of the local block's work), for all ranks or fp64 [ranks].
+Shares = Sequence[tuple[int, np.ndarray | float]]
+
+
+def staged(
+    queries: Layout,
+    keys: Layout,
+    attention: AttentionConfig,
+    topology: Topology,
+    routing: bool = True,
+    prefetch: int = 1,
+    beside: np.ndarray | None = None,
+) -> tuple[Program, Program]:
+    """Return the forward and backward program of a staged exchange.
+
+    Args:
+        queries, keys: layouts of queries and of keys.
+        attention: attention of one layer.
+        topology: which ranks are on one node.
+        routing: blocks cross to a node once and are forwarded inside it; else each rank fetches what it needs itself.
+        prefetch: stages in flight while one is computed, 1 or more.
+        beside: pairs that each rank computes in other parts of the plan, fp64 [ranks]. Without messages the local block
+            then comes in two halves, beside which the redistributions of the other parts travel.
+    """
+    shared = _on_several_ranks(queries) | _on_several_ranks(keys)
+    needs = needed_tokens(queries, keys, attention, shared[queries.spans["doc"]])
+    held = KvOwners.of(keys, shared[keys.spans["doc"]])
+    rounds, crossing = _rounds(needs, held, keys, topology)
+    times = schedule(rounds, crossing, needs, held, keys, topology, routing, prefetch)
+    own_pairs = local_block_work(queries, keys, attention)
+    total_pairs = visible_pairs(queries.documents.lengths, keys.documents.lengths, attention).sum()
+    if beside is not None:
+        total_pairs += beside.sum()
+    late = np.minimum(0.5, LATE_SHARE * total_pairs / topology.ranks / np.maximum(own_pairs, 1.0))
+    steps, last = times.steps, times.last
+    shares: Shares = [(0, 1 - late), *((step, late / (last + 1 - steps)) for step in range(steps, last + 1))]
+    alone: Shares = [(0, 1.0)] if beside is None else [(0, 0.5), (1, 0.5)]
+    return _programs(queries, keys, attention, times, shares, alone)
+
+
+def direct_fetch_programs(
+    queries: Layout, keys: Layout, attention: AttentionConfig, round_of: np.ndarray, prefetch: int
+) -> tuple[Program, Program]:
+    """Return the forward and backward program in which every rank fetches what it needs from each owner.
+
+    Round g is computed in step g + 1; its gradients leave for their owners in the step after. In the backward half of
+    the local block waits for the last step, in which the last gradients return::
+
+        step         0           1           2           3
+        computes     own         round 0     round 1     round 2
+        receives     round 0     round 1     round 2                 (prefetch 1)
+        returns                              round 0     round 1
+
+    Args:
+        queries, keys: layouts of queries and of keys on the same ranks.
+        attention: attention of one layer.
+        round_of: round in which rank r fetches from rank (r - offset) mod ranks, int64 [ranks], by offset; entry 0 is
+            not used. Rounds that bring nothing to any rank are left out.
+        prefetch: rounds in flight while one is computed, 1 or more; slots are one more.
+    """
+
+    def select(dst: np.ndarray, src: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Leave out what a rank has itself; sort by target and round."""
+        keep = np.flatnonzero(src != dst)
+        number = round_of[(dst - src)[keep]]  # of a negative offset: counted from the end
+        key = dst[keep] * (int(number.max(initial=0)) + 1) + number
+        order = np.argsort(key.astype(np.min_scalar_type(int(key.max(initial=0)))), kind="stable")  # by radix
+        return keep[order], number[order]
+
+    fetches = KvOwners.of(keys).fetch_list(needed_tokens(queries, keys, attention), select=select)
+    times = direct_schedule(fetches.packed(), prefetch)
+    return _programs(queries, keys, attention, times, [(0, 0.5), (times.last, 0.5)], [(0, 1.0)])
+
+
+def _programs(
+    queries: Layout, keys: Layout, attention: AttentionConfig, times: Schedule, shares: Shares, alone: Shares
+) -> tuple[Program, Program]:
+    """Return the programs of a schedule.
+
+    Args:
+        queries, keys: layouts of queries and of keys.
+        attention: attention of one layer.
+        times: steps and slots of what is fetched.
+        shares: shares of the local block in the steps of the backward.
+        alone: shares of the local block in the steps of both programs if nothing is fetched.
+    """
+    contents, spans = _contents(keys, times)
+    capacity = _capacity(keys, times)
+    fetch = concatenate_messages([hop.fetch() for hop in times.hops])
+    documents, none = keys.documents, Messages.empty()
+    if not len(fetch):
+        steps = times.steps
+        if len(alone) > 1:
+            contents, spans = split_local_block(queries, keys, attention, contents, spans, alone)
+            steps = alone[-1][0] + 1
+        forward = Program(steps, capacity, queries, documents, attention, contents, spans, fetch, none)
+        return forward, forward
+    forward = Program(times.steps, capacity, queries, documents, attention, contents, spans, fetch, none)
+    reduce = concatenate_messages([hop.reduce() for hop in times.hops])
+    contents, spans = split_local_block(queries, keys, attention, contents, spans, shares)
+    return forward, Program(
+        times.last + 1, capacity, queries, documents, attention, contents, spans, fetch, reduce
+    )  # fmt: skip
+
+
+def _contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Return the contents of all slots, local blocks first, and the spans that they refer to."""
+    local = np.zeros(keys.ranks, CONTENT)
+    local["rank"], local["first"], local["count"] = np.arange(keys.ranks), keys.span_offsets[:-1], np.diff(
+        keys.span_offsets
+    )  # fmt: skip
+    spans, contents, total = [keys.spans], [local[local["count"] > 0]], len(keys.spans)
+    for buffer in times.buffers:
+        fetches = buffer.fetches
+        first = fetches.slot_begins
+        received = np.zeros(len(first), CONTENT)
+        stage = fetches.stage[first]
+        received["rank"], received["step"], received["slot"] = (
+            fetches.dst[first],
+            buffer.step[stage],
+            buffer.slot[stage],
+        )
+        received["first"], received["count"] = total + first, fetches.slot_ends - first
+        spans.append(fetches.spans_of(fetches.dst))
+        total += len(fetches)
+        contents.append(received[np.logical_or.reduceat(buffer.needed, first)] if len(first) else received)
+    return sorted_contents(np.concatenate(contents)), np.concatenate(spans)
+
+
+def _capacity(keys: Layout, times: Schedule) -> np.ndarray:
+    """Return the rows of every slot, int64 [ranks, slots]."""
+    slots = 1 + max((int(hop.dst_slot.max(initial=0)) for hop in times.hops), default=0)
+    capacity = np.zeros((keys.ranks, slots), np.int64)
+    capacity[:, 0] = keys.token_counts
+    for hop in times.hops:
+        fetches = hop.fetches[hop.fetches.slot_ends - 1] if len(hop.fetches) else hop.fetches  # the last of each slot
+        slot = hop.dst_slot[fetches.stage]
+        np.maximum.at(capacity, (fetches.dst, slot), fetches.dst_row + fetches.rows)
+    return capacity
+
+
+def _on_several_ranks(layout: Layout) -> np.ndarray:
+    """Return True for documents that more than one rank holds, bool [documents]."""
+    spans, none = layout.spans, layout.ranks
+    low, high = np.full(len(layout.documents), none), np.full(len(layout.documents), -1)
+    np.minimum.at(low, spans["doc"], spans["rank"])
+    np.maximum.at(high, spans["doc"], spans["rank"])
+    return high > low
+
+
+def _rounds(needs: NeededTokens, held: KvOwners, keys: Layout, topology: Topology) -> tuple[KvFetches, KvFetches]:
+    """Return what ranks fetch in their own node, in two rounds (stages 0 and 1: the halves of documents), and what they
+    fetch from other nodes (stage: distance of the nodes)."""
+    fetches = held.fetch_list(needs)
+    fetches = fetches[fetches.src != fetches.dst]
+    per_node = topology.ranks_per_node
+    src_node, dst_node = fetches.src // per_node, fetches.dst // per_node
+    near = src_node == dst_node
+    inside, across = fetches[near], fetches[~near]
+    middle = keys.documents.offsets[inside.doc] + (keys.documents.lengths[inside.doc] + 1) // 2
+    stage = nodes_apart(keys, per_node, across.doc, src_node[~near], dst_node[~near])
+    return _halves(inside, middle).sorted_by_slot(), replace(across, stage=stage).sorted_by_slot()
+
+
+def _halves(fetches: KvFetches, middle: np.ndarray) -> KvFetches:
+    """Move the tokens before `middle` in stage 0 and the rest in stage 1."""
+    drop = np.maximum(middle - fetches.start, 0)
+    first = replace(fetches, stop=np.minimum(fetches.stop, middle))
+    second = replace(fetches.shortened(drop, fetches.rows - drop), stage=np.ones(len(fetches), np.int64))
+    both = KvFetches.concatenate([first, second])
+    return both[both.stop > both.start]

@@ -1,0 +1,111 @@
+"""A plan behind an equal-token layout: linear layers are balanced by tokens, attention by its work.
+
+The redistribution is next to the projections of q, k and v, in one of two places::
+
+    "qkv"     linear layers (equal tokens) -> q, k, v -> redistribute -> attention -> out -> redistribute back
+    "hidden"  linear layers (equal tokens) -> hidden -> redistribute -> projections, attention, projection
+              -> redistribute back
+
+Both move the same rows, of different width (:func:`redistribution_widths`). With "hidden" the projections around
+attention run on the rows of attention's layout, and are as balanced as attention is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Layout, equal_token_layout
+from mindspeed_cp.plan.parts import combine, document_mask, select_layout
+from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.plan.program import Plan
+
+LINEAR_LAYOUT_MODES = ("qkv", "hidden")
+
+
+def with_linear_layout(plan: Plan, mode: str = "qkv") -> Plan:
+    """Put the equal-token layout (:func:`mindspeed_cp.layout.equal_token_layout`) in front of a plan.
+
+    The computation of attention and its messages stay the same. With "qkv", `layout` and `kv_layout_in` become the
+    equal-token layout, so that the engine redistributes q, k, v and the output. A plan that splits heads redistributes
+    them anyway, and then does so from the new layout. With "hidden", `layout` stays and `linear_layout` is the
+    equal-token layout.
+
+    Args:
+        plan: any plan, with or without parts.
+        mode: "qkv" or "hidden".
+
+    Returns:
+        The new plan, or the given one if its token counts are equal already.
+
+    Raises:
+        ConfigError: the mode is unknown, the plan has a linear layout already, or the mode is "hidden" and the plan is
+            of cross-attention or splits the heads of all documents.
+    """
+    if mode not in LINEAR_LAYOUT_MODES:
+        raise ConfigError(f"mode is {mode!r}; valid: {', '.join(LINEAR_LAYOUT_MODES)}")
+    if plan.linear_layout is not None:
+        raise ConfigError("the plan has a linear layout already; valid: a plan as it was built")
+    ranks_per_node = plan.topology.ranks_per_node
+    layout = equal_token_layout(plan.layout, ranks_per_node)
+    is_self_attention = plan.kv_layout_in.same_as(plan.layout)
+    if mode == "hidden":
+        if layout is plan.layout:
+            return plan
+        if not can_move_hidden(plan):
+            kind = "splits the heads of all documents" if is_self_attention else "is of cross-attention"
+            raise ConfigError(f"mode is 'hidden', but the plan {kind}; valid: 'qkv'")
+        return replace(plan, linear_layout=layout)
+    kv_layout_in = layout if is_self_attention else equal_token_layout(plan.kv_layout_in, ranks_per_node)
+    if layout is plan.layout and (is_self_attention or kv_layout_in is plan.kv_layout_in):
+        return plan
+    if not plan.parts:
+        return replace(plan, layout=layout, kv_layout_in=kv_layout_in)
+    parts = [_with_rows_of(part, layout, kv_layout_in) for part in plan.parts]
+    return combine(plan.algorithm, parts, plan.forward_order, plan.backward_order)
+
+
+def _with_rows_of(part: Plan, layout: Layout, kv_layout_in: Layout) -> Plan:
+    """Return the part with the rows of its documents in new layouts of the whole batch."""
+    documents = document_mask(part)
+    part_layout = select_layout(layout, documents)
+    kv_part_layout = part_layout if kv_layout_in is layout else select_layout(kv_layout_in, documents)
+    return replace(part, layout=part_layout, kv_layout_in=kv_part_layout)
+
+
+def redistribution_widths(
+    attention: AttentionConfig, hidden_size: int, tensor_parallel_size: int = 1, sequence_parallel: bool = False
+) -> dict[str, float]:
+    """Return the elements that one moved row costs a tensor-parallel rank, there and back, by mode.
+
+    The number is the same in the forward and in the backward. "qkv" moves q, k and v of the rank's heads there and the
+    output back; the backward moves the gradient of the output there and those of q, k and v back. "hidden" moves hidden
+    states there and back. Every tensor-parallel rank moves whole hidden states, or its share of the rows under sequence
+    parallelism.
+
+    Args:
+        attention: attention of one tensor-parallel rank.
+        hidden_size: hidden size of the model.
+        tensor_parallel_size: number of tensor-parallel ranks.
+        sequence_parallel: the tensor-parallel ranks share the rows of hidden states.
+    """
+    query_width = attention.heads * (attention.head_dim + attention.head_dim_v)  # q and out
+    kv_width = attention.kv_heads * (attention.head_dim + attention.head_dim_v)
+    shares = tensor_parallel_size if sequence_parallel else 1
+    return {"qkv": query_width + kv_width, "hidden": 2 * hidden_size / shares}
+
+
+def cheapest_mode(plan: Plan, hidden_size: int, tensor_parallel_size: int = 1, sequence_parallel: bool = False) -> str:
+    """Return the mode of :func:`with_linear_layout` that moves fewer bytes; "qkv" if both move the same number, or if
+    hidden states cannot move."""
+    if not can_move_hidden(plan):
+        return "qkv"
+    widths = redistribution_widths(plan.attention, hidden_size, tensor_parallel_size, sequence_parallel)
+    return min(LINEAR_LAYOUT_MODES, key=widths.__getitem__)
+
+
+def can_move_hidden(plan: Plan) -> bool:
+    """Return True if mode "hidden" is valid: self-attention, and some documents whose heads are not split."""
+    return plan.kv_layout_in.same_as(plan.layout) and any(
+        part.q_layout_compute.heads is None for part in plan.parts_or_self
+    )

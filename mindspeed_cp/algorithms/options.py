@@ -1,0 +1,177 @@
+"""Options of an algorithm, read from the signature and the docstring of its builder.
+
+The keyword-only arguments of a builder declare its options: the annotation gives type and limits, the default value the
+default, and the line in the docstring's ``Args`` section the description::
+
+    def build_direct(documents, kv_documents, topology, attention, *,
+                     prefetch: Annotated[int, AtLeast(1, "rounds")] = 1,
+                     layout: LayoutName = "zigzag") -> Plan:
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.numbers import check_count, check_divisor
+
+#: Positional arguments of every builder.
+PROBLEM = ("documents", "kv_documents", "topology", "attention")
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Lower limit of an integer option; `unit` is a plural noun."""
+
+    value: int
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class DividesRanks:
+    """The option is a divisor of the number of ranks."""
+
+
+@dataclass(frozen=True)
+class FromModel:
+    """A training takes the value of the option from the sizes of its model."""
+
+
+@dataclass(frozen=True)
+class AlgorithmOption:
+    """One option of an algorithm.
+
+    Attributes:
+        name: keyword argument of the builder.
+        type: bool, int, float or str.
+        default: value if the option is not given.
+        choices: valid values; empty if there is no list of them.
+        optional: True if None is valid.
+        description: line of the builder's docstring.
+        limits: AtLeast, DividesRanks and FromModel annotations.
+    """
+
+    name: str
+    type: type
+    default: Any
+    choices: tuple[Any, ...]
+    optional: bool
+    description: str
+    limits: tuple[Any, ...] = ()
+
+    @property
+    def from_model(self) -> bool:
+        """True if a training takes the value from the sizes of its model."""
+        return any(isinstance(limit, FromModel) for limit in self.limits)
+
+    @property
+    def divides_ranks(self) -> bool:
+        """True if the option is a divisor of the number of ranks."""
+        return any(isinstance(limit, DividesRanks) for limit in self.limits)
+
+    @property
+    def minimum(self) -> int | None:
+        """Smallest valid integer; None without a lower limit."""
+        return next((limit.value for limit in self.limits if isinstance(limit, AtLeast)), None)
+
+    @property
+    def valid(self) -> str:
+        """Text for the valid values."""
+        if self.choices:
+            return ", ".join(map(str, self.choices))
+        if self.type is bool:
+            return "true, false"
+        if self.divides_ranks:
+            return "a divisor of the ranks"
+        limit = f" >= {self.minimum}" if self.minimum is not None else ""
+        return {int: "an integer", float: "a number"}.get(self.type, "a text") + limit
+
+    def check(self, algorithm: str, value: object, ranks: int) -> None:
+        """Raise ConfigError unless the value is valid on this number of ranks."""
+        if value is None and self.optional:
+            return
+        if self.divides_ranks:
+            check_divisor(self.name, value, ranks)
+        elif self.type is int and not self.choices:
+            units = [limit.unit for limit in self.limits if isinstance(limit, AtLeast) and limit.unit]
+            what = f"a whole number of {units[0]}" if units else "a whole number"
+            check_count(self.name, value, -(10**9) if self.minimum is None else self.minimum, what=what)
+        else:
+            wrong_type = not isinstance(value, (int, float) if self.type is float else self.type)
+            if (
+                wrong_type
+                or (self.type is not bool and isinstance(value, bool))
+                or (self.choices and value not in self.choices)
+            ):
+                raise ConfigError(f"option {self.name!r} of algorithm {algorithm!r} is {value!r}; valid: {self.valid}")
+
+
+def read_options(builder: Callable[..., Any]) -> dict[str, AlgorithmOption]:
+    """Return the options that a builder declares, by name.
+
+    Raises:
+        ConfigError: the signature is not that of a builder, or an option has no type, default or description.
+    """
+    where = f"builder {getattr(builder, '__name__', builder)!r}"
+    parameters = list(inspect.signature(builder).parameters.values())
+    if tuple(parameter.name for parameter in parameters[: len(PROBLEM)]) != PROBLEM:
+        raise ConfigError(
+            f"{where}: valid: first arguments {', '.join(PROBLEM)}, then options as keyword-only arguments"
+        )
+    hints = typing.get_type_hints(builder, include_extras=True)
+    descriptions = _descriptions(inspect.getdoc(builder) or "")
+    options = {}
+    for parameter in parameters[len(PROBLEM) :]:
+        name = parameter.name
+        if parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is parameter.empty or name not in hints:
+            raise ConfigError(f"{where}: option {name!r}: valid: a keyword-only argument with a type and a default")
+        if name not in descriptions:
+            raise ConfigError(f"{where}: option {name!r} has no line in the docstring's Args; valid: '{name}: text'")
+        kind, choices, optional, limits = _read_type(where, name, hints[name])
+        options[name] = AlgorithmOption(
+            name, kind, parameter.default, choices, optional, descriptions[name], limits
+        )  # fmt: skip
+    return options
+
+
+def _read_type(where: str, name: str, hint: Any) -> tuple[type, tuple[Any, ...], bool, tuple[Any, ...]]:
+    """Return type, choices, whether None is valid, and limits of an annotation."""
+    limits: tuple[Any, ...] = ()
+    if typing.get_origin(hint) is typing.Annotated:
+        hint, *extras = typing.get_args(hint)
+        limits = tuple(extras)
+    optional = False
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        optional = len(members) < len(typing.get_args(hint))
+        hint = members[0] if len(members) == 1 else None
+    choices: tuple[Any, ...] = ()
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        hint = type(choices[0])
+    if hint not in (bool, int, float, str):
+        raise ConfigError(
+            f"{where}: option {name!r}: valid types: bool, int, float, str, Literal[...], each also | None"
+        )
+    return hint, choices, optional, limits
+
+
+def _descriptions(docstring: str) -> dict[str, str]:
+    """Return the text for each argument in the Args section of a docstring, on one line."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", docstring, re.MULTILINE)
+    entries: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.group(1).splitlines() if section else []:
+        entry = re.match(r" {4}(\w+(?:, \w+)*): (.*)", line)
+        if entry:
+            names = entry.group(1).split(", ")
+            entries |= dict.fromkeys(names, entry.group(2).strip())
+        elif line.strip():
+            entries |= {name: f"{entries[name]} {line.strip()}" for name in names}
+    return entries

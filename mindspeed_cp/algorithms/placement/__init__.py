@@ -1,0 +1,1 @@
+"""Which ranks share each document: layouts by name, and the search of algorithm hierarchical.  NumPy only."""

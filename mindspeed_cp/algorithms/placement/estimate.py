@@ -1,0 +1,262 @@
+"""Cost model of placements in a few array operations, for the search.
+
+It counts the seconds of each rank's tiles, the bytes that it receives over in-node links, and those that its node
+receives over its NICs. A direction has the phases of all plans of this kind: local blocks while q, k and v are
+redistributed to heads, split heads while keys travel, fetched keys while outputs and gradients return. Latencies are
+left out, because only placements of one batch are compared. :mod:`mindspeed_cp.simulate.simulator` simulates a finished
+plan step by step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_cp.algorithms.kv_fetch.routes import MIN_SHARING_RANKS
+from mindspeed_cp.algorithms.placement.phases import LOCAL_SHARE, PhaseSeconds
+from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
+from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
+
+#: Additional kernel calls of a rank for a document that it shares.
+EXTRA_CALLS = 3
+
+BYTES_PER_ELEMENT = 2  # of q, k, v and out
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementEstimate:
+    """Modelled seconds of one layer, forward and backward.
+
+    Attributes:
+        total: seconds until the last rank is done.
+        busy: seconds of each rank's kernels, attention and linear layers, fp64 [ranks].
+        tokens: tokens of each rank, fp64 [ranks].
+    """
+
+    total: float
+    busy: np.ndarray
+    tokens: np.ndarray
+
+
+class PlacementModel:
+    """Cost model of the placements of one batch.
+
+    Args:
+        queries, keys: documents by lengths of queries and of keys.
+        topology: context-parallel ranks.
+        attention: attention of one layer.
+        cluster: devices and links, with `topology.ranks_per_node` ranks on a node.
+        layer: linear part of a layer.
+        routing: keys and values cross to a node once, and are passed on inside it.
+    """
+
+    def __init__(
+        self,
+        queries: Documents,
+        keys: Documents,
+        topology: Topology,
+        attention: AttentionConfig,
+        cluster: Cluster,
+        layer: LayerCost,
+        routing: bool,
+    ) -> None:
+        self.topology, self.attention, self.cluster, self.routing = topology, attention, cluster, routing
+        self.cost = ComputeCost(cluster, attention, layer)
+        self.lengths = queries.lengths
+        self.pairs = visible_pairs(queries.lengths, keys.lengths, attention)
+        self.alone = self.cost.attention_seconds(self.pairs, self.lengths)  # forward, on one rank
+        self.linear = self.cost.linear_layer_seconds(self.lengths)
+        self.kv_row = attention.kv_heads * (attention.head_dim + attention.head_dim_v) * BYTES_PER_ELEMENT
+        self.q_row = attention.heads * attention.head_dim * BYTES_PER_ELEMENT
+        self.out_row = attention.heads * attention.head_dim_v * BYTES_PER_ELEMENT
+
+    @property
+    def work(self) -> np.ndarray:
+        """Seconds of each document on one rank, forward and backward, attention and linear layers, fp64 [documents]."""
+        return self.alone * (1 + ATTENTION_BACKWARD) + self.linear * (1 + LINEAR_BACKWARD)
+
+    @property
+    def attention_work(self) -> np.ndarray:
+        """Seconds of each document's attention on one rank, forward and backward, fp64 [documents]."""
+        return self.alone * (1 + ATTENTION_BACKWARD)
+
+    def divided(self, with_linear: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Return the costs of documents that ranks share, fp64 [documents] each: seconds in long tiles, to be divided
+        by shares, and seconds that each of the ranks adds because its tiles are short.
+
+        Tiles have rows / 2 rows on their shorter side, as in `score`, so the added seconds do not depend on the share.
+        """
+        long = self.cost.attention_seconds(self.pairs, 1e12)
+        added = (self.cost.attention_seconds(self.pairs, self.lengths / 2) - long) + EXTRA_CALLS * self.cluster.launch
+        linear = self.linear * (1 + LINEAR_BACKWARD) if with_linear else 0.0
+        return long * (1 + ATTENTION_BACKWARD) + linear, added * (1 + ATTENTION_BACKWARD)
+
+    @property
+    def bound(self) -> float:
+        """Lower bound of all plans in seconds: perfect balance, whole tiles, no exposed communication."""
+        return float(self.work.sum()) / self.topology.ranks
+
+    def score(self, placement: Placement) -> PlacementEstimate:
+        """Return the estimate of a placement."""
+        ranks, topology = self.topology.ranks, self.topology
+        phases = PhaseSeconds(ranks, topology.nodes)
+        self._add_fetched(placement.whole, phases)
+        for width, members in placement.split.items():
+            self._add_split(width, members, phases)
+        forward = phases.seconds(1.0, topology.ranks_per_node, phases.into, phases.out)
+        backward = phases.seconds(ATTENTION_BACKWARD, topology.ranks_per_node, phases.out, phases.into)
+        linear = self.cost.linear_layer_seconds(phases.tokens) * (1 + LINEAR_BACKWARD)
+        redistribution = 0.0
+        if placement.policy.remap:
+            redistribution = self._linear_redistribution(phases.tokens)
+            linear = np.full(ranks, linear.mean())
+        ready = forward + linear  # to begin the backward
+        total = float(max((ready + backward).max(), self._latest_shared(placement, ready, phases))) + redistribution
+        return PlacementEstimate(total, phases.attention * (1 + ATTENTION_BACKWARD) + linear, phases.tokens)
+
+    def _latest_shared(self, placement: Placement, ready: np.ndarray, phases: PhaseSeconds) -> float:
+        """Return when the last rank has computed its shared documents in the backward.
+
+        Ranks with more linear work reach the backward later than others. Ranks that share documents with them, or for
+        which they relay, wait for them.
+        """
+        ranks_per_node = self.topology.ranks_per_node
+        cut, split = ATTENTION_BACKWARD * (1 - LOCAL_SHARE) * phases.cut, ATTENTION_BACKWARD * phases.split
+        last = 0.0
+        members = placement.whole
+        size = np.bincount(members.doc, minlength=len(self.lengths))[members.doc]
+        doc, rank = members.doc[size > 1], members.rank[size > 1]
+        if len(doc):
+            begin = ready[rank]
+            _, doc_node, members_on_node = _numbered(doc * self.topology.nodes + rank // ranks_per_node)
+            first, count = _runs(doc)
+            on_several_nodes = members_on_node[doc_node] < np.repeat(count, count)
+            if self.routing and on_several_nodes.any():  # if few ranks of a node share a document, all of them relay
+                node = np.maximum.reduceat(ready, np.arange(0, len(ready), ranks_per_node))
+                all_relay = members_on_node[doc_node] < MIN_SHARING_RANKS * ranks_per_node
+                begin = np.where(on_several_nodes & all_relay, node[rank // ranks_per_node], begin)
+            latest = np.repeat(np.maximum.reduceat(begin, first), count)
+            last = float((latest + cut[rank]).max())
+        for width, members in placement.split.items():
+            if len(members.doc):
+                first_ranks = np.arange(0, len(ready), ranks_per_node * width)
+                group_ready = np.maximum.reduceat(ready, first_ranks)
+                work = np.maximum.reduceat(split, first_ranks)
+                first, count = _runs(members.doc)
+                latest = np.repeat(np.maximum.reduceat(group_ready[members.rank], first), count)
+                last = max(last, float((latest + work[members.rank]).max()))
+        return last
+
+    def _add_fetched(self, members: DocumentShares, phases: PhaseSeconds) -> None:
+        """Add the documents whose keys are fetched, and those on a single rank."""
+        cluster, ranks_per_node, nodes = self.cluster, self.topology.ranks_per_node, self.topology.nodes
+        doc, rank, share = members.doc, members.rank, members.share
+        if not len(doc):
+            return
+        size = np.bincount(doc, minlength=len(self.lengths))[doc]
+        rows = share * self.lengths[doc]
+        cut = size > 1
+        short_side, calls = np.where(cut, rows / 2, rows), np.where(cut, EXTRA_CALLS, 0)
+        seconds = self.cost.attention_seconds(self.pairs[doc] * share, short_side, calls)
+        phases.add(rank, attention=seconds, tokens=rows)
+        if not cut.any():
+            return
+        doc, rank, share = doc[cut], rank[cut], share[cut]
+        phases.add(rank, cut=seconds[cut])
+        needed = self._needed_shares(share, *_runs(doc)) * self.lengths[doc]  # tokens of other members
+        doc_nodes, doc_node, members_on_node = _numbered(doc * nodes + rank // ranks_per_node)
+        node_share = np.bincount(doc_node, weights=share)
+        own_node = node_share[doc_node]
+        others = np.maximum(1 - share, 1e-12)
+        in_node_bytes = needed * (own_node - share) / others * self.kv_row
+        internode_bytes = needed * (1 - own_node) / others * self.kv_row
+        links = np.maximum(members_on_node[doc_node] - 1, 1)
+        phases.add(rank, inside=in_node_bytes / np.minimum(cluster.effective_rank, links * cluster.effective_pair))
+        if nodes == 1:
+            return
+        if not self.routing:
+            phases.add(rank, inside=internode_bytes / (cluster.effective_nic * cluster.nics_per_node / ranks_per_node))
+            return
+        node_doc, node = doc_nodes // nodes, doc_nodes % nodes
+        nodes_of_doc = np.bincount(node_doc, minlength=len(self.lengths))
+        received = self.lengths[node_doc] * (1 - node_share) * self.kv_row
+        sent = self.lengths[node_doc] * node_share * (nodes_of_doc[node_doc] - 1) * self.kv_row
+        node_rate = cluster.nics_per_node * cluster.effective_nic
+        np.add.at(phases.routed, node, np.maximum(received, sent) / node_rate)
+        relay_rate = min(cluster.effective_rank, max(ranks_per_node - 1, 1) * cluster.effective_pair)
+        phases.add(rank, inside=internode_bytes * (ranks_per_node - 1) / ranks_per_node / relay_rate)
+
+    def _add_split(self, width: int, members: DocumentShares, phases: PhaseSeconds) -> None:
+        """Add the documents whose heads are split over groups of `width` nodes, and fetched between groups."""
+        doc, group, share = members.doc, members.rank, members.share
+        if not len(doc):
+            return
+        cluster, attention = self.cluster, self.attention
+        ranks_per_node, groups = self.topology.ranks_per_node, self.topology.nodes // width
+        group_ranks = ranks_per_node * width
+        size = np.bincount(doc, minlength=len(self.lengths))[doc]
+        rows = share * self.lengths[doc]
+        busy = min(group_ranks, attention.heads)
+        head_share = -(-attention.heads // busy) / attention.heads  # of the rank with the most heads
+        short_side = np.where(size > 1, rows / 2, rows)
+        seconds = self.cost.attention_seconds(self.pairs[doc] * share * head_share, short_side)
+        copies = max(1.0, busy / attention.kv_heads)
+        node_rate = cluster.nics_per_node * cluster.effective_nic
+        # Of the rows that a rank gets, one in `group_ranks` is its own, and one in `width` comes from its node.
+        in_node = (ranks_per_node - 1) / group_ranks / cluster.effective_rank
+        moved = rows / group_ranks * max(in_node, ranks_per_node * (1 - 1 / width) / node_rate)
+        into, out = moved * (self.q_row + self.kv_row * copies), moved * self.out_row
+        for name, value in (("attention", seconds), ("split", seconds), ("tokens", rows / group_ranks),
+                            ("into", into), ("out", out)):  # fmt: skip
+            getattr(phases, name).reshape(groups, group_ranks)[...] += np.bincount(group, value, groups)[:, None]
+        calls = np.zeros(groups)  # all documents of a step share one call
+        np.maximum.at(calls, group, np.where(size > 1, 2.0, 1.0) * cluster.launch)
+        for name in ("attention", "split"):
+            getattr(phases, name).reshape(groups, group_ranks)[...] += calls[:, None]
+        if (size > 1).any():
+            needed = self._needed_shares(share, *_runs(doc)) * self.lengths[doc] * self.kv_row * copies / width
+            phases.nic.reshape(groups, width)[...] += np.bincount(group, needed / node_rate, groups)[:, None]
+            waiting = np.bincount(group, seconds * (size > 1), groups)
+            phases.crossing.reshape(groups, group_ranks)[...] += waiting[:, None]
+
+    def _needed_shares(self, share: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:
+        """Return the share of its document that each member needs from the other members."""
+        if not self.attention.is_triangular:
+            return 1 - share
+        before = np.cumsum(share)
+        end = np.repeat(before[first + size - 1], size)
+        after = end - before  # shares of the members inside the mirror image
+        return 0.5 * (1 - share) + 0.5 * after
+
+    def _linear_redistribution(self, tokens: np.ndarray) -> float:
+        """Return the seconds that moving q, k, v and out between two layouts takes, forward and backward."""
+        cluster, ranks_per_node = self.cluster, self.topology.ranks_per_node
+        mean = tokens.mean()
+        row = self.q_row + self.kv_row + self.out_row
+        rank_surplus = np.maximum(tokens - mean, 0).max() * row
+        node_surplus = np.maximum(tokens.reshape(-1, ranks_per_node).sum(1) - mean * ranks_per_node, 0).max() * row
+        node_rate = cluster.nics_per_node * cluster.effective_nic
+        return 2 * max(rank_surplus / cluster.effective_rank, node_surplus / node_rate)
+
+
+def _runs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return begin and length of each run of equal numbers; `numbers` is not empty."""
+    change = np.flatnonzero(numbers[1:] != numbers[:-1])
+    first = np.zeros(len(change) + 1, np.int64)
+    np.add(change, 1, out=first[1:])
+    count = np.empty_like(first)
+    count[:-1], count[-1] = first[1:] - first[:-1], len(numbers) - first[-1]
+    return first, count
+
+
+def _numbered(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distinct keys in ascending order, the index of each entry's key among them, and their counts, as
+    np.unique does, but without sorting keys that are in order already."""
+    if (keys[1:] < keys[:-1]).any():
+        return np.unique(keys, return_inverse=True, return_counts=True)
+    first, count = _runs(keys)
+    return keys[first], np.repeat(np.arange(len(first)), count), count

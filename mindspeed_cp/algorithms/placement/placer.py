@@ -1,0 +1,215 @@
+"""Placement of the documents of a batch by one policy.
+
+Loads are seconds of work. Documents whose heads are split go to whole nodes; other long ones to the fewest ranks that
+have room for them, in one node if one has room; short ones whole to the rank with the least work. Then the shares of
+the cut documents are changed to level the loads: a rank may have any share of a document
+(:func:`mindspeed_cp.layout.weighted`), so cut documents fill up what whole documents leave uneven.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.placement.policy import (
+    DocumentRanks,
+    DocumentShares,
+    Placement,
+    PlacementPolicy,
+    check_token_cap,
+)
+from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, RankLoads
+from mindspeed_cp.algorithms.placement.repair import repair_placement
+from mindspeed_cp.algorithms.placement.water_fill import FILL_LIMIT, fill_fewest, water_fill_without_crumbs
+
+#: How often the shares of cut documents are levelled.
+LEVELLING_SWEEPS = 2
+
+
+class DocumentPlacer:
+    """Places the documents of one batch.
+
+    Args:
+        model: cost model of the batch.
+        with_linear: linear layers run where attention does, and count as work.
+        token_cap: maximum number of tokens on a rank; None: no limit.
+        min_cross_node_length: shorter documents are not cut over several nodes while one node has room for their
+            tokens.
+
+    Raises:
+        ConfigError: a document, or the batch, has more tokens than all ranks may hold.
+    """
+
+    def __init__(
+        self,
+        model: PlacementModel,
+        with_linear: bool = True,
+        token_cap: int | None = None,
+        min_cross_node_length: float = 0.0,
+    ) -> None:
+        topology, heads = model.topology, model.attention.heads
+        self.nodes, self.per_node, self.ranks = topology.nodes, topology.ranks_per_node, topology.ranks
+        self.min_cross_node_length = min_cross_node_length
+        check_token_cap(model.lengths, self.ranks, token_cap)
+        self.widest = 1  # nodes over which heads can be split: every rank needs one
+        while self.nodes % (2 * self.widest) == 0 and 2 * self.widest * self.per_node <= heads:
+            self.widest *= 2
+        self.cap = UNBOUNDED if token_cap is None else float(token_cap)
+        work = model.work if with_linear else model.attention_work
+        divided, overhead = model.divided(with_linear)
+        order = np.argsort(-work, kind="stable")
+        self._sorted_work = work[order]
+        self.fair = float(work.sum()) / self.ranks
+        self._docs = order.tolist()
+        self._costs = DocumentCosts(work.tolist(), divided.tolist(), overhead.tolist(), model.lengths.tolist())
+
+    def counts(self, policy: PlacementPolicy) -> tuple[int, int]:
+        """Return how many documents may be cut, and how many have their heads split; policies with equal counts place
+        alike."""
+        cut = int(np.searchsorted(-self._sorted_work, -policy.cut * self.fair, "left"))
+        return cut, int(np.searchsorted(-self._sorted_work, -policy.split * self.fair * self.per_node, "left"))
+
+    def place(self, policy: PlacementPolicy) -> Placement:
+        """Return the placement of a policy."""
+        if policy.everywhere:
+            return self._place_everywhere(policy)
+        loads = RankLoads(self._costs, self.ranks, self.cap)
+        cut, halved = self.counts(policy)
+        by_width: dict[int, list[DocumentRanks]] = {}
+        for doc in self._docs[:halved]:
+            width = self._width(doc) if policy.wide else 1
+            by_width.setdefault(width, []).append(self._place_on_nodes(loads, doc, width))
+        place_cut = self._place_on_power_of_two if policy.power else self._place_on_fewest
+        shared = [place_cut(loads, doc) for doc in self._docs[halved : max(cut, halved)]]
+        whole = self._place_whole(loads, self._docs[max(cut, halved) :], shared)
+        if not policy.power:
+            for _ in range(LEVELLING_SWEEPS):
+                shared = [self._levelled(loads, *entry) for entry in shared]
+            shared, whole = repair_placement(loads, shared, whole, self.fair, self.per_node)
+            shared = [self._levelled(loads, *entry) for entry in shared]
+        return Placement(
+            policy,
+            DocumentShares.from_lists(shared + whole),
+            {width: DocumentShares.from_lists(by_width[width]) for width in sorted(by_width)},
+        )
+
+    def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
+        """Place every document on all ranks, or on all groups of nodes by heads."""
+        width = self.widest if policy.wide else 1
+        count = self.nodes // width if policy.split == 0 else self.ranks
+        doc = np.arange(len(self._docs))
+        share = np.full(len(doc) * count, 1.0 / count)
+        members = DocumentShares(np.repeat(doc, count), np.tile(np.arange(count), len(doc)), share)
+        if policy.split == 0:
+            return Placement(policy, DocumentShares.from_lists([]), {width: members})
+        return Placement(policy, members, {})
+
+    def _width(self, doc: int) -> int:
+        """Return the number of nodes over which a document's heads are split: 1, 2, 4, ..., as many as it needs, up to
+        `widest`."""
+        width = 1
+        while width < self.widest and self._costs.work[doc] > FILL_LIMIT * self.fair * self.per_node * width:
+            width *= 2
+        return width
+
+    def _place_on_nodes(self, loads: RankLoads, doc: int, width: int) -> DocumentRanks:
+        """Place a document on the fewest groups of `width` nodes with room, in shares that level them; all ranks of a
+        group get equal parts."""
+        ranks, work, length = self.per_node * width, self._costs.work[doc], self._costs.lengths[doc]
+        firsts = range(0, self.ranks, ranks)  # first rank of each group
+        group_loads = [sum(loads.seconds[first : first + ranks]) for first in firsts]
+        limits = [self.cap] * len(firsts)
+        if self.cap < UNBOUNDED:
+            limits = [
+                ranks * (self.cap - max(loads.tokens[first : first + ranks])) / max(length, 1) for first in firsts
+            ]
+        chosen, shares = fill_fewest(range(len(firsts)), group_loads, work, 0.0, self.fair * ranks, limits)
+        for group, share in zip(chosen, shares, strict=True):
+            for rank in range(group * ranks, (group + 1) * ranks):
+                loads.seconds[rank] += share * work / ranks
+                loads.tokens[rank] += share * length / ranks
+        return doc, chosen, shares
+
+    def _place_on_fewest(self, loads: RankLoads, doc: int) -> DocumentRanks:
+        """Place a document on the fewest ranks with room, on the node with the most room if that is enough."""
+        costs, per_node, full = self._costs, self.per_node, FILL_LIMIT * self.fair
+        emptiest = min(range(self.ranks), key=loads.seconds.__getitem__)
+        if loads.seconds[emptiest] + costs.work[doc] <= full and loads.share_limits([emptiest], doc)[0] >= 1:
+            loads.add(doc, [emptiest], [1.0])
+            return doc, [emptiest], [1.0]
+        free = [
+            sum([full - load for load in loads.seconds[first : first + per_node] if load < full])
+            for first in range(0, self.ranks, per_node)
+        ]
+        node = max(range(self.nodes), key=free.__getitem__)
+        ranks: Sequence[int] = range(node * per_node, (node + 1) * per_node)
+        is_long = costs.lengths[doc] >= self.min_cross_node_length
+        if loads.room(ranks) < costs.lengths[doc] or (free[node] < costs.divided[doc] and is_long):
+            order = sorted(range(self.nodes), key=lambda node: -free[node])
+            work, tokens, count = 0.0, 0.0, 0
+            while count < self.nodes and (work < costs.divided[doc] or tokens < costs.lengths[doc]):
+                node = order[count]
+                work += free[node]
+                tokens += loads.room(range(node * per_node, (node + 1) * per_node))
+                count += 1
+            ranks = [rank for node in sorted(order[:count]) for rank in range(node * per_node, (node + 1) * per_node)]
+        limits = loads.share_limits(ranks, doc)
+        rank_loads = [loads.seconds[rank] for rank in ranks]
+        chosen, shares = fill_fewest(ranks, rank_loads, costs.divided[doc], costs.overhead[doc], self.fair, limits)
+        loads.add(doc, chosen, shares)
+        return doc, chosen, shares
+
+    def _place_on_power_of_two(self, loads: RankLoads, doc: int) -> DocumentRanks:
+        """Place a document on a power of two of neighbouring ranks, in equal shares."""
+        work, length = self._costs.work[doc], self._costs.lengths[doc]
+        least = max(work / self.fair if self.fair else 1.0, length / self.cap, 1.0)
+        count = 1
+        while count < least and count * 2 <= self.ranks:
+            count *= 2
+        first = min(range(0, self.ranks - count + 1, count), key=lambda i: max(loads.seconds[i : i + count]))
+        ranks, shares = list(range(first, first + count)), [1.0 / count] * count
+        loads.add(doc, ranks, shares)
+        return doc, ranks, shares
+
+    def _place_whole(self, loads: RankLoads, docs: list[int], shared: list[DocumentRanks]) -> list[DocumentRanks]:
+        """Place documents, longest first, each whole on the rank with the least work that has room (Graham 1969). A
+        document that fits on no rank is cut, and added to `shared`."""
+        work, lengths, tokens = self._costs.work, self._costs.lengths, loads.tokens
+        heap = [(load, rank) for rank, load in enumerate(loads.seconds)]
+        heapq.heapify(heap)
+        whole_share, rank_lists, placed = [1.0], [[rank] for rank in range(self.ranks)], []  # lists are not copied
+        for doc in docs:
+            full = []
+            while heap and tokens[heap[0][1]] + lengths[doc] > self.cap:
+                full.append(heapq.heappop(heap))
+            if heap:
+                load, rank = heap[0]
+                heapq.heapreplace(heap, (load + work[doc], rank))
+                tokens[rank] += lengths[doc]
+                placed.append((doc, rank_lists[rank], whole_share))
+            for entry in full:
+                heapq.heappush(heap, entry)
+            if len(full) == self.ranks:  # no rank has room for all of it
+                for load, rank in heap:
+                    loads.seconds[rank] = load
+                shared.append(self._place_on_fewest(loads, doc))
+                heap = [(load, rank) for rank, load in enumerate(loads.seconds)]
+                heapq.heapify(heap)
+        for load, rank in heap:
+            loads.seconds[rank] = load
+        return placed
+
+    def _levelled(self, loads: RankLoads, doc: int, ranks: list[int], shares: list[float]) -> DocumentRanks:
+        """Return the document on the same ranks, or fewer of them, in shares that level their loads."""
+        if len(ranks) == 1:
+            return doc, ranks, shares
+        loads.add(doc, ranks, shares, -1)
+        limits = loads.share_limits(ranks, doc)
+        rank_loads = [loads.seconds[rank] for rank in ranks]
+        divided, overhead = self._costs.divided[doc], self._costs.overhead[doc]
+        ranks, shares = water_fill_without_crumbs(ranks, rank_loads, divided, overhead, limits)
+        loads.add(doc, ranks, shares)
+        return doc, ranks, shares

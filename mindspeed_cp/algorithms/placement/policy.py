@@ -1,0 +1,93 @@
+"""Placements: the policy that makes one, and the ranks that share each document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError
+
+#: A document, its members (ranks or groups of nodes) and their shares.
+DocumentRanks = tuple[int, list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class PlacementPolicy:
+    """Parameters of one placement.
+
+    Attributes:
+        cut: documents with more work than this multiple of a rank's equal share may be cut; others stay whole.
+        split: documents with more work than this multiple of a node's equal share have their heads split over whole
+            nodes.
+        wide: split the heads of a document that needs several nodes over 2, 4, ... nodes together, as far as the number
+            of heads allows; otherwise split them inside each node, and fetch its keys between nodes.
+        power: cut documents go to 1, 2, 4, ... neighbouring ranks in equal shares, as in other systems.
+        everywhere: cut all documents over all ranks: by heads inside nodes if `split` is 0, else by tokens.
+        remap: linear layers have their own layout, so only the work of attention counts.
+    """
+
+    cut: float
+    split: float
+    wide: bool = True
+    power: bool = False
+    everywhere: bool = False
+    remap: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentShares:
+    """The ranks that share documents: one entry for each document and member, sorted by document.
+
+    Attributes:
+        doc, rank: int64 [members]; for documents whose heads are split, `rank` is a group of nodes.
+        share: fp64 [members]; the shares of one document add up to 1.
+    """
+
+    doc: np.ndarray
+    rank: np.ndarray
+    share: np.ndarray
+
+    @staticmethod
+    def from_lists(entries: list[DocumentRanks]) -> DocumentShares:
+        """Build the shares from (document, ranks, shares) in any order of documents."""
+        size = np.array([len(ranks) for _, ranks, _ in entries], np.int64)
+        doc = np.repeat(np.array([doc for doc, _, _ in entries], np.int64), size)
+        rank = np.array([rank for _, ranks, _ in entries for rank in ranks], np.int64)
+        share = np.array([share for _, _, shares in entries for share in shares], np.float64)
+        order = np.argsort(doc, kind="stable")
+        return DocumentShares(doc[order], rank[order], share[order])
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The ranks of every document.
+
+    Attributes:
+        policy: the policy that made the placement.
+        whole: members of the documents whose keys are fetched, including documents on a single rank.
+        split: members of the documents whose heads are split, by number of neighbouring nodes over which they are
+            split; the members are groups of that many nodes.
+    """
+
+    policy: PlacementPolicy
+    whole: DocumentShares
+    split: dict[int, DocumentShares]
+
+    @property
+    def split_documents(self) -> np.ndarray:
+        """Documents whose heads are split, int64."""
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *(members.doc for members in self.split.values())]))
+
+
+def check_token_cap(lengths: np.ndarray, ranks: int, token_cap: int | None) -> None:
+    """Raise ConfigError if the ranks may not hold all tokens."""
+    if token_cap is None:
+        return
+    longest = int(np.argmax(lengths)) if len(lengths) else 0
+    for what, tokens in ((f"document {longest}", int(lengths.max(initial=0))), ("the batch", int(lengths.sum()))):
+        if tokens > ranks * token_cap:
+            raise ConfigError(
+                f"{what} has {tokens} tokens, more than {ranks} ranks of max_seqlen_per_dp_cp_rank = {token_cap} hold; "
+                f"valid: max_seqlen_per_dp_cp_rank of {-(-int(lengths.sum()) // ranks)} or more, or more ranks"
+            )

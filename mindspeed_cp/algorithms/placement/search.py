@@ -1,0 +1,171 @@
+"""Search for the placement of a batch that the cost model finds fastest, among a few dozen.
+
+Candidates are policies (:class:`mindspeed_cp.algorithms.placement.policy.PlacementPolicy`): from which length documents
+are cut, from which length their heads are split over nodes, with or without a separate layout for linear layers; groups
+of powers of two; and all documents cut over all ranks, by tokens or by heads inside nodes. By the model, the choice is
+never worse than any of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindspeed_cp.algorithms.placement.estimate import PlacementEstimate, PlacementModel
+from mindspeed_cp.algorithms.placement.phases import BACKWARD_TRAFFIC
+from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
+from mindspeed_cp.algorithms.placement.policy import Placement, PlacementPolicy
+from mindspeed_cp.errors import ConfigError
+
+#: Values of `PlacementPolicy.split` are tried first, with the first of CUT_ABOVE; then the other values of CUT_ABOVE,
+#: with the best two of `split`.
+SPLIT_HEADS_ABOVE = (0.12, float("inf"), 0.06, 0.4, 0.2, 0.03)
+CUT_ABOVE = (0.5, 1.0, 0.2)
+
+#: The search ends when a placement is this close to the bound that no plan can beat.
+STOP_WITHIN = 1.01
+
+#: A layout for linear layers must win this much to be worth its launches, which the model leaves out.
+LINEAR_LAYOUT_GAIN = 0.995
+
+#: Cutting all documents over all ranks is not tried if that makes more chunks: thousands of documents over a thousand
+#: ranks are chunks of a token or two, and their estimate would take most of the search.
+MAX_DOC_CHUNKS = 2**19
+
+#: Tolerance of token counts, which are sums of floating-point shares.
+TOKEN_ROUNDING = 0.5
+
+
+@dataclass(frozen=True)
+class PlacementResult:
+    """Result of the search.
+
+    Attributes:
+        score: estimate of the fastest placement.
+        ranked: all placements that were tried, the fastest first.
+        bound: seconds that no plan can beat.
+    """
+
+    score: PlacementEstimate
+    ranked: tuple[Placement, ...]
+    bound: float
+
+
+def search_placements(
+    model: PlacementModel, token_cap: int | None = None, remap: str = "auto", head_split: bool = True
+) -> PlacementResult:
+    """Find the placement of a batch that the model finds fastest.
+
+    Args:
+        model: cost model of the batch.
+        token_cap: maximum number of tokens on a rank; None: no limit.
+        remap: layout for linear layers: "off", "on", or "auto" (if it is faster).
+        head_split: allow heads to be split.
+
+    Raises:
+        ConfigError: no placement keeps the token cap.
+    """
+    search = _Search(model, token_cap, head_split)
+    for with_remap in {"off": (False,), "on": (True,), "auto": (False, True)}[remap]:
+        search.run(with_remap)
+        if search.is_done:
+            break
+    if not search.tried:
+        tokens = max(-(-int(model.lengths.sum()) // model.topology.ranks), token_cap or 0) * 5 // 4
+        raise ConfigError(
+            f"max_seqlen_per_dp_cp_rank is {token_cap}: no placement found that keeps it; valid: more, such as {tokens}"
+        )
+    search.tried.sort(key=_sort_key)
+    return PlacementResult(search.tried[0].score, tuple(trial.placement for trial in search.tried), model.bound)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A placement, its estimate, the seconds by which it is compared, and its number in the order of trying."""
+
+    placement: Placement
+    score: PlacementEstimate
+    seconds: float
+    number: int
+
+
+def _sort_key(trial: _Trial) -> tuple[float, int]:
+    return trial.seconds, trial.number
+
+
+class _Search:
+    """Tries policies one after the other; arguments as for `search_placements`."""
+
+    def __init__(self, model: PlacementModel, token_cap: int | None, head_split: bool) -> None:
+        self._model, self._cap, self._bound = model, token_cap, model.bound
+        never = float("inf")
+        splits_heads = head_split and model.topology.ranks_per_node > 1
+        self._splits: Sequence[float] = SPLIT_HEADS_ABOVE if splits_heads else (never,)
+        self._cross_node = min_cross_node_length(model)
+        self.tried: list[_Trial] = []
+
+    @property
+    def is_done(self) -> bool:
+        """True if a placement is close to the bound."""
+        return any(trial.seconds <= STOP_WITHIN * self._bound for trial in self.tried)
+
+    def run(self, remap: bool) -> None:
+        """Try all policies, with or without a layout for linear layers, until one is close to the bound."""
+        placer = DocumentPlacer(self._model, not remap, self._cap, self._cross_node)
+        seen: set[tuple[Any, ...]] = set()
+        for policy in self._policies(remap, placer.widest > 1):
+            key = (*placer.counts(policy), policy.wide, policy.power, policy.everywhere)  # equal keys place alike
+            if key not in seen:
+                seen.add(key)
+                self._try(placer.place(policy))
+            if self.is_done:
+                return
+
+    def _try(self, placement: Placement) -> None:
+        score = self._model.score(placement)
+        if self._cap is None or score.tokens.max() <= self._cap + TOKEN_ROUNDING:
+            seconds = score.total / (LINEAR_LAYOUT_GAIN if placement.policy.remap else 1.0)
+            self.tried.append(_Trial(placement, score, seconds, len(self.tried)))
+
+    def _policies(self, remap: bool, wide: bool) -> Iterator[PlacementPolicy]:
+        """Yield the policies in the order of trying; later ones depend on the results of earlier ones."""
+        before = len(self.tried)
+        for split in self._splits:
+            yield PlacementPolicy(CUT_ABOVE[0], split, remap=remap)
+        best = sorted(self.tried[before:], key=_sort_key)[: 1 if remap else 2]
+        for split in [trial.placement.policy.split for trial in best]:
+            for cut in CUT_ABOVE[1:]:
+                yield PlacementPolicy(cut, split, remap=remap)
+        if wide:
+            over_nodes = [trial for trial in self.tried[before:] if any(width > 1 for width in trial.placement.split)]
+            if over_nodes:
+                yield replace(min(over_nodes, key=_sort_key).placement.policy, wide=False)
+        if remap or self._model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
+            return
+        never = float("inf")
+        yield PlacementPolicy(1.0, never, power=True)
+        if len(self._model.lengths) * self._model.topology.ranks <= MAX_DOC_CHUNKS:
+            yield PlacementPolicy(0, never, everywhere=True)
+        if len(self._splits) > 1:
+            for is_wide in (True, False) if wide else (False,):
+                yield PlacementPolicy(0, 0, wide=is_wide, everywhere=True)
+
+
+def min_cross_node_length(model: PlacementModel) -> float:
+    """Return the length in tokens below which cutting a document over nodes does not pay.
+
+    Attention grows with the square of the length, transfers with the length. A document is worth cutting over two ranks
+    of a node if half of its attention takes longer than its transfers over their link, and over two nodes if the
+    attention of a node's ranks takes longer than its transfers over the NICs. The larger of the two lengths is
+    returned. Counted are forward and backward: 1 + 3 times K and V of half the document for each side, and the pairs at
+    the rate of long tiles, n(n+1)/2 of them under a causal mask. (Zeppelin, 2509.21841, has the same thresholds.)
+    """
+    cluster, attention, cost = model.cluster, model.attention, model.cost
+    long_tile = 1e6  # rows
+    seconds = float(cost.attention_seconds(1.0, long_tile) + cost.attention_seconds(1.0, long_tile, backward=True))
+    per_squared_token = seconds * (0.5 if attention.mask == "causal" else 1.0)
+    traffic = model.kv_row * (1 + BACKWARD_TRAFFIC) / 2  # each side gets the other's half
+    over_ranks = traffic / cluster.effective_pair / (per_squared_token / 2)
+    nics = cluster.nics_per_node * cluster.effective_nic
+    return max(over_ranks, traffic / nics / (per_squared_token / (2 * model.topology.ranks_per_node)))

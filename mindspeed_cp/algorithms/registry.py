@@ -1,0 +1,191 @@
+"""Algorithms by name: register_algorithm, algorithm_options and build_plan."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mindspeed_cp.algorithms.options import AlgorithmOption, read_options
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.program import Plan
+
+Builder = Callable[..., Plan]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A registered algorithm.
+
+    Attributes:
+        name: its name in settings and on the command line.
+        builder: function of (documents, kv_documents, topology, attention, *, options) that returns a plan.
+        options: options that the builder declares, by name.
+        summary: first line of the builder's docstring.
+        aliases: names that Megatron and MindSpeed use.
+        use_for: when to use it, for the table in docs/algorithms.md.
+    """
+
+    name: str
+    builder: Builder
+    options: dict[str, AlgorithmOption]
+    summary: str
+    aliases: tuple[str, ...] = ()
+    use_for: str = ""
+
+
+#: Registered algorithms by name, in the order of registration.
+ALGORITHMS: dict[str, Algorithm] = {}
+
+#: Names that Megatron and MindSpeed use, with the name in this project.
+ALIASES: dict[str, str] = {}
+
+#: In training settings: choose an algorithm by simulation before the training starts.
+AUTO = "auto"
+
+#: Algorithms of other projects that this version does not have, with the nearest one that it has.
+UNSUPPORTED_ALGORITHMS = {
+    "adaptive_cp_algo": "direct, which sends only what the mask lets others see",
+    "hybrid_adaptive_cp_algo": "hybrid",
+}
+
+#: Options under the names of other projects, with the way to write them here.
+OPTION_HINTS = {
+    "hierarchical_context_parallel_sizes": "[degree, rest] is algorithm hybrid with ulysses_degree = degree",
+    "ulysses_degree_in_cp": "write ulysses_degree",
+    "window_size": "write cp_window_size",
+}
+
+#: The one problem that no algorithm supports: (problem, alternatives).
+CAUSAL_CROSS_ATTENTION = (
+    "attention.mask is 'causal' with keys of other lengths than queries, which leaves open where among the keys a "
+    "query stands",
+    "mask 'full', or kv_documents with the lengths of documents",
+)
+
+
+def register_algorithm(name: str, builder: Builder, *, aliases: tuple[str, ...] = (), use_for: str = "") -> None:
+    """Add an algorithm, so that `build_plan`, the simulator, the reports and `auto` take it by its name.
+
+    Args:
+        name: name of the algorithm.
+        builder: function of (documents, kv_documents, topology, attention, *, options) that returns a plan. Its
+            keyword-only arguments are the options: annotated bool, int, float, str or Literal (also `| None`, and
+            Annotated with the limits of `mindspeed_cp.algorithms.options`), with a default and a line in the
+            docstring's Args.
+        aliases: other names of the algorithm.
+        use_for: when to use it, for tables.
+
+    Raises:
+        ConfigError: a name is taken, or the builder does not declare its options in this way.
+    """
+    for given in (name, *aliases):
+        if given in (*ALGORITHMS, *ALIASES, *UNSUPPORTED_ALGORITHMS, AUTO):
+            raise ConfigError(f"algorithm name {given!r} is taken; valid: any other name")
+    summary = (inspect.getdoc(builder) or "").split("\n", 1)[0]
+    ALGORITHMS[name] = Algorithm(name, builder, read_options(builder), summary, aliases, use_for)
+    ALIASES.update(dict.fromkeys(aliases, name))
+
+
+def algorithm_options(name: str) -> dict[str, AlgorithmOption]:
+    """Return the options of an algorithm by name.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    return dict(ALGORITHMS[algorithm_name(name)].options)
+
+
+def algorithm_name(name: str) -> str:
+    """Return this project's name of an algorithm that is given under any of its names.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    problem = algorithm_name_error(name)
+    if problem is not None:
+        raise ConfigError(f"algorithm is {name!r}: {problem.removeprefix('is ')}")
+    return ALIASES.get(name, name)
+
+
+def algorithm_name_error(name: object) -> str | None:
+    """Return the error text for an unknown algorithm name, with the valid names; None for a known name."""
+    names = [*ALGORITHMS, *ALIASES]
+    valid = f"valid: {', '.join(names)}"
+    if not isinstance(name, str):
+        return f"must be a name; {valid}"
+    if name in names:
+        return None
+    if name == AUTO:
+        return (
+            "is no algorithm of a plan, but chooses one before a training begins, as "
+            f"mindspeed_cp.choose.choose.choose_algorithm does; {valid}"
+        )
+    if name in UNSUPPORTED_ALGORITHMS:
+        return f"is not in this version; nearest: {UNSUPPORTED_ALGORITHMS[name]}; {valid}"
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"unknown algorithm; {f'did you mean {near[0]}? ' if near else ''}{valid}"
+
+
+def check_options(name: str, options: dict[str, object], ranks: int) -> None:
+    """Check options of an algorithm against the signature of its builder.
+
+    Raises:
+        ConfigError: an option is unknown, or its value has a wrong type or is out of range; names the valid values.
+    """
+    known = algorithm_options(name)
+    for key, value in options.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            valid = ", ".join(known) or "none"
+            valid += f"; {OPTION_HINTS[key]}" if key in OPTION_HINTS else ""
+            raise ConfigError(f"option {key!r} is not one of algorithm {name!r}; {hint}valid: {valid}")
+        known[key].check(name, value, ranks)
+
+
+def build_plan(
+    documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    algorithm: str = "ring",
+    kv_documents: Documents | None = None,
+    **options: object,
+) -> Plan:
+    """Build the plan of one attention layer for one packed batch. The same input gives the same plan on every rank.
+
+    Args:
+        documents: lengths of the documents in the packed batch.
+        topology: context-parallel ranks.
+        attention: attention of one layer on one tensor-parallel rank.
+        algorithm: a registered name (`ALGORITHMS`), or the name that Megatron or MindSpeed uses (`ALIASES`).
+        kv_documents: in cross-attention, lengths of the keys and values of each document; `documents` then has the
+            lengths of the queries. Only with mask "full".
+        **options: options of the algorithm; `algorithm_options` lists them.
+
+    Raises:
+        ConfigError: the algorithm or an option is unknown or out of range, or documents and kv_documents do not match.
+    """
+    arguments: dict[str, tuple[object, type]] = {
+        "documents": (documents, Documents),
+        "topology": (topology, Topology),
+        "attention": (attention, AttentionConfig),
+        "kv_documents": (documents if kv_documents is None else kv_documents, Documents),
+    }
+    for argument, (value, kind) in arguments.items():
+        if not isinstance(value, kind):
+            raise ConfigError(f"{argument} is {value!r}; valid: {kind.__name__}(...)")
+    name = algorithm_name(algorithm)
+    check_options(name, options, topology.ranks)
+    kv_documents = documents if kv_documents is None else kv_documents
+    if len(kv_documents) != len(documents):
+        raise ConfigError(
+            f"kv_documents has {len(kv_documents)} documents, documents {len(documents)}; valid: one length of keys "
+            "for each document"
+        )
+    if attention.mask == "causal" and kv_documents != documents:
+        raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
+    return ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)

@@ -1,0 +1,194 @@
+"""Choice of the algorithm and options for given batches: plans of the candidates are built and simulated.
+
+A candidate is dropped as soon as it cannot be the fastest any more, by its seconds on earlier batches, a lower bound of
+the current batch (:mod:`.lower_bounds`) and the balanced lower bounds of later batches. The fastest is never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mindspeed_cp.choose.candidates import Candidate, default_candidates
+from mindspeed_cp.choose.decision import CandidateTrial, Decision
+from mindspeed_cp.choose.explain import explain_choice
+from mindspeed_cp.choose.lower_bounds import (
+    LowerBound,
+    balanced_lower_bound,
+    kv_fetch_lower_bound,
+    layout_lower_bound,
+    plan_lower_bound,
+)
+from mindspeed_cp.cluster.cluster import Cluster, cluster_of
+from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
+from mindspeed_cp.simulate.simulator import simulate_plan
+from mindspeed_cp.simulate.tile_work import COARSE_SPANS
+from mindspeed_cp.simulate.timeline import Timeline
+
+#: Algorithms whose ranks fetch keys from their owners, and those that pass keys around a ring. Both have a lower bound
+#: that needs no plan.
+KV_FETCH_ALGORITHMS, RING_ALGORITHMS = ("direct", "all_gather"), ("ring", "double_ring")
+
+
+def choose_algorithm(
+    batches: Sequence[Documents],
+    topology: Topology,
+    attention: AttentionConfig,
+    cluster: Cluster | None = None,
+    layer: LayerCost | None = None,
+    memory: float | None = None,
+    candidates: Sequence[Candidate] | None = None,
+    options: dict[str, Any] | None = None,
+) -> Decision:
+    """Return the algorithm that is modelled fastest for batches like these.
+
+    The result is deterministic: every rank that passes the same arguments gets the same decision.
+
+    Args:
+        batches: a sample of at least one batch.
+        topology: the ranks; if `cluster` is None, its cluster gives the speeds.
+        attention: of one tensor-parallel rank.
+        cluster: devices and links.
+        layer: linear part of a layer; default: :meth:`LayerCost.for_attention`.
+        memory: bytes that the attention of a layer may hold on a rank; default: all of a device.
+        candidates: default: :func:`.candidates.default_candidates`.
+        options: sizes of the model, such as hidden_size, for the algorithms that have them.
+
+    Raises:
+        ConfigError: There is no token in the batches, no candidate, or no candidate is possible (with each reason).
+    """
+    if not any(batch.tokens for batch in batches):
+        raise ConfigError("batches: there is no token in them to choose by; valid: one batch or more, with tokens")
+    cluster = cluster_of(topology) if cluster is None else cluster.with_ranks(topology.ranks_per_node)
+    cost = ComputeCost(cluster, attention, layer)
+    runner = _TrialRunner(batches, topology, cost, cluster.memory if memory is None else memory, options or {})
+    if candidates is None:
+        candidates = default_candidates(topology, attention)
+    if not candidates:
+        raise ConfigError("candidates: there are none to choose from; valid: one or more")
+    trials = [runner.run(candidate) for candidate in candidates]
+    complete = [trial for trial in trials if len(trial.seconds) == len(batches) and trial.refused is None]
+    if not complete:
+        what = "this batch" if len(batches) == 1 else "all of these batches"
+        causes = "; ".join(f"{trial.candidate}: {trial.refused}" for trial in trials)
+        raise ConfigError(f"algorithm is 'auto': nothing can do {what}: {causes}")
+    complete.sort(key=lambda trial: sum(trial.seconds))  # stable: of equally fast ones the first candidate
+    ordered = (*complete, *(trial for trial in trials if trial not in complete))
+    return Decision(complete[0].candidate, ordered, explain_choice(ordered))
+
+
+class _TrialRunner:
+    """Tries candidates on some batches one after the other; arguments as those of `choose_algorithm`."""
+
+    def __init__(
+        self,
+        batches: Sequence[Documents],
+        topology: Topology,
+        cost: ComputeCost,
+        memory: float,
+        options: dict[str, Any],
+    ) -> None:
+        self._batches, self._topology, self._cost = batches, topology, cost
+        self._memory, self._options = memory, options
+        self._balanced = [balanced_lower_bound(batch, topology.ranks, cost) for batch in batches]
+        self._best = float("inf")  # seconds over all batches, of a candidate that fits into memory
+        self._simulated: dict[int, list[tuple[Candidate, Plan, Timeline]]] = {}  # hierarchical plans of each batch
+
+    def run(self, candidate: Candidate) -> CandidateTrial:
+        """Try a candidate on all batches, or until it cannot be the fastest."""
+        trial, plans, owners = CandidateTrial(candidate), [], set()
+        try:
+            for number, batch in enumerate(self._batches):
+                before, after = sum(trial.seconds), sum(self._balanced[number + 1 :])
+                for bound in self._bounds_without_plan(candidate, batch):
+                    if before + bound.seconds + after > self._best:
+                        return _dropped(trial, number, bound)
+                plan = candidate.build_plan(batch, self._topology, self._cost.attention, self._options)
+                owner, timeline = self._find_simulated(candidate, number, plan)
+                if timeline is None:
+                    bound = plan_lower_bound(plan, self._cost)
+                    if before + bound.seconds + after > self._best:
+                        return _dropped(trial, number, bound)
+                    timeline = simulate_plan(plan, self._cost.cluster, self._cost.layer, COARSE_SPANS)
+                    if candidate.algorithm == "hierarchical":
+                        self._simulated.setdefault(number, []).append((candidate, plan, timeline))
+                owners.add(owner)
+                plans.append(plan)
+                trial = replace(
+                    trial,
+                    seconds=(*trial.seconds, timeline.total),
+                    batches_tried=number + 1,
+                    least_seconds=before + timeline.total,
+                    timeline=timeline if trial.timeline is None else trial.timeline,
+                )
+                if trial.least_seconds + after > self._best and after:
+                    return trial
+        except ConfigError as error:
+            return replace(trial, refused=str(error))
+        total = sum(trial.seconds)
+        if total < self._best:  # a candidate that needs too much memory must not drop others
+            refused = memory_refusal(plans, self._cost.layer, self._memory)
+            if refused is not None:
+                return replace(trial, refused=refused)
+            self._best = total
+        return replace(trial, duplicate_of=owners.pop() if len(owners) == 1 and candidate not in owners else None)
+
+    def _bounds_without_plan(self, candidate: Candidate, batch: Documents) -> Iterator[LowerBound]:
+        layout = candidate.all_options(self._options).get("layout", "zigzag")
+        if candidate.algorithm in KV_FETCH_ALGORITHMS:
+            yield kv_fetch_lower_bound(batch, self._topology, self._cost, layout)
+        elif candidate.algorithm in RING_ALGORITHMS:
+            yield layout_lower_bound(batch, self._topology.ranks, self._cost, layout)
+
+    def _find_simulated(self, candidate: Candidate, number: int, plan: Plan) -> tuple[Candidate, Timeline | None]:
+        """Return the first candidate with the same plan of a batch and its timeline, or the candidate and None."""
+        for owner, simulated, timeline in self._simulated.get(number, ()):
+            if same_plan(simulated, plan):
+                return owner, timeline
+        return candidate, None
+
+
+def memory_refusal(plans: Sequence[Plan], layer: LayerCost, memory: float) -> str | None:
+    """Return an error text if one of the plans needs more than `memory` bytes on a rank in a layer, else None."""
+    element = layer.bytes_per_element
+    large = [plan for plan in plans if attention_bytes_upper_bound(plan, element).max() > memory]
+    peak = max((int(attention_peak_bytes(plan, element).max()) for plan in large), default=0)
+    return f"holds {peak / 2**30:.3g} GiB in one layer; there are {memory / 2**30:.3g}" if peak > memory else None
+
+
+def _dropped(trial: CandidateTrial, number: int, bound: LowerBound) -> CandidateTrial:
+    """Return the trial of a candidate that is dropped at batch `number` by a lower bound."""
+    return replace(
+        trial,
+        batches_tried=number + 1,
+        least_seconds=sum(trial.seconds) + bound.seconds,
+        limited_by=bound.limited_by,
+    )
+
+
+def same_plan(first: Plan, second: Plan) -> bool:
+    """Return True if two plans of the same batch, ranks and attention are equal."""
+    orders = [(plan.forward_order, plan.backward_order, len(plan.parts)) for plan in (first, second)]
+    if orders[0] != orders[1]:
+        return False
+    pairs = [(_arrays(a), _arrays(b)) for a, b in zip((first, *first.parts), (second, *second.parts), strict=True)]
+    return all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
+
+
+def _arrays(plan: Plan) -> list[np.ndarray]:
+    """Return all arrays of a plan except those of its parts."""
+    layouts = (plan.layout, plan.kv_layout_in, plan.q_layout_compute, plan.kv_layout_compute, plan.batch_layout)
+    arrays = [array for layout in layouts for array in (layout.spans, layout.heads) if array is not None]
+    for program in (plan.forward, plan.backward):
+        arrays += [program.capacity, program.contents, program.spans]
+        for messages in (program.fetch, program.reduce):
+            arrays += [messages.items, messages.runs]
+    return arrays

@@ -1,0 +1,1 @@
+"""The command line `mindspeed-cp`: one file per command."""

@@ -1,0 +1,251 @@
+"""The case that `mindspeed-cp simulate` simulates, from its options and a settings file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.choose.candidates import Candidate, parse_candidate
+from mindspeed_cp.choose.compare import SimulationCase
+from mindspeed_cp.cli.lengths import (
+    MAX_SIMULATED_TOKENS,
+    VALID_LENGTHS,
+    check_size,
+    draw_batches,
+    read_lengths,
+    shortened,
+)
+from mindspeed_cp.cluster import LayerCost, load_cluster
+from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
+from mindspeed_cp.config import Settings, load_settings
+from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
+from mindspeed_cp.data.lengths import length_names, sample_lengths
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan import AttentionConfig, Topology
+from mindspeed_cp.simulate.link_queues import LINK_SHARING
+
+MAX_SIMULATED_RANKS = 4096  # timelines of more ranks take minutes
+MAX_BATCHES = 1000
+MAX_HEADS_OR_CHANNELS = 2**14
+MAX_SAMPLE_ROWS = 8  # default for the rows of a training's first global batch
+TOKENS_PER_RANK = 4096  # default for drawn batches
+LENGTH_SAMPLE = 4096  # documents of a distribution by which the number of documents in a batch is estimated
+
+
+@dataclass(frozen=True)
+class SimulateRequest:
+    """The options of `simulate` that describe the case; None: not given."""
+
+    config: Path | None = None
+    overrides: tuple[str, ...] = ()
+    lengths: str | None = None
+    cluster: str | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    tokens_per_rank: int | None = None
+    seed: int | None = None
+    batches: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    algorithms: str = "all"
+    sharing: str = "fair"
+
+
+def read_case(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]]:
+    """Return the case and the algorithms that the options and the settings file, if there is one, describe.
+
+    Raises:
+        ConfigError: an option or a setting is invalid; one line with its name, value and the valid values.
+    """
+    if request.sharing not in LINK_SHARING:
+        raise ConfigError(f"--sharing {request.sharing!r}: valid: {', '.join(LINK_SHARING)}")
+    if request.config is None:
+        _check_lengths_given(request.lengths)
+        if request.overrides:
+            raise ConfigError(
+                f"--set {request.overrides[0]}: there is no settings file to change; give one, or leave --set out"
+            )
+        return _case_from_options(request)
+    return _case_from_settings(request, load_settings(request.config, request.overrides))
+
+
+def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> Documents:
+    """Return one batch: drawn from the distribution `lengths`, or the first row of a training.
+
+    Raises:
+        ConfigError: neither lengths nor a settings file are given, or there is no such distribution or corpus.
+    """
+    if config is None:
+        _check_lengths_given(lengths)
+    request = SimulateRequest(config, lengths=lengths, batches=1)
+    ranks = settings.context_parallel_suite.context_parallel_size
+    return _batches(request, ranks, None if config is None else settings)[0][0]
+
+
+def _check_lengths_given(lengths: str | None) -> None:
+    if lengths is None:
+        raise ConfigError(f"give a settings file, or --lengths: {VALID_LENGTHS}; sets: {', '.join(length_names())}")
+
+
+def _case_from_options(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]]:
+    heads = 32 if request.heads is None else request.heads
+    kv_heads = (8 if heads % 8 == 0 else heads) if request.kv_heads is None else request.kv_heads
+    for option, value in (("--heads", heads), ("--kv-heads", kv_heads), ("--head-dim", request.head_dim)):
+        if value is not None and not 1 <= value <= MAX_HEADS_OR_CHANNELS:
+            raise ConfigError(f"{option} {value}: valid: a whole number from 1 to {MAX_HEADS_OR_CHANNELS:,}")
+    if heads % kv_heads:
+        raise ConfigError(f"--kv-heads {kv_heads}: valid: a divisor of the query heads, --heads {heads}")
+    attention = AttentionConfig(heads, kv_heads, 128 if request.head_dim is None else request.head_dim)
+    cluster = DEFAULT_CLUSTER if request.cluster is None else request.cluster
+    topology = _topology(request, Topology(1, load_cluster(cluster).ranks_per_node, cluster))
+    batches, source = _batches(request, topology.ranks, None)
+    layer = LayerCost.for_attention(attention)
+    case = SimulationCase(batches, topology, attention, cluster_of(topology), layer, source, sharing=request.sharing)
+    return case, read_algorithms(request.algorithms)
+
+
+def _case_from_settings(request: SimulateRequest, settings: Settings) -> tuple[SimulationCase, list[Candidate]]:
+    for option, value, key in (
+        ("--heads", request.heads, "num_attention_heads"),
+        ("--kv-heads", request.kv_heads, "num_query_groups"),
+        ("--head-dim", request.head_dim, "kv_channels"),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value}: the model comes from {request.config}; give --set model.{key}={value}"
+            )
+    suite = settings.context_parallel_suite
+    topology = _topology(request, suite.topology)
+    batches, source = _batches(request, topology.ranks, settings)
+    sizes = settings.model_sizes | {k: v for k, v in suite.options.items() if k in settings.model_sizes}
+    own = None
+    if suite.algorithm in ALGORITHMS:  # auto chooses only when the training begins
+        own = Candidate(suite.algorithm, tuple((k, v) for k, v in suite.options.items() if k not in sizes))
+    case = SimulationCase(
+        batches,
+        topology,
+        rank_attention(settings),
+        cluster_of(topology),
+        mean_layer_cost(settings),
+        source,
+        _notes(request, settings, topology),
+        request.sharing,
+        sizes,
+    )
+    return case, read_algorithms(request.algorithms, own)
+
+
+def _notes(request: SimulateRequest, settings: Settings, topology: Topology) -> tuple[str, ...]:
+    """Return how the case differs from the training of the settings."""
+    model, notes = settings.model, []
+    if 0 < model.window_layers < model.num_layers:
+        with_window = model.window_layers * 2 >= model.num_layers
+        notes.append(
+            f"{model.window_layers} of {model.num_layers} layers have a window; simulated is a layer "
+            f"{'with' if with_window else 'without'} one"
+        )
+    if model.expert_layers:
+        notes.append("experts are counted as a dense FFN of the weights that a token visits, without their all-to-all")
+    if topology.cluster is None:
+        notes.append(f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}")
+        ranks_per_node = load_cluster(DEFAULT_CLUSTER).ranks_per_node
+        if topology.ranks_per_node > ranks_per_node:
+            notes.append(
+                f"nodes of {topology.ranks_per_node} ranks are imagined, each with a NIC and with links to all others; "
+                f"those of {DEFAULT_CLUSTER} have {ranks_per_node}"
+            )
+    if request.lengths is None and settings.data.balance != "none":
+        notes.append("data.balance lays rows anew over replicas; simulated are rows as they are drawn")
+    return tuple(notes)
+
+
+def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
+    """Parse --algorithms: "all", or names with options, such as ring,direct:prefetch=4:layout=balanced.
+
+    Args:
+        text: value of the option.
+        own: algorithm of a settings file with its options; it replaces its bare name.
+
+    Raises:
+        ConfigError: a name or an option is unknown; lists the valid ones.
+    """
+    algorithms = []
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    valid = f"valid: all, or {', '.join(ALGORITHMS)}"
+    if not words:
+        raise ConfigError(f"--algorithms {text!r}: names none; {valid}")
+    for word in list(ALGORITHMS) if words == ["all"] else words:
+        if word.partition(":")[0] == "all":
+            raise ConfigError(f"--algorithms {text!r}: all stands alone; {valid}")
+        try:
+            candidate = parse_candidate(word)
+        except ConfigError as error:
+            raise ConfigError(f"--algorithms {word}: {error}") from None
+        algorithms.append(own if own is not None and candidate == Candidate(own.algorithm) else candidate)
+    return algorithms
+
+
+def _topology(request: SimulateRequest, default: Topology) -> Topology:
+    nodes = default.nodes if request.nodes is None else request.nodes
+    ranks_per_node = default.ranks_per_node if request.ranks_per_node is None else request.ranks_per_node
+    ranks = nodes * ranks_per_node
+    if ranks > MAX_SIMULATED_RANKS:
+        raise ConfigError(
+            f"--nodes {nodes} --ranks-per-node {ranks_per_node}: {ranks:,} ranks; valid: at most "
+            f"{MAX_SIMULATED_RANKS:,}; a smaller system of the same kind shows the same"
+        )
+    if request.cluster is None:
+        return Topology(nodes, ranks_per_node, default.cluster)
+    load_cluster(request.cluster)  # refuses "", which a topology takes for none
+    return Topology(nodes, ranks_per_node, request.cluster)
+
+
+def _batches(request: SimulateRequest, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
+    """Return the packed batches, and where they come from."""
+    count, seed = request.batches or 1, request.seed or 0
+    if count > MAX_BATCHES:
+        raise ConfigError(f"--batches {count}: valid: 1 to {MAX_BATCHES}")
+    if request.lengths is None:
+        assert settings is not None
+        return _rows(request, ranks, settings)
+    listed = read_lengths(request.lengths)
+    drawing = any(value is not None for value in (request.tokens_per_rank, request.batches, request.seed))
+    if listed is not None and not drawing:
+        check_size(request.lengths, listed, ranks)
+        return (Documents(listed),), f"the documents of --lengths {shortened(request.lengths)}"
+    if settings is not None and request.tokens_per_rank is None:
+        tokens, source = settings.data.seq_length, "data.seq_length"
+    else:
+        tokens_per_rank = TOKENS_PER_RANK if request.tokens_per_rank is None else request.tokens_per_rank
+        tokens, source = ranks * tokens_per_rank, f"--tokens-per-rank {tokens_per_rank}"
+    if tokens > MAX_SIMULATED_TOKENS:
+        raise ConfigError(
+            f"{source}: {tokens:,} tokens over {ranks:,} ranks; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch, "
+            f"which is {MAX_SIMULATED_TOKENS // ranks:,} for a rank"
+        )
+    sample = sample_lengths(request.lengths, LENGTH_SAMPLE) if listed is None else listed[listed > 0]
+    check_size(request.lengths, sample, ranks, tokens)
+    text = shortened(request.lengths)
+    drawn = f"{count} batch{'es' * (count > 1)} of {tokens:,} tokens drawn from {text}, seed {seed}"
+    return draw_batches(request.lengths, tokens, count, seed), drawn
+
+
+def _rows(request: SimulateRequest, ranks: int, settings: Settings) -> tuple[tuple[Documents, ...], str]:
+    """Return the first rows of a training."""
+    tokens_per_rank = request.tokens_per_rank
+    for option, value, key, setting in (
+        ("--tokens-per-rank", tokens_per_rank, "data.seq_length", (tokens_per_rank or 0) * ranks),
+        ("--seed", request.seed, "train.seed", request.seed),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value}: the rows come from the training; give --set {key}={setting}, or --lengths too"
+            )
+    batch_size = settings.train.global_batch_size
+    count = min(batch_size, MAX_SAMPLE_ROWS) if request.batches is None else request.batches
+    rows = tuple(first_rows(settings, count))
+    number = f"the {batch_size} rows" if count == batch_size else f"{count} rows, from the first of the {batch_size}"
+    return rows, f"{number} of the first global batch, packed from {settings.data.corpus}"

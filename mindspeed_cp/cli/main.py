@@ -1,0 +1,126 @@
+"""The command line: mindspeed-cp train | report | plan | simulate | calibrate | doctor.
+
+Invalid input prints one line on standard error and exits with code 2; a run that fails for another reason exits with 1.
+Commands import their modules when they are called: `--help` and `plan` never import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from mindspeed_cp.cli.calibrate import calibrate
+from mindspeed_cp.cli.options import AsJson
+from mindspeed_cp.cli.plan import plan
+from mindspeed_cp.cli.report import report
+from mindspeed_cp.cli.simulate import simulate
+from mindspeed_cp.cli.train import train
+from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
+
+BAD_INPUT, FAILED, STOPPED = 2, 1, 130
+
+app = typer.Typer(
+    name="mindspeed-cp",
+    help="Context parallelism for long, packed sequences in Megatron-core: train, inspect plans, check a machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        from mindspeed_cp import __version__
+
+        typer.echo(f"mindspeed-cp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(train)
+app.command()(plan)
+app.command()(calibrate)
+app.command()(simulate)
+app.command()(report)
+
+
+@app.command()
+def doctor(
+    device: Annotated[str, typer.Option(help="cpu, cuda, npu, or auto: all that are present.")] = "auto",
+    link_seconds: Annotated[
+        float | None,
+        typer.Option(help="Time limit in seconds for the links between NPUs. Default: 120, plus 15 per NPU."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check this machine: versions, devices, links, and the attention operator against the fp64 reference."""
+    if device not in ("auto", "cpu", "cuda", "npu"):
+        raise ConfigError(f"--device {device}: cannot be checked; valid: auto, cpu, cuda, npu")
+    if link_seconds is not None and not link_seconds > 0:
+        raise ConfigError(f"--link-seconds {link_seconds:g}: must be more than 0, or left out")
+    from mindspeed_cp.doctor import run_checks, write_report
+
+    report = run_checks(device, link_seconds=link_seconds)
+    write_report(report, as_json=as_json)
+    return 0 if report["ok"] else FAILED
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; print errors of the user as one line."""
+    # torch would import torch_npu by itself, and a broken installation of it would end every command in a traceback.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    try:
+        result: Any = app(
+            list(sys.argv[1:] if arguments is None else arguments), prog_name="mindspeed-cp", standalone_mode=False
+        )
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except (ConfigError, PlanError) as error:
+        return _print_error(str(error), BAD_INPUT)
+    except (PeerError, OperatorError) as error:
+        return _print_error(str(error), FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return _print_error("stopped", STOPPED)
+    except BrokenPipeError:  # the reader of the output ended, as in `mindspeed-cp plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # a usage error of typer or of click
+        if usage is None:
+            raise
+        return _usage_error(error, usage())
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run())
+
+
+def _usage_error(error: Exception, text: str) -> int:
+    command = getattr(getattr(error, "ctx", None), "command_path", "mindspeed-cp")
+    if type(error).__name__ == "NoArgsIsHelpError":  # `mindspeed-cp` alone: the help is the message
+        print(text)
+        return BAD_INPUT
+    return _print_error(f"{text.rstrip('.')}; see {command} --help", BAD_INPUT)
+
+
+def _print_error(text: str, code: int) -> int:
+    print("error: " + " ".join(text.split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""`mindspeed-cp plan`: how one packed batch is split over ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mindspeed_cp.cli.options import AsJson, HeadDim, Heads, KvHeads, Lengths, Overrides
+from mindspeed_cp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mindspeed_cp.config import Settings
+    from mindspeed_cp.plan import Plan
+    from mindspeed_cp.schema.yaml_file import SettingsFile
+
+#: The settings without a file.
+BUILT_IN = """
+model: {num_attention_heads: 8, kv_channels: 64}
+train: {bf16: true}
+context_parallel_suite: {context_parallel_size: 4}
+"""
+
+
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Settings of a training, a YAML file. Default: 4 ranks, 8 heads of 64 channels, ring.",
+            show_default=False,
+        ),
+    ] = None,
+    lengths: Lengths = None,
+    kv_lengths: Annotated[
+        str | None,
+        typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.", show_default=False),
+    ] = None,
+    mask: Annotated[str, typer.Option(help="causal or full.")] = "causal",
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "--cp", min=1, help="Context-parallel ranks, of all nodes.", show_default=False),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.", show_default=False)] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of each node.", show_default=False)] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="Name, as in the settings; its options are given by --set.", show_default=False),
+    ] = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    overrides: Overrides = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Prove the plan.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw who computes which tile when.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show how a packed batch is split over ranks: layout, tiles of every step, balance, bytes sent, buffers.
+
+    mindspeed-cp plan --lengths 700,30,4100 --algorithm hybrid --set ulysses_degree=2 --png map.png
+    """
+    from mindspeed_cp.algorithms import build_plan
+    from mindspeed_cp.cli.case import read_batch
+    from mindspeed_cp.cli.lengths import read_lengths, read_numbers
+    from mindspeed_cp.config.derived import rank_attention
+    from mindspeed_cp.layout import Documents
+    from mindspeed_cp.schema.yaml_file import with_value
+
+    file = _read_file(
+        config,
+        overrides or (),
+        {
+            "--algorithm": ("context_parallel_suite.algorithm", algorithm),
+            "--heads": ("model.num_attention_heads", heads),
+            "--kv-heads": ("model.num_query_groups", kv_heads),
+            "--head-dim": ("model.kv_channels", head_dim),
+        },
+    )
+    file = _with_topology(file, ranks, nodes, ranks_per_node)
+    listed = None if lengths is None else read_lengths(lengths)
+    if listed is not None and not file.is_override("data.seq_length"):
+        file = with_value(file, "data.seq_length", 2)  # nothing holds for rows of a training
+    settings = _make_settings(file)
+    documents = read_batch(config, lengths, settings) if listed is None else Documents(listed)
+    keys = None if kv_lengths is None else Documents(read_numbers(kv_lengths, f"--kv-lengths {kv_lengths!r}"))
+    attention = replace(rank_attention(settings), mask=mask)
+    suite = settings.context_parallel_suite
+    options = suite.options if config is None else settings.plan_options
+    result = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **options)
+    write_plan(result, 2 if settings.train.bf16 else 4, options, verify=verify, png=png, as_json=as_json)
+    return 0
+
+
+def _read_file(config: Path | None, overrides: Any, values: Mapping[str, tuple[str, Any]]) -> SettingsFile:
+    """Return the settings file, or the built-in one, with overrides and with values of options."""
+    from mindspeed_cp.config.settings import override_settings
+    from mindspeed_cp.schema.yaml_file import parse_settings, read_settings_file, with_value
+
+    file = parse_settings(BUILT_IN, "built-in settings") if config is None else read_settings_file(config)
+    file = override_settings(file, overrides)
+    for option, (key, value) in values.items():
+        if value is not None:
+            file = with_value(file, key, value, option)
+    return file
+
+
+def _with_topology(
+    file: SettingsFile, ranks: int | None, nodes: int | None, ranks_per_node: int | None
+) -> SettingsFile:
+    """Return the settings with --ranks, --nodes and --ranks-per-node; what is not given is kept."""
+    from mindspeed_cp.schema.yaml_file import with_value
+
+    if ranks is None and nodes is None and ranks_per_node is None:
+        return file
+    suite = file.data.get("context_parallel_suite")
+    size, file_nodes = (
+        value if type(value := suite.get(key) if isinstance(suite, dict) else None) is int and value > 0 else 1
+        for key in ("context_parallel_size", "nodes")
+    )
+    if ranks is None:
+        nodes = nodes or file_nodes
+        ranks = nodes * (ranks_per_node or max(1, size // file_nodes))
+    elif nodes is None:
+        nodes = ranks // ranks_per_node if ranks_per_node else file_nodes
+    if ranks_per_node is not None and nodes * ranks_per_node != ranks:
+        raise ConfigError(
+            f"--ranks {ranks}: differs from --nodes {nodes} x --ranks-per-node {ranks_per_node} = "
+            f"{nodes * ranks_per_node}; leave one of them out"
+        )
+    if ranks % nodes:
+        raise ConfigError(f"--ranks {ranks}: must be a multiple of --nodes {nodes}; give --ranks-per-node instead")
+    file = with_value(file, "context_parallel_suite.context_parallel_size", ranks, "--ranks")
+    return with_value(file, "context_parallel_suite.nodes", nodes, "--nodes")
+
+
+def _make_settings(file: SettingsFile) -> Settings:
+    from mindspeed_cp.algorithms import AUTO
+    from mindspeed_cp.config.settings import make_settings
+
+    settings = make_settings(file)
+    if settings.context_parallel_suite.algorithm == AUTO:
+        location = file.location("context_parallel_suite.algorithm")
+        raise ConfigError(
+            f"{location}: algorithm auto chooses among plans, and this command shows one; name an algorithm with "
+            "--algorithm, or let `mindspeed-cp simulate --choose` find it"
+        )
+    return settings
+
+
+def notes(plan: Plan, options: Mapping[str, Any]) -> list[str]:
+    """Return remarks on a plan that is probably not the one that the user wants."""
+    remarks = []
+    window = options.get("cp_window_size", plan.topology.ranks_per_node)
+    if plan.algorithm == "double_ring" and window == plan.ranks > 1:
+        remarks.append(
+            "double_ring with one window of all ranks is the ring; give --set cp_window_size=..., or --nodes above 1 "
+            "for one window per node"
+        )
+    idle = int((plan.q_layout_compute.head_counts(plan.attention.heads) == 0).sum())
+    if idle:
+        remarks.append(
+            f"{plan.attention.heads} heads are fewer than {plan.ranks} ranks: {idle} of these "
+            f"compute{'s' * (idle == 1)} nothing; hybrid with --set ulysses_degree=... of at most the number of heads "
+            "keeps all of them busy"
+        )
+    return remarks
+
+
+def write_plan(
+    plan: Plan, bytes_per_element: int, options: Mapping[str, Any], *, verify: bool, png: Path | None, as_json: bool
+) -> None:
+    """Print the tables or the JSON of a plan; prove and draw it if asked to."""
+    from mindspeed_cp.report.plan.summary import summarize_plan
+    from mindspeed_cp.report.plan.tables import plan_tables
+
+    if verify:
+        from mindspeed_cp.plan import verify_plan
+
+        verify_plan(plan)
+    summary = summarize_plan(plan, bytes_per_element)
+    if png is not None:
+        from mindspeed_cp.report.plan.tile_map import draw_tile_map
+
+        draw_tile_map(plan, png, summary)
+    if as_json:
+        print(json.dumps({**summary.as_dict(), "verified": verify, "png": str(png) if png else None}))
+        return
+    from mindspeed_cp.report.text import print_tables
+
+    print_tables(plan_tables(summary))
+    for note in notes(plan, options):
+        print(f"note: {note}")
+    if verify:
+        print("proved: every visible pair once, every message matched, no dead-lock")
+    if png is not None:
+        print(f"map of tiles: {png}")

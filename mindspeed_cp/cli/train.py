@@ -1,0 +1,88 @@
+"""`mindspeed-cp train`: train a GPT on packed documents."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mindspeed_cp.cli.options import Overrides
+from mindspeed_cp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mindspeed_cp.config import Settings
+
+
+def train(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Settings, a YAML file; configs/reference.yaml lists every key. Default: a quick start of minutes.",
+            show_default=False,
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Local ranks. Default: one replica, tensor * context parallel size.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Continue from the newest checkpoint, or refuse if there is one.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+) -> int:
+    """Train a GPT with Megatron-core on packed documents.
+
+    Starts its own local ranks. Under torchrun (or any launcher that sets RANK and WORLD_SIZE) it is one rank:
+    torchrun --nproc-per-node 4 -m mindspeed_cp.cli.main train CONFIG
+    """
+    from mindspeed_cp.config.settings import QUICKSTART, load_settings
+    from mindspeed_cp.device.select import require_torch_npu
+
+    all_overrides = list(overrides or ())
+    if resume is not None:
+        all_overrides.append(f"checkpoint.resume={'true' if resume else 'false'}")
+    if as_json:
+        all_overrides.append("output.progress=none")
+    settings = load_settings(config or QUICKSTART, all_overrides, _print_note)
+    if settings.train.device == "npu":
+        require_torch_npu("train.device = npu", "train.device: cpu")
+    if settings.context_parallel_suite.algorithm == "auto":
+        settings = _resolve_auto(settings, quiet=as_json or settings.output.progress == "none")
+    from mindspeed_cp.train.launch import run_under_launcher, start_local_ranks
+
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if nproc is not None:
+            raise ConfigError(f"--nproc {nproc}: the launcher has set the number of ranks; leave --nproc out")
+        return run_under_launcher(settings, as_json=as_json)
+    return start_local_ranks(settings, nproc, as_json=as_json)
+
+
+def _print_note(text: str) -> None:
+    """Print a note on standard error, once for all ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"note: {text}", err=True)
+
+
+def _resolve_auto(settings: Settings, *, quiet: bool) -> Settings:
+    """Return the settings with an algorithm in place of auto; print the reasons once."""
+    from mindspeed_cp.device.select import resolve_device_type
+    from mindspeed_cp.train.algorithm_choice import resolve_auto
+
+    chosen, decision = resolve_auto(settings)
+    if decision is not None and not quiet and os.environ.get("RANK", "0") == "0":
+        lines = list(decision.reasons)
+        if resolve_device_type(settings.train.device) == "cpu":
+            lines.append("modelled is that cluster, not this CPU")
+        if settings.context_parallel_suite.candidates == "auto":
+            more = chosen.context_parallel_suite.row_candidates
+            lines.append(f"rows may also take {', '.join(more)}" if more else "candidates: nothing else is near it")
+        typer.echo("\n".join(("algorithm: auto", *(f"  {line}" for line in lines))))
+    return chosen

@@ -1,0 +1,166 @@
+"""Transfers over a process group, on HCCL, NCCL and gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, DirectionalGroups, connection_order
+from mindspeed_cp.comm.groups import comm_library, resolve_group
+from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, checked_timeout
+from mindspeed_cp.device.npu_errors import HCCL_REMEDY, is_lost_peer, short_cause
+from mindspeed_cp.errors import PeerError
+
+
+class GroupTransport:
+    """Carries transfers over one process group.
+
+    All transfers of a step are posted before any is waited for, in the order of the plan, so that sends and receives
+    run concurrently and rings of any size, odd sizes included, make progress. On gloo, and if the group has directional
+    groups (:func:`mindspeed_cp.comm.open_directional_groups`), each transfer is an operation of its own; with
+    directional groups, each direction of each pair has its own stream. Otherwise, on NCCL and HCCL, the transfers of a
+    step are one coalesced launch (`batch_isend_irecv`) on the stream of the group: these libraries need it to run a
+    send and a receive between the same two ranks concurrently. Streams wait for the tensors that the current stream has
+    written, and `wait` makes the current stream wait for them; the host never blocks.
+
+    Args:
+        group: process group; None for the default group.
+        timeout: seconds to wait for a peer (gloo; NCCL and HCCL use the timeout of their group).
+        device: device of the tensors; a group may use different libraries for different devices.
+
+    Attributes:
+        group, timeout: as given; None resolved to the default group.
+        is_gloo: True if the library is gloo.
+        gloo_timeout: timeout of a wait on gloo.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: float = DEFAULT_TIMEOUT,
+        device: torch.device | None = None,
+    ) -> None:
+        self.timeout = checked_timeout(timeout)
+        self.group = resolve_group(group)
+        self.gloo_timeout = timedelta(seconds=self.timeout)
+        self._rank = dist.get_rank(self.group)
+        self._global_ranks = dist.get_process_group_ranks(self.group)
+        library = comm_library(self.group, "cpu" if device is None else device)
+        self.is_gloo = library == "gloo"
+        self._is_hccl = library == "hccl"
+
+    def post(self, transfers: Sequence[Transfer], all_to_all: bool = False) -> list[Pending]:
+        """Start transfers; see :meth:`mindspeed_cp.comm.Transport.post`. With ``all_to_all``, NCCL and HCCL run one
+        launch in the group instead of creating a communicator for each pair."""
+        directional = OPEN_GROUPS.get(self.group)  # not kept: they may be opened or closed between two calls
+        if not self.is_gloo and (directional is None or all_to_all):
+            return self._post_coalesced(transfers)
+        # A gloo receive announces itself to the sender over the connection that carries this rank's own data: queued
+        # behind the data, the announcement of a large exchange would arrive after them, and the two directions would
+        # take turns. Receives therefore come first.
+        indices = range(len(transfers))
+        order = sorted(indices, key=lambda i: transfers[i].sends) if self.is_gloo else self._connection_order(transfers)
+        posted = {i: self._post_one(transfers[i], directional) for i in order}
+        return [posted[i] for i in indices]
+
+    def _connection_order(self, transfers: Sequence[Transfer]) -> list[int]:
+        """Return indices of transfers in the order in which all ranks go through the edges of a step: the first
+        transfer over an edge creates a communicator, for which both ends wait, and different orders could wait in a
+        circle."""
+        edges = [(self._rank, t.peer) if t.sends else (t.peer, self._rank) for t in transfers]
+        position = {edge: i for i, edge in enumerate(connection_order(set(edges), len(self._global_ranks)))}
+        return sorted(range(len(transfers)), key=lambda i: position[edges[i]])
+
+    def _post_one(self, transfer: Transfer, directional: DirectionalGroups | None = None) -> Pending:
+        peer = self._global_ranks[transfer.peer]
+        start = dist.isend if transfer.sends else dist.irecv
+        group = self.group
+        if directional is not None:
+            ends = (self._rank, transfer.peer) if transfer.sends else (transfer.peer, self._rank)
+            group = directional.group_for(*ends)
+        try:
+            return _PendingWork(self, transfer, start(transfer.tensor, peer, group, transfer.tag))
+        except RuntimeError as error:
+            if self.is_unrelated(error):
+                raise
+            raise self.failure(transfer, error) from error
+
+    def _post_coalesced(self, transfers: Sequence[Transfer]) -> list[Pending]:
+        if not transfers:
+            return []
+        pending: dict[int, Pending] = {}
+        # HcclBatchSendRecv takes one send and one receive per rank (CANN 8).
+        for launch in split_launches(transfers) if self._is_hccl else [range(len(transfers))]:
+            operations = [
+                dist.P2POp(
+                    dist.isend if t.sends else dist.irecv, t.tensor, self._global_ranks[t.peer], self.group, t.tag
+                )
+                for t in (transfers[i] for i in launch)
+            ]
+            try:
+                works = dist.batch_isend_irecv(operations)
+            except RuntimeError as error:
+                if self.is_unrelated(error):
+                    raise
+                raise self.failure(transfers[launch[0]], error) from error
+            # One work object for the whole launch, or one for each operation, depending on the library.
+            for position, i in enumerate(launch):
+                pending[i] = _PendingWork(self, transfers[i], works[min(position, len(works) - 1)])
+        return [pending[i] for i in range(len(transfers))]
+
+    def is_unrelated(self, error: RuntimeError) -> bool:
+        """Return True if the error does not blame a peer: on a device, an earlier operator may have failed."""
+        if self._is_hccl:
+            return not is_lost_peer(str(error))
+        return not self.is_gloo and (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error))
+
+    def failure(self, transfer: Transfer, error: RuntimeError) -> PeerError:
+        """Return the error that names the peer of a failed transfer."""
+        text = " ".join(str(error).split())
+        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+        if self.is_gloo:
+            reason = f"no answer within {self.timeout:g} s" if timed_out else f"the connection failed ({text[:160]})"
+        else:  # the timeout is that of the group or of the library
+            reason = f"the connection failed ({short_cause(str(error))})" + f"; {HCCL_REMEDY}" * self._is_hccl
+        action = "sending to" if transfer.sends else "receiving from"
+        return PeerError(
+            f"rank {self._rank}: {action} rank {transfer.peer} (global rank {self._global_ranks[transfer.peer]}), "
+            f"{transfer.label}: {reason}"
+        )
+
+
+def split_launches(transfers: Sequence[Transfer]) -> list[list[int]]:
+    """Split indices of transfers into launches with at most one send to and one receive from each rank. The n-th
+    transfer to or from a rank is in the n-th launch at both of its ends."""
+    launches: list[list[int]] = []
+    counts: dict[tuple[int, bool], int] = {}
+    for index, transfer in enumerate(transfers):
+        key = transfer.peer, transfer.sends
+        launch = counts.get(key, 0)
+        counts[key] = launch + 1
+        if launch == len(launches):
+            launches.append([])
+        launches[launch].append(index)
+    return launches
+
+
+class _PendingWork(NamedTuple):
+    """A posted transfer. It keeps its tensor alive."""
+
+    transport: GroupTransport
+    transfer: Transfer
+    work: Any
+
+    def wait(self) -> None:
+        """See :class:`mindspeed_cp.comm.Pending`."""
+        transport = self.transport
+        try:
+            self.work.wait(transport.gloo_timeout) if transport.is_gloo else self.work.wait()
+        except RuntimeError as error:
+            if transport.is_unrelated(error):
+                raise
+            raise transport.failure(self.transfer, error) from error

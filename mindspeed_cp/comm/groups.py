@@ -1,0 +1,87 @@
+"""Process groups: their size and rank, the communication library behind them, and options for new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_cp.errors import ConfigError
+
+#: Options of a group that HCCL accepts, and their names in ProcessGroupHCCL.Options.hccl_config. They apply to the
+#: communicators of whole groups, which coalesced launches use, but not to the pairwise communicators that isend and
+#: irecv create: directional groups are not affected.
+HCCL_GROUP_OPTIONS = {
+    "buffer_mb": "hccl_buffer_size",
+    "traffic_class": "qos_traffic_class",
+    "service_level": "qos_service_level",
+}
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks of a group; 1 if torch.distributed is not initialized and no group is given; -1 if
+    this process is not in the group.
+
+    Raises:
+        ConfigError: the argument is not a group.
+    """
+    # NON_GROUP_MEMBER is what new_group returns to a process outside the group.
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise ConfigError(f"group is {group!r}; valid: a torch.distributed.ProcessGroup, or None for all processes")
+    return 1 if _is_single_process(group) else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """Return the rank of this process in a group; 0 if torch.distributed is not initialized and no group is given."""
+    return 0 if _is_single_process(group) else dist.get_rank(group)
+
+
+def _is_single_process(group: object) -> bool:
+    return group is None and not (dist.is_available() and dist.is_initialized())
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, or the default group for None.
+
+    Raises:
+        ConfigError: there is no group, or this process is not in it.
+    """
+    resolved = group if group is not None else dist.group.WORLD
+    if resolved is None:
+        raise ConfigError("torch.distributed is not initialised; call init_process_group first, or give a group")
+    if not isinstance(resolved, dist.ProcessGroup):
+        raise ConfigError(
+            f"group is {resolved!r}; valid: a torch.distributed.ProcessGroup that this process is in, or None for all "
+            "processes"
+        )
+    return resolved
+
+
+def comm_library(group: dist.ProcessGroup, device: torch.device | str) -> str:
+    """Return the library that carries a device's tensors in a group: "gloo", "hccl" or "nccl". (dist.get_backend
+    returns "undefined" or "cpu:gloo" for groups that serve several kinds of device.)"""
+    return group._get_backend(torch.device(device)).name().lower()
+
+
+def process_group_options(library: str, options: Mapping[str, int] | None) -> Any:
+    """Return ProcessGroupHCCL.Options for new groups, or None without options.
+
+    Raises:
+        ConfigError: an option is unknown, or the library is not HCCL.
+    """
+    if not options:
+        return None
+    for name in options:
+        if name not in HCCL_GROUP_OPTIONS:
+            raise ConfigError(f"group option {name!r}: unknown; valid: {', '.join(HCCL_GROUP_OPTIONS)}")
+    if library != "hccl":
+        raise ConfigError(
+            f"group options {', '.join(options)}: are HCCL's, and this group is {library}; leave them out"
+        )
+    import torch_npu
+
+    hccl_options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    hccl_options.hccl_config = {HCCL_GROUP_OPTIONS[name]: value for name, value in options.items()}
+    return hccl_options

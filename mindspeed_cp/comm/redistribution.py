@@ -1,0 +1,204 @@
+"""Redistribution of tensors between layouts: all-to-all-v over rows and heads, in two phases (post, then finish).
+
+Every rank sends each peer one tensor with the rows and heads that the peer needs, as NCCL and HCCL do inside their
+all-to-all-v. Contiguous rows with all heads are sent and received in place; other rows pass through a staging copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_cp.comm.transport import Pending, Transfer, Transport, staging_buffer
+from mindspeed_cp.layout import Redistribution, ragged_arange
+from mindspeed_cp.ops.rows import RowIndex, add_rows, put_rows, take_rows
+
+
+@dataclass(frozen=True)
+class PeerRows:
+    """Rows and heads that a rank exchanges with one peer, or keeps.
+
+    Attributes:
+        peer: rank at the other end.
+        rows: rows of this rank's tensor; of its input, if the rank keeps them.
+        peer_rows: rows of the peer's tensor; of this rank's output, if the rank keeps them.
+        count: number of rows.
+        heads: heads of the tensor that has all heads: the input, or the output of an adjoint.
+    """
+
+    peer: int
+    rows: RowIndex
+    peer_rows: RowIndex
+    count: int
+    heads: slice
+
+
+@dataclass(frozen=True)
+class RankRedistribution:
+    """The sends and receives of one rank in a redistribution, in one direction.
+
+    Attributes:
+        to_send, to_receive: rows exchanged with each peer.
+        local: rows that stay on this rank, or None.
+        out_shape: rows and heads of the output.
+        accumulates: True if received rows may overlap and are summed: the adjoint of a redistribution that copies
+            heads.
+        adjoint: True for the reverse direction, in which the output, not the input, is cut into heads.
+    """
+
+    to_send: Sequence[PeerRows]
+    to_receive: Sequence[PeerRows]
+    local: PeerRows | None
+    out_shape: tuple[int, int]
+    accumulates: bool
+    adjoint: bool
+
+
+def rank_redistribution(
+    redistribution: Redistribution,
+    rank: int,
+    device: torch.device,
+    adjoint: bool = False,
+    rows: np.ndarray | None = None,
+) -> RankRedistribution:
+    """Return what one rank does in a redistribution or its adjoint. Compute it once per plan.
+
+    Args:
+        redistribution: the redistribution between two layouts.
+        rank: context-parallel rank.
+        device: device of the tensors and of the row numbers.
+        adjoint: return the reverse direction.
+        rows: if the input tensor has more rows than the source layout, the index in the input of each source row. Not
+            supported for the adjoint.
+    """
+    sent, received = redistribution.sends_and_receives(rank, adjoint)
+    own_side, peer_side = ("dst_row", "src_row") if adjoint else ("src_row", "dst_row")
+    heads = redistribution.heads
+    low, high = redistribution.target.head_range(rank, heads)
+
+    def peer_rows(item: np.ndarray, side: str, other_side: str) -> PeerRows:
+        runs = redistribution.runs_of(item)
+        first_head = int(item["head"])
+        return PeerRows(
+            int(item["dst"] if item["src"] == rank else item["src"]),
+            as_row_index(runs[side], runs["rows"], device, rows if side == "src_row" else None),
+            as_row_index(runs[other_side], runs["rows"], device),
+            int(item["rows"]),
+            slice(first_head, first_head + int(item["heads"])),
+        )
+
+    kept = redistribution.local_pair(rank)
+    out_layout = redistribution.source if adjoint else redistribution.target
+    return RankRedistribution(
+        [peer_rows(item, own_side, peer_side) for item in sent],
+        [peer_rows(item, peer_side, own_side) for item in received],
+        None if kept is None else peer_rows(kept, own_side, peer_side),
+        (int(out_layout.token_counts[rank]), heads if adjoint else high - low),
+        adjoint and redistribution.has_copies,
+        adjoint,
+    )
+
+
+class RedistributionsInFlight:
+    """Redistributions that have been posted.
+
+    Attributes:
+        pending: their transfers.
+    """
+
+    def __init__(
+        self, outputs: list[Tensor], pending: Sequence[Pending], unpackers: Sequence[Callable[[], None]]
+    ) -> None:
+        self.pending = pending
+        self._outputs, self._unpackers = outputs, unpackers
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the transfers and return the outputs [rows, heads, dim], of the types of the inputs.
+
+        Raises:
+            PeerError: a peer died or did not answer in time.
+        """
+        for transfer in self.pending:
+            transfer.wait()
+        for unpack in self._unpackers:
+            unpack()
+        return self._outputs
+
+
+def start_redistributions(
+    work: Sequence[tuple[Tensor, RankRedistribution]], transport: Transport | None, label: str, tag: int = 0
+) -> RedistributionsInFlight:
+    """Post several redistributions at once.
+
+    Args:
+        work: for each redistribution, the contiguous input of this rank [rows, heads, dim]; dims and types may differ.
+        transport: transport to the other ranks; None for a single rank.
+        label: description for error messages.
+        tag: tag of the first redistribution, the same on all ranks; the others use the following numbers.
+
+    Raises:
+        PeerError: a peer is known to be gone.
+    """
+    transfers: list[Transfer] = []
+    unpackers: list[Callable[[], None]] = []
+    outputs = []
+    for number, (x, redistribution) in enumerate(work, tag):
+        shape = (*redistribution.out_shape, *x.shape[2:])
+        out = x.new_zeros(shape) if redistribution.accumulates else x.new_empty(shape)
+        outputs.append(out)
+        for part in redistribution.to_send:
+            buffer = _send_buffer(x, part, redistribution)
+            transfers.append(Transfer(buffer, part.peer, True, number, f"{label}, {part.count} rows"))
+        for part in redistribution.to_receive:
+            buffer, unpack = _receive_buffer(out, part, redistribution)
+            if unpack is not None:
+                unpackers.append(unpack)
+            transfers.append(Transfer(buffer, part.peer, False, number, f"{label}, {part.count} rows"))
+        if redistribution.local is not None:
+            _copy_local(x, out, redistribution.local, redistribution)
+    if not transfers:
+        return RedistributionsInFlight(outputs, (), unpackers)
+    assert transport is not None, "a single rank keeps all rows"
+    return RedistributionsInFlight(outputs, transport.post(transfers, all_to_all=True), unpackers)
+
+
+def as_row_index(
+    first: np.ndarray, count: np.ndarray, device: torch.device, numbers: np.ndarray | None = None
+) -> RowIndex:
+    """Convert runs of rows to a slice if they are contiguous, else to row numbers on a device. With ``numbers``, runs
+    are positions in this array of row numbers."""
+    if numbers is not None:
+        first = numbers[ragged_arange(first, count)]
+        count = np.ones_like(first)
+    if not len(first):
+        return slice(0, 0)
+    if len(first) == 1 or (first[1:] == first[:-1] + count[:-1]).all():
+        return slice(int(first[0]), int(first[0] + count.sum()))
+    return torch.from_numpy(ragged_arange(first, count)).to(device)
+
+
+def _send_buffer(x: Tensor, part: PeerRows, redistribution: RankRedistribution) -> Tensor:
+    """Return the rows and heads to send: a view if they are contiguous in memory, else a copy."""
+    return take_rows(x if redistribution.adjoint else x[:, part.heads], part.rows).contiguous()
+
+
+def _receive_buffer(
+    out: Tensor, part: PeerRows, redistribution: RankRedistribution
+) -> tuple[Tensor, Callable[[], None] | None]:
+    """Return where rows arrive, and the function that unpacks them; None if they arrive in place."""
+    view = out[:, part.heads] if redistribution.adjoint else out
+    rows, accumulates = part.rows, redistribution.accumulates
+    if isinstance(rows, slice) and not accumulates and view[rows].is_contiguous():
+        return view[rows], None
+    buffer = staging_buffer(view, part.count)
+    return buffer, lambda: (add_rows if accumulates else put_rows)(view, rows, buffer)
+
+
+def _copy_local(x: Tensor, out: Tensor, part: PeerRows, redistribution: RankRedistribution) -> None:
+    source = x if redistribution.adjoint else x[:, part.heads]
+    target = out[:, part.heads] if redistribution.adjoint else out
+    (add_rows if redistribution.accumulates else put_rows)(target, part.peer_rows, take_rows(source, part.rows))

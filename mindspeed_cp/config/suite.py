@@ -1,0 +1,237 @@
+"""The section `context_parallel_suite`: the algorithm that splits attention over the context, and its options."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from mindspeed_cp.algorithms import ALIASES, AUTO
+from mindspeed_cp.choose.candidates import parse_candidate
+from mindspeed_cp.config.algorithm_options import check_divides, check_option, options_by_name
+from mindspeed_cp.config.aliases import (
+    SUITE_ALIAS_KEYS,
+    UNSUPPORTED_KEYS,
+    read_algorithm,
+    translate_megatron_keys,
+)
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan import RANK_LIMIT, Topology
+from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section
+from mindspeed_cp.schema.messages import bad_value, unknown_key
+from mindspeed_cp.schema.yaml_file import apply_overrides, read_settings_file, with_file_location
+
+#: Option that `auto` takes too: a limit of the ranks' memory, not a choice.
+TOKEN_CAP_OPTION = "max_seqlen_per_dp_cp_rank"
+
+RankCount = Annotated[int, Field(ge=1, le=RANK_LIMIT)]
+
+
+class SuiteSettings(Section):
+    """How attention is split over the context: the section `context_parallel_suite`."""
+
+    alias_keys: ClassVar[tuple[str, ...]] = SUITE_ALIAS_KEYS
+
+    model_config = ConfigDict(extra="allow")  # options of the algorithm, which _check_keys checks
+
+    context_parallel_size: RankCount = Field(default=1, description="ranks that share the context of a row")
+    nodes: RankCount = Field(
+        default=1, description="nodes of these ranks, with equally many ranks each; ranks are numbered node by node"
+    )
+    algorithm: str = Field(
+        default="ring",
+        description="ring (also p2p, megatron_cp_algo), double_ring, ulysses (a2a, ulysses_cp_algo), hybrid (a2a+p2p, "
+        "hybrid_cp_algo), all_gather (allgather, kvallgather_cp_algo), direct, hierarchical, or a registered name; "
+        "auto: the algorithm and options with the shortest simulated time for the first rows of the run; cp_comm_type "
+        "is another name of the key",
+    )
+    algorithm_modules: list[str] | None = Field(
+        default=None,
+        description="Python modules to import first, which add algorithms with register_algorithm; null: none",
+    )
+    candidates: list[str] | Literal["auto"] | None = Field(
+        default=None,
+        description="more algorithms, with options after colons, such as hybrid:ulysses_degree=4: each row takes the "
+        "one with the shortest estimated time, of these and `algorithm`; auto, with algorithm: auto: up to three, "
+        "chosen by simulation; null: all rows take `algorithm`",
+    )
+    cluster: str | None = Field(
+        default=None,
+        description="preset (a2, a3, a800, h800, h200) or YAML file with the speeds of devices and links, by which "
+        "hierarchical and auto decide; null: a2",
+    )
+    backend: Literal["auto", "cpu", "npu"] = Field(
+        default="auto", description="implementation of the attention operator; auto: of the device"
+    )
+    npu_lowering: Literal["tnd", "masks"] = Field(
+        default="tnd",
+        description="npu backend: tnd: packed sequences and compressed masks; masks: one call per step with a mask of "
+        "its rows and keys; use masks if `doctor` shows that your CANN fails on packed sequences",
+    )
+    npu_alibi: Literal["shared", "split"] = Field(
+        default="shared",
+        description="npu backend, ALiBi: shared: squares beside the diagonal share a call, whose statistics are "
+        "corrected; split: one call per square; use split if `doctor` shows that shared is inexact on your CANN",
+    )
+    npu_merge: Literal["fp32", "ring_update", "triton"] = Field(
+        default="fp32",
+        description="npu backend, merge of partial results: fp32: in torch; ring_update: npu_ring_attention_update; "
+        "triton: one kernel, needs triton-ascend; use the latter two to save kernel launches if `doctor` passes them",
+    )
+    p2p_groups: Literal["auto", "batched", "directional"] = Field(
+        default="auto",
+        description="on devices: batched: one launch for all messages of a step; directional: a group per direction, "
+        "so that each neighbour has one stream for sending and one for receiving; auto: directional for rings, else "
+        "batched",
+    )
+    hccl_buffer_mb: PositiveInt | None = Field(
+        default=None,
+        description="MB of each of the two buffers of an HCCL communicator; null: HCCL_BUFFSIZE, and P2P_HCCL_BUFFSIZE "
+        "for communicators of pairs (directional groups), where the variable takes precedence over this key",
+    )
+    timeout_seconds: PositiveFloat = Field(
+        default=600.0, description="time that a rank waits for another before it fails"
+    )
+    verify_plans: bool = Field(
+        default=False,
+        description="prove every plan before it runs, in the thread that builds it, and compare the plans of all ranks",
+    )
+
+    @classmethod
+    def key_names(cls) -> tuple[str, ...]:
+        """Names of all keys that the section accepts."""
+        return (*cls.model_fields, *options_by_name(), *cls.alias_keys)
+
+    @property
+    def topology(self) -> Topology:
+        """The context-parallel ranks: the second input of build_plan."""
+        return Topology(self.nodes, self.context_parallel_size // self.nodes, self.cluster)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the algorithm that were given, as build_plan takes them."""
+        return dict(self.model_extra or {})
+
+    @property
+    def npu_options(self) -> dict[str, str]:
+        """Options of the npu backend."""
+        return {"lowering": self.npu_lowering, "alibi": self.npu_alibi, "merge": self.npu_merge}
+
+    @property
+    def row_candidates(self) -> list[str]:
+        """The named candidates of every row besides the algorithm."""
+        return self.candidates if isinstance(self.candidates, list) else []
+
+    @property
+    def uses_directional_groups(self) -> bool:
+        """True if transfers between devices use directional groups."""
+        names = (self.algorithm, *(word.partition(":")[0] for word in self.row_candidates))
+        rings = all(ALIASES.get(name, name) in ("ring", "double_ring") for name in names)
+        return self.p2p_groups == "directional" or (self.p2p_groups == "auto" and rings)
+
+    @property
+    def hccl_options(self) -> dict[str, int]:
+        """Options of HCCL's groups; see mindspeed_cp.comm.directional_groups.HCCL_GROUP_OPTIONS."""
+        return {} if self.hccl_buffer_mb is None else {"buffer_mb": self.hccl_buffer_mb}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, values: Any) -> Any:
+        """Translate keys of other projects; check that the other keys are options of some algorithm."""
+        if not isinstance(values, dict):
+            return values
+        _import_modules(values.get("algorithm_modules"))
+        values = translate_megatron_keys(values)
+        options = options_by_name()
+        for key in values:
+            if key not in cls.model_fields and key not in options:
+                raise unknown_key(cls, key, key)
+        # null is the default of every option
+        return {key: value for key, value in values.items() if key in cls.model_fields or value is not None}
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _read_algorithm(cls, value: Any) -> str:
+        return read_algorithm("algorithm", value)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> SuiteSettings:
+        check_divides("nodes", self.nodes, "context_parallel_size", self.context_parallel_size)
+        table = options_by_name()
+        for name, value in self.options.items():
+            if self.algorithm == AUTO and name != TOKEN_CAP_OPTION:
+                rule = "must be left out with algorithm: auto, which chooses options too; or name the algorithm"
+                raise bad_value(name, value, rule)
+            owners = table[name]
+            option = owners.get(self.algorithm, next(iter(owners.values())))
+            assert self.model_extra is not None
+            self.model_extra[name] = check_option(option, value, self.context_parallel_size)
+            if self.algorithm != AUTO and self.algorithm not in owners:
+                rule = (
+                    f"is no option of algorithm {self.algorithm}; algorithms that have it: {', '.join(owners)}; "
+                    f"to leave it out: {name}: null, on the command line --set context_parallel_suite.{name}=null"
+                )
+                raise bad_value(name, value, rule)
+        return self
+
+    @model_validator(mode="after")
+    def _check_candidates(self) -> SuiteSettings:
+        if self.candidates == "auto" and self.algorithm != AUTO:
+            rule = f"needs algorithm: auto; or name the algorithms that rows may take besides {self.algorithm}"
+            raise bad_value("candidates", "auto", rule)
+        if self.row_candidates and self.algorithm == AUTO:
+            rule = "auto chooses the other algorithms itself; give candidates: auto, or name the algorithm"
+            raise bad_value("candidates", self.candidates, rule)
+        known = {(self.algorithm, frozenset(self.options.items()))}
+        for word in self.row_candidates:
+            try:
+                candidate = parse_candidate(word)
+            except ConfigError as error:
+                raise bad_value("candidates", word, f"cannot be used: {error}") from None
+            key = candidate.algorithm, frozenset(candidate.options)
+            if key in known:
+                raise bad_value("candidates", word, "cannot be used: it is there already; leave it out")
+            known.add(key)
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> SuiteSettings:
+        """Read the section from a YAML file that consists of it, or that has it as `context_parallel_suite:` (a
+        settings file, or Megatron's own YAML).
+
+        The context_parallel_size of Megatron's section `model_parallel` holds here too; two different sizes are an
+        error. Raises ConfigError, one line.
+        """
+        file = apply_overrides(read_settings_file(path), overrides)
+        name = "context_parallel_suite"
+        if name not in file.data:
+            _import_modules(file.data.get("algorithm_modules"))
+            unknown = [key for key in file.data if key not in (*cls.key_names(), *UNSUPPORTED_KEYS)]
+            if unknown:
+                location = file.location(unknown[0])
+                raise ConfigError(f"{location}: no section {name}, and {unknown[0]} is not one of its keys")
+            return with_file_location(file, "", lambda: cls(**file.data))
+        section = {} if file.data[name] is None else file.data[name]
+        if not isinstance(section, dict):
+            keys = ", ".join(cls.key_names())
+            raise ConfigError(f"{file.location(name)}: {name}: must be a section with the keys {keys}")
+        parallel = file.data.get("model_parallel")
+        outer = parallel.get("context_parallel_size") if isinstance(parallel, dict) else None
+        if section.setdefault("context_parallel_size", outer or 1) != (outer or section["context_parallel_size"]):
+            key = f"{name}.context_parallel_size"
+            rule = f"differs from model_parallel.context_parallel_size = {outer}; give the same, or only one"
+            raise ConfigError(f"{file.location(key)}: {bad_value(key, section['context_parallel_size'], rule)}")
+        return with_file_location(file, f"{name}.", lambda: cls(**section))
+
+
+def _import_modules(names: Any) -> None:
+    """Import the modules that register algorithms; other types of the value are reported as an invalid field."""
+    for name in names if isinstance(names, list) else ():
+        try:
+            importlib.import_module(name)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            rule = f"{name!r} cannot be imported: {error}; give modules that Python finds, for example by PYTHONPATH"
+            raise bad_value("algorithm_modules", names, rule) from None

@@ -1,0 +1,282 @@
+"""All ranks of a plan in one process and one thread: for tests, notebooks, and devices of which there is only one.
+
+Every rank runs the same computation as in :func:`mindspeed_cp.context_parallel_attention`, messages and redistributions
+included, over an :class:`mindspeed_cp.comm.InMemoryNetwork`. Ranks take turns: a rank runs until it has to wait, and
+continues when everything that it waits for has been posted. The order is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_cp.comm import InMemoryNetwork, InMemoryPending
+from mindspeed_cp.engine.attention import (
+    SAVED_TENSORS,
+    RankCall,
+    backward_run,
+    check_inputs,
+    check_types,
+    checked_key,
+    forward_run,
+)
+from mindspeed_cp.engine.program_run import Run
+from mindspeed_cp.engine.rank_context import rank_context
+from mindspeed_cp.errors import ConfigError, PeerError
+from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.ops.attention import AttentionBackend, backend_for_device
+from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.plan import Plan, document_mask
+
+Result = TypeVar("Result")
+
+#: Called with a rank; the context is entered whenever the rank runs.
+Around = Callable[[int], AbstractContextManager[Any]]
+
+
+#: What :func:`mindspeed_cp.engine.attention.forward_run` returns.
+ForwardResult = tuple[Tensor, Sequence[Tensor], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """Order in which ranks run, and when messages are copied.
+
+    Attributes:
+        lazy: when messages are copied, see :class:`mindspeed_cp.comm.InMemoryNetwork`.
+        seed: None resumes the ranks in ascending order, one step each; a number draws the next rank at random.
+        around: context for everything that a rank does, for instance to measure or record it.
+    """
+
+    lazy: bool = False
+    seed: int | None = None
+    around: Around = lambda rank: nullcontext()
+
+
+def run_all_ranks(
+    runs: Sequence[Run[Result]], network: InMemoryNetwork, stepping: Stepping | None = None
+) -> list[Result]:
+    """Run one computation per rank to their ends and return their results.
+
+    Args:
+        runs: a computation for each rank, over the transports of `network`; it yields the transfers that it waits for
+            next.
+        network: connects the ranks; checked to be empty at the end.
+        stepping: order in which the ranks run.
+
+    Raises:
+        PeerError: no rank can continue (names what each of them waits for), or a message was left over.
+    """
+    stepping = stepping or Stepping()
+    random = None if stepping.seed is None else Random(stepping.seed)
+    results: dict[int, Result] = {}
+    awaited: dict[int, Sequence[InMemoryPending]] = dict.fromkeys(range(len(runs)), ())
+    while awaited:
+        ready = [rank for rank, pending in awaited.items() if all(transfer.ready for transfer in pending)]
+        if not ready:
+            raise PeerError(f"dead-lock: {'; '.join(_blocked(awaited))}")
+        for rank in ready if random is None else [random.choice(ready)]:
+            awaited[rank] = ()  # holds no buffer while the rank runs
+            try:
+                with stepping.around(rank):
+                    awaited[rank] = cast(Sequence[InMemoryPending], next(runs[rank]))
+            except StopIteration as end:
+                results[rank] = end.value
+                del awaited[rank]
+    network.check_empty()
+    return [results[rank] for rank in range(len(runs))]
+
+
+def _blocked(awaited: dict[int, Sequence[InMemoryPending]]) -> list[str]:
+    return [
+        f"{transfer.description} waits for the other end"
+        for pending in awaited.values()
+        for transfer in pending
+        if not transfer.ready
+    ]
+
+
+def attend_all_ranks(
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    plan: Plan,
+    backend: str | AttentionBackend | None = None,
+    dropout_key: DropoutKey | None = None,
+    training: bool = True,
+    stepping: Stepping | None = None,
+) -> list[Tensor]:
+    """Run :func:`mindspeed_cp.context_parallel_attention` for all ranks of a plan in this process. Differentiable; the
+    backward runs for all ranks at once.
+
+    Args:
+        q, k, v: for each rank its rows, as for :func:`mindspeed_cp.context_parallel_attention`.
+        plan, backend, dropout_key, training: as there.
+        stepping: order in which the ranks run.
+
+    Returns:
+        For each rank its output.
+
+    Raises:
+        ConfigError: a shape, a type or the backend does not fit the plan.
+        PeerError: the plan dead-locks, or the two ends of a message do not match.
+    """
+    calls = _checked_calls(q, k, v, plan, backend, dropout_key, training)
+    return list(_AllRanks.apply(calls, stepping or Stepping(), *q, *k, *v))
+
+
+def _checked_calls(
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    plan: Plan,
+    backend: str | AttentionBackend | None,
+    dropout_key: DropoutKey | None,
+    training: bool,
+) -> list[RankCall]:
+    """Check the arguments of :func:`attend_all_ranks`, and return the call of each rank, without a transport."""
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    if not len(q) == len(k) == len(v) == plan.ranks:
+        raise ConfigError(
+            f"the plan is for {plan.ranks} ranks, but q, k and v are lists of {len(q)}, {len(k)} and {len(v)} tensors; "
+            "valid: one tensor per rank"
+        )
+    for tensors in zip(q, k, v, strict=True):
+        check_types(*tensors)
+    runner = backend_for_device(q[0].device.type, backend)
+    contexts = [rank_context(plan, rank, runner, q[0].dtype, q[0].device) for rank in range(plan.ranks)]
+    for rank, context in enumerate(contexts):
+        check_inputs(q[rank], k[rank], v[rank], context)
+    key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
+    return [RankCall(plan, context, runner, None, key, None) for context in contexts]
+
+
+class _AllRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, calls: Sequence[RankCall], stepping: Stepping, *qkv: Tensor) -> tuple[Tensor, ...]:
+        results = _run_forward(calls, stepping, qkv)
+        ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
+        ctx.call = calls, stepping, [states for *_, states in results]
+        return tuple(out for out, *_ in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
+        calls, stepping, backend_states = ctx.call
+        saved = ctx.saved_tensors
+        count = len(saved) // len(calls)
+        saved_of_ranks = [saved[count * rank : count * (rank + 1)] for rank in range(len(calls))]
+        return None, None, *_run_backward(calls, stepping, dout, saved_of_ranks, backend_states)
+
+
+def _run_forward(calls: Sequence[RankCall], stepping: Stepping, qkv: Sequence[Tensor]) -> list[ForwardResult]:
+    """Run the forward of all ranks, with q of all ranks, then k, then v."""
+    network = InMemoryNetwork(len(calls), stepping.lazy)
+    runs = [
+        forward_run(replace(call, transport=network.transport(rank)), *qkv[rank :: len(calls)])
+        for rank, call in enumerate(calls)
+    ]
+    with torch.autocast(qkv[0].device.type, enabled=False):
+        return run_all_ranks(runs, network, stepping)
+
+
+def _run_backward(
+    calls: Sequence[RankCall],
+    stepping: Stepping,
+    dout: Sequence[Tensor],
+    saved: Sequence[Sequence[Tensor]],
+    backend_states: Sequence[Sequence[Any]],
+) -> list[Tensor]:
+    """Run the backward of all ranks. Returns dq of all ranks, then dk, then dv."""
+    network = InMemoryNetwork(len(calls), stepping.lazy)
+    runs = [
+        backward_run(replace(call, transport=network.transport(rank)), dout[rank], saved[rank], backend_states[rank])
+        for rank, call in enumerate(calls)
+    ]
+    del saved
+    with torch.autocast(dout[0].device.type, enabled=False):
+        gradients = run_all_ranks(runs, network, stepping)
+    return [x for of_ranks in zip(*gradients, strict=True) for x in of_ranks]
+
+
+@dataclass(frozen=True)
+class WholeResult:
+    """Output and gradients of the whole batch.
+
+    Attributes:
+        out: [tokens, heads, head_dim_v].
+        lse: fp32 [tokens, heads].
+        dq, dk, dv: of the shapes of q, k and v; None without `dout`.
+    """
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+
+
+@torch.no_grad()
+def attend_in_process(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None = None,
+    backend: str | AttentionBackend | None = None,
+    dropout_key: DropoutKey | None = None,
+    training: bool = True,
+    stepping: Stepping | None = None,
+) -> WholeResult:
+    """Run all ranks of a plan on the whole batch, forward and, with ``dout``, backward::
+
+        plan = build_plan(documents, Topology(1, 4), attention, "ring")
+        result = attend_in_process(plan, q, k, v, dout)
+
+    Args:
+        plan: any plan.
+        q: [tokens, heads, head_dim].
+        k, v: [tokens, kv_heads, head_dim] and [tokens, kv_heads, head_dim_v]; in cross-attention, tokens of the keys.
+        dout: gradient of the output [tokens, heads, head_dim_v].
+        backend, dropout_key, training, stepping: as for :func:`attend_all_ranks`.
+
+    Raises:
+        ConfigError: a shape, a type or the backend does not fit the plan.
+        PeerError: the plan dead-locks, or the two ends of a message do not match.
+    """
+    layouts, ranks, stepping = (plan.layout, plan.kv_layout_in, plan.kv_layout_in), plan.ranks, stepping or Stepping()
+    qs, ks, vs = (
+        [layout.shard(x, rank) for rank in range(ranks)] for x, layout in zip((q, k, v), layouts, strict=True)
+    )
+    calls = _checked_calls(qs, ks, vs, plan, backend, dropout_key, training)
+    results = _run_forward(calls, stepping, [*qs, *ks, *vs])
+    saved = [saved for _, saved, _ in results]
+    out, lse = plan.layout.unshard([out for out, *_ in results]), _whole_lse(plan, saved)
+    if dout is None:
+        return WholeResult(out, lse, None, None, None)
+    douts = [plan.layout.shard(dout, rank) for rank in range(ranks)]
+    gradients = _run_backward(calls, stepping, douts, saved, [states for *_, states in results])
+    dq, dk, dv = (layout.unshard(gradients[ranks * i : ranks * (i + 1)]) for i, layout in enumerate(layouts))
+    return WholeResult(out, lse, dq, dk, dv)
+
+
+def _whole_lse(plan: Plan, saved: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the lse of the batch, fp32 [tokens, heads], from the tensors that each rank saved."""
+    lse = saved[0][-1].new_empty(plan.documents.tokens, plan.attention.heads)
+    for index, part in enumerate(plan.parts_or_self):
+        tokens = np.flatnonzero(np.repeat(document_mask(part), plan.documents.lengths))
+        for rank, tensors in enumerate(saved):
+            spans = part.q_layout_compute.rank_spans(rank)
+            rows = tokens[ragged_arange(spans["start"], spans["stop"] - spans["start"])]
+            heads = slice(*part.q_layout_compute.head_range(rank, plan.attention.heads))
+            lse[torch.from_numpy(rows).to(lse.device), heads] = tensors[SAVED_TENSORS * (index + 1) - 1]
+    return lse

@@ -1,0 +1,131 @@
+"""Redistribution of hidden states between the layout of linear layers and the layout of attention, under autograd."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_cp.comm import RankRedistribution, Transport, rank_redistribution
+from mindspeed_cp.engine.program_run import Run, run_to_end
+from mindspeed_cp.engine.recorder import PartRecorder, recorded_call
+from mindspeed_cp.engine.redistribute import redistribute
+from mindspeed_cp.layout import Redistribution, sequence_parallel_layout
+from mindspeed_cp.plan import Plan
+
+
+@dataclass(frozen=True)
+class HiddenRedistribution:
+    """The redistributions of one rank between `plan.linear_layout` and `plan.layout`.
+
+    Attributes:
+        to_attention: from linear layers to attention.
+        to_linear: from attention to linear layers.
+    """
+
+    to_attention: RankRedistribution
+    to_linear: RankRedistribution
+
+    @property
+    def reversed(self) -> HiddenRedistribution:
+        """The same redistributions in the opposite direction."""
+        return HiddenRedistribution(self.to_linear, self.to_attention)
+
+
+_rank_cache: WeakKeyDictionary[Plan, dict[tuple[int, torch.device, int, int], HiddenRedistribution]] = (
+    WeakKeyDictionary()
+)
+_redistributions: WeakKeyDictionary[Plan, dict[tuple[int, int], Redistribution]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def hidden_redistribution(
+    plan: Plan, rank: int, device: torch.device, shares: int = 1, multiple: int = 1
+) -> HiddenRedistribution:
+    """Return the redistributions of a rank, with row numbers on a device. The first call computes them; they are kept
+    as long as the plan lives.
+
+    Args:
+        plan: a plan with a linear layout.
+        rank: rank in the context-parallel group; with shares, context-parallel rank * shares + tensor-parallel rank.
+        device: device of the tensors.
+        shares: number of ranks that share the rows of a context-parallel rank (sequence parallelism).
+        multiple: rows are padded to a multiple of this, see :func:`mindspeed_cp.layout.sequence_parallel_layout`.
+    """
+    assert plan.linear_layout is not None
+    with _lock:
+        of_ranks = _rank_cache.setdefault(plan, {})
+        redistributions = _redistributions.setdefault(plan, {})
+    sharing = shares, multiple if shares > 1 else 1
+    if sharing not in redistributions:
+        linear, layout = (
+            x if shares == 1 else sequence_parallel_layout(x, *sharing) for x in (plan.linear_layout, plan.layout)
+        )
+        redistributions[sharing] = Redistribution(linear, layout, 1)
+    key = rank, device, *sharing
+    if key not in of_ranks:
+        redistribution = redistributions[sharing]
+        of_ranks[key] = HiddenRedistribution(
+            rank_redistribution(redistribution, rank, device),
+            rank_redistribution(redistribution, rank, device, adjoint=True),
+        )
+    return of_ranks[key]
+
+
+def redistribute_hidden(
+    x: Tensor, hidden: HiddenRedistribution, transport: Transport | None, label: str = "hidden states"
+) -> Tensor:
+    """Convert rows of linear layers to rows of attention, or the reverse with `hidden.reversed`. Gradients travel in
+    the opposite direction.
+
+    Every rank of the group must call it and run its backward, including ranks without rows.
+
+    Args:
+        x: rows of this rank [rows, ...].
+        hidden: redistributions of this rank.
+        transport: transport to the other ranks.
+        label: description for error messages.
+
+    Returns:
+        [rows, ...] in the other layout.
+
+    Raises:
+        PeerError: a peer died or did not answer in time.
+    """
+    out: Tensor = _RedistributeHidden.apply(x, hidden, transport, label)
+    return out
+
+
+class _RedistributeHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hidden: HiddenRedistribution, transport: Transport | None, label: str) -> Tensor:
+        call = recorded_call()
+        ctx.call = hidden, transport, label, call
+        recorder = None if call is None else call.part_recorder("forward", redistribution_kind="remap")
+        return run_to_end(redistribute_rows(x, hidden.to_attention, transport, label, recorder))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, transport, label, call = ctx.call
+        recorder = None if call is None else call.part_recorder("backward", redistribution_kind="remap")
+        label = f"gradients of {label}"
+        return run_to_end(redistribute_rows(gradient, hidden.to_linear, transport, label, recorder)), None, None, None
+
+
+def redistribute_rows(
+    x: Tensor,
+    redistribution: RankRedistribution,
+    transport: Transport | None,
+    label: str,
+    recorder: PartRecorder | None = None,
+) -> Run[Tensor]:
+    """Redistribute rows of any shape [rows, ...]; a computation that can be interleaved with those of other ranks."""
+    rows = x.flatten(1).unsqueeze(1).contiguous()
+    (out,) = yield from redistribute((rows,), (redistribution,), transport, label, recorder=recorder)
+    return out.reshape(len(out), *x.shape[1:])

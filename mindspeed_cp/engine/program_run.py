@@ -1,0 +1,183 @@
+"""Runs programs on one rank: slots of keys and values, their gradients, and the messages between ranks.
+
+A computation is a generator. It yields after its redistributions are posted, after the computation of each step, and
+after the redistributions of its results are posted; other parts of the plan then continue. The yielded value is the
+list of transfers that it waits for when it is resumed, so that whoever runs all ranks in one process knows which of
+them can be resumed. A rank of its own ignores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mindspeed_cp.comm import Pending, Transfer, Transport, staging_buffer
+from mindspeed_cp.engine.recorder import COMPUTE, UNPACK, PartRecorder
+from mindspeed_cp.engine.schedule import P2POp, RankSchedule
+from mindspeed_cp.ops.rows import add_rows, put_rows
+
+Result = TypeVar("Result")
+
+#: A computation that yields the transfers that it waits for next.
+Run = Generator[Sequence[Pending], None, Result]
+
+#: By message number: the operation, its transfers, and their tensors.
+InFlight = dict[int, tuple[P2POp, Sequence[Pending], Sequence[Tensor]]]
+
+
+class ProgramRun:
+    """Buffers of one program while it runs.
+
+    Args:
+        schedule: what the rank does.
+        k, v: shard of this rank.
+        transport: transport to the other ranks; None for a single rank.
+        tag: first tag of the messages.
+        recorder: records kernels, messages and waits; None to record nothing.
+
+    Attributes:
+        k, v: rows of each slot; slot 0 is the shard of this rank.
+    """
+
+    def __init__(
+        self,
+        schedule: RankSchedule,
+        k: Tensor,
+        v: Tensor,
+        transport: Transport | None,
+        tag: int = 0,
+        recorder: PartRecorder | None = None,
+    ) -> None:
+        self._schedule, self._transport, self._tag, self._recorder = schedule, transport, tag, recorder
+        self.k = [k, *(k.new_empty((rows, *k.shape[1:])) for rows in schedule.capacity[1:])]
+        self.v = [v, *(v.new_empty((rows, *v.shape[1:])) for rows in schedule.capacity[1:])]
+        self._gradients: list[tuple[Tensor, Tensor] | None] = [None] * len(self.k)
+
+    def gradient(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Return dK and dV of a slot in fp32: zero where nothing was added since the slot was filled."""
+        gradient = self._gradients[slot]
+        if gradient is None:
+            k, v = self.k[slot], self.v[slot]
+            gradient = self._gradients[slot] = (
+                torch.zeros_like(k, dtype=torch.float32),
+                torch.zeros_like(v, dtype=torch.float32),
+            )
+        return gradient
+
+    def steps(self, compute: Callable[[ProgramRun, int, Any], None]) -> Run[None]:
+        """Run all steps: post messages, compute while they travel, wait for those that are due. Yields after the
+        computation of each step, so that the caller can overlap other work with the messages in flight.
+
+        Args:
+            compute: called with this run, a slot and its kernel calls.
+
+        Raises:
+            PeerError: a peer died or did not answer in time.
+        """
+        in_flight: InFlight = {}
+        recorder = self._recorder
+        for number, step in enumerate(self._schedule.steps):
+            start = None if recorder is None else recorder.mark()
+            if step.p2p_ops:
+                self._post(step.p2p_ops, in_flight)
+                if recorder is not None:
+                    start = recorder.record_posted(start, number, step.p2p_ops, self.k[0], self.v[0])
+            for slot, calls in step.compute:
+                compute(self, slot, calls)
+            if recorder is not None and step.compute:
+                recorder.record_span(COMPUTE, start, number)
+            yield [transfer for message in step.wait_for for transfer in in_flight[message][1]]
+            if step.wait_for:
+                self._wait(step.wait_for, in_flight, number)
+
+    def _post(self, p2p_ops: Sequence[P2POp], in_flight: InFlight) -> None:
+        assert self._transport is not None, "a plan for a single rank has no messages"
+        transfers: list[Transfer] = []
+        for op in p2p_ops:
+            tag = self._tag + 2 * op.number
+            transfers += [Transfer(x, op.peer, op.sends, tag + i, op.label) for i, x in enumerate(self._buffers(op))]
+        pending = self._transport.post(transfers)
+        for i, op in enumerate(p2p_ops):
+            pair = slice(2 * i, 2 * i + 2)
+            in_flight[op.number] = op, pending[pair], [transfer.tensor for transfer in transfers[pair]]
+
+    def _buffers(self, op: P2POp) -> tuple[Tensor, ...]:
+        """Return the two tensors that a message reads or writes: views of the slot where its rows are contiguous,
+        otherwise copies. Gradients always arrive in buffers, from which they are added."""
+        if op.reduces and not op.sends:
+            k, v = self.k[op.slot], self.v[op.slot]
+            return staging_buffer(k, op.count, torch.float32), staging_buffer(v, op.count, torch.float32)
+        tensors = self.gradient(op.slot) if op.reduces else (self.k[op.slot], self.v[op.slot])
+        if isinstance(op.rows, slice):
+            return tensors[0][op.rows], tensors[1][op.rows]
+        return tuple(x.index_select(0, op.rows) if op.sends else staging_buffer(x, op.count) for x in tensors)
+
+    def _wait(self, numbers: Sequence[int], in_flight: InFlight, step: int) -> None:
+        """Wait for messages and unpack them. A function of its own, so that staging buffers are freed before the next
+        step's messages are posted."""
+        recorder = self._recorder
+        start = None if recorder is None else recorder.mark()
+        received = []
+        for number in numbers:
+            op, pending, buffers = in_flight.pop(number)
+            for transfer in pending:
+                transfer.wait()
+            if not op.sends:
+                received.append((op, buffers))
+        if recorder is not None:
+            start = recorder.record_arrived(start, step, numbers)
+        for op, buffers in received:  # after all sends of the step: unpacking may overwrite the rows that they send
+            self._unpack(op, buffers)
+        if recorder is not None and received:
+            recorder.record_span(UNPACK, start, step)
+
+    def _unpack(self, op: P2POp, buffers: Sequence[Tensor]) -> None:
+        """Add received gradients to those of the slot, or put received keys and values, which have no gradient yet,
+        where they belong."""
+        if op.reduces:
+            for total, buffer in zip(self.gradient(op.slot), buffers, strict=True):
+                add_rows(total, op.rows, buffer)
+            return
+        if not isinstance(op.rows, slice):
+            for slot, buffer in zip((self.k[op.slot], self.v[op.slot]), buffers, strict=True):
+                put_rows(slot, op.rows, buffer)
+        for total in self._gradients[op.slot] or ():
+            put_rows(total, op.rows, 0)
+
+
+def run_interleaved(runs: Sequence[Run[Result]], step_order: Sequence[int]) -> Run[list[Result]]:
+    """Run all parts of a plan on one rank to their ends and return their results.
+
+    Args:
+        runs: one computation for each part.
+        step_order: see :class:`mindspeed_cp.engine.rank_parts.RankParts`.
+    """
+    if len(runs) == 1:
+        return [(yield from runs[0])]
+    awaited: list[Sequence[Pending]] = [next(run) for run in runs]
+    for index in step_order:
+        yield awaited[index]
+        awaited[index] = ()  # holds no buffer while the part continues
+        awaited[index] = next(runs[index])
+    results = []
+    for index, run in enumerate(runs):
+        yield awaited[index]
+        awaited[index] = ()
+        results.append(run_to_end(run, max_yields=0))
+    return results
+
+
+def run_to_end(run: Run[Result], max_yields: int | None = None) -> Result:
+    """Run a computation to its end and return its result. Its waits block."""
+    yields = 0
+    try:
+        while True:
+            next(run)
+            yields += 1
+            assert max_yields is None or yields <= max_yields, "a part has a step left"
+    except StopIteration as end:
+        result: Result = end.value
+        return result

@@ -1,0 +1,161 @@
+"""Context that all calls of a plan share on one rank: checked once, cached beside the plan."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_cp.comm import GroupTransport, checked_timeout, group_rank, group_size
+from mindspeed_cp.engine.rank_parts import build_rank_parts
+from mindspeed_cp.engine.rank_schedule import build_rank_schedule
+from mindspeed_cp.engine.schedule import RankSchedule
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention import AttentionBackend, Heads, backend_for_device
+from mindspeed_cp.plan import Plan
+
+
+class RankContext:
+    """One rank of a plan, for one backend, type and device. It is cached beside the plan and does not refer to it.
+
+    Attributes:
+        rank: context-parallel rank.
+        shapes: of q, k and v, by name.
+        attentions, heads: for each part, its attention and the heads that this rank computes.
+        parts: parts of the plan on this rank.
+    """
+
+    def __init__(self, plan: Plan, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        attention = plan.attention
+        self.rank, self._dtype, self._device = rank, dtype, device
+        rows, kv_rows = (int(layout.token_counts[rank]) for layout in (plan.layout, plan.kv_layout_in))
+        self.shapes = {
+            "q": (rows, attention.heads, attention.head_dim),
+            "k": (kv_rows, attention.kv_heads, attention.head_dim),
+            "v": (kv_rows, attention.kv_heads, attention.head_dim_v),
+        }
+        self.attentions = [part.attention for part in plan.parts_or_self]
+        self.heads = [head_ranges(part, rank) for part in plan.parts_or_self]
+        self.parts = build_rank_parts(plan, rank, device)
+        self._schedules: dict[tuple[str, bool], Sequence[RankSchedule]] = {}
+
+    def schedules(
+        self, plan: Plan, backend: AttentionBackend, direction: str, with_dropout: bool
+    ) -> Sequence[RankSchedule]:
+        """Return the schedule of each part in one direction; the first call builds them."""
+        schedules = self._schedules.get((direction, with_dropout))
+        if schedules is None:
+            schedules = self._schedules[direction, with_dropout] = [
+                build_rank_schedule(part, self.rank, direction, backend, self._dtype, with_dropout, self._device)
+                for part in plan.parts_or_self
+            ]
+        return schedules
+
+
+def head_ranges(plan: Plan, rank: int) -> Heads:
+    """Return the query heads and kv heads that a rank computes."""
+    attention = plan.attention
+    return Heads(
+        plan.q_layout_compute.head_range(rank, attention.heads),
+        plan.kv_layout_compute.head_range(rank, attention.kv_heads),
+    )
+
+
+#: What a call needs to know about the rank and the group of this process.
+Binding = tuple[RankContext, AttentionBackend, GroupTransport | None]
+
+_contexts: WeakKeyDictionary[Plan, dict[tuple[Any, ...], RankContext]] = WeakKeyDictionary()
+_bindings: WeakKeyDictionary[Plan, dict[tuple[Any, ...], Binding]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def rank_context(
+    plan: Plan, rank: int, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+) -> RankContext:
+    """Return the context of a rank. The first call builds it; it is kept as long as the plan lives. Backends with the
+    same options share it.
+
+    Raises:
+        ConfigError: the backend does not support the attention or the device.
+    """
+    with _lock:
+        contexts = _contexts.setdefault(plan, {})
+    backend.check(plan.attention, dtype)
+    backend.check_device(device)
+    key = rank, backend.key, dtype, device
+    if key not in contexts:
+        contexts[key] = RankContext(plan, rank, dtype, device)
+    return contexts[key]
+
+
+def bind_rank(
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    backend: str | AttentionBackend | None,
+    timeout: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Binding:
+    """Return the context of this process's rank, its backend and its transport. Later calls with the same arguments
+    return the same objects, as long as the plan lives.
+
+    Raises:
+        ConfigError: the timeout is not valid, or the group or the backend does not fit the plan.
+    """
+    with _lock:
+        bindings = _bindings.setdefault(plan, {})
+    name = backend if isinstance(backend, str) else id(backend)  # the binding keeps the object, and so its id, alive
+    key = group if group is not None else dist.group.WORLD, name, timeout, dtype, device
+    try:
+        if key in bindings:
+            return bindings[key]
+    except TypeError:
+        pass  # not hashable; refused below
+    timeout = checked_timeout(timeout)
+    runner = backend_for_device(device.type, backend)
+    size = group_size(group)
+    if size < 0:
+        raise ConfigError(
+            "this process is not in the group; only the group's own ranks call context_parallel_attention"
+        )
+    if size != plan.ranks:
+        raise ConfigError(
+            f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size"
+        )
+    transport = GroupTransport(group, timeout, device) if size > 1 else None
+    bindings[key] = rank_context(plan, group_rank(group), runner, dtype, device), runner, transport
+    return bindings[key]
+
+
+def prepare(
+    plan: Plan,
+    rank: int,
+    dtype: torch.dtype,
+    backend: str | AttentionBackend | None = None,
+    device: torch.device | str = "cpu",
+    training: bool = True,
+) -> None:
+    """Build both schedules of a rank now, for example in a data-loading thread, instead of in the first layer's call.
+
+    Args:
+        plan: the plan.
+        rank: context-parallel rank.
+        dtype: type of the tensors.
+        backend, training: as for :func:`mindspeed_cp.context_parallel_attention`.
+        device: device of the tensors; with its index, unless it is the CPU.
+
+    Raises:
+        ConfigError: no such backend supports the device.
+    """
+    device = torch.device(device)
+    runner = backend_for_device(device.type, backend)
+    context = rank_context(plan, rank, runner, dtype, device)
+    for direction in ("forward", "backward"):
+        schedules = context.schedules(plan, runner, direction, training and plan.attention.dropout > 0)
+        for heads, schedule in zip(context.heads, schedules, strict=True):
+            for calls in (calls for step in schedule.steps for _, calls in step.compute):
+                runner.prepare(calls, plan.attention, heads, device)

@@ -1,0 +1,99 @@
+"""Builds the schedule of one rank: what it posts, computes and waits for in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from mindspeed_cp.engine.schedule import P2POp, RankSchedule, RankStep
+from mindspeed_cp.ops.attention import AttentionBackend
+from mindspeed_cp.ops.rows import RowIndex
+from mindspeed_cp.plan import Messages, Plan, Program
+
+
+def build_rank_schedule(
+    plan: Plan,
+    rank: int,
+    direction: str,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    with_dropout: bool,
+    device: torch.device,
+) -> RankSchedule:
+    """Build the schedule of a rank.
+
+    Args:
+        plan: a plan without parts.
+        rank: context-parallel rank.
+        direction: "forward" or "backward".
+        backend: backend that lowers the tiles.
+        dtype: type of q, k and v, on which the lowering depends.
+        with_dropout: True if attention weights are dropped; False lowers the tiles as for dropout 0.
+        device: device of the tensors and of the row numbers.
+    """
+    program: Program = getattr(plan, direction)
+    lower = backend.lower_forward if direction == "forward" else backend.lower_backward
+    tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
+    lowered = lower(tiles, rows, plan.attention if with_dropout else replace(plan.attention, dropout=0.0), dtype)
+    slots = range(program.capacity.shape[1])
+    p2p_ops, wait_for = _p2p_ops(program, rank, device)
+    steps = [
+        RankStep(p2p_ops[s], [(slot, lowered[s, slot]) for slot in slots if (s, slot) in lowered], wait_for[s])
+        for s in range(program.steps)
+    ]
+    return RankSchedule(steps, program.capacity[rank].tolist(), stores_all_rows(tiles, rows))
+
+
+def stores_all_rows(tiles: np.ndarray, rows: int) -> bool:
+    """Return True if every query row is in some tile, and every tile finds its rows either all unwritten or all
+    written. The first result of every row is then stored, and the initial content of its memory does not matter."""
+    written = np.zeros(rows, bool)
+    remaining = rows
+    for first, count in zip(tiles["q_row"].tolist(), tiles["q_rows"].tolist(), strict=True):
+        if not remaining:
+            break
+        already_written = int(np.count_nonzero(written[first : first + count]))
+        if already_written not in (0, count):
+            return False
+        written[first : first + count] = True
+        remaining -= count - already_written
+    return not remaining
+
+
+def _p2p_ops(program: Program, rank: int, device: torch.device) -> tuple[list[list[P2POp]], list[list[int]]]:
+    """Return, for each step, the operations to post and the numbers of the messages to wait for."""
+    p2p_ops: list[list[P2POp]] = [[] for _ in range(program.steps)]
+    wait_for: list[list[int]] = [[] for _ in range(program.steps)]
+    for kind, messages in (("reduce", program.reduce), ("fetch", program.fetch)):
+        contiguous = {side: messages.is_contiguous(side) for side in ("src", "dst")}
+        for index in messages.involving(rank).tolist():
+            op = _p2p_op(messages, index, kind, rank, contiguous, device)
+            p2p_ops[int(messages.items["start"][index])].append(op)
+            wait_for[int(messages.items["done"][index])].append(op.number)
+    return p2p_ops, wait_for
+
+
+def _p2p_op(
+    messages: Messages, index: int, kind: str, rank: int, contiguous: Mapping[str, np.ndarray], device: torch.device
+) -> P2POp:
+    item = messages.items[index]
+    sends = bool(item["src"] == rank)
+    own_end, peer_end = ("src", "dst") if sends else ("dst", "src")
+    if contiguous[own_end][index]:
+        first = int(messages.runs_of(index)[own_end + "_row"][0])
+        rows: RowIndex = slice(first, first + int(item["rows"]))
+    else:
+        rows = torch.from_numpy(messages.rows_of(index)[0 if sends else 1]).to(device)
+    return P2POp(
+        number=2 * index + (kind == "reduce"),
+        reduces=kind == "reduce",
+        sends=sends,
+        peer=int(item[peer_end]),
+        slot=int(item[own_end + "_slot"]),
+        rows=rows,
+        count=int(item["rows"]),
+        label=f"{'dK and dV' if kind == 'reduce' else 'K and V'}, step {item['start']}, {item['rows']} rows",
+    )

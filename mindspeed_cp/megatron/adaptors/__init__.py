@@ -1,0 +1,1 @@
+"""What a Megatron model uses: attention, positions, batches and loss that follow a plan."""

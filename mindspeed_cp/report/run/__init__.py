@@ -1,0 +1,1 @@
+"""What a traced run looks like, and the prediction of the same steps."""

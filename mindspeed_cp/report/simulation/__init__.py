@@ -1,0 +1,1 @@
+"""What a simulated layer looks like: tables, timelines, page, trace."""

@@ -1,0 +1,39 @@
+"""Checks of integers that the caller passes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError
+
+#: Upper limit of counts (heads, channels, rounds), so that products of two fit into 64 bits.
+MAX_SIZE = 10**9
+
+
+def is_int(value: object) -> bool:
+    """Return True for Python and NumPy integers, False for bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def check_count(
+    name: str, value: object, least: int = 1, most: int | None = MAX_SIZE, what: str = "a whole number"
+) -> None:
+    """Raise ConfigError unless the value is an integer from `least` to `most`; None: no upper limit."""
+    if not is_int(value) or value < least or (most is not None and value > most):  # type: ignore[operator]
+        limit = "" if most is None else f", at most {most}"
+        raise ConfigError(f"{name} is {value!r}; valid: {what}, {least} or more{limit}")
+
+
+def check_divisor(name: str, value: object, ranks: int) -> None:
+    """Raise ConfigError unless the value is a divisor of the number of ranks."""
+    if not is_int(value) or value < 1 or ranks % value:  # type: ignore[operator]
+        valid = ", ".join(map(str, divisors(ranks)))
+        raise ConfigError(f"{name} is {value!r}; valid: a divisor of the {ranks} ranks: {valid}")

@@ -1,0 +1,54 @@
+"""Peak bytes of one attention layer on each rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
+from mindspeed_cp.plan.verify.memory import peak_bytes
+
+
+def attention_peak_bytes(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
+    """Return the peak bytes of one layer's attention, int64 [ranks]: the larger of forward and backward.
+
+    Included are the caller's q, k, v, out and, in the backward, their gradients; out, lse and the gradient of q in fp32
+    during accumulation; and the communication buffers of :func:`mindspeed_cp.plan.verify.memory.peak_bytes`, an upper
+    bound. Weights, activations of other layers and buffers inside kernels are not included.
+    """
+    attention = plan.attention
+    width, width_v = attention.head_dim, attention.head_dim_v
+    q_tokens, kv_tokens = plan.layout.token_counts, plan.kv_layout_in.token_counts
+    caller = (q_tokens * attention.heads + kv_tokens * attention.kv_heads) * (width + width_v) * bytes_per_element
+    rows = np.zeros(plan.ranks, np.int64)  # computed queries times their heads
+    for part in plan.parts_or_self:
+        rows += part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
+    forward = caller + rows * (4 * width_v + 4) + peak_bytes(plan, "forward", bytes_per_element)["total"]
+    backward = 2 * caller + rows * (4 * width + 4) + peak_bytes(plan, "backward", bytes_per_element)["total"]
+    return np.maximum(forward, backward)
+
+
+def attention_bytes_upper_bound(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
+    """Return an upper bound of :func:`attention_peak_bytes` that is fast to compute, int64 [ranks].
+
+    It assumes that every message is staged at both ends at the same time, that all slots have gradients, and that the
+    results of redistributions are kept twice.
+    """
+    attention, element = plan.attention, bytes_per_element
+    width = attention.head_dim + attention.head_dim_v
+    out = np.zeros(plan.ranks, np.float64)
+    for layout, heads in ((plan.layout, attention.heads), (plan.kv_layout_in, attention.kv_heads)):
+        out += layout.token_counts * heads * width * 8.0 * element
+    for part in plan.parts_or_self:
+        kv_heads = part.kv_layout_compute.head_counts(attention.kv_heads)
+        q_rows = part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
+        out += (q_rows + part.kv_layout_compute.token_counts * kv_heads) * width * 4.0 * (element + GRADIENT_BYTES)
+        out += q_rows * (GRADIENT_BYTES * width + GRADIENT_BYTES)
+        for program in (part.forward, part.backward):
+            out += program.capacity.sum(1) * kv_heads * width * float(element + GRADIENT_BYTES)
+            for messages in (program.fetch, program.reduce):
+                items = messages.items
+                for end in ("src", "dst"):
+                    rows = np.bincount(items[end], items["rows"], plan.ranks)
+                    out += rows * kv_heads.max(initial=0) * width * float(element + GRADIENT_BYTES)
+    return out.astype(np.int64)

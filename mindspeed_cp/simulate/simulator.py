@@ -1,0 +1,136 @@
+"""Simulation of a plan on a cluster: the steps, tiles and messages that the engine runs, in modelled time.
+
+Every rank runs the plan's steps in order, as the engine does: it posts the step's messages, computes its tiles on its
+compute stream, and waits for the messages that are due. Sends and receives have their own streams: a message travels
+from the moment at which both ends have posted it, in parallel with computation. LinkQueues are queues
+(:class:`.link_queues.LinkQueues`). Relayed messages are messages of the plan like all others: a rank posts them in the
+step after their arrival.
+
+Each step is simulated for all ranks at once. This is exact with one exception: where ranks share a NIC, a message of an
+earlier step is served before a message of a later step that was posted before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_cp.cluster.cluster import Cluster
+from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.transfers import TRANSFER, step_count, transfers
+from mindspeed_cp.simulate.linear_times import LinearTimes, linear_times, with_projections
+from mindspeed_cp.simulate.link_queues import LinkQueues
+from mindspeed_cp.simulate.tile_work import SIMULATED_SPANS, TileCounter, representative_ranks
+from mindspeed_cp.simulate.timeline import TIMED_TRANSFER, Timeline
+
+
+def simulate_plan(
+    plan: Plan,
+    cluster: Cluster,
+    layer: LayerCost | None = None,
+    max_exact_spans: int = SIMULATED_SPANS,
+    sharing: str = "fair",
+) -> Timeline:
+    """Simulate one layer: attention forward, linear layers forward and backward, attention backward.
+
+    Args:
+        plan: any plan.
+        cluster: its nodes need at least `plan.topology.ranks_per_node` ranks.
+        layer: linear part of the layer; default: :meth:`LayerCost.for_attention`.
+        max_exact_spans: number of key spans up to which the tiles of every rank are counted; in larger plans some
+            ranks represent their neighbours.
+        sharing: "fair" or "fifo" (:mod:`.link_queues`).
+
+    Raises:
+        ConfigError: The cluster's nodes have fewer ranks than the plan's, or `sharing` is invalid.
+    """
+    cluster = cluster.with_ranks(plan.topology.ranks_per_node)
+    cost = ComputeCost(cluster, plan.attention, layer)
+    representative = representative_ranks(plan, max_exact_spans)
+    tiles = TileCounter(plan, representative)
+    linear_forward, linear_backward = (linear_times(plan, cost, backward) for backward in (False, True))
+    forward = _simulate_direction_of_plan(plan, "forward", cost, np.zeros(plan.ranks), linear_forward, tiles, sharing)
+    begin = forward.steps[:, -1, 2] + linear_forward.rest + linear_backward.rest
+    backward = _simulate_direction_of_plan(plan, "backward", cost, begin, linear_backward, tiles, sharing)
+    total = float(backward.steps[:, -1, 2].max())
+    compute, linear = forward.compute + backward.compute, linear_forward.total + linear_backward.total
+    return Timeline(
+        total,
+        compute,
+        linear,
+        total - compute - linear,
+        forward.steps,
+        backward.steps,
+        forward.transfers,
+        backward.transfers,
+        plan,
+        cluster,
+        cost.layer,
+        len(np.unique(representative)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _DirectionTimes:
+    """One simulated direction: (start, computed, end) fp64 [ranks, steps, 3], seconds of attention kernels fp64
+    [ranks], and TIMED_TRANSFER records."""
+
+    steps: np.ndarray
+    compute: np.ndarray
+    transfers: np.ndarray
+
+
+def _simulate_direction_of_plan(
+    plan: Plan,
+    direction: str,
+    cost: ComputeCost,
+    begin: np.ndarray,
+    linear: LinearTimes,
+    tiles: TileCounter,
+    sharing: str,
+) -> _DirectionTimes:
+    kernels = tiles.work(direction).seconds(cost, direction == "backward")
+    table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
+    if len(table) and int(table["done"].max()) >= step_count(plan, direction):
+        raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last step")
+    links = LinkQueues(cost.cluster, plan.topology.nodes, sharing)
+    steps, timed = simulate_direction(with_projections(kernels, linear, plan), table, links, begin)
+    return _DirectionTimes(steps, kernels.sum(1), timed)
+
+
+def simulate_direction(
+    kernels: np.ndarray, table: np.ndarray, links: LinkQueues, begin: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Simulate one direction of any program of steps.
+
+    Args:
+        kernels: seconds that each rank computes in each step, fp64 [ranks, steps].
+        table: records of dtype TRANSFER, sorted by `start`.
+        links: queues that serve the messages, after what they have served before.
+        begin: seconds at which each rank begins, fp64 [ranks].
+
+    Returns:
+        (start, computed, end) of each rank's steps, fp64 [ranks, steps, 3], and records of dtype TIMED_TRANSFER.
+    """
+    ranks, steps = kernels.shape
+    out = np.zeros((ranks, steps, 3))
+    arrived = np.zeros((ranks, steps))
+    timed = np.zeros(len(table), TIMED_TRANSFER)
+    for field in TRANSFER.names or ():
+        timed[field] = table[field]
+    bounds = np.searchsorted(table["start"], np.arange(steps + 1))
+    now = np.asarray(begin, np.float64)
+    for step in range(steps):
+        posted = timed[bounds[step] : bounds[step + 1]]
+        if len(posted):
+            src, dst = posted["src"], posted["dst"]
+            posted["begin"], posted["end"] = links.serve(src, dst, posted["bytes"], np.maximum(now[src], now[dst]))
+            for rank in (src, dst):
+                np.maximum.at(arrived, (rank, posted["done"]), posted["end"])
+        out[:, step, 0] = now
+        out[:, step, 1] = now + kernels[:, step]
+        out[:, step, 2] = now = np.maximum(out[:, step, 1], arrived[:, step])
+    return out, timed

@@ -1,0 +1,138 @@
+"""The modelled timeline of one layer, as returned by :func:`mindspeed_cp.simulate_plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mindspeed_cp.cluster.cluster import Cluster
+from mindspeed_cp.cluster.compute import LayerCost
+from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count
+from mindspeed_cp.simulate.memory import attention_peak_bytes
+
+#: A transfer of a timeline: a TRANSFER record and the seconds `begin` and `end` between which it is under way.
+TIMED_TRANSFER = np.dtype([*TRANSFER.descr, ("begin", np.float64), ("end", np.float64)])
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Modelled forward and backward of one layer on every rank, in seconds since the first rank begins.
+
+    Attributes:
+        total: seconds until the last rank is done.
+        compute: attention kernels of each rank, both directions, fp64 [ranks].
+        linear: linear layers of each rank, including projections, both directions, fp64 [ranks].
+        waiting: total - compute - linear: waits for messages, and for other ranks at the end, fp64 [ranks].
+        steps_forward, steps_backward: (start, computed, end) of each rank's timeline steps, fp64 [ranks, steps, 3]: the
+            plan steps with `edge_steps` entries before and after them (:func:`mindspeed_cp.plan.transfers.edge_steps`).
+            Between the two directions a rank computes its remaining linear layers.
+        transfers_forward, transfers_backward: records of dtype TIMED_TRANSFER, in the order in which they are posted.
+        plan: the simulated plan.
+        cluster: the cluster, with `plan.topology.ranks_per_node` ranks in use on each node.
+        layer: linear part of the layer.
+        ranks_counted: ranks whose tiles were counted. In plans of millions of tiles some ranks represent their
+            neighbours.
+    """
+
+    total: float
+    compute: np.ndarray
+    linear: np.ndarray
+    waiting: np.ndarray
+    steps_forward: np.ndarray
+    steps_backward: np.ndarray
+    transfers_forward: np.ndarray
+    transfers_backward: np.ndarray
+    plan: Plan
+    cluster: Cluster
+    layer: LayerCost
+    ranks_counted: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of context-parallel ranks."""
+        return len(self.compute)
+
+    def steps(self, direction: str) -> np.ndarray:
+        """Return `steps_forward` or `steps_backward`."""
+        return self.steps_forward if direction == "forward" else self.steps_backward
+
+    def transfers(self, direction: str) -> np.ndarray:
+        """Return `transfers_forward` or `transfers_backward`."""
+        return self.transfers_forward if direction == "forward" else self.transfers_backward
+
+    @cached_property
+    def memory(self) -> np.ndarray:
+        """Peak bytes of the attention on each rank, int64 [ranks] (:func:`.memory.attention_peak_bytes`)."""
+        return attention_peak_bytes(self.plan, self.layer.bytes_per_element)
+
+    @property
+    def edge_steps(self) -> int:
+        """Number of entries of `steps_forward` and `steps_backward` before the plan's steps, and after them."""
+        return edge_steps(self.plan)
+
+    def is_attention(self, direction: str) -> np.ndarray:
+        """Mask of the plan's steps among a direction's timeline steps, bool [steps]; the others run projections."""
+        steps = np.arange(step_count(self.plan, direction))
+        return (steps >= self.edge_steps) & (steps < len(steps) - self.edge_steps)
+
+    @property
+    def imbalance(self) -> float:
+        """Busy seconds of the busiest rank divided by the mean, minus 1."""
+        busy = self.compute + self.linear
+        return float(busy.max() / busy.mean()) - 1 if busy.mean() > 0 else 0.0
+
+    @property
+    def exposed(self) -> np.ndarray:
+        """Seconds in which each rank waits for messages that are due, fp64 [ranks]."""
+        forward, backward = (
+            (steps[:, :, 2] - steps[:, :, 1]).sum(1) for steps in (self.steps_forward, self.steps_backward)
+        )
+        return forward + backward
+
+    @property
+    def hidden(self) -> np.ndarray:
+        """Seconds in which each rank computes attention or projections while messages reach it, fp64 [ranks]."""
+        out = np.zeros(self.ranks)
+        for transfers, steps in (
+            (self.transfers_forward, self.steps_forward),
+            (self.transfers_backward, self.steps_backward),
+        ):
+            order = np.argsort(transfers["dst"], kind="stable")
+            bounds = np.searchsorted(transfers["dst"][order], np.arange(self.ranks + 1))
+            for rank in range(self.ranks):
+                received = transfers[order[bounds[rank] : bounds[rank + 1]]]
+                intervals = _union(received["begin"], received["end"])
+                out[rank] += _overlap(intervals, steps[rank, :, 0], steps[rank, :, 1])
+        return out
+
+    @property
+    def bytes_sent(self) -> np.ndarray:
+        """Bytes that each rank sends in both directions, fp64 [ranks]."""
+        transfers = np.concatenate([self.transfers_forward, self.transfers_backward])
+        return np.bincount(transfers["src"], transfers["bytes"], self.ranks)
+
+
+def _union(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Merge intervals into disjoint ascending ones, fp64 [n, 2]."""
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], np.maximum.accumulate(end[order]) if len(end) else end
+    first = np.flatnonzero(np.append(True, begin[1:] > end[:-1])[: len(begin)])
+    last = np.append(first[1:], len(begin)) - 1
+    return np.stack([begin[first], end[last]], 1) if len(begin) else np.zeros((0, 2))
+
+
+def _overlap(union: np.ndarray, start: np.ndarray, stop: np.ndarray) -> float:
+    """Return the seconds that disjoint ascending intervals `union` share with the intervals start..stop."""
+    if not len(union):
+        return 0.0
+    lengths = np.append(0.0, np.cumsum(union[:, 1] - union[:, 0]))
+
+    def covered_before(time: np.ndarray) -> np.ndarray:
+        interval = np.searchsorted(union[:, 0], time, "right") - 1
+        inside = np.clip(time - union[interval, 0], 0, union[interval, 1] - union[interval, 0])
+        return np.where(interval >= 0, lengths[interval] + inside, 0.0)
+
+    return float((covered_before(stop) - covered_before(start)).sum())

@@ -1,0 +1,149 @@
+"""Comparison of algorithms before a training (train.compare): the same first batches with each of them.
+
+Every algorithm plans the first global batches and runs forward and backward on them; weights, optimizer, data stream
+and random state of the training stay as they are, so the training gives the same bits with and without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_cp.choose.candidates import Candidate
+from mindspeed_cp.config.candidates import compared_settings
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.data import Dispatcher, PackedStream
+from mindspeed_cp.engine.recorder import Recorder, recording
+from mindspeed_cp.report.text import format_bytes
+from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
+from mindspeed_cp.train.model import TrainingModel
+from mindspeed_cp.train.random_state import kept_random_state
+from mindspeed_cp.train.step import forward_backward
+from mindspeed_cp.train.stop_request import StopRequest
+from mindspeed_cp.train.world import World
+
+STEPS = 3  # global batches that are compared; one more at the start is not timed
+
+
+def compare_algorithms(
+    settings: Settings,
+    world: World,
+    training: TrainingModel,
+    open_stream: Callable[[], PackedStream],
+    dispatcher: Dispatcher,
+    stop_request: StopRequest,
+) -> dict[str, Any]:
+    """Run the first batches of a training with each algorithm of train.compare and with its own; all ranks call it.
+
+    Args:
+        settings: settings of the run.
+        world: this rank among all.
+        training: the model; its weights are not changed.
+        open_stream: returns a new stream at the first batch.
+        dispatcher: that of the training, so that all algorithms compute the same micro-batches.
+        stop_request: ends the comparison early.
+
+    Returns:
+        For summary.json: `batches`, `documents` (lengths of the timed batches' documents on this replica), and
+        `algorithms`, a list of mappings: algorithm, loss, imbalance, sent_bytes (of all ranks in one step), seconds
+        (forward and backward of one step).
+    """
+    suite = settings.context_parallel_suite
+    own = Candidate(suite.algorithm, tuple(suite.options.items())).as_setting
+    results: list[dict[str, Any]] = []
+    lengths: list[int] = []
+    with kept_random_state():
+        for word in (*settings.train.compare, own):
+            variant = settings if word == own else compared_settings(settings, word)
+            loader = MicroBatchLoader(open_stream(), dispatcher, variant, training.attentions, world, stop_request)
+            with loader:
+                result, lengths, stop = _run(word, loader, world, training, stop_request)
+            results.append(result)
+            if stop:
+                break
+    training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
+    return {"batches": STEPS, "documents": lengths, "algorithms": results}
+
+
+def _run(
+    word: str, loader: MicroBatchLoader, world: World, training: TrainingModel, stop_request: StopRequest
+) -> tuple[dict[str, Any], list[int], bool]:
+    """Return the figures of one algorithm, the documents that it computed, and whether a rank was asked to stop."""
+    losses, imbalances, seconds, sent, lengths = [], [], [], 0.0, list[int]()
+
+    def watched() -> Iterator[MicroBatch]:
+        for micro in loader:
+            assert micro.params.plan is not None
+            lengths.extend(micro.params.plan.documents.lengths.tolist())
+            yield micro
+
+    stop = False
+    for step in range(STEPS + 1):
+        if step == 1:
+            lengths.clear()
+        world.barrier()
+        recorder = Recorder(world.device)
+        began = time.perf_counter()
+        with recording(recorder):
+            sums = forward_backward(training, watched(), step, world, stop_request)
+        if world.device.type != "cpu":
+            torch.get_device_module(world.device).synchronize()
+        seconds.append(time.perf_counter() - began)
+        stop = sums.stop
+        bytes_sent = float(sum(message.bytes for message in recorder.read().messages if message.sends))
+        if step:
+            losses.append(sums.loss)
+            imbalances.append(sums.imbalance)
+            sent += float(world.gather([bytes_sent]).sum())
+        if stop:
+            break
+    count = max(1, len(losses))
+    result = {
+        "algorithm": word,
+        "loss": float(np.mean(losses)) if losses else None,
+        "imbalance": float(np.mean(imbalances)) if losses else None,
+        "sent_bytes": sent / count,
+        "seconds": float(np.mean(seconds[1:] or seconds)),
+    }
+    return result, [length for length in lengths if length], stop
+
+
+def comparison_text(comparison: dict[str, Any]) -> str:
+    """Return the comparison as a small table for people, or one line if it was stopped before its end."""
+    rows = comparison["algorithms"]
+    if any(row["loss"] is None for row in rows) or len(rows) < 2:
+        return "the comparison of algorithms was stopped"
+    lengths = comparison["documents"]
+    width = max(len("algorithm"), *(len(row["algorithm"]) for row in rows))
+    lines = [
+        f"the same {comparison['batches']} batches, forward and backward, with each algorithm ({len(lengths)} "
+        f"documents of {min(lengths):,} to {max(lengths):,} tokens):",
+        f"  {'algorithm':{width}}    loss  imbalance  sent/step  ms/step",
+    ]
+    for row in rows:
+        lines.append(
+            f"  {row['algorithm']:{width}}  {row['loss']:.4f}  {row['imbalance']:9.3f}  "
+            f"{format_bytes(row['sent_bytes']):>9}  {row['seconds'] * 1e3:7,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def comparison_sentence(comparison: dict[str, Any]) -> str | None:
+    """Return one sentence that sets the run's algorithm against the first compared one, or None without figures."""
+    rows = comparison["algorithms"]
+    if any(row["loss"] is None for row in rows) or len(rows) < 2:
+        return None
+    base, own = rows[0], rows[-1]
+    sent, base_sent = own["sent_bytes"], base["sent_bytes"]
+    share = ""
+    if base_sent and sent != base_sent:
+        share = f", {abs(1 - sent / base_sent):.0%} {'less' if sent < base_sent else 'more'}"
+    return (
+        f"On these documents {own['algorithm']} sent {format_bytes(sent)} in a step and {base['algorithm']} "
+        f"{format_bytes(base_sent)}{share}; the slowest rank had {own['imbalance']:.2f} times the mean attention work, "
+        f"and {base['imbalance']:.2f} times with {base['algorithm']}."
+    )

@@ -1,0 +1,34 @@
+"""The dispatcher that assigns documents of global batches to the replicas of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_cp.config.derived import document_cost
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.data import Dispatcher
+from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.train.world import World
+
+
+def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], world: World) -> Dispatcher:
+    """Return the dispatcher of `data.balance`.
+
+    Args:
+        settings: settings of the run.
+        attentions: attention of each layer on this tensor-parallel rank.
+        world: this rank among all.
+    """
+    cost = document_cost(settings, attentions)
+    # Megatron lays expert-parallel groups over consecutive ranks, and a replica is consecutive ranks. Where experts
+    # span replicas, these wait for each other in every layer and need equally many micro-batches.
+    has_experts, expert_ranks = settings.model.num_moe_experts is not None, settings.train.expert_model_parallel_size
+    return Dispatcher(
+        balance=settings.data.balance,
+        replicas=world.replicas,
+        context=settings.data.seq_length,
+        cost=cost,
+        per_micro_batch=cost.per_micro_batch,
+        equal_counts=has_experts and settings.model_parallel_size % expert_ranks != 0,
+        keeps_document_numbers=settings.model.attention_dropout > 0,
+    )

@@ -1,0 +1,113 @@
+"""Classification of the error that ended a rank: its kind, one line of text and an exit code.
+
+Importing this module imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.device import npu_errors
+from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
+from mindspeed_cp.train.stop_request import Stopped
+
+OK, FAILED, BAD_INPUT = 0, 1, 2  # exit codes
+# Lower-case parts of gloo's and the store's messages about a process that is gone or silent (HCCL: npu_errors).
+_LOST_CONNECTION_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "gloo/transport",
+    "gloo/rendezvous",
+    "gloo connectfullmesh",
+    "tcpstore",
+    "diststoreerror",
+    "distnetworkerror",
+)
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
+
+
+def classify_error(error: BaseException) -> tuple[str, str, int]:
+    """Return kind, one line and exit code for the error that ended a rank.
+
+    Kinds: input, peer, files (a disk is full, a checkpoint cannot be written), device (an NPU, its operator or HCCL
+    refused or failed), stopped, and bug for everything else.
+    """
+    if isinstance(error, (ConfigError, PlanError)):
+        return "input", str(error), BAD_INPUT
+    if isinstance(error, PeerError):
+        return "peer", str(error), FAILED
+    if isinstance(error, Stopped):
+        return "stopped", str(error), FAILED
+    if isinstance(error, OSError):
+        return "files", _file_error(error), FAILED
+    if is_checkpoint_error(error):
+        failures = error.failures  # type: ignore[attr-defined]
+        rank, (cause, _) = min(failures.items(), key=lambda item: item[0])
+        kind, line, code = classify_error(cause)
+        line = f"the checkpoint of rank {rank} cannot be written or read: {line}"
+        return ("files" if kind == "bug" else kind), line, code
+    if isinstance(error, OperatorError):
+        return "device", str(error), FAILED
+    text = str(error)
+    if isinstance(error, RuntimeError) and npu_errors.classify_hccl_error(text) is not None:
+        return "peer" if npu_errors.is_lost_peer(text) else "device", npu_errors.hccl_error_line(text), FAILED
+    if isinstance(error, RuntimeError) and npu_errors.is_operator_error(text):  # raised late, by torch_npu's queue
+        return "device", npu_errors.operator_error_line(text), FAILED
+    if isinstance(error, RuntimeError) and npu_errors.is_device_error(text):
+        return "device", npu_errors.device_error_line(text), FAILED
+    cause = error.__cause__
+    if cause is not None and (isinstance(cause, OSError) or is_checkpoint_error(cause)):
+        return classify_error(cause)
+    return "bug", f"{type(error).__name__}: {error}", FAILED
+
+
+def is_checkpoint_error(error: BaseException) -> bool:
+    """Return True for torch's CheckpointException, a BaseException that holds the error of each rank."""
+    module = sys.modules.get("torch.distributed.checkpoint.api")  # not imported: nothing can have raised it
+    return module is not None and isinstance(error, module.CheckpointException) and bool(error.failures)
+
+
+def is_lost_rank_error(error: BaseException) -> bool:
+    """Return True for errors of torch.distributed that mean that another process is gone or silent."""
+    from torch.distributed import DistError
+
+    text = str(error).lower()
+    kind = npu_errors.classify_hccl_error(str(error))
+    if kind is not None:
+        return kind == "peer"
+    return isinstance(error, DistError) or any(part in text for part in _LOST_CONNECTION_TEXTS)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an allocation failed, on the host or on a device."""
+    text = str(error)
+    if isinstance(error, MemoryError):
+        return True
+    return any(part in text.lower() for part in _OUT_OF_MEMORY_TEXTS) and npu_errors.classify_hccl_error(text) is None
+
+
+def out_of_memory_error(settings: Settings, rank: int) -> ConfigError:
+    """Return the error that replaces a failed allocation of a rank."""
+    return ConfigError(
+        f"data.seq_length = {settings.data.seq_length}: does not fit, rank {rank} ran out of memory; use less, more "
+        "context_parallel_suite.context_parallel_size on more machines, or model.recompute_granularity: full"
+    )
+
+
+def lost_over_hccl(rank: int, error: BaseException) -> PeerError:
+    """Return the PeerError for a lost connection on NPUs, where no time is left to ask which rank is gone."""
+    if isinstance(error, PeerError):  # names the rank already
+        return error
+    return PeerError(f"rank {rank} lost a peer: {npu_errors.short_cause(str(error))}; {npu_errors.HCCL_REMEDY}")
+
+
+def _file_error(error: OSError) -> str:
+    text = error.strerror or str(error) or type(error).__name__
+    if error.filename is not None:
+        return f"{error.filename}: {text}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{text}; free some space, and the same command goes on from the newest checkpoint"
+    return text

@@ -1,0 +1,169 @@
+"""Attention by FlashAttention on packed sequences: one call for each kind of mask of a (step, slot), whatever the
+number of documents. Without ALiBi."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.contract import Heads
+from mindspeed_cp.ops.attention.cuda.flash_operator import (
+    AtenFlashOperator,
+    FlashArguments,
+    FlashOperator,
+    RngState,
+    check_device,
+)
+from mindspeed_cp.ops.attention.head_groups import HeadGroup, pad_head_dim
+from mindspeed_cp.ops.attention.lowering.device_call import on_device
+from mindspeed_cp.ops.attention.lowering.fused_backend import FusedBackend
+from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits, FusedCall
+from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, lower_to_fused_calls
+from mindspeed_cp.plan import AttentionConfig
+
+#: Limits of a call. The backward allocates memory for 128 more queries of each sequence (1 GB for 512 sequences of 32
+#: heads x 128), and cumulative lengths are int32.
+FLASH_LIMITS = CallLimits(share_calls=False, max_sequences=512, max_rows=2**31 - 1)
+
+#: Head dimensions are padded to a multiple of this.
+HEAD_DIM_MULTIPLE = 8
+
+
+class CudaFlashAttention(FusedBackend):
+    """Attention by FlashAttention. Tiles are lowered as for Ascend's fused operator, whose masks are the same: none,
+    bottom-right causal, or a window counted from the bottom-right corner. Dropout uses torch.cuda.manual_seed.
+
+    Args:
+        name: device type of its tensors.
+        operator: None: torch's; tests pass another one.
+    """
+
+    title = "flash attention"
+    clears_unwritten_rows = False  # merge_parts_ ignores accumulators whose lse is -inf
+
+    def __init__(self, name: str = "cuda", operator: FlashOperator | None = None) -> None:
+        self.name = name
+        self.operator = operator
+        self._run: FlashOperator = AtenFlashOperator() if operator is None else operator
+
+    @property
+    def deterministic(self) -> bool:
+        """True after torch.use_deterministic_algorithms(True): otherwise torch's kernels accumulate dq in any order."""
+        return (
+            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+
+    @property
+    def key(self) -> Hashable:
+        """See the contract."""
+        return "flash", self.name
+
+    def unsupported_reason(self, attention: AttentionConfig, dtype: torch.dtype) -> str | None:
+        """Return what FlashAttention does not support as setting, value and valid values; None if it supports all."""
+        if attention.slopes is not None:
+            return "attention.alibi is given; valid for flash attention: False"
+        if dtype not in self._run.dtypes:
+            valid = ", ".join(str(supported)[6:] for supported in self._run.dtypes)
+            return f"dtype is {str(dtype)[6:]}; valid for flash attention: {valid}"
+        width = max(attention.head_dim, attention.head_dim_v)
+        if width > self._run.max_head_dim:
+            return f"head_dim is {width}; valid for flash attention: up to {self._run.max_head_dim}"
+        return None
+
+    def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
+        """See the contract."""
+        reason = self.unsupported_reason(attention, dtype)
+        if reason is not None:
+            raise ConfigError(reason)
+
+    def check_device(self, device: torch.device) -> None:
+        """See the contract."""
+        if self.operator is None:
+            check_device(device)
+
+    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> FusedCalls:
+        """See the contract."""
+        return lower_to_fused_calls(tiles, rows, attention, FLASH_LIMITS)
+
+    def lower_backward(
+        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> FusedCalls:
+        """See the contract. The calls are those of the forward, which dropout requires."""
+        return self.lower_forward(tiles, rows, attention, dtype)
+
+    def prepare(
+        self, calls: Sequence[FusedCall], attention: AttentionConfig, heads: Heads, device: torch.device
+    ) -> None:
+        """See the contract: rows and cumulative lengths."""
+        for call in calls:
+            on_device(call, device)
+            _operator_arguments(call, attention, device, attention.dropout > 0)
+
+    @property
+    def _no_rng_state(self) -> RngState:
+        return ()
+
+    def _pad_head_dims(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        width = -(-max(q.shape[-1], v.shape[-1]) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+        return pad_head_dim(q, width), pad_head_dim(k, width), pad_head_dim(v, width)
+
+    def _forward_call(
+        self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...], dropout: bool
+    ) -> tuple[Tensor, Tensor, RngState]:
+        q, k, v = qkv
+        out, lse, rng_state = self._run.forward(q, k, v, _operator_arguments(call, attention, q.device, dropout))
+        return out, lse.T.contiguous(), rng_state
+
+    def _backward_call(
+        self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...],
+        dout: Tensor, out: Tensor, lse: Tensor, rng_state: RngState, dropout: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        q, k, v = qkv
+        arguments = _operator_arguments(call, attention, q.device, dropout)
+        return self._run.backward(
+            q, k, v, dout.contiguous(), out.contiguous(), lse.T.contiguous(), rng_state, arguments
+        )
+
+    def _merge_duplicates(self, into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
+        (out, lse), (part_out, part_lse) = into, more
+        merge_parts_(out, lse, part_out.contiguous()[None], part_lse.contiguous()[None])
+
+    def _merge(self, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+        merge_parts_(out, lse, part_out.contiguous()[None], part_lse.contiguous()[None])
+        return out, lse
+
+
+def _operator_arguments(
+    call: FusedCall, attention: AttentionConfig, device: torch.device, dropout: bool
+) -> FlashArguments:
+    """Return the arguments of a call; built at the first use."""
+    scale, dropout_p = attention.softmax_scale, attention.dropout if dropout else 0.0
+    key = "flash", device, scale, dropout_p
+    if key not in call.device_cache:
+        cu_seqlens_q, cu_seqlens_k = (
+            np.array([0, *ends], np.int32) for ends in (call.actual_seq_qlen, call.actual_seq_kvlen)
+        )
+        longest_q, longest_k = int(np.diff(cu_seqlens_q).max()), int(np.diff(cu_seqlens_k).max())
+        call.device_cache[key] = FlashArguments(
+            torch.from_numpy(cu_seqlens_q).to(device), torch.from_numpy(cu_seqlens_k).to(device),
+            max(2, longest_q), max(2, longest_q, longest_k),
+            flash_window(call, max(longest_q, longest_k)), scale, dropout_p,
+        )  # fmt: skip
+    arguments: FlashArguments = call.device_cache[key]
+    return arguments
+
+
+def flash_window(call: FusedCall, longest: int) -> tuple[int, int]:
+    """Return (left, right) for a call in Ascend's sparse modes 0, 3 and 4; -1 where nothing is cut off in sequences of
+    up to `longest` rows."""
+    if call.sparse_mode == 0:
+        return -1, -1
+    if call.sparse_mode == 3:
+        return -1, 0
+    left, right = (-1 if tokens >= longest else tokens for tokens in (call.pre_tokens, call.next_tokens))
+    return left, right

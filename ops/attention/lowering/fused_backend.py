@@ -1,0 +1,160 @@
+"""The loops over head groups and calls that backends on a fused varlen operator share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState
+from mindspeed_cp.ops.attention.head_groups import (
+    HeadGroup,
+    contiguous_heads,
+    pad_head_dim,
+    uniform_head_groups,
+    write_heads,
+)
+from mindspeed_cp.ops.attention.lowering.device_call import DeviceCall, on_device
+from mindspeed_cp.ops.attention.lowering.fused_call import FusedCall
+from mindspeed_cp.ops.rows import put_rows, take_rows
+from mindspeed_cp.plan import AttentionConfig
+
+
+class FusedBackend(ABC):
+    """Forward and backward of an attention backend; a subclass runs and merges single calls.
+
+    Dropped weights are drawn by the operator from the device's generator, not from the dropout key; the backward drops
+    the same weights by the saved state of the generator, and needs the tiles of its forward.
+    """
+
+    #: Name of the backend in error messages.
+    title: str
+
+    #: False if :meth:`_merge` ignores accumulators whose lse is -inf; then they need not be cleared before.
+    clears_unwritten_rows = True
+
+    @abstractmethod
+    def _pad_head_dims(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pad head dimensions with zeros to what the operator accepts."""
+
+    @abstractmethod
+    def _forward_call(
+        self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...], dropout: bool
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Run the forward of one call.
+
+        Args:
+            qkv: rows of the call, [rows, heads of the group, dim].
+            dropout: drop weights.
+
+        Returns:
+            out [rows, heads, dim], lse fp32 [rows, heads], and the state of the random numbers.
+        """
+
+    @abstractmethod
+    def _backward_call(
+        self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...],
+        dout: Tensor, out: Tensor, lse: Tensor, rng_state: Any, dropout: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return dq, dk and dv of one call, [rows, heads, dim], from the complete out and lse."""
+
+    @abstractmethod
+    def _merge(self, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge a partial result into fp32 accumulators, in place where possible, and return them."""
+
+    @abstractmethod
+    def _merge_duplicates(self, into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
+        """Merge (out, lse) of rows of a call into other rows of the same call, in place."""
+
+    @property
+    @abstractmethod
+    def _no_rng_state(self) -> Any:
+        """The state of the random numbers where nothing is dropped."""
+
+    def forward(
+        self, calls: Sequence[FusedCall], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
+    ) -> None:
+        """See :class:`~mindspeed_cp.ops.attention.contract.AttentionBackend`."""
+        head_dim_v, dropout = v.shape[-1], state.dropout is not None
+        all_q, all_k, all_v = self._pad_head_dims(state.q, k, v)
+        for group in uniform_head_groups(attention, state.heads):
+            q, k, v = all_q[:, group.q], all_k[:, group.kv], all_v[:, group.kv]
+            out, lse = contiguous_heads(state.out, group.q), contiguous_heads(state.lse, group.q)
+            for call in calls:
+                on = on_device(call, q.device)
+                qkv = take_rows(q, on.q), take_rows(k, on.k), take_rows(v, on.k)
+                part_out, part_lse, rng_state = self._forward_call(call, attention, group, qkv, dropout)
+                if dropout:
+                    state.saved[call.content_key, group.q_range] = rng_state
+                part_out = part_out[..., :head_dim_v]
+                if on.q_scatter.merges:
+                    part_out = part_out.float().contiguous()
+                part_out, part_lse = on.q_scatter.merge_duplicates((part_out, part_lse), self._merge_duplicates)
+                self._accumulate(call, on, out, lse, part_out, part_lse)
+            write_heads(state.out, group.q, out)
+            write_heads(state.lse, group.q, lse)
+
+    def backward(
+        self,
+        calls: Sequence[FusedCall],
+        attention: AttentionConfig,
+        state: BackwardState,
+        k: Tensor,
+        v: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        """See :class:`~mindspeed_cp.ops.attention.contract.AttentionBackend`."""
+        head_dim, head_dim_v, dropout = k.shape[-1], v.shape[-1], state.dropout is not None
+        all_q, all_k, all_v = self._pad_head_dims(state.q, k, v)
+        all_out, all_dout = (pad_head_dim(x, all_v.shape[-1]) for x in (state.out, state.dout))
+        for group in uniform_head_groups(attention, state.heads):
+            q, out, lse, dout, dq = (x[:, group.q] for x in (all_q, all_out, state.lse, all_dout, state.dq))
+            group_k, group_v, group_dk, group_dv = (x[:, group.kv] for x in (all_k, all_v, dk, dv))
+            for call in calls:
+                on = on_device(call, q.device)
+                qkv = take_rows(q, on.q), take_rows(group_k, on.k), take_rows(group_v, on.k)
+                call_dout, call_out, call_lse = (take_rows(x, on.q) for x in (dout, out, lse))
+                rng_state = self._saved_rng_state(state, call, group)
+                dq_part, dk_part, dv_part = self._backward_call(
+                    call, attention, group, qkv, call_dout, call_out, call_lse, rng_state, dropout
+                )
+                on.q_scatter.add_to((dq,), (dq_part[..., :head_dim],))
+                on.k_scatter.add_to((group_dk, group_dv), (dk_part[..., :head_dim], dv_part[..., :head_dim_v]))
+
+    def _accumulate(
+        self, call: FusedCall, on: DeviceCall, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor
+    ) -> None:
+        """Store the result of a call, or merge it into the accumulators."""
+        target = on.q_scatter.target
+        if call.unwritten is True:
+            put_rows(out, target, part_out.to(out.dtype))
+            put_rows(lse, target, part_lse)
+            return
+        if self.clears_unwritten_rows and on.unwritten is not None:
+            put_rows(out, on.unwritten, 0)
+        rows, rows_lse = take_rows(out, target), take_rows(lse, target)
+        merged, merged_lse = self._merge(rows, rows_lse, part_out, part_lse)
+        if merged is not rows or isinstance(target, Tensor):
+            put_rows(out, target, merged)
+            put_rows(lse, target, merged_lse)
+
+    def _saved_rng_state(self, state: BackwardState, call: FusedCall, group: HeadGroup) -> Any:
+        """Return the state that the forward of the call saved.
+
+        Raises:
+            ConfigError: the forward had no such call.
+        """
+        if state.dropout is None:
+            return self._no_rng_state
+        key = call.content_key, group.q_range
+        if key not in state.saved:
+            raise ConfigError(
+                "attention.dropout is above 0 and the backward has a call that the forward did not have, so that it "
+                f"cannot drop the same weights; valid for {self.title}: plans with the same tiles in both directions, "
+                "or dropout 0.0"
+            )
+        return state.saved[key]

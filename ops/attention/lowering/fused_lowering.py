@@ -1,0 +1,252 @@
+"""Lowering of tiles to as few calls of the fused operator as possible: one for each kind of block, whatever the number
+of documents."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.ops.attention.lowering.alibi_squares import alibi_blocks
+from mindspeed_cp.ops.attention.lowering.blocks import plain_blocks
+from mindspeed_cp.ops.attention.lowering.duplicate_rows import scatter_rows
+from mindspeed_cp.ops.attention.lowering.fused_call import (
+    NO_LIMIT,
+    BlockKind,
+    CallLimits,
+    FusedCall,
+    HostRows,
+    as_host_rows,
+    content_key,
+    ramps,
+)
+from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED, AttentionConfig
+
+FusedCalls = dict[tuple[int, int], list[FusedCall]]
+
+
+def lower_to_fused_calls(tiles: np.ndarray, rows: int, attention: AttentionConfig, limits: CallLimits) -> FusedCalls:
+    """Return the calls for every (step, slot).
+
+    Args:
+        tiles: records of dtype TILE in execution order.
+        rows: number of the rank's queries.
+        attention: configuration of the layer.
+        limits: limits of one call.
+
+    Raises:
+        ConfigError: a tile exceeds the operator's limits and cannot be split.
+    """
+    if not len(tiles):
+        return {}
+    tiles = _split_tall_tiles(tiles, limits.max_rows)
+    new = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
+    step_slot = np.concatenate([[0], np.cumsum(new)])
+    with_bias = attention.slopes is not None
+    blocks = (
+        alibi_blocks(tiles, step_slot, attention, limits) if with_bias else plain_blocks(tiles, step_slot, attention)
+    )
+    calls: FusedCalls = {}
+    step_slots = tiles[np.append(True, new)][["step", "slot"]].tolist()
+    written = np.zeros(rows, bool)
+    for group in _call_groups(blocks, attention, limits):
+        for start, stop in _split_by_limits(group, limits):
+            call = _call(group[start:stop], attention, limits, written)
+            calls.setdefault(step_slots[int(group["step_slot"][0])], []).append(call)
+    return calls
+
+
+def _split_tall_tiles(tiles: np.ndarray, limit: int) -> np.ndarray:
+    """Split tiles with more keys than a call may have: a full tile into several, a causal one into full tiles and its
+    causal square."""
+    tall = tiles["q_rows"] > limit
+    long = tiles["k_rows"] > limit
+    if (tall | (long & (tiles["mask"] != FULL) & (tiles["mask"] != CAUSAL))).any():
+        raise ConfigError(
+            f"a rank's attention has a tile of {tiles['q_rows'].max()} queries and {tiles['k_rows'].max()} keys of one "
+            f"document; valid for the npu backend: {limit} of each at most; use more context-parallel ranks"
+        )
+    if not long.any():
+        return tiles
+    out = []
+    for tile in tiles:
+        k_row, end = int(tile["k_row"]), int(tile["k_row"] + tile["k_rows"])
+        square = int(tile["q_rows"]) if tile["mask"] == CAUSAL and tile["k_rows"] > limit else 0
+        edges = [*range(k_row, end - square, limit), end - square] if tile["k_rows"] > limit else [k_row, end]
+        for a, b in pairwise([*edges, end] if square else edges):
+            sub_tile = np.array([tile], TILE)
+            sub_tile["k_row"], sub_tile["k_rows"], sub_tile["k_pos"] = a, b - a, tile["k_pos"] + a - k_row
+            sub_tile["mask"] = FULL if square and b < end else tile["mask"]
+            out.append(sub_tile)
+    return np.concatenate(out)
+
+
+def _call_groups(blocks: np.ndarray, attention: AttentionConfig, limits: CallLimits) -> list[np.ndarray]:
+    """Return groups of blocks that can share a call, apart from the limits."""
+    group = blocks["step_slot"] * len(BlockKind) + blocks["kind"]
+    side = (blocks["kind"] == BlockKind.SIDE) | (blocks["kind"] == BlockKind.SIDE_UPPER)
+    if (blocks["kind"] == BlockKind.PAIR).any():
+        window = np.where(blocks["kind"] == BlockKind.PAIR, np.stack([blocks["pre_tokens"], blocks["next_tokens"]]), 0)
+        group = np.unique(np.stack([group, *window]), axis=1, return_inverse=True)[1].reshape(-1)
+    elif attention.slopes is not None and not limits.share_calls:
+        group = np.arange(len(blocks))
+    elif side.any():
+        number = _call_numbers(blocks, side, group, attention, limits)
+        group = group * (int(number.max()) + 1) + number
+    order = np.argsort(group, kind="stable")
+    group = group[order]
+    return np.split(blocks[order], np.flatnonzero(group[1:] != group[:-1]) + 1)
+
+
+def _call_numbers(
+    blocks: np.ndarray, side: np.ndarray, group: np.ndarray, attention: AttentionConfig, limits: CallLimits
+) -> np.ndarray:
+    """Return the number of the call, within its group (step, slot and kind), of each block beside the diagonal.
+
+    The largest square of a call determines its shared start. Squares that are much nearer to their keys go to a later
+    call, because a larger start increases the rounding error of their bias (limits.max_bias_excess).
+    """
+    out = np.zeros(len(blocks), np.int64)
+    slack = limits.max_bias_excess / max(float(np.abs(attention.slopes).max()), 1e-300)  # type: ignore[arg-type]  # gap_index are slopes
+    wait = np.flatnonzero(side & (_first_distance(blocks) + slack < blocks["k_rows"][side].max() - 1))
+    number = 0
+    while len(wait):  # compare with the largest square of the same call
+        largest = np.zeros(int(group.max()) + 1, np.int64)
+        same = side & (out == number)
+        np.maximum.at(largest, group[same], blocks["k_rows"][same] - 1)
+        wait = wait[_first_distance(blocks[wait]) + slack < largest[group[wait]]]
+        number += 1
+        out[wait] = number
+    return out
+
+
+def _first_distance(blocks: np.ndarray) -> np.ndarray:
+    """Return the true distance from the first key to the first query of each sequence."""
+    before = blocks["q_pos"] - blocks["k_pos"]
+    return np.where(blocks["reversed"] == 1, blocks["k_rows"] - blocks["q_rows"] - before, before)
+
+
+def _split_by_limits(blocks: np.ndarray, limits: CallLimits) -> list[tuple[int, int]]:
+    """Return (start, stop) of the blocks of each call, as few calls as the limits allow."""
+    if len(blocks) <= limits.max_sequences and max(blocks["size"].sum(), blocks["k_rows"].sum()) <= limits.max_rows:
+        return [(0, len(blocks))]
+    ends = np.cumsum(np.stack([np.ones(len(blocks), np.int64), blocks["size"], blocks["k_rows"]]), axis=1)
+    maxima, start, out = (limits.max_sequences, limits.max_rows, limits.max_rows), 0, []
+    while start < len(blocks):
+        done = ends[:, start - 1] if start else np.zeros(3, np.int64)
+        stop = min(
+            int(np.searchsorted(end, first + maximum, "right"))
+            for end, first, maximum in zip(ends, done, maxima, strict=True)
+        )
+        out.append((start, stop))
+        start = stop
+    return out
+
+
+def _call(blocks: np.ndarray, attention: AttentionConfig, limits: CallLimits, written: np.ndarray) -> FusedCall:
+    """Return the call for blocks of one kind, and set `written` for its rows of queries."""
+    kind, with_bias = BlockKind(int(blocks["kind"][0])), attention.slopes is not None
+    size, k_rows, is_reversed = blocks["size"], blocks["k_rows"], blocks["reversed"]
+    q_start, k_start = np.cumsum(size) - size, np.cumsum(k_rows) - k_rows
+    q_row = np.where(is_reversed == 1, blocks["q_row"] + blocks["q_rows"] - 1, blocks["q_row"])
+    k_row = np.where(is_reversed == 1, blocks["k_row"] + k_rows - 1, blocks["k_row"])
+    q: HostRows = as_host_rows(ramps(q_row, size, 1 - 2 * is_reversed, blocks["q_rows"]))
+    spread = None if with_bias or attention.dropout > 0 else _keys_with_gaps(blocks, limits)
+    k: HostRows = as_host_rows(ramps(k_row, k_rows, 1 - 2 * is_reversed)) if spread is None else spread[0]
+    actual_seq_qlen, actual_seq_kvlen = (np.cumsum(size), np.cumsum(k_rows)) if spread is None else spread[1:]
+    k_start = k_start if spread is None else blocks["k_row"] - spread[0].start
+    q_scatter = scatter_rows(blocks["q_row"], blocks["q_rows"], q_start, size, is_reversed)
+    k_scatter = scatter_rows(blocks["k_row"], k_rows, k_start, k_rows, is_reversed)
+    start_idx, bias_shift = _start_indices(kind, blocks, with_bias)
+    mode, pre_tokens, next_tokens, compressed = _sparse_mode(kind, blocks, attention)
+    filled = size > blocks["q_rows"]
+    padding = as_host_rows(ragged_arange((q_start + blocks["q_rows"])[filled], (size - blocks["q_rows"])[filled]))
+    names = ("kind", "q_row", "q_rows", "k_rows", "doc", "q_pos", "k_pos")
+    return FusedCall(
+        layout="TND",
+        q=q,
+        k=k,
+        actual_seq_qlen=actual_seq_qlen.tolist(),
+        actual_seq_kvlen=actual_seq_kvlen.tolist(),
+        sparse_mode=mode,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        uses_compressed_mask=compressed,
+        visible_ranges=None,
+        start_idx=start_idx,
+        bias_shift=bias_shift,
+        padding=padding if filled.any() else None,
+        q_scatter=q_scatter,
+        k_scatter=k_scatter,
+        unwritten=mark_written(written, q_scatter.target),
+        content_key=content_key(blocks, names) if attention.dropout > 0 else b"",
+    )
+
+
+def mark_written(written: np.ndarray, rows: HostRows) -> bool | np.ndarray:
+    """Return the rows that no earlier call has written (True: all), and mark all rows as written."""
+    unwritten = ~written[rows]
+    written[rows] = True
+    if unwritten.all():
+        return True
+    return (np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)[unwritten]
+
+
+def _keys_with_gaps(blocks: np.ndarray, limits: CallLimits) -> tuple[slice, np.ndarray, np.ndarray] | None:
+    """Return the keys as one run of the slot, so that they need no copy, and the ends of all sequences; a gap between
+    two blocks becomes a sequence without queries. None if the blocks are out of order, the gaps too large, or the
+    limits exceeded."""
+    start, stop = blocks["k_row"], blocks["k_row"] + blocks["k_rows"]
+    gaps = start[1:] - stop[:-1]
+    if not len(gaps) or (gaps < 0).any():
+        return None
+    gap_index = np.flatnonzero(gaps > 0)
+    keys = int(stop[-1] - start[0])
+    enough = keys <= 3 * int(blocks["k_rows"].sum()) and keys <= limits.max_rows
+    if not len(gap_index) or not enough or len(blocks) + len(gap_index) > limits.max_sequences:
+        return None
+    actual_seq_qlen, actual_seq_kvlen = np.cumsum(blocks["size"]), stop - start[0]
+    return (
+        slice(int(start[0]), int(stop[-1])),
+        np.insert(actual_seq_qlen, gap_index + 1, actual_seq_qlen[gap_index]),
+        np.insert(actual_seq_kvlen, gap_index + 1, actual_seq_kvlen[gap_index] + gaps[gap_index]),
+    )
+
+
+def _sparse_mode(kind: BlockKind, blocks: np.ndarray, attention: AttentionConfig) -> tuple[int, int, int, bool]:
+    """Return sparse_mode, pre_tokens, next_tokens, and True if the call needs the compressed mask."""
+    if kind in (BlockKind.ALL, BlockKind.SIDE):
+        return 0, NO_LIMIT, NO_LIMIT, False
+    largest = int(max(blocks["k_rows"].max(), blocks["size"].max()))
+    left, right = attention.reach
+    if kind == BlockKind.DIAGONAL:
+        left_tokens, right_tokens = left, right
+    elif kind == BlockKind.PAIR:
+        left_tokens, right_tokens = int(blocks["pre_tokens"][0]), int(blocks["next_tokens"][0])
+    else:
+        left_tokens, right_tokens = (min(left + right, UNLIMITED), 0) if kind == BlockKind.EDGE else (0, largest)
+    left_tokens, right_tokens = (
+        min(left_tokens, largest),
+        min(right_tokens, largest),
+    )  # a limit that no sequence reaches
+    if left_tokens >= largest and right_tokens >= largest:
+        return 0, NO_LIMIT, NO_LIMIT, False
+    if left_tokens >= largest and right_tokens == 0:
+        return 3, NO_LIMIT, NO_LIMIT, True
+    return 4, left_tokens, right_tokens, True
+
+
+def _start_indices(
+    kind: BlockKind, blocks: np.ndarray, with_bias: bool
+) -> tuple[tuple[int, int] | None, np.ndarray | None]:
+    """Return (q_start_idx, kv_start_idx) and the bias_shift of each row."""
+    if not with_bias:
+        return None, None
+    if kind == BlockKind.DIAGONAL:
+        return (0, 0), None
+    distance = _first_distance(blocks)
+    start = int(distance[0]) if len(blocks) == 1 else int(blocks["k_rows"].max()) - 1
+    shift = distance - start
+    return (start, 0), np.repeat(shift, blocks["size"]) if shift.any() else None

@@ -1,0 +1,1 @@
+"""Attention on Ascend NPUs: npu_fusion_attention_v2."""

@@ -1,0 +1,228 @@
+"""The npu backend: Ascend's fused attention, with as few calls for each (step, slot) as its rules allow."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_cp.ascend_kernels.launch import has_triton
+from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.device.npu_limits import check_npu_limits
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.contract import Heads, check_dtype, check_option
+from mindspeed_cp.ops.attention.head_groups import HeadGroup, pad_head_dim, uniform_head_groups
+from mindspeed_cp.ops.attention.lowering.device_call import (
+    DeviceCall,
+    compressed_mask,
+    on_device,
+    ones,
+    slopes_of,
+)
+from mindspeed_cp.ops.attention.lowering.fused_backend import FusedBackend
+from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits, FusedCall
+from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, lower_to_fused_calls
+from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
+from mindspeed_cp.ops.attention.npu.fused_operator import FusedArguments, FusedOperator, RngState, TorchNpuOperator
+from mindspeed_cp.ops.attention.npu.statistics import statistics_order
+from mindspeed_cp.ops.merge import merge_
+from mindspeed_cp.ops.rows import put_rows
+from mindspeed_cp.plan import AttentionConfig
+
+#: Maximum amount by which a shared start may increase an ALiBi bias. fp32 rounds a bias of 2**12 by at most 2**-12,
+#: a relative change of the weight that bf16 and fp16 cannot represent; fp32 needs 2**-19.
+MAX_BIAS_EXCESS = {torch.float32: 2.0**5, torch.bfloat16: 2.0**12, torch.float16: 2.0**12}
+
+
+@dataclass(frozen=True)
+class NpuAttention(FusedBackend):
+    """Attention on Ascend NPUs. Dropout uses the device's generator (torch.npu.manual_seed).
+
+    Attributes:
+        lowering: "tnd": packed sequences and compressed masks; "masks": one call for each (step, slot) with a mask of
+            that step's rows and keys, in layout BSND.
+        alibi: "shared": squares beside the diagonal share a call by the row-shift identity; "split": one call for each
+            square, with its true starts.
+        merge: "fp32": :func:`mindspeed_cp.ops.merge.merge_`; "ring_update": npu_ring_attention_update, which rounds to
+            its input's type at every hop and therefore gets fp32 inputs; "triton":
+            :func:`mindspeed_cp.ascend_kernels.merge_parts_`, one launch, by triton-ascend.
+        operator: the fused operators; None: those of torch_npu.
+
+    Raises:
+        ConfigError: an option has an invalid value.
+    """
+
+    lowering: str = "tnd"
+    alibi: str = "shared"
+    merge: str = "fp32"
+    operator: FusedOperator | None = None
+
+    # Without annotations: constants of the class, not options.
+    name = "npu"
+    title = "the npu backend"
+
+    def __post_init__(self) -> None:
+        check_option("npu.lowering", self.lowering, ("tnd", "masks"))
+        check_option("npu.alibi", self.alibi, ("shared", "split"))
+        check_option("npu.merge", self.merge, ("fp32", "ring_update", "triton"))
+
+    @property
+    def deterministic(self) -> bool:
+        """True if torch.use_deterministic_algorithms is set: otherwise the operator accumulates dq in any order.
+        (torch_npu passes the setting on to CANN; the stand-in for CANN cannot show its effect.)"""
+        return torch.are_deterministic_algorithms_enabled()
+
+    @property
+    def key(self) -> Hashable:
+        """Name and options."""
+        return self.name, self.lowering, self.alibi, self.merge
+
+    def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
+        """See the contract."""
+        check_dtype("the npu backend", dtype, (torch.bfloat16, torch.float16, torch.float32))
+        check_npu_limits(attention, self.lowering)
+
+    def check_device(self, device: torch.device) -> None:
+        """See the contract. The operator itself reports missing parts when it is loaded, before the first call."""
+        if self.merge == "triton" and device.type != "cpu" and not has_triton():
+            raise ConfigError(
+                "npu_merge is 'triton', and the package triton-ascend is not installed; install it (docs/kernels.md), "
+                "or use npu_merge 'fp32', which merges in torch"
+            )
+
+    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> FusedCalls:
+        """See the contract."""
+        if self.lowering == "masks":
+            return lower_to_masks(tiles, rows, attention)
+        return lower_to_fused_calls(tiles, rows, attention, CallLimits(self.alibi == "shared", MAX_BIAS_EXCESS[dtype]))
+
+    def lower_backward(
+        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> FusedCalls:
+        """See the contract. The calls are those of the forward, which dropout requires."""
+        return self.lower_forward(tiles, rows, attention, dtype)
+
+    def prepare(
+        self, calls: Sequence[FusedCall], attention: AttentionConfig, heads: Heads, device: torch.device
+    ) -> None:
+        """See the contract: rows, masks, slopes and orders of statistics."""
+        for group in uniform_head_groups(attention, heads):
+            slopes_of(attention, group.q_range, device)
+            for call in calls:
+                if on_device(call, device).uses_compressed_mask:
+                    compressed_mask(device)
+                statistics_order(call, group.q.stop - group.q.start, device)
+
+    @property
+    def _operator(self) -> FusedOperator:
+        return _TORCH_NPU if self.operator is None else self.operator
+
+    @property
+    def _no_rng_state(self) -> RngState:
+        return 0, 0, 0
+
+    def _pad_head_dims(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The operator requires queries and keys at least as wide as values."""
+        width = max(q.shape[-1], v.shape[-1])
+        return pad_head_dim(q, width), pad_head_dim(k, width), v
+
+    def _forward_call(
+        self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...], dropout: bool
+    ) -> tuple[Tensor, Tensor, RngState]:
+        device = qkv[0].device
+        arguments = _operator_arguments(call, attention, group, device, dropout)
+        q, k, v = (_operator_rows(x, call) for x in qkv)
+        out, softmax_max, softmax_sum, rng_state = self._operator.forward(q, k, v, arguments)
+        order = statistics_order(call, arguments.heads, device)
+        lse = order.to_rows(softmax_max) + order.to_rows(softmax_sum).log()
+        shift = on_device(call, device).bias_shift
+        if shift is not None and arguments.slopes is not None:
+            lse -= shift * arguments.slopes
+        return out.reshape(call.rows, arguments.heads, -1), lse, rng_state
+
+    def _backward_call(
+        self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...],
+        dout: Tensor, out: Tensor, lse: Tensor, rng_state: RngState, dropout: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        device = lse.device
+        on = on_device(call, device)
+        arguments = _operator_arguments(call, attention, group, device, dropout)
+        if on.bias_shift is not None and arguments.slopes is not None:
+            lse = lse + on.bias_shift * arguments.slopes
+        # softmax_max = lse and softmax_sum = 1 give the same weights exp(score - lse).
+        softmax_max = statistics_order(call, arguments.heads, device).from_rows(lse)
+        if call.layout == "BSND":
+            softmax_max = softmax_max.view(1, arguments.heads, call.rows, -1)
+        q, k, v, out = (_operator_rows(x, call) for x in (*qkv, out))
+        dout = _without_padding(_operator_rows(dout, call), on)
+        grads = self._operator.backward(
+            q, k, v, dout, out, softmax_max, ones(softmax_max.shape, device), rng_state, arguments
+        )
+        dq, dk, dv = (x.reshape(-1, *x.shape[-2:]) for x in grads)
+        return dq, dk, dv
+
+    def _merge_duplicates(self, into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
+        (out, lse), (part_out, part_lse) = into, more
+        merge_(out, lse, part_out, part_lse)
+
+    def _merge(self, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+        if self.merge == "ring_update":
+            return self._ring_update(out, lse, part_out, part_lse)
+        if self.merge == "triton":
+            merge_parts_(out, lse, part_out.contiguous()[None], part_lse.contiguous()[None])
+        else:
+            merge_(out, lse, part_out, part_lse)
+        return out, lse
+
+    def _ring_update(self, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge by npu_ring_attention_update, in layout SBH with batch size 1: rows are independent, and for TND public
+        sources disagree on whether the list of lengths begins with 0."""
+        rows, heads, _ = out.shape
+
+        def operands(x: Tensor, x_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            softmax_max = x_lse.T.reshape(1, heads, rows, 1).expand(-1, -1, -1, 8).contiguous()
+            return x.float().reshape(rows, 1, -1).contiguous(), softmax_max, ones(softmax_max.shape, softmax_max.device)
+
+        merged, softmax_max, softmax_sum = self._operator.update(operands(out, lse), operands(part_out, part_lse))
+        return merged.view(out.shape), (softmax_max[0, ..., 0] + softmax_sum[0, ..., 0].log()).T
+
+
+_TORCH_NPU = TorchNpuOperator()
+
+
+def _operator_arguments(
+    call: FusedCall, attention: AttentionConfig, group: HeadGroup, device: torch.device, dropout: bool
+) -> FusedArguments:
+    packed = call.layout == "TND"
+    return FusedArguments(
+        heads=group.q.stop - group.q.start,
+        layout=call.layout,
+        actual_seq_qlen=call.actual_seq_qlen if packed else None,
+        actual_seq_kvlen=call.actual_seq_kvlen if packed else None,
+        sparse_mode=call.sparse_mode,
+        pre_tokens=call.pre_tokens,
+        next_tokens=call.next_tokens,
+        mask=on_device(call, device).mask(call.keys),
+        slopes=slopes_of(attention, group.q_range, device),
+        start_idx=call.start_idx,
+        scale=attention.softmax_scale,
+        keep_prob=1.0 - attention.dropout if dropout else 1.0,
+    )
+
+
+def _operator_rows(x: Tensor, call: FusedCall) -> Tensor:
+    """Return rows in the layout of the call, contiguous."""
+    x = x.contiguous()
+    return x if call.layout == "TND" else x.unsqueeze(0)
+
+
+def _without_padding(dout: Tensor, on: DeviceCall) -> Tensor:
+    """Clear the gradient of rows that only pad a square. (A view of the caller's gradient is copied first.)"""
+    if on.padding is None:
+        return dout
+    dout = dout.clone() if isinstance(on.q, slice) else dout
+    put_rows(dout, on.padding, 0)
+    return dout
