@@ -12,9 +12,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, load_cluster, simulate
-from mindspeed_cp.cli_lengths import draw
-from mindspeed_cp.report.files import check_suffix
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, load_cluster, simulate_plan
+from mindspeed_cp.cli.lengths import draw_batches
+from mindspeed_cp.report.files import check_output_path
 
 CONTEXTS = [2**15, 2**16, 2**17, 2**18, 2**20]
 NODES = [1, 2, 4, 8, 16]
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--png", default="scaling.png")
     options = parser.parse_args()
     try:
-        check_suffix("--png", Path(options.png), [".png"])
+        check_output_path("--png", Path(options.png), [".png"])
         sweep(options)
     except ConfigError as error:
         parser.error(str(error))
@@ -41,12 +41,12 @@ def sweep(options: argparse.Namespace) -> None:
     cluster = load_cluster(options.cluster)
     figure, (times, shares) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for context in CONTEXTS:
-        batch = draw(options.lengths, context, 1, seed=0)[0] if options.lengths else Documents([context])
+        batch = draw_batches(options.lengths, context, 1, seed=0)[0] if options.lengths else Documents([context])
         seconds, busy = [], []
         for nodes in NODES:
             topology = Topology(nodes, cluster.ranks_per_node, options.cluster)
             plan = build_plan(batch, topology, ATTENTION, "hierarchical")
-            made = simulate(plan, cluster)
+            made = simulate_plan(plan, cluster)
             seconds.append(1e3 * made.total)
             busy.append(float((made.compute + made.linear).mean()) / made.total)
             print(f"{context >> 10:5}K on {nodes:2} nodes: {1e3 * made.total:9.2f} ms a layer, {busy[-1]:.0%} busy")
