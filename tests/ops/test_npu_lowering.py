@@ -5,6 +5,7 @@ rule of the operator broken, and as few calls as was promised.
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import numpy as np
