@@ -20,6 +20,7 @@ from mindspeed_cp.train.failures import (
     lost_over_hccl,
     out_of_memory_error,
 )
+from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
 
 def run_rank(settings: Settings, *, as_json: bool) -> None:
@@ -30,9 +31,10 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
         PeerError: Another rank died; the error names it where that can be found out.
         Stopped: The rank was asked to stop in a step that cannot be finished.
     """
-    from mindspeed_cp.megatron import megatron_compat
+    with uncompiled_megatron():
+        from mindspeed_cp.megatron import megatron_compat
+        from mindspeed_cp.train.loop import train
     from mindspeed_cp.report.text import print_tables
-    from mindspeed_cp.train.loop import train
     from mindspeed_cp.train.lost_ranks import name_lost_ranks
     from mindspeed_cp.train.progress_display import ignore_closed_terminal
     from mindspeed_cp.train.summary import closing_lines, summary_table
