@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import Literal, get_args
 
 import numpy as np
 
-from mindspeed_cp.layout import Documents, Layout, contiguous, zigzag
+from mindspeed_cp.layout import Documents, Layout, assign_to_least_loaded, contiguous, zigzag
 from mindspeed_cp.plan.problem import AttentionConfig, visible_pairs
 
 LayoutName = Literal["zigzag", "contiguous", "balanced"]
@@ -56,13 +55,10 @@ def balanced_doc_ranks(work: np.ndarray, rows: np.ndarray, ranks: int) -> list[n
     total, fair = float(work.sum()), float(work.sum()) / ranks
     best: tuple[float, int, list[int]] | None = None  # load of the busiest rank, number of cut documents, owners
     for cut in sorted({int(np.searchsorted(-work[order], -share * fair, "left")) for share in CUT_SHARES}):
-        loads = [(float(work[order[:cut]].sum()) / ranks, 0, rank) for rank in range(ranks)]  # ascending: a heap
-        owners = []
-        for doc in order[cut:].tolist():
-            load, tokens, rank = loads[0]
-            owners.append(rank)
-            heapq.heapreplace(loads, (load + float(work[doc]), tokens + int(rows[doc]), rank))
-        busiest = max(loads)[0]
+        loads = [float(work[order[:cut]].sum()) / ranks] * ranks
+        whole = order[cut:]
+        owners = assign_to_least_loaded(work[whole].tolist(), loads, ties=rows[whole].tolist())
+        busiest = max(loads)
         if best is None or busiest < best[0] - MIN_GAIN * fair:
             best = busiest, cut, owners
         if total == 0 or busiest <= (1 + MIN_GAIN) * fair:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from heapq import heapify, heapreplace
 
 from mindspeed_cp.data.dispatch_problem import DispatchProblem, DocumentGroups, Row, best_fit_decreasing
 from mindspeed_cp.data.local_search import improve_by_documents, improve_by_rows
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import assign_to_least_loaded
 
 
 def best_candidate(problem: DispatchProblem) -> DocumentGroups:
@@ -98,14 +98,11 @@ def longest_first(problem: DispatchProblem) -> DocumentGroups:
         cost + problem.micro_batch_cost * length // problem.token_bound
         for cost, length in zip(problem.costs, problem.lengths, strict=True)
     ]
-    loads = [(0, replica) for replica in range(problem.replicas)]
-    heapify(loads)
     assigned: list[Row] = [[] for _ in range(problem.replicas)]
     order = sorted(range(len(costs)), key=lambda document: (-costs[document], -problem.lengths[document], document))
-    for document in order:
-        load, replica = loads[0]
+    replicas = assign_to_least_loaded([costs[document] for document in order], [0] * problem.replicas)
+    for document, replica in zip(order, replicas, strict=True):
         assigned[replica].append(document)
-        heapreplace(loads, (load + costs[document], replica))
     groups = [best_fit_decreasing(problem, documents) for documents in assigned]
     improve_by_documents(problem, groups)
     return [shorten_longest(problem, group) for group in groups]
@@ -142,10 +139,9 @@ def assign_rows(problem: DispatchProblem, rows: Sequence[Row]) -> DocumentGroups
     with fewer than rows / replicas of them, rounded up."""
     limit = -(-len(rows) // problem.replicas)
     groups: DocumentGroups = [[] for _ in range(problem.replicas)]
-    times = [0] * problem.replicas
-    for row in sorted(rows, key=lambda row: (-problem.time_of(row), row)):
-        with_room = (replica for replica in range(problem.replicas) if len(groups[replica]) < limit)
-        replica = min(with_room, key=lambda replica: (times[replica], replica))
+    rows = sorted(rows, key=lambda row: (-problem.time_of(row), row))
+    times = [problem.time_of(row) + problem.micro_batch_cost for row in rows]
+    replicas = assign_to_least_loaded(times, [0] * problem.replicas, bound=limit)
+    for row, replica in zip(rows, replicas, strict=True):
         groups[replica].append(list(row))
-        times[replica] += problem.time_of(row) + problem.micro_batch_cost
     return groups

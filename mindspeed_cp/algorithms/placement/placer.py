@@ -8,7 +8,6 @@ the cut documents are changed to level the loads: a rank may have any share of a
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +23,7 @@ from mindspeed_cp.algorithms.placement.policy import (
 from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, RankLoads
 from mindspeed_cp.algorithms.placement.repair import repair_placement
 from mindspeed_cp.algorithms.placement.water_fill import FILL_LIMIT, fill_fewest, water_fill_without_crumbs
+from mindspeed_cp.layout import assign_to_least_loaded
 
 #: How often the shares of cut documents are levelled.
 LEVELLING_SWEEPS = 2
@@ -175,31 +175,20 @@ class DocumentPlacer:
         return doc, ranks, shares
 
     def _place_whole(self, loads: RankLoads, docs: list[int], shared: list[DocumentRanks]) -> list[DocumentRanks]:
-        """Place documents, longest first, each whole on the rank with the least work that has room (Graham 1969). A
-        document that fits on no rank is cut, and added to `shared`."""
-        work, lengths, tokens = self._costs.work, self._costs.lengths, loads.tokens
-        heap = [(load, rank) for rank, load in enumerate(loads.seconds)]
-        heapq.heapify(heap)
+        """Place documents, longest first, each whole on the rank with the least work that has room. A document
+        that fits on no rank is cut, and added to `shared`."""
+        work, lengths = self._costs.work, self._costs.lengths
         whole_share, rank_lists, placed = [1.0], [[rank] for rank in range(self.ranks)], []  # lists are not copied
-        for doc in docs:
-            full = []
-            while heap and tokens[heap[0][1]] + lengths[doc] > self.cap:
-                full.append(heapq.heappop(heap))
-            if heap:
-                load, rank = heap[0]
-                heapq.heapreplace(heap, (load + work[doc], rank))
-                tokens[rank] += lengths[doc]
-                placed.append((doc, rank_lists[rank], whole_share))
-            for entry in full:
-                heapq.heappush(heap, entry)
-            if len(full) == self.ranks:  # no rank has room for all of it
-                for load, rank in heap:
-                    loads.seconds[rank] = load
-                shared.append(self._place_on_fewest(loads, doc))
-                heap = [(load, rank) for rank, load in enumerate(loads.seconds)]
-                heapq.heapify(heap)
-        for load, rank in heap:
-            loads.seconds[rank] = load
+        while docs:
+            owners = assign_to_least_loaded(
+                [work[doc] for doc in docs], loads.seconds,
+                sizes=[lengths[doc] for doc in docs], filled=loads.tokens, bound=self.cap,
+            )  # fmt: skip
+            placed += [(doc, rank_lists[rank], whole_share) for doc, rank in zip(docs, owners, strict=False)]
+            docs = docs[len(owners) :]
+            if docs:  # no rank has room for all of the next one
+                shared.append(self._place_on_fewest(loads, docs[0]))
+                docs = docs[1:]
         return placed
 
     def _levelled(self, loads: RankLoads, doc: int, ranks: list[int], shares: list[float]) -> DocumentRanks:

@@ -1,0 +1,53 @@
+"""assign_to_least_loaded: how documents find a rank, and micro-batches a replica."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from itertools import repeat
+
+
+def assign_to_least_loaded(
+    costs: Sequence[float],
+    loads: list[float],
+    *,
+    ties: Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None,
+    filled: list[float] | None = None,
+    bound: float = math.inf,
+) -> list[int]:
+    """Assign items in the given order, each to the bin with the least load. Given by descending cost, the busiest bin
+    is at most 4/3 times as loaded as it must be (Graham 1969).
+
+    Args:
+        costs: what each item adds to the load of its bin.
+        loads: load of each bin before; what the items add is added.
+        ties: of bins with equal load the one whose items have the least sum of these is taken, then the first one.
+        sizes: how much of the bound each item takes; 1 if not given.
+        filled: how much of the bound each bin has taken before; what the items take is added.
+        bound: most that a bin takes.
+
+    Returns:
+        The bin of each item, up to the first item that no bin has room for.
+    """
+    filled = [0.0] * len(loads) if filled is None else filled
+    heap = [(load, 0, number) for number, load in enumerate(loads)]
+    heapq.heapify(heap)
+    bins: list[int] = []
+    for cost, tie, size in zip(costs, ties or repeat(0), sizes or repeat(1), strict=False):
+        full = []
+        while heap and filled[heap[0][2]] + size > bound:
+            full.append(heapq.heappop(heap))
+        if heap:
+            load, sum_of_ties, number = heap[0]
+            heapq.heapreplace(heap, (load + cost, sum_of_ties + tie, number))
+            filled[number] += size
+            bins.append(number)
+        for entry in full:
+            heapq.heappush(heap, entry)
+        if len(full) == len(loads):
+            break
+    for load, _, number in heap:
+        loads[number] = load
+    return bins
