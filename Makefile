@@ -76,7 +76,7 @@ docs-tables: $(INSTALLED) ## write the generated tables of docs/
 lint: $(INSTALLED) ## ruff, mypy and the order of imports
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check --quiet .
-	$(RUN)/mypy
+	$(RUN)/mypy --num-workers $(JOBS)
 	$(RUN)/lint-imports --no-logo
 
 format: $(INSTALLED) ## write the sources as ruff formats them
