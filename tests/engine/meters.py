@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,21 @@ class Meter(TorchDispatchMode):
         return self._known[x.untyped_storage()._cdata][1]
 
     def _alive(self) -> dict[str, int]:
+        """Forget what is gone, and return the bytes of what is left, by kind."""
+        self._known = {number: entry for number, entry in self._known.items() if not entry[0].expired()}
         alive = dict.fromkeys(self.peak, 0)
-        for reference, kind, size in self._known.values():
-            if kind != "before" and not reference.expired():
+        for _, kind, size in self._known.values():
+            if kind != "before":
                 alive[kind] += size
                 alive["total"] += size * (kind in BUFFERS)
         return alive
 
     def _meet(self, x: torch.Tensor, kind: str | None) -> None:
-        """Notes memory not seen yet. A weak reference keeps its number from being used again."""
+        """Note memory that is not known yet. A weak reference keeps its number from being used again."""
         storage = x.untyped_storage()
         if storage._cdata in self._known:
             return
-        kind = asked_for() if kind is None else kind
-        self._known = {number: entry for number, entry in self._known.items() if not entry[0].expired()}
+        kind = purpose_of_memory() if kind is None else kind
         self._known[storage._cdata] = StorageWeakRef(storage), kind, storage.nbytes()
         if kind == "before":
             return
@@ -74,25 +76,35 @@ class Meter(TorchDispatchMode):
         self.peak = {name: max(self.peak[name], size) for name, size in self._alive().items()}
 
 
-def asked_for() -> str:
+#: The kind of memory by the function that makes it; of others of the package it is staging.
+KINDS = {
+    "__init__": "kv",
+    "gradient": "gradients",
+    "start_redistributions": "redistributed",
+    "join_rows": "redistributed",
+}
+
+
+def purpose_of_memory() -> str:
     """The kind of what is being made, by the innermost function of the package."""
     frame, takes_rows = sys._getframe(), False
     while frame is not None:
-        file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if PACKAGE in file.parents and file.name == "rows.py":
+        folder, file = place_in_package(frame.f_code.co_filename)
+        name = frame.f_code.co_name
+        if file == "rows.py":
             takes_rows = True
-        elif PACKAGE in file.parents and name not in ("staging_buffer", "<genexpr>"):
-            folder = file.relative_to(PACKAGE).parts[0]
+        elif file and name not in ("staging_buffer", "<genexpr>"):
             if folder == "ops":
                 return "kernel"
-            if file.name == "attention.py":
+            if file == "attention.py":
                 return "redistributed" if takes_rows else "engine"
-            of = {
-                "__init__": "kv",
-                "gradient": "gradients",
-                "start_redistributions": "redistributed",
-                "join_rows": "redistributed",
-            }
-            return of.get(name, "staging")
+            return KINDS.get(name, "staging")
         frame = frame.f_back  # type: ignore[assignment]
     return "engine"
+
+
+@cache
+def place_in_package(path: str) -> tuple[str, str]:
+    """The folder of the package and the name of a file; empty for files outside."""
+    file = Path(path)
+    return (file.relative_to(PACKAGE).parts[0], file.name) if PACKAGE in file.parents else ("", "")
