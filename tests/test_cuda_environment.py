@@ -106,6 +106,7 @@ def test_without_a_gpu_it_fails_with_one_line(gpus: str) -> None:
 
 
 @no_gpu
+@pytest.mark.thorough  # the skips of the suite itself show it
 def test_without_the_option_they_are_skipped() -> None:
     command = command_of()
     at = command.index("--require-cuda")
@@ -149,6 +150,7 @@ def test_what_counts_as_a_gpu(
     assert says in str(error.value)
 
 
+@pytest.mark.thorough
 def test_gpu_tests_are_collected_without_scipy() -> None:
     """Which only tests of the layout need; these say so."""
     code = "import sys, pytest; sys.modules['scipy'] = None; sys.exit(pytest.main(sys.argv[1:]))"

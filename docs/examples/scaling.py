@@ -1,6 +1,6 @@
 """Context length x nodes: what one layer takes, by simulation, and how much of the devices that leaves in use.
 
-    python docs/examples/scaling.py [--cluster a2] [--lengths wikipedia] [--png scaling.png]
+    python docs/examples/scaling.py [--cluster a2] [--lengths wikipedia] [--contexts 32768 262144] [--png scaling.png]
 
 Every batch is one row of that many tokens: one document, or documents of a length set. Nothing here is measured.
 """
@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths", help="as for mindspeed-cp simulate: a set, such as wikipedia, or a file; default: one document"
     )
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens of a row")
     parser.add_argument("--png", default="scaling.png")
     options = parser.parse_args()
     try:
@@ -40,7 +41,7 @@ def sweep(options: argparse.Namespace) -> None:
     """Simulates, prints and draws."""
     cluster = load_cluster(options.cluster)
     figure, (times, shares) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for context in CONTEXTS:
+    for context in options.contexts:
         batch = draw_batches(options.lengths, context, 1, seed=0)[0] if options.lengths else Documents([context])
         seconds, busy = [], []
         for nodes in NODES:

@@ -68,7 +68,7 @@ def test_direct_moves_no_more_than_any_other_exchange(problem, data):
 
 
 @pytest.mark.parametrize("window", range(1, 9))
-@pytest.mark.parametrize("windows", [1, 2, 3, 5])
+@pytest.mark.parametrize("windows", [1, 2, 3, pytest.param(5, marks=pytest.mark.thorough)])
 def test_double_rings_of_any_window_are_proved(window, windows):
     for mask in ("causal", "full"):
         for lengths in ([700], [33, 900, 2, 150, 0, 64]):

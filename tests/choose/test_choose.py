@@ -106,11 +106,15 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize("cluster", ["a2", "a800", "a3"])
 @pytest.mark.parametrize("window", [None, (700, 0)])
-def test_no_simulation_is_faster_than_its_floors(cluster: str, window: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize(
+    "shapes", [[(2, 4), (1, 8)], pytest.param([(4, 2), (3, 3)], marks=pytest.mark.thorough)], ids=["8 ranks", "other"]
+)
+def test_no_simulation_is_faster_than_its_floors(
+    cluster: str, window: tuple[int, int] | None, shapes: list[tuple[int, int]]
+) -> None:
     """Shapes whose ranks have very unlike shares of tokens, attention and messages, too; NICs that ranks share."""
     near = []
-    places = (Topology(2, 4, cluster), Topology(4, 2, cluster), Topology(1, 8, cluster), Topology(3, 3, cluster))
-    for number, topology in enumerate(places):
+    for number, topology in enumerate(Topology(*shape, cluster) for shape in shapes):
         attention = AttentionConfig(heads=16, kv_heads=(16, 2)[number % 2], head_dim=128, window=window)
         for turn, lengths in enumerate(SHAPES):
             documents, layer = Documents(lengths), LAYERS[(number + turn) % len(LAYERS)]

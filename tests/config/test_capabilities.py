@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_every_cell_is_exact_or_refused_with_an_alternative(algorithm: str) -> N
     """Settings and plans agree with the table, and every plan is proved."""
     mine = [cell for cell in all_cells() if cell.algorithm == algorithm]
     assert len(mine) == 2 ** (len(FEATURES) - 2) * len(FEATURES["backend"])
+    proved = set()
     for cell in mine:
         documents, keys, attention = example(cell)
         reason = refusal(cell)
@@ -29,7 +31,10 @@ def test_every_cell_is_exact_or_refused_with_an_alternative(algorithm: str) -> N
             if cell.backend != FEATURES["backend"][0]:  # plans know no backend
                 continue
             plan = build_plan(documents, Topology(1, 3), attention, algorithm, kv_documents=keys)
-            verify_plan(plan)
+            decides = (cell.documents, cell.keys, replace(attention, alibi=False, dropout=0.0))
+            if decides not in proved:  # neither bias nor dropout changes who sends and computes what
+                proved.add(decides)
+                verify_plan(plan)
             continue
         assert "; valid: " in str(reason)
         with pytest.raises(ConfigError) as told:

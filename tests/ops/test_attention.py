@@ -49,7 +49,9 @@ WINDOWS = {
 CELLS = [(mask, window) for mask, windows in WINDOWS.items() for window in windows]
 
 
-@pytest.mark.parametrize("shape", [(6, 2, 16, 16), (5, 1, 16, 40), (3, 3, 24, 16)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6, 2, 16, 16), (5, 1, 16, 40), pytest.param((3, 3, 24, 16), marks=pytest.mark.thorough)], ids=str
+)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("alibi", [False, True, "slopes"])
 @pytest.mark.parametrize(("mask", "window"), CELLS, ids=str)
@@ -117,11 +119,11 @@ def test_causal_queries_have_the_last_positions(window, dropout_p):
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(alibi=True),
-        dict(window=(1100, 0)),
+        pytest.param(dict(alibi=True), marks=pytest.mark.thorough),
+        pytest.param(dict(window=(1100, 0)), marks=pytest.mark.thorough),
         dict(window=(1100, 0), alibi=True),
         dict(mask="full", window=(900, 1000)),
-        dict(mask="full", alibi=True),
+        pytest.param(dict(mask="full", alibi=True), marks=pytest.mark.thorough),
     ],
     ids=str,
 )
