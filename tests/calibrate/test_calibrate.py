@@ -133,6 +133,7 @@ def test_a_base_gives_what_is_not_measured(tmp_path: Path) -> None:
     assert made.nic_bandwidth == base.effective_nic, "measured and nominal bandwidths do not mix"
 
 
+@pytest.mark.thorough
 def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
     launcher = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     launcher |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}

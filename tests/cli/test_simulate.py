@@ -308,7 +308,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
         "assert run(sys.argv[1:]) == 0; assert not {'torch', 'megatron'} & set(sys.modules)"
     )
     files = ("--html", "out.html", "--png", "out.png", "--trace", "out.json")
-    arguments = ("simulate", "--lengths", "wikipedia", "--cluster", "a2", "--nodes", "4", "--algorithms", "all", *files)
+    arguments = ("simulate", "--lengths", "wikipedia", "--cluster", "a2", "--nodes", "2", "--algorithms", "all", *files)
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.html").stat().st_size < 1_000_000 and (tmp_path / "out.json").stat().st_size < 6_000_000

@@ -32,7 +32,7 @@ def drawn(cell: capabilities.Cell, turn: int = 0) -> Case:
 CASES = [drawn(cell) for cell in EXACT]
 
 
-@sizes(default=(2, 3, 5))
+@sizes(default=(3, 5))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_cell_agrees_with_fp64(algorithm, ranks):
     """out, dq, dk and dv of one problem of every cell; each cell has one number of ranks, drawn with the problem."""

@@ -91,6 +91,7 @@ def test_ctrl_c_removes_everything(number):
 
 
 @needs_cluster
+@pytest.mark.thorough
 def test_the_smallest_cluster_sends_what_its_plans_say(tmp_path):
     """Two nodes of one rank: a message over the NIC takes as long as its limit says, and a layer's bytes are the
     plan's."""
