@@ -110,8 +110,12 @@ def test_kill_then_stop_then_finish_gives_the_curve_of_an_uninterrupted_run(
     before = int((folder / "checkpoints" / "latest").read_text().removeprefix("iter_"))
     assert before >= 5
 
+    metrics = folder / "metrics.jsonl"
+    lines_of_the_first_start = metrics.stat().st_ino  # replaced by the second one, which removes those after `before`
     run = start(*COMMAND, path)  # 2: the same command goes on, and is asked to stop
-    run.wait_for(lambda: steps() >= before + 2, f"step {before + 2}")
+    run.wait_for(
+        lambda: metrics.stat().st_ino != lines_of_the_first_start and steps() >= before + 2, f"step {before + 2}"
+    )
     run.process.terminate()
     code, out, errors = run.end()
     assert (code, errors) == (0, []), (out, errors)

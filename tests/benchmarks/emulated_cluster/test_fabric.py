@@ -20,9 +20,10 @@ LACK = missing()
 needs_cluster = pytest.mark.skipif(LACK is not None, reason=str(LACK))
 
 
-def namespaces() -> set[str]:
-    folder = Path("/run/netns")
-    return {path.name for path in folder.iterdir() if path.name.startswith(fabric.PREFIX)} if folder.is_dir() else set()
+def namespaces(process: int) -> set[str]:
+    """The namespaces that a process has made and not removed."""
+    folder, own = Path("/run/netns"), f"{fabric.PREFIX}{process}-"
+    return {path.name for path in folder.iterdir() if path.name.startswith(own)} if folder.is_dir() else set()
 
 
 def test_without_root_it_says_so(monkeypatch):
@@ -55,13 +56,12 @@ def test_only_what_is_its_own_and_over_is_left_over(monkeypatch):
 
 @needs_cluster
 def test_everything_is_removed_at_the_end_and_on_failure():
-    before = namespaces()
     with cluster(SMALL) as names:
-        assert namespaces() - before == set(names.all(SMALL))
-    assert namespaces() == before
+        assert namespaces(os.getpid()) == set(names.all(SMALL))
+    assert namespaces(os.getpid()) == set()
     with pytest.raises(RuntimeError, match="on purpose"), cluster(SMALL):
         raise RuntimeError("on purpose")
-    assert namespaces() == before
+    assert namespaces(os.getpid()) == set()
 
 
 @needs_cluster
@@ -74,20 +74,19 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path):
 @needs_cluster
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_removes_everything(number):
-    before = namespaces()
     command = [sys.executable, "-m", "benchmarks.cluster", "rails", "--ranks-per-node", "1", "--message", "100"]
     process = subprocess.Popen([*command, "--rate", "10"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         own = f"{fabric.PREFIX}{process.pid}-rank1"
-        while own not in namespaces() and process.poll() is None:
+        while own not in namespaces(process.pid) and process.poll() is None:
             time.sleep(0.05)
-        assert own in namespaces()
+        assert own in namespaces(process.pid)
         process.send_signal(number)
         out, _ = process.communicate(timeout=HANG)
     finally:
         process.kill()
     assert "stopped; everything it made is removed" in out
-    assert namespaces() == before
+    assert namespaces(process.pid) == set()
 
 
 @needs_cluster
@@ -95,12 +94,15 @@ def test_ctrl_c_removes_everything(number):
 def test_the_smallest_cluster_sends_what_its_plans_say(tmp_path):
     """Two nodes of one rank: a message over the NIC takes as long as its limit says, and a layer's bytes are the
     plan's."""
-    before, out = namespaces(), tmp_path / "out.json"
+    out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.cluster", "rails", "layer", "--ranks-per-node", "1", "--rate", "20"]
     more = ["--tokens", "512", "--sets", "one", "--repeat", "1", "--message", "1", "--json", str(out)]
     variants = ["--only", "even-split ring", "all_gather", "--heads", "4", "--kv-heads", "4"]
-    done = subprocess.run([*command, *more, *variants], capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.Popen(
+        [*command, *more, *variants], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    printed, _ = process.communicate(timeout=HANG)
+    assert process.returncode == 0, printed
     rails, layer = json.loads(out.read_text())
     for row in rails["rows"]:
         assert row["seconds"] > 0.9 * 1e6 * 8 / 20e6
@@ -112,4 +114,4 @@ def test_the_smallest_cluster_sends_what_its_plans_say(tmp_path):
             assert rank["nic_sent"] >= sum(rank["handed"])
             assert rank["in_sent"] == 0
         assert row["seconds"] >= max(row["busy"])
-    assert namespaces() == before
+    assert namespaces(process.pid) == set()
