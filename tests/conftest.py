@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,10 @@ LONG = (
     "npu/test_table.py",
     "npu/test_calibrate.py",
 )
+
+#: The key that signs checkpoints of tests: the user's own stays as it is.
+_key_folder = tempfile.TemporaryDirectory(prefix="mindspeed-cp-key-")
+os.environ["MINDSPEED_CP_KEY_FILE"] = os.path.join(_key_folder.name, "checkpoint.key")
 
 for profile in EXAMPLES:
     settings.register_profile(profile, deadline=None)

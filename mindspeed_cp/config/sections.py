@@ -116,6 +116,11 @@ class CheckpointSettings(Section):
     resume: bool = Field(
         default=True, description="continue from the newest checkpoint in output.folder; false: fail if there is one"
     )
+    trust_unsigned: bool = Field(
+        default=False,
+        description="also load a checkpoint that was not signed with this user's key (another user's, another "
+        "machine's, an older version's); it can run any code",
+    )
 
 
 class OutputSettings(Section):

@@ -12,6 +12,8 @@ import logging
 import os
 import shutil
 import warnings
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,19 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.train import optimizer_state
+from mindspeed_cp.train.checkpoint_digests import (
+    DamagedCheckpointError,
+    file_digest,
+    find_damage,
+    read_digests,
+    write_digests,
+)
 from mindspeed_cp.train.checkpoint_writer import InProcessSave
 from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.random_state import get_random_state, set_random_state
-from mindspeed_cp.train.resume import checkpoint_step, list_checkpoints, read_run_json, recovery_hint
+from mindspeed_cp.train.resume import checkpoint_step, checkpoints_to_resume, list_checkpoints, read_run_json
 from mindspeed_cp.train.run_files import (
     RunFiles,
     disk_error,
@@ -55,7 +64,8 @@ _STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
 def save(files: RunFiles, training: TrainingModel, progress: Progress, settings: Settings, world: World) -> Path:
     """Write a checkpoint and return its folder; every rank calls it.
 
-    Checkpoints of later steps, left by a run that was then resumed at an older one, are removed.
+    Checkpoints of this run at later steps, left when it was resumed at an older one, are removed. What another run left
+    in the folder stays.
 
     Raises:
         DiskError: It cannot be written; the newest checkpoint before it stays the newest.
@@ -71,6 +81,7 @@ def save(files: RunFiles, training: TrainingModel, progress: Progress, settings:
     state = {**_state(training, is_loading=False), "rng": _random_state(world)}
     _write_shards(state, partial)
     world.barrier()
+    digests = _digest_shards(partial, world)
     if world.is_first:
         run = {
             "step": progress.step,
@@ -78,17 +89,20 @@ def save(files: RunFiles, training: TrainingModel, progress: Progress, settings:
             "seconds": progress.seconds,
             "data": progress.data,
             "ranks": world.size,
+            "run_id": progress.run_id,
             "identity": identity(settings),
         }
         with disk_errors_for(files.checkpoints):
             write_json(partial / "run.json", run)
+            digests["run.json"] = file_digest(partial / "run.json")
+            write_digests(partial, final.name, digests)
             _make_durable(partial)
             if final.exists():
                 _remove(final)
             os.replace(partial, final)
             sync_folder(files.checkpoints)
             write_text(files.latest, final.name + "\n")
-            _prune(files.checkpoints, settings.checkpoint.keep, progress.step)
+            _prune(files.checkpoints, settings.checkpoint.keep, progress)
     world.barrier()
     return final
 
@@ -106,6 +120,54 @@ def _write_shards(state: dict[str, Any], folder: Path) -> None:
         raise cause from None
 
 
+def _digest_shards(folder: Path, world: World) -> dict[str, str]:
+    """Return the digest of each file of Megatron's, by its name: every rank reads back a share of them.
+
+    Raises:
+        DiskError: a rank cannot read its share; raised on all ranks.
+    """
+    problem, digests = None, {}
+    try:
+        for name in sorted(path.name for path in folder.iterdir())[world.rank :: world.size]:
+            digests[name] = file_digest(folder / name)
+    except OSError as error:
+        problem = error_text(error)
+    shares = world.gather_json([problem, digests])
+    problems = [problem for problem, _ in shares if problem is not None]
+    if problems:
+        raise disk_error(OSError(errno.EIO, problems[0]), folder.parent)
+    return {name: digest for _, share in shares for name, digest in share.items()}
+
+
+def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[Progress, Path | None, list[str]]:
+    """Load the newest whole checkpoint of the run's folder; every rank calls it.
+
+    All files are compared with their digests before one is loaded. Where the newest checkpoint is damaged, the one
+    before it is taken.
+
+    Returns:
+        The progress at the checkpoint, its folder (None: there is none, the run starts), and what is to be told.
+
+    Raises:
+        ConfigError: there are checkpoints, and none can be resumed.
+    """
+    folders, notes = checkpoints_to_resume(settings)
+    for folder in folders:
+        digests = read_digests(folder, trust_unsigned=settings.checkpoint.trust_unsigned) or {}
+        damage = next(filter(None, world.gather_json(find_damage(folder, digests, world.rank, world.size))), None)
+        if damage is not None:
+            notes.append(f"{folder}: is damaged ({damage})")
+            continue
+        if notes:
+            notes[-1] += f"; going on from {folder.name}"
+        return load(folder, training, world), folder, notes
+    if folders:
+        raise ConfigError(
+            f"{'; '.join(notes)}; no whole checkpoint is left: restore one, or give another output.folder"
+        )
+    return Progress(), None, notes
+
+
 def _cause(error: BaseException) -> BaseException:
     """Return the error of the first rank that failed, which torch wraps."""
     while isinstance(error, CheckpointException) and error.failures:
@@ -114,12 +176,12 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def load(folder: Path, training: TrainingModel, world: World) -> Progress:
-    """Fill model, optimizer, schedule and random state from a checkpoint; every rank calls it.
+    """Fill model, optimizer, schedule and random state from a whole checkpoint; every rank calls it.
 
     The number of ranks may differ from that of the run that wrote it; random states then stay those of the seed.
 
     Raises:
-        ConfigError: It is damaged; names the checkpoint before it, if there is one.
+        ConfigError: It cannot be loaded.
     """
     run = read_run_json(folder)
     optimizer_state.prepare_to_load(training.optimizer)
@@ -142,7 +204,9 @@ def load(folder: Path, training: TrainingModel, world: World) -> Progress:
             raise cause from None
         file = f"{Path(cause.filename).name}: " if isinstance(cause, OSError) and cause.filename else ""
         cause_text = file + error_text(cause).split(". ")[0]
-        raise ConfigError(f"{folder}: is damaged ({cause_text}); {recovery_hint(folder)}") from None
+        raise ConfigError(
+            f"{folder}: cannot be loaded ({cause_text}); restore it, or move it away to go on from the one before"
+        ) from None
     finally:
         logger.removeFilter(_is_not_noise)
     training.gpt.load_state_dict(loaded["model"], strict=True)
@@ -150,7 +214,8 @@ def load(folder: Path, training: TrainingModel, world: World) -> Progress:
     training.schedule.load_state_dict(loaded["schedule"])
     if "rng" in loaded:
         set_random_state(loaded["rng"])
-    return Progress(step=run["step"], tokens=run["tokens"], seconds=run["seconds"], data=run["data"])
+    progress = Progress(step=run["step"], tokens=run["tokens"], seconds=run["seconds"], data=run["data"])
+    return replace(progress, run_id=run["run_id"]) if "run_id" in run else progress
 
 
 def _is_not_noise(record: logging.LogRecord) -> bool:
@@ -181,12 +246,16 @@ def _make_durable(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _prune(folder: Path, keep: int, step: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`, and all of later steps: they belong to an abandoned
-    run."""
-    checkpoints = list_checkpoints(folder)
-    past = [path for path in checkpoints if checkpoint_step(path) <= step]
-    for old in [*past[:-keep], *checkpoints[len(past) :]]:
+def _prune(folder: Path, keep: int, progress: Progress) -> None:
+    """Remove this run's checkpoints but the newest `keep` up to this step: those of later steps belong to an abandoned
+    future. Those of other runs stay, and so does what cannot be read."""
+    own = []
+    for path in list_checkpoints(folder):
+        with suppress(DamagedCheckpointError):
+            if read_run_json(path).get("run_id") == progress.run_id:
+                own.append(path)
+    past = [path for path in own if checkpoint_step(path) <= progress.step]
+    for old in [*past[:-keep], *own[len(past) :]]:
         _remove(old)
 
 

@@ -1,32 +1,30 @@
 """Starts the ranks of this machine and reports in one line how they ended.
 
-torch's elastic agent starts and watches the processes. Its report of a failure is replaced by one line: the error of
-the rank that failed first, or the rank that was killed and the signal.
+The line is the error of the rank that failed first, or names the rank that was killed and the signal. This process
+imports no torch.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import open_corpus
 from mindspeed_cp.device.npu_errors import TIMEOUTS
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.checkpoint_digests import signing_key
 from mindspeed_cp.train.exit_note import EXIT_NOTE, exit_process, write_exit_note
 from mindspeed_cp.train.failures import BAD_INPUT, FAILED, OK, classify_error
+from mindspeed_cp.train.local_agent import RankFailure, RankProcesses, local_ranks
 from mindspeed_cp.train.memory import check_memory
-from mindspeed_cp.train.resume import checkpoint_to_resume
+from mindspeed_cp.train.resume import checkpoints_to_resume
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.stop_request import stop_signals
 from mindspeed_cp.train.worker import run_rank
@@ -76,7 +74,8 @@ def preflight(settings: Settings, ranks: int) -> None:
     check_memory(settings, ranks)
     open_corpus(settings.data.corpus)
     RunFiles(Path(settings.output.folder)).create()
-    checkpoint_to_resume(settings)
+    checkpoints_to_resume(settings)
+    signing_key()
 
 
 def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
@@ -97,43 +96,18 @@ def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
 
 def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str, list[str]]:
     """Start all ranks and wait for them; return exit code, line to print, and the signals that asked to stop."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     if sys.platform == "linux":
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # all ranks are on this machine, whatever its host name resolves to
-    records = tempfile.mkdtemp(prefix="mindspeed-cp-")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"mindspeed-cp-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a store inside this process, on a port that the system picks
-        local_addr="localhost",
-        max_restarts=0,
-        signals_to_handle="SIGQUIT",  # the others are relayed
-        logs_specs=DefaultLogsSpecs(log_dir=records),
-    )
+        # All ranks are on this machine, whatever its host name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
-    try:
-        with _quiet_agent(), _relay_signals() as stop_signal_names:
-            try:
-                elastic_launch(config, sys.executable)(*arguments)
-                return OK, "", stop_signal_names
-            except ChildFailedError as error:
-                return *_classify_failures(error.failures, stop_signal_names), stop_signal_names
-            except SignalException as error:
-                name = signal.Signals(error.sigval).name
-                return FAILED, f"ended by {name}; {_RESUME_HINT}", [name]
-    finally:
-        shutil.rmtree(records, ignore_errors=True)
+    with local_ranks([sys.executable, *arguments], ranks) as processes, _relay_signals(processes) as stop_signal_names:
+        failures = processes.wait()
+    if not failures:
+        return OK, "", stop_signal_names
+    return *_classify_failures(failures, stop_signal_names), stop_signal_names
 
 
-def _classify_failures(failures: dict[int, Any], stop_signal_names: list[str]) -> tuple[int, str]:
+def _classify_failures(failures: Mapping[int, RankFailure], stop_signal_names: list[str]) -> tuple[int, str]:
     """Return exit code and line for a failed run: the most likely cause, not the failures that follow from it.
 
     Args:
@@ -179,13 +153,13 @@ def _classify_failures(failures: dict[int, Any], stop_signal_names: list[str]) -
     raise AssertionError("the agent reported a failure without failures")
 
 
-def _recorded_kind(failure: Any) -> str | None:
+def _recorded_kind(failure: RankFailure) -> str | None:
     """Return the kind that the rank wrote into its record, or None."""
     message = failure.message if isinstance(failure.message, dict) else {}
     return message.get("extraInfo", {}).get("kind")
 
 
-def _failure_kind(failure: Any) -> tuple[str, str]:
+def _failure_kind(failure: RankFailure) -> tuple[str, str]:
     """Return the kind of one rank's failure and its text."""
     kind = _recorded_kind(failure)
     text = failure.message.get("message") if isinstance(failure.message, dict) else None
@@ -199,7 +173,7 @@ def _failure_kind(failure: Any) -> tuple[str, str]:
     return kind, text or _process_end(failure)
 
 
-def _process_end(failure: Any) -> str:
+def _process_end(failure: RankFailure) -> str:
     if failure.exitcode >= 0:
         return f"(process {failure.pid}) ended with exit code {failure.exitcode}"
     if -failure.exitcode == signal.SIGABRT:
@@ -208,21 +182,7 @@ def _process_end(failure: Any) -> str:
 
 
 @contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Keep the agent from logging every signal that it sends."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before, handler = logger.propagate, logging.NullHandler()
-    logger.propagate = False
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.propagate = before
-        logger.removeHandler(handler)
-
-
-@contextmanager
-def _relay_signals() -> Iterator[list[str]]:
+def _relay_signals(processes: RankProcesses) -> Iterator[list[str]]:
     """Hand SIGTERM, SIGINT and SIGHUP on to the ranks and wait for them to end; a second SIGINT ends them at once.
 
     SIGINT goes on as SIGTERM: a terminal may send it to the ranks besides, and they take a second one as an order.
@@ -236,9 +196,7 @@ def _relay_signals() -> Iterator[list[str]]:
         if stop_signal_names and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop_signal_names.append(signal.Signals(number).name)
-        for process in _ranks():
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
+        processes.signal(signal.SIGTERM if number == signal.SIGINT else number)
 
     before = {number: signal.signal(number, relay) for number in stop_signals()}
     try:
@@ -246,10 +204,3 @@ def _relay_signals() -> Iterator[list[str]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _ranks() -> list[Any]:
-    """Return the processes that this one started."""
-    import psutil
-
-    return psutil.Process().children()

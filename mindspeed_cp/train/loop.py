@@ -26,7 +26,6 @@ from mindspeed_cp.train.metrics_writer import MetricsWriter
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.progress import Progress
-from mindspeed_cp.train.resume import checkpoint_to_resume
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.step import run_step
 from mindspeed_cp.train.step_trace import StepTracer
@@ -79,11 +78,10 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas)
 
         stream = open_stream()
-        folder = checkpoint_to_resume(settings)
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
         training = build_training_model(settings, world)
         _warm_up_connections(settings, world, training)
-        progress = checkpoint.load(folder, training, world) if folder is not None else Progress()
+        progress, folder, notes = checkpoint.resume(settings, training, world)
         if progress.data is not None:
             stream.load_state_dict(progress.data)
         stop_request = stack.enter_context(StopRequest())
@@ -93,6 +91,8 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         if world.is_first:
             writer = MetricsWriter(files, settings, progress, training.parameters, world.device)
             stack.callback(writer.close)
+            for note in notes:
+                writer.note(note)
         if settings.train.compare and folder is None:
             if writer is not None:
                 writer.note("comparing algorithms before the training: train.compare")

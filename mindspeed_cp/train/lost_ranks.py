@@ -7,6 +7,7 @@ import time
 from torch.distributed import DistError
 
 from mindspeed_cp.errors import PeerError
+from mindspeed_cp.train.local_agent import ended_ranks
 from mindspeed_cp.train.world import World
 
 WAIT_SECONDS = 8.0  # a busy rank may notice late
@@ -18,6 +19,7 @@ def name_lost_ranks(world: World, error: BaseException, wait: float = WAIT_SECON
 
     Every rank that loses a connection sets a key in the store through which the ranks found each other; ranks without a
     key after `wait` seconds are lost. A rank that waits for a survivor loses its connection when the survivor ends.
+    Where our launcher started the ranks, it tells which one has ended, and nobody waits.
     """
     cause = " ".join(str(error).split())
     try:
@@ -25,9 +27,12 @@ def name_lost_ranks(world: World, error: BaseException, wait: float = WAIT_SECON
         others = [rank for rank in range(world.size) if rank != world.rank]
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
-            lost = [rank for rank in others if not world.store.check([f"{_KEY}/{rank}"])]
+            ended = [rank for rank in ended_ranks() if rank != world.rank]
+            lost = ended or [rank for rank in others if not world.store.check([f"{_KEY}/{rank}"])]
             if not lost:
                 return PeerError(f"rank {world.rank} lost a connection, though every rank is alive: {cause}")
+            if ended:
+                break
             time.sleep(0.1)
     except (DistError, RuntimeError):  # the store itself is gone, with the rank or the launcher that kept it
         return PeerError(f"rank {world.rank} lost its peers and the store that knows them: {cause}")

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from; found before ranks are started, without torch."""
+"""The checkpoints that a run may resume from; found before ranks are started, without torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.checkpoint_digests import DamagedCheckpointError, UnsignedCheckpointError, read_digests
 from mindspeed_cp.train.run_files import RunFiles, describe_folder, error_text, read_metrics
 from mindspeed_cp.train.run_identity import check_same_run
 
@@ -23,57 +24,73 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def checkpoint_to_resume(settings: Settings) -> Path | None:
-    """Return the newest checkpoint of the run's folder, or None.
+def checkpoints_to_resume(settings: Settings) -> tuple[list[Path], list[str]]:
+    """Return the checkpoints that a run may resume from, the best one first, and what is to be told about the choice.
+
+    The best one is the one that `latest` names, or the newest one where `latest` is lost; older ones follow, to fall
+    back on. Complete are those that have a run.json and digests; whether their files are whole is not looked at.
 
     Raises:
-        ConfigError: there is one, but it belongs to other settings, is not complete, or must not be resumed
-            (checkpoint.resume is false); or `latest` or metrics.jsonl are damaged.
+        ConfigError: there are some, but none is complete, the best one belongs to other settings or was not signed by
+            this user, or none may be resumed (checkpoint.resume is false); or metrics.jsonl is damaged.
     """
     files = RunFiles(Path(settings.output.folder))
-    name = _read_latest(files)
-    if name is not None and not settings.checkpoint.resume:
+    name, notes = _read_latest(files)
+    found = [path for path in reversed(list_checkpoints(files.checkpoints)) if not path.is_symlink()]
+    if (found or name) and not settings.checkpoint.resume:
         raise ConfigError(
-            f"checkpoint.resume = false: {files.folder} has the checkpoint {name}, which a new run would mix with "
-            "its own; resume it, remove the folder, or give another output.folder"
+            f"checkpoint.resume = false: {files.folder} has the checkpoint {name or found[0].name}, which a new run "
+            "would mix with its own; resume it, remove the folder, or give another output.folder"
         )
     read_metrics(files.metrics)  # a resumed run needs them; report damage before ranks are started
-    if name is None:
-        return None
-    folder = files.checkpoints / name
-    run = read_run_json(folder)
-    check_same_run(settings, run["identity"], str(folder))
-    return folder
+    if name is not None:
+        newest = checkpoint_step(Path(name))
+        found = [path for path in found if checkpoint_step(path) <= newest]
+        if not found or found[0].name != name:
+            notes.append(f"{files.checkpoints / name}, which `latest` names, is gone")
+    complete: list[Path] = []
+    saved_identity: dict[str, Any] = {}
+    for folder in found:
+        try:
+            run = read_run_json(folder)
+            read_digests(folder, trust_unsigned=settings.checkpoint.trust_unsigned)
+        except (DamagedCheckpointError, UnsignedCheckpointError) as error:
+            if not complete and isinstance(error, UnsignedCheckpointError):
+                raise
+            notes.append(f"{folder}: is damaged ({error})")
+            continue
+        if not complete:
+            check_same_run(settings, run["identity"], str(folder))
+            saved_identity = run["identity"]
+        if run["identity"] == saved_identity:
+            complete.append(folder)
+    if (found or name is not None) and not complete:
+        raise ConfigError(
+            f"{'; '.join(notes)}; no whole checkpoint is left in {files.checkpoints}: restore one, or give another "
+            "output.folder"
+        )
+    return complete, notes
 
 
 def read_run_json(folder: Path) -> dict[str, Any]:
-    """Return run.json of a checkpoint; raise ConfigError if it is missing or damaged."""
+    """Return run.json of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: it is missing or damaged, or of another step than the folder.
+    """
     try:
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problem = getattr(error, "strerror", None) or "it is not JSON"
-        raise ConfigError(
-            f"{folder}: is not a complete checkpoint (run.json: {problem}); {recovery_hint(folder)}"
-        ) from None
+        raise DamagedCheckpointError(f"run.json: {problem}") from None
     wrong = _TYPES.keys() if not isinstance(run, dict) else [k for k, t in _TYPES.items() if not _is(run, k, t)]
     if wrong:
-        raise ConfigError(
-            f"{folder}: run.json is damaged or not that of this version ({', '.join(wrong)} missing or of another "
-            f"type); {recovery_hint(folder)}"
+        raise DamagedCheckpointError(
+            f"run.json is damaged or not that of this version: {', '.join(wrong)} missing or of another type"
         )
+    if run["step"] != checkpoint_step(folder):
+        raise DamagedCheckpointError(f"run.json is of step {run['step']}")
     return run
-
-
-def recovery_hint(folder: Path) -> str:
-    """Return the advice for a damaged checkpoint: resume from the newest complete one before it."""
-    older = [
-        path
-        for path in list_checkpoints(folder.parent)
-        if checkpoint_step(path) < checkpoint_step(folder) and (path / "run.json").exists()
-    ]
-    if not older:
-        return f"there is no older checkpoint in {folder.parent}: restore this one, or give another output.folder"
-    return f"restore it, or go on from the one before: write {older[-1].name} into {folder.parent / 'latest'}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -90,22 +107,22 @@ def _is(run: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> bool:
     return key in run and isinstance(run[key], kind) and not isinstance(run[key], bool)
 
 
-def _read_latest(files: RunFiles) -> str | None:
-    """Return the name in the file `latest`, or None without the file."""
+def _read_latest(files: RunFiles) -> tuple[str | None, list[str]]:
+    """Return the name in the file `latest`, or None where it is missing or damaged, and what is to be told about it."""
     try:
         name = files.latest.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        problem = "is missing"
     except UnicodeDecodeError:
-        name = ""
+        problem = "is damaged"
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{describe_folder(files.folder)}: cannot be read: {error_text(error)}; give another folder"
         ) from None
-    if _NAME.fullmatch(name):
-        return name
-    known = ", ".join(path.name for path in list_checkpoints(files.checkpoints)) or "none is there"
-    raise ConfigError(
-        f"{files.latest}: is damaged, it must name a checkpoint ({known}); write one's name into it, or give another "
-        "output.folder"
-    )
+    else:
+        if _NAME.fullmatch(name):
+            return name, []
+        problem = "is damaged"
+    if problem == "is missing" and not list_checkpoints(files.checkpoints):
+        return None, []
+    return None, [f"{files.latest}: {problem}, so the newest whole checkpoint is taken"]

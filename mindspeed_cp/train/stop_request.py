@@ -7,6 +7,8 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
+from mindspeed_cp.train.local_agent import launcher_is_gone
+
 
 class Stopped(Exception):
     """A rank was asked to stop and cannot finish its step; carries one line."""
@@ -40,11 +42,12 @@ class StopRequest:
     @property
     def reason(self) -> str | None:
         """Source of the request, as in "stopped by ...", or None."""
-        if self._reason is None and os.getppid() != self._parent:
+        if self._reason is None and launcher_is_gone(self._parent):
             self._reason = "the death of the launcher"
         return self._reason
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._reason = signal.Signals(number).name
+        gone = number == signal.SIGTERM and launcher_is_gone(self._parent)
+        self._reason = "the death of the launcher" if gone else signal.Signals(number).name

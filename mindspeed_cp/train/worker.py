@@ -20,6 +20,7 @@ from mindspeed_cp.train.failures import (
     lost_over_hccl,
     out_of_memory_error,
 )
+from mindspeed_cp.train.local_agent import end_with_launcher
 from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
 
@@ -67,6 +68,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
 
 def main() -> None:
     """Run a rank that `mindspeed-cp train` started."""
+    end_with_launcher()
     settings = Settings.model_validate_json(sys.argv[1])
     try:
         run_rank(settings, as_json="--json" in sys.argv[2:])

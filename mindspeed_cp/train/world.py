@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.train.device import npu_memory, pick_device
+from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.process_groups import megatron_groups_with
 
@@ -73,6 +76,16 @@ class World:
         dist.all_gather(out, own)
         return torch.stack(out)
 
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, which travel as JSON; every rank must call it."""
+        text = json.dumps(value).encode()
+        sizes = self.gather([float(len(text))])[:, 0].long()
+        own = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        out = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(out, own)
+        return [json.loads(bytes(x[:size].tolist())) for x, size in zip(out, sizes.tolist(), strict=True)]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.gather([0.0])
@@ -94,8 +107,8 @@ def check_nodes(settings: Settings, local_size: int, size: int) -> None:
 
 @contextmanager
 def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None) -> Iterator[World]:
-    """Join the other ranks by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, redirect CUDA to this rank's device, and
-    make Megatron's process groups.
+    """Join the other ranks by RANK and WORLD_SIZE, and by MASTER_ADDR and MASTER_PORT or the file of our own launcher;
+    redirect CUDA to this rank's device, and make Megatron's process groups.
 
     Raises:
         ConfigError: the number of ranks does not fit the settings, they do not fit into this machine's memory, the
@@ -116,8 +129,17 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     suite = settings.context_parallel_suite
     library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
     options = suite.hccl_options if library == "hccl" else {}
-    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = _init_process_group(rank, size, device, timeout, library, options, restart)
+    joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
+    shared_file = environment.get(STORE_VARIABLE)
+    if shared_file is not None:
+        store: dist.Store = dist.FileStore(shared_file, size)
+        store.set_timeout(joining)
+    else:
+        store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
+        # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
+        restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt_{restart}", store)
+    _init_process_group(store, rank, size, device, timeout, library, options)
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.callback(dist.destroy_process_group)
@@ -149,19 +171,15 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
 
 
 def _init_process_group(
+    store: dist.Store,
     rank: int,
     size: int,
     device: torch.device,
     timeout: timedelta,
     library: str,
     options: Mapping[str, int],
-    restart: str,
-) -> dist.Store:
-    """Make the group of all ranks; return the store through which they found each other."""
-    joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
-    store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
-    # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
-    store = dist.PrefixStore(f"attempt_{restart}", store)
+) -> None:
+    """Make the group of all ranks."""
     if library == "hccl":
         set_hccl_timeouts(timeout.total_seconds())
         if "buffer_mb" in options:
@@ -171,7 +189,6 @@ def _init_process_group(
     dist.init_process_group(
         libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=group_options
     )
-    return store
 
 
 def _destroy_groups(kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
@@ -204,6 +221,8 @@ def _read_rank_environment(environment: Mapping[str, str]) -> tuple[int, int, in
         raise ConfigError(f"RANK = {rank} in the environment: must be less than WORLD_SIZE = {size}")
     if local_size < 1:
         raise ConfigError(f"LOCAL_WORLD_SIZE = {local_size} in the environment: must be at least 1")
+    if STORE_VARIABLE in environment:
+        return rank, size, local_size
     if not environment.get("MASTER_ADDR"):
         raise ConfigError(
             "MASTER_ADDR is not in the environment, though RANK is: the ranks need the first one's host name; start "

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import tempfile
@@ -19,9 +20,10 @@ import pytest
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.checkpoint_digests import DIGESTS, KEY_VARIABLE, file_digest, signing_key, write_digests
 from mindspeed_cp.train.failures import classify_error
 from mindspeed_cp.train.memory import check_memory, machine_memory, minimum_bytes
-from mindspeed_cp.train.resume import checkpoint_to_resume
+from mindspeed_cp.train.resume import checkpoints_to_resume
 from mindspeed_cp.train.run_files import DiskError, RunFiles, read_metrics, truncate_metrics, write_text
 from mindspeed_cp.train.run_identity import identity
 from tests.train.fresh_ranks import FreshRanks
@@ -29,12 +31,12 @@ from tests.train.test_training import tiny
 
 DAMAGES = (
     *("short shard", "empty shard", "no shard", "short metadata", "empty metadata", "no metadata"),
-    *("short common", "no common", "no format", "bad format"),
+    *("short common", "no common", "no format", "bad format", "flipped shard", "flipped metadata"),
 )
 
 
 def damage(folder: Path, how: str) -> None:
-    """Cut a file of a checkpoint short, empty it, write nonsense into it, or remove it."""
+    """Cut a file of a checkpoint short, empty it, flip a bit, write nonsense into it, or remove it."""
     what, part = how.split()
     names = {"shard": "__0_0.distcp", "metadata": ".metadata", "common": "common.pt", "format": "metadata.json"}
     path = folder / names[part]
@@ -42,6 +44,10 @@ def damage(folder: Path, how: str) -> None:
         path.unlink()
     elif what == "bad":
         path.write_text("[1")
+    elif what == "flipped":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
     else:
         os.truncate(path, path.stat().st_size // 2 if what == "short" else 0)
 
@@ -82,7 +88,7 @@ def random_numbers() -> list[float]:
 def save_and_load(text: str) -> dict[str, Any]:
     """In a rank: everything that is to be found out about checkpoints with a model."""
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
-    from mindspeed_cp.train.checkpoint import Progress, load, save
+    from mindspeed_cp.train.checkpoint import Progress, load, resume, save
     from mindspeed_cp.train.model import build_training_model
     from mindspeed_cp.train.world import join_ranks
 
@@ -97,32 +103,34 @@ def save_and_load(text: str) -> dict[str, Any]:
 
         def names_after(step: int, keep: int) -> list[str]:
             limited = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"keep": keep})})
-            save(files, training, Progress(step=step), limited, world)
+            save(files, training, Progress(step=step, run_id="this"), limited, world)
             return sorted(path.name for path in files.checkpoints.iterdir())
 
         for step in (60, 80):
             names_after(step, keep=2)
-        files.latest.write_text("iter_0000060\n")
-        good = files.checkpoint(60)
+        newest, kept = files.checkpoint(80), files.folder / "kept"
         drawn = random_numbers()
-        assert load(good, training, world).step == 60
+        assert load(files.checkpoint(60), training, world).step == 60
         found["random numbers"] = drawn, random_numbers()
+        shutil.copytree(newest, kept)
         for how in DAMAGES:
-            bad = files.checkpoint(70)
-            shutil.copytree(good, bad)
-            damage(bad, how)
-            with pytest.raises(ConfigError) as caught:
-                load(bad, training, world)
-            found[how] = str(caught.value)
-            shutil.rmtree(bad)
+            damage(newest, how)
+            progress, folder, notes = resume(settings, training, world)
+            assert folder is not None
+            found[how] = progress.step, folder.name, notes
+            shutil.rmtree(newest)
+            shutil.copytree(kept, newest)
+        assert resume(settings, training, world)[0].step == 80
+        files.latest.write_text("iter_0000060\n")
         for size in (0, 2_000, 50_000):  # the first file, common.pt, is larger than 2 kB and smaller than 50 kB
             with files_of_at_most(size), pytest.raises(OSError) as failed:
-                save(files, training, Progress(step=65), settings, world)
+                save(files, training, Progress(step=65, run_id="this"), settings, world)
             found[f"at most {size}"] = classify_error(failed.value)
             found[f"names {size}"] = sorted(path.name for path in files.checkpoints.glob("iter*"))
         with rename_fails("iter_0000064"), pytest.raises(OSError):
             save(files, training, Progress(step=64), settings, world)
         found["latest before the folder"] = files.latest.read_text()
+        save(files, training, Progress(step=61, run_id="another"), settings, world)
         found["abandoned"] = names_after(65, keep=1)
         found["latest"] = files.latest.read_text()
         found["same step again"] = names_after(65, keep=1)
@@ -136,12 +144,14 @@ def found(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_told_with_the_one_before(found: dict[str, Any], how: str) -> None:
-    line = found[how]
-    assert "iter_0000070: is damaged (" in line and "\n" not in line
-    assert "write iter_0000060 into " in line and "checkpoints/latest" in line
-    if how in ("no shard", "no common"):
-        assert ("common.pt" if how == "no common" else "__0_0.distcp") + ": No such file" in line
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(found: dict[str, Any], how: str) -> None:
+    step, name, notes = found[how]
+    assert (step, name) == (60, "iter_0000060")
+    (line,) = notes
+    assert "iter_0000080: is damaged (" in line and line.endswith("; going on from iter_0000060") and "\n" not in line
+    file = {"shard": "__0_0.distcp", "metadata": ".metadata", "common": "common.pt", "format": "metadata.json"}
+    told = {"no": ": No such file", "flipped": " was changed"}.get(how.split()[0], " was changed")
+    assert file[how.split()[1]] + told in line
 
 
 @pytest.mark.parametrize("size", [0, 2_000, 50_000])
@@ -162,9 +172,9 @@ def test_random_generators_go_on_from_the_checkpoint(found: dict[str, Any]) -> N
 
 
 def test_the_checkpoint_just_saved_is_never_pruned(found: dict[str, Any]) -> None:
-    assert found["abandoned"] == ["iter_0000065", "latest"], "80 is of a future that was abandoned"
+    assert found["abandoned"] == ["iter_0000061", "iter_0000065", "latest"], "80 is of a future that was abandoned"
     assert found["latest"] == "iter_0000065\n"
-    assert found["same step again"] == ["iter_0000065", "latest"]
+    assert found["same step again"] == ["iter_0000061", "iter_0000065", "latest"], "61 is of another run"
 
 
 # bookkeeping files
@@ -176,39 +186,111 @@ def with_checkpoint(folder: Path, **run: Any) -> Settings:
     files = RunFiles(folder)
     files.create()
     good = {"step": 3, "tokens": 9, "seconds": 1.0, "data": None, "ranks": 1, "identity": identity(settings)}
-    for step, values in ((2, good), (3, good | run)):
+    for step, values in ((2, good | {"step": 2}), (3, good | run)):
         files.checkpoint(step).mkdir()
-        (files.checkpoint(step) / "run.json").write_text(json.dumps(values))
+        path = files.checkpoint(step) / "run.json"
+        path.write_text(json.dumps(values))
+        write_digests(path.parent, path.parent.name, {"run.json": file_digest(path)})
     files.latest.write_text("iter_0000003\n")
     return settings
 
 
+def names(settings: Settings) -> tuple[list[str], list[str]]:
+    folders, notes = checkpoints_to_resume(settings)
+    return [folder.name for folder in folders], notes
+
+
 def test_a_whole_folder_is_resumed(tmp_path: Path) -> None:
+    assert names(with_checkpoint(tmp_path)) == (["iter_0000003", "iter_0000002"], [])
+
+
+@pytest.mark.parametrize("name", [None, b"\xff\xfe\n", b"", b"..\n", b"iter_3\n"])
+def test_without_latest_the_newest_checkpoint_is_taken(tmp_path: Path, name: bytes | None) -> None:
     settings = with_checkpoint(tmp_path)
-    assert checkpoint_to_resume(settings) == tmp_path / "checkpoints" / "iter_0000003"
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.unlink() if name is None else latest.write_bytes(name)
+    found, (note,) = names(settings)
+    assert found == ["iter_0000003", "iter_0000002"]
+    assert re.search(r"latest: is (missing|damaged), so the newest whole checkpoint is taken", note)
 
 
-@pytest.mark.parametrize("name", [b"\xff\xfe\n", b"", b"..\n", b"iter_3\n"])
-def test_a_damaged_latest_is_told(tmp_path: Path, name: bytes) -> None:
+def test_what_is_newer_than_latest_is_of_an_abandoned_run(tmp_path: Path) -> None:
     settings = with_checkpoint(tmp_path)
-    (tmp_path / "checkpoints" / "latest").write_bytes(name)
-    with pytest.raises(ConfigError, match=r"latest: is damaged.*\(iter_0000002, iter_0000003\)"):
-        checkpoint_to_resume(settings)
+    (tmp_path / "checkpoints" / "latest").write_text("iter_0000002\n")
+    assert names(settings) == (["iter_0000002"], [])
 
 
-@pytest.mark.parametrize("run", [{"identity": [1]}, {"step": "3"}, {"ranks": True}, {"data": 1}])
-def test_a_damaged_run_json_is_told(tmp_path: Path, run: dict[str, Any]) -> None:
-    settings = with_checkpoint(tmp_path, **run)
-    with pytest.raises(ConfigError, match=f"run.json is damaged.*{next(iter(run))}.*write iter_0000002 into"):
-        checkpoint_to_resume(settings)
+@pytest.mark.parametrize("with_latest", [True, False])
+def test_a_new_run_is_refused_where_there_are_checkpoints(tmp_path: Path, with_latest: bool) -> None:
+    settings = with_checkpoint(tmp_path)
+    if not with_latest:
+        (tmp_path / "checkpoints" / "latest").unlink()
+    settings = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"resume": False})})
+    with pytest.raises(
+        ConfigError, match=r"resume = false: .* has the checkpoint iter_0000003, which a new run would mix"
+    ):
+        checkpoints_to_resume(settings)
 
 
-def test_a_missing_checkpoint_without_an_older_one_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [{"identity": [1]}, {"step": "3"}, {"ranks": True}, {"data": 1}, {"step": 2}])
+def test_a_damaged_run_json_is_told_and_the_one_before_is_taken(tmp_path: Path, run: dict[str, Any]) -> None:
+    found, (note,) = names(with_checkpoint(tmp_path, **run))
+    assert found == ["iter_0000002"] and "iter_0000003: is damaged (run.json is " in note
+    assert next(iter(run)) in note
+
+
+def test_a_folder_without_a_whole_checkpoint_is_never_begun_anew(tmp_path: Path) -> None:
     settings = with_checkpoint(tmp_path)
     for step in (2, 3):
         (tmp_path / "checkpoints" / f"iter_000000{step}" / "run.json").unlink()
-    with pytest.raises(ConfigError, match=r"not a complete checkpoint .*there is no older checkpoint"):
-        checkpoint_to_resume(settings)
+    with pytest.raises(ConfigError, match=r"iter_0000003: is damaged \(run\.json: .*no whole checkpoint is left in"):
+        checkpoints_to_resume(settings)
+
+
+# signatures
+
+
+def test_a_checkpoint_of_somebody_else_needs_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = with_checkpoint(tmp_path)
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "other.key"))
+    with pytest.raises(ConfigError, match=r"not of this user's key\), and loading it can run code; .*trust_unsigned"):
+        checkpoints_to_resume(settings)
+    trusting = settings.checkpoint.model_copy(update={"trust_unsigned": True})
+    settings = settings.model_copy(update={"checkpoint": trusting})
+    assert names(settings)[0] == ["iter_0000003", "iter_0000002"]
+    (tmp_path / "checkpoints" / "iter_0000003" / DIGESTS).unlink()
+    assert names(settings)[0] == ["iter_0000003", "iter_0000002"], "one of an older version"
+
+
+def test_a_checkpoint_under_another_name_is_not_signed(tmp_path: Path) -> None:
+    settings = with_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "iter_0000003").rename(tmp_path / "checkpoints" / "iter_0000004")
+    (tmp_path / "checkpoints" / "latest").write_text("iter_0000004\n")
+    assert names(settings)[1] == [f"{tmp_path}/checkpoints/iter_0000004: is damaged (run.json is of step 3)"]
+
+
+def test_a_file_that_no_digest_vouches_for_is_damage(tmp_path: Path) -> None:
+    settings = with_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "iter_0000003" / "common.pt").write_text("crafted")
+    assert "common.pt is not one of its files" in names(settings)[1][0]
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys" / "checkpoint.key"
+    monkeypatch.setenv(KEY_VARIABLE, str(path))
+    key = signing_key()
+    assert len(key) == 32 and signing_key() == key and path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in path.parent.iterdir()] == ["checkpoint.key"]
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="other users can read or change it; make it yours alone"):
+        signing_key()
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="is no key, it has 5 bytes"):
+        signing_key()
+    monkeypatch.setenv(KEY_VARIABLE, "/proc/none/key")
+    with pytest.raises(ConfigError, match=r"cannot be read or made: .*MINDSPEED_CP_KEY_FILE"):
+        signing_key()
 
 
 @pytest.mark.parametrize("line", [b"[1]", b'{"step": 2, "lo', b"\xff", b'{"loss": 1}', b'{"step": "2"}', b""])
@@ -217,7 +299,7 @@ def test_a_damaged_metrics_line_is_told_and_nothing_is_dropped(tmp_path: Path, l
     path = tmp_path / "metrics.jsonl"
     text = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
     path.write_bytes(text)
-    for read in (lambda: truncate_metrics(path, 3), lambda: checkpoint_to_resume(settings)):
+    for read in (lambda: truncate_metrics(path, 3), lambda: checkpoints_to_resume(settings)):
         with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is damaged"):
             read()
     assert path.read_bytes() == text
@@ -236,7 +318,7 @@ def test_a_last_line_that_a_crash_cut_is_left_out(tmp_path: Path, last: bytes) -
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300])
 def test_a_folder_that_no_system_takes_is_told(name: str) -> None:
     settings = Settings(output={"folder": f"/tmp/{name}"})  # type: ignore[arg-type]
-    for use in (lambda: checkpoint_to_resume(settings), lambda: RunFiles(Path(settings.output.folder)).create()):
+    for use in (lambda: checkpoints_to_resume(settings), lambda: RunFiles(Path(settings.output.folder)).create()):
         with pytest.raises(ConfigError, match=r"output\.folder = .*/tmp/.*cannot be (created|read): ") as caught:
             use()
         assert str(caught.value).isprintable()

@@ -235,6 +235,6 @@ def test_input_is_checked_before_ranks_are_started(
         captured = capsys.readouterr()
         assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
         assert expected in captured.err
-    (folder / "checkpoints" / "latest").write_text("iter_0000099\n")
+    (folder / "checkpoints" / "iter_0000001" / "run.json").unlink()
     assert cli.run(["train", str(path)]) == 2
-    assert "iter_0000099: is not a complete checkpoint" in capsys.readouterr().err
+    assert "iter_0000001: is damaged (run.json: No such file" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from mindspeed_cp.train.comparison import comparison_sentence, comparison_text
 from mindspeed_cp.train.exit_note import EXIT_NOTE, write_exit_note
 from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
 from mindspeed_cp.train.launch import _classify_failures
+from mindspeed_cp.train.local_agent import RankFailure, read_failure
 from mindspeed_cp.train.memory import check_memory, minimum_bytes
 from mindspeed_cp.train.progress_display import open_display
 from mindspeed_cp.train.run_files import RunFiles, read_metrics, truncate_metrics, write_text
@@ -313,19 +314,38 @@ def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0
     return Failed(code, kind, text, seconds)
 
 
+def recorded(failed: Failed, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the record of a rank at the second in which it ended."""
+    with monkeypatch.context() as patched:
+        patched.setattr("time.time", lambda: float(failed.seconds))
+        patched.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        if failed.kind:
+            write_exit_note(failed.kind, failed.text)
+
+
 def seen_by_the_agent(
     failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[int, ProcessFailure]:
-    """As the agent of torchrun reads it, from real records of the ranks."""
+) -> dict[int, RankFailure]:
+    """As the launcher reads it, from real records of the ranks."""
     found = {}
     for rank, failed in failures.items():
         path = folder / f"record{rank}"
+        recorded(failed, path, monkeypatch)
         with monkeypatch.context() as patched:
             patched.setattr("time.time", lambda failed=failed: float(failed.seconds))
-            patched.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-            if failed.kind:
-                write_exit_note(failed.kind, failed.text)
-            found[rank] = ProcessFailure(rank, 100, failed.code, str(path))
+            found[rank] = read_failure(rank, 100, failed.code, path)
+    return found
+
+
+def seen_by_torchrun(
+    failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, ProcessFailure]:
+    """As the agent of torchrun reads it, from the same records."""
+    found = {}
+    for rank, failed in failures.items():
+        path = folder / f"record{rank}"
+        recorded(failed, path, monkeypatch)
+        found[rank] = ProcessFailure(rank, 100, failed.code, str(path))
     return found
 
 
@@ -393,7 +413,7 @@ def test_the_verdict_names_the_cause(
 def test_torchrun_takes_no_last_words_for_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are written at the start, long before what really ended the run."""
     failures = {0: failure(-6, EXIT_NOTE, "last words", 100), 1: failure(1, "device", "refused", 900)}
-    error = ChildFailedError("train", seen_by_the_agent(failures, tmp_path, monkeypatch))
+    error = ChildFailedError("train", seen_by_torchrun(failures, tmp_path, monkeypatch))
     rank, cause = error.get_first_failure()
     assert rank == 1 and cause.message["message"] == "refused"  # type: ignore[index]
     assert "refused" in str(error).split("Root Cause")[1] and "last words" in str(error).split("Root Cause")[0]

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import pytest
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train import launch, worker
 from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
+from mindspeed_cp.train.local_agent import local_ranks
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from tests.limits import HANG
 from tests.train.fresh_ranks import FreshRanks
@@ -179,17 +179,11 @@ def test_standard_output_holds_nothing_but_json(
 
 
 @pytest.mark.usefixtures("hangups")
-def test_a_closed_terminal_asks_the_ranks_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = subprocess.Popen(["sleep", str(HANG)])
-    monkeypatch.setattr(launch, "_ranks", lambda: [psutil.Process(child.pid)])
-    try:
-        with launch._relay_signals() as asked:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert child.wait(HANG) == -signal.SIGHUP
-        assert asked == ["SIGHUP"]
-    finally:
-        child.kill()
-        child.wait()
+def test_a_closed_terminal_asks_the_ranks_to_stop() -> None:
+    with local_ranks(["sleep", str(HANG)], 2) as ranks, launch._relay_signals(ranks) as asked:
+        os.kill(os.getpid(), signal.SIGHUP)
+        failures = ranks.wait()
+    assert asked == ["SIGHUP"] and -signal.SIGHUP in [failure.exitcode for failure in failures.values()]
 
 
 @pytest.mark.usefixtures("hangups")

@@ -1,0 +1,87 @@
+"""A lost `latest`, flipped bits and crafted pickles: the run goes on from the newest whole checkpoint, and says so."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import RankError
+from tests.train.fresh_ranks import FreshRanks
+from tests.train.test_training import curve, tiny, values
+
+STEPS: dict[str, Any] = {"train__lr_decay_iters": 6, "checkpoint__save_interval": 2, "checkpoint__keep": 3}
+
+
+def steps(corpus: Path, folder: Path, last: int, **more: Any) -> Any:
+    return tiny(corpus, folder, **STEPS, train__train_iters=last, **more)
+
+
+@pytest.fixture(scope="module")
+def whole(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Six steps of two ranks without a fault."""
+    settings = steps(corpus, tmp_path_factory.mktemp("whole"), 6, context_parallel_suite__context_parallel_size=2)
+    return curve(fresh_ranks, settings, 2)
+
+
+def same_curve(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> bool:
+    return all(values(lines, key) == values(whole, key) for key in ("step", "loss", "grad_norm", "lr", "tokens"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 16
+    path.write_bytes(content)
+
+
+def test_a_run_without_latest_whose_newest_checkpoint_is_damaged_goes_on_bit_equal(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
+) -> None:
+    size = {"context_parallel_suite__context_parallel_size": 2}
+    curve(fresh_ranks, steps(corpus, tmp_path, 4, **size), 2)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "latest").unlink()
+    flip(checkpoints / "iter_0000004" / "__1_0.distcp")
+    assert same_curve(curve(fresh_ranks, steps(corpus, tmp_path, 6, **size), 2), whole)
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest"]
+
+
+def test_a_new_run_never_removes_the_checkpoints_of_another(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    curve(fresh_ranks, steps(corpus, tmp_path, 4), 1)
+    (tmp_path / "checkpoints" / "latest").unlink()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(RankError, match=r"resume = false: .* has the checkpoint iter_0000004"):
+        curve(fresh_ranks, steps(corpus, tmp_path, 6, checkpoint__resume=False), 1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "checkpoints" / "iter_0000004").is_dir()
+
+
+class Crafted:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_crafted_pickle_is_never_loaded(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, name: str) -> None:
+    """In a checkpoint of this run, and in one that comes from elsewhere whole."""
+    run, mark = tmp_path / "run", tmp_path / "code was run"
+    curve(fresh_ranks, steps(corpus, run, 2), 1)
+    crafted = run / "checkpoints" / "iter_0000002" / name
+    crafted.write_bytes(pickle.dumps(Crafted(mark)))
+    with pytest.raises(RankError, match=rf"is damaged \({name} was changed\).*no whole checkpoint is left"):
+        curve(fresh_ranks, steps(corpus, run, 4), 1)
+    (crafted.parent / "digests.json").unlink()
+    with pytest.raises(RankError, match=r"loading it can run code; .*trust_unsigned"):
+        curve(fresh_ranks, steps(corpus, run, 4), 1)
+    assert not mark.exists()

@@ -1,0 +1,123 @@
+"""The launcher dies, and strangers knock: no rank outlives it, and nobody but the user can reach the ranks' store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mindspeed_cp.train.local_agent import local_ranks
+from tests.limits import HANG
+from tests.train.test_launch import COMMAND, ROOT, Run, write
+from tests.train.test_training import tiny
+
+WORKER = "mindspeed_cp.train.worker"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    """Start a run that is certain to end with the test."""
+    runs: list[Run] = []
+
+    def begin(*command: object) -> Run:
+        runs.append(Run(*command))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("moment", ["at once", "in its first steps"])
+def test_ranks_end_with_a_launcher_that_is_killed(
+    moment: str, corpus: Path, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    """Before a rank has read its settings, too; then the folder is free for the next run."""
+    folder = tmp_path / "run"
+    size = {"context_parallel_suite__context_parallel_size": 2}
+    run = start(*COMMAND, write(tiny(corpus, folder, train__train_iters=100000, **size), tmp_path))
+    ranks = run.wait_for(lambda: len(run.ranks()) == 2 and run.ranks(), "two ranks")
+    metrics = folder / "metrics.jsonl"
+    if moment == "in its first steps":
+        run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "step 2")
+    run.process.kill()
+    wait_until(lambda: all(map(is_gone, ranks)))
+    assert moment != "at once" or not metrics.exists(), "they joined, and trained a step"
+
+
+def test_no_port_listens_for_the_ranks_to_meet(corpus: Path, tmp_path: Path, start: Callable[..., Run]) -> None:
+    """Gloo's own listen on loopback; the launcher has none, and its folder is closed to others."""
+    folder = tmp_path / "run"
+    size = {"context_parallel_suite__context_parallel_size": 2}
+    run = start(*COMMAND, write(tiny(corpus, folder, train__train_iters=100000, **size), tmp_path))
+    metrics = folder / "metrics.jsonl"
+    run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, "step 1")
+    family = [psutil.Process(run.process.pid), *run.ranks()]
+    listening = {
+        process.pid: [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        for process in family
+    }
+    assert listening.pop(run.process.pid) == []
+    assert {ip for addresses in listening.values() for ip in addresses} <= {"127.0.0.1", "::1"}
+    store = Path(family[1].environ()["MINDSPEED_CP_STORE"])
+    assert store.exists() and store.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can try it as another user")
+def test_another_user_cannot_open_the_store(tmp_path: Path) -> None:
+    knock = "import os, sys; os.setgid(65534); os.setuid(65534); open(sys.argv[1], 'ab')"
+    program = "import os, time; open(os.environ['MINDSPEED_CP_STORE'], 'w').close(); time.sleep(1200)"
+    with local_ranks([sys.executable, "-c", program], 1) as ranks:
+        (process,) = ranks._processes
+        environment = psutil.Process(process.pid).environ
+        wait_until(lambda: Path(environ["MINDSPEED_CP_STORE"]).exists() if (environ := environment()) else False)
+        store = environment()["MINDSPEED_CP_STORE"]
+        done = subprocess.run([sys.executable, "-c", knock, store], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and "PermissionError" in done.stderr
+    assert not Path(store).parent.exists()
+
+
+def test_the_others_end_with_a_rank_that_fails_and_learn_which() -> None:
+    program = (
+        "import os, sys, time, signal\n"
+        "from mindspeed_cp.train.local_agent import ended_ranks\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7 if ended_ranks() == [1] else 8))\n"
+        "open(os.environ['MINDSPEED_CP_STORE'] + os.environ['RANK'], 'w').close()\n"
+        "while os.environ['RANK'] == '1' and not os.path.exists(os.environ['MINDSPEED_CP_STORE'] + '0'): time.sleep(0.01)\n"
+        "sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(1200)\n"
+    )
+    with local_ranks([sys.executable, "-c", program], 2) as ranks:
+        failures = ranks.wait()
+    assert [(rank, failure.exitcode) for rank, failure in failures.items()] == [(1, 3), (0, 7)]
+
+
+def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_cp.train.local_agent.GRACE_SECONDS", 0.1)
+    program = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(os.environ['MINDSPEED_CP_STORE'] + os.environ['RANK'], 'w').close()\n"
+        "while os.environ['RANK'] == '1' and not os.path.exists(os.environ['MINDSPEED_CP_STORE'] + '0'): time.sleep(0.01)\n"
+        "sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(1200)\n"
+    )
+    with local_ranks([sys.executable, "-c", program], 2) as ranks:
+        failures = ranks.wait()
+    assert failures[1].exitcode == 3 and failures[0].signal_name() == signal.Signals.SIGKILL.name
