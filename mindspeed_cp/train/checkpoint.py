@@ -28,7 +28,7 @@ from mindspeed_cp.train.checkpoint_digests import (
     DamagedCheckpointError,
     file_digest,
     find_damage,
-    read_digests,
+    signing_key,
     write_digests,
 )
 from mindspeed_cp.train.checkpoint_writer import InProcessSave
@@ -142,8 +142,8 @@ def _digest_shards(folder: Path, world: World) -> dict[str, str]:
 def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[Progress, Path | None, list[str]]:
     """Load the newest whole checkpoint of the run's folder; every rank calls it.
 
-    All files are compared with their digests before one is loaded. Where the newest checkpoint is damaged, the one
-    before it is taken.
+    The first rank chooses, since the key that signs checkpoints may be on its machine alone. All files are compared
+    with their digests before one is loaded. Where the newest checkpoint is damaged, the one before it is taken.
 
     Returns:
         The progress at the checkpoint, its folder (None: there is none, the run starts), and what is to be told.
@@ -151,9 +151,11 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
     Raises:
         ConfigError: there are checkpoints, and none can be resumed.
     """
-    folders, notes = checkpoints_to_resume(settings)
-    for folder in folders:
-        digests = read_digests(folder, trust_unsigned=settings.checkpoint.trust_unsigned) or {}
+    chosen = world.broadcast_json(_choose(settings) if world.is_first else None)
+    if "error" in chosen:
+        raise ConfigError(chosen["error"])
+    notes: list[str] = chosen["notes"]
+    for folder, digests in ((Path(text), digests) for text, digests in chosen["digests"].items()):
         damage = next(filter(None, world.gather_json(find_damage(folder, digests, world.rank, world.size))), None)
         if damage is not None:
             notes.append(f"{folder}: is damaged ({damage})")
@@ -161,11 +163,21 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
         if notes:
             notes[-1] += f"; going on from {folder.name}"
         return load(folder, training, world), folder, notes
-    if folders:
+    if chosen["digests"]:
         raise ConfigError(
             f"{'; '.join(notes)}; no whole checkpoint is left: restore one, or give another output.folder"
         )
     return Progress(), None, notes
+
+
+def _choose(settings: Settings) -> dict[str, Any]:
+    """On the first rank, whose user's key counts: the checkpoints to try, with the digests of their files."""
+    try:
+        signing_key()
+        folders, notes = checkpoints_to_resume(settings)
+    except ConfigError as error:
+        return {"error": str(error)}
+    return {"digests": {str(folder): digests for folder, digests in folders.items()}, "notes": notes}
 
 
 def _cause(error: BaseException) -> BaseException:

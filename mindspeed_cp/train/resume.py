@@ -24,8 +24,9 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def checkpoints_to_resume(settings: Settings) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints that a run may resume from, the best one first, and what is to be told about the choice.
+def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]], list[str]]:
+    """Return the checkpoints that a run may resume from, the best one first, each with the digests of its files (none
+    where checkpoint.trust_unsigned accepts it without), and what is to be told about the choice.
 
     The best one is the one that `latest` names, or the newest one where `latest` is lost; older ones follow, to fall
     back on. Complete are those that have a run.json and digests; whether their files are whole is not looked at.
@@ -48,12 +49,12 @@ def checkpoints_to_resume(settings: Settings) -> tuple[list[Path], list[str]]:
         found = [path for path in found if checkpoint_step(path) <= newest]
         if not found or found[0].name != name:
             notes.append(f"{files.checkpoints / name}, which `latest` names, is gone")
-    complete: list[Path] = []
+    complete: dict[Path, dict[str, str]] = {}
     saved_identity: dict[str, Any] = {}
     for folder in found:
         try:
             run = read_run_json(folder)
-            read_digests(folder, trust_unsigned=settings.checkpoint.trust_unsigned)
+            digests = read_digests(folder, trust_unsigned=settings.checkpoint.trust_unsigned) or {}
         except (DamagedCheckpointError, UnsignedCheckpointError) as error:
             if not complete and isinstance(error, UnsignedCheckpointError):
                 raise
@@ -63,7 +64,7 @@ def checkpoints_to_resume(settings: Settings) -> tuple[list[Path], list[str]]:
             check_same_run(settings, run["identity"], str(folder))
             saved_identity = run["identity"]
         if run["identity"] == saved_identity:
-            complete.append(folder)
+            complete[folder] = digests
     if (found or name is not None) and not complete:
         raise ConfigError(
             f"{'; '.join(notes)}; no whole checkpoint is left in {files.checkpoints}: restore one, or give another "

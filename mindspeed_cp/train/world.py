@@ -86,6 +86,15 @@ class World:
         dist.all_gather(out, own)
         return [json.loads(bytes(x[:size].tolist())) for x, size in zip(out, sizes.tolist(), strict=True)]
 
+    def broadcast_json(self, value: Any) -> Any:
+        """Return the first rank's value, which travels as JSON; every rank must call it."""
+        text = json.dumps(value).encode() if self.is_first else b""
+        content = torch.zeros(int(self.gather([float(len(text))])[0, 0]), dtype=torch.uint8)
+        if self.is_first:
+            content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(content, 0)
+        return json.loads(bytes(content.tolist()))
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.gather([0.0])

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from mindspeed_cp.train.checkpoint_digests import KEY_VARIABLE
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.test_training import curve, tiny, values
+from tests.train.test_training import curve, tiny, train_here, values
 
 STEPS: dict[str, Any] = {"train__lr_decay_iters": 6, "checkpoint__save_interval": 2, "checkpoint__keep": 3}
 
@@ -48,6 +49,22 @@ def test_a_run_without_latest_whose_newest_checkpoint_is_damaged_goes_on_bit_equ
     assert same_curve(curve(fresh_ranks, steps(corpus, tmp_path, 6, **size), 2), whole)
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest"]
+
+
+def train_with_own_key(settings: str, folder: str) -> dict[str, Any]:
+    """In a rank: train, as on a machine of its own."""
+    os.environ[KEY_VARIABLE] = f"{folder}/key of rank {os.environ['RANK']}"
+    return train_here(settings)
+
+
+def test_the_key_of_the_first_ranks_machine_counts(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
+) -> None:
+    for last in (2, 6):
+        settings = steps(corpus, tmp_path / "run", last, context_parallel_suite__context_parallel_size=2)
+        found = fresh_ranks.run(2, train_with_own_key, settings.model_dump_json(), str(tmp_path))
+    assert same_curve(found[0]["lines"], whole)
+    assert not (tmp_path / "key of rank 1").exists()
 
 
 def test_a_new_run_never_removes_the_checkpoints_of_another(
