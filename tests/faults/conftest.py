@@ -1,5 +1,6 @@
-"""The corpus and the ranks of the training tests."""
+"""The corpus, the ranks and the runs of the training tests."""
 
 from tests.train.conftest import corpus, fresh_ranks
+from tests.train.test_launch import start
 
-__all__ = ["corpus", "fresh_ranks"]
+__all__ = ["corpus", "fresh_ranks", "start"]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,22 +17,6 @@ from mindspeed_cp.train.local_agent import local_ranks
 from tests.limits import HANG
 from tests.train.test_launch import COMMAND, ROOT, Run, write
 from tests.train.test_training import tiny
-
-WORKER = "mindspeed_cp.train.worker"
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Run]]:
-    """Start a run that is certain to end with the test."""
-    runs: list[Run] = []
-
-    def begin(*command: object) -> Run:
-        runs.append(Run(*command))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
