@@ -15,6 +15,11 @@ class PeerError(RuntimeError):
     """A peer died or did not answer in time.  Names the peer, the step and the operation that waited for it."""
 
 
+class DivergenceError(RuntimeError):
+    """The loss or the gradient of a step is not finite, or the loss is a spike, and the run's policy is to stop.  Names
+    the step, the rank and the layer."""
+
+
 class OperatorError(RuntimeError):
     """The attention operator of a device refused a call, for example because a library is too old.  Names the call, the
     cause and the remedy."""

@@ -95,7 +95,24 @@ class TrainSettings(Section):
         "training, beside its own: a table shows loss, imbalance, bytes and time; the training stays the same",
     )
     max_restarts: NonNegativeInt = Field(
-        default=0, description="restarts of all ranks, from the newest checkpoint, after a rank died"
+        default=0,
+        description="restarts of all ranks, from the newest checkpoint, after a rank died or the run stopped because "
+        "its loss was not finite or a spike",
+    )
+    nonfinite_policy: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="after a step whose loss or gradient is not finite: stop; skip: leave the weights as they are; "
+        "rollback: load the newest checkpoint and leave out the batches since",
+    )
+    spike_policy: Literal["keep", "stop", "skip", "rollback"] = Field(
+        default="keep",
+        description="after a step whose loss is a spike: keep: go on, but `latest` stays at the checkpoint before; "
+        "stop, skip, rollback: as in nonfinite_policy",
+    )
+    spike_mads: NonNegativeFloat = Field(
+        default=10.0,
+        description="a loss is a spike if it exceeds the median of the last 64 by more than this many median absolute "
+        "deviations, of which one is at least 1 % of the median; 0: none is",
     )
 
     @model_validator(mode="after")

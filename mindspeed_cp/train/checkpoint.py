@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.random_state import get_random_state, set_random_state
-from mindspeed_cp.train.resume import checkpoint_step, checkpoints_to_resume, list_checkpoints, read_run_json
+from mindspeed_cp.train.resume import (
+    checkpoint_step,
+    checkpoints_to_resume,
+    list_checkpoints,
+    read_latest,
+    read_run_json,
+)
 from mindspeed_cp.train.run_files import (
     RunFiles,
     disk_error,
@@ -61,11 +67,27 @@ _KNOWN_NOISE = ("`load_state_dict` is deprecated", "Please use DTensor instead")
 _STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
 
 
-def save(files: RunFiles, training: TrainingModel, progress: Progress, settings: Settings, world: World) -> Path:
+def save(
+    files: RunFiles,
+    training: TrainingModel,
+    progress: Progress,
+    settings: Settings,
+    world: World,
+    *,
+    spike: bool = False,
+) -> Path:
     """Write a checkpoint and return its folder; every rank calls it.
 
     Checkpoints of this run at later steps, left when it was resumed at an older one, are removed. What another run left
     in the folder stays.
+
+    Args:
+        files: files of the run.
+        training: model, optimizer and schedule.
+        progress: state of the run.
+        settings: settings of the run.
+        world: this rank among all.
+        spike: the loss of the step is a spike: `latest` stays at the checkpoint before, which is kept.
 
     Raises:
         DiskError: It cannot be written; the newest checkpoint before it stays the newest.
@@ -84,12 +106,9 @@ def save(files: RunFiles, training: TrainingModel, progress: Progress, settings:
     digests = _digest_shards(partial, world)
     if world.is_first:
         run = {
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "seconds": progress.seconds,
-            "data": progress.data,
+            **vars(progress),
             "ranks": world.size,
-            "run_id": progress.run_id,
+            "spike": spike,
             "identity": identity(settings),
         }
         with disk_errors_for(files.checkpoints):
@@ -101,8 +120,9 @@ def save(files: RunFiles, training: TrainingModel, progress: Progress, settings:
                 _remove(final)
             os.replace(partial, final)
             sync_folder(files.checkpoints)
-            write_text(files.latest, final.name + "\n")
-            _prune(files.checkpoints, settings.checkpoint.keep, progress)
+            if not spike:
+                write_text(files.latest, final.name + "\n")
+            _prune(files, settings.checkpoint.keep, progress)
     world.barrier()
     return final
 
@@ -162,7 +182,7 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
             continue
         if notes:
             notes[-1] += f"; going on from {folder.name}"
-        return load(folder, training, world), folder, notes
+        return load(folder, settings, training, world), folder, notes
     if chosen["digests"]:
         raise ConfigError(
             f"{'; '.join(notes)}; no whole checkpoint is left: restore one, or give another output.folder"
@@ -187,7 +207,7 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def load(folder: Path, training: TrainingModel, world: World) -> Progress:
+def load(folder: Path, settings: Settings, training: TrainingModel, world: World) -> Progress:
     """Fill model, optimizer, schedule and random state from a whole checkpoint; every rank calls it.
 
     The number of ranks may differ from that of the run that wrote it; random states then stay those of the seed.
@@ -223,11 +243,13 @@ def load(folder: Path, training: TrainingModel, world: World) -> Progress:
         logger.removeFilter(_is_not_noise)
     training.gpt.load_state_dict(loaded["model"], strict=True)
     optimizer_state.load(training.optimizer, loaded["optimizer"])
+    training.schedule.num_steps = 0  # loading adds to it
     training.schedule.load_state_dict(loaded["schedule"])
+    optimizer_state.set_rates(training.optimizer, settings.train)
     if "rng" in loaded:
         set_random_state(loaded["rng"])
-    progress = Progress(step=run["step"], tokens=run["tokens"], seconds=run["seconds"], data=run["data"])
-    return replace(progress, run_id=run["run_id"]) if "run_id" in run else progress
+    known = {field.name: run[field.name] for field in fields(Progress) if field.name in run}  # older ones lack some
+    return replace(Progress(**known), losses=tuple(known.get("losses", ())))
 
 
 def _is_not_noise(record: logging.LogRecord) -> bool:
@@ -258,17 +280,18 @@ def _make_durable(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _prune(folder: Path, keep: int, progress: Progress) -> None:
-    """Remove this run's checkpoints but the newest `keep` up to this step: those of later steps belong to an abandoned
-    future. Those of other runs stay, and so does what cannot be read."""
-    own = []
-    for path in list_checkpoints(folder):
+def _prune(files: RunFiles, keep: int, progress: Progress) -> None:
+    """Remove this run's checkpoints but the newest `keep` up to this step and the one that `latest` names: those of
+    later steps belong to an abandoned future. Those of other runs stay, and so does what cannot be read."""
+    own, (latest, _) = [], read_latest(files)
+    for path in list_checkpoints(files.checkpoints):
         with suppress(DamagedCheckpointError):
             if read_run_json(path).get("run_id") == progress.run_id:
                 own.append(path)
     past = [path for path in own if checkpoint_step(path) <= progress.step]
     for old in [*past[:-keep], *own[len(past) :]]:
-        _remove(old)
+        if old.name != latest:
+            _remove(old)
 
 
 def _remove(folder: Path) -> None:

@@ -18,6 +18,7 @@ from mindspeed_cp.config.candidates import compared_settings
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Dispatcher, PackedStream
 from mindspeed_cp.engine.recorder import Recorder, recording
+from mindspeed_cp.errors import DivergenceError
 from mindspeed_cp.report.text import format_bytes
 from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel
@@ -90,6 +91,8 @@ def _run(
         began = time.perf_counter()
         with recording(recorder):
             sums = forward_backward(training, watched(), step, world, stop_request)
+            if sums.nonfinite is not None:
+                raise DivergenceError(f"train.compare: batch {step} with {word}: {sums.nonfinite}")
         if world.device.type != "cpu":
             torch.get_device_module(world.device).synchronize()
         seconds.append(time.perf_counter() - began)

@@ -16,10 +16,11 @@ from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, DivergenceError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train import checkpoint
+from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
 from mindspeed_cp.train.comparison import compare_algorithms
 from mindspeed_cp.train.dispatch import make_dispatcher
 from mindspeed_cp.train.metrics_writer import MetricsWriter
@@ -27,7 +28,7 @@ from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.run_files import RunFiles
-from mindspeed_cp.train.step import run_step
+from mindspeed_cp.train.step import StepResult, run_step
 from mindspeed_cp.train.step_trace import StepTracer
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.summary import summarize_run
@@ -45,6 +46,11 @@ class _Run:
     stop_request: StopRequest
     writer: MetricsWriter | None
 
+    def note(self, text: str) -> None:
+        """Show a line; on the first rank."""
+        if self.writer is not None:
+            self.writer.note(text)
+
 
 def train(settings: Settings, world: World) -> dict[str, Any] | None:
     """Train until train.train_iters, or until asked to stop.
@@ -54,7 +60,9 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
 
     Raises:
         ConfigError: A setting cannot be used (`algorithm: auto` must be resolved first, by
-            algorithm_choice.resolve_auto), or the loss is not finite (all ranks raise it).
+            algorithm_choice.resolve_auto).
+        DivergenceError: The loss or the gradient is not finite, or the loss is a spike, and the policy is to stop (all
+            ranks raise it).
         PeerError: Another rank died.
         Stopped: The rank was asked to stop while a batch did not come.
     """
@@ -82,6 +90,8 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         training = build_training_model(settings, world)
         _warm_up_connections(settings, world, training)
         progress, folder, notes = checkpoint.resume(settings, training, world)
+        if folder is not None:
+            progress = replace(progress, restarts=progress.restarts + 1)
         if progress.data is not None:
             stream.load_state_dict(progress.data)
         stop_request = stack.enter_context(StopRequest())
@@ -139,28 +149,73 @@ def _run_steps(
     settings, world, writer = run.settings, run.world, run.writer
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
     compare_digests = settings.context_parallel_suite.verify_plans
+    policy = BadStepPolicy(settings)
     saved: Path | None = run.files.checkpoint(progress.step) if progress.step else None
     while progress.step < last:
-        with tracer.step(progress.step + 1, batches) as step_batches:
+        step = progress.step + 1
+        with tracer.step(step, batches) as step_batches:
             began = time.perf_counter()
-            result = run_step(run.training, step_batches, progress.step + 1, world, run.stop_request, compare_digests)
+            result = run_step(
+                run.training, step_batches, step, world, run.stop_request, policy, progress.losses, compare_digests
+            )
             seconds = time.perf_counter() - began
+        if result.action == "rollback":
+            progress = _roll_back(run, policy, progress, result)
+            continue
+        skipped = result.action == "skip"
         progress = replace(
             progress,
-            step=progress.step + 1,
+            step=step,
             tokens=progress.tokens + result.tokens,
             seconds=progress.seconds + seconds,
             data=result.data,
+            losses=progress.losses if skipped else with_loss(progress.losses, result.loss),
+            skipped_steps=progress.skipped_steps + skipped,
         )
         if writer is not None:
-            writer.step(progress.step, result, seconds)
-        if result.stop or progress.step == last or (interval and progress.step % interval == 0):
-            saved = checkpoint.save(run.files, run.training, progress, settings, world)
+            writer.step(step, result, seconds)
+        if result.problem is not None:
+            run.note(f"step {step}: {result.problem}{'; its update was left out' if skipped else ''}")
+        if result.stop or step == last or (interval and step % interval == 0):
+            spike = result.problem is not None and not skipped
+            newest = checkpoint.save(run.files, run.training, progress, settings, world, spike=spike)
+            if spike:
+                run.note(f"{newest.name} is saved after a spike: `latest` stays at {saved.name if saved else 'none'}")
+            else:
+                saved = newest
             if writer is not None:
                 writer.draw()
         if result.stop and progress.step < last:  # a request in the last step changes nothing
             return progress, saved, run.stop_request.reason or "a signal to another rank"
     return progress, saved, None
+
+
+def _roll_back(run: _Run, policy: BadStepPolicy, progress: Progress, result: StepResult) -> Progress:
+    """Load the newest checkpoint; return its progress, with the data stream behind the bad step.
+
+    Raises:
+        DivergenceError: there is none, or the run went back to it too often.
+    """
+    bad, problem = progress.step + 1, result.problem or ""
+    loaded, folder, notes = checkpoint.resume(run.settings, run.training, run.world)
+    if folder is None:
+        raise DivergenceError(f"step {bad}: {problem}; there is no checkpoint to go back to: lower train.lr")
+    policy.rolled_back(bad, loaded.step, problem)
+    for note in notes:
+        run.note(note)
+    if run.writer is not None:
+        run.writer.roll_back(loaded.step)
+    run.note(
+        f"step {bad}: {problem}; went back to {folder.name}, and the batches of steps {loaded.step + 1} to {bad} are "
+        "left out"
+    )
+    return replace(
+        loaded,
+        data=result.data,
+        restarts=progress.restarts,
+        rollbacks=progress.rollbacks + 1,
+        skipped_steps=progress.skipped_steps,
+    )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mindspeed_cp.train.comparison import comparison_text
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.progress_display import open_display
 from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_json, write_text
-from mindspeed_cp.train.run_identity import changed_settings_note, run_complete_note
+from mindspeed_cp.train.run_identity import changed_settings, run_complete_note
 from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.world import unused_accelerator
 
@@ -35,23 +36,24 @@ class MetricsWriter:
         self.lines = truncate_metrics(files.metrics, progress.step)
         self._file = files.metrics.open("a", encoding="utf-8")
         self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
-        changed = changed_settings_note(files.settings, settings) if progress.step else None
+        self._changed = changed_settings(files.settings, settings) if progress.step else []
         self._display = open_display(
             settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval
         )
         suite = settings.context_parallel_suite
         algorithms = ", or by row ".join((suite.algorithm, *suite.row_candidates))
-        resumed = f", resumed after step {progress.step}" if progress.step else ""
+        restart = f" (restart {progress.restarts})" if progress.restarts else ""
+        resumed = f", resumed after step {progress.step}{restart}" if progress.step else ""
         unused = unused_accelerator(device)
         for note in (
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
             f"({algorithms}) on {device.type}{resumed}",
-            changed,
+            self._changed and f"this run was last started with other settings: {'; '.join(self._changed)}",
             run_complete_note(files, settings) if progress.step >= settings.train.train_iters else None,
             unknown_cann_note(cann_version()) if device.type == "npu" else None,
             unused and f"{unused} was found but is not used: this version trains on the CPU or an NPU",
         ):
-            if note is not None:
+            if note:
                 self._display.note(note)
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
@@ -72,6 +74,12 @@ class MetricsWriter:
             "plans": result.plans,
             "cached_plans": result.cached_plans,
         }
+        if result.problem is not None:
+            line["problem"] = result.problem
+        for key in ("loss", "grad_norm"):  # JSON has no NaN
+            line[key] = line[key] if math.isfinite(line[key]) else None
+        if self._changed:
+            line["changed_settings"], self._changed = self._changed, []
         if self._settings.context_parallel_suite.row_candidates:
             line["algorithms"] = result.algorithms  # those of the first replica's rows
         self.lines.append(line)
@@ -81,6 +89,12 @@ class MetricsWriter:
             write_text(self._files.settings, _as_yaml(self._settings))
             self._has_settings = True
         self._display.step(line)
+
+    def roll_back(self, last_step: int) -> None:
+        """Remove the lines after a step, to which the run goes back."""
+        self._file.close()
+        self.lines = truncate_metrics(self._files.metrics, last_step)
+        self._file = self._files.metrics.open("a", encoding="utf-8")
 
     def note(self, text: str) -> None:
         """Show a line that is not about one step."""

@@ -15,6 +15,7 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import VOCAB_SIZE
 from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.train.finite_probe import FiniteProbe
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
 
 with megatron_imports():
@@ -39,6 +40,7 @@ class TrainingModel:
         gpt: the bare model, for checkpoints.
         ddp_model: the model in Megatron's DDP.
         optimizer, schedule: Megatron's.
+        probe: tells which layer gave the first value of a step that is not finite.
         parameters: weights of the whole model, over all tensor- and expert-parallel ranks; shared ones counted once.
     """
 
@@ -48,6 +50,7 @@ class TrainingModel:
     ddp_model: nn.Module
     optimizer: Any
     schedule: OptimizerParamScheduler
+    probe: FiniteProbe
     parameters: int
 
 
@@ -99,6 +102,7 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
         ddp_model=ddp_model,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
+        probe=FiniteProbe(gpt),
         parameters=_count(gpt, world.tp_size, train.expert_model_parallel_size),
     )
 
@@ -206,6 +210,8 @@ def _schedule(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
         end_wd=train.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # those of the settings, which may change on resume
     )
 
 

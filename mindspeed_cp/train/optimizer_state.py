@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_cp.config.sections import TrainSettings
+
 
 def prepare_to_load(optimizer: Any) -> None:
     """Give torch's Adam a state of zeros to load into, if it has none."""
@@ -38,6 +40,14 @@ def load(optimizer: Any, state: Any) -> None:
         del part._set_main_param_and_optimizer_states
         for _, weight_state in _weights(part):
             weight_state["step"] = weight_state["step"].clone()
+
+
+def set_rates(optimizer: Any, train: TrainSettings) -> None:
+    """Set the rates of a loaded optimizer to those of the settings; learning rate and weight decay follow with the next
+    step of the schedule."""
+    for group in optimizer.param_groups:
+        group.update(betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_eps)
+        group.update({key: value for key, value in (("max_lr", train.lr), ("min_lr", train.min_lr)) if key in group})
 
 
 class _LoadAdamState:

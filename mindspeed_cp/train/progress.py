@@ -16,6 +16,10 @@ class Progress:
         tokens: number of tokens trained on so far, over all ranks.
         seconds: time spent in steps so far.
         data: state of the data stream.
+        losses: of the newest steps that were not skipped, which spikes are measured against.
+        restarts: how often the run was started again.
+        rollbacks: how often it went back to a checkpoint because of a bad step.
+        skipped_steps: steps whose update was left out.
         run_id: names the run in its checkpoints, from its first start on.
     """
 
@@ -23,4 +27,8 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     data: dict[str, Any] | None = None
+    losses: tuple[float, ...] = ()
+    restarts: int = 0
+    rollbacks: int = 0
+    skipped_steps: int = 0
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))

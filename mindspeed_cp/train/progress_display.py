@@ -59,9 +59,14 @@ def open_display(kind: str, step: int, steps: int, interval: int) -> Display:
 
 def _figures(line: dict[str, Any]) -> str:
     return (
-        f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s  imbalance {line['imbalance']:.3f}  "
-        f"grad {line['grad_norm']:.3f}  lr {line['lr']:.2e}"
+        f"loss {_figure(line['loss'], '.4f')}  {line['tokens_per_s']:,.0f} tokens/s  "
+        f"imbalance {line['imbalance']:.3f}  grad {_figure(line['grad_norm'], '.3f')}  lr {line['lr']:.2e}"
     )
+
+
+def _figure(value: float | None, form: str) -> str:
+    """Return a figure; that of a skipped step may be missing."""
+    return "-" if value is None else format(value, form)
 
 
 class _Lines(Display):

@@ -29,14 +29,15 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
     where checkpoint.trust_unsigned accepts it without), and what is to be told about the choice.
 
     The best one is the one that `latest` names, or the newest one where `latest` is lost; older ones follow, to fall
-    back on. Complete are those that have a run.json and digests; whether their files are whole is not looked at.
+    back on, and last those after a spike of the loss. Complete are those that have a run.json and digests; whether
+    their files are whole is not looked at.
 
     Raises:
         ConfigError: there are some, but none is complete, the best one belongs to other settings or was not signed by
             this user, or none may be resumed (checkpoint.resume is false); or metrics.jsonl is damaged.
     """
     files = RunFiles(Path(settings.output.folder))
-    name, notes = _read_latest(files)
+    name, notes = read_latest(files)
     found = [path for path in reversed(list_checkpoints(files.checkpoints)) if not path.is_symlink()]
     if (found or name) and not settings.checkpoint.resume:
         raise ConfigError(
@@ -50,21 +51,23 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
         if not found or found[0].name != name:
             notes.append(f"{files.checkpoints / name}, which `latest` names, is gone")
     complete: dict[Path, dict[str, str]] = {}
+    spikes: dict[Path, dict[str, str]] = {}
     saved_identity: dict[str, Any] = {}
     for folder in found:
         try:
             run = read_run_json(folder)
             digests = read_digests(folder, trust_unsigned=settings.checkpoint.trust_unsigned) or {}
         except (DamagedCheckpointError, UnsignedCheckpointError) as error:
-            if not complete and isinstance(error, UnsignedCheckpointError):
+            if not complete and not spikes and isinstance(error, UnsignedCheckpointError):
                 raise
             notes.append(f"{folder}: is damaged ({error})")
             continue
-        if not complete:
+        if not complete and not spikes:
             check_same_run(settings, run["identity"], str(folder))
             saved_identity = run["identity"]
         if run["identity"] == saved_identity:
-            complete[folder] = digests
+            (spikes if run.get("spike") else complete)[folder] = digests
+    complete |= spikes
     if (found or name is not None) and not complete:
         raise ConfigError(
             f"{'; '.join(notes)}; no whole checkpoint is left in {files.checkpoints}: restore one, or give another "
@@ -108,7 +111,7 @@ def _is(run: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> bool:
     return key in run and isinstance(run[key], kind) and not isinstance(run[key], bool)
 
 
-def _read_latest(files: RunFiles) -> tuple[str | None, list[str]]:
+def read_latest(files: RunFiles) -> tuple[str | None, list[str]]:
     """Return the name in the file `latest`, or None where it is missing or damaged, and what is to be told about it."""
     try:
         name = files.latest.read_text(encoding="utf-8").strip()

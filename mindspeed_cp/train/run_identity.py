@@ -1,7 +1,8 @@
 """Settings that identify a run: a checkpoint can be resumed only with equal ones.
 
-They are those that change the numbers: model, data, order, optimizer, schedule. How the work is split over ranks,
-recomputed, prefetched or shown changes only rounding, so a run may be resumed with other ranks.
+They are those that change the numbers: model, data, order, schedule. How the work is split over ranks, recomputed,
+prefetched or shown changes only rounding, so a run may be resumed with other ranks. The rates of the optimizer may
+change on resume, as a run whose loss diverges needs; the change is told and written to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from mindspeed_cp.train.run_files import RunFiles
 
 _NOT_MODEL = {"recompute_granularity"}
 _TRAIN = (
-    *("global_batch_size", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16", "seed", "use_distributed_optimizer"),
+    *("global_batch_size", "lr_decay_style", "lr_warmup_iters"),
+    *("bf16", "seed", "use_distributed_optimizer"),
 )
+#: Settings of the optimizer that may change on resume; older checkpoints list them as part of the identity.
+OPTIMIZER_RATES = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 _LENGTH = {"train_iters", "lr_decay_iters", "max_restarts", "compare"}
 
 
@@ -47,6 +50,7 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
     now = identity(settings)
     # An older version that did not know a setting had no other value than the default.
     saved = {key: value for key, value in _defaults().items() if key in now} | saved
+    saved = {key: value for key, value in saved.items() if key not in {f"train.{rate}" for rate in OPTIMIZER_RATES}}
     different = [key for key in now | saved if now.get(key) != saved.get(key)]
     if not different:
         return
@@ -96,12 +100,6 @@ def changed_settings(path: Path, settings: Settings) -> list[str]:
             if old_value != value and key not in _LENGTH:
                 changes.append(f"{name}.{key} was {format_value(old_value)} and is {format_value(value)}")
     return changes
-
-
-def changed_settings_note(path: Path, settings: Settings) -> str | None:
-    """Return `changed_settings` as one line, or None if there are none."""
-    changes = changed_settings(path, settings)
-    return f"this run was last started with other settings: {'; '.join(changes)}" if changes else None
 
 
 def run_complete_note(files: RunFiles, settings: Settings) -> str:

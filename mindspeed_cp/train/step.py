@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_cp.engine.recorder import timed_span
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, DivergenceError
 from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
+from mindspeed_cp.train.bad_steps import Action, BadStepPolicy
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.stop_request import StopRequest
@@ -28,8 +29,7 @@ with megatron_imports():
 #: Fields of MicroBatch that a step adds up.
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds", "plans", "cached_plans")
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop")
-_ADVICE = "lower train.lr, or clip more (train.clip_grad); the step was not kept, and checkpoints are untouched"
+_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop", "gradient")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class StepSums:
         algorithms: number of this replica's rows by algorithm.
         stop: True if any rank was asked to stop.
         data: state of the data stream behind the step's last row.
+        nonfinite: what is not finite in loss or gradients, on which rank and in which layer first; None: nothing.
     """
 
     loss: float
@@ -61,14 +62,25 @@ class StepSums:
     algorithms: dict[str, int]
     stop: bool
     data: dict[str, Any]
+    nonfinite: str | None
 
 
 @dataclass(frozen=True)
 class StepResult(StepSums):
-    """Result of an optimizer step: its sums, the norm of its gradient and its learning rate."""
+    """Result of an optimizer step.
+
+    Attributes:
+        grad_norm: norm of the gradient; not a number where the update was left out.
+        lr: learning rate.
+        action: what became of the step: keep; skip: the weights were left as they are; rollback: they are to be loaded
+            from the newest checkpoint.
+        problem: what is wrong with the step's loss or gradient, or None.
+    """
 
     grad_norm: float
     lr: float
+    action: Action = "keep"
+    problem: str | None = None
 
 
 def run_step(
@@ -77,6 +89,8 @@ def run_step(
     step: int,
     world: World,
     stop_request: StopRequest,
+    policy: BadStepPolicy,
+    losses: Sequence[float],
     compare_digests: bool = False,
 ) -> StepResult:
     """Run one optimizer step over this replica's micro-batches; replicas may have different numbers of them.
@@ -87,21 +101,26 @@ def run_step(
         step: number of the step, from 1.
         world: this rank among all.
         stop_request: request to stop this rank.
+        policy: decides what follows a bad step.
+        losses: losses of earlier steps.
         compare_digests: compare the dispatched batches of all ranks before computing.
 
     Raises:
-        ConfigError: Loss or gradient norm are not finite, or ranks dispatched the documents differently; names the
-            step and the ranks.
+        ConfigError: Ranks dispatched the documents differently; names the step and the ranks.
+        DivergenceError: Loss or gradient are not finite, or the loss is a spike, and the policy is to stop.
     """
     sums = forward_backward(training, batches, step, world, stop_request, compare_digests)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
     lr = training.optimizer.param_groups[0]["lr"]
+    action, problem = policy.judge(step, sums.nonfinite, sums.loss, losses)
+    if action != "keep":
+        return StepResult(**vars(sums), grad_norm=math.nan, lr=lr, action=action, problem=problem)
     with timed_span("optimizer"):
         _, norm, _ = training.optimizer.step()
         grad_norm = float(norm)
-    if not math.isfinite(grad_norm):
-        raise ConfigError(f"step {step}: the gradient's norm is {grad_norm}, while the loss is finite; {_ADVICE}")
-    return StepResult(**vars(sums), grad_norm=grad_norm, lr=lr)
+    if not math.isfinite(grad_norm):  # though that of each rank's share is finite, and the update is done
+        raise DivergenceError(f"step {step}: the gradient's norm is {grad_norm}; checkpoints are untouched")
+    return StepResult(**vars(sums), grad_norm=grad_norm, lr=lr, problem=problem)
 
 
 def forward_backward(
@@ -112,9 +131,11 @@ def forward_backward(
     stop_request: StopRequest,
     compare_digests: bool = False,
 ) -> StepSums:
-    """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`."""
+    """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
+    that are not finite are only told."""
     training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
     training.optimizer.zero_grad()
+    training.probe.reset()
     feed = _MicroBatchFeed(batches)
     if compare_digests:
         _check_digests(world.gather([feed.digest])[:, 0], step)
@@ -130,15 +151,21 @@ def forward_backward(
     loss, counted = (float(sum(float(report[REPORT_KEY][i]) for report in reports)) for i in (0, 1))
     with timed_span("gather"):
         table = world.gather(
-            [loss, counted, *feed.sums.values(), feed.waiting_seconds, feed.digest, stop_request.reason is not None]
+            [
+                *(loss, counted, *feed.sums.values(), feed.waiting_seconds, feed.digest),
+                *(stop_request.reason is not None, _gradient_norm(training.ddp_model)),
+            ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
-    _check_losses(ranks["loss"], step)
     _check_digests(ranks["digest"], step)
-    return _sums(ranks, feed, world)
+    nonfinite = _nonfinite(ranks["loss"], "the loss") or _nonfinite(ranks["gradient"], "the gradient's norm")
+    if nonfinite is not None:
+        first = training.probe.first_bad(world)
+        nonfinite += f" (first seen: {first})" if first else " (no layer's output was seen to be)"
+    return _sums(ranks, feed, world, nonfinite)
 
 
-def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World) -> StepSums:
+def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepSums:
     """Return the sums of a step from the gathered columns, each fp64 [ranks]."""
 
     def total(name: str) -> int:
@@ -160,6 +187,7 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World) -> Step
         algorithms=dict(feed.algorithms),
         stop=bool(torch.any(ranks["stop"] > 0)),
         data=feed.state,
+        nonfinite=nonfinite,
     )
 
 
@@ -200,12 +228,21 @@ class _MicroBatchFeed:
         return micro
 
 
-def _check_losses(losses: Tensor, step: int) -> None:
-    bad = [rank for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss)]
-    if bad:
-        kind = "NaN" if losses.isnan().any() else "infinite"
-        ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        raise ConfigError(f"step {step}: the loss is {kind} on {ranks} of {len(losses)}; {_ADVICE}")
+def _gradient_norm(ddp_model: nn.Module) -> float:
+    """Return the norm of this rank's gradients after the reduction, which shows whether one is not finite."""
+    buffers = [*ddp_model.buffers, *ddp_model.expert_parallel_buffers]  # type: ignore[misc]
+    norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
+    return float(torch.stack(norms).sum())
+
+
+def _nonfinite(values: Tensor, name: str) -> str | None:
+    """Return which of the ranks' values are not finite, or None."""
+    bad = [rank for rank, value in enumerate(values.tolist()) if not math.isfinite(value)]
+    if not bad:
+        return None
+    kind = "NaN" if values.isnan().any() else "infinite"
+    ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+    return f"{name} is {kind} on {ranks} of {len(values)}"
 
 
 def _check_digests(digests: Tensor, step: int) -> None:

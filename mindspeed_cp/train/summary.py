@@ -43,14 +43,18 @@ def summarize_run(
     """
     start_lines = [line for line in lines if line["step"] > first_step] or lines  # none: the run was complete
     seconds, tokens = (float(sum(line[key] for line in start_lines)) for key in ("seconds", "tokens"))
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
     context = settings.data.seq_length
     longer = corpus.lengths[corpus.lengths > context]
     summary = {
         "step": progress.step,
         "steps": settings.train.train_iters,
         "stopped_by": stopped_by,
-        "first_loss": lines[0]["loss"] if lines else None,
-        "last_loss": float(np.mean([line["loss"] for line in lines[-LAST_STEPS:]])) if lines else None,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": float(np.mean(losses[-LAST_STEPS:])) if losses else None,
+        "restarts": progress.restarts,
+        "rollbacks": progress.rollbacks,
+        "skipped_steps": progress.skipped_steps,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
         "tokens_per_s": tokens / seconds if seconds else None,
@@ -131,6 +135,13 @@ def summary_table(summary: dict[str, Any]) -> Table:
             + (f", and become {summary['document_chunks']:,} chunks" if cut else ""),
         )
     )
+    incidents = [
+        f"{summary[key]:,} {key.replace('_', ' ')}"
+        for key in ("restarts", "rollbacks", "skipped_steps")
+        if summary[key]
+    ]
+    if incidents:
+        rows.append(("incidents", ", ".join(incidents)))
     rows.append(("metrics", summary["metrics"]))
     for key, name in (("loss_png", "curve"), ("checkpoint", "checkpoint")):
         if summary[key]:

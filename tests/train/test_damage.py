@@ -110,7 +110,7 @@ def save_and_load(text: str) -> dict[str, Any]:
             names_after(step, keep=2)
         newest, kept = files.checkpoint(80), files.folder / "kept"
         drawn = random_numbers()
-        assert load(files.checkpoint(60), training, world).step == 60
+        assert load(files.checkpoint(60), settings, training, world).step == 60
         found["random numbers"] = drawn, random_numbers()
         shutil.copytree(newest, kept)
         for how in DAMAGES:

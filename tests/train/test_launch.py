@@ -138,7 +138,7 @@ def test_a_rank_that_refuses_ends_the_run_with_its_one_line(
 ) -> None:
     settings = tiny(corpus, tmp_path / "run", model__init_method_std=1e38)
     code, out, errors = start(*COMMAND, write(settings, tmp_path), "--json").end()
-    assert (code, out) == (2, "")
+    assert (code, out) == (1, "")
     assert len(errors) == 1 and errors[0].startswith("error: step 1: the loss is NaN on rank 0 of 1"), errors
     assert not (tmp_path / "run" / "checkpoints" / "latest").exists()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""

@@ -104,13 +104,18 @@ def draw_training_curves(metrics: Sequence[Mapping[str, Any]], path: Path, title
     FigureCanvasAgg(figure)
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     marker = "." if len(steps) < 50 else None
-    loss.plot(steps, [line["loss"] for line in metrics], marker=marker, linewidth=1.2)
+    loss.plot(steps, _with_gaps(metrics, "loss"), marker=marker, linewidth=1.2)
     loss.set(ylabel="loss (nats per byte)", title=title)
     loss.grid(alpha=0.3)
     rate.plot(steps, [line["lr"] for line in metrics], color="tab:green", linewidth=1)
     rate.set_ylabel("learning rate", color="tab:green")
     rate.set_xlabel("step")
     norm = rate.twinx()
-    norm.plot(steps, [line["grad_norm"] for line in metrics], color="tab:orange", linewidth=0.8, alpha=0.8)
+    norm.plot(steps, _with_gaps(metrics, "grad_norm"), color="tab:orange", linewidth=0.8, alpha=0.8)
     norm.set_ylabel("gradient norm", color="tab:orange")
     replace_file(path, lambda new: figure.savefig(new, dpi=110, format="png"))
+
+
+def _with_gaps(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the values of the steps; a skipped step may have none, which leaves a gap in the curve."""
+    return [float("nan") if line[key] is None else line[key] for line in metrics]
