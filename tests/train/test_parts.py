@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+from mindspeed_cp.errors import ConfigError, DivergenceError, PeerError, PlanError
 from mindspeed_cp.train.comparison import comparison_sentence, comparison_text
 from mindspeed_cp.train.exit_note import EXIT_NOTE, write_exit_note
 from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
@@ -255,6 +255,7 @@ def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 SUMMARY: dict[str, Any] = {
     "step": 7, "steps": 9, "stopped_by": "SIGTERM", "first_loss": 5.5, "last_loss": 2.25, "tokens": 10**6,
+    "restarts": 2, "rollbacks": 0, "skipped_steps": 1,
     "tokens_per_s": 8000.0, "imbalance": 1.02, "documents": 321, "corpus_documents": 1790, "cut_documents": 12,
     "document_chunks": 40, "context": 4096, "metrics": "runs/a/metrics.jsonl", "loss_png": "runs/a/loss.png",
     "checkpoint": "runs/a/checkpoints/iter_0000007",
@@ -263,7 +264,17 @@ SUMMARY: dict[str, Any] = {
 
 def test_the_summary_names_everything() -> None:
     text = " ".join(cell for row in summary_table(SUMMARY).rows for cell in row)
-    for part in ("7 of 9", "5.500", "2.250", "8,000 tokens/s", "1.020", "12 of 1,790", "40 chunks", "runs/a/loss.png"):
+    for part in (
+        "7 of 9",
+        "5.500",
+        "2.250",
+        "8,000 tokens/s",
+        "1.020",
+        "12 of 1,790",
+        "40 chunks",
+        "runs/a/loss.png",
+        "2 restarts, 1 skipped steps",
+    ):
         assert part in text
     line = stopped_line(SUMMARY)
     assert line is not None and "SIGTERM after step 7" in line and "iter_0000007" in line
@@ -293,6 +304,7 @@ def test_the_summary_names_everything() -> None:
 def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
     assert classify_error(ConfigError("a")) == ("input", "a", 2)
     assert classify_error(PlanError("b")) == ("input", "b", 2)
+    assert classify_error(DivergenceError("d")) == ("divergence", "d", 1)
     assert classify_error(PeerError("c")) == ("peer", "c", 1)
     assert classify_error(PermissionError(13, "Permission denied", "a.txt")) == ("files", "a.txt: Permission denied", 1)
     assert classify_error(KeyError("d")) == ("bug", "KeyError: 'd'", 1)

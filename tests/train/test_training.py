@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.errors import DivergenceError
+from mindspeed_cp.errors import ConfigError, DivergenceError
 from mindspeed_cp.train.run_files import RunFiles, read_metrics
 from mindspeed_cp.train.run_identity import changed_settings, run_complete_note
 from tests.limits import HANG
@@ -313,7 +313,7 @@ def test_a_checkpoint_that_cannot_be_finished_is_never_named(
 
 
 def wrong_input(settings: str) -> str:
-    with pytest.raises(DivergenceError) as caught:
+    with pytest.raises(ConfigError) as caught:
         train_here(settings)
     return str(caught.value)
 
