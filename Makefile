@@ -72,6 +72,7 @@ test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where the
 docs-tables: $(INSTALLED) ## write the generated tables of docs/
 	$(RUN)/python tools/algorithm_table.py
 	$(RUN)/python tools/glossary.py
+	$(RUN)/python tools/reliability.py
 
 lint: $(INSTALLED) ## ruff, mypy and the order of imports
 	$(RUN)/ruff check .

@@ -53,6 +53,11 @@ def test_every_algorithm_is_explained_with_its_names_and_options() -> None:
     assert set(FEATURES["algorithm"]) == set(ALGORITHMS)
 
 
+def test_the_table_of_faults_is_that_of_the_tests() -> None:
+    page = runpy.run_path(str(DOCS.parent / "tools" / "reliability.py"))["page"]()
+    assert (DOCS / "reliability.md").read_text("utf-8") == page, "docs/reliability.md is stale: run `make docs-tables`"
+
+
 def test_the_page_on_attention_runs() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "attention.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 8
