@@ -131,6 +131,7 @@ class OutputSettings(Section):
         default="auto", description="auto: a bar on a terminal, lines elsewhere"
     )
     log_interval: PositiveInt = Field(default=10, description="steps between lines, if there is no bar")
+    loss_png: bool = Field(default=True, description="draw loss.png at every checkpoint, in a process of its own")
     trace_steps: list[int] | None = Field(
         default=None,
         description="steps that every rank records (compute, messages, waits) as a Perfetto trace in the folder "

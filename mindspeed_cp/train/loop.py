@@ -104,7 +104,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             progress, saved, stopped_by = _run_steps(run, batches, progress, tracer)
     if writer is None:
         return None
-    return summarize_run(settings, files, writer.lines, progress, writer.first_step, saved, stopped_by, corpus)
+    return summarize_run(settings, files, progress, writer.first_step, saved, stopped_by, corpus)
 
 
 def _warm_up_connections(settings: Settings, world: World, training: TrainingModel) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
-from mindspeed_cp.report.run.charts import draw_training_curves
 from mindspeed_cp.train.comparison import comparison_text
+from mindspeed_cp.train.loss_curve import LossCurve
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.progress_display import open_display
 from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_json, write_text
@@ -24,7 +24,6 @@ class MetricsWriter:
 
     Attributes:
         first_step: number of steps done before this start.
-        lines: lines of metrics.jsonl, those of earlier starts included.
     """
 
     def __init__(
@@ -32,7 +31,8 @@ class MetricsWriter:
     ) -> None:
         self._files, self._settings = files, settings
         self.first_step = progress.step
-        self.lines = truncate_metrics(files.metrics, progress.step)
+        truncate_metrics(files.metrics, progress.step)
+        self._curve = LossCurve(files) if settings.output.loss_png else None
         self._file = files.metrics.open("a", encoding="utf-8")
         self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
         changed = changed_settings_note(files.settings, settings) if progress.step else None
@@ -74,7 +74,6 @@ class MetricsWriter:
         }
         if self._settings.context_parallel_suite.row_candidates:
             line["algorithms"] = result.algorithms  # those of the first replica's rows
-        self.lines.append(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if not self._has_settings:
@@ -92,13 +91,17 @@ class MetricsWriter:
         self._display.note(comparison_text(comparison))
 
     def draw(self) -> None:
-        """Draw loss.png."""
-        draw_training_curves(self.lines, self._files.loss_png, self._files.folder.name)
+        """Draw loss.png, in the background."""
+        if self._curve is not None:
+            self._curve.draw()
 
     def close(self) -> None:
-        """End the display and close metrics.jsonl."""
-        self._display.close()
+        """Wait for loss.png, close metrics.jsonl and end the display."""
         self._file.close()
+        problem = self._curve and self._curve.finish()
+        if problem:
+            self._display.note(f"{self._files.loss_png} is not up to date: {problem}")
+        self._display.close()
 
 
 def _as_yaml(settings: Settings) -> str:

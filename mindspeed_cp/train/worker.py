@@ -11,6 +11,7 @@ import sys
 import traceback
 
 from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.device import open_files
 from mindspeed_cp.errors import PeerError
 from mindspeed_cp.train.exit_note import EXIT_NOTE, EXIT_NOTE_TEXT, clear_exit_note, exit_process, write_exit_note
 from mindspeed_cp.train.failures import (
@@ -32,6 +33,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
         PeerError: Another rank died; the error names it where that can be found out.
         Stopped: The rank was asked to stop in a step that cannot be finished.
     """
+    open_files.raise_limit()
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
         from mindspeed_cp.train.loop import train
