@@ -116,6 +116,11 @@ class CheckpointSettings(Section):
     resume: bool = Field(
         default=True, description="continue from the newest checkpoint in output.folder; false: fail if there is one"
     )
+    async_save: bool = Field(
+        default=False,
+        description="write checkpoints in the background, from a copy in host memory as large as the rank's shards; "
+        "one is complete some steps later, and a crash before that costs it, never the one before",
+    )
     trust_unsigned: bool = Field(
         default=False,
         description="also load a checkpoint that was not signed with this user's key (another user's, another "
