@@ -137,6 +137,11 @@ class OutputSettings(Section):
     )
     log_interval: PositiveInt = Field(default=10, description="steps between lines, if there is no bar")
     loss_png: bool = Field(default=True, description="draw loss.png at every checkpoint, in a process of its own")
+    tensorboard: bool = Field(
+        default=False,
+        description="also write the figures of metrics.jsonl as TensorBoard events into the folder `tensorboard`; "
+        "needs the package tensorboard",
+    )
     trace_steps: list[int] | None = Field(
         default=None,
         description="steps that every rank records (compute, messages, waits) as a Perfetto trace in the folder "

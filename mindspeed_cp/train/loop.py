@@ -20,8 +20,10 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train import checkpoint
+from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
 from mindspeed_cp.train.comparison import compare_algorithms
 from mindspeed_cp.train.dispatch import make_dispatcher
+from mindspeed_cp.train.hang_watch import HangWatch
 from mindspeed_cp.train.metrics_writer import MetricsWriter
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel, build_training_model
@@ -30,7 +32,9 @@ from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.step import run_step
 from mindspeed_cp.train.step_trace import StepTracer
 from mindspeed_cp.train.stop_request import StopRequest
+from mindspeed_cp.train.stragglers import ComputeProbe
 from mindspeed_cp.train.summary import summarize_run
+from mindspeed_cp.train.tensorboard_writer import check_tensorboard
 from mindspeed_cp.train.world import World
 
 
@@ -44,6 +48,7 @@ class _Run:
     files: RunFiles
     stop_request: StopRequest
     writer: MetricsWriter | None
+    hang_watch: HangWatch
 
 
 def train(settings: Settings, world: World) -> dict[str, Any] | None:
@@ -63,6 +68,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             "context_parallel_suite.algorithm is 'auto': give "
             "mindspeed_cp.train.algorithm_choice.resolve_auto(settings)"
         )
+    check_tensorboard(settings)
     files = RunFiles(Path(settings.output.folder))
     with ExitStack() as stack:
         if world.is_first:
@@ -99,7 +105,8 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             comparison = compare_algorithms(settings, world, training, open_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)
-        run = _Run(settings, world, training, files, stop_request, writer)
+        hang_watch = stack.enter_context(HangWatch(world.rank, settings.context_parallel_suite.timeout_seconds))
+        run = _Run(settings, world, training, files, stop_request, writer, hang_watch)
         with MicroBatchLoader(stream, dispatcher, settings, training.attentions, world, stop_request) as batches:
             progress, saved, stopped_by = _run_steps(run, batches, progress, tracer)
     if writer is None:
@@ -139,11 +146,15 @@ def _run_steps(
     settings, world, writer = run.settings, run.world, run.writer
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
     compare_digests = settings.context_parallel_suite.verify_plans
-    saved: Path | None = run.files.checkpoint(progress.step) if progress.step else None
+    newest = run.files.checkpoint(progress.step) if progress.step else None
+    saver = CheckpointSaver(run.files, run.training, settings, world, newest)
+    probe = ComputeProbe(world.device)
     while progress.step < last:
-        with tracer.step(progress.step + 1, batches) as step_batches:
+        with run.hang_watch.step(progress.step + 1), tracer.step(progress.step + 1, batches) as step_batches:
             began = time.perf_counter()
-            result = run_step(run.training, step_batches, progress.step + 1, world, run.stop_request, compare_digests)
+            result = run_step(
+                run.training, step_batches, progress.step + 1, world, run.stop_request, compare_digests, probe.seconds()
+            )
             seconds = time.perf_counter() - began
         progress = replace(
             progress,
@@ -155,12 +166,14 @@ def _run_steps(
         if writer is not None:
             writer.step(progress.step, result, seconds)
         if result.stop or progress.step == last or (interval and progress.step % interval == 0):
-            saved = checkpoint.save(run.files, run.training, progress, settings, world)
+            saver.save(progress)
             if writer is not None:
                 writer.draw()
+        else:
+            saver.finish_if_written()
         if result.stop and progress.step < last:  # a request in the last step changes nothing
-            return progress, saved, run.stop_request.reason or "a signal to another rank"
-    return progress, saved, None
+            return progress, saver.close(), run.stop_request.reason or "a signal to another rank"
+    return progress, saver.close(), None
 
 
 @contextmanager

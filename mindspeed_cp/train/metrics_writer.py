@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindspeed_cp.config.settings import Settings
@@ -13,9 +15,12 @@ from mindspeed_cp.train.comparison import comparison_text
 from mindspeed_cp.train.loss_curve import LossCurve
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.progress_display import open_display
+from mindspeed_cp.train.rank_logs import open_log
 from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_json, write_text
 from mindspeed_cp.train.run_identity import changed_settings_note, run_complete_note
 from mindspeed_cp.train.step import StepResult
+from mindspeed_cp.train.stragglers import StragglerWatch
+from mindspeed_cp.train.tensorboard_writer import TensorBoardWriter
 from mindspeed_cp.train.world import unused_accelerator
 
 
@@ -34,11 +39,14 @@ class MetricsWriter:
         truncate_metrics(files.metrics, progress.step)
         self._curve = LossCurve(files) if settings.output.loss_png else None
         self._file = files.metrics.open("a", encoding="utf-8")
+        self._stragglers = StragglerWatch()
+        self._tensorboard = TensorBoardWriter(files.tensorboard, progress.step) if settings.output.tensorboard else None
         self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
         changed = changed_settings_note(files.settings, settings) if progress.step else None
         self._display = open_display(
-            settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval
-        )
+            settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval,
+            os.fdopen(open_log(files.logs, 0), "w", encoding="utf-8"),
+        )  # fmt: skip
         suite = settings.context_parallel_suite
         algorithms = ", or by row ".join((suite.algorithm, *suite.row_candidates))
         resumed = f", resumed after step {progress.step}" if progress.step else ""
@@ -71,11 +79,18 @@ class MetricsWriter:
             "waiting_seconds": result.waiting_seconds,
             "plans": result.plans,
             "cached_plans": result.cached_plans,
+            "slowest_rank": int(np.argmax(result.probe_seconds)),  # in a computation that is the same on all ranks
         }
         if self._settings.context_parallel_suite.row_candidates:
             line["algorithms"] = result.algorithms  # those of the first replica's rows
+        slow = self._stragglers.add(result.probe_seconds)
+        if slow is not None:
+            line["straggler"] = slow
+            self._display.note(f"step {step}: {slow}")
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.step(line)
         if not self._has_settings:
             write_text(self._files.settings, _as_yaml(self._settings))
             self._has_settings = True
@@ -98,6 +113,8 @@ class MetricsWriter:
     def close(self) -> None:
         """Wait for loss.png, close metrics.jsonl and end the display."""
         self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         problem = self._curve and self._curve.finish()
         if problem:
             self._display.note(f"{self._files.loss_png} is not up to date: {problem}")

@@ -4,6 +4,8 @@
   settings.yaml  metrics.jsonl  loss.png  summary.json  .lock
   comparison.json (train.compare)
   trace/         steps of output.trace_steps
+  tensorboard/   events (output.tensorboard)
+  logs/          rank0.log ... (output of the ranks; each start appends)
   checkpoints/   iter_0000050/ (Megatron's shards, run.json)   latest
 
 settings.yaml holds the settings of the last start that finished a step.
@@ -35,6 +37,7 @@ class RunFiles:
     Attributes:
         folder: output.folder.
         checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
+        logs, tensorboard: folders of the output of each rank, and of TensorBoard's events.
         metrics, loss_png, settings, comparison, summary: the other files of the folder.
 
     Raises:
@@ -50,6 +53,8 @@ class RunFiles:
             ) from None
         self.checkpoints = self.folder / "checkpoints"
         self.latest = self.checkpoints / "latest"
+        self.tensorboard = self.folder / "tensorboard"
+        self.logs = self.folder / "logs"
         self.metrics = self.folder / "metrics.jsonl"
         self.loss_png = self.folder / "loss.png"
         self.settings = self.folder / "settings.yaml"

@@ -28,7 +28,7 @@ with megatron_imports():
 #: Fields of MicroBatch that a step adds up.
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds", "plans", "cached_plans")
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop")
+_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop", "probe_seconds")
 _ADVICE = "lower train.lr, or clip more (train.clip_grad); the step was not kept, and checkpoints are untouched"
 
 
@@ -46,6 +46,7 @@ class StepSums:
         plans, cached_plans: number of plans of all replicas, and how many of them were in the cache.
         algorithms: number of this replica's rows by algorithm.
         stop: True if any rank was asked to stop.
+        probe_seconds: time of the same computation on each rank (train/stragglers.py).
         data: state of the data stream behind the step's last row.
     """
 
@@ -60,6 +61,7 @@ class StepSums:
     cached_plans: int
     algorithms: dict[str, int]
     stop: bool
+    probe_seconds: tuple[float, ...]
     data: dict[str, Any]
 
 
@@ -78,6 +80,7 @@ def run_step(
     world: World,
     stop_request: StopRequest,
     compare_digests: bool = False,
+    probe_seconds: float = 0.0,
 ) -> StepResult:
     """Run one optimizer step over this replica's micro-batches; replicas may have different numbers of them.
 
@@ -88,12 +91,13 @@ def run_step(
         world: this rank among all.
         stop_request: request to stop this rank.
         compare_digests: compare the dispatched batches of all ranks before computing.
+        probe_seconds: this rank's time of a computation that is the same on all ranks.
 
     Raises:
         ConfigError: Loss or gradient norm are not finite, or ranks dispatched the documents differently; names the
             step and the ranks.
     """
-    sums = forward_backward(training, batches, step, world, stop_request, compare_digests)
+    sums = forward_backward(training, batches, step, world, stop_request, compare_digests, probe_seconds)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
     lr = training.optimizer.param_groups[0]["lr"]
     with timed_span("optimizer"):
@@ -111,6 +115,7 @@ def forward_backward(
     world: World,
     stop_request: StopRequest,
     compare_digests: bool = False,
+    probe_seconds: float = 0.0,
 ) -> StepSums:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`."""
     training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
@@ -130,7 +135,15 @@ def forward_backward(
     loss, counted = (float(sum(float(report[REPORT_KEY][i]) for report in reports)) for i in (0, 1))
     with timed_span("gather"):
         table = world.gather(
-            [loss, counted, *feed.sums.values(), feed.waiting_seconds, feed.digest, stop_request.reason is not None]
+            [
+                loss,
+                counted,
+                *feed.sums.values(),
+                feed.waiting_seconds,
+                feed.digest,
+                stop_request.reason is not None,
+                probe_seconds,
+            ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
     _check_losses(ranks["loss"], step)
@@ -159,6 +172,7 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World) -> Step
         cached_plans=total("cached_plans"),
         algorithms=dict(feed.algorithms),
         stop=bool(torch.any(ranks["stop"] > 0)),
+        probe_seconds=tuple(ranks["probe_seconds"].tolist()),
         data=feed.state,
     )
 

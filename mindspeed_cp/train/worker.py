@@ -6,6 +6,7 @@ line calls `run_rank`. Importing this module imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import traceback
@@ -72,6 +73,7 @@ def main() -> None:
     """Run a rank that `mindspeed-cp train` started."""
     end_with_launcher()
     settings = Settings.model_validate_json(sys.argv[1])
+    faulthandler.enable()  # a crash in a library leaves its stack in the rank's log
     try:
         run_rank(settings, as_json="--json" in sys.argv[2:])
     except BaseException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mindspeed_cp.train.run_files import RunFiles, read_metrics, truncate_metric
 from mindspeed_cp.train.run_identity import check_same_run, identity
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.summary import stopped_line, summary_table
+from mindspeed_cp.train.tensorboard_writer import TensorBoardWriter, check_tensorboard
 
 
 def changed(**sections: dict[str, Any]) -> Settings:
@@ -198,6 +200,28 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(tmp_path: Path)
     files.loss_png.rmdir()
     curve.draw()
     assert curve.finish() is None and files.loss_png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_tensorboard(changed())
+    with pytest.raises(ConfigError, match=r"^output.tensorboard = true: .*; pip install 'mindspeed-cp\[tensorboard\]'"):
+        check_tensorboard(changed(output={"tensorboard": True}))
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_gets_the_figures_of_every_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((0, 4), (2, 3)):  # the second start goes back to step 2
+        writer = TensorBoardWriter(tmp_path, first)
+        for step in range(first + 1, last + 1):
+            writer.step({"step": step, "loss": first + step / 10, "plans": 2, "algorithms": {"ring": 1}})
+        writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss", "plans"]
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("loss")] == [(1, 0.1), (2, 0.2), (3, 2.3)]
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
