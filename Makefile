@@ -43,7 +43,7 @@ THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
 # test-all sets this: the tests marked `thorough` run too, and hypothesis draws more examples.
 FULL ?=
 
-.PHONY: help train test test-all test-npu test-triton test-cuda lint docs-tables format bench environment clean
+.PHONY: help train soak test test-all test-npu test-triton test-cuda lint docs-tables format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -68,6 +68,9 @@ test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpre
 
 test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where there are fewer than GPUS
 	$(VENV)-cuda/bin/python -m pytest --require-cuda $(GPUS) -m cuda tests/cuda $(ARGS)
+
+soak: $(INSTALLED) ## train 2,000 steps of a tiny model; fails if the memory or the open files of a rank grow
+	PYTHONPATH=. nice $(RUN)/python -m tests.soak $(ARGS)
 
 docs-tables: $(INSTALLED) ## write the generated tables of docs/
 	$(RUN)/python tools/algorithm_table.py

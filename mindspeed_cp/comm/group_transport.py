@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, DirectionalGroups, connection_order
 from mindspeed_cp.comm.groups import comm_library, resolve_group
+from mindspeed_cp.comm.last_wait import note_arrival, note_wait
 from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, checked_timeout
 from mindspeed_cp.device.npu_errors import HCCL_REMEDY, is_lost_peer, short_cause
 from mindspeed_cp.errors import PeerError
@@ -112,6 +113,10 @@ class GroupTransport:
                 pending[i] = _PendingWork(self, transfers[i], works[min(position, len(works) - 1)])
         return [pending[i] for i in range(len(transfers))]
 
+    def global_rank(self, peer: int) -> int:
+        """Return the global rank of a rank of the group."""
+        return self._global_ranks[peer]
+
     def is_unrelated(self, error: RuntimeError) -> bool:
         """Return True if the error does not blame a peer: on a device, an earlier operator may have failed."""
         if self._is_hccl:
@@ -158,8 +163,10 @@ class _PendingWork(NamedTuple):
     def wait(self) -> None:
         """See :class:`mindspeed_cp.comm.Pending`."""
         transport = self.transport
+        note_wait(self.transfer, transport.global_rank(self.transfer.peer))
         try:
             self.work.wait(transport.gloo_timeout) if transport.is_gloo else self.work.wait()
+            note_arrival()
         except RuntimeError as error:
             if transport.is_unrelated(error):
                 raise

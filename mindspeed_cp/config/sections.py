@@ -133,6 +133,11 @@ class CheckpointSettings(Section):
     resume: bool = Field(
         default=True, description="continue from the newest checkpoint in output.folder; false: fail if there is one"
     )
+    async_save: bool = Field(
+        default=False,
+        description="write checkpoints in the background, from a copy in host memory as large as the rank's shards; "
+        "one is complete some steps later, and a crash before that costs it, never the one before",
+    )
     trust_unsigned: bool = Field(
         default=False,
         description="also load a checkpoint that was not signed with this user's key (another user's, another "
@@ -148,6 +153,12 @@ class OutputSettings(Section):
         default="auto", description="auto: a bar on a terminal, lines elsewhere"
     )
     log_interval: PositiveInt = Field(default=10, description="steps between lines, if there is no bar")
+    loss_png: bool = Field(default=True, description="draw loss.png at every checkpoint, in a process of its own")
+    tensorboard: bool = Field(
+        default=False,
+        description="also write the figures of metrics.jsonl as TensorBoard events into the folder `tensorboard`; "
+        "needs the package tensorboard",
+    )
     trace_steps: list[int] | None = Field(
         default=None,
         description="steps that every rank records (compute, messages, waits) as a Perfetto trace in the folder "

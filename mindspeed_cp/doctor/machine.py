@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import mindspeed_cp
+from mindspeed_cp.device import open_files
 from mindspeed_cp.device.select import cann_problem, cann_version, load_npu, unknown_cann_note
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
@@ -62,11 +63,12 @@ def requirements() -> list[dict[str, Any]]:
 
 
 def machine_status() -> dict[str, Any]:
-    """Return system, cores and threads."""
+    """Return system, cores, threads, and the files that a process may open (None: no limit)."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
+        "open_files": open_files.hard_limit(),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_cp.device.open_files import largest_run
 from mindspeed_cp.doctor.operator import RESULT_NAMES
 from mindspeed_cp.report.text import Table
 
@@ -13,6 +14,7 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
     machine = report["machine"]
     versions = [(name, version or "not installed") for name, version in report["versions"].items()]
     versions.append(("machine", f"{machine['system']}, {machine['cores']} cores, {machine['threads']} threads"))
+    versions.append(("open files", _open_files(machine["open_files"])))
     versions += [(f"{row['what']}, needed", _needed(row)) for row in report["requirements"]]
     devices = [
         (
@@ -55,6 +57,12 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
         columns = ("HCCL between NPUs of this machine", "GB/s, slowest rank, each way", "")
         tables.append(Table("Links", columns, tuple(rings)))
     return tables
+
+
+def _open_files(limit: int | None) -> str:
+    if limit is None:
+        return "no limit"
+    return f"{limit:,} for a process (ulimit -Hn), enough for a run of about {largest_run(limit):,} ranks"
 
 
 def _needed(row: dict[str, Any]) -> str:

@@ -12,8 +12,9 @@ import logging
 import os
 import shutil
 import warnings
-from contextlib import suppress
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from mindspeed_cp.train.checkpoint_digests import (
     signing_key,
     write_digests,
 )
-from mindspeed_cp.train.checkpoint_writer import InProcessSave
+from mindspeed_cp.train.checkpoint_writer import Copies, InProcessSave
 from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.progress import Progress
@@ -67,96 +68,121 @@ _KNOWN_NOISE = ("`load_state_dict` is deprecated", "Please use DTensor instead")
 _STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
 
 
-def save(
+def save(files: RunFiles, training: TrainingModel, progress: Progress, settings: Settings, world: World) -> Path:
+    """Write a checkpoint and return its folder; every rank calls it. See `begin_save`."""
+    begun = begin_save(files, training, progress, settings, world)
+    begun.write()
+    folder = begun.finish()
+    if world.is_first:
+        remove_hidden(files)
+    return folder
+
+
+def begin_save(
     files: RunFiles,
     training: TrainingModel,
     progress: Progress,
     settings: Settings,
     world: World,
-    *,
-    spike: bool = False,
-) -> Path:
-    """Write a checkpoint and return its folder; every rank calls it.
-
-    Checkpoints of this run at later steps, left when it was resumed at an older one, are removed. What another run left
-    in the folder stays.
+    copies: Copies | None = None,
+) -> BegunSave:
+    """Begin a checkpoint: agree on who writes what; every rank calls it.
 
     Args:
         files: files of the run.
         training: model, optimizer and schedule.
-        progress: state of the run.
+        progress: state of the run after the step.
         settings: settings of the run.
         world: this rank among all.
-        spike: the loss of the step is a spike: `latest` stays at the checkpoint before, which is kept.
+        copies: where to copy this rank's shards, for training that goes on before they are written.
 
     Raises:
         DiskError: It cannot be written; the newest checkpoint before it stays the newest.
     """
-    final = files.checkpoint(progress.step)
-    partial = final.with_name(f".saving-{final.name}")
+    partial = _partial(files.checkpoint(progress.step))
     if world.is_first:
         with disk_errors_for(files.checkpoints):
-            for leftover in files.checkpoints.glob(".saving-*"):
-                shutil.rmtree(leftover)
+            remove_hidden(files)
             partial.mkdir(parents=True)
     world.barrier()
     state = {**_state(training, is_loading=False), "rng": _random_state(world)}
-    _write_shards(state, partial)
-    world.barrier()
-    digests = _digest_shards(partial, world)
-    if world.is_first:
-        run = {
-            **vars(progress),
-            "ranks": world.size,
-            "spike": spike,
-            "identity": identity(settings),
-        }
-        with disk_errors_for(files.checkpoints):
-            write_json(partial / "run.json", run)
-            digests["run.json"] = file_digest(partial / "run.json")
-            write_digests(partial, final.name, digests)
-            _make_durable(partial)
-            if final.exists():
-                _remove(final)
-            os.replace(partial, final)
-            sync_folder(files.checkpoints)
-            if not spike:
-                write_text(files.latest, final.name + "\n")
-            _prune(files, settings.checkpoint.keep, progress)
-    world.barrier()
-    return final
+    shards = InProcessSave(copies)
+    with _shard_errors_for(files.checkpoints):
+        dist_checkpointing.save(state, str(partial), sharded_strategy=shards)
+    return BegunSave(files, progress, settings, world, shards)
 
 
-def _write_shards(state: dict[str, Any], folder: Path) -> None:
-    """Write Megatron's shards. All ranks raise DiskError if one cannot write its files."""
+@dataclass(frozen=True)
+class BegunSave:
+    """A checkpoint whose shards are to be written, in a hidden folder; a crash leaves the one before as it is."""
+
+    files: RunFiles
+    progress: Progress
+    settings: Settings
+    world: World
+    shards: InProcessSave
+
+    def write(self) -> None:
+        """Write this rank's shards, in any thread; `finish` tells errors."""
+        self.shards.write()
+
+    def finish(self) -> Path:
+        """Give the checkpoint its name, after the `write` of every rank; every rank calls it.
+
+        Checkpoints of this run at later steps, left when it was resumed at an older one, are hidden, and so are those
+        beyond checkpoint.keep; `remove_hidden` removes them. What another run left in the folder stays.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            DiskError: It cannot be written; the newest checkpoint before it stays the newest.
+        """
+        files, progress, settings, world = self.files, self.progress, self.settings, self.world
+        final = files.checkpoint(progress.step)
+        partial = _partial(final)
+        with _shard_errors_for(files.checkpoints):
+            digests = self.shards.finish()
+        if world.is_first:
+            run = {
+                **vars(progress),
+                "ranks": world.size,
+                "identity": identity(settings),
+            }
+            with disk_errors_for(files.checkpoints):
+                write_json(partial / "run.json", run)
+                others = {path.name for path in partial.iterdir()} - digests.keys()
+                digests |= {name: file_digest(partial / name) for name in others}
+                write_digests(partial, final.name, digests)
+                _make_durable(partial)
+                if final.exists():
+                    _hide(final)
+                os.replace(partial, final)
+                sync_folder(files.checkpoints)
+                if not progress.spike:
+                    write_text(files.latest, final.name + "\n")
+                _prune(files, settings.checkpoint.keep, progress)
+        world.barrier()
+        return final
+
+
+def _partial(final: Path) -> Path:
+    """Return the hidden folder of a checkpoint that is not complete."""
+    return final.with_name(f".saving-{final.name}")
+
+
+@contextmanager
+def _shard_errors_for(folder: Path) -> Iterator[None]:
+    """Raise DiskError, on all ranks, if one cannot write its shards within this block."""
     try:
-        dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave())
+        yield
     except (OSError, RuntimeError, CheckpointException) as error:
         cause = _cause(error)
         if isinstance(cause, RuntimeError) and any(part in str(cause) for part in _STREAM_ERRORS):
             cause = OSError(errno.EIO, "the disk is full, or fails")
         if isinstance(cause, OSError):
-            raise disk_error(cause, folder.parent) from None
+            raise disk_error(cause, folder) from None
         raise cause from None
-
-
-def _digest_shards(folder: Path, world: World) -> dict[str, str]:
-    """Return the digest of each file of Megatron's, by its name: every rank reads back a share of them.
-
-    Raises:
-        DiskError: a rank cannot read its share; raised on all ranks.
-    """
-    problem, digests = None, {}
-    try:
-        for name in sorted(path.name for path in folder.iterdir())[world.rank :: world.size]:
-            digests[name] = file_digest(folder / name)
-    except OSError as error:
-        problem = error_text(error)
-    shares = world.gather_json([problem, digests])
-    problems = [problem for problem, _ in shares if problem is not None]
-    if problems:
-        raise disk_error(OSError(errno.EIO, problems[0]), folder.parent)
-    return {name: digest for _, share in shares for name, digest in share.items()}
 
 
 def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[Progress, Path | None, list[str]]:
@@ -281,8 +307,8 @@ def _make_durable(folder: Path) -> None:
 
 
 def _prune(files: RunFiles, keep: int, progress: Progress) -> None:
-    """Remove this run's checkpoints but the newest `keep` up to this step and the one that `latest` names: those of
-    later steps belong to an abandoned future. Those of other runs stay, and so does what cannot be read."""
+    """Hide this run's checkpoints but the newest `keep` up to this step and the one that `latest` names: those of later
+    steps belong to an abandoned future. Those of other runs stay, and so does what cannot be read."""
     own, (latest, _) = [], read_latest(files)
     for path in list_checkpoints(files.checkpoints):
         with suppress(DamagedCheckpointError):
@@ -291,11 +317,15 @@ def _prune(files: RunFiles, keep: int, progress: Progress) -> None:
     past = [path for path in own if checkpoint_step(path) <= progress.step]
     for old in [*past[:-keep], *own[len(past) :]]:
         if old.name != latest:
-            _remove(old)
+            _hide(old)
 
 
-def _remove(folder: Path) -> None:
-    """Rename a checkpoint and remove it, so that no incomplete one ever has a proper name."""
-    renamed = folder.with_name(f".saving-removed-{folder.name}")
-    os.replace(folder, renamed)
-    shutil.rmtree(renamed)
+def _hide(folder: Path) -> None:
+    """Rename a checkpoint that is to be removed, so that no incomplete one ever has a proper name."""
+    os.replace(folder, folder.with_name(f".saving-removed-{folder.name}"))
+
+
+def remove_hidden(files: RunFiles) -> None:
+    """Remove hidden checkpoints, and what a crash left of one; not while a save runs."""
+    for leftover in files.checkpoints.glob(".saving-*"):
+        shutil.rmtree(leftover)

@@ -27,12 +27,13 @@ from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.resume import checkpoints_to_resume
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.stop_request import stop_signals
+from mindspeed_cp.train.tensorboard_writer import check_tensorboard
 from mindspeed_cp.train.worker import run_rank
 
 # torch_npu's watchdog aborts the whole process and prints the reason on standard error.
 _ABORTED = (
     "aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within "
-    f"{TIMEOUTS}; its message above names them"
+    f"{TIMEOUTS}; its log names them"
 )
 _RESUME_HINT = "the same command goes on from the newest checkpoint, if there is one"
 
@@ -72,6 +73,7 @@ def preflight(settings: Settings, ranks: int) -> None:
     """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported."""
     data_parallel_size(settings, ranks)
     check_memory(settings, ranks)
+    check_tensorboard(settings)
     open_corpus(settings.data.corpus)
     RunFiles(Path(settings.output.folder)).create()
     checkpoints_to_resume(settings)
@@ -102,7 +104,8 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str,
         # All ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
-    with local_ranks([sys.executable, *arguments], ranks) as processes, _relay_signals(processes) as stop_signal_names:
+    command, logs = [sys.executable, *arguments], RunFiles(Path(settings.output.folder)).logs
+    with local_ranks(command, ranks, logs) as processes, _relay_signals(processes) as stop_signal_names:
         failures = processes.wait()
     if not failures:
         return OK, "", stop_signal_names
@@ -163,6 +166,8 @@ def _classify_failures(failures: Mapping[int, RankFailure], stop_signal_names: l
             )
         elif kind in ("bug", "device", EXIT_NOTE):
             text = f"rank {rank} failed: {text}"
+            if kind == "bug":
+                text += f" (its output: logs/rank{rank}.log)"
         return FAILED, text
     raise AssertionError("the agent reported a failure without failures")
 

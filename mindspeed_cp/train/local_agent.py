@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_cp.train.rank_logs import RankLogs
+
 STORE_VARIABLE = "MINDSPEED_CP_STORE"  # the file through which the ranks of one start meet
 LAUNCHER_VARIABLE = "MINDSPEED_CP_LAUNCHER"  # the process that started them
 POLL_SECONDS = 0.05
@@ -54,16 +56,18 @@ class RankFailure:
 class RankProcesses:
     """All ranks, each a process that runs one command."""
 
-    def __init__(self, command: Sequence[str], ranks: int, folder: Path) -> None:
+    def __init__(self, command: Sequence[str], ranks: int, folder: Path, logs: RankLogs | None) -> None:
         """Start the ranks.
 
         Args:
             command: program and arguments, the same for all ranks.
             ranks: number of processes.
             folder: empty, for the store and the records; only this user may enter it.
+            logs: where their output goes; None: to that of this process.
         """
         self._records = [folder / f"rank{rank}.json" for rank in range(ranks)]
         self._ended = folder / _ENDED
+        self._logs = logs
         shared = {
             **os.environ,
             STORE_VARIABLE: str(folder / "store"),
@@ -77,7 +81,9 @@ class RankProcesses:
         try:
             for rank, record in enumerate(self._records):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(record)}
-                self._processes.append(subprocess.Popen(command, env={**shared, **own}))
+                environment = {**shared, **own}
+                start = subprocess.Popen if logs is None else logs.start
+                self._processes.append(start(command, env=environment))
         except BaseException:
             self.end(0)
             raise
@@ -120,6 +126,8 @@ class RankProcesses:
         self.signal(signal.SIGKILL)
         for process in self._processes:
             process.wait()
+        if self._logs is not None:
+            self._logs.close()
 
     def _failure(self, rank: int) -> RankFailure:
         process = self._processes[rank]
@@ -136,16 +144,17 @@ def read_failure(rank: int, pid: int, exitcode: int, record: Path) -> RankFailur
 
 
 @contextmanager
-def local_ranks(command: Sequence[str], ranks: int) -> Iterator[RankProcesses]:
+def local_ranks(command: Sequence[str], ranks: int, logs: Path | None = None) -> Iterator[RankProcesses]:
     """Run ranks within the block; none outlives it.
 
     Args:
         command: program and arguments.
         ranks: number of processes.
+        logs: folder for the output of each rank; None: all of it goes to that of this process.
     """
     folder = Path(tempfile.mkdtemp(prefix="mindspeed-cp-"))  # of mode 0700
     try:
-        processes = RankProcesses(command, ranks, folder)
+        processes = RankProcesses(command, ranks, folder, None if logs is None else RankLogs(logs))
         try:
             yield processes
         finally:

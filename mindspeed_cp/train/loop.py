@@ -21,8 +21,10 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train import checkpoint
 from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
+from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
 from mindspeed_cp.train.comparison import compare_algorithms
 from mindspeed_cp.train.dispatch import make_dispatcher
+from mindspeed_cp.train.hang_watch import HangWatch
 from mindspeed_cp.train.metrics_writer import MetricsWriter
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel, build_training_model
@@ -31,7 +33,9 @@ from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.step import StepResult, run_step
 from mindspeed_cp.train.step_trace import StepTracer
 from mindspeed_cp.train.stop_request import StopRequest
+from mindspeed_cp.train.stragglers import ComputeProbe
 from mindspeed_cp.train.summary import summarize_run
+from mindspeed_cp.train.tensorboard_writer import check_tensorboard
 from mindspeed_cp.train.world import World
 
 
@@ -45,6 +49,7 @@ class _Run:
     files: RunFiles
     stop_request: StopRequest
     writer: MetricsWriter | None
+    hang_watch: HangWatch
 
     def note(self, text: str) -> None:
         """Show a line; on the first rank."""
@@ -71,6 +76,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             "context_parallel_suite.algorithm is 'auto': give "
             "mindspeed_cp.train.algorithm_choice.resolve_auto(settings)"
         )
+    check_tensorboard(settings)
     files = RunFiles(Path(settings.output.folder))
     with ExitStack() as stack:
         if world.is_first:
@@ -109,12 +115,13 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             comparison = compare_algorithms(settings, world, training, open_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)
-        run = _Run(settings, world, training, files, stop_request, writer)
+        hang_watch = stack.enter_context(HangWatch(world.rank, settings.context_parallel_suite.timeout_seconds))
+        run = _Run(settings, world, training, files, stop_request, writer, hang_watch)
         with MicroBatchLoader(stream, dispatcher, settings, training.attentions, world, stop_request) as batches:
             progress, saved, stopped_by = _run_steps(run, batches, progress, tracer)
     if writer is None:
         return None
-    return summarize_run(settings, files, writer.lines, progress, writer.first_step, saved, stopped_by, corpus)
+    return summarize_run(settings, files, progress, writer.first_step, saved, stopped_by, corpus)
 
 
 def _warm_up_connections(settings: Settings, world: World, training: TrainingModel) -> None:
@@ -150,16 +157,20 @@ def _run_steps(
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
     compare_digests = settings.context_parallel_suite.verify_plans
     policy = BadStepPolicy(settings)
-    saved: Path | None = run.files.checkpoint(progress.step) if progress.step else None
+    newest = run.files.checkpoint(progress.step) if progress.step else None
+    saver = CheckpointSaver(run.files, run.training, settings, world, newest)
+    probe = ComputeProbe(world.device)
     while progress.step < last:
         step = progress.step + 1
-        with tracer.step(step, batches) as step_batches:
+        with run.hang_watch.step(step), tracer.step(step, batches) as step_batches:
             began = time.perf_counter()
             result = run_step(
-                run.training, step_batches, step, world, run.stop_request, policy, progress.losses, compare_digests
+                *(run.training, step_batches, step, world, run.stop_request, policy, progress.losses, compare_digests),
+                probe.seconds(),
             )
             seconds = time.perf_counter() - began
         if result.action == "rollback":
+            saver.finish()
             progress = _roll_back(run, policy, progress, result)
             continue
         skipped = result.action == "skip"
@@ -170,6 +181,7 @@ def _run_steps(
             seconds=progress.seconds + seconds,
             data=result.data,
             losses=progress.losses if skipped else with_loss(progress.losses, result.loss),
+            spike=result.problem is not None and not skipped,
             skipped_steps=progress.skipped_steps + skipped,
         )
         if writer is not None:
@@ -177,17 +189,17 @@ def _run_steps(
         if result.problem is not None:
             run.note(f"step {step}: {result.problem}{'; its update was left out' if skipped else ''}")
         if result.stop or step == last or (interval and step % interval == 0):
-            spike = result.problem is not None and not skipped
-            newest = checkpoint.save(run.files, run.training, progress, settings, world, spike=spike)
-            if spike:
-                run.note(f"{newest.name} is saved after a spike: `latest` stays at {saved.name if saved else 'none'}")
-            else:
-                saved = newest
+            saver.save(progress)
+            if progress.spike:
+                stays = saver.newest.name if saver.newest else "none"
+                run.note(f"the checkpoint of step {step} is that of a spike: `latest` stays at {stays}")
             if writer is not None:
                 writer.draw()
+        else:
+            saver.finish_if_written()
         if result.stop and progress.step < last:  # a request in the last step changes nothing
-            return progress, saved, run.stop_request.reason or "a signal to another rank"
-    return progress, saved, None
+            return progress, saver.close(), run.stop_request.reason or "a signal to another rank"
+    return progress, saver.close(), None
 
 
 def _roll_back(run: _Run, policy: BadStepPolicy, progress: Progress, result: StepResult) -> Progress:

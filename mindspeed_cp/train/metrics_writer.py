@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
-from mindspeed_cp.report.run.charts import draw_training_curves
 from mindspeed_cp.train.comparison import comparison_text
+from mindspeed_cp.train.loss_curve import LossCurve
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.progress_display import open_display
+from mindspeed_cp.train.rank_logs import open_log
 from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_json, write_text
 from mindspeed_cp.train.run_identity import changed_settings, run_complete_note
 from mindspeed_cp.train.step import StepResult
+from mindspeed_cp.train.stragglers import StragglerWatch
+from mindspeed_cp.train.tensorboard_writer import TensorBoardWriter
 from mindspeed_cp.train.world import unused_accelerator
 
 
@@ -25,7 +30,6 @@ class MetricsWriter:
 
     Attributes:
         first_step: number of steps done before this start.
-        lines: lines of metrics.jsonl, those of earlier starts included.
     """
 
     def __init__(
@@ -33,13 +37,17 @@ class MetricsWriter:
     ) -> None:
         self._files, self._settings = files, settings
         self.first_step = progress.step
-        self.lines = truncate_metrics(files.metrics, progress.step)
+        truncate_metrics(files.metrics, progress.step)
+        self._curve = LossCurve(files) if settings.output.loss_png else None
         self._file = files.metrics.open("a", encoding="utf-8")
+        self._stragglers = StragglerWatch()
+        self._tensorboard = TensorBoardWriter(files.tensorboard, progress.step) if settings.output.tensorboard else None
         self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
         self._changed = changed_settings(files.settings, settings) if progress.step else []
         self._display = open_display(
-            settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval
-        )
+            settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval,
+            os.fdopen(open_log(files.logs, 0), "w", encoding="utf-8"),
+        )  # fmt: skip
         suite = settings.context_parallel_suite
         algorithms = ", or by row ".join((suite.algorithm, *suite.row_candidates))
         restart = f" (restart {progress.restarts})" if progress.restarts else ""
@@ -73,6 +81,7 @@ class MetricsWriter:
             "waiting_seconds": result.waiting_seconds,
             "plans": result.plans,
             "cached_plans": result.cached_plans,
+            "slowest_rank": int(np.argmax(result.probe_seconds)),  # in a computation that is the same on all ranks
         }
         if result.problem is not None:
             line["problem"] = result.problem
@@ -82,9 +91,14 @@ class MetricsWriter:
             line["changed_settings"], self._changed = self._changed, []
         if self._settings.context_parallel_suite.row_candidates:
             line["algorithms"] = result.algorithms  # those of the first replica's rows
-        self.lines.append(line)
+        slow = self._stragglers.add(result.probe_seconds)
+        if slow is not None:
+            line["straggler"] = slow
+            self._display.note(f"step {step}: {slow}")
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.step(line)
         if not self._has_settings:
             write_text(self._files.settings, _as_yaml(self._settings))
             self._has_settings = True
@@ -93,7 +107,7 @@ class MetricsWriter:
     def roll_back(self, last_step: int) -> None:
         """Remove the lines after a step, to which the run goes back."""
         self._file.close()
-        self.lines = truncate_metrics(self._files.metrics, last_step)
+        truncate_metrics(self._files.metrics, last_step)
         self._file = self._files.metrics.open("a", encoding="utf-8")
 
     def note(self, text: str) -> None:
@@ -106,13 +120,19 @@ class MetricsWriter:
         self._display.note(comparison_text(comparison))
 
     def draw(self) -> None:
-        """Draw loss.png."""
-        draw_training_curves(self.lines, self._files.loss_png, self._files.folder.name)
+        """Draw loss.png, in the background."""
+        if self._curve is not None:
+            self._curve.draw()
 
     def close(self) -> None:
-        """End the display and close metrics.jsonl."""
-        self._display.close()
+        """Wait for loss.png, close metrics.jsonl and end the display."""
         self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        problem = self._curve and self._curve.finish()
+        if problem:
+            self._display.note(f"{self._files.loss_png} is not up to date: {problem}")
+        self._display.close()
 
 
 def _as_yaml(settings: Settings) -> str:

@@ -17,6 +17,7 @@ class Progress:
         seconds: time spent in steps so far.
         data: state of the data stream.
         losses: of the newest steps that were not skipped, which spikes are measured against.
+        spike: the loss of the newest step is a spike: `latest` does not move to its checkpoint.
         restarts: how often the run was started again.
         rollbacks: how often it went back to a checkpoint because of a bad step.
         skipped_steps: steps whose update was left out.
@@ -28,6 +29,7 @@ class Progress:
     seconds: float = 0.0
     data: dict[str, Any] | None = None
     losses: tuple[float, ...] = ()
+    spike: bool = False
     restarts: int = 0
     rollbacks: int = 0
     skipped_steps: int = 0

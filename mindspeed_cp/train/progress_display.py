@@ -7,9 +7,9 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,7 +41,7 @@ def ignore_closed_terminal() -> Iterator[None]:
         os.close(null_device)
 
 
-def open_display(kind: str, step: int, steps: int, interval: int) -> Display:
+def open_display(kind: str, step: int, steps: int, interval: int, log: TextIO | None = None) -> Display:
     """Return the display that output.progress names.
 
     Args:
@@ -49,7 +49,10 @@ def open_display(kind: str, step: int, steps: int, interval: int) -> Display:
         step: number of steps done before.
         steps: number of steps of the run.
         interval: number of steps between lines.
+        log: file that gets the lines, whatever is shown; closed with the display.
     """
+    if log is not None:
+        return _Both(open_display(kind, step, steps, interval), _Lines(steps, interval, log))
     if kind == "none":
         return Display()
     if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
@@ -70,8 +73,8 @@ def _figure(value: float | None, form: str) -> str:
 
 
 class _Lines(Display):
-    def __init__(self, steps: int, interval: int) -> None:
-        self._steps, self._interval = steps, interval
+    def __init__(self, steps: int, interval: int, log: TextIO | None = None) -> None:
+        self._steps, self._interval, self._log = steps, interval, log
         self._seconds: deque[float] = deque(maxlen=20)  # of the latest steps
 
     def step(self, line: dict[str, Any]) -> None:
@@ -87,8 +90,34 @@ class _Lines(Display):
         return f"  eta {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
     def note(self, text: str) -> None:
-        with ignore_closed_terminal():
-            print(text, flush=True)
+        if self._log is None:
+            with ignore_closed_terminal():
+                print(text, flush=True)
+            return
+        with suppress(OSError):  # metrics.jsonl tells of a full disk
+            print(text, file=self._log, flush=True)
+
+    def close(self) -> None:
+        if self._log is not None:
+            with suppress(OSError):
+                self._log.close()
+
+
+class _Both(Display):
+    def __init__(self, *displays: Display) -> None:
+        self._displays = displays
+
+    def step(self, line: dict[str, Any]) -> None:
+        for display in self._displays:
+            display.step(line)
+
+    def note(self, text: str) -> None:
+        for display in self._displays:
+            display.note(text)
+
+    def close(self) -> None:
+        for display in self._displays:
+            display.close()
 
 
 class _Bar(Display):

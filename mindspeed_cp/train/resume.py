@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.checkpoint_digests import DamagedCheckpointError, UnsignedCheckpointError, read_digests
-from mindspeed_cp.train.run_files import RunFiles, describe_folder, error_text, read_metrics
+from mindspeed_cp.train.run_files import RunFiles, describe_folder, error_text, iter_metrics
 from mindspeed_cp.train.run_identity import check_same_run
 
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -44,7 +44,8 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
             f"checkpoint.resume = false: {files.folder} has the checkpoint {name or found[0].name}, which a new run "
             "would mix with its own; resume it, remove the folder, or give another output.folder"
         )
-    read_metrics(files.metrics)  # a resumed run needs them; report damage before ranks are started
+    for _ in iter_metrics(files.metrics):  # a resumed run needs them; report damage before ranks are started
+        pass
     if name is not None:
         newest = checkpoint_step(Path(name))
         found = [path for path in found if checkpoint_step(path) <= newest]

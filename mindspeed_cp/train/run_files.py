@@ -4,6 +4,8 @@
   settings.yaml  metrics.jsonl  loss.png  summary.json  .lock
   comparison.json (train.compare)
   trace/         steps of output.trace_steps
+  tensorboard/   events (output.tensorboard)
+  logs/          rank0.log ... (output of the ranks; each start appends)
   checkpoints/   iter_0000050/ (Megatron's shards, run.json)   latest
 
 settings.yaml holds the settings of the last start that finished a step.
@@ -35,6 +37,7 @@ class RunFiles:
     Attributes:
         folder: output.folder.
         checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
+        logs, tensorboard: folders of the output of each rank, and of TensorBoard's events.
         metrics, loss_png, settings, comparison, summary: the other files of the folder.
 
     Raises:
@@ -50,6 +53,8 @@ class RunFiles:
             ) from None
         self.checkpoints = self.folder / "checkpoints"
         self.latest = self.checkpoints / "latest"
+        self.tensorboard = self.folder / "tensorboard"
+        self.logs = self.folder / "logs"
         self.metrics = self.folder / "metrics.jsonl"
         self.loss_png = self.folder / "loss.png"
         self.settings = self.folder / "settings.yaml"
@@ -158,29 +163,32 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, or [] without a file. An incomplete last line is left out.
+def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl, none without a file. An incomplete last line is left out.
 
     Raises:
         ConfigError: Another line is damaged, or the file cannot be read.
     """
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                value = _metrics_line(line)
+                if value is not None:
+                    yield value
+                elif line.endswith(b"\n"):
+                    raise ConfigError(
+                        f"{path}: line {number} is damaged: {line.strip()[:40]!r} is no JSON mapping with a whole "
+                        "number `step`; mend or remove that line"
+                    )
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error_text(error)}; make it readable, or move it away") from None
-    values = []
-    for number, line in enumerate(lines, 1):
-        value = _metrics_line(line)
-        if value is None:
-            raise ConfigError(
-                f"{path}: line {number} is damaged: {line[:40]!r} is no JSON mapping with a whole number `step`; "
-                "mend or remove that line"
-            )
-        values.append(value)
-    value = _metrics_line(last)
-    return values if value is None else [*values, value]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl; see `iter_metrics`. Those of a long run take much memory."""
+    return list(iter_metrics(path))
 
 
 def _metrics_line(line: bytes) -> dict[str, Any] | None:
@@ -191,8 +199,6 @@ def _metrics_line(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
-def truncate_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove the lines after a step, so that a resumed run writes each step once; return the others."""
-    kept = [line for line in read_metrics(path) if line["step"] <= last_step]
-    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+def truncate_metrics(path: Path, last_step: int) -> None:
+    """Remove the lines after a step, so that a resumed run writes each step once."""
+    write_text(path, "".join(json.dumps(line) + "\n" for line in iter_metrics(path) if line["step"] <= last_step))

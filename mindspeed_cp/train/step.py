@@ -29,7 +29,7 @@ with megatron_imports():
 #: Fields of MicroBatch that a step adds up.
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds", "plans", "cached_plans")
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop", "gradient")
+_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop", "gradient", "probe_seconds")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class StepSums:
         plans, cached_plans: number of plans of all replicas, and how many of them were in the cache.
         algorithms: number of this replica's rows by algorithm.
         stop: True if any rank was asked to stop.
+        probe_seconds: time of the same computation on each rank (train/stragglers.py).
         data: state of the data stream behind the step's last row.
         nonfinite: what is not finite in loss or gradients, on which rank and in which layer first; None: nothing.
     """
@@ -61,6 +62,7 @@ class StepSums:
     cached_plans: int
     algorithms: dict[str, int]
     stop: bool
+    probe_seconds: tuple[float, ...]
     data: dict[str, Any]
     nonfinite: str | None
 
@@ -92,6 +94,7 @@ def run_step(
     policy: BadStepPolicy,
     losses: Sequence[float],
     compare_digests: bool = False,
+    probe_seconds: float = 0.0,
 ) -> StepResult:
     """Run one optimizer step over this replica's micro-batches; replicas may have different numbers of them.
 
@@ -104,12 +107,13 @@ def run_step(
         policy: decides what follows a bad step.
         losses: losses of earlier steps.
         compare_digests: compare the dispatched batches of all ranks before computing.
+        probe_seconds: this rank's time of a computation that is the same on all ranks.
 
     Raises:
         ConfigError: Ranks dispatched the documents differently; names the step and the ranks.
         DivergenceError: Loss or gradient are not finite, or the loss is a spike, and the policy is to stop.
     """
-    sums = forward_backward(training, batches, step, world, stop_request, compare_digests)
+    sums = forward_backward(training, batches, step, world, stop_request, compare_digests, probe_seconds)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
     lr = training.optimizer.param_groups[0]["lr"]
     action, problem = policy.judge(step, sums.nonfinite, sums.loss, losses)
@@ -130,6 +134,7 @@ def forward_backward(
     world: World,
     stop_request: StopRequest,
     compare_digests: bool = False,
+    probe_seconds: float = 0.0,
 ) -> StepSums:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
     that are not finite are only told."""
@@ -153,7 +158,7 @@ def forward_backward(
         table = world.gather(
             [
                 *(loss, counted, *feed.sums.values(), feed.waiting_seconds, feed.digest),
-                *(stop_request.reason is not None, _gradient_norm(training.ddp_model)),
+                *(stop_request.reason is not None, _gradient_norm(training.ddp_model), probe_seconds),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
@@ -186,6 +191,7 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
         cached_plans=total("cached_plans"),
         algorithms=dict(feed.algorithms),
         stop=bool(torch.any(ranks["stop"] > 0)),
+        probe_seconds=tuple(ranks["probe_seconds"].tolist()),
         data=feed.state,
         nonfinite=nonfinite,
     )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import FileCorpus
 from mindspeed_cp.report.text import Table, format_count
 from mindspeed_cp.train.comparison import comparison_sentence
 from mindspeed_cp.train.progress import Progress
-from mindspeed_cp.train.run_files import RunFiles, write_json
+from mindspeed_cp.train.run_files import RunFiles, iter_metrics, write_json
 
 LAST_STEPS = 10  # averaged, because the loss of a single step depends on its documents
 
@@ -22,7 +20,6 @@ LAST_STEPS = 10  # averaged, because the loss of a single step depends on its do
 def summarize_run(
     settings: Settings,
     files: RunFiles,
-    lines: Sequence[dict[str, Any]],
     progress: Progress,
     first_step: int,
     saved: Path | None,
@@ -34,37 +31,36 @@ def summarize_run(
     Args:
         settings: settings of the run.
         files: files of the run.
-        lines: lines of metrics.jsonl, those of earlier starts included.
         progress: state after the last step.
         first_step: number of steps done before this start.
         saved: folder of the newest checkpoint.
         stopped_by: reason for a stop before the last step, or None.
         corpus: the training documents.
     """
-    start_lines = [line for line in lines if line["step"] > first_step] or lines  # none: the run was complete
-    seconds, tokens = (float(sum(line[key] for line in start_lines)) for key in ("seconds", "tokens"))
-    losses = [line["loss"] for line in lines if line["loss"] is not None]
+    lines, start = _Totals(), _Totals()
+    for line in iter_metrics(files.metrics):
+        lines.add(line)
+        if line["step"] > first_step:
+            start.add(line)
+    totals = start.sums if start.sums else lines.sums  # none: the run was complete
+    seconds, tokens = totals["seconds"], totals["tokens"]
     context = settings.data.seq_length
     longer = corpus.lengths[corpus.lengths > context]
     summary = {
         "step": progress.step,
         "steps": settings.train.train_iters,
         "stopped_by": stopped_by,
-        "first_loss": losses[0] if losses else None,
-        "last_loss": float(np.mean(losses[-LAST_STEPS:])) if losses else None,
+        "first_loss": lines.first_loss,
+        "last_loss": sum(lines.last_losses) / len(lines.last_losses) if lines.last_losses else None,
         "restarts": progress.restarts,
         "rollbacks": progress.rollbacks,
         "skipped_steps": progress.skipped_steps,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
         "tokens_per_s": tokens / seconds if seconds else None,
-        "imbalance": float(
-            np.average([n["imbalance"] for n in start_lines], weights=[n["tokens"] for n in start_lines])
-        )
-        if start_lines
-        else None,
-        **_planning(start_lines),
-        "documents": int(sum(line["documents"] for line in lines)),
+        "imbalance": totals["imbalance"] / tokens if tokens else None,
+        **_planning(totals),
+        "documents": int(lines.sums["documents"]),
         "corpus_documents": len(corpus),
         "cut_documents": len(longer),
         "document_chunks": int((-(-longer // context)).sum()),
@@ -87,23 +83,52 @@ def _read_comparison(files: RunFiles) -> dict[str, Any] | None:
         return None
 
 
-def _planning(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+class _Totals:
+    """Totals over lines of metrics.jsonl, none of which is kept.
+
+    Attributes:
+        first_loss, last_losses: loss of the first line, or None, and those of the last LAST_STEPS.
+        sums: sums of the figures; imbalances are weighted with tokens.
+    """
+
+    def __init__(self) -> None:
+        self.first_loss: float | None = None
+        self.last_losses: deque[float] = deque(maxlen=LAST_STEPS)
+        self.sums: dict[str, float] = defaultdict(float)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Count a line."""
+        if line["loss"] is not None:  # a skipped step may have none
+            self.first_loss = line["loss"] if self.first_loss is None else self.first_loss
+            self.last_losses.append(line["loss"])
+        for key in ("seconds", "tokens", "documents"):
+            self.sums[key] += line[key]
+        self.sums["imbalance"] += line["imbalance"] * line["tokens"]
+        if "planning_seconds" not in line:  # a line of a version without these
+            return
+        # The first step's batch has nothing to be computed meanwhile.
+        self.sums["waiting_seconds"] += line["waiting_seconds"] if self.sums["planned_tokens"] else 0.0
+        self.sums["planned_tokens"] += line["tokens"]
+        self.sums["replica_imbalance"] += line["replica_imbalance"] * line["tokens"]
+        for key in ("planning_seconds", "plans"):
+            self.sums[key] += line[key]
+        # Lines of older versions have known_plans.
+        self.sums["cached_plans"] += line.get("cached_plans", line.get("known_plans", 0))
+
+
+def _planning(totals: dict[str, float]) -> dict[str, Any]:
     """Return figures of replicas and planning; {} for lines of versions without them.
 
     waiting_seconds leaves out the first step, for whose batch nothing can be computed meanwhile.
     """
-    lines = [line for line in lines if "planning_seconds" in line]
-    if not lines:
+    if not totals["planned_tokens"]:
         return {}
     return {
-        "replica_imbalance": float(
-            np.average([line["replica_imbalance"] for line in lines], weights=[line["tokens"] for line in lines])
-        ),
-        "planning_seconds": float(sum(line["planning_seconds"] for line in lines)),
-        "waiting_seconds": float(sum(line["waiting_seconds"] for line in lines[1:])),
-        "plans": int(sum(line["plans"] for line in lines)),
-        # Lines of older versions have known_plans.
-        "cached_plans": int(sum(line.get("cached_plans", line.get("known_plans", 0)) for line in lines)),
+        "replica_imbalance": totals["replica_imbalance"] / totals["planned_tokens"],
+        "planning_seconds": totals["planning_seconds"],
+        "waiting_seconds": totals["waiting_seconds"],
+        "plans": int(totals["plans"]),
+        "cached_plans": int(totals["cached_plans"]),
     }
 
 

@@ -6,11 +6,13 @@ line calls `run_rank`. Importing this module imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import traceback
 
 from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.device import open_files
 from mindspeed_cp.errors import PeerError
 from mindspeed_cp.train.exit_note import EXIT_NOTE, EXIT_NOTE_TEXT, clear_exit_note, exit_process, write_exit_note
 from mindspeed_cp.train.failures import (
@@ -32,6 +34,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
         PeerError: Another rank died; the error names it where that can be found out.
         Stopped: The rank was asked to stop in a step that cannot be finished.
     """
+    open_files.raise_limit()
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
         from mindspeed_cp.train.loop import train
@@ -70,6 +73,7 @@ def main() -> None:
     """Run a rank that `mindspeed-cp train` started."""
     end_with_launcher()
     settings = Settings.model_validate_json(sys.argv[1])
+    faulthandler.enable()  # a crash in a library leaves its stack in the rank's log
     try:
         run_rank(settings, as_json="--json" in sys.argv[2:])
     except BaseException as error:

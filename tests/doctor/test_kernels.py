@@ -57,7 +57,7 @@ def test_every_kernel_is_checked_by_some_case() -> None:
 
 def test_the_printed_table() -> None:
     report = {
-        "machine": {"system": "x", "cores": 1, "threads": 1}, "versions": {}, "requirements": [], "devices": {},
+        "machine": {"system": "x", "cores": 1, "threads": 1, "open_files": 1024}, "versions": {}, "requirements": [], "devices": {},
         "checks": [], "communication": {}, "links": [],
         "kernels": [{"where": ["bias: none"], "dtype": "bf16", "kernel": "one"}, {"where": [], "dtype": "fp16", "kernel": "two"}],
     }  # fmt: skip

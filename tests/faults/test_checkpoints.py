@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindspeed_cp.train.checkpoint_digests import KEY_VARIABLE
+from mindspeed_cp.train.run_files import iter_metrics
+from tests.limits import HANG
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
@@ -102,3 +107,64 @@ def test_a_crafted_pickle_is_never_loaded(fresh_ranks: FreshRanks, corpus: Path,
     with pytest.raises(RankError, match=r"loading it can run code; .*trust_unsigned"):
         curve(fresh_ranks, steps(corpus, run, 4), 1)
     assert not mark.exists()
+
+
+def train_with_slow_writes(settings: str, folder: str, fault: str) -> dict[str, Any]:
+    """In a rank: train, saving in the background. The shards of step 2 are written after step 3; those of step 4 are
+    not, for `fault`: rank 1 is killed after step 5, or its disk is full."""
+    from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
+    from mindspeed_cp.train.checkpoint_writer import InProcessSave
+
+    rank, metrics, checkpoints = os.environ["RANK"], Path(folder, "metrics.jsonl"), Path(folder, "checkpoints")
+    write, finish_if_written = InProcessSave.write, CheckpointSaver.finish_if_written
+
+    def steps_done() -> int:
+        return max((line["step"] for line in iter_metrics(metrics)), default=0)
+
+    def slow_write(self: InProcessSave) -> None:
+        if self._writer.path.name == ".saving-iter_0000002":
+            deadline = time.monotonic() + HANG
+            while steps_done() < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if (checkpoints / "latest").exists() or len(list(checkpoints.iterdir())) != 1:
+                self._outcome = AssertionError("it has a name before it is written, or two are written at once")
+                return
+        elif rank == "1" and fault == "killed":
+            threading.Event().wait()
+        elif rank == "1":
+            self._outcome = OSError(28, "No space left on device")
+            return
+        write(self)
+
+    def killed(self: CheckpointSaver) -> None:
+        if rank == "1" and fault == "killed" and self._begun is not None and self._begun.progress.step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)  # after step 5
+        finish_if_written(self)
+
+    InProcessSave.write, CheckpointSaver.finish_if_written = slow_write, killed  # type: ignore[method-assign]
+    return train_here(settings)
+
+
+@pytest.mark.fault(
+    fault="a rank is killed, or its disk is full, while a checkpoint is written in the background",
+    happens="the run ends, and goes on from the checkpoint before",
+    lost="the steps since that checkpoint",
+    printed="rank 1 was killed by SIGKILL; cannot be written: No space left on device",
+)
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("killed", "rank 1: .*SIGKILL"), pytest.param("full", "No space left", marks=pytest.mark.thorough)],
+)
+def test_a_fault_during_a_background_save_costs_nothing_else(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]], fault: str, error: str
+) -> None:
+    """The checkpoint before was written in the background too, after a step that changed the weights."""
+    size = {"context_parallel_suite__context_parallel_size": 2, "checkpoint__async_save": True}
+    settings = steps(corpus, tmp_path, 6, **size)
+    with pytest.raises(RankError, match=error):
+        fresh_ranks.run(2, train_with_slow_writes, settings.model_dump_json(), str(tmp_path), fault)
+    checkpoints = tmp_path / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".saving-iter_0000004", "iter_0000002", "latest"]
+    assert same_curve(curve(fresh_ranks, settings, 2), whole)
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest"]

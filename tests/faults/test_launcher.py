@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.local_agent import local_ranks
 from tests.limits import HANG
 from tests.train.test_launch import COMMAND, ROOT, Run, write
@@ -105,3 +106,47 @@ def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     with local_ranks([sys.executable, "-c", program], 2) as ranks:
         failures = ranks.wait()
     assert failures[1].exitcode == 3 and failures[0].signal_name() == signal.Signals.SIGKILL.name
+
+
+def test_every_rank_has_a_log_and_the_screen_shows_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import os, sys; r = os.environ['RANK']; print('out', r, flush=True); print('err', r, file=sys.stderr)"
+    for _ in range(2):
+        with local_ranks([sys.executable, "-c", program], 2, tmp_path / "logs") as ranks:
+            assert ranks.wait() == {}
+    assert capfd.readouterr() == ("out 0\n" * 2, "err 0\n" * 2)
+    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines() for rank in range(2)]
+    assert [line for line in logs[0] if not line.startswith("--- start at 2")] == ["err 0"] * 2
+    assert [line for line in logs[1] if not line.startswith("--- start at 2")] == ["out 1", "err 1"] * 2
+    (tmp_path / "logs" / "rank1.log").unlink()
+    (tmp_path / "logs" / "rank1.log").symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(ConfigError, match=r"rank1\.log: the log of rank 1 cannot be written: .*give another output"),
+        local_ranks([sys.executable, "-c", program], 2, tmp_path / "logs"),
+    ):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.fault(
+    fault="a rank stands still (SIGSTOP)",
+    happens="the others dump their stacks and what they wait for into their logs, and end at the time-out",
+    lost="the steps since the newest checkpoint",
+    printed="rank 1 lost rank 0: dead, or silent for longer than the time-out",
+)
+@pytest.mark.thorough
+def test_a_hang_is_dumped_into_the_log_before_the_time_out_ends_it(
+    corpus: Path, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    """Rank 0 stands still; rank 1, whose messages are not on the screen, tells in its log."""
+    folder = tmp_path / "run"
+    size = {"context_parallel_suite__context_parallel_size": 2, "context_parallel_suite__timeout_seconds": 60.0}
+    run = start(*COMMAND, write(tiny(corpus, folder, train__train_iters=100000, **size), tmp_path))
+    metrics, log = folder / "metrics.jsonl", folder / "logs" / "rank1.log"
+    run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "step 2")
+    (first,) = [rank for rank in run.ranks() if rank.environ()["RANK"] == "0"]
+    first.suspend()
+    run.wait_for(lambda: "the stacks of all threads" in log.read_text(), "the dump")
+    wait_until(lambda: "forward_backward" in log.read_text())
+    assert "48 s, and ranks that wait 60 s for another end" in log.read_text()
+    assert "parameters, context" in (folder / "logs" / "rank0.log").read_text()
+    assert "parameters, context" not in log.read_text()

@@ -11,7 +11,7 @@ import pytest
 from tests.processes import preload
 from tests.train.fresh_ranks import FreshRanks
 
-preload("mindspeed_cp.train.loop", "matplotlib.figure", "matplotlib.backends.backend_agg")
+preload("mindspeed_cp.train.loop")
 
 
 @pytest.fixture(scope="session")

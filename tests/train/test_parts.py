@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -18,12 +20,14 @@ from mindspeed_cp.train.exit_note import EXIT_NOTE, write_exit_note
 from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
 from mindspeed_cp.train.launch import _classify_failures
 from mindspeed_cp.train.local_agent import RankFailure, read_failure
+from mindspeed_cp.train.loss_curve import LossCurve, thinned
 from mindspeed_cp.train.memory import check_memory, minimum_bytes
 from mindspeed_cp.train.progress_display import open_display
 from mindspeed_cp.train.run_files import RunFiles, read_metrics, truncate_metrics, write_text
 from mindspeed_cp.train.run_identity import check_same_run, identity
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.summary import stopped_line, summary_table
+from mindspeed_cp.train.tensorboard_writer import TensorBoardWriter, check_tensorboard
 
 
 def changed(**sections: dict[str, Any]) -> Settings:
@@ -168,11 +172,56 @@ def test_what_does_not_change_the_numbers_may_change() -> None:
 
 def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path) == [] and truncate_metrics(path, 5) == []
+    truncate_metrics(path, 5)
+    assert read_metrics(path) == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')  # a crash cut the last line
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
-    assert truncate_metrics(path, 2) == [{"step": 1}, {"step": 2}]
+    truncate_metrics(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_the_lines_of_a_curve_are_thinned_to_a_bounded_number() -> None:
+    for steps in (0, 1, 7, 8, 9, 1000, 1023):
+        lines = ({"step": step, "loss": 1.0, "lr": 0.1, "grad_norm": 0.5, "tokens": 7} for step in range(1, steps + 1))
+        found = [line["step"] for line in thinned(lines, points=4)]
+        assert found[:1] == [1][:steps] and found[-1:] == [steps][:steps]
+        assert len(found) <= 8
+        assert len(set(np.diff(found[:-1]))) <= 1
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.loss_png.mkdir()
+    files.metrics.write_text('{"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 0.5}\n')
+    curve = LossCurve(files)
+    curve.draw()
+    problem = curve.finish()
+    assert problem is not None and "IsADirectoryError" in problem
+    files.loss_png.rmdir()
+    curve.draw()
+    assert curve.finish() is None and files.loss_png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_tensorboard(changed())
+    with pytest.raises(ConfigError, match=r"^output.tensorboard = true: .*; pip install 'mindspeed-cp\[tensorboard\]'"):
+        check_tensorboard(changed(output={"tensorboard": True}))
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_gets_the_figures_of_every_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((0, 4), (2, 3)):  # the second start goes back to step 2
+        writer = TensorBoardWriter(tmp_path, first)
+        for step in range(first + 1, last + 1):
+            writer.step({"step": step, "loss": first + step / 10, "plans": 2, "algorithms": {"ring": 1}})
+        writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss", "plans"]
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("loss")] == [(1, 0.1), (2, 0.2), (3, 2.3)]
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

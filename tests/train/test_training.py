@@ -26,7 +26,7 @@ def tiny(corpus: Path, folder: Path, **changes: Any) -> Settings:
         "data": {"corpus": str(corpus), "seq_length": 517},
         "train": {"train_iters": 20, "global_batch_size": 2, "lr": 3e-3, "lr_warmup_iters": 3, "min_lr": 1e-4},
         "checkpoint": {"save_interval": 0},
-        "output": {"folder": str(folder), "progress": "none"},
+        "output": {"folder": str(folder), "progress": "none", "loss_png": False},
         "context_parallel_suite": {"timeout_seconds": float(HANG)},
     }
     for key, value in changes.items():
@@ -234,7 +234,7 @@ def test_settings_are_those_of_the_last_start_that_finished_a_step(
 def test_the_summary_names_speed_balance_cuts_and_files(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     settings = tiny(
         corpus, tmp_path, train__train_iters=3, train__lr_warmup_iters=0, data__seq_length=256,
-        context_parallel_suite__context_parallel_size=2,
+        context_parallel_suite__context_parallel_size=2, output__loss_png=True, checkpoint__save_interval=1,
     )  # fmt: skip
     found = fresh_ranks.run(2, train_here, settings.model_dump_json())
     summary, lines = found[0]["summary"], found[0]["lines"]
