@@ -20,12 +20,14 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train import checkpoint
+from mindspeed_cp.train.attention_canary import canary_of_step
 from mindspeed_cp.train.comparison import compare_algorithms
 from mindspeed_cp.train.dispatch import make_dispatcher
 from mindspeed_cp.train.metrics_writer import MetricsWriter
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.progress import Progress
+from mindspeed_cp.train.replica_digest import ReplicaCheck
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.step import run_step
 from mindspeed_cp.train.step_trace import StepTracer
@@ -55,6 +57,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
     Raises:
         ConfigError: A setting cannot be used (`algorithm: auto` must be resolved first, by
             algorithm_choice.resolve_auto), or the loss is not finite (all ranks raise it).
+        CorruptionError: Replicas differ, or attention is not what the reference computes (all ranks raise it).
         PeerError: Another rank died.
         Stopped: The rank was asked to stop while a batch did not come.
     """
@@ -140,10 +143,15 @@ def _run_steps(
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
     compare_digests = settings.context_parallel_suite.verify_plans
     saved: Path | None = run.files.checkpoint(progress.step) if progress.step else None
+    replicas = ReplicaCheck(run.training, world, progress.step)
+    replicas_interval = settings.train.check_weight_hash_across_dp_replicas_interval
     while progress.step < last:
         with tracer.step(progress.step + 1, batches) as step_batches:
             began = time.perf_counter()
-            result = run_step(run.training, step_batches, progress.step + 1, world, run.stop_request, compare_digests)
+            canary = canary_of_step(settings, progress.step + 1)
+            result = run_step(
+                run.training, step_batches, progress.step + 1, world, run.stop_request, compare_digests, canary
+            )
             seconds = time.perf_counter() - began
         progress = replace(
             progress,
@@ -154,7 +162,10 @@ def _run_steps(
         )
         if writer is not None:
             writer.step(progress.step, result, seconds)
-        if result.stop or progress.step == last or (interval and progress.step % interval == 0):
+        saves = result.stop or progress.step == last or (interval and progress.step % interval == 0)
+        if replicas_interval and (saves or progress.step % replicas_interval == 0):
+            replicas(progress.step, None if saved is None else saved.name)
+        if saves:
             saved = checkpoint.save(run.files, run.training, progress, settings, world)
             if writer is not None:
                 writer.draw()

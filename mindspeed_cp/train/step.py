@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
+from mindspeed_cp.train.attention_canary import check_canary
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.stop_request import StopRequest
@@ -78,6 +80,7 @@ def run_step(
     world: World,
     stop_request: StopRequest,
     compare_digests: bool = False,
+    canary: AttentionCanary | None = None,
 ) -> StepResult:
     """Run one optimizer step over this replica's micro-batches; replicas may have different numbers of them.
 
@@ -88,12 +91,14 @@ def run_step(
         world: this rank among all.
         stop_request: request to stop this rank.
         compare_digests: compare the dispatched batches of all ranks before computing.
+        canary: compares a part of the step's attention with the reference, before the weights are changed.
 
     Raises:
         ConfigError: Loss or gradient norm are not finite, or ranks dispatched the documents differently; names the
             step and the ranks.
+        CorruptionError: attention is not what the reference computes.
     """
-    sums = forward_backward(training, batches, step, world, stop_request, compare_digests)
+    sums = forward_backward(training, batches, step, world, stop_request, compare_digests, canary)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
     lr = training.optimizer.param_groups[0]["lr"]
     with timed_span("optimizer"):
@@ -111,11 +116,12 @@ def forward_backward(
     world: World,
     stop_request: StopRequest,
     compare_digests: bool = False,
+    canary: AttentionCanary | None = None,
 ) -> StepSums:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`."""
     training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
     training.optimizer.zero_grad()
-    feed = _MicroBatchFeed(batches)
+    feed = _MicroBatchFeed(batches, canary)
     if compare_digests:
         _check_digests(world.gather([feed.digest])[:, 0], step)
     reports = get_forward_backward_func()(
@@ -135,6 +141,8 @@ def forward_backward(
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
     _check_losses(ranks["loss"], step)
     _check_digests(ranks["digest"], step)
+    if canary is not None:
+        check_canary(canary, step, world)
     return _sums(ranks, feed, world)
 
 
@@ -174,20 +182,24 @@ class _MicroBatchFeed:
         algorithms: number of micro-batches by algorithm.
     """
 
-    def __init__(self, batches: Iterator[MicroBatch]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterator[MicroBatch], canary: AttentionCanary | None = None) -> None:
+        self._batches, self._canary = batches, canary
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         self.algorithms: Counter[str] = Counter()
         first = self._take()
         self.micro_batches, self.digest, self.imbalance = first.micro_batches, float(first.digest), first.imbalance
         self.state = first.state
         self._first: MicroBatch | None = first
+        self._taken = 0
 
     def __iter__(self) -> _MicroBatchFeed:
         return self
 
     def __next__(self) -> MicroBatch:
         micro, self._first = self._first or self._take(), None
+        if self._canary is not None and self._canary.watches(self._taken, self.micro_batches):
+            micro.params.canary = self._canary
+        self._taken += 1
         for name in _SUMMED_FIELDS:
             self.sums[name] += getattr(micro, name)
         self.algorithms[micro.algorithm_choice.word] += 1
