@@ -96,9 +96,7 @@ def sample_tiles(reference: SampleReference, rank: int) -> Iterator[SampleTile]:
             yield SampleTile(int(tile["step"]), queries, keys)
 
 
-def _best_tile(
-    reference: SampleReference, rank: int, own: Tensor, forward: Forward
-) -> tuple[SampleTile, float] | None:
+def _best_tile(reference: SampleReference, rank: int, own: Tensor, forward: Forward) -> tuple[SampleTile, float] | None:
     """Return the tile whose other weight explains the output of a rank's own queries best, and that weight, 1 where all
     is well; None if none explains enough.
 

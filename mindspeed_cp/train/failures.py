@@ -32,8 +32,8 @@ _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "not 
 def classify_error(error: BaseException) -> tuple[str, str, int]:
     """Return kind, one line and exit code for the error that ended a rank.
 
-    Kinds: input, corruption (a rank holds or computed wrong numbers), peer, files (a disk is full, a checkpoint cannot be written), device (an NPU, its operator or HCCL
-    refused or failed), stopped, and bug for everything else.
+    Kinds: input, corruption (a rank holds or computed wrong numbers), peer, files (a disk is full, a checkpoint cannot
+    be written), device (an NPU, its operator or HCCL refused or failed), stopped, and bug for everything else.
     """
     if isinstance(error, (ConfigError, PlanError)):
         return "input", str(error), BAD_INPUT

@@ -140,15 +140,18 @@ def differing(digests: np.ndarray, parts: np.ndarray) -> list[tuple[list[int], l
     return found
 
 
-def _message(found: list[tuple[list[int], list[int]]], name: str, step: int, agreed: int, checkpoint: str | None) -> str:
+def _message(
+    differences: list[tuple[list[int], list[int]]], name: str, step: int, agreed: int, checkpoint: str | None
+) -> str:
     texts = []
-    for wrong, right in found:
+    for wrong, right in differences:
         if right:
             texts.append(f"{_ranks(wrong, 'differs', 'differ')} from {_ranks(right)}")
         else:
             texts.append(f"{_ranks(wrong)} differ from each other, any of them may be wrong")
     kept = (
-        f"checkpoints are whole, since replicas are compared before each save: the same command goes on from {checkpoint}"
+        "checkpoints are whole, since replicas are compared before each save: the same command goes on from "
+        f"{checkpoint}"
         if checkpoint is not None
         else "no checkpoint was written: the same command starts anew"
     )

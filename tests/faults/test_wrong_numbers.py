@@ -41,7 +41,8 @@ def train_disturbed(settings: str, rank: str, step: int, what: str) -> dict[str,
 def disturb(training: Any, what: str) -> None:
     """Flip one bit of a weight or of its state, far too small for a loss to tell it."""
     named = dict(training.gpt.named_parameters())
-    weight = named["decoder.layers.1.mlp.linear_fc1.weight" if what != "expert" else next(n for n in named if "experts" in n)]
+    expert = next((name for name in named if "experts" in name), "")
+    weight = named[expert if what == "expert" else "decoder.layers.1.mlp.linear_fc1.weight"]
     state = {"weight": weight.data, "expert": weight.data}.get(what)
     if state is None:
         optimizer = training.optimizer.optimizer
@@ -150,7 +151,9 @@ def test_a_rank_whose_attention_is_wrong_is_named(fresh_ranks: FreshRanks, corpu
     with pytest.raises(RankError) as caught:
         fresh_ranks.run(3, train_with_a_wrong_kernel, settings.model_dump_json(), "2", 3)
     text = str(caught.value)
-    assert text.count("attention of layer 2, head ") == 3 and text.count("computed on rank 2") == 3, "every rank says it"
+    assert text.count("attention of layer 2, head ") == 3 and text.count("computed on rank 2") == 3, (
+        "every rank says it"
+    )
     assert "the step was not kept" in text
 
 
