@@ -23,3 +23,8 @@ class DivergenceError(RuntimeError):
 class OperatorError(RuntimeError):
     """The attention operator of a device refused a call, for example because a library is too old.  Names the call, the
     cause and the remedy."""
+
+
+class CorruptionError(RuntimeError):
+    """A rank holds or computed wrong numbers: replicas differ, or attention is not what the reference computes.  Names
+    the rank and the place."""

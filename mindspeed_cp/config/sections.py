@@ -94,6 +94,17 @@ class TrainSettings(Section):
         description="algorithms, as in context_parallel_suite.candidates, that run on the first batches before the "
         "training, beside its own: a table shows loss, imbalance, bytes and time; the training stays the same",
     )
+    check_weight_hash_across_dp_replicas_interval: NonNegativeInt = Field(
+        default=0,
+        description="steps between comparisons of the weights, and of the state of an optimizer that is not "
+        "distributed, over the ranks that must hold equal values, which are also compared before every checkpoint; "
+        "a rank that differs ends the run; 0: never",
+    )
+    check_attention_interval: NonNegativeInt = Field(
+        default=0,
+        description="steps between comparisons of some queries of one head, forward and backward, with attention in "
+        "fp64; a difference ends the run; 0: never",
+    )
     max_restarts: NonNegativeInt = Field(
         default=0,
         description="restarts of all ranks, from the newest checkpoint, after a rank died or the run stopped because "

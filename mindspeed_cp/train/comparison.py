@@ -23,7 +23,7 @@ from mindspeed_cp.report.text import format_bytes
 from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.random_state import kept_random_state
-from mindspeed_cp.train.step import forward_backward
+from mindspeed_cp.train.step import StepChecks, forward_backward
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
@@ -90,7 +90,7 @@ def _run(
         recorder = Recorder(world.device)
         began = time.perf_counter()
         with recording(recorder):
-            sums = forward_backward(training, watched(), step, world, stop_request)
+            sums = forward_backward(training, watched(), step, world, stop_request, StepChecks())
             if sums.nonfinite is not None:
                 raise DivergenceError(f"train.compare: batch {step} with {word}: {sums.nonfinite}")
         if world.device.type != "cpu":

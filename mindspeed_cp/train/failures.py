@@ -10,7 +10,14 @@ import sys
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import npu_errors
-from mindspeed_cp.errors import ConfigError, DivergenceError, OperatorError, PeerError, PlanError
+from mindspeed_cp.errors import (
+    ConfigError,
+    CorruptionError,
+    DivergenceError,
+    OperatorError,
+    PeerError,
+    PlanError,
+)
 from mindspeed_cp.train.stop_request import Stopped
 
 OK, FAILED, BAD_INPUT = 0, 1, 2  # exit codes
@@ -32,11 +39,14 @@ _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "not 
 def classify_error(error: BaseException) -> tuple[str, str, int]:
     """Return kind, one line and exit code for the error that ended a rank.
 
-    Kinds: input, peer, files (a disk is full, a checkpoint cannot be written), device (an NPU, its operator or HCCL
-    refused or failed), divergence (the loss is not finite or a spike), stopped, and bug for everything else.
+    Kinds: input, corruption (a rank holds or computed wrong numbers), peer, files (a disk is full, a checkpoint cannot
+    be written), device (an NPU, its operator or HCCL refused or failed), divergence (the loss is not finite or a
+    spike), stopped, and bug for everything else.
     """
     if isinstance(error, (ConfigError, PlanError)):
         return "input", str(error), BAD_INPUT
+    if isinstance(error, CorruptionError):
+        return "corruption", str(error), FAILED
     if isinstance(error, PeerError):
         return "peer", str(error), FAILED
     if isinstance(error, DivergenceError):

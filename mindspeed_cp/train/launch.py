@@ -90,9 +90,8 @@ def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
         if kind == "bug":
             raise
         rank = os.environ["RANK"]
-        prefix = (
-            "" if rank == "0" or kind in ("peer", "divergence", "stopped") else f"rank {rank}: "
-        )  # these lines name their rank
+        names_rank = kind in ("corruption", "divergence", "peer", "stopped")
+        prefix = "" if rank == "0" or names_rank else f"rank {rank}: "
         print(f"error: {prefix}{' '.join(line.split())}", file=sys.stderr)
         exit_process(code)
     return OK
@@ -139,19 +138,11 @@ def _classify_failures(failures: Mapping[int, RankFailure], stop_signal_names: l
         "terminated",
     }:  # before the first step, or in one that could not be finished
         return OK, f"stopped by {stop_signal_names[0]}; {_RESUME_HINT}"
-    for kind in (
-        "input",
-        "killed",
-        "files",
-        "device",
-        "divergence",
-        "bug",
-        "stopped",
-        "aborted",
-        "peer",
-        EXIT_NOTE,
-        "terminated",
-    ):
+    order_of_kinds = (
+        *("input", "corruption", "killed", "files", "device", "divergence", "bug", "stopped", "aborted", "peer"),
+        *(EXIT_NOTE, "terminated"),
+    )
+    for kind in order_of_kinds:
         if kind not in kinds:
             continue
         rank, text = kinds[kind]

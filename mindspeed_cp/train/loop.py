@@ -20,6 +20,7 @@ from mindspeed_cp.errors import ConfigError, DivergenceError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train import checkpoint
+from mindspeed_cp.train.attention_canary import canary_of_step
 from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
 from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
 from mindspeed_cp.train.comparison import compare_algorithms
@@ -29,8 +30,9 @@ from mindspeed_cp.train.metrics_writer import MetricsWriter
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.progress import Progress
+from mindspeed_cp.train.replica_digest import ReplicaCheck
 from mindspeed_cp.train.run_files import RunFiles
-from mindspeed_cp.train.step import StepResult, run_step
+from mindspeed_cp.train.step import StepChecks, StepResult, run_step
 from mindspeed_cp.train.step_trace import StepTracer
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.stragglers import ComputeProbe
@@ -66,6 +68,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
     Raises:
         ConfigError: A setting cannot be used (`algorithm: auto` must be resolved first, by
             algorithm_choice.resolve_auto).
+        CorruptionError: Replicas differ, or attention is not what the reference computes (all ranks raise it).
         DivergenceError: The loss or the gradient is not finite, or the loss is a spike, and the policy is to stop (all
             ranks raise it).
         PeerError: Another rank died.
@@ -160,13 +163,15 @@ def _run_steps(
     newest = run.files.checkpoint(progress.step) if progress.step else None
     saver = CheckpointSaver(run.files, run.training, settings, world, newest)
     probe = ComputeProbe(world.device)
+    replicas = ReplicaCheck(run.training, world, progress.step)
+    replicas_interval = settings.train.check_weight_hash_across_dp_replicas_interval
     while progress.step < last:
         step = progress.step + 1
         with run.hang_watch.step(step), tracer.step(step, batches) as step_batches:
             began = time.perf_counter()
+            checks = StepChecks(compare_digests, canary_of_step(settings, step), probe.seconds())
             result = run_step(
-                *(run.training, step_batches, step, world, run.stop_request, policy, progress.losses, compare_digests),
-                probe.seconds(),
+                run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
             )
             seconds = time.perf_counter() - began
         if result.action == "rollback":
@@ -188,7 +193,10 @@ def _run_steps(
             writer.step(step, result, seconds)
         if result.problem is not None:
             run.note(f"step {step}: {result.problem}{'; its update was left out' if skipped else ''}")
-        if result.stop or step == last or (interval and step % interval == 0):
+        saves = result.stop or step == last or (interval and step % interval == 0)
+        if replicas_interval and (saves or step % replicas_interval == 0):
+            replicas(step, saver.newest.name if saver.newest else None)
+        if saves:
             saver.save(progress)
             if progress.spike:
                 stays = saver.newest.name if saver.newest else "none"

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import ConfigError, DivergenceError
 from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
+from mindspeed_cp.train.attention_canary import check_canary
 from mindspeed_cp.train.bad_steps import Action, BadStepPolicy
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
@@ -30,6 +32,21 @@ with megatron_imports():
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds", "plans", "cached_plans")
 #: Columns of the table that ranks gather in a step, one row for each rank.
 _COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop", "gradient", "probe_seconds")
+
+
+@dataclass(frozen=True)
+class StepChecks:
+    """What is checked in a step.
+
+    Attributes:
+        compare_digests: compare the dispatched batches of all ranks before computing.
+        canary: compares a part of the step's attention with the reference, before the weights are changed.
+        probe_seconds: this rank's time of a computation that is the same on all ranks.
+    """
+
+    compare_digests: bool = False
+    canary: AttentionCanary | None = None
+    probe_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,10 +108,9 @@ def run_step(
     step: int,
     world: World,
     stop_request: StopRequest,
+    checks: StepChecks,
     policy: BadStepPolicy,
     losses: Sequence[float],
-    compare_digests: bool = False,
-    probe_seconds: float = 0.0,
 ) -> StepResult:
     """Run one optimizer step over this replica's micro-batches; replicas may have different numbers of them.
 
@@ -104,16 +120,16 @@ def run_step(
         step: number of the step, from 1.
         world: this rank among all.
         stop_request: request to stop this rank.
+        checks: what is checked in the step.
         policy: decides what follows a bad step.
         losses: losses of earlier steps.
-        compare_digests: compare the dispatched batches of all ranks before computing.
-        probe_seconds: this rank's time of a computation that is the same on all ranks.
 
     Raises:
         ConfigError: Ranks dispatched the documents differently; names the step and the ranks.
+        CorruptionError: Attention is not what the reference computes.
         DivergenceError: Loss or gradient are not finite, or the loss is a spike, and the policy is to stop.
     """
-    sums = forward_backward(training, batches, step, world, stop_request, compare_digests, probe_seconds)
+    sums = forward_backward(training, batches, step, world, stop_request, checks)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
     lr = training.optimizer.param_groups[0]["lr"]
     action, problem = policy.judge(step, sums.nonfinite, sums.loss, losses)
@@ -133,16 +149,15 @@ def forward_backward(
     step: int,
     world: World,
     stop_request: StopRequest,
-    compare_digests: bool = False,
-    probe_seconds: float = 0.0,
+    checks: StepChecks,
 ) -> StepSums:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
     that are not finite are only told."""
     training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
     training.optimizer.zero_grad()
     training.probe.reset()
-    feed = _MicroBatchFeed(batches)
-    if compare_digests:
+    feed = _MicroBatchFeed(batches, checks.canary)
+    if checks.compare_digests:
         _check_digests(world.gather([feed.digest])[:, 0], step)
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
@@ -158,7 +173,7 @@ def forward_backward(
         table = world.gather(
             [
                 *(loss, counted, *feed.sums.values(), feed.waiting_seconds, feed.digest),
-                *(stop_request.reason is not None, _gradient_norm(training.ddp_model), probe_seconds),
+                *(stop_request.reason is not None, _gradient_norm(training.ddp_model), checks.probe_seconds),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
@@ -167,6 +182,8 @@ def forward_backward(
     if nonfinite is not None:
         first = training.probe.first_bad(world)
         nonfinite += f" (first seen: {first})" if first else " (no layer's output was seen to be)"
+    elif checks.canary is not None:
+        check_canary(checks.canary, step, world)
     return _sums(ranks, feed, world, nonfinite)
 
 
@@ -208,20 +225,24 @@ class _MicroBatchFeed:
         algorithms: number of micro-batches by algorithm.
     """
 
-    def __init__(self, batches: Iterator[MicroBatch]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterator[MicroBatch], canary: AttentionCanary | None = None) -> None:
+        self._batches, self._canary = batches, canary
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         self.algorithms: Counter[str] = Counter()
         first = self._take()
         self.micro_batches, self.digest, self.imbalance = first.micro_batches, float(first.digest), first.imbalance
         self.state = first.state
         self._first: MicroBatch | None = first
+        self._taken = 0
 
     def __iter__(self) -> _MicroBatchFeed:
         return self
 
     def __next__(self) -> MicroBatch:
         micro, self._first = self._first or self._take(), None
+        if self._canary is not None and self._canary.watches(self._taken, self.micro_batches):
+            micro.params.canary = self._canary
+        self._taken += 1
         for name in _SUMMED_FIELDS:
             self.sums[name] += getattr(micro, name)
         self.algorithms[micro.algorithm_choice.word] += 1

@@ -161,6 +161,7 @@ class PlannedAttention(MegatronModule):
             check_deterministic(q.device.type)
         if self.suite.verify_plans:
             self._check_agreement(params, plan, q, given=packed_seq_params is not None)
+        dropout_key = self._dropout_key(params)
         out = context_parallel_attention(
             q,
             k,
@@ -169,9 +170,11 @@ class PlannedAttention(MegatronModule):
             group=self.cp_group,
             backend=backend_from_settings(self.suite, q.device.type),
             timeout=self.suite.timeout_seconds,
-            dropout_key=self._dropout_key(params),
+            dropout_key=dropout_key,
             training=self.training,
         )
+        if params.canary is not None and params.canary.layer == self.layer_number:
+            params.canary.observe(q, k, v, out, plan, params.rank, dropout_key)
         return params.from_rows(out)
 
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan
+from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.layout import Layout, padding_rows
 from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
 
@@ -47,6 +48,7 @@ class PlannedBatchParams(PackedSeqParams):
         dropout_seed: seed of this micro-batch; with the number of a layer it decides which attention weights are
             dropped. None without dropout.
         tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
+        canary: compares one layer's attention with the reference; None: not in this micro-batch.
         agreed: (number of the plan, dtype of q) of the plans that were compared with those of the other ranks.
     """
 
@@ -56,6 +58,7 @@ class PlannedBatchParams(PackedSeqParams):
     batch_size: int = 1
     rows_multiple: int = 1
     dropout_seed: int | None = None
+    canary: AttentionCanary | None = field(default=None, repr=False, compare=False)
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
     agreed: set[tuple[int, torch.dtype]] = field(default_factory=set, repr=False, compare=False)
 

@@ -1,0 +1,81 @@
+"""A small sample of a plan's attention: a run of queries of one head, and where the keys that it sees are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.plan.program import Plan
+
+QUERIES = 16  # most queries of a sample
+PAIRS = 2**16  # most pairs of a query and a key, unless one query sees more
+
+
+@dataclass(frozen=True)
+class AttentionSample:
+    """Some queries of one head, neighbours in a document and on a rank, and the keys that any of them sees.
+
+    Attributes:
+        head, kv_head: the query head and the kv head that it reads.
+        rank: rank that holds the queries in plan.layout.
+        row, rows: first row and number of the queries there.
+        document: number of the document.
+        position: position of the first query.
+        first_key, keys: position of the first key, and number of keys.
+    """
+
+    head: int
+    kv_head: int
+    rank: int
+    row: int
+    rows: int
+    document: int
+    position: int
+    first_key: int
+    keys: int
+
+    def key_rows(self, plan: Plan, rank: int) -> tuple[int, np.ndarray]:
+        """Return the keys that a rank holds in plan.kv_layout_in: first row, and positions after first_key, int64
+        [rows]."""
+        spans, first = plan.kv_layout_in.rank_spans(rank), plan.kv_documents.offsets[self.document] + self.first_key
+        start, stop = (np.clip(spans[name], first, first + self.keys) for name in ("start", "stop"))
+        before = np.minimum(spans["stop"], first) - np.minimum(spans["start"], first)
+        return int(before.sum()), ragged_arange(start - first, stop - start)
+
+
+def draw_sample(plan: Plan, generator: np.random.Generator) -> AttentionSample | None:
+    """Draw a head and a token, and take the queries from that token on; None if the batch has no tokens. Every rank
+    draws the same with an equal generator."""
+    attention, documents = plan.attention, plan.documents
+    if not documents.tokens:
+        return None
+    head, token = int(generator.integers(attention.heads)), int(generator.integers(documents.tokens))
+    spans = plan.layout.spans
+    index = int(np.flatnonzero((spans["start"] <= token) & (token < spans["stop"]))[0])
+    document = int(spans["doc"][index])
+    position, rows = token - int(documents.offsets[document]), min(QUERIES, int(spans["stop"][index]) - token)
+    length = int(plan.kv_documents.lengths[document])
+    while rows > 1 and rows * _keys(attention, position, rows, length)[1] > PAIRS:
+        rows -= 1
+    first_key, keys = _keys(attention, position, rows, length)
+    return AttentionSample(
+        head=head,
+        kv_head=head * attention.kv_heads // attention.heads,
+        rank=int(spans["rank"][index]),
+        row=int(plan.layout.span_first_rows[index]) + token - int(spans["start"][index]),
+        rows=rows,
+        document=document,
+        position=position,
+        first_key=first_key,
+        keys=keys,
+    )
+
+
+def _keys(attention: AttentionConfig, position: int, rows: int, length: int) -> tuple[int, int]:
+    """Return the position of the first key and the number of keys that queries position .. position + rows - 1 see."""
+    left, right = attention.reach
+    first, last = max(0, position - left), min(length, position + rows + right)
+    return first, max(0, last - first)
