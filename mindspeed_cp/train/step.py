@@ -17,6 +17,7 @@ from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
+from mindspeed_cp.train.data_checks import check_digests
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.stop_request import StopRequest
@@ -28,7 +29,8 @@ with megatron_imports():
 #: Fields of MicroBatch that a step adds up.
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds", "plans", "cached_plans")
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop")
+_DIGESTS = ("digest", "content_digest", "sample_digest")  # fields of MicroBatch that ranks compare
+_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", *_DIGESTS, "stop")
 _ADVICE = "lower train.lr, or clip more (train.clip_grad); the step was not kept, and checkpoints are untouched"
 
 
@@ -117,7 +119,7 @@ def forward_backward(
     training.optimizer.zero_grad()
     feed = _MicroBatchFeed(batches)
     if compare_digests:
-        _check_digests(world.gather([feed.digest])[:, 0], step)
+        check_digests(world.gather(feed.digests), step, world.replicas)
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=feed,
@@ -130,11 +132,11 @@ def forward_backward(
     loss, counted = (float(sum(float(report[REPORT_KEY][i]) for report in reports)) for i in (0, 1))
     with timed_span("gather"):
         table = world.gather(
-            [loss, counted, *feed.sums.values(), feed.waiting_seconds, feed.digest, stop_request.reason is not None]
+            [loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests, stop_request.reason is not None]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
     _check_losses(ranks["loss"], step)
-    _check_digests(ranks["digest"], step)
+    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, world.replicas)
     return _sums(ranks, feed, world)
 
 
@@ -168,7 +170,8 @@ class _MicroBatchFeed:
 
     Attributes:
         micro_batches: their number on this replica.
-        digest, imbalance, state: those of their global batch.
+        digests: digests of their documents and contents, by the order of _DIGESTS.
+        imbalance, state: those of their global batch.
         sums: sums of _SUMMED_FIELDS, by name.
         waiting_seconds: time spent waiting for them.
         algorithms: number of micro-batches by algorithm.
@@ -179,7 +182,8 @@ class _MicroBatchFeed:
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         self.algorithms: Counter[str] = Counter()
         first = self._take()
-        self.micro_batches, self.digest, self.imbalance = first.micro_batches, float(first.digest), first.imbalance
+        self.micro_batches, self.imbalance = first.micro_batches, first.imbalance
+        self.digests = [float(getattr(first, name)) for name in _DIGESTS]
         self.state = first.state
         self._first: MicroBatch | None = first
 
@@ -206,21 +210,6 @@ def _check_losses(losses: Tensor, step: int) -> None:
         kind = "NaN" if losses.isnan().any() else "infinite"
         ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
         raise ConfigError(f"step {step}: the loss is {kind} on {ranks} of {len(losses)}; {_ADVICE}")
-
-
-def _check_digests(digests: Tensor, step: int) -> None:
-    """Raise ConfigError, naming the ranks, unless all ranks dispatched the global batch equally."""
-    values, counts = digests.unique(return_counts=True)
-    if len(values) == 1:
-        return
-    majority = values[counts.argmax()]
-    different = (digests != majority).nonzero()[:, 0].tolist()
-    ranks = f"rank {different[0]} has" if len(different) == 1 else f"ranks {', '.join(map(str, different))} have"
-    raise ConfigError(
-        f"step {step}: {ranks} dealt other documents to the replicas, or dealt them otherwise, than the other ranks of "
-        f"{len(digests)}; every rank needs the same settings, data.corpus and version of this package; the step was "
-        "not kept, and checkpoints are untouched"
-    )
 
 
 def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan
+from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.layout import Layout, padding_rows
 from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
 
@@ -47,7 +48,7 @@ class PlannedBatchParams(PackedSeqParams):
         dropout_seed: seed of this micro-batch; with the number of a layer it decides which attention weights are
             dropped. None without dropout.
         tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
-        agreed: (number of the plan, dtype of q) of the plans that were compared with those of the other ranks.
+        agreement: comparison of the plan with those of other ranks before hidden states move; None before the first.
     """
 
     plan: Plan | None = None
@@ -57,7 +58,7 @@ class PlannedBatchParams(PackedSeqParams):
     rows_multiple: int = 1
     dropout_seed: int | None = None
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
-    agreed: set[tuple[int, torch.dtype]] = field(default_factory=set, repr=False, compare=False)
+    agreement: CallAgreement | None = field(default=None, repr=False, compare=False)
 
     @property
     def layout(self) -> Layout:
