@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -91,7 +92,9 @@ class CallAgreement:
             return
         if not _all_equal(comparison.digests):
             details = {"dtype": str(dtype), "dropout_key": str(dropout)}
-            compare_plans(plan, details, self._group, "cpu", self._timeout)
+            with suppress(PeerError):  # ranks that came long before this one have gone on
+                compare_plans(plan, details, self._group, "cpu", WAIT_SHARE * self._timeout)
+            raise ConfigError(self._late_error(comparison))
         self._is_agreed = True
 
     def read_finished(self) -> None:
