@@ -13,7 +13,7 @@ The backward of a call runs what its forward has compared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,12 +45,14 @@ class _Comparison:
         is_finished: returns True if `wait` does not block.
         wait: waits a number of seconds; raises RuntimeError if a rank died or the time is over.
         call: description of the call on this rank.
+        buffers: tensors of the device that the gather uses, kept until it is finished.
     """
 
     digests: Tensor
     is_finished: Callable[[], bool]
     wait: Callable[[float], Any]
     call: str
+    buffers: Sequence[Tensor] = ()
 
 
 _unread: WeakKeyDictionary[dist.ProcessGroup, deque[_Comparison]] = WeakKeyDictionary()
@@ -150,8 +152,7 @@ class CallAgreement:
             digests.copy_(gathered, non_blocking=True)
             event = module.Event()
             event.record(stream)
-        gathered.record_stream(stream)
-        return _Comparison(digests, event.query, lambda limit: event.synchronize(), call)
+        return _Comparison(digests, event.query, lambda limit: event.synchronize(), call, (own, gathered))
 
 
 _side_streams: dict[torch.device, Any] = {}
@@ -172,4 +173,4 @@ def _has_library(group: dist.ProcessGroup, device: str) -> bool:
 
 
 def _all_equal(digests: Tensor) -> bool:
-    return bool((digests == digests[0]).all())
+    return len(set(digests.numpy().tolist())) == 1
