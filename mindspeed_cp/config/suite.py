@@ -97,7 +97,8 @@ class SuiteSettings(Section):
     )
     verify_plans: bool = Field(
         default=False,
-        description="prove every plan before it runs, in the thread that builds it, and compare the plans of all ranks",
+        description="prove every plan before it runs, in the thread that builds it, and compare the batches of all "
+        "ranks before each step instead of in it",
     )
 
     @classmethod

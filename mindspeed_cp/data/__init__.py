@@ -2,6 +2,7 @@
 
 from mindspeed_cp.data.balance import Assignment, assign
 from mindspeed_cp.data.byte_tokenizer import EOD, VOCAB_SIZE, detokenize, tokenize
+from mindspeed_cp.data.contents import corpus_digests, different_documents
 from mindspeed_cp.data.corpus import Corpus, check_learnable, open_corpus
 from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.document_cost import DocumentCost
@@ -24,7 +25,9 @@ __all__ = [
     "ReplicaBatch",
     "assign",
     "check_learnable",
+    "corpus_digests",
     "detokenize",
+    "different_documents",
     "open_corpus",
     "tokenize",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.data.byte_tokenizer import EOD
+from mindspeed_cp.data.contents import different_documents, rows_digest
 from mindspeed_cp.data.corpus import Corpus
 from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.packing import Packer
@@ -43,10 +44,19 @@ class PackedRow:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaBatch:
-    """One replica's micro-batches of a global batch, and the dispatch of the whole batch."""
+    """One replica's micro-batches of a global batch, and the dispatch of the whole batch.
+
+    Attributes:
+        rows: the micro-batches.
+        dispatched: the dispatch.
+        content_digest: digest of the tokens of the rows, 52 bits; equal on all ranks of a replica.
+        sample_digest: digest of the tokens of the batch's first chunk, which every replica reads; equal on all ranks.
+    """
 
     rows: list[PackedRow]
     dispatched: DispatchedBatch
+    content_digest: int
+    sample_digest: int
 
 
 class PackedStream:
@@ -64,6 +74,8 @@ class PackedStream:
         seed: seed of the shuffle, at least 0.
         replica, replicas: index of this stream's replica, and number of replicas.
         lookahead: number of chunks from which a row is filled; more chunks fill rows better and change the order more.
+        contents: digests of the contents of the corpus (`corpus_digests`), which the state carries and a resumed stream
+            compares; by default only lengths are compared.
 
     Raises:
         ConfigError: an argument is out of range, or the corpus has no tokens.
@@ -78,6 +90,7 @@ class PackedStream:
         replicas: int = 1,
         *,
         lookahead: int = LOOKAHEAD,
+        contents: Sequence[str] = (),
     ) -> None:
         context, seed, lookahead = (operator.index(n) for n in (context, seed, lookahead))
         for name, value, least in (("context", context, 2), ("seed", seed, 0), ("lookahead", lookahead, 1)):
@@ -92,6 +105,7 @@ class PackedStream:
         self.replica, self.replicas = replica, replicas
         #: Number of documents that are longer than the context, and are cut in every epoch.
         self.cut_documents = int(np.count_nonzero(lengths > context))
+        self._contents = list(contents)
         self._packer = Packer(lengths, context, seed, lookahead)
         self._fixed = {
             "corpus": hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest(),
@@ -147,8 +161,11 @@ class PackedStream:
                 self._load_numbers(dispatched.chunks, numbers, number * self.replicas + self.replica, dispatcher)
                 for number, numbers in enumerate(dispatched.micro_batches[self.replica])
             ]
+            document, start, length = dispatched.chunks[0].tolist()
+            sample = self.corpus.tokens(document, start, start + length)
         self._count(drawn)
-        return ReplicaBatch(replica_rows, dispatched)
+        content = rows_digest(row.tokens for row in replica_rows)
+        return ReplicaBatch(replica_rows, dispatched, content, rows_digest([sample]))
 
     @contextmanager
     def _restored_on_error(self) -> Iterator[None]:
@@ -205,23 +222,40 @@ class PackedStream:
         return self._tokens / (self._rows * self.context) if self._rows else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: numbers and a digest of the lengths of the corpus, for JSON; equal on every replica."""
-        return {**self._fixed, **self._packer.state_dict(), "rows": self._rows, "tokens": self._tokens}
+        """Return the state: numbers and digests of the corpus, for JSON; equal on every replica."""
+        state = {**self._fixed, **self._packer.state_dict(), "rows": self._rows, "tokens": self._tokens}
+        return state | {"contents": self._contents} if self._contents else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was taken, with any number of replicas.
 
         Raises:
-            ConfigError: the state is for another corpus, context, seed or lookahead, or is incomplete.
+            ConfigError: the state is for another corpus, context, seed or lookahead, or is incomplete. A state without
+                digests of the contents fits any corpus of the same lengths.
         """
-        missing = self.state_dict().keys() - state.keys()
+        missing = self.state_dict().keys() - state.keys() - {"contents"}
         if missing:
             raise ConfigError(f"the saved state of the data lacks {', '.join(sorted(missing))}; start without it")
         for name, value in self._fixed.items():
-            if state[name] != value:
-                was, now = ("another", "this one") if name == "corpus" else (state[name], value)
+            was = state[name]
+            if was == value:
+                continue
+            if name == "corpus":
                 raise ConfigError(
-                    f"{name} = {now}: the saved run had {was}; resume with the same, or start without a checkpoint"
+                    "the corpus (data.corpus) has documents of other lengths than that of the saved run; give the same "
+                    "files, or start without a checkpoint"
                 )
+            raise ConfigError(
+                f"{name} = {value}: the saved run had {was}; resume with the same, or start without a checkpoint"
+            )
+        saved = state.get("contents")
+        where = (
+            different_documents(self._contents, saved, len(self.corpus.lengths)) if saved and self._contents else None
+        )
+        if where is not None:
+            raise ConfigError(
+                "the corpus (data.corpus) has other contents than that of the saved run, in documents of the same "
+                f"lengths: among {where}; give the same files, or start without a checkpoint"
+            )
         self._packer.load_state_dict(state)
         self._rows, self._tokens = state["rows"], state["tokens"]

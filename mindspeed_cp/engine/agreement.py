@@ -59,8 +59,27 @@ def check_agreement(
         raise ConfigError("this process is not in the group; only the group's own ranks call check_agreement")
     if ranks == 1:
         return
-    fingerprints = {**_fingerprints(plan), "dtype": str(dtype)}
-    hashes = torch.tensor([_hash64(text) for text in fingerprints.values()], device=device)
+    compare_plans(plan, {"dtype": str(dtype)}, group, device, limit)
+
+
+def compare_plans(
+    plan: Plan,
+    details: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    limit: float,
+) -> None:
+    """Raise ConfigError, on every rank, unless all ranks of the group have the same plan and details; a collective.
+
+    Args:
+        plan: the plan of this rank.
+        details: further values to compare, by name; every rank gives the same names.
+        group, device: as for `check_agreement`.
+        limit: seconds to wait for other ranks, on gloo.
+    """
+    ranks = group_size(group)
+    fingerprints = {**_fingerprints(plan), **details}
+    hashes = torch.tensor([digest64(text) for text in fingerprints.values()], device=device)
     all_hashes = _all_gather(hashes, ranks, group, limit).cpu()
     if bool((all_hashes == all_hashes[0]).all()):
         return
@@ -91,11 +110,21 @@ def _differences(names: Sequence[str], hashes: np.ndarray, texts: np.ndarray) ->
                 f"{value} (#{value_hash % 2**32:08x})" for value, value_hash in zip(values, ranks_by_hash, strict=True)
             ]
         by_size = sorted(zip(ranks_by_hash.values(), values, strict=True), key=lambda pair: len(pair[0]))
-        differences.append(f"{name}: {'; '.join(f'{_rank_list(ranks)} {value}' for ranks, value in by_size)}")
+        differences.append(f"{name}: {'; '.join(f'{rank_list(ranks)} {value}' for ranks, value in by_size)}")
     return differences
 
 
 _cache: WeakKeyDictionary[Plan, dict[str, str]] = WeakKeyDictionary()
+_digests: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
+
+
+def plan_digest(plan: Plan) -> int:
+    """Return a 64-bit digest of a plan and all its inputs. The first call computes it; it is kept as long as the plan
+    lives."""
+    digest = _digests.get(plan)
+    if digest is None:
+        digest = _digests[plan] = digest64("\0".join(_fingerprints(plan).values()))
+    return digest
 
 
 def _fingerprints(plan: Plan) -> Mapping[str, str]:
@@ -126,7 +155,7 @@ def _root_causes(names: Sequence[str]) -> Sequence[str]:
     """Remove differences that follow from others: layout and program follow from the inputs, the program from the
     layout."""
     inputs = [name for name in names if name not in ("layout", "program")]
-    if [name for name in inputs if name != "dtype"]:
+    if set(inputs) - {"dtype", "dropout_key"}:
         names = inputs
     if "layout" in names:
         names = [name for name in names if name != "program"]
@@ -185,7 +214,7 @@ def _as_python(value: object) -> object:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _hash64(text: str) -> int:
+def digest64(text: str) -> int:
     """Return a signed 64-bit hash of a text."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
@@ -197,7 +226,7 @@ def _displayed(text: str) -> np.ndarray:
     return np.frombuffer(shown.ljust(SHOWN_BYTES, b"\0"), np.uint8)
 
 
-def _rank_list(ranks: Sequence[int]) -> str:
+def rank_list(ranks: Sequence[int]) -> str:
     """ "rank 3 has", "ranks 0, 1, 2 and 9 more have"."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
+from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, run_interleaved, run_to_end
 from mindspeed_cp.engine.rank_context import RankContext, bind_rank
 from mindspeed_cp.engine.rank_parts import REDISTRIBUTION_TAGS, join_rows
@@ -52,8 +53,8 @@ def context_parallel_attention(
         k: rows of this rank in plan.kv_layout_in (equals plan.layout except in cross-attention),
             [t, kv_heads, head_dim].
         v: [t, kv_heads, head_dim_v], rows as for k.
-        plan: from :func:`mindspeed_cp.build_plan`, the same on every rank; :func:`mindspeed_cp.check_agreement` checks
-            that.
+        plan: from :func:`mindspeed_cp.build_plan`, the same on every rank. Every call compares a digest of it, of the
+            type of q and of the dropout key over the group; :mod:`mindspeed_cp.engine.call_agreement` says when.
         group: context-parallel ranks; default: all processes.
         backend: attention backend, by name or as an object with options; default: chosen by the device of q.
         timeout: seconds to wait for a peer in one transfer, on gloo. NCCL and HCCL use the timeout of their group.
@@ -67,17 +68,19 @@ def context_parallel_attention(
         [t, heads, head_dim_v] of the type of q.
 
     Raises:
-        ConfigError: a shape, a type, the group or the backend does not fit the plan.
+        ConfigError: a shape, a type, the group or the backend does not fit the plan, or ranks run different plans.
         PeerError: the neighbor that this rank waited for died or did not answer within `timeout`. The error names it;
             the neighbor may itself have waited for another rank.
     """
     check_types(q, k, v)
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
-    context, runner, transport = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
-    check_inputs(q, k, v, context)
+    context, runner, transport, agreement = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
-    return _Attention.apply(q, k, v, RankCall(plan, context, runner, transport, key, recorded_call()))
+    if agreement is not None:
+        agreement.check(plan, q.dtype, key)
+    check_inputs(q, k, v, context)
+    return _Attention.apply(q, k, v, RankCall(plan, context, runner, transport, key, recorded_call(), agreement))
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class RankCall:
         transport: transport to the other ranks; None for a single rank.
         dropout: (seed, layer); None without dropout.
         recorded: None without a recorder.
+        agreement: comparison of calls with those of other ranks; None for a single rank, and without a process group.
     """
 
     plan: Plan
@@ -99,6 +103,7 @@ class RankCall:
     transport: Transport | None
     dropout: DropoutKey | None
     recorded: RecordedCall | None
+    agreement: CallAgreement | None = None
 
 
 class _Attention(torch.autograd.Function):
@@ -113,6 +118,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.call.agreement is not None:
+            ctx.call.agreement.read_finished()
         with torch.autocast(dout.device.type, enabled=False):
             gradients = run_to_end(backward_run(ctx.call, dout, ctx.saved_tensors, ctx.backend_states))
         return *gradients, None

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.comm import GroupTransport, checked_timeout, group_rank, group_size
+from mindspeed_cp.engine.agreement import plan_digest
+from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.engine.rank_parts import build_rank_parts
 from mindspeed_cp.engine.rank_schedule import build_rank_schedule
 from mindspeed_cp.engine.schedule import RankSchedule
@@ -66,7 +68,7 @@ def head_ranges(plan: Plan, rank: int) -> Heads:
 
 
 #: What a call needs to know about the rank and the group of this process.
-Binding = tuple[RankContext, AttentionBackend, GroupTransport | None]
+Binding = tuple[RankContext, AttentionBackend, GroupTransport | None, CallAgreement | None]
 
 _contexts: WeakKeyDictionary[Plan, dict[tuple[Any, ...], RankContext]] = WeakKeyDictionary()
 _bindings: WeakKeyDictionary[Plan, dict[tuple[Any, ...], Binding]] = WeakKeyDictionary()
@@ -100,7 +102,8 @@ def bind_rank(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Binding:
-    """Return the context of this process's rank, its backend and its transport. Later calls with the same arguments
+    """Return the context of this process's rank, its backend, its transport and the comparison of its calls with those
+    of other ranks; the last two are None for a single rank. Later calls with the same arguments
     return the same objects, as long as the plan lives.
 
     Raises:
@@ -126,8 +129,11 @@ def bind_rank(
         raise ConfigError(
             f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size"
         )
-    transport = GroupTransport(group, timeout, device) if size > 1 else None
-    bindings[key] = rank_context(plan, group_rank(group), runner, dtype, device), runner, transport
+    context = rank_context(plan, group_rank(group), runner, dtype, device)
+    transport, agreement = (
+        (GroupTransport(group, timeout, device), CallAgreement(group, timeout, device)) if size > 1 else (None, None)
+    )
+    bindings[key] = context, runner, transport, agreement
     return bindings[key]
 
 
@@ -139,7 +145,8 @@ def prepare(
     device: torch.device | str = "cpu",
     training: bool = True,
 ) -> None:
-    """Build both schedules of a rank now, for example in a data-loading thread, instead of in the first layer's call.
+    """Build both schedules of a rank, and the digest of the plan, now, for example in a data-loading thread, instead of
+    in the first layer's call.
 
     Args:
         plan: the plan.
@@ -154,6 +161,8 @@ def prepare(
     device = torch.device(device)
     runner = backend_for_device(device.type, backend)
     context = rank_context(plan, rank, runner, dtype, device)
+    if plan.ranks > 1:
+        plan_digest(plan)
     for direction in ("forward", "backward"):
         schedules = context.schedules(plan, runner, direction, training and plan.attention.dropout > 0)
         for heads, schedule in zip(context.heads, schedules, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -85,3 +86,20 @@ class FiniteProbe:
                     self._keep(name, value)
 
         return hook
+
+
+def gradient_norm(ddp_model: nn.Module) -> float:
+    """Return the norm of this rank's gradients after the reduction, which shows whether one is not finite."""
+    buffers = [*ddp_model.buffers, *ddp_model.expert_parallel_buffers]  # type: ignore[misc]
+    norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
+    return float(torch.stack(norms).sum())
+
+
+def nonfinite_ranks(values: Tensor, name: str) -> str | None:
+    """Return which of the ranks' values are not finite, or None."""
+    bad = [rank for rank, value in enumerate(values.tolist()) if not math.isfinite(value)]
+    if not bad:
+        return None
+    kind = "NaN" if values.isnan().any() else "infinite"
+    ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+    return f"{name} is {kind} on {ranks} of {len(values)}"

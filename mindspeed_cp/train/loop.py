@@ -15,7 +15,7 @@ from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
+from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, open_corpus
 from mindspeed_cp.errors import ConfigError, DivergenceError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
@@ -24,6 +24,7 @@ from mindspeed_cp.train.attention_canary import canary_of_step
 from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
 from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
 from mindspeed_cp.train.comparison import compare_algorithms
+from mindspeed_cp.train.data_checks import check_same_start
 from mindspeed_cp.train.dispatch import make_dispatcher
 from mindspeed_cp.train.hang_watch import HangWatch
 from mindspeed_cp.train.metrics_writer import MetricsWriter
@@ -88,11 +89,13 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         world.barrier()
         corpus = open_corpus(settings.data.corpus)
         check_learnable(corpus, settings.data.corpus)
+        contents = corpus_digests(corpus)
+        check_same_start(settings, world, corpus, contents)
         context, rows = settings.data.seq_length, settings.train.global_batch_size
         check_tokens_per_step(rows * context)
 
         def open_stream() -> PackedStream:
-            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas)
+            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, contents=contents)
 
         stream = open_stream()
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
@@ -103,6 +106,11 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             progress = replace(progress, restarts=progress.restarts + 1)
         if progress.data is not None:
             stream.load_state_dict(progress.data)
+            if "contents" not in progress.data:
+                notes.append(
+                    f"{folder}: was written before contents of corpora were compared, so data.corpus is compared by "
+                    "its lengths only"
+                )
         stop_request = stack.enter_context(StopRequest())
         dispatcher = make_dispatcher(settings, training.attentions, world)
         tracer = stack.enter_context(StepTracer(settings, world, training, files, progress.step))

@@ -51,6 +51,8 @@ class MicroBatch:
         plans, cached_plans: number of plans that the row needs, and how many of them were in the cache.
         algorithm_choice: algorithm of these plans.
         digest: digest of the dispatched global batch; equal on all ranks.
+        content_digest: digest of the tokens of this replica's rows in that batch; equal on all its ranks.
+        sample_digest: digest of the tokens of that batch's first chunk; equal on all ranks.
         imbalance: modelled time of that batch's slowest replica over the mean.
         micro_batches: number of micro-batches that this replica has in that batch.
     """
@@ -66,6 +68,8 @@ class MicroBatch:
     cached_plans: int
     algorithm_choice: RowAlgorithm
     digest: int = 0
+    content_digest: int = 0
+    sample_digest: int = 0
     imbalance: float = 1.0
     micro_batches: int = 1
 
@@ -166,6 +170,8 @@ class MicroBatchLoader:
                 replace(
                     micro,
                     digest=dispatched.digest,
+                    content_digest=batch.content_digest,
+                    sample_digest=batch.sample_digest,
                     imbalance=dispatched.imbalance,
                     micro_batches=count,
                     planning_seconds=seconds,

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.engine.recorder import timed_span
-from mindspeed_cp.errors import ConfigError, DivergenceError
+from mindspeed_cp.errors import DivergenceError
 from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
 from mindspeed_cp.train.attention_canary import check_canary
 from mindspeed_cp.train.bad_steps import Action, BadStepPolicy
+from mindspeed_cp.train.data_checks import check_digests
+from mindspeed_cp.train.finite_probe import gradient_norm, nonfinite_ranks
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.stop_request import StopRequest
@@ -31,7 +33,8 @@ with megatron_imports():
 #: Fields of MicroBatch that a step adds up.
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds", "plans", "cached_plans")
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "digest", "stop", "gradient", "probe_seconds")
+_DIGESTS = ("digest", "content_digest", "sample_digest")  # fields of MicroBatch that ranks compare
+_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", *_DIGESTS, "stop", "gradient", "probe_seconds")
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def forward_backward(
     training.probe.reset()
     feed = _MicroBatchFeed(batches, checks.canary)
     if checks.compare_digests:
-        _check_digests(world.gather([feed.digest])[:, 0], step)
+        check_digests(world.gather(feed.digests), step, world.replicas)
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=feed,
@@ -172,13 +175,13 @@ def forward_backward(
     with timed_span("gather"):
         table = world.gather(
             [
-                *(loss, counted, *feed.sums.values(), feed.waiting_seconds, feed.digest),
-                *(stop_request.reason is not None, _gradient_norm(training.ddp_model), checks.probe_seconds),
+                *(loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests),
+                *(stop_request.reason is not None, gradient_norm(training.ddp_model), checks.probe_seconds),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
-    _check_digests(ranks["digest"], step)
-    nonfinite = _nonfinite(ranks["loss"], "the loss") or _nonfinite(ranks["gradient"], "the gradient's norm")
+    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, world.replicas)
+    nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
     if nonfinite is not None:
         first = training.probe.first_bad(world)
         nonfinite += f" (first seen: {first})" if first else " (no layer's output was seen to be)"
@@ -219,7 +222,8 @@ class _MicroBatchFeed:
 
     Attributes:
         micro_batches: their number on this replica.
-        digest, imbalance, state: those of their global batch.
+        digests: digests of their documents and contents, by the order of _DIGESTS.
+        imbalance, state: those of their global batch.
         sums: sums of _SUMMED_FIELDS, by name.
         waiting_seconds: time spent waiting for them.
         algorithms: number of micro-batches by algorithm.
@@ -230,7 +234,8 @@ class _MicroBatchFeed:
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         self.algorithms: Counter[str] = Counter()
         first = self._take()
-        self.micro_batches, self.digest, self.imbalance = first.micro_batches, float(first.digest), first.imbalance
+        self.micro_batches, self.imbalance = first.micro_batches, first.imbalance
+        self.digests = [float(getattr(first, name)) for name in _DIGESTS]
         self.state = first.state
         self._first: MicroBatch | None = first
         self._taken = 0
@@ -253,38 +258,6 @@ class _MicroBatchFeed:
         micro = next(self._batches)
         self.waiting_seconds += time.perf_counter() - began
         return micro
-
-
-def _gradient_norm(ddp_model: nn.Module) -> float:
-    """Return the norm of this rank's gradients after the reduction, which shows whether one is not finite."""
-    buffers = [*ddp_model.buffers, *ddp_model.expert_parallel_buffers]  # type: ignore[misc]
-    norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
-    return float(torch.stack(norms).sum())
-
-
-def _nonfinite(values: Tensor, name: str) -> str | None:
-    """Return which of the ranks' values are not finite, or None."""
-    bad = [rank for rank, value in enumerate(values.tolist()) if not math.isfinite(value)]
-    if not bad:
-        return None
-    kind = "NaN" if values.isnan().any() else "infinite"
-    ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-    return f"{name} is {kind} on {ranks} of {len(values)}"
-
-
-def _check_digests(digests: Tensor, step: int) -> None:
-    """Raise ConfigError, naming the ranks, unless all ranks dispatched the global batch equally."""
-    values, counts = digests.unique(return_counts=True)
-    if len(values) == 1:
-        return
-    majority = values[counts.argmax()]
-    different = (digests != majority).nonzero()[:, 0].tolist()
-    ranks = f"rank {different[0]} has" if len(different) == 1 else f"ranks {', '.join(map(str, different))} have"
-    raise ConfigError(
-        f"step {step}: {ranks} dealt other documents to the replicas, or dealt them otherwise, than the other ranks of "
-        f"{len(digests)}; every rank needs the same settings, data.corpus and version of this package; the step was "
-        "not kept, and checkpoints are untouched"
-    )
 
 
 def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:

@@ -33,7 +33,7 @@ WAITS = {
 
 
 class Seen(TorchDispatchMode):
-    """Operators on the way to the device, and copies between it and the host."""
+    """Operators on the way to the device, and copies between it and the host that wait for each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,8 @@ class Seen(TorchDispatchMode):
         given = [x for x in args if isinstance(x, torch.Tensor)]
         made = func(*args, **(kwargs or {}))
         places = {x.device.type for x in (*given, made) if isinstance(x, torch.Tensor)}
-        self.names.append("copy between host and device" if len(places) > 1 else name)
+        waits = len(places) > 1 and not (name == "copy_" and (kwargs or {}).get("non_blocking", args[2:] == (True,)))
+        self.names.append("copy between host and device" if waits else name)
         return made
 
 

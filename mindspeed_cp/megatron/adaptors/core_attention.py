@@ -9,8 +9,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mindspeed_cp import AttentionConfig, ConfigError, Plan, check_agreement, context_parallel_attention
+from mindspeed_cp import AttentionConfig, ConfigError, Plan, context_parallel_attention
 from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.megatron.adaptors.attentions import attention_config
 from mindspeed_cp.megatron.adaptors.equal_rows import params_of_equal_rows
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
@@ -150,7 +151,7 @@ class PlannedAttention(MegatronModule):
 
         Raises:
             ConfigError: the batch does not fit the plan, the plan does not fit the model, an argument is not supported,
-                or, with suite.verify_plans, ranks have different plans.
+                or ranks have different plans.
         """
         self._refuse(attention_mask, attn_mask_type, attention_bias)
         params, plan = self._params(query, packed_seq_params)
@@ -159,8 +160,6 @@ class PlannedAttention(MegatronModule):
             q, k = self.rotary.rotate(q, params), self.rotary.rotate(k, params)
         if self.config.deterministic_mode and self.suite.backend == "auto":
             check_deterministic(q.device.type)
-        if self.suite.verify_plans:
-            self._check_agreement(params, plan, q, given=packed_seq_params is not None)
         dropout_key = self._dropout_key(params)
         out = context_parallel_attention(
             q,
@@ -178,21 +177,16 @@ class PlannedAttention(MegatronModule):
         return params.from_rows(out)
 
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
-        """With suite.verify_plans, raise ConfigError if ranks have different plans, before hidden states move."""
-        if self.suite.verify_plans:
-            self._check_agreement(params, params.plans[0], hidden, given=True)
+        """Compare the plan with those of the other ranks before hidden states move: what travels depends on it.
 
-    def _check_agreement(self, params: PlannedBatchParams, plan: Plan, q: Tensor, given: bool) -> None:
-        """Compare the plan with those of other ranks, once for each plan of a micro-batch.
-
-        Parameters that this module makes serve all batches of one shape, which ranks may meet a different number of
-        times: compare them in every call.
+        Raises:
+            ConfigError: ranks have different plans.
         """
-        key = params.plans.index(plan), q.dtype
-        if given and key in params.agreed:
+        if self.cp_group.size() == 1:
             return
-        check_agreement(plan, q.dtype, self.cp_group, q.device, self.suite.timeout_seconds)
-        params.agreed.add(key)
+        if params.agreement is None:
+            params.agreement = CallAgreement(self.cp_group, self.suite.timeout_seconds, hidden.device)
+        params.agreement.check(params.plans[0], hidden.dtype)
 
     def _dropout_key(self, params: PlannedBatchParams) -> tuple[int, int] | None:
         """Return the key that, with head, document and positions, decides which attention weights are dropped."""

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan
+from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.layout import Layout, padding_rows
 from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
@@ -49,7 +50,7 @@ class PlannedBatchParams(PackedSeqParams):
             dropped. None without dropout.
         tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
         canary: compares one layer's attention with the reference; None: not in this micro-batch.
-        agreed: (number of the plan, dtype of q) of the plans that were compared with those of the other ranks.
+        agreement: comparison of the plan with those of other ranks before hidden states move; None before the first.
     """
 
     plan: Plan | None = None
@@ -60,7 +61,7 @@ class PlannedBatchParams(PackedSeqParams):
     dropout_seed: int | None = None
     canary: AttentionCanary | None = field(default=None, repr=False, compare=False)
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
-    agreed: set[tuple[int, torch.dtype]] = field(default_factory=set, repr=False, compare=False)
+    agreement: CallAgreement | None = field(default=None, repr=False, compare=False)
 
     @property
     def layout(self) -> Layout:

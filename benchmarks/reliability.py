@@ -1,0 +1,230 @@
+"""What the checks that are always on cost: a share of a step of the quick start, and of a call of attention.
+
+    python -m benchmarks.reliability [--tokens 16384] [--ranks 4] [--repeat 15] [--steps 12] [--only engine]
+
+Each row compares the same work with and without one check, in turn on the same inputs, barrier to barrier, as the
+median of the ratios of neighbours: the speed of shared machines drifts. Such a ratio is no better than the noise of a
+step, so the last columns give what one rank spends in the check itself: the median of its calls, to which all ranks
+come together, times their number in a step. CHECKS lists the checks; a new one is a name, what leaves it out and what
+it calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.arguments import Arguments
+from benchmarks.runs import DIM, HEADS
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
+from mindspeed_cp.data import stream
+from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.ops.host_memory import keep_freed_memory
+from mindspeed_cp.train.local_agent import STORE_VARIABLE
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+
+
+class Check(NamedTuple):
+    """A check: its name, the object and attribute that it calls, what that does without it, and whether it takes time
+    of the thread that trains."""
+
+    name: str
+    owner: Any
+    attribute: str
+    without: Callable[..., Any]
+    in_step: bool
+
+
+CHECKS = [
+    Check("plans compared in every call", CallAgreement, "check", lambda *given: None, True),
+    Check("contents digested (in the loader's thread)", stream, "rows_digest", lambda rows: 0, False),
+]
+
+
+@contextmanager
+def timed(check: Check, seconds: list[float]) -> Iterator[None]:
+    """Within the block, record the seconds of each call of a check."""
+    function = getattr(check.owner, check.attribute)
+
+    def call(*given: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*given)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    with replaced(check.owner, check.attribute, call):
+        yield
+
+
+def barrier_to_barrier(run: Callable[[], object]) -> float:
+    """Seconds until the slowest rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def compare(check: Check, run: Callable[[], object], repeat: int) -> tuple[list[float], list[float]]:
+    """Seconds of a run with the check, and their ratio to the run without it, `repeat` times; the order alternates."""
+    seconds, ratios = [], []
+    for number in range(repeat):
+        times = {}
+        for is_on in (True, False) if number % 2 else (False, True):
+            with nullcontext() if is_on else replaced(check.owner, check.attribute, check.without):
+                times[is_on] = barrier_to_barrier(run)
+        seconds.append(times[True])
+        ratios.append(times[True] / times[False])
+    return seconds, ratios
+
+
+def engine_worker(rank: int, folder: str, ranks: int, tokens: int, repeat: int) -> None:
+    """One causal document of `tokens` tokens on a ring, forward and backward."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    plan = build_plan(Documents([tokens]), Topology(1, ranks), AttentionConfig(HEADS, head_dim=DIM), "ring")
+    rows = int(plan.layout.token_counts[rank])
+    q, k, v = (torch.randn(rows, HEADS, DIM, requires_grad=True) for _ in range(3))
+    dout = torch.randn(rows, HEADS, DIM)
+
+    def call() -> None:
+        torch.autograd.grad(context_parallel_attention(q, k, v, plan), (q, k, v), dout)
+
+    for _ in range(2):
+        call()
+    check = CHECKS[0]
+    seconds, ratios = compare(check, call, repeat)
+    alone = seconds_together(plan)
+    if rank == 0:
+        row = (f"{tokens} tokens, causal, ring of {ranks}: {check.name}", seconds, ratios, statistics.median(alone))
+        Path(folder, "engine.json").write_text(json.dumps([row]))
+    dist.destroy_process_group()
+
+
+def seconds_together(plan: Any, calls: int = 200) -> list[float]:
+    """Seconds of comparisons for which all ranks arrive together."""
+    agreement = CallAgreement(None, 600.0, torch.device("cpu"))
+    seconds: list[float] = []
+    with timed(CHECKS[0], seconds):
+        for _ in range(calls):
+            dist.barrier()
+            agreement.check(plan, torch.float32)
+    return seconds
+
+
+def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
+    """Steps of the quick start; each step's micro-batches run with and without each check."""
+    environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, STORE_VARIABLE: f"{folder}/store"}
+    os.environ |= {name: str(value) for name, value in environment.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+    from mindspeed_cp.config.settings import load_settings
+    from mindspeed_cp.megatron import megatron_compat
+    from mindspeed_cp.train import loop
+    from mindspeed_cp.train.uncompiled import uncompiled_megatron
+    from mindspeed_cp.train.world import join_ranks
+
+    overrides = [f"output.folder={folder}/run", "output.progress=none", f"train.train_iters={steps}"]
+    settings = load_settings(QUICKSTART, [*overrides, "train.compare=[]", "train.lr_warmup_iters=2"])
+    found: dict[str, tuple[list[float], list[float], list[float]]] = {check.name: ([], [], []) for check in CHECKS}
+    run_step, plans = loop.run_step, []
+
+    def measured(training: Any, batches: Any, *given: Any) -> Any:
+        first = next(batches)
+        micro_batches = [first, *(next(batches) for _ in range(first.micro_batches - 1))]
+        plans.append(first.params.plan)
+        for check in CHECKS:
+            if check.in_step:
+                for into, values in zip(
+                    found[check.name],
+                    compare(check, lambda: run_step(training, iter(micro_batches), *given), 1),
+                    strict=False,
+                ):
+                    into.extend(values)
+        start, calls = time.perf_counter(), []
+        with timed(CHECKS[0], calls):
+            result = run_step(training, iter(micro_batches), *given)
+        steps_seconds.append(time.perf_counter() - start)
+        calls_per_step.append(len(calls))
+        return result
+
+    steps_seconds: list[float] = []
+    calls_per_step: list[int] = []
+    digest_seconds: list[float] = []
+    with (
+        uncompiled_megatron(),
+        megatron_compat(),
+        replaced(loop, "run_step", measured),
+        timed(CHECKS[1], digest_seconds),
+        join_ranks(settings) as world,
+    ):
+        loop.train(settings, world)
+        alone = statistics.median(seconds_together(plans[-1])) * statistics.median(calls_per_step)
+    if rank == 0:
+        seconds, ratios, _ = found[CHECKS[0].name]
+        rows = [
+            (f"step of the quick start, {ranks} ranks: {CHECKS[0].name}", seconds, ratios, alone),
+            (
+                f"step of the quick start, {ranks} ranks: {CHECKS[1].name}",
+                steps_seconds,
+                [],
+                sum(digest_seconds) / len(digest_seconds) * 2,  # rows, and the chunk that all ranks read
+            ),
+        ]
+        Path(folder, "training.json").write_text(json.dumps(rows))
+
+
+def print_rows(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Print the table and return it."""
+    print(f"{'':82}{'ms':>9}{'with/without':>14}{'check, ms':>11}{'share':>9}")
+    table = []
+    for name, seconds, ratios, alone in rows:
+        total = statistics.median(seconds)
+        ratio = statistics.median(ratios) if ratios else None
+        table.append({"name": name, "seconds": total, "ratio": ratio, "check_seconds": alone, "share": alone / total})
+        shown = "-" if ratio is None else f"{ratio:.4f}"
+        print(f"{name:82}{total * 1e3:9.1f}{shown:>14}{alone * 1e3:11.3f}{alone / total:9.3%}")
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384, help="of the document")
+    parser.add_argument("--ranks", type=int, default=4, help="of the ring")
+    parser.add_argument("--repeat", type=int, default=15, help="pairs of calls of attention")
+    parser.add_argument("--steps", type=int, default=12, help="of the quick start")
+    parser.add_argument("--only", nargs="+", default=["engine", "training"], help="engine, training")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args(argv)
+    rows: list[Any] = []
+    jobs = (
+        ("engine", engine_worker, (arguments.ranks, arguments.tokens, arguments.repeat)),
+        ("training", training_worker, (4, arguments.steps)),
+    )
+    for name, worker, given in jobs:
+        if name not in arguments.only:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(worker, (folder, *given), nprocs=given[0])
+            rows += json.loads(Path(folder, f"{name}.json").read_text())
+    table = print_rows(rows)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

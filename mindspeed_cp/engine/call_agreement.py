@@ -1,0 +1,176 @@
+"""Compares what the ranks of a group run, in every call of attention: always on, 8 bytes per rank and call.
+
+A digest of the plan, the type of the tensors and the dropout key is gathered before the first message of a call. How
+soon the result is read depends on the device::
+
+    tensors on the CPU        the call waits for it: ranks that differ raise before a message travels
+    device, group with gloo   a plan's first call waits; later calls go on, and read it in the backward or the next call
+    device library alone      no call waits: the digests cross to the host on a stream of their own, and are read late
+
+The backward of a call runs what its forward has compared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_cp.comm import comm_library, group_rank, group_size, resolve_group
+from mindspeed_cp.engine.agreement import compare_plans, digest64, plan_digest, rank_list
+from mindspeed_cp.errors import ConfigError, PeerError
+from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.plan import Plan
+
+WAIT_SHARE = (
+    0.1  # of the time-out: then the call goes on, since an error of its messages names the rank that is missing
+)
+MAX_UNREAD = 64  # comparisons of a group; with more, the oldest is waited for
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A gather of digests that has been started.
+
+    Attributes:
+        digests: on the host, int64 [ranks]; valid once it is finished.
+        is_finished: returns True if `wait` does not block.
+        wait: waits a number of seconds; raises RuntimeError if a rank died or the time is over.
+        call: description of the call on this rank.
+        buffers: tensors of the device that the gather uses, kept until it is finished.
+    """
+
+    digests: Tensor
+    is_finished: Callable[[], bool]
+    wait: Callable[[float], Any]
+    call: str
+    buffers: Sequence[Tensor] = ()
+
+
+_unread: WeakKeyDictionary[dist.ProcessGroup, deque[_Comparison]] = WeakKeyDictionary()
+
+
+class CallAgreement:
+    """Comparison of one plan's calls over a group.
+
+    Args:
+        group: context-parallel ranks; None for all processes.
+        timeout: seconds to wait for other ranks.
+        device: device of the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float, device: torch.device) -> None:
+        self._group = resolve_group(group)
+        self._timeout, self._device = timeout, device
+        self._rank, self._ranks = group_rank(group), group_size(group)
+        self._has_host_library = device.type == "cpu" or _has_library(self._group, "cpu")
+        self._unread = _unread.setdefault(self._group, deque())
+        self._is_agreed = False
+
+    def check(self, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None = None) -> None:
+        """Compare this call with those of the other ranks, and read earlier comparisons that have finished.
+
+        Raises:
+            ConfigError: ranks run different plans, types or dropout keys; names ranks and differences if this call
+                waits for the comparison, else the ranks.
+        """
+        self.read_finished()
+        comparison = self._start(digest64(f"{plan_digest(plan)} {dtype} {dropout}"), plan)
+        if not self._has_host_library or (self._device.type != "cpu" and self._is_agreed):
+            self._unread.append(comparison)
+            return
+        try:
+            comparison.wait(WAIT_SHARE * self._timeout)
+        except RuntimeError:  # read again later, unless the messages of this call fail as well
+            self._unread.append(comparison)
+            return
+        if not _all_equal(comparison.digests):
+            details = {"dtype": str(dtype), "dropout_key": str(dropout)}
+            with suppress(PeerError):  # ranks that came long before this one have gone on
+                compare_plans(plan, details, self._group, "cpu", WAIT_SHARE * self._timeout)
+            raise ConfigError(self._late_error(comparison))
+        self._is_agreed = True
+
+    def read_finished(self) -> None:
+        """Read the comparisons of earlier calls that have finished; more than MAX_UNREAD are waited for.
+
+        Raises:
+            ConfigError: ranks ran different plans in one of these calls; names them.
+            PeerError: a rank died.
+        """
+        while self._unread and (self._unread[0].is_finished() or len(self._unread) > MAX_UNREAD):
+            comparison = self._unread.popleft()
+            try:
+                comparison.wait(self._timeout)
+            except RuntimeError as error:
+                raise PeerError(
+                    f"rank {self._rank}: comparing plans over the group: a rank died, or did not take part within "
+                    f"{self._timeout:g} s ({' '.join(str(error).split())[:160]})"
+                ) from error
+            if not _all_equal(comparison.digests):
+                raise ConfigError(self._late_error(comparison))
+
+    def _late_error(self, comparison: _Comparison) -> str:
+        ranks_by_digest: dict[int, list[int]] = {}
+        for rank, digest in enumerate(comparison.digests.tolist()):
+            ranks_by_digest.setdefault(digest, []).append(rank)
+        groups = sorted(ranks_by_digest.values(), key=len)
+        return (
+            f"rank {self._rank}: ranks ran different plans in the same call of attention: "
+            f"{'; '.join(f'{rank_list(ranks)} one' for ranks in groups)}; this rank ran {comparison.call}; every rank "
+            "calls attention with the same plans, types and dropout keys in the same order (is a rank's data loader a "
+            "batch ahead?)"
+        )
+
+    def _start(self, digest: int, plan: Plan) -> _Comparison:
+        call = f"{plan.algorithm} over {plan.documents!r}"
+        if not self._has_host_library:
+            return self._start_on_device(digest, call)
+        digests = torch.zeros(self._ranks, dtype=torch.int64)
+        digests[self._rank] = digest
+        # A sum of one-hot vectors: for gloo it takes a third of the time of its all-gather.
+        work = dist.all_reduce(digests, group=self._group, async_op=True)
+        return _Comparison(digests, work.is_completed, lambda limit: work.wait(timedelta(seconds=limit)), call)
+
+    def _start_on_device(self, digest: int, call: str) -> _Comparison:
+        own = torch.full((1,), digest, dtype=torch.int64, device=self._device)
+        gathered = own.new_empty(self._ranks)
+        work = dist.all_gather_single(gathered, own, group=self._group, async_op=True)
+        module = torch.get_device_module(self._device)
+        stream = _side_stream(self._device)
+        with module.stream(stream):
+            work.wait()  # of the side stream: neither the host nor the current stream waits
+            digests = torch.empty(self._ranks, dtype=torch.int64, pin_memory=True)
+            digests.copy_(gathered, non_blocking=True)
+            event = module.Event()
+            event.record(stream)
+        return _Comparison(digests, event.query, lambda limit: event.synchronize(), call, (own, gathered))
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = torch.get_device_module(device).Stream(device)
+    return _side_streams[device]
+
+
+def _has_library(group: dist.ProcessGroup, device: str) -> bool:
+    try:
+        comm_library(group, device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _all_equal(digests: Tensor) -> bool:
+    return len(set(digests.numpy().tolist())) == 1

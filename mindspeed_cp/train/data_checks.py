@@ -1,0 +1,109 @@
+"""Checks that all ranks train on the same documents with the same settings: at the start, and in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.data import Corpus, different_documents
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.messages import format_value
+from mindspeed_cp.train.world import World
+
+#: Settings in which the machines of a run may differ.
+_OF_MACHINES = {
+    "data.corpus",  # its contents are compared
+    "train.device",
+    "train.threads_per_rank",
+    "train.prefetch_micro_batches",
+    "checkpoint.trust_unsigned",
+    "output.progress",
+    "output.log_interval",
+}
+
+
+def check_same_start(settings: Settings, world: World, corpus: Corpus, contents: Sequence[str]) -> None:
+    """Compare settings and corpora of all ranks; every rank calls it.
+
+    Args:
+        settings: settings of this rank.
+        world: this rank among all.
+        corpus: corpus of this rank.
+        contents: digests of its contents.
+
+    Raises:
+        ConfigError: ranks differ; names them and the first setting or the documents that differ.
+    """
+    of_ranks = world.gather_json([_compared_settings(settings), [len(corpus.lengths), *contents]])
+    settings_of_ranks, corpora = zip(*of_ranks, strict=True)
+    for key in settings_of_ranks[0]:
+        values = [of_rank.get(key) for of_rank in settings_of_ranks]
+        different = _minority(list(map(repr, values)))
+        if different:
+            usual = next(value for rank, value in enumerate(values) if rank not in different)
+            raise ConfigError(
+                f"{key} = {format_value(values[different[0]])} on {_ranks(different)}, {format_value(usual)} on the "
+                f"others of {world.size}; give all ranks the same settings"
+            )
+    different = _minority(list(map(repr, corpora)))
+    if different:
+        usual = next(corpus for rank, corpus in enumerate(corpora) if rank not in different)
+        count, *digests = corpora[different[0]]
+        where = f"{count} documents, not {usual[0]}"
+        if count == usual[0]:
+            where = f"other contents in {different_documents(digests, usual[1:], count)}"
+        raise ConfigError(
+            f"data.corpus has {where}, on {_ranks(different)} of {world.size}; give all ranks the same files"
+        )
+
+
+def _compared_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings that all ranks must share, by dotted key."""
+    values: dict[str, Any] = {}
+    for name, section in settings.model_dump(mode="json").items():
+        values |= {f"{name}.{key}": value for key, value in section.items() if f"{name}.{key}" not in _OF_MACHINES}
+    return values
+
+
+def check_digests(digests: Tensor, step: int, replicas: int) -> None:
+    """Raise ConfigError, naming the ranks, unless all ranks have dispatched and read the same global batch.
+
+    Args:
+        digests: fp64 [ranks, 3]: of the documents and their replicas, of the contents of the replica's rows, and of the
+            contents of one document that all ranks read.
+        step: number of the step.
+        replicas: number of data-parallel replicas, each of consecutive ranks.
+    """
+    dispatched, contents, sample = digests.T.tolist()
+    size = len(dispatched)
+    kept = "the step was not kept, and checkpoints are untouched"
+    different = _minority(dispatched)
+    if different:
+        have = "has" if len(different) == 1 else "have"
+        raise ConfigError(
+            f"step {step}: {_ranks(different)} {have} dealt other documents to the replicas, or dealt them otherwise, "
+            f"than the other ranks of {size}; every rank needs the same settings, data.corpus and version of this "
+            f"package; {kept}"
+        )
+    different = _minority(sample)
+    per_replica = size // replicas
+    for first in range(0, size if not different else 0, per_replica):
+        different += [first + rank for rank in _minority(contents[first : first + per_replica])]
+    if different:
+        raise ConfigError(
+            f"step {step}: {_ranks(different)} of {size} read other contents of the same documents than the other "
+            f"ranks; every rank needs the same files in data.corpus; {kept}"
+        )
+
+
+def _minority(values: Sequence[Any]) -> list[int]:
+    """Return the indices of all values but the most frequent one, of equally frequent ones the first."""
+    usual = max(values, key=values.count)
+    return [index for index, value in enumerate(values) if value != usual]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,100 @@
+"""Digests of contents: what they cover, what they cost, and where they say that documents differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_cp.data import Dispatcher, PackedStream, contents, corpus_digests, different_documents
+from mindspeed_cp.errors import ConfigError
+from tests.data.corpora import ListCorpus
+
+
+class Changed(ListCorpus):
+    """As ListCorpus, but for one token; counts the tokens that are read."""
+
+    def __init__(self, lengths: list[int], document: int | None = None, position: int = 0) -> None:
+        super().__init__(lengths)
+        self.document, self.position, self.read = document, position, 0
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        tokens = super().tokens(document, start, stop)
+        self.read += len(tokens)
+        if document == self.document and start <= self.position < start + len(tokens):
+            tokens[self.position - start] += 1
+        return tokens
+
+
+LENGTHS = [40_000, *range(1, 60), 0, 17]
+
+
+@pytest.mark.parametrize(("document", "position"), [(0, 0), (0, 39_999), (0, 20_000), (30, 29), (61, 16)])
+def test_a_small_corpus_is_compared_to_its_last_token(document: int, position: int) -> None:
+    own, other = corpus_digests(Changed(LENGTHS)), corpus_digests(Changed(LENGTHS, document, position))
+    where = different_documents(own, other, len(LENGTHS))
+    assert where is not None
+    first, last = _ends(where)
+    assert first <= document <= last < first + 4
+    assert different_documents(own, corpus_digests(Changed(LENGTHS)), len(LENGTHS)) is None
+
+
+def _ends(where: str) -> tuple[int, int]:
+    numbers = [int(word) for word in where.split(" of ")[0].split() if word.isdigit()]
+    return numbers[0], numbers[-1]
+
+
+def test_of_a_large_corpus_some_blocks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ones every time, in proportion to the tokens; another corpus of the same lengths differs all over."""
+    monkeypatch.setattr(contents, "WHOLE_TOKENS", 1000)
+    monkeypatch.setattr(contents, "SAMPLED_BLOCKS", 50)
+    monkeypatch.setattr(contents, "BLOCK_TOKENS", 16)
+    corpus = Changed([300] * 500)
+    digests = corpus_digests(corpus)
+    assert 0 < corpus.read <= 50 * 16
+    assert digests == corpus_digests(Changed([300] * 500))
+    shifted = Changed([300] * 500)
+    shifted.tokens = lambda *where: ListCorpus.tokens(shifted, *where) + 1  # type: ignore[method-assign]
+    assert sum(a != b for a, b in zip(digests, corpus_digests(shifted), strict=True)) > 10
+
+
+@pytest.mark.parametrize("documents", [1, 2, 16, 17, 300])
+def test_the_documents_that_differ_are_in_the_range_that_is_named(documents: int) -> None:
+    lengths = [3] * documents
+    own = corpus_digests(ListCorpus(lengths))
+    for document in {0, documents // 2, documents - 1}:
+        where = different_documents(own, corpus_digests(Changed(lengths, document)), documents)
+        assert where is not None and where.endswith(f" of {documents}")
+        first, last = _ends(where)
+        assert first <= document <= last < documents
+
+
+def stream(corpus: ListCorpus, **more: Any) -> PackedStream:
+    return PackedStream(corpus, 64, 0, contents=corpus_digests(corpus), **more)
+
+
+def test_a_state_of_other_contents_is_refused() -> None:
+    state = stream(ListCorpus(LENGTHS)).state_dict()
+    stream(ListCorpus(LENGTHS)).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"\(data.corpus\) has other contents .*: among documents 28 to 30 of 62"):
+        stream(Changed(LENGTHS, 30)).load_state_dict(state)
+    del state["contents"]
+    stream(Changed(LENGTHS, 30)).load_state_dict(state)  # an older version wrote it
+
+
+def test_a_batch_has_digests_of_what_a_replica_reads_and_of_what_all_read() -> None:
+    dispatcher = Dispatcher("none", 2, 64, lambda lengths: lengths.astype(float))
+
+    def batch(corpus: ListCorpus, replica: int) -> tuple[int, int]:
+        made = stream(corpus, replica=replica, replicas=2).next_batch(4, dispatcher)
+        return made.content_digest, made.sample_digest
+
+    (own, sample), (other, other_sample) = (batch(ListCorpus(LENGTHS), replica) for replica in (0, 1))
+    assert own != other and sample == other_sample
+    assert float(own) == own < 2**52, "exact in a float"
+    assert batch(ListCorpus(LENGTHS), 0) == (own, sample)
+    shifted = ListCorpus(LENGTHS)
+    shifted.tokens = lambda *where: ListCorpus.tokens(ListCorpus(LENGTHS), *where) + 1  # type: ignore[method-assign]
+    changed = batch(shifted, 0)
+    assert changed[0] != own and changed[1] != sample

@@ -1,0 +1,178 @@
+"""Ranks that run different plans, types or dropout keys in the same call are told, whatever else they checked."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError, PeerError, context_parallel_attention
+from mindspeed_cp.engine import call_agreement
+from mindspeed_cp.engine.call_agreement import CallAgreement
+from tests.engine.cases import Case, local
+from tests.workers import GlooPool
+
+CASE = Case((30, 7, 120), 3)
+FULL = replace(CASE, mask="full")
+DROPOUT = replace(CASE, dropout=0.25)
+
+#: By what differs: what all ranks but one run, what that one changes, and what all of them are told.
+WAYS: dict[str, tuple[Case, dict[str, Any], str]] = {
+    "lengths swapped": (CASE, {"lengths": (7, 30, 120)}, "documents: rank 1 has Documents([7, 30, 120]"),
+    "documents reordered": (CASE, {"lengths": (120, 7, 30)}, "documents: rank 1 has Documents([120, 7, 30]"),
+    "more tokens": (CASE, {"lengths": (30, 7, 150)}, "documents: rank 1 has Documents([30, 7, 150]"),
+    "ulysses documents": (
+        replace(CASE, algorithm="ulysses"), {"lengths": (30, 120, 7)}, "documents: rank 1 has Documents([30, 120, 7]",
+    ),
+    "scale": (CASE, {"scale": 0.5}, "attention.scale: rank 1 has 0.5; ranks 0, 2 have None"),
+    "heads": (replace(CASE, kv_heads=2), {"heads": 2}, "attention.heads: rank 1 has 2; ranks 0, 2 have 4"),
+    "mask": (CASE, {"mask": "full"}, "attention.mask: rank 1 has 'full'; ranks 0, 2 have 'causal'"),
+    "window": (CASE, {"window": (200, 0)}, "attention.window: rank 1 has (200, 0); ranks 0, 2 have None"),
+    "alibi": (CASE, {"alibi": True}, "attention.alibi: rank 1 has"),
+    "algorithm": (CASE, {"algorithm": "direct"}, "algorithm: rank 1 has direct; ranks 0, 2 have ring"),
+    "layout": (CASE, {"options": (("layout", "contiguous"),)}, "layout: rank 1 has rows"),
+    "type": (CASE, {"dtype": torch.bfloat16}, "dtype: rank 1 has torch.bfloat16; ranks 0, 2 have torch.float32"),
+    "dropout key": (DROPOUT, {"dropout_key": (11, 4)}, "dropout_key: rank 1 has (11, 4); ranks 0, 2 have (11, 3)"),
+    "keys": (FULL, {"kv_lengths": (30, 8, 119)}, "kv_documents: rank 1 has Documents([30, 8, 119]"),
+}  # fmt: skip
+
+
+def attend_otherwise(rank: int, group: Any, case: Case, change: dict[str, Any]) -> tuple[str | None, float]:
+    """What a rank is told when rank 1 changed its case, and the error of a call in which all agree."""
+    found = None
+    own = replace(case, **change) if rank == 1 else case
+    plan, leaves, _ = local(rank, own)
+    try:
+        context_parallel_attention(*leaves, plan, group, timeout=60, dropout_key=own.dropout_key)
+    except ConfigError as error:
+        found = str(error)
+    plan, leaves, _ = local(rank, CASE)
+    out = context_parallel_attention(*leaves, plan, group, timeout=60)
+    return found, float((out - plan.layout.shard(CASE.reference()[0], rank)).abs().max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_disagree_are_told_before_a_message_travels(workers: GlooPool, way: str) -> None:
+    """All of them, in the same words; the group can be used after that."""
+    case, change, says = WAYS[way]
+    found = workers.run(3, attend_otherwise, case, change)
+    assert [text.split(":")[0] for text, _ in found] == ["rank 0", "rank 1", "rank 2"]
+    [text] = {text.partition(": ")[2] for text, _ in found}
+    assert text.startswith("the ranks of the group do not have the same plan: ") and says in text
+    assert max(error for _, error in found) < 1e-5
+
+
+def training_differs(rank: int, group: Any) -> str:
+    plan, leaves, _ = local(rank, DROPOUT)
+    with pytest.raises(ConfigError) as caught:
+        context_parallel_attention(*leaves, plan, group, dropout_key=(1, 2), training=rank != 1)
+    return str(caught.value)
+
+
+def test_a_rank_that_evaluates_while_others_train_is_told(workers: GlooPool) -> None:
+    for text in workers.run(3, training_differs):
+        assert "dropout_key: rank 1 has None; ranks 0, 2 have (1, 2)" in text
+
+
+def two_known_plans(rank: int, group: Any) -> str:
+    """Both plans have run on all ranks before; then one rank takes the other one."""
+    first, second = (local(rank, replace(CASE, lengths=lengths)) for lengths in (CASE.lengths, (7, 30, 120)))
+    for plan, leaves, _ in (first, second, first):
+        context_parallel_attention(*leaves, plan, group)
+    plan, leaves, _ = second if rank == 2 else first
+    with pytest.raises(ConfigError) as caught:
+        context_parallel_attention(*leaves, plan, group)
+    return str(caught.value)
+
+
+def test_plans_that_were_compared_before_are_compared_again(workers: GlooPool) -> None:
+    for text in workers.run(3, two_known_plans):
+        assert "documents: rank 2 has Documents([7, 30, 120]" in text
+
+
+def read_late(rank: int, group: Any, reads: str) -> str:
+    """On a device with gloo beside: a plan's second call does not wait; the next call or a backward reads it."""
+    plan, other = CASE.plan(), replace(CASE, lengths=(7, 30, 120)).plan()
+    agreement = CallAgreement(group, 60.0, torch.device("cuda"))
+    agreement.check(plan, torch.float32)
+    agreement.check(other if rank == 1 else plan, torch.float32)
+    torch.distributed.barrier(group=group)
+    unread = call_agreement._unread[group]
+    while unread and not unread[0].is_finished():
+        pass
+    with pytest.raises(ConfigError) as caught:
+        agreement.read_finished() if reads == "backward" else agreement.check(plan, torch.float32)
+    assert not unread
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("reads", ["backward", "next call"])
+def test_a_comparison_that_is_read_late_names_the_ranks_and_the_plan_of_each(workers: GlooPool, reads: str) -> None:
+    for rank, text in enumerate(workers.run(3, read_late, reads)):
+        assert text.startswith(f"rank {rank}: ranks ran different plans in the same call of attention: ")
+        assert "rank 1 has one; ranks 0, 2 have one" in text
+        assert f"this rank ran ring over Documents({'[7, 30, 120]' if rank == 1 else '[30, 7, 120]'}" in text
+
+
+def unread_comparisons(rank: int, group: Any) -> tuple[int, int]:
+    """Comparisons of ranks that are far apart wait in a queue that does not grow without end."""
+    plan = CASE.plan()
+    agreement = CallAgreement(group, 60.0, torch.device("cuda"))
+    agreement.check(plan, torch.float32)
+    if rank == 2:
+        torch.distributed.recv(torch.zeros(1), 0, group)
+    for _ in range(10):
+        agreement.check(plan, torch.float32)
+    unread = len(call_agreement._unread[group])
+    if rank == 0:
+        torch.distributed.send(torch.zeros(1), 2, group)
+    torch.distributed.barrier(group=group)
+    for _ in range(call_agreement.MAX_UNREAD + 5):
+        agreement.check(plan, torch.float32)
+    bounded = len(call_agreement._unread[group])
+    while call_agreement._unread[group]:
+        agreement.read_finished()
+    return unread, bounded
+
+
+def test_ranks_far_apart_go_on_and_the_queue_is_bounded(workers: GlooPool) -> None:
+    found = workers.run(3, unread_comparisons)
+    assert found[0][0] == found[1][0] == 10
+    assert all(bounded <= call_agreement.MAX_UNREAD + 1 for _, bounded in found)
+
+
+def lost_peer(rank: int, group: Any) -> str | None:
+    if rank == 1:
+        return None
+    agreement = CallAgreement(group, 1.0, torch.device("cpu"))
+    agreement.check(CASE.plan(), torch.float32)
+    call_agreement.MAX_UNREAD = 0
+    with pytest.raises(PeerError) as caught:
+        agreement.read_finished()
+    return str(caught.value)
+
+
+def test_a_comparison_that_never_ends_is_given_up() -> None:
+    workers = GlooPool(2)  # of its own: a failed group cannot be used again
+    try:
+        text, _ = workers.run(2, lost_peer)
+    finally:
+        workers.close()
+    assert "rank 0: comparing plans over the group: a rank died, or did not take part within 1 s" in text
+
+
+def test_a_comparison_keeps_no_plan_alive(workers: GlooPool) -> None:
+    assert all(workers.run(2, plans_are_freed))
+
+
+def plans_are_freed(rank: int, group: Any) -> bool:
+    plan, leaves, _ = local(rank, replace(CASE, ranks=2))
+    context_parallel_attention(*leaves, plan, group)
+    reference = weakref.ref(plan)
+    del plan
+    gc.collect()
+    return reference() is None
