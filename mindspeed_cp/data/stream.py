@@ -17,6 +17,8 @@ from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
+from mindspeed_cp.schema.messages import format_value
+from mindspeed_cp.schema.numbers import check_count
 
 LOOKAHEAD = 64
 
@@ -219,9 +221,16 @@ class PackedStream:
             raise ConfigError(f"the saved state of the data lacks {', '.join(sorted(missing))}; start without it")
         for name, value in self._fixed.items():
             if state[name] != value:
-                was, now = ("another", "this one") if name == "corpus" else (state[name], value)
+                if name == "corpus":
+                    raise ConfigError(
+                        "data.corpus: has other documents than the saved run had (their number or their lengths "
+                        "differ); put the old ones back to go on, or give another output.folder to start anew"
+                    )
+                was, now = format_value(state[name]), value
                 raise ConfigError(
                     f"{name} = {now}: the saved run had {was}; resume with the same, or start without a checkpoint"
                 )
+        for name in ("rows", "tokens"):
+            check_count(f"{name} of the saved state of the data", state[name], 0, 2**63)
         self._packer.load_state_dict(state)
         self._rows, self._tokens = state["rows"], state["tokens"]

@@ -24,6 +24,7 @@ from mindspeed_cp.train.exit_note import EXIT_NOTE, exit_process, write_exit_not
 from mindspeed_cp.train.failures import BAD_INPUT, FAILED, OK, classify_error
 from mindspeed_cp.train.local_agent import RankFailure, RankProcesses, local_ranks
 from mindspeed_cp.train.memory import check_memory
+from mindspeed_cp.train.open_files import check_open_files
 from mindspeed_cp.train.resume import checkpoints_to_resume
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.stop_request import stop_signals
@@ -72,6 +73,7 @@ def preflight(settings: Settings, ranks: int) -> None:
     """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported."""
     data_parallel_size(settings, ranks)
     check_memory(settings, ranks)
+    check_open_files(ranks)
     open_corpus(settings.data.corpus)
     RunFiles(Path(settings.output.folder)).create()
     checkpoints_to_resume(settings)
@@ -100,8 +102,12 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str,
         # All ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
-    with local_ranks([sys.executable, *arguments], ranks) as processes, _relay_signals(processes) as stop_signal_names:
-        failures = processes.wait()
+    try:
+        with local_ranks([sys.executable, *arguments], ranks) as started, _relay_signals(started) as stop_signal_names:
+            failures = started.wait()
+    except OSError as error:  # a limit of the system
+        _, line, code = classify_error(error)
+        return code, f"the {ranks} ranks cannot be started or watched: {line}; see ulimit -n and ulimit -u", []
     if not failures:
         return OK, "", stop_signal_names
     return *_classify_failures(failures, stop_signal_names), stop_signal_names
@@ -185,8 +191,6 @@ def _process_end(failure: RankFailure) -> str:
 def _relay_signals(processes: RankProcesses) -> Iterator[list[str]]:
     """Hand SIGTERM, SIGINT and SIGHUP on to the ranks and wait for them to end; a second SIGINT ends them at once.
 
-    SIGINT goes on as SIGTERM: a terminal may send it to the ranks besides, and they take a second one as an order.
-
     Yields:
         The names of the signals that came.
     """
@@ -196,7 +200,7 @@ def _relay_signals(processes: RankProcesses) -> Iterator[list[str]]:
         if stop_signal_names and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop_signal_names.append(signal.Signals(number).name)
-        processes.signal(signal.SIGTERM if number == signal.SIGINT else number)
+        processes.ask_to_stop(number)
 
     before = {number: signal.signal(number, relay) for number in stop_signals()}
     try:

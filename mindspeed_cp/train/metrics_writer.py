@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import torch
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.run.charts import draw_training_curves
 from mindspeed_cp.train.comparison import comparison_text
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.progress_display import open_display
-from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_json, write_text
+from mindspeed_cp.train.run_files import RunFiles, error_text, open_no_link, truncate_metrics, write_json, write_text
 from mindspeed_cp.train.run_identity import changed_settings_note, run_complete_note
 from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.world import unused_accelerator
@@ -33,7 +35,8 @@ class MetricsWriter:
         self._files, self._settings = files, settings
         self.first_step = progress.step
         self.lines = truncate_metrics(files.metrics, progress.step)
-        self._file = files.metrics.open("a", encoding="utf-8")
+        self._file = open_no_link(files.metrics)
+        self._drawing_failed: str | None = None
         self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
         changed = changed_settings_note(files.settings, settings) if progress.step else None
         self._display = open_display(
@@ -74,6 +77,7 @@ class MetricsWriter:
         }
         if self._settings.context_parallel_suite.row_candidates:
             line["algorithms"] = result.algorithms  # those of the first replica's rows
+        self._check_present()
         self.lines.append(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -81,6 +85,19 @@ class MetricsWriter:
             write_text(self._files.settings, _as_yaml(self._settings))
             self._has_settings = True
         self._display.step(line)
+
+    def _check_present(self) -> None:
+        """Raise ConfigError if metrics.jsonl is no longer in the folder: all that is written would be lost."""
+        own = os.fstat(self._file.fileno())
+        try:
+            there = os.stat(self._files.metrics)
+        except OSError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+            raise ConfigError(
+                f"{self._files.metrics}: was removed or replaced while the run wrote it; what was in it is lost, and "
+                "the run ends: leave the folder alone, and start it again"
+            )
 
     def note(self, text: str) -> None:
         """Show a line that is not about one step."""
@@ -92,8 +109,14 @@ class MetricsWriter:
         self._display.note(comparison_text(comparison))
 
     def draw(self) -> None:
-        """Draw loss.png."""
-        draw_training_curves(self.lines, self._files.loss_png, self._files.folder.name)
+        """Draw loss.png; a picture that fails is a note, and ends no run."""
+        try:
+            draw_training_curves(self.lines, self._files.loss_png, self._files.folder.name)
+        except Exception as error:
+            note = f"loss.png cannot be drawn, and the training goes on: {type(error).__name__}: {error_text(error)}"
+            if note != self._drawing_failed:
+                self.note(note)
+            self._drawing_failed = note
 
     def close(self) -> None:
         """End the display and close metrics.jsonl."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from mindspeed_cp.train.comparison import comparison_sentence
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.run_files import RunFiles, write_json
 
+#: What is averaged over the lines of metrics.jsonl; a line that lacks some of it, or was changed by hand, is left out.
+_FIGURES = ("loss", "tokens", "seconds", "imbalance", "documents")
 LAST_STEPS = 10  # averaged, because the loss of a single step depends on its documents
 
 
@@ -41,6 +44,7 @@ def summarize_run(
         stopped_by: reason for a stop before the last step, or None.
         corpus: the training documents.
     """
+    lines = [line for line in lines if all(_is_figure(line.get(key)) for key in _FIGURES)]
     start_lines = [line for line in lines if line["step"] > first_step] or lines  # none: the run was complete
     seconds, tokens = (float(sum(line[key] for line in start_lines)) for key in ("seconds", "tokens"))
     context = settings.data.seq_length
@@ -79,8 +83,12 @@ def _read_comparison(files: RunFiles) -> dict[str, Any] | None:
     """Return the comparison of algorithms that this start or an earlier one made, or None."""
     try:
         return json.loads(files.comparison.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < math.inf
 
 
 def _planning(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
