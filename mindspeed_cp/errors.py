@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import re
 
-class ConfigError(ValueError):
+MESSAGE_LIMIT = 2000  # characters of a message; a longer one loses its middle
+WORD_LIMIT = 300  # characters without a space, as of a value or a path
+_LONG_WORD = re.compile(rf"\S{{{WORD_LIMIT + 1},}}")
+
+
+def shortened(text: str, limit: int = 80) -> str:
+    """Return a text of at most `limit` characters: its beginning and its end, where it is longer."""
+    if len(text) <= limit:
+        return text
+    end = (limit - 3) // 3
+    return f"{text[: limit - 3 - end]}...{text[len(text) - end :]}"
+
+
+class _Bounded(Exception):
+    """An error whose message stays readable whatever text from outside stands in it."""
+
+    def __init__(self, text: str = "") -> None:
+        text = _LONG_WORD.sub(lambda word: shortened(word[0], WORD_LIMIT), text)
+        super().__init__(shortened(text, MESSAGE_LIMIT))
+
+
+class ConfigError(_Bounded, ValueError):
     """Invalid setting, argument or batch; raised when it is read, before anything runs."""
 
 
-class PlanError(ValueError):
+class PlanError(_Bounded, ValueError):
     """Wrong plan: it would not compute exact attention, or would not run.  Names the rank, step and tile or message."""
 
 
-class PeerError(RuntimeError):
+class PeerError(_Bounded, RuntimeError):
     """A peer died or did not answer in time.  Names the peer, the step and the operation that waited for it."""
 
 
-class DivergenceError(RuntimeError):
+class DivergenceError(_Bounded, RuntimeError):
     """The loss or the gradient of a step is not finite, or the loss is a spike, and the run's policy is to stop.  Names
     the step, the rank and the layer."""
 
 
-class OperatorError(RuntimeError):
+class OperatorError(_Bounded, RuntimeError):
     """The attention operator of a device refused a call, for example because a library is too old.  Names the call, the
     cause and the remedy."""
 
 
-class CorruptionError(RuntimeError):
+class CorruptionError(_Bounded, RuntimeError):
     """A rank holds or computed wrong numbers: replicas differ, or attention is not what the reference computes.  Names
     the rank and the place."""

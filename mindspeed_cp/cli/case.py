@@ -10,18 +10,18 @@ from mindspeed_cp.choose.candidates import Candidate, parse_candidate
 from mindspeed_cp.choose.compare import SimulationCase
 from mindspeed_cp.cli.lengths import (
     MAX_SIMULATED_TOKENS,
+    SHOWN,
     VALID_LENGTHS,
     check_size,
     draw_batches,
     read_lengths,
-    shortened,
 )
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
 from mindspeed_cp.config import Settings, load_settings
 from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
 from mindspeed_cp.data.lengths import length_names, sample_lengths
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.simulate.link_queues import LINK_SHARING
@@ -215,7 +215,7 @@ def _batches(request: SimulateRequest, ranks: int, settings: Settings | None) ->
     drawing = any(value is not None for value in (request.tokens_per_rank, request.batches, request.seed))
     if listed is not None and not drawing:
         check_size(request.lengths, listed, ranks)
-        return (Documents(listed),), f"the documents of --lengths {shortened(request.lengths)}"
+        return (Documents(listed),), f"the documents of --lengths {shortened(request.lengths, SHOWN)}"
     if settings is not None and request.tokens_per_rank is None:
         tokens, source = settings.data.seq_length, "data.seq_length"
     else:
@@ -228,7 +228,7 @@ def _batches(request: SimulateRequest, ranks: int, settings: Settings | None) ->
         )
     sample = sample_lengths(request.lengths, LENGTH_SAMPLE) if listed is None else listed[listed > 0]
     check_size(request.lengths, sample, ranks, tokens)
-    text = shortened(request.lengths)
+    text = shortened(request.lengths, SHOWN)
     drawn = f"{count} batch{'es' * (count > 1)} of {tokens:,} tokens drawn from {text}, seed {seed}"
     return draw_batches(request.lengths, tokens, count, seed), drawn
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mindspeed_cp.data.lengths import length_names, load_lengths, sample_batch
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.layout.documents import MAX_TOKENS
 from mindspeed_cp.schema.messages import closest_names, did_you_mean
@@ -20,7 +20,8 @@ VALID_LENGTHS = "a set, a file with one length on a line, or lengths such as 700
 MAX_SIMULATED_TOKENS = 2**28  # of a batch
 MAX_RING_CHUNKS = 2**24  # chunks of documents over all ranks; also the most documents of a list
 
-MAX_LENGTHS_BYTES = 2**30  # of a file
+SHOWN = 40  # characters of a list of lengths in a message
+MAX_LENGTHS_BYTES = 2**28  # of a file
 
 
 def draw_batches(text: str, tokens: int, count: int, seed: int) -> tuple[Documents, ...]:
@@ -39,7 +40,7 @@ def draw_batches(text: str, tokens: int, count: int, seed: int) -> tuple[Documen
     if listed is None:
         return tuple(Documents(sample_batch(text, tokens, seed + i)) for i in range(count))
     if not listed.any():
-        raise ConfigError(f"--lengths {shortened(text)}: has no document with a token to draw")
+        raise ConfigError(f"--lengths {_shown(text)}: has no document with a token to draw")
     nonempty = listed[listed > 0]
     return tuple(Documents(_draw(nonempty, tokens, np.random.default_rng(seed + i))) for i in range(count))
 
@@ -56,14 +57,14 @@ def check_size(text: str, lengths: np.ndarray, ranks: int, tokens: int | None = 
     total = int(lengths.sum())
     if tokens is None and total > MAX_SIMULATED_TOKENS:
         raise ConfigError(
-            f"--lengths {shortened(text)}: {total:,} tokens; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch; give "
+            f"--lengths {_shown(text)}: {total:,} tokens; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch; give "
             "fewer documents, or draw from them with --tokens-per-rank"
         )
     scale = 1.0 if tokens is None else tokens / max(1, total)
     chunks = int(np.clip(lengths, 1, 2 * ranks).sum() * scale)
     if chunks > MAX_RING_CHUNKS:
         raise ConfigError(
-            f"--lengths {shortened(text)}: {int(len(lengths) * scale):,} documents over {ranks:,} ranks are {chunks:,} "
+            f"--lengths {_shown(text)}: {int(len(lengths) * scale):,} documents over {ranks:,} ranks are {chunks:,} "
             f"chunks for the even ring; valid: at most {MAX_RING_CHUNKS:,}; give fewer documents, fewer ranks, or less "
             "with --tokens-per-rank"
         )
@@ -81,7 +82,7 @@ def read_lengths(text: str) -> np.ndarray | None:
     path = Path(text)
     if not _is_file(path):
         if re.match(r"\s*[-+]?\d", text) and path.suffix == "":
-            return read_numbers(text, f"--lengths {shortened(text)!r}")
+            return read_numbers(text, f"--lengths {_shown(text)!r}")
         sets = ", ".join(length_names())
         if path.name != text or path.suffix:
             raise ConfigError(f"--lengths {text}: no such file; valid: {VALID_LENGTHS}; sets: {sets}")
@@ -104,9 +105,8 @@ def read_numbers(text: str, name: str) -> np.ndarray:
     return _parse_numbers([(None, text)], name)
 
 
-def shortened(text: str) -> str:
-    """Return the beginning of a long list of lengths."""
-    return text if len(text) <= 40 else text[:37] + "..."
+def _shown(text: str) -> str:
+    return shortened(text, SHOWN)
 
 
 def _is_file(path: Path) -> bool:
@@ -120,18 +120,19 @@ def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.nda
     """Return the whole numbers in (line number, text)."""
     lengths = []
     for number, line in lines:
-        for word in re.split(r"[\s,;\[\]]+", line):
+        for match in re.finditer(r"[^\s,;\[\]]+", line):
+            word = match[0]
             too_long = word.isdecimal() and int(word[:20]) > MAX_TOKENS
             if re.fullmatch(r"[0-9]+", word) and not too_long:
                 lengths.append(int(word))
                 if len(lengths) > MAX_RING_CHUNKS:
                     raise ConfigError(f"{name}: has more than {MAX_RING_CHUNKS:,} documents; give fewer")
-            elif word:
+            else:
                 location = "" if number is None else f" line {number}:"
                 negative = re.fullmatch(r"-[0-9]+", word) is not None
                 problem = "is too long for a document" if too_long else "is negative" if negative else "is not a length"
                 raise ConfigError(
-                    f"{name}:{location} {shortened(word)!r} {problem}; give whole numbers >= 0, one on a line"
+                    f"{name}:{location} {_shown(word)!r} {problem}; give whole numbers >= 0, one on a line"
                 )
     if not lengths:
         raise ConfigError(f"{name}: there are no lengths in it; give whole numbers >= 0, one on a line")

@@ -6,6 +6,7 @@ Commands import their modules when they are called: `--help` and `plan` never im
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from mindspeed_cp.cli.plan import plan
 from mindspeed_cp.cli.report import report
 from mindspeed_cp.cli.simulate import simulate
 from mindspeed_cp.cli.train import train
-from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
+from mindspeed_cp.errors import MESSAGE_LIMIT, ConfigError, OperatorError, PeerError, PlanError, shortened
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
 
@@ -82,6 +83,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; print errors of the user as one line."""
     # torch would import torch_npu by itself, and a broken installation of it would end every command in a traceback.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path of other bytes than the terminal's letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         result: Any = app(
             list(sys.argv[1:] if arguments is None else arguments), prog_name="mindspeed-cp", standalone_mode=False
@@ -97,6 +100,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output ended, as in `mindspeed-cp plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        path = f"{error.filename}: " if error.filename is not None else ""
+        return _print_error(f"{path}{error.strerror or error}", FAILED)
+    except MemoryError:
+        return _print_error("the memory of this machine, or its limit (ulimit -v), does not suffice", FAILED)
     except Exception as error:
         usage = getattr(error, "format_message", None)  # a usage error of typer or of click
         if usage is None:
@@ -118,7 +126,7 @@ def _usage_error(error: Exception, text: str) -> int:
 
 
 def _print_error(text: str, code: int) -> int:
-    print("error: " + " ".join(text.split()), file=sys.stderr)
+    print("error: " + shortened(" ".join(text.split()), MESSAGE_LIMIT), file=sys.stderr)
     return code
 
 

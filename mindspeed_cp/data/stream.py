@@ -18,6 +18,8 @@ from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
+from mindspeed_cp.schema.messages import format_value
+from mindspeed_cp.schema.numbers import check_count
 
 LOOKAHEAD = 64
 
@@ -242,11 +244,12 @@ class PackedStream:
                 continue
             if name == "corpus":
                 raise ConfigError(
-                    "the corpus (data.corpus) has documents of other lengths than that of the saved run; give the same "
-                    "files, or start without a checkpoint"
+                    "data.corpus: has other documents than the saved run had (their number or their lengths differ); "
+                    "put the old ones back to go on, or give another output.folder to start anew"
                 )
             raise ConfigError(
-                f"{name} = {value}: the saved run had {was}; resume with the same, or start without a checkpoint"
+                f"{name} = {value}: the saved run had {format_value(was)}; resume with the same, or start without a "
+                "checkpoint"
             )
         saved = state.get("contents")
         where = (
@@ -254,8 +257,10 @@ class PackedStream:
         )
         if where is not None:
             raise ConfigError(
-                "the corpus (data.corpus) has other contents than that of the saved run, in documents of the same "
-                f"lengths: among {where}; give the same files, or start without a checkpoint"
+                "data.corpus: has other contents than the saved run had, in documents of the same lengths: among "
+                f"{where}; put the old ones back to go on, or give another output.folder to start anew"
             )
+        for name in ("rows", "tokens"):
+            check_count(f"{name} of the saved state of the data", state[name], 0, 2**63)
         self._packer.load_state_dict(state)
         self._rows, self._tokens = state["rows"], state["tokens"]

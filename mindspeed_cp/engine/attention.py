@@ -247,10 +247,13 @@ def checked_key(plan: Plan, key: DropoutKey | None) -> DropoutKey:
 
 
 def check_types(q: object, k: object, v: object) -> None:
-    """Check that q, k and v are tensors."""
+    """Check that q, k and v are tensors of rows in memory."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
+        if x.layout != torch.strided or x.is_nested or x.is_quantized:
+            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+            raise ConfigError(f"{name} is {kind}; valid: a dense torch.Tensor, for example {name}.to_dense()")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, context: RankContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,9 +44,14 @@ def write_atomically(option: str, path: str | Path, write: Callable[[Path], obje
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path beside `path`, then move that file to `path`."""
+    """Call `write` with the path of an empty file beside `path`, then move that file to `path`.
+
+    The file is new: a link of its name, which somebody may have put there, is removed and not followed.
+    """
     temporary = path.with_name(f".{path.name}.new")
     try:
+        temporary.unlink(missing_ok=True)
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         write(temporary)
         temporary.replace(path)
     finally:

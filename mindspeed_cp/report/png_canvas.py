@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_cp.report.text import drawn_text
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -51,6 +53,6 @@ class Canvas:
     def text(self, left: float, top: float, words: str, points: float = 9, **how: Any) -> float:
         """Write words at a place, and return where they end."""
         artist = self.figure.text(
-            left / FIGURE_WIDTH, 1 - top / self.height, words, fontsize=points, va="center", **how
+            left / FIGURE_WIDTH, 1 - top / self.height, drawn_text(words), fontsize=points, va="center", **how
         )
         return float(artist.get_window_extent().x1) / self.figure.dpi

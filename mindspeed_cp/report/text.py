@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mindspeed_cp.errors import shortened
 from mindspeed_cp.plan import AttentionConfig
 
 if TYPE_CHECKING:
@@ -37,6 +38,16 @@ class Table:
         if not any(self.columns):
             return 1
         return next((number for number, heading in enumerate(self.columns) if number and heading), len(self.columns))
+
+
+def drawn_text(text: str, limit: int = 300) -> str:
+    """Return a text as matplotlib draws it letter by letter: a `$` begins no formula, and half characters are escaped.
+
+    Args:
+        text: words that may come from outside, such as the name of a folder.
+        limit: characters, of which the middle is left out beyond that.
+    """
+    return shortened(text, limit).encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
 
 
 def format_count(number: float) -> str:

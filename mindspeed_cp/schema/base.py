@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import to_setting_error
 
 SETTING_LIMIT = 10**9  # larger than any sensible value, and products of settings stay below 2**63
@@ -33,6 +34,8 @@ class Section(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise to_setting_error(type(self), error) from None
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which pydantic cannot take
+            raise ConfigError(f"{type(self).__name__}: {error.object!r} is no Unicode text; mend it") from None
 
     @classmethod
     def key_names(cls) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -35,6 +36,9 @@ _SYNONYMS = {
     "tensor_model_parallel_size": ("tp", "tp_size", "tensor_parallel_size"),
     "folder": ("dir", "directory", "output_dir", "save"),
 }
+_VALUE_LIMIT = 80  # characters
+_REPR = reprlib.Repr()  # of values that are no JSON: it looks at the first items of a list alone
+_REPR.maxstring = _REPR.maxother = _VALUE_LIMIT
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
@@ -61,12 +65,21 @@ class SettingError(ConfigError):
 
 
 def format_value(value: Any) -> str:
-    """Return a value as YAML and JSON write it, on one line, cut at 80 characters."""
+    """Return a value as YAML and JSON write it, on one line, cut at 80 characters; only so much of it is written."""
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = repr(value).replace("\n", " ")
-    return text if len(text) <= 80 else text[:77] + "..."
+        for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+            text += part
+            if len(text) > _VALUE_LIMIT:
+                break
+    except (TypeError, ValueError, RecursionError):
+        text = short_repr(value)
+    return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 3] + "..."
+
+
+def short_repr(value: object) -> str:
+    """Return a value as Python writes it, on one line; of a long list the first items, of a long text both ends."""
+    return _REPR.repr(value).replace("\n", " ")
 
 
 def bad_value(

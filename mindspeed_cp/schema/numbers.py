@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.messages import short_repr
 
 #: Upper limit of counts (heads, channels, rounds), so that products of two fit into 64 bits.
 MAX_SIZE = 10**9
@@ -29,11 +30,11 @@ def check_count(
     """Raise ConfigError unless the value is an integer from `least` to `most`; None: no upper limit."""
     if not is_int(value) or value < least or (most is not None and value > most):  # type: ignore[operator]
         limit = "" if most is None else f", at most {most}"
-        raise ConfigError(f"{name} is {value!r}; valid: {what}, {least} or more{limit}")
+        raise ConfigError(f"{name} is {short_repr(value)}; valid: {what}, {least} or more{limit}")
 
 
 def check_divisor(name: str, value: object, ranks: int) -> None:
     """Raise ConfigError unless the value is a divisor of the number of ranks."""
     if not is_int(value) or value < 1 or ranks % value:  # type: ignore[operator]
         valid = ", ".join(map(str, divisors(ranks)))
-        raise ConfigError(f"{name} is {value!r}; valid: a divisor of the {ranks} ranks: {valid}")
+        raise ConfigError(f"{name} is {short_repr(value)}; valid: a divisor of the {ranks} ranks: {valid}")

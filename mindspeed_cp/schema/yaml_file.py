@@ -15,7 +15,11 @@ from typing import Any, TypeVar
 import yaml
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.schema.messages import SettingError
+from mindspeed_cp.schema.messages import SettingError, format_value
+
+MAX_FILE_BYTES = 2**17  # PyYAML takes a second for it; no settings file has a tenth
+MAX_ALIASED_NODES = 1000  # values that aliases (*name) repeat: a page of them can stand for billions
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _Made = TypeVar("_Made")
 
@@ -69,14 +73,22 @@ def read_settings_file(path: str | Path) -> SettingsFile:
     """Read a YAML mapping; raise ConfigError if the file is missing, unreadable, not YAML or not a mapping."""
     name = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        text = content.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
             f"{name}: no such file; give the path of a YAML settings file, for example configs/quickstart.yaml"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL byte
+        reason = (
+            "it is not UTF-8 text"
+            if isinstance(error, UnicodeDecodeError)
+            else getattr(error, "strerror", None) or error
+        )
         raise ConfigError(f"{name}: cannot be read: {reason}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{name}: is larger than any settings file, {MAX_FILE_BYTES:,} bytes; give another one")
     return parse_settings(text, name)
 
 
@@ -97,6 +109,8 @@ def apply_overrides(base: SettingsFile, overrides: Iterable[str]) -> SettingsFil
         key, equals, value = text.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")):
             raise ConfigError(f"--set {text!r}: must be KEY=VALUE with a dotted key, for example --set train.lr=0.001")
+        if _SURROGATE.search(key):
+            raise ConfigError(f"--set {text!r}: the key is no Unicode text")
         base = with_value(base, key, _load(value, f"--set {text!r}", {}))
     return base
 
@@ -111,7 +125,9 @@ def with_value(base: SettingsFile, key: str, value: Any, option: str = "--set") 
             section[part] = {}
         section = section[part]
         if not isinstance(section, dict):
-            raise ConfigError(f"{option} {key}={value}: {'.'.join(parts[: depth + 1])} is a value, not a section")
+            raise ConfigError(
+                f"{option} {key}={format_value(value)}: {'.'.join(parts[: depth + 1])} is a value, not a section"
+            )
     section[parts[-1]] = value
     for depth in range(len(parts)):
         lines[".".join(parts[: depth + 1])] = option
@@ -157,6 +173,7 @@ def _load(text: str, name: str, lines: dict[str, int | str]) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
+        _check_size(node, name)
         _index(node, "", name, lines)
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -173,8 +190,40 @@ def _load(text: str, name: str, lines: dict[str, int | str]) -> Any:
         raise
     except RecursionError:
         raise ConfigError(f"{name}: not valid YAML: nested too deeply, or refers to itself") from None
-    except ValueError as error:  # a date such as 2026-13-45
-        raise ConfigError(f"{name}: not valid YAML: {error}") from None
+    except (ValueError, LookupError, AttributeError) as error:  # 2026-13-45, and what PyYAML makes of !!bool x
+        raise ConfigError(f"{name}: not valid YAML: {type(error).__name__}: {error}") from None
+
+
+def _check_size(root: yaml.Node, name: str) -> None:
+    """Refuse aliases that stand for many values, or for themselves, and text that is no Unicode; before values are
+    made. Each node is visited once, however often it is meant."""
+    sizes: dict[yaml.Node, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if node in sizes:
+            if not sizes[node]:
+                raise RecursionError
+            return sizes[node]
+        sizes[node] = 0  # while it is counted
+        count = 1
+        if isinstance(node, yaml.ScalarNode):
+            bad = _SURROGATE.search(node.value)
+            if bad is not None:
+                line = node.start_mark.line + 1
+                raise ConfigError(f"{name}:{line}: not valid YAML: the character U+{ord(bad[0]):04X} is not allowed")
+        elif isinstance(node, yaml.MappingNode):
+            count += sum(size(key) + size(value) for key, value in node.value)
+        else:
+            count += sum(map(size, node.value))
+        sizes[node] = count
+        return count
+
+    total = size(root)
+    if total - len(sizes) > MAX_ALIASED_NODES:
+        raise ConfigError(
+            f"{name}: not valid YAML: aliases (*name) repeat {total - len(sizes):,} values; valid: at most "
+            f"{MAX_ALIASED_NODES:,}; write the values themselves"
+        )
 
 
 def _index(node: yaml.Node, prefix: str, name: str, lines: dict[str, int | str]) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from mindspeed_cp.device import npu_errors
+from mindspeed_cp.errors import MESSAGE_LIMIT, shortened
 
 EXIT_NOTE = "exit_note"  # kind of the record while a rank runs on an NPU
 EXIT_NOTE_TEXT = (
@@ -28,7 +29,7 @@ def write_exit_note(kind: str, line: str) -> None:
     """Write the record: the kind of the error (see failures.classify_error, or EXIT_NOTE) and one line."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        line = " ".join(line.split())
+        line = shortened(" ".join(line.split()), MESSAGE_LIMIT)
         timestamp = _LATEST_TIME if kind == EXIT_NOTE else int(time.time())
         message: dict[str, Any] = {
             "message": line,

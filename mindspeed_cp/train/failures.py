@@ -33,6 +33,16 @@ _LOST_CONNECTION_TEXTS = (
     "diststoreerror",
     "distnetworkerror",
 )
+_OPEN_FILES = "raise the limit of open files, ulimit -n, or use fewer ranks"
+_PROCESSES = "raise the limit of processes and threads, ulimit -u, or use fewer ranks"
+#: Parts of messages of a limit of the system, which torch, gloo and Python tell without an errno.
+_SYSTEM_LIMITS = {"Too many open files": _OPEN_FILES, "can't start new thread": _PROCESSES}
+_ERRNO_REMEDIES = {
+    errno.EMFILE: _OPEN_FILES,
+    errno.ENFILE: "this machine has no more files to open (sysctl fs.file-max)",
+    errno.EFBIG: "raise the limit of the size of a file, ulimit -f, and the same command goes on from the newest "
+    "checkpoint",
+}
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 
 
@@ -70,6 +80,9 @@ def classify_error(error: BaseException) -> tuple[str, str, int]:
         return "device", npu_errors.operator_error_line(text), FAILED
     if isinstance(error, RuntimeError) and npu_errors.is_device_error(text):
         return "device", npu_errors.device_error_line(text), FAILED
+    for part, remedy in _SYSTEM_LIMITS.items():
+        if part in text:
+            return "files", f"{text.splitlines()[0]}; {remedy}", FAILED
     cause = error.__cause__
     if cause is not None and (isinstance(cause, OSError) or is_checkpoint_error(cause)):
         return classify_error(cause)
@@ -118,6 +131,8 @@ def lost_over_hccl(rank: int, error: BaseException) -> PeerError:
 
 def _file_error(error: OSError) -> str:
     text = error.strerror or str(error) or type(error).__name__
+    if error.errno in _ERRNO_REMEDIES:
+        text = f"{text}; {_ERRNO_REMEDIES[error.errno]}"
     if error.filename is not None:
         return f"{error.filename}: {text}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

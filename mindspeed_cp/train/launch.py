@@ -18,6 +18,7 @@ from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import open_corpus
 from mindspeed_cp.device.npu_errors import TIMEOUTS
+from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.checkpoint_digests import signing_key
 from mindspeed_cp.train.exit_note import EXIT_NOTE, exit_process, write_exit_note
@@ -74,6 +75,7 @@ def preflight(settings: Settings, ranks: int) -> None:
     data_parallel_size(settings, ranks)
     check_memory(settings, ranks)
     check_tensorboard(settings)
+    check_open_files(ranks)
     open_corpus(settings.data.corpus)
     RunFiles(Path(settings.output.folder)).create()
     checkpoints_to_resume(settings)
@@ -104,8 +106,12 @@ def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str,
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
     command, logs = [sys.executable, *arguments], RunFiles(Path(settings.output.folder)).logs
-    with local_ranks(command, ranks, logs) as processes, _relay_signals(processes) as stop_signal_names:
-        failures = processes.wait()
+    try:
+        with local_ranks(command, ranks, logs) as started, _relay_signals(started) as stop_signal_names:
+            failures = started.wait()
+    except OSError as error:  # a limit of the system
+        _, line, code = classify_error(error)
+        return code, f"the {ranks} ranks cannot be started or watched: {line}; see ulimit -n and ulimit -u", []
     if not failures:
         return OK, "", stop_signal_names
     return *_classify_failures(failures, stop_signal_names), stop_signal_names
@@ -195,8 +201,6 @@ def _process_end(failure: RankFailure) -> str:
 def _relay_signals(processes: RankProcesses) -> Iterator[list[str]]:
     """Hand SIGTERM, SIGINT and SIGHUP on to the ranks and wait for them to end; a second SIGINT ends them at once.
 
-    SIGINT goes on as SIGTERM: a terminal may send it to the ranks besides, and they take a second one as an order.
-
     Yields:
         The names of the signals that came.
     """
@@ -206,7 +210,7 @@ def _relay_signals(processes: RankProcesses) -> Iterator[list[str]]:
         if stop_signal_names and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop_signal_names.append(signal.Signals(number).name)
-        processes.signal(signal.SIGTERM if number == signal.SIGINT else number)
+        processes.ask_to_stop(number)
 
     before = {number: signal.signal(number, relay) for number in stop_signals()}
     try:

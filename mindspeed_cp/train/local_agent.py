@@ -27,7 +27,7 @@ STORE_VARIABLE = "MINDSPEED_CP_STORE"  # the file through which the ranks of one
 LAUNCHER_VARIABLE = "MINDSPEED_CP_LAUNCHER"  # the process that started them
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 30.0  # for ranks that are asked to end, before they are killed
-_ENDED = "ended.json"
+_ENDED, _ASKED = "ended.json", "asked.json"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -66,7 +66,7 @@ class RankProcesses:
             logs: where their output goes; None: to that of this process.
         """
         self._records = [folder / f"rank{rank}.json" for rank in range(ranks)]
-        self._ended = folder / _ENDED
+        self._ended, self._asked = folder / _ENDED, folder / _ASKED
         self._logs = logs
         shared = {
             **os.environ,
@@ -115,6 +115,15 @@ class RankProcesses:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
+
+    def ask_to_stop(self, number: int) -> None:
+        """Hand a signal that asked this process to stop on to all ranks, which learn its name (`asked_by`).
+
+        SIGINT goes on as SIGTERM: a terminal may send it to the ranks besides, and they take a second one as an order.
+        """
+        with suppress(OSError):  # without it the ranks name the signal that they get
+            self._asked.write_text(json.dumps(signal.Signals(number).name), encoding="utf-8")
+        self.signal(signal.SIGTERM if number == signal.SIGINT else number)
 
     def end(self, grace: float) -> None:
         """Ask all ranks to end, and kill those that have not after `grace` seconds."""
@@ -187,10 +196,19 @@ def launcher_is_gone(parent: int) -> bool:
 
 def ended_ranks() -> list[int]:
     """In a rank: the ranks of which the launcher has told that they failed."""
+    return _told(_ENDED) or []
+
+
+def asked_by() -> str | None:
+    """In a rank: the name of the signal that asked the launcher to stop the run, or None."""
+    return _told(_ASKED)
+
+
+def _told(name: str) -> Any:
     store = os.environ.get(STORE_VARIABLE)
     if store is None:
-        return []
+        return None
     try:
-        return json.loads(Path(store).with_name(_ENDED).read_text(encoding="utf-8"))
+        return json.loads(Path(store).with_name(name).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there yet, or half written
-        return []
+        return None

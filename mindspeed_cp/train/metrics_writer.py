@@ -12,12 +12,13 @@ import torch
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.comparison import comparison_text
 from mindspeed_cp.train.loss_curve import LossCurve
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.progress_display import open_display
 from mindspeed_cp.train.rank_logs import open_log
-from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_json, write_text
+from mindspeed_cp.train.run_files import RunFiles, open_no_link, truncate_metrics, write_json, write_text
 from mindspeed_cp.train.run_identity import changed_settings, run_complete_note
 from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.stragglers import StragglerWatch
@@ -39,7 +40,7 @@ class MetricsWriter:
         self.first_step = progress.step
         truncate_metrics(files.metrics, progress.step)
         self._curve = LossCurve(files) if settings.output.loss_png else None
-        self._file = files.metrics.open("a", encoding="utf-8")
+        self._file = open_no_link(files.metrics)
         self._stragglers = StragglerWatch()
         self._tensorboard = TensorBoardWriter(files.tensorboard, progress.step) if settings.output.tensorboard else None
         self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
@@ -95,6 +96,7 @@ class MetricsWriter:
         if slow is not None:
             line["straggler"] = slow
             self._display.note(f"step {step}: {slow}")
+        self._check_present()
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
@@ -108,7 +110,20 @@ class MetricsWriter:
         """Remove the lines after a step, to which the run goes back."""
         self._file.close()
         truncate_metrics(self._files.metrics, last_step)
-        self._file = self._files.metrics.open("a", encoding="utf-8")
+        self._file = open_no_link(self._files.metrics)
+
+    def _check_present(self) -> None:
+        """Raise ConfigError if metrics.jsonl is no longer in the folder: all that is written would be lost."""
+        own = os.fstat(self._file.fileno())
+        try:
+            there = os.stat(self._files.metrics)
+        except OSError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+            raise ConfigError(
+                f"{self._files.metrics}: was removed or replaced while the run wrote it; what was in it is lost, and "
+                "the run ends: leave the folder alone, and start it again"
+            )
 
     def note(self, text: str) -> None:
         """Show a line that is not about one step."""

@@ -9,10 +9,12 @@ from typing import Any
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.train.checkpoint_digests import DamagedCheckpointError, UnsignedCheckpointError, read_digests
 from mindspeed_cp.train.run_files import RunFiles, describe_folder, error_text, iter_metrics
 from mindspeed_cp.train.run_identity import check_same_run
 
+LARGEST = 2**63  # no count of tokens, and no time in seconds, reaches it
 _NAME = re.compile(r"iter_(\d{7,})")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "step": int,
@@ -42,7 +44,7 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
     if (found or name) and not settings.checkpoint.resume:
         raise ConfigError(
             f"checkpoint.resume = false: {files.folder} has the checkpoint {name or found[0].name}, which a new run "
-            "would mix with its own; resume it, remove the folder, or give another output.folder"
+            "would mix with its own; leave --no-resume out to go on from it, or give another output.folder"
         )
     for _ in iter_metrics(files.metrics):  # a resumed run needs them; report damage before ranks are started
         pass
@@ -84,7 +86,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
         DamagedCheckpointError: it is missing or damaged, or of another step than the folder.
     """
     try:
-        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
         problem = getattr(error, "strerror", None) or "it is not JSON"
         raise DamagedCheckpointError(f"run.json: {problem}") from None
@@ -93,9 +95,16 @@ def read_run_json(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(
             f"run.json is damaged or not that of this version: {', '.join(wrong)} missing or of another type"
         )
+    for key in ("tokens", "seconds", "ranks"):
+        if not (key == "ranks") <= run[key] < LARGEST:
+            raise DamagedCheckpointError(f"run.json is damaged: {key} is {format_value(run[key])}")
     if run["step"] != checkpoint_step(folder):
-        raise DamagedCheckpointError(f"run.json is of step {run['step']}")
+        raise DamagedCheckpointError(f"run.json is of step {format_value(run['step'])}")
     return run
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

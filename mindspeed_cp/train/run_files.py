@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.files import replace_file
@@ -86,7 +86,14 @@ class RunFiles:
         Raises:
             ConfigError: Another run is using the folder.
         """
-        with open(self.folder / ".lock", "w") as lock:
+        path = self.folder / ".lock"
+        try:
+            lock = open_no_link(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be locked: {error_text(error)}; remove it, or give another output.folder"
+            ) from None
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -96,6 +103,12 @@ class RunFiles:
             except OSError:  # a file system without locks
                 pass
             yield
+
+
+def open_no_link(path: Path) -> TextIO:
+    """Open a file to append text; raise OSError for a symbolic link, through which another file would be written."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
 def describe_folder(folder: Path) -> str:
@@ -194,7 +207,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _metrics_line(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
 

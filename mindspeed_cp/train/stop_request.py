@@ -7,7 +7,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-from mindspeed_cp.train.local_agent import launcher_is_gone
+from mindspeed_cp.train.local_agent import asked_by, launcher_is_gone
 
 
 class Stopped(Exception):
@@ -44,6 +44,8 @@ class StopRequest:
         """Source of the request, as in "stopped by ...", or None."""
         if self._reason is None and launcher_is_gone(self._parent):
             self._reason = "the death of the launcher"
+        if self._reason == signal.SIGTERM.name:  # as which the launcher hands on what it got
+            self._reason = asked_by() or self._reason
         return self._reason
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from mindspeed_cp.train.comparison import comparison_sentence
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.run_files import RunFiles, iter_metrics, write_json
 
+#: What is averaged over the lines of metrics.jsonl; a line that lacks some of it, or was changed by hand, is left out.
+_FIGURES = ("tokens", "seconds", "imbalance", "documents")
 LAST_STEPS = 10  # averaged, because the loss of a single step depends on its documents
 
 
@@ -39,9 +42,10 @@ def summarize_run(
     """
     lines, start = _Totals(), _Totals()
     for line in iter_metrics(files.metrics):
-        lines.add(line)
-        if line["step"] > first_step:
-            start.add(line)
+        if all(_is_figure(line.get(key)) for key in _FIGURES):
+            lines.add(line)
+            if line["step"] > first_step:
+                start.add(line)
     totals = start.sums if start.sums else lines.sums  # none: the run was complete
     seconds, tokens = totals["seconds"], totals["tokens"]
     context = settings.data.seq_length
@@ -79,7 +83,7 @@ def _read_comparison(files: RunFiles) -> dict[str, Any] | None:
     """Return the comparison of algorithms that this start or an earlier one made, or None."""
     try:
         return json.loads(files.comparison.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -98,7 +102,7 @@ class _Totals:
 
     def add(self, line: dict[str, Any]) -> None:
         """Count a line."""
-        if line["loss"] is not None:  # a skipped step may have none
+        if _is_figure(line.get("loss")):  # a skipped step may have none
             self.first_loss = line["loss"] if self.first_loss is None else self.first_loss
             self.last_losses.append(line["loss"])
         for key in ("seconds", "tokens", "documents"):
@@ -114,6 +118,10 @@ class _Totals:
             self.sums[key] += line[key]
         # Lines of older versions have known_plans.
         self.sums["cached_plans"] += line.get("cached_plans", line.get("known_plans", 0))
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < math.inf
 
 
 def _planning(totals: dict[str, float]) -> dict[str, Any]:

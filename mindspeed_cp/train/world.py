@@ -19,6 +19,7 @@ from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.device.select import set_hccl_timeouts
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
@@ -128,6 +129,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     replicas = data_parallel_size(settings, size)
     check_nodes(settings, local_size, size)
     check_memory(settings, local_size, ranks=size)
+    check_open_files(size)
     device = pick_device(settings.train.device, _number(environment, "LOCAL_RANK", rank % local_size), local_size)
     if device.type == "cpu":
         keep_freed_memory()
@@ -144,7 +146,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
         store: dist.Store = dist.FileStore(shared_file, size)
         store.set_timeout(joining)
     else:
-        store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=joining))
+        store, rank, size = _meet(environment, rank, size, joining)
         # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
         restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt_{restart}", store)
@@ -177,6 +179,23 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
             tp_size=train.tensor_model_parallel_size,
             store=store,
         )
+
+
+def _meet(environment: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store of the first rank, or of its launcher, with the rank and the number of ranks."""
+    address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    try:
+        return next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    except (dist.DistError, OSError) as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"MASTER_PORT = {port} in the environment: another process of this machine listens there; give a free "
+                "one, the same to all ranks (torchrun --master-port), or end that process"
+            ) from None
+        raise PeerError(
+            f"rank {rank} did not find the first rank by MASTER_ADDR = {address} and MASTER_PORT = {port} within "
+            f"{timeout.total_seconds():g} s: {' '.join(str(error).split())}; start it, or mend the address"
+        ) from None
 
 
 def _init_process_group(

@@ -10,6 +10,7 @@ from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from mindspeed_cp.schema.messages import short_repr
 
 #: Backends with their default options. The npu backend imports torch_npu at its first computation.
 BACKENDS: dict[str, AttentionBackend] = {"cpu": CpuAttention(), "npu": NpuAttention(), "cuda": CudaAttention()}
@@ -59,6 +60,8 @@ def backend_for_device(device_type: str, backend: str | AttentionBackend | None 
     """
     requested = device_type if backend is None else backend
     chosen = get_backend(requested) if isinstance(requested, str) else requested
+    if not all(hasattr(chosen, part) for part in ("name", "key", "forward", "backward")):
+        raise ConfigError(f"backend is {short_repr(chosen)}; valid: {', '.join(BACKENDS)}, an object of one, or None")
     anywhere = getattr(chosen, "operator", None) is not None
     if chosen.name != device_type and not anywhere:
         raise ConfigError(

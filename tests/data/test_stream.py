@@ -177,7 +177,7 @@ def test_a_corpus_without_tokens_is_refused(lengths: list[int]) -> None:
         ({"context": 9}, "context = 9: the saved run had 8"),
         ({"seed": 1}, "seed = 1: the saved run had 0"),
         ({"lookahead": 5}, "lookahead = 5: the saved run had 64"),
-        ({"corpus": ListCorpus([5, 7])}, "the corpus (data.corpus) has documents of other lengths"),
+        ({"corpus": ListCorpus([5, 7])}, "data.corpus: has other documents than the saved run had"),
     ],
 )
 def test_a_state_of_other_rows_is_refused(other: dict[str, Any], name: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_cp.report.plan.summary import PlanSummary
+from mindspeed_cp.report.text import drawn_text
 
 if TYPE_CHECKING:
     pass
@@ -104,7 +105,7 @@ class TileMapCanvas:
         """Write text no wider than `width`: in a smaller size if needed, and not at all below the size `least`."""
         if not text:
             return
-        artist = self.axes.text(x, y, text, fontsize=size, **how)
+        artist = self.axes.text(x, y, drawn_text(text), fontsize=size, **how)
         box = artist.get_window_extent()
         extent = (box.height if how.get("rotation") == 90 else box.width) / self.figure.dpi
         if extent > width:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_cp.errors import shortened
 from mindspeed_cp.report.files import check_output_path, replace_file, write_atomically
 from mindspeed_cp.report.run.predicted_vs_measured import BREAKDOWN_LABELS, PredictedVsMeasured, per_rank_values
 from mindspeed_cp.report.run.step_traces import TimeBreakdown
+from mindspeed_cp.report.text import drawn_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +63,7 @@ def draw_predicted_vs_measured(result: PredictedVsMeasured, path: str | Path) ->
     handles, labels = steps.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     predicted = f"predicted (upper bars, modelled on cluster {result.cluster_name})"
-    figure.suptitle(f"{result.run.name}: {predicted} and measured (lower bars)")
+    figure.suptitle(drawn_text(f"{shortened(result.run.name)}: {predicted} and measured (lower bars)"))
     return write_atomically("--png", target, lambda new: figure.savefig(new, dpi=110, format="png"))
 
 
@@ -105,7 +107,7 @@ def draw_training_curves(metrics: Sequence[Mapping[str, Any]], path: Path, title
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     marker = "." if len(steps) < 50 else None
     loss.plot(steps, _with_gaps(metrics, "loss"), marker=marker, linewidth=1.2)
-    loss.set(ylabel="loss (nats per byte)", title=title)
+    loss.set(ylabel="loss (nats per byte)", title=drawn_text(title, 80))
     loss.grid(alpha=0.3)
     rate.plot(steps, [line["lr"] for line in metrics], color="tab:green", linewidth=1)
     rate.set_ylabel("learning rate", color="tab:green")
