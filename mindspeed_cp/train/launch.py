@@ -24,6 +24,7 @@ from mindspeed_cp.train.exit_note import EXIT_NOTE, exit_process, write_exit_not
 from mindspeed_cp.train.failures import BAD_INPUT, FAILED, OK, classify_error
 from mindspeed_cp.train.local_agent import RankFailure, RankProcesses, local_ranks
 from mindspeed_cp.train.memory import check_memory
+from mindspeed_cp.train.nodes import Nodes
 from mindspeed_cp.train.resume import checkpoints_to_resume
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.stop_request import stop_signals
@@ -37,8 +38,16 @@ _ABORTED = (
 _RESUME_HINT = "the same command goes on from the newest checkpoint, if there is one"
 
 
-def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -> int:
-    """Train with `nproc` ranks on this machine (default: one replica).
+def start_local_ranks(
+    settings: Settings, nproc: int | None, *, as_json: bool, nodes: Nodes | None = None, logs: Path | None = None
+) -> int:
+    """Train with `nproc` ranks on this machine (default: its share of one replica).
+
+    Args:
+        settings, as_json: of the run.
+        nproc: number of ranks; the same on each of `nodes`.
+        nodes: the nodes of the run; default: this machine alone.
+        logs: folder for the output of every rank (train/local_agent.py); default: all of it is shown.
 
     Returns:
         0 when the run is complete or was stopped on request, 1 when it failed. A run that was asked to stop is not
@@ -47,11 +56,17 @@ def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -
     Raises:
         ConfigError: A setting is wrong; found before any rank is started, or by a rank.
     """
-    ranks = settings.model_parallel_size if nproc is None else nproc
-    preflight(settings, ranks)
+    nodes = nodes or Nodes()
+    ranks = -(-settings.model_parallel_size // nodes.count) if nproc is None else nproc
+    preflight(settings, ranks, ranks * nodes.count)
+    if logs is not None:
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--log-dir {logs}: cannot be made ({error.strerror}); must be a folder") from None
     restarts = settings.train.max_restarts
     for attempt in range(restarts + 1):
-        code, line, stop_signal_names = _launch(settings, ranks, as_json=as_json)
+        code, line, stop_signal_names = _launch(settings, ranks, nodes, logs, as_json=as_json)
         if code == BAD_INPUT:
             raise ConfigError(line)
         if code == OK:
@@ -68,10 +83,15 @@ def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -
     return FAILED
 
 
-def preflight(settings: Settings, ranks: int) -> None:
-    """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported."""
-    data_parallel_size(settings, ranks)
-    check_memory(settings, ranks)
+def preflight(settings: Settings, ranks: int, all_ranks: int | None = None) -> None:
+    """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported.
+
+    Args:
+        settings: of the run.
+        ranks, all_ranks: ranks on this machine, and those of the run; default: the same.
+    """
+    data_parallel_size(settings, all_ranks or ranks)
+    check_memory(settings, ranks, ranks=all_ranks)
     open_corpus(settings.data.corpus)
     RunFiles(Path(settings.output.folder)).create()
     checkpoints_to_resume(settings)
@@ -94,13 +114,19 @@ def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
     return OK
 
 
-def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str, list[str]]:
+def _launch(
+    settings: Settings, ranks: int, nodes: Nodes, logs: Path | None, *, as_json: bool
+) -> tuple[int, str, list[str]]:
     """Start all ranks and wait for them; return exit code, line to print, and the signals that asked to stop."""
-    if sys.platform == "linux":
+    if sys.platform == "linux" and nodes.count == 1:
         # All ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
-    with local_ranks([sys.executable, *arguments], ranks) as processes, _relay_signals(processes) as stop_signal_names:
+    command = [sys.executable, *arguments]
+    with (
+        local_ranks(command, ranks, nodes, logs) as processes,
+        _relay_signals(processes) as stop_signal_names,
+    ):
         failures = processes.wait()
     if not failures:
         return OK, "", stop_signal_names

@@ -1,7 +1,8 @@
 """The ranks of this machine as processes: started together, and ended when the first of them fails.
 
-The ranks meet through a file in a folder that only this user can enter. No port listens that another user could reach,
-as those of torch's elastic agent do, and nothing is unpickled: the record of a rank's end is JSON.
+The ranks of one machine meet through a file in a folder that only this user can enter, those of many through a store of
+rank 0 (train/rendezvous.py). This process listens on no port, as torch's elastic agent does on all interfaces, and
+unpickles nothing: the record of a rank's end is JSON.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from mindspeed_cp.train.nodes import Nodes
 
 STORE_VARIABLE = "MINDSPEED_CP_STORE"  # the file through which the ranks of one start meet
 LAUNCHER_VARIABLE = "MINDSPEED_CP_LAUNCHER"  # the process that started them
@@ -52,32 +55,43 @@ class RankFailure:
 
 
 class RankProcesses:
-    """All ranks, each a process that runs one command."""
+    """All ranks of this node, each a process that runs one command."""
 
-    def __init__(self, command: Sequence[str], ranks: int, folder: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], ranks: int, folder: Path, nodes: Nodes | None = None, logs: Path | None = None
+    ) -> None:
         """Start the ranks.
 
         Args:
             command: program and arguments, the same for all ranks.
             ranks: number of processes.
             folder: empty, for the store and the records; only this user may enter it.
+            nodes: the nodes of the start; default: this machine alone.
+            logs: folder for the output of every rank, rank<N>.log, which is appended to; the first one is shown too.
+                Default: all are shown.
         """
+        nodes = nodes or Nodes()
+        self._first = nodes.rank * ranks
         self._records = [folder / f"rank{rank}.json" for rank in range(ranks)]
         self._ended = folder / _ENDED
         shared = {
             **os.environ,
             STORE_VARIABLE: str(folder / "store"),
             LAUNCHER_VARIABLE: str(os.getpid()),
-            "WORLD_SIZE": str(ranks),
+            "WORLD_SIZE": str(ranks * nodes.count),
             "LOCAL_WORLD_SIZE": str(ranks),
+            **nodes.environment(),
         }
         if ranks > 1:
             shared.setdefault("OMP_NUM_THREADS", "1")
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._copies: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, record in enumerate(self._records):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(record)}
-                self._processes.append(subprocess.Popen(command, env={**shared, **own}))
+            for local, record in enumerate(self._records):
+                rank = self._first + local
+                own = {"RANK": str(rank), "LOCAL_RANK": str(local), "TORCHELASTIC_ERROR_FILE": str(record)}
+                log = None if logs is None else logs / f"rank{rank}.log"
+                self._processes.append(self._start(command, {**shared, **own}, log, shown=local == 0))
         except BaseException:
             self.end(0)
             raise
@@ -89,7 +103,7 @@ class RankProcesses:
             The failures by rank, first those of ranks that failed by themselves.
         """
         while True:
-            failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
+            failed = [self._first + local for local, process in enumerate(self._processes) if process.poll()]
             if failed:
                 break
             if all(process.returncode == 0 for process in self._processes):
@@ -99,7 +113,7 @@ class RankProcesses:
         with suppress(OSError):  # without it the others find out themselves, later
             self._ended.write_text(json.dumps(failed), encoding="utf-8")
         self.end(GRACE_SECONDS)
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self._processes, self._first):
             if rank not in failures and process.returncode:
                 failures[rank] = self._failure(rank)
         return failures
@@ -118,12 +132,26 @@ class RankProcesses:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
-        for process in self._processes:
+        for process in (*self._processes, *self._copies):
             process.wait()
 
+    def _start(
+        self, command: Sequence[str], environment: dict[str, str], log: Path | None, *, shown: bool
+    ) -> subprocess.Popen[bytes]:
+        if log is None:
+            return subprocess.Popen(command, env=environment)
+        with ExitStack() as stack:
+            streams: list[IO[bytes]] = [stack.enter_context(log.open("ab"))] * 2
+            if shown:
+                for n, own in enumerate((None, 2)):  # -i: it ends with the output, not with a terminal's signal to all
+                    copy = subprocess.Popen(["tee", "-ia", str(log)], stdin=subprocess.PIPE, stdout=own)
+                    self._copies.append(copy)
+                    streams[n] = stack.enter_context(copy.stdin)  # type: ignore[arg-type]
+            return subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
+
     def _failure(self, rank: int) -> RankFailure:
-        process = self._processes[rank]
-        return read_failure(rank, process.pid, process.returncode, self._records[rank])
+        process, record = self._processes[rank - self._first], self._records[rank - self._first]
+        return read_failure(rank, process.pid, process.returncode, record)
 
 
 def read_failure(rank: int, pid: int, exitcode: int, record: Path) -> RankFailure:
@@ -136,16 +164,13 @@ def read_failure(rank: int, pid: int, exitcode: int, record: Path) -> RankFailur
 
 
 @contextmanager
-def local_ranks(command: Sequence[str], ranks: int) -> Iterator[RankProcesses]:
-    """Run ranks within the block; none outlives it.
-
-    Args:
-        command: program and arguments.
-        ranks: number of processes.
-    """
+def local_ranks(
+    command: Sequence[str], ranks: int, nodes: Nodes | None = None, logs: Path | None = None
+) -> Iterator[RankProcesses]:
+    """Run ranks within the block; none outlives it. The arguments are those of RankProcesses."""
     folder = Path(tempfile.mkdtemp(prefix="mindspeed-cp-"))  # of mode 0700
     try:
-        processes = RankProcesses(command, ranks, folder)
+        processes = RankProcesses(command, ranks, folder, nodes, logs)
         try:
             yield processes
         finally:
