@@ -58,7 +58,7 @@ def start_local_ranks(
     """
     nodes = nodes or Nodes()
     ranks = -(-settings.model_parallel_size // nodes.count) if nproc is None else nproc
-    preflight(settings, ranks, ranks * nodes.count)
+    preflight(settings, ranks, nodes)
     if logs is not None:
         try:
             logs.mkdir(parents=True, exist_ok=True)
@@ -83,19 +83,22 @@ def start_local_ranks(
     return FAILED
 
 
-def preflight(settings: Settings, ranks: int, all_ranks: int | None = None) -> None:
+def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
     """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported.
 
     Args:
         settings: of the run.
-        ranks, all_ranks: ranks on this machine, and those of the run; default: the same.
+        ranks: ranks on this machine.
+        nodes: the nodes of the run; the first one alone looks at the checkpoints, with its key.
     """
-    data_parallel_size(settings, all_ranks or ranks)
+    all_ranks = ranks * nodes.count
+    data_parallel_size(settings, all_ranks)
     check_memory(settings, ranks, ranks=all_ranks)
     open_corpus(settings.data.corpus)
     RunFiles(Path(settings.output.folder)).create()
-    checkpoints_to_resume(settings)
-    signing_key()
+    if nodes.rank == 0:
+        checkpoints_to_resume(settings)
+        signing_key()
 
 
 def run_under_launcher(settings: Settings, *, as_json: bool) -> int:

@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
+from mindspeed_cp.device.network import interface_addresses
 from mindspeed_cp.errors import ConfigError
 
 
@@ -80,14 +81,3 @@ def listening_socket(name: str, port: int, interface: str | None = None) -> sock
             "address of the machine of rank 0 and a port that is free there, the same on all nodes"
         ) from None
     return listener
-
-
-def interface_addresses() -> dict[str, list[str]]:
-    """Return the IP addresses of each network device of this machine, IPv4 first."""
-    import psutil
-
-    found = {
-        device: sorted((a.family, a.address) for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6))
-        for device, addresses in psutil.net_if_addrs().items()
-    }
-    return {device: [address for _, address in addresses] for device, addresses in found.items() if addresses}
