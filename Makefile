@@ -28,6 +28,7 @@ INSTALLED_NPU = $(VENV_NPU)/installed
 INSTALLED_TRITON = $(VENV)-triton/installed
 INSTALLED_ASCEND = $(VENV)-ascend/installed
 INSTALLED_CUDA = $(VENV)-cuda/installed
+INSTALLED_TOOLS = $(VENV)-tools/installed
 RUN = $(VENV)/bin
 ENVIRONMENT = @python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py
 ifeq ($(shell uname -s),Linux)
@@ -43,7 +44,7 @@ THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
 # test-all sets this: the tests marked `thorough` run too, and hypothesis draws more examples.
 FULL ?=
 
-.PHONY: help train soak test test-all test-npu test-triton test-cuda lint docs-tables format bench environment clean
+.PHONY: help train soak test test-all test-npu test-triton test-cuda lint docs-tables lock format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -77,11 +78,15 @@ docs-tables: $(INSTALLED) ## write the generated tables of docs/
 	$(RUN)/python tools/glossary.py
 	$(RUN)/python tools/reliability.py
 
-lint: $(INSTALLED) ## ruff, mypy and the order of imports
+lint: $(INSTALLED) ## ruff, mypy, the order of imports, and known faults of the pinned packages
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check --quiet .
 	$(RUN)/mypy --num-workers $(JOBS)
 	$(RUN)/lint-imports --no-logo
+	$(RUN)/python requirements/audit.py $(VENV)-tools
+
+lock: $(INSTALLED_TOOLS) ## write the digests of all pinned packages (requirements/lock)
+	$(VENV)-tools/bin/python requirements/lock.py --torch-index "$(TORCH_INDEX)"
 
 format: $(INSTALLED) ## write the sources as ruff formats them
 	$(RUN)/ruff check --fix .
@@ -93,21 +98,24 @@ bench: $(INSTALLED) ## the engine's speed against its ideal
 environment: $(INSTALLED) ## only make the virtual environment
 
 # environment.py takes a lock, so two makes at once are safe, and does nothing if the contents of its inputs have not changed.
-$(INSTALLED): $(wildcard requirements/*) pyproject.toml setup.py
+$(INSTALLED): $(wildcard requirements/*.* requirements/lock/*) pyproject.toml setup.py
 	$(ENVIRONMENT) $(VENV) --torch-index "$(TORCH_INDEX)"
 
-$(INSTALLED_NPU): $(wildcard requirements/*) pyproject.toml setup.py
+$(INSTALLED_NPU): $(wildcard requirements/*.* requirements/lock/*) pyproject.toml setup.py
 	$(ENVIRONMENT) $(VENV_NPU) --requirements npu.txt --torch-index "$(TORCH_INDEX)"
 
-$(INSTALLED_TRITON): $(wildcard requirements/*) pyproject.toml setup.py
+$(INSTALLED_TRITON): $(wildcard requirements/*.* requirements/lock/*) pyproject.toml setup.py
 	$(ENVIRONMENT) $(VENV)-triton --requirements triton.txt --torch-index "$(TORCH_INDEX)"
 
-$(INSTALLED_ASCEND): $(wildcard requirements/*) pyproject.toml setup.py
+$(INSTALLED_ASCEND): $(wildcard requirements/*.* requirements/lock/*) pyproject.toml setup.py
 	$(ENVIRONMENT) $(VENV)-ascend --requirements ascend.txt --bare --torch-index "$(TORCH_INDEX)"
 
-$(INSTALLED_CUDA): $(wildcard requirements/*) pyproject.toml setup.py
+$(INSTALLED_CUDA): $(wildcard requirements/*.* requirements/lock/*) pyproject.toml setup.py
 	$(ENVIRONMENT) $(VENV)-cuda --requirements cuda.txt --torch-index "$(TORCH_INDEX)"
 
+$(INSTALLED_TOOLS): $(wildcard requirements/*.* requirements/lock/*)
+	$(ENVIRONMENT) $(VENV)-tools --requirements tools.txt --bare --torch-index "$(TORCH_INDEX)"
+
 clean: ## remove the virtual environments, caches and build results, not runs/
-	rm -rf $(VENV) $(VENV_NPU) $(VENV)-triton $(VENV)-ascend $(VENV)-cuda build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_NPU) $(VENV)-triton $(VENV)-ascend $(VENV)-cuda $(VENV)-tools build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)*' -prune -exec rm -rf {} +

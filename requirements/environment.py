@@ -5,10 +5,14 @@
     python requirements/environment.py .venv-cuda --requirements cuda.txt --torch-index URL
     python requirements/environment.py .venv-ascend --requirements ascend.txt --bare --torch-index URL
 
-Order of installation: torch, then the pinned rest (dev.txt, which includes base.txt; npu.txt adds torch-npu), then this
-package, editable; with --bare only the pins. torch comes first, and as its CPU build: on Linux x86-64 any other way
-brings gigabytes of CUDA libraries. What all need is downloaded once: the second takes it from pip's cache. A file that
-names a build of torch itself ("torch===", cuda.txt) gets that one, which must have CUDA.
+Order of installation: torch, then the rest (dev.txt, which includes base.txt; npu.txt adds torch-npu), then this
+package, editable; with --bare only the rest. torch comes first, and as its CPU build: on Linux any other way brings
+gigabytes of CUDA libraries. What all need is downloaded once: the second takes it from pip's cache. A file that names a
+build of torch itself ("torch===", cuda.txt) gets that one, which must have CUDA.
+
+What is installed is named in requirements/lock, written by `make lock`, with the SHA-256 of every file. pip takes no
+file of another content, wherever it comes from, and no package that is not named there. No index is put beside another:
+it could offer a package of the other under a higher version.
 
 Two makes at once are safe: the second waits for the first, then finds nothing left to do. A run that was stopped
 half-way leaves no stamp, so the next one goes on. The stamp holds a digest of all that the environment depends on.
@@ -28,8 +32,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-INPUTS = [REQUIREMENTS / "torch.txt", REQUIREMENTS / "environment.py", ROOT / "pyproject.toml", ROOT / "setup.py"]
+LOCKS = REQUIREMENTS / "lock"
+INPUTS = [LOCKS / "torch.txt", REQUIREMENTS / "environment.py", ROOT / "pyproject.toml", ROOT / "setup.py"]
 STAMP = "installed"  # the Makefile knows this name
+LOCKED = ("--require-hashes", "--no-deps")
 HAS_CUDA = "import sys, torch; sys.exit(torch.version.cuda is None and f'torch {torch.__version__} has no CUDA')"
 
 
@@ -37,12 +43,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("environment", type=Path, help="folder of the virtual environment")
     parser.add_argument("--torch-index", required=True, help="package index that has CPU builds of torch")
-    parser.add_argument("--requirements", default="dev.txt", metavar="FILE", help="pins, in requirements/ (dev.txt)")
+    parser.add_argument("--requirements", default="dev.txt", metavar="FILE", help="in requirements/lock (dev.txt)")
     parser.add_argument("--bare", action="store_true", help="neither torch nor this package")
     arguments = parser.parse_args()
-    requirements = REQUIREMENTS / arguments.requirements
+    requirements = LOCKS / arguments.requirements
     if not requirements.is_file():
-        parser.error(f"--requirements {arguments.requirements}: not a file of {REQUIREMENTS}")
+        parser.error(f"--requirements {arguments.requirements}: not a file of {LOCKS}")
     environment: Path = arguments.environment.resolve()
     environment.mkdir(parents=True, exist_ok=True)
     stamp = environment / STAMP
@@ -101,8 +107,8 @@ def install(environment: Path, requirements: Path, torch_index: str | None) -> N
     cuda = any(line.startswith("torch===") for line in requirements.read_text().splitlines())
     if torch_index is not None and not cuda:
         install_torch(python, torch_index)
-    print(f"environment: installing the pinned packages of requirements/{requirements.name}", flush=True)
-    pip(python, "-r", requirements)
+    print(f"environment: installing the pinned packages of requirements/lock/{requirements.name}", flush=True)
+    pip(python, *LOCKED, "-r", requirements)
     if torch_index is None:
         return
     if cuda:
@@ -123,19 +129,21 @@ def usable(python: Path) -> bool:
 
 
 def install_torch(python: Path, torch_index: str) -> None:
-    """From pip's own configuration if that offers a CPU build, else with PyTorch's index of CPU builds beside it.
+    """From pip's own configuration if that offers the CPU build, else from PyTorch's index of CPU builds alone.
 
-    With both at hand pip takes the CPU build: "2.13.0+cpu" sorts after "2.13.0". Where only the default build can be
-    had (macOS has no other, or the index is out of reach) that one is installed: it works on CPU as well.
+    Where only PyPI's build can be had (the index is out of reach), that one is installed with its CUDA libraries: it
+    works on CPU as well.
     """
-    pin = next(line for line in (REQUIREMENTS / "torch.txt").read_text().splitlines() if line.startswith("torch=="))
-    constraints = ("-c", REQUIREMENTS / "base.txt")
-    print(f"environment: installing {pin}, CPU build", flush=True)
-    try:
-        pip(python, *constraints, f"{pin}+cpu", quiet_failure=True)
-    except subprocess.CalledProcessError:
-        print(f"environment: pip's own sources have no {pin}+cpu; looking at {torch_index} too", flush=True)
-        pip(python, *constraints, "--extra-index-url", torch_index, pin)
+    print("environment: installing torch, CPU build", flush=True)
+    pinned = (*LOCKED, "-r", LOCKS / "torch.txt")
+    for sources in ((), ("--index-url", torch_index)):
+        try:
+            return pip(python, *sources, *pinned, quiet_failure=True)
+        except subprocess.CalledProcessError:
+            where = sources[-1] if sources else "pip's own configuration"
+            print(f"environment: {where} does not give a file of requirements/lock/torch.txt", flush=True)
+    print("environment: installing PyPI's build of torch, gigabytes with its CUDA libraries", flush=True)
+    pip(python, *LOCKED, "-r", LOCKS / "cuda.txt")
 
 
 def pip(python: Path, *arguments: str | Path, quiet_failure: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""What launch.sh has to know of the settings, of a rank table and of this machine before it starts torchrun.
+"""What launch.sh has to know of the settings, of a rank table and of this machine before it starts the ranks.
 
     check.py settings CONFIG --ranks-per-node N --nodes N --node-rank N [--set SECTION.KEY=VALUE ...]
     check.py rank-table FILE --ranks-per-node N --nodes N --machine NAME --versions "1.2 1.0"
-    check.py machine --device npu|cpu --ranks-per-node N --node-rank N --master-port PORT
+    check.py machine --device npu|cpu --ranks-per-node N --nodes N --node-rank N --master-port PORT
 
 Bad input: one line on standard error, exit code 2.  `machine` lists what is wrong, a line each: setting, value, remedy.
 Imports neither torch nor torch_npu.
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check.add_argument("--ranks-per-node", type=int, required=True)
     for check in (settings, machine):
         check.add_argument("--node-rank", type=int, required=True)
-    for check in (settings, table):
+    for check in (settings, table, machine):
         check.add_argument("--nodes", type=int, required=True)
     given = parser.parse_args(arguments)
     try:
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_rank_table(given.file, given.ranks_per_node, given.nodes, given.machine, versions)
             print(given.file.absolute())
         else:
-            for finding in machine_findings(given.device, given.ranks_per_node, given.node_rank, given.master_port):
+            port = given.master_port if given.nodes > 1 and given.node_rank == 0 else None
+            for finding in machine_findings(given.device, given.ranks_per_node, port):
                 print("\t".join(finding))
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,7 +100,7 @@ def print_settings(config: str, overrides: Sequence[str], ranks_per_node: int, n
 
 
 def check_rank_table(path: Path, ranks_per_node: int, nodes: int, machine: str, versions: Sequence[str]) -> None:
-    """Refused unless HCCL would find in `path` the ranks that torchrun numbers node by node.
+    """Refused unless HCCL would find in `path` the ranks numbered node by node.
 
     A file that is missing or a link makes torch-npu go on without it, and one with other ranks fails in the first
     operation only, so both are refused here.  Format: "Configuring Resource Information Through a rank table File",
@@ -132,7 +133,7 @@ def check_rank_table(path: Path, ranks_per_node: int, nodes: int, machine: str, 
     found = sorted(_rank_ids(each) for each in devices)
     if found != [[node * ranks_per_node + local for local in range(ranks_per_node)] for node in range(nodes)]:
         raise refuse(
-            f"has rank_id {found} on its servers; torchrun numbers ranks node by node, 0 to {ranks_per_node - 1} first"
+            f"has rank_id {found} on its servers; ranks are numbered node by node, 0 to {ranks_per_node - 1} first"
         )
     if table["version"] == "1.2":
         if not isinstance(table.get("super_pod_list"), list):
@@ -152,13 +153,13 @@ def _rank_ids(devices: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(int(text) if text.isdigit() else -1 for text in texts)
 
 
-def machine_findings(device: str, ranks_per_node: int, node_rank: int, master_port: int) -> Iterator[Finding]:
-    """What keeps the ranks from starting on this machine."""
+def machine_findings(device: str, ranks_per_node: int, port: int | None) -> Iterator[Finding]:
+    """What keeps the ranks from starting on this machine; rank 0 is to listen on `port`, if one is given."""
     if device == "npu":
         yield from cann_findings(os.environ)
         yield from device_findings(ranks_per_node, os.environ.get("ASCEND_RT_VISIBLE_DEVICES"), Path("/dev"))
-    if node_rank == 0:
-        yield from port_findings(master_port)
+    if port is not None:
+        yield from port_findings(port)
 
 
 def cann_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -189,9 +190,9 @@ def device_findings(ranks_per_node: int, visible: str | None, folder: Path) -> I
 
 
 def port_findings(port: int) -> Iterator[Finding]:
-    """Node 0 listens on `port`."""
+    """Rank 0 listens on `port`, of one address of node 0."""
     with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does: a port just left is free
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as rank 0 does: a port just left is free
         try:
             free.bind(("", port))
         except OSError as error:

@@ -40,16 +40,17 @@ take() {
 
 # --- on every device --------------------------------------------------------------------------------------------------
 
-# Whoever needs torch_npu imports it by name: the ranks do, torchrun itself does not.  Without this `import torch` loads
+# Whoever needs torch_npu imports it by name: the ranks do.  Without this `import torch` loads
 # it everywhere, and fails altogether where torch-npu is installed and CANN is not (wheel; torch/__init__.py).
 give TORCH_DEVICE_BACKEND_AUTOLOAD 0
 
-# torchrun sets 1 by itself, with a warning on every start (torch, distributed/run.py).  A rank then takes
-# train.threads_per_rank threads, or its share of the cores.
+# Libraries that read it once take one thread.  A rank then takes train.threads_per_rank threads, or its share of the
+# cores.
 give OMP_NUM_THREADS 1
 
 # gloo joins the ranks on the host, on npu as well.  By itself it takes whatever address the host's name resolves to,
-# which need not be one that other nodes reach (torch, ProcessGroupGloo).  On one node the loop-back does.
+# which need not be one that other nodes reach (torch, ProcessGroupGloo).  On one node the loop-back does.  Whoever
+# reaches gloo's ports or the store of rank 0 could take part, so name the device of a private network.
 if [[ -n $INTERFACE ]]; then
     give GLOO_SOCKET_IFNAME "$INTERFACE"
 elif ((NODES == 1)) && [[ $OSTYPE == linux* ]]; then

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the scripts of all machines do: read the options, check them and the machine, start torchrun.
+# What the scripts of all machines do: read the options, check them and the machine, start `mindspeed-cp train`.
 #
 # Sourced by the script of a machine, which has set MACHINE, DEVICES_PER_NODE and RANK_TABLE_VERSIONS.  The variables of
 # the ranks are in environment.sh; what needs the settings or JSON is in check.py.
@@ -10,7 +10,7 @@ usage() {
     cat <<HELP
 usage: ${0##*/} [OPTIONS] [-- ARGUMENTS OF mindspeed-cp train]
 
-Starts the ranks of one $MACHINE node ($DEVICES_PER_NODE devices) with torchrun; each runs \`mindspeed-cp train CONFIG\`.
+Starts the ranks of one $MACHINE node ($DEVICES_PER_NODE devices) with \`mindspeed-cp train CONFIG\`.
 On many nodes run it on each of them, with the same options but --node-rank; under Slurm see slurm.sbatch.
 
   --config FILE           settings of the training                      (CONFIG; configs/quickstart.yaml)
@@ -21,7 +21,7 @@ On many nodes run it on each of them, with the same options but --node-rank; und
   --node-rank N           this node, 0 to nodes - 1                     (NODE_RANK; needed for many nodes)
   --master-addr HOST      name or address of node 0                     (MASTER_ADDR; needed for many nodes)
   --master-port PORT      port of node 0 that is free, on all the same  (MASTER_PORT; 29500)
-  --interface NAME        the host's network device, such as eth0, for HCCL and gloo
+  --interface NAME        the host's network device, such as eth0, for HCCL, gloo and the store of rank 0
   --log-dir FOLDER        output of every rank                          (LOG_DIR; OUTPUT.FOLDER/logs)
   --rank-table FILE       JSON of all devices, for HCCL                 (RANK_TABLE_FILE)
   --connect-timeout S     120 to 7200; until a communicator is made     (HCCL_CONNECT_TIMEOUT; 9/10 of timeout_seconds)
@@ -30,10 +30,7 @@ On many nodes run it on each of them, with the same options but --node-rank; und
   --buffer-mb MB          of each communicator, twice                   (HCCL_BUFFSIZE; 200)
   --p2p-buffer-mb MB      of each pair's communicator, twice; 1 or more (P2P_HCCL_BUFFSIZE; hccl_buffer_mb, or 20)
   --cpu-affinity CONF     0, 1, 2, or 1,npu0:0-23,...                   (CPU_AFFINITY_CONF; 1)
-  --join-timeout S        until all nodes have started                  (900)
-  --stop-timeout S        for ranks to finish a step and write a
-                          checkpoint after Ctrl-C or SIGTERM            (timeout_seconds)
-  --run-id NAME           the same on all nodes; names the logs         (train)
+  --run-id NAME           names the folder of the logs                  (train)
   --cann FILE             CANN's set_env.sh, sourced first
   --python FILE           interpreter of the ranks                      (PYTHON; python3)
   --dry-run               print environment and command, start nothing
@@ -70,8 +67,6 @@ MASTER_ADDR=${MASTER_ADDR-}
 MASTER_PORT=${MASTER_PORT:-29500}
 INTERFACE=""
 LOG_DIR=${LOG_DIR-}
-JOIN_TIMEOUT=900
-STOP_TIMEOUT=""
 RUN_ID=train
 CANN=""
 PYTHON=${PYTHON:-python3}
@@ -102,7 +97,7 @@ while (($#)); do
     case $1 in
         --config | --set | --device | --ranks-per-node | --nodes | --node-rank | --master-addr | --master-port) ;;
         --interface | --log-dir | --rank-table | --connect-timeout | --exec-timeout | --buffer-mb | --p2p-buffer-mb) ;;
-        --cpu-affinity | --join-timeout | --stop-timeout | --run-id | --cann | --python) ;;
+        --cpu-affinity | --run-id | --cann | --python) ;;
         *) refuse "option" "$1" "there is no such option; ${0##*/} --help lists them" ;;
     esac
     if (($# < 2)) || [[ -z $2 ]]; then refuse "$1" "" "needs a value; see ${0##*/} --help"; fi
@@ -123,8 +118,6 @@ while (($#)); do
         --buffer-mb) export HCCL_BUFFSIZE=$2 ;;
         --p2p-buffer-mb) export P2P_HCCL_BUFFSIZE=$2 ;;
         --cpu-affinity) export CPU_AFFINITY_CONF=$2 ;;
-        --join-timeout) JOIN_TIMEOUT=$2 ;;
-        --stop-timeout) STOP_TIMEOUT=$2 ;;
         --run-id) RUN_ID=$2 ;;
         --cann) CANN=$2 ;;
         --python) PYTHON=$2 ;;
@@ -137,14 +130,12 @@ if [[ $DEVICE != npu && $DEVICE != cpu ]]; then refuse --device "$DEVICE" "must 
 whole --ranks-per-node "$RANKS" 1 "$DEVICES_PER_NODE" "the devices of a node of $MACHINE"
 whole --nodes "$NODES" 1 65536
 whole --master-port "$MASTER_PORT" 1024 65535
-whole --join-timeout "$JOIN_TIMEOUT" 1 86400
 if [[ ! $RUN_ID =~ ^[A-Za-z0-9._-]+$ ]]; then refuse --run-id "$RUN_ID" "must be letters, digits, dots, - and _"; fi
 if ((NODES > 1)); then
     if [[ -z $MASTER_ADDR ]]; then refuse --master-addr "" "needed for $NODES nodes: name or address of node 0"; fi
     if [[ -z $NODE_RANK ]]; then refuse --node-rank "" "needed for $NODES nodes: 0 to $((NODES - 1)), another on each"; fi
 fi
 whole --node-rank "${NODE_RANK:=0}" 0 $((NODES - 1)) "--nodes is $NODES"
-: "${MASTER_ADDR:=127.0.0.1}"
 for setting in "${SETTINGS[@]}"; do
     if [[ $setting == train.device=* ]]; then refuse --set "$setting" "use --device npu or --device cpu"; fi
 done
@@ -161,9 +152,8 @@ facts=$("$PYTHON" "$LAUNCH/check.py" settings "$CONFIG" --ranks-per-node "$RANKS
     read -r TIMEOUT
     read -r OUTPUT
 } <<<"$facts"
-: "${LOG_DIR:=$OUTPUT/logs}" "${STOP_TIMEOUT:=$TIMEOUT}"
-whole --stop-timeout "$STOP_TIMEOUT" 0 86400
-LOGS=$LOG_DIR/node$NODE_RANK
+: "${LOG_DIR:=$OUTPUT/logs}"
+LOGS=$LOG_DIR/$RUN_ID
 
 if [[ $DEVICE == npu ]]; then
     if ((TIMEOUT < 2)); then
@@ -209,18 +199,12 @@ fi
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
-HANDLED=SIGTERM # Ctrl-C reaches the ranks by itself, and torchrun then sends SIGTERM: one of each, and they stop in order
-if [[ -z $(trap -p HUP) ]]; then HANDLED+=,SIGHUP; fi # under nohup it is ignored, and has to stay so
-# No restarts by torchrun: its static rendezvous keeps one store for all attempts, and ranks of the second one would
-# find the addresses of the first there ("Connection refused", seen with torch 2.13).  The same command goes on from the
-# checkpoint.
-COMMAND=("$PYTHON" -m torch.distributed.run
-    --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS"
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
-    --rdzv-backend static --rdzv-id "$RUN_ID" --rdzv-conf "timeout=$JOIN_TIMEOUT"
-    --max-restarts 0 --shutdown-timeout "$STOP_TIMEOUT" --signals-to-handle "$HANDLED"
-    --log-dir "$LOGS" --redirects 3 --tee "0:3"
-    -m mindspeed_cp.cli.main train "$CONFIG" "${SETTINGS[@]}" "${REST[@]}")
+COMMAND=("$PYTHON" -m mindspeed_cp.cli.main train "$CONFIG" "${SETTINGS[@]}" --nproc "$RANKS" --log-dir "$LOGS")
+if ((NODES > 1)); then
+    COMMAND+=(--nodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+fi
+COMMAND+=("${REST[@]}")
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # with them the command would be one rank of another launcher
 
 # quoted WORDS...: on one line, as a shell reads them back.
 quoted() {
@@ -243,13 +227,13 @@ failed() {
 check_machine() {
     local findings setting value valid
     findings=$("$PYTHON" "$LAUNCH/check.py" machine --device "$DEVICE" --ranks-per-node "$RANKS" \
-        --node-rank "$NODE_RANK" --master-port "$MASTER_PORT") || exit 2
+        --node-rank "$NODE_RANK" --nodes "$NODES" --master-port "$MASTER_PORT") || exit 2
     while IFS=$'\t' read -r setting value valid; do
         if [[ -n $setting ]]; then failed "$setting" "$value" "$valid"; fi
     done <<<"$findings"
 }
 
-LOG_NAMES="$LOGS/${RUN_ID}_*/attempt_*/LOCAL_RANK/stdout.log and stderr.log"
+LOG_NAMES="$LOGS/rankN.log"
 if ((DRY_RUN)); then
     printf '# %s, node %s of %s: ranks %s to %s of %s, on %s\n' "$MACHINE" "$NODE_RANK" "$NODES" \
         $((NODE_RANK * RANKS)) $((NODE_RANK * RANKS + RANKS - 1)) $((NODES * RANKS)) "$DEVICE"
@@ -267,5 +251,5 @@ if ((DRY_RUN)); then
 fi
 check_machine
 if ! mkdir -p "$LOGS" || [[ ! -w $LOGS ]]; then refuse --log-dir "$LOG_DIR" "must be a folder that can be written to"; fi
-printf 'logs of every rank: %s; those of local rank 0 are shown here too\n' "$LOG_NAMES" >&2
+printf 'log of every rank: %s; that of local rank 0 is shown here too\n' "$LOG_NAMES" >&2
 exec "${COMMAND[@]}"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mindspeed_cp.device.select import load_npu
 from mindspeed_cp.doctor.cuda_kernels import kernel_table
+from mindspeed_cp.doctor.exposure import exposure
 from mindspeed_cp.doctor.links import check_links
 from mindspeed_cp.doctor.machine import DEVICES, backend_status, device_status, machine_status, requirements, versions
 from mindspeed_cp.doctor.operator import LONG_CASES, MAX_DIFFERENCE, SHORT_CASES, applies, check
@@ -37,9 +38,9 @@ def run_checks(
         link_seconds: time limit for the links; None: depends on the number of NPUs.
 
     Returns:
-        {"ok", "requirements", "versions", "machine", "devices", "backends", "communication", "kernels", "checks",
-        "links"}, plain data. "ok" is True if at least one backend runs, no check exceeds its limit, all links work and
-        no version is too old.
+        {"ok", "requirements", "versions", "machine", "devices", "backends", "communication", "network", "kernels",
+        "checks", "links"}, plain data. "ok" is True if at least one backend runs, no check exceeds its limit, all links
+        work and no version is too old.
 
     Raises:
         ConfigError: the requested device cannot be used; names the cause and the remedy.
@@ -76,6 +77,7 @@ def run_checks(
             "nccl": dist.is_available() and dist.is_nccl_available(),
             "hccl": devices["npu"]["count"] > 0,
         },
+        "network": exposure(),
         "kernels": kernel_table() if "cuda" in checked else [],
         "checks": checks,
         "links": links,
@@ -93,6 +95,8 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
             print(f"FAILED: {row['error']}; nothing was run on the NPUs")
         elif "note" in row:
             print(f"note: {row['note']}")
+    if report["network"]["note"]:
+        print(f"note: {report['network']['note']}")
     failed = sum(not check["ok"] for check in report["checks"])
     total = len(report["checks"])
     failed_links = [row["case"] for row in report["links"] if not row["ok"]]

@@ -10,7 +10,7 @@ from mindspeed_cp.report.text import Table
 
 
 def report_tables(report: dict[str, Any]) -> list[Table]:
-    """Return the tables: versions, devices, checks of the operator, rings between NPUs."""
+    """Return the tables: versions, devices, checks of the operator, rings between NPUs, the network."""
     machine = report["machine"]
     versions = [(name, version or "not installed") for name, version in report["versions"].items()]
     versions.append(("machine", f"{machine['system']}, {machine['cores']} cores, {machine['threads']} threads"))
@@ -56,7 +56,16 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
         ]
         columns = ("HCCL between NPUs of this machine", "GB/s, slowest rank, each way", "")
         tables.append(Table("Links", columns, tuple(rings)))
-    return tables
+    return [*tables, *_network(report["network"])]
+
+
+def _network(network: dict[str, Any]) -> list[Table]:
+    launchers = tuple((row["launcher"], row["listens"], row["stranger"]) for row in network["launchers"])
+    addresses = tuple((row["device"], row["address"], row["reach"]) for row in network["addresses"])
+    return [
+        Table("Many nodes", ("started by", "listens", "who connects can"), launchers),
+        Table("Addresses of this machine", ("network device", "address", "reached from"), addresses),
+    ]
 
 
 def _open_files(limit: int | None) -> str:

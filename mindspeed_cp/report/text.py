@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from mindspeed_cp.errors import shortened
 from mindspeed_cp.plan import AttentionConfig
@@ -78,17 +78,17 @@ def describe_attention(attention: AttentionConfig) -> str:
     return ", ".join(parts)
 
 
-def print_tables(tables: Iterable[Table]) -> None:
-    """Print tables one below the other.
+def print_tables(tables: Iterable[Table], file: TextIO | None = None) -> None:
+    """Print tables one below the other, to standard output or a file.
 
     A table that is wider than the terminal is printed as several blocks of columns, each with the names of the rows, so
     that no name and no number is cut. The width is unlimited if the output is no terminal and COLUMNS is not set.
     """
     from rich.console import Console
 
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = Console(file=file, markup=False, highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(markup=False, highlight=False, emoji=False, width=_UNLIMITED_WIDTH)
+        console = Console(file=file, markup=False, highlight=False, emoji=False, width=_UNLIMITED_WIDTH)
     for table in tables:
         console.print(table.title, style="bold")
         for block in column_blocks(table, console.width):

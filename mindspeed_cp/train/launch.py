@@ -25,6 +25,8 @@ from mindspeed_cp.train.exit_note import EXIT_NOTE, exit_process, write_exit_not
 from mindspeed_cp.train.failures import BAD_INPUT, FAILED, OK, classify_error
 from mindspeed_cp.train.local_agent import RankFailure, RankProcesses, local_ranks
 from mindspeed_cp.train.memory import check_memory
+from mindspeed_cp.train.nodes import Nodes
+from mindspeed_cp.train.rank_logs import RankLogs
 from mindspeed_cp.train.resume import checkpoints_to_resume
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.stop_request import stop_signals
@@ -39,8 +41,16 @@ _ABORTED = (
 _RESUME_HINT = "the same command goes on from the newest checkpoint, if there is one"
 
 
-def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -> int:
-    """Train with `nproc` ranks on this machine (default: one replica).
+def start_local_ranks(
+    settings: Settings, nproc: int | None, *, as_json: bool, nodes: Nodes | None = None, logs: Path | None = None
+) -> int:
+    """Train with `nproc` ranks on this machine (default: its share of one replica).
+
+    Args:
+        settings, as_json: of the run.
+        nproc: number of ranks; the same on each of `nodes`.
+        nodes: the nodes of the run; default: this machine alone.
+        logs: folder for the output of every rank; default: `logs` in the output folder.
 
     Returns:
         0 when the run is complete or was stopped on request, 1 when it failed. A run that was asked to stop is not
@@ -49,11 +59,12 @@ def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -
     Raises:
         ConfigError: A setting is wrong; found before any rank is started, or by a rank.
     """
-    ranks = settings.model_parallel_size if nproc is None else nproc
-    preflight(settings, ranks)
+    nodes = nodes or Nodes()
+    ranks = -(-settings.model_parallel_size // nodes.count) if nproc is None else nproc
+    preflight(settings, ranks, nodes)
     restarts = settings.train.max_restarts
     for attempt in range(restarts + 1):
-        code, line, stop_signal_names = _launch(settings, ranks, as_json=as_json)
+        code, line, stop_signal_names = _launch(settings, ranks, nodes, logs, as_json=as_json)
         if code == BAD_INPUT:
             raise ConfigError(line)
         if code == OK:
@@ -70,16 +81,24 @@ def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -
     return FAILED
 
 
-def preflight(settings: Settings, ranks: int) -> None:
-    """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported."""
-    data_parallel_size(settings, ranks)
-    check_memory(settings, ranks)
+def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
+    """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported.
+
+    Args:
+        settings: of the run.
+        ranks: ranks on this machine.
+        nodes: the nodes of the run; the first one alone looks at the checkpoints, with its key.
+    """
+    all_ranks = ranks * nodes.count
+    data_parallel_size(settings, all_ranks)
+    check_memory(settings, ranks, ranks=all_ranks)
     check_tensorboard(settings)
-    check_open_files(ranks)
+    check_open_files(all_ranks)
     open_corpus(settings.data.corpus)
     RunFiles(Path(settings.output.folder)).create()
-    checkpoints_to_resume(settings)
-    signing_key()
+    if nodes.rank == 0:
+        checkpoints_to_resume(settings)
+        signing_key()
 
 
 def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
@@ -99,15 +118,18 @@ def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
     return OK
 
 
-def _launch(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str, list[str]]:
+def _launch(
+    settings: Settings, ranks: int, nodes: Nodes, logs: Path | None, *, as_json: bool
+) -> tuple[int, str, list[str]]:
     """Start all ranks and wait for them; return exit code, line to print, and the signals that asked to stop."""
-    if sys.platform == "linux":
+    if sys.platform == "linux" and nodes.count == 1:
         # All ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
-    command, logs = [sys.executable, *arguments], RunFiles(Path(settings.output.folder)).logs
+    command = [sys.executable, *arguments]
+    rank_logs = RankLogs(RunFiles(Path(settings.output.folder)).logs if logs is None else logs)
     try:
-        with local_ranks(command, ranks, logs) as started, _relay_signals(started) as stop_signal_names:
+        with local_ranks(command, ranks, nodes, rank_logs) as started, _relay_signals(started) as stop_signal_names:
             failures = started.wait()
     except OSError as error:  # a limit of the system
         _, line, code = classify_error(error)

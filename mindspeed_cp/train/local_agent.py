@@ -1,7 +1,8 @@
 """The ranks of this machine as processes: started together, and ended when the first of them fails.
 
-The ranks meet through a file in a folder that only this user can enter. No port listens that another user could reach,
-as those of torch's elastic agent do, and nothing is unpickled: the record of a rank's end is JSON.
+The ranks of one machine meet through a file in a folder that only this user can enter, those of many through a store of
+rank 0 (train/rendezvous.py). This process listens on no port, as torch's elastic agent does on all interfaces, and
+unpickles nothing: the record of a rank's end is JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_cp.train.nodes import Nodes
 from mindspeed_cp.train.rank_logs import RankLogs
 
 STORE_VARIABLE = "MINDSPEED_CP_STORE"  # the file through which the ranks of one start meet
@@ -54,17 +56,27 @@ class RankFailure:
 
 
 class RankProcesses:
-    """All ranks, each a process that runs one command."""
+    """All ranks of this node, each a process that runs one command."""
 
-    def __init__(self, command: Sequence[str], ranks: int, folder: Path, logs: RankLogs | None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        ranks: int,
+        folder: Path,
+        nodes: Nodes | None = None,
+        logs: RankLogs | None = None,
+    ) -> None:
         """Start the ranks.
 
         Args:
             command: program and arguments, the same for all ranks.
             ranks: number of processes.
             folder: empty, for the store and the records; only this user may enter it.
+            nodes: the nodes of the start; default: this machine alone.
             logs: where their output goes; None: to that of this process.
         """
+        nodes = nodes or Nodes()
+        self._first = nodes.rank * ranks
         self._records = [folder / f"rank{rank}.json" for rank in range(ranks)]
         self._ended, self._asked = folder / _ENDED, folder / _ASKED
         self._logs = logs
@@ -72,18 +84,22 @@ class RankProcesses:
             **os.environ,
             STORE_VARIABLE: str(folder / "store"),
             LAUNCHER_VARIABLE: str(os.getpid()),
-            "WORLD_SIZE": str(ranks),
+            "WORLD_SIZE": str(ranks * nodes.count),
             "LOCAL_WORLD_SIZE": str(ranks),
+            **nodes.environment(),
         }
         if ranks > 1:
             shared.setdefault("OMP_NUM_THREADS", "1")
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, record in enumerate(self._records):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(record)}
-                environment = {**shared, **own}
+            for local, record in enumerate(self._records):
+                own = {
+                    "RANK": str(self._first + local),
+                    "LOCAL_RANK": str(local),
+                    "TORCHELASTIC_ERROR_FILE": str(record),
+                }
                 start = subprocess.Popen if logs is None else logs.start
-                self._processes.append(start(command, env=environment))
+                self._processes.append(start(command, env={**shared, **own}))
         except BaseException:
             self.end(0)
             raise
@@ -95,7 +111,7 @@ class RankProcesses:
             The failures by rank, first those of ranks that failed by themselves.
         """
         while True:
-            failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
+            failed = [self._first + local for local, process in enumerate(self._processes) if process.poll()]
             if failed:
                 break
             if all(process.returncode == 0 for process in self._processes):
@@ -105,7 +121,7 @@ class RankProcesses:
         with suppress(OSError):  # without it the others find out themselves, later
             self._ended.write_text(json.dumps(failed), encoding="utf-8")
         self.end(GRACE_SECONDS)
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self._processes, self._first):
             if rank not in failures and process.returncode:
                 failures[rank] = self._failure(rank)
         return failures
@@ -139,8 +155,8 @@ class RankProcesses:
             self._logs.close()
 
     def _failure(self, rank: int) -> RankFailure:
-        process = self._processes[rank]
-        return read_failure(rank, process.pid, process.returncode, self._records[rank])
+        process, record = self._processes[rank - self._first], self._records[rank - self._first]
+        return read_failure(rank, process.pid, process.returncode, record)
 
 
 def read_failure(rank: int, pid: int, exitcode: int, record: Path) -> RankFailure:
@@ -153,17 +169,13 @@ def read_failure(rank: int, pid: int, exitcode: int, record: Path) -> RankFailur
 
 
 @contextmanager
-def local_ranks(command: Sequence[str], ranks: int, logs: Path | None = None) -> Iterator[RankProcesses]:
-    """Run ranks within the block; none outlives it.
-
-    Args:
-        command: program and arguments.
-        ranks: number of processes.
-        logs: folder for the output of each rank; None: all of it goes to that of this process.
-    """
+def local_ranks(
+    command: Sequence[str], ranks: int, nodes: Nodes | None = None, logs: RankLogs | None = None
+) -> Iterator[RankProcesses]:
+    """Run ranks within the block; none outlives it. The arguments are those of RankProcesses."""
     folder = Path(tempfile.mkdtemp(prefix="mindspeed-cp-"))  # of mode 0700
     try:
-        processes = RankProcesses(command, ranks, folder, None if logs is None else RankLogs(logs))
+        processes = RankProcesses(command, ranks, folder, nodes, logs)
         try:
             yield processes
         finally:

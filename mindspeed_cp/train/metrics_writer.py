@@ -17,7 +17,7 @@ from mindspeed_cp.train.comparison import comparison_text
 from mindspeed_cp.train.loss_curve import LossCurve
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.progress_display import open_display
-from mindspeed_cp.train.rank_logs import open_log
+from mindspeed_cp.train.rank_logs import open_own_log
 from mindspeed_cp.train.run_files import RunFiles, open_no_link, truncate_metrics, write_json, write_text
 from mindspeed_cp.train.run_identity import changed_settings, run_complete_note
 from mindspeed_cp.train.step import StepResult
@@ -47,7 +47,7 @@ class MetricsWriter:
         self._changed = changed_settings(files.settings, settings) if progress.step else []
         self._display = open_display(
             settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval,
-            os.fdopen(open_log(files.logs, 0), "w", encoding="utf-8"),
+            open_own_log(files.logs),
         )  # fmt: skip
         suite = settings.context_parallel_suite
         algorithms = ", or by row ".join((suite.algorithm, *suite.row_candidates))

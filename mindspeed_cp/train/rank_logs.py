@@ -9,10 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.run_files import error_text
 
+LOGS_VARIABLE = "MINDSPEED_CP_LOGS"  # the folder that our launcher chose
 _CHUNK = 2**16
 _DRAIN_SECONDS = 1.0  # a process that the rank started may still hold its output
 
@@ -34,6 +36,12 @@ def open_log(folder: Path, rank: int) -> int:
         ) from None
 
 
+def open_own_log(folder: Path) -> TextIO:
+    """In rank 0: return its log, to append text; in the folder that our launcher chose, or else in this one."""
+    chosen = os.environ.get(LOGS_VARIABLE)
+    return os.fdopen(open_log(Path(chosen) if chosen else folder, 0), "w", encoding="utf-8")
+
+
 def log_path(folder: Path, rank: int) -> Path:
     """Return the path of the log of a rank."""
     return folder / f"rank{rank}.log"
@@ -43,7 +51,8 @@ class RankLogs:
     """Starts the ranks with their output in files; later starts append to them.
 
     Rank 0 keeps the standard output of this process, which may be a terminal with a progress bar: it writes the same
-    lines into its log itself. Its standard error passes through this process, to the screen and to the log.
+    lines into its log itself. The standard error of a node's first rank passes through this process, to the screen and
+    to the log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,13 +61,15 @@ class RankLogs:
 
     def start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start the rank that RANK of the environment names."""
-        rank = int(env["RANK"])
+        rank, local = int(env["RANK"]), int(env["LOCAL_RANK"])
+        env = {**env, LOGS_VARIABLE: str(self._folder)}
         log = open_log(self._folder, rank)
         try:
             os.write(log, f"--- start at {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
-            if rank:
+            if local:
                 return subprocess.Popen(command, env=env, stdout=log, stderr=log)
-            process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, bufsize=0)
+            output = log if rank else None
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.PIPE, bufsize=0)
             self._copier = threading.Thread(target=_copy, args=(process, os.dup(log)), daemon=True)
             self._copier.start()
             return process

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import sys
 import traceback
+from pathlib import Path
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import open_files
@@ -41,6 +42,8 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     from mindspeed_cp.report.text import print_tables
     from mindspeed_cp.train.lost_ranks import name_lost_ranks
     from mindspeed_cp.train.progress_display import ignore_closed_terminal
+    from mindspeed_cp.train.rank_logs import open_own_log
+    from mindspeed_cp.train.run_files import RunFiles
     from mindspeed_cp.train.summary import closing_lines, summary_table
     from mindspeed_cp.train.world import join_ranks
 
@@ -60,13 +63,14 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     clear_exit_note(EXIT_NOTE)
     if summary is None:
         return
-    with ignore_closed_terminal():
-        if as_json:
-            print(json.dumps(summary), flush=True)
-            return
-        print_tables([summary_table(summary)])
-        for line in closing_lines(summary):
-            print(line, flush=True)
+    with ignore_closed_terminal(), open_own_log(RunFiles(Path(settings.output.folder)).logs) as log:
+        for stream in (log, sys.stdout):
+            if as_json:
+                print(json.dumps(summary), file=stream, flush=True)
+                continue
+            print_tables([summary_table(summary)], stream)
+            for line in closing_lines(summary):
+                print(line, file=stream, flush=True)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from mindspeed_cp.train.device import npu_memory, pick_device
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.process_groups import megatron_groups_with
+from mindspeed_cp.train.rendezvous import open_store
 
 with megatron_imports():
     from megatron.core import parallel_state
@@ -141,15 +142,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
     options = suite.hccl_options if library == "hccl" else {}
     joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
-    shared_file = environment.get(STORE_VARIABLE)
-    if shared_file is not None:
-        store: dist.Store = dist.FileStore(shared_file, size)
-        store.set_timeout(joining)
-    else:
-        store, rank, size = _meet(environment, rank, size, joining)
-        # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
-        restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt_{restart}", store)
+    store = open_store(environment, rank, size, local_size, joining)
     _init_process_group(store, rank, size, device, timeout, library, options)
     with ExitStack() as stack:
         if device.type == "cpu":
@@ -249,7 +242,7 @@ def _read_rank_environment(environment: Mapping[str, str]) -> tuple[int, int, in
         raise ConfigError(f"RANK = {rank} in the environment: must be less than WORLD_SIZE = {size}")
     if local_size < 1:
         raise ConfigError(f"LOCAL_WORLD_SIZE = {local_size} in the environment: must be at least 1")
-    if STORE_VARIABLE in environment:
+    if STORE_VARIABLE in environment and size == local_size:
         return rank, size, local_size
     if not environment.get("MASTER_ADDR"):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The scripts of configs/launch/, run and read by tests.
 
-Nothing needs an NPU: dry runs show the command for one, and the runs are on the CPU. That torchrun reaches NPUs by these
+Nothing needs an NPU: dry runs show the command for one, and the runs are on the CPU. That ranks reach NPUs by these
 commands has been seen on no device.
 """
 

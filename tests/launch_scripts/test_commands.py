@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mindspeed_cp.train.nodes import Nodes
 from tests.launch_scripts.scripts import (
     A2,
     A3,
     CONFIG,
     DEVICES,
     EIGHT,
-    ROOT,
     dry_run,
-    parsed,
     run,
 )
 
@@ -29,21 +26,9 @@ def test_one_node(script: Path) -> None:
     ranks = DEVICES[script]
     assert made.first.endswith(f", node 0 of 1: ranks 0 to {ranks - 1} of {ranks}, on npu")
     assert made.command == [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--node-rank", "0", "--nproc-per-node", str(ranks)),
-        *("--master-addr", "127.0.0.1", "--master-port", "29500"),
-        *("--rdzv-backend", "static", "--rdzv-id", "train", "--rdzv-conf", "timeout=900"),
-        *(
-            "--max-restarts",
-            "0",
-            "--shutdown-timeout",
-            "600",
-            "--signals-to-handle",
-            made.option("--signals-to-handle"),
-        ),
-        *("--log-dir", "runs/quickstart/logs/node0", "--redirects", "3", "--tee", "0:3"),
-        *("-m", "mindspeed_cp.cli.main", "train", str(CONFIG)),
+        *(sys.executable, "-m", "mindspeed_cp.cli.main", "train", str(CONFIG)),
         *("--set", "train.global_batch_size=8", "--set", "train.device=npu"),
+        *("--nproc", str(ranks), "--log-dir", "runs/quickstart/logs/train"),
     ]
     assert made.environment == {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -73,40 +58,31 @@ def test_two_nodes(script: Path, by_flags: bool) -> None:
         named = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "23456", "LOG_DIR": "somewhere"}
         made = dry_run(script, CONFIG="configs/ring.yaml", **named)
     assert made.first.endswith(f", node 1 of 2: ranks {ranks} to {2 * ranks - 1} of {2 * ranks}, on npu")
-    expected = {"--nnodes": "2", "--node-rank": "1", "--nproc-per-node": str(ranks), "--master-addr": "head"}
-    expected |= {"--master-port": "23456", "--log-dir": "somewhere/node1"}
+    expected = {"--nodes": "2", "--node-rank": "1", "--nproc": str(ranks), "--master-addr": "head"}
+    expected |= {"--master-port": "23456", "--log-dir": "somewhere/train"}
     assert {name: made.option(name) for name in expected} == expected
     assert made.command[made.command.index("mindspeed_cp.cli.main") :][1:3] == ["train", "configs/ring.yaml"]
     assert "GLOO_SOCKET_IFNAME" not in made.environment and "HCCL_SOCKET_IFNAME" not in made.environment
 
 
-def test_torchrun_understands_the_command_and_the_settings_are_those_of_the_file() -> None:
-    from torch.distributed.run import get_args_parser
-
+def test_the_command_is_understood_and_the_settings_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mindspeed_cp.cli.main import main
     from mindspeed_cp.config.settings import load_settings
+    from mindspeed_cp.train import launch
 
-    made = dry_run(A3, "--nodes=2", "--node-rank=1", "--master-addr=head", "--stop-timeout=77")
-    torchrun = get_args_parser().parse_args(made.command[3:])
-    assert (torchrun.module, torchrun.training_script) == (True, "mindspeed_cp.cli.main")
-    assert (torchrun.nnodes, torchrun.node_rank, torchrun.nproc_per_node) == ("2", 1, "16")
-    assert (torchrun.max_restarts, torchrun.shutdown_timeout, torchrun.rdzv_backend) == (0, 77, "static")
-    assert torchrun.signals_to_handle in ("SIGTERM", "SIGTERM,SIGHUP")
-    name, config, *rest = torchrun.training_script_args
-    assert (name, rest[::2]) == ("train", ["--set"] * (len(rest) // 2))
-    settings, plain = load_settings(config, rest[1::2]), load_settings(CONFIG)
-    assert (settings.train.device, settings.train.global_batch_size) == ("npu", 8)
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(launch, "start_local_ranks", lambda settings, nproc, **rest: started.update(locals()) or 0)
+    made = dry_run(A3, "--nodes=2", "--node-rank=1", "--master-addr=head", "--device=cpu", "--run-id=mine")
+    assert made.command[1:3] == ["-m", "mindspeed_cp.cli.main"] and main(made.command[3:]) == 0
+    settings, plain = started["settings"], load_settings(CONFIG)
+    assert (settings.train.device, settings.train.global_batch_size) == ("cpu", 8)
     assert settings.model == plain.model and settings.context_parallel_suite == plain.context_parallel_suite
+    assert started["nproc"] == 16 and started["rest"]["nodes"] == Nodes(2, 1, "head", 29500)
+    assert started["rest"]["logs"] == Path("runs/quickstart/logs/mine")
 
 
 def test_arguments_of_the_training_command_follow_two_dashes() -> None:
     assert dry_run(A2, "--", "--no-resume", "--nodes").command[-2:] == ["--no-resume", "--nodes"]
-
-
-def test_nohup_is_respected() -> None:
-    command = f"trap '' HUP; exec bash {shlex.quote(str(A2))} --dry-run {EIGHT}"
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert parsed(done.stdout).option("--signals-to-handle") == "SIGTERM"
 
 
 # the environment
@@ -121,7 +97,6 @@ def test_time_outs_of_hccl_follow_that_of_the_settings(seconds: str, nodes: int,
     made = dry_run(A2, *words, "--master-addr=head")
     assert made.environment["HCCL_CONNECT_TIMEOUT"] == connect
     assert made.environment["HCCL_EXEC_TIMEOUT"] == exec_
-    assert made.option("--shutdown-timeout") == str(int(float(seconds)))
 
 
 def test_a_connect_time_out_over_that_of_the_watchdog_is_mentioned() -> None:
@@ -167,4 +142,4 @@ def test_an_empty_variable_is_taken_out_of_the_ranks_environment() -> None:
 def test_on_cpu_nothing_is_said_to_hccl() -> None:
     made = dry_run(A3, "--device", "cpu", "--ranks-per-node=4")
     assert set(made.environment) == {"TORCH_DEVICE_BACKEND_AUTOLOAD", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
-    assert made.machine == [] and made.command[-1] == "train.device=cpu" and made.option("--nproc-per-node") == "4"
+    assert made.machine == [] and "train.device=cpu" in made.command and made.option("--nproc") == "4"

@@ -60,7 +60,7 @@ def _spoiled(table: dict[str, Any], how: str) -> str:
         ("not JSON", "is not JSON"),
         ("no list", "has no server_list"),
         ("a device short", "has 15 devices, and there are 16 ranks (2 nodes of 8)"),
-        ("ranks over both nodes", "torchrun numbers ranks node by node, 0 to 7 first"),
+        ("ranks over both nodes", "ranks are numbered node by node, 0 to 7 first"),
         ("a rank twice", "has rank_id [[1, 1, 2, 3, 4, 5, 6, 7]"),
         ("version", 'has version "1.2"; Atlas 800T A2 takes "1.0"'),
         ("status", 'has status "initializing"'),

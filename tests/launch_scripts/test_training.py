@@ -53,14 +53,12 @@ def test_one_node_trains_and_keeps_the_output_of_every_rank(tmp_path: Path) -> N
     done = run(A2, *words, "--", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path) == [1, 2]
-    announced = re.match(r"logs of every rank: (\S+)", done.stderr)
-    assert announced is not None
-    assert announced[1] == f"{tmp_path}/logs/node0/train_*/attempt_*/LOCAL_RANK/stdout.log"
-    logs = {rank: list(tmp_path.glob(f"logs/node0/train_*/attempt_*/{rank}/stdout.log")) for rank in (0, 1)}
-    assert [len(found) for found in logs.values()] == [1, 1]
+    announced = re.match(r"log of every rank: (\S+);", done.stderr)
+    assert announced is not None and announced[1] == f"{tmp_path}/logs/train/rankN.log"
     assert json.loads(next(tmp_path.glob("run/checkpoints/iter_*/run.json")).read_text())["ranks"] == 2
-    summary = logs[0][0].read_text()
-    assert json.loads(summary)["step"] == 2 and summary.strip() in done.stdout.replace("[default0]:", "")
+    summary = (tmp_path / "logs/train/rank0.log").read_text()
+    assert json.loads(done.stdout)["step"] == 2 and done.stdout in summary
+    assert (tmp_path / "logs/train/rank1.log").exists()
 
 
 def test_two_nodes_of_a_slurm_job_train_together(tmp_path: Path, slurm: dict[str, str]) -> None:
@@ -70,8 +68,7 @@ def test_two_nodes_of_a_slurm_job_train_together(tmp_path: Path, slurm: dict[str
     done = run(SLURM, *words, "--set=context_parallel_suite.nodes=2", cwd=tmp_path, **slurm)
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path) == [1, 2]
-    for node in (0, 1):
-        assert list(tmp_path.glob(f"run/logs/node{node}/slurm-1234567_*/attempt_0/0/stderr.log"))
+    assert {path.name for path in tmp_path.glob("run/logs/slurm-1234567/*")} == {"rank0.log", "rank1.log"}
 
 
 def _takes_interrupts() -> None:
@@ -80,7 +77,7 @@ def _takes_interrupts() -> None:
 
 
 def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path) -> None:
-    """A terminal sends SIGINT to the script, to torchrun and to the ranks; torchrun then sends them another signal."""
+    """A terminal sends SIGINT to the launcher and to the ranks, and the launcher another signal to these."""
     words = [*tiny(tmp_path, steps=100000), "--ranks-per-node=2", "--master-port", free_port()]
     words.append(f"--log-dir={tmp_path}/logs")
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
@@ -103,8 +100,8 @@ def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    assert process.returncode != 0 and re.search(r"stopped by \w+ after step \d+", out), out
-    logs = [list(tmp_path.glob(f"logs/node0/train_*/attempt_*/{rank}/stdout.log")) for rank in (0, 1)]
-    assert [len(paths) for paths in logs] == [1, 1], "the output of every rank is kept"
+    assert process.returncode == 0 and re.search(r"stopped by \w+ after step \d+", out), out
+    for rank in (0, 1):
+        assert (tmp_path / f"logs/train/rank{rank}.log").exists(), "the output of every rank is kept"
     last = steps_of(tmp_path)[-1]
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == f"iter_{last:07d}"
