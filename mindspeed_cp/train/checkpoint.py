@@ -71,7 +71,7 @@ _STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
 def save(files: RunFiles, training: TrainingModel, progress: Progress, settings: Settings, world: World) -> Path:
     """Write a checkpoint and return its folder; every rank calls it. See `begin_save`."""
     begun = begin_save(files, training, progress, settings, world)
-    begun.write()
+    begun.shards.write()
     folder = begun.finish()
     if world.is_first:
         remove_hidden(files)
@@ -94,7 +94,7 @@ def begin_save(
         progress: state of the run after the step.
         settings: settings of the run.
         world: this rank among all.
-        copies: where to copy this rank's shards, for training that goes on before they are written.
+        copies: where to copy this rank's shards, for training that goes on before they are written; None: it does not.
 
     Raises:
         DiskError: It cannot be written; the newest checkpoint before it stays the newest.
@@ -106,7 +106,7 @@ def begin_save(
             partial.mkdir(parents=True)
     world.barrier()
     state = {**_state(training, is_loading=False), "rng": _random_state(world)}
-    shards = InProcessSave(copies)
+    shards = InProcessSave(copies, {buffer.untyped_storage().data_ptr() for buffer in training.gpt.buffers()})
     with _shard_errors_for(files.checkpoints):
         dist_checkpointing.save(state, str(partial), sharded_strategy=shards)
     return BegunSave(files, progress, settings, world, shards)
@@ -122,12 +122,8 @@ class BegunSave:
     world: World
     shards: InProcessSave
 
-    def write(self) -> None:
-        """Write this rank's shards, in any thread; `finish` tells errors."""
-        self.shards.write()
-
     def finish(self) -> Path:
-        """Give the checkpoint its name, after the `write` of every rank; every rank calls it.
+        """Give the checkpoint its name, after `shards.write` on every rank; every rank calls it.
 
         Checkpoints of this run at later steps, left when it was resumed at an older one, are hidden, and so are those
         beyond checkpoint.keep; `remove_hidden` removes them. What another run left in the folder stays.

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.train import optimizer_state
 from mindspeed_cp.train.checkpoint import BegunSave, begin_save, remove_hidden, save
 from mindspeed_cp.train.checkpoint_writer import Copies
 from mindspeed_cp.train.model import TrainingModel
@@ -17,8 +18,9 @@ from mindspeed_cp.train.world import World
 class CheckpointSaver:
     """Saves checkpoints, never two at once; every rank calls every method, between steps.
 
-    With checkpoint.async_save a thread writes copies of this rank's shards. A checkpoint gets its name at a boundary of
-    steps by which the threads of all ranks are done.
+    With checkpoint.async_save a thread copies this rank's shards during the forward and backward of the next step,
+    whose update waits for it, and writes the copies. A checkpoint gets its name at a boundary of steps by which the
+    threads of all ranks are done.
 
     Attributes:
         newest: folder of the newest complete checkpoint that is not one of a spike, or None.
@@ -34,6 +36,9 @@ class CheckpointSaver:
         self._begun: BegunSave | None = None
         self._written: Future[None] | None = None
         self._removed: Future[None] | None = None
+        if settings.checkpoint.async_save:
+            for optimizer in optimizer_state.torch_optimizers(training.optimizer):
+                optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint after a step; where the one before is not complete, wait for it.
@@ -47,7 +52,7 @@ class CheckpointSaver:
             return
         self.finish()
         self._begun = begin_save(self._files, self._training, progress, self._settings, self._world, self._copies)
-        self._written = self._thread.submit(self._begun.write)
+        self._written = self._thread.submit(self._copy_and_write, self._begun)
 
     def finish_if_written(self) -> None:
         """Complete the checkpoint if all ranks have written their shards; raises as `save` does."""
@@ -68,6 +73,15 @@ class CheckpointSaver:
         self.finish()
         self._thread.shutdown()
         return self.newest
+
+    @staticmethod
+    def _copy_and_write(begun: BegunSave) -> None:
+        begun.shards.copy()
+        begun.shards.write()
+
+    def _wait_for_copy(self) -> None:
+        if self._begun is not None:
+            self._begun.shards.copied.wait()
 
     def _complete(self) -> None:
         assert self._begun is not None

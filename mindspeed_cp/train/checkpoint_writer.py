@@ -3,11 +3,14 @@
 Megatron's own writer forks a process for each file and keeps a manager process for each rank for as long as the rank
 lives.  A fork while other threads run (one makes batches) may inherit a lock that is never released, and the manager
 outlives a rank that is killed. This one writes the same files by torch's own writer. Ranks talk in `save` and `finish`;
-`write` between them does not, and may run in another thread while the next steps are trained.
+`copy` and `write` between them do not, and may run in another thread: `copy` during the next forward and backward,
+which leave weights and optimizer state as they are, and `write` during the steps behind.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +40,24 @@ class InProcessSave(TorchDistSaveShardedStrategy):
     """Megatron's "torch_dist" format, version 1, without other processes.
 
     Args:
-        copies: where to copy the shards, so that `write` does not read weights that training goes on to change; None:
-            `write` comes before the next step.
+        copies: where `copy` puts the shards, so that `write` does not read weights that training goes on to change;
+            None: `write` comes before the next step.
+        changing: storages of tensors that a forward or backward changes; `save` copies these itself.
+
+    Attributes:
+        copied: set after `copy`; weights and optimizer state must not be changed before.
     """
 
-    def __init__(self, copies: Copies | None = None) -> None:
+    def __init__(self, copies: Copies | None = None, changing: Collection[int] = ()) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        self._copies = copies
+        self._copies, self._changing = copies, changing
+        self.copied = threading.Event()
         self._ranks = _DistWrapper(None, True, 0)
         self._metadata: Metadata | None = None  # on the first rank
         self._outcome: tuple[list[WriteResult], dict[str, str]] | BaseException | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Agree on who writes what, and copy this rank's shards; Megatron calls it on every rank."""
+        """Agree on who writes what; Megatron calls it on every rank."""
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         planner = _CopyingPlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         # Copying ahead is for shards on a device, and would open one in the thread that writes copies.
@@ -69,11 +77,22 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
         plan = planner.finish_plan(self._ranks.reduce_scatter("plan", local_plan, global_plan))
         if self._copies is not None:
-            planner.copy(plan, self._copies)
+            planner.begin_copy(plan, self._copies, self._changing)
         self._writer, self._planner, self._plan = writer, planner, plan
+
+    def copy(self) -> None:
+        """Copy this rank's shards to host memory; `finish` tells errors."""
+        try:
+            self._planner.copy()
+        except BaseException as error:
+            self._outcome = error
+        finally:
+            self.copied.set()
 
     def write(self) -> None:
         """Write this rank's shards, make them durable and read them back for their digests; `finish` tells errors."""
+        if self._outcome is not None:
+            return
         try:
             results = self._writer.write_data(self._plan, self._planner).wait()
             files = Path(self._writer.path).glob(f"{self._plan.storage_data.prefix}*")
@@ -111,21 +130,43 @@ class _CopyingPlanner(MCoreSavePlanner):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._copied: dict[Any, Any] = {}
+        self._to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []  # copy, original
+        self._stream: Any = None  # on a device: beside the compute stream
 
-    def copy(self, plan: SavePlan, copies: Copies) -> None:
-        """Copy the data of a plan to host memory, which is pinned for shards on a device; hand out the copies."""
+    def begin_copy(self, plan: SavePlan, copies: Copies, changing: Collection[int]) -> None:
+        """Make the copies of a plan's data in host memory, pinned for data on a device; fill those of `changing`."""
         copied = {}
         for item in plan.items:
             data = self.resolve_data(item)
             if isinstance(data, torch.Tensor):  # else bytes, made for this save
-                copy = copies.get(item.index)
-                if copy is None or (copy.shape, copy.dtype) != (data.shape, data.dtype):
-                    pinned = data.device.type != "cpu"
-                    copy = copies[item.index] = torch.empty(data.shape, dtype=data.dtype, pin_memory=pinned)
-                data = copy.copy_(data.detach())
+                original, on_device = data.detach(), data.device.type != "cpu"
+                data = copies.get(item.index)
+                if data is None or (data.shape, data.dtype) != (original.shape, original.dtype):
+                    data = torch.empty(original.shape, dtype=original.dtype, pin_memory=on_device)
+                    copies[item.index] = data
+                if original.untyped_storage().data_ptr() in changing:
+                    data.copy_(original)
+                else:
+                    self._to_copy.append((data, original))
+                if on_device and self._stream is None:
+                    module = torch.get_device_module(original.device)
+                    self._stream = module.Stream(original.device)
+                    self._stream.wait_stream(module.current_stream(original.device))
             copied[item.index] = data
         self._copied = copied
-        del self.state_dict  # the originals are not needed any more
+        del self.state_dict  # the originals are in _to_copy
+
+    def copy(self) -> None:
+        """Fill the other copies, in any thread."""
+        if self._stream is None:
+            for copy, original in self._to_copy:
+                copy.copy_(original)
+        else:
+            with torch.get_device_module(self._stream.device).stream(self._stream):
+                for copy, original in self._to_copy:
+                    copy.copy_(original, non_blocking=True)
+            self._stream.synchronize()
+        self._to_copy = []
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the data of an item: its copy, if there is one."""

@@ -64,6 +64,11 @@ class _LoadAdamState:
                 target.copy_(tensors[key])
 
 
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return torch's optimizers inside of Megatron's."""
+    return [part.optimizer for part in _parts(optimizer)]
+
+
 def _parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 

@@ -35,6 +35,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
         PeerError: Another rank died; the error names it where that can be found out.
         Stopped: The rank was asked to stop in a step that cannot be finished.
     """
+    faulthandler.enable(2)  # a crash in a library leaves its stacks on standard error
     open_files.raise_limit()
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
@@ -77,7 +78,6 @@ def main() -> None:
     """Run a rank that `mindspeed-cp train` started."""
     end_with_launcher()
     settings = Settings.model_validate_json(sys.argv[1])
-    faulthandler.enable()  # a crash in a library leaves its stack in the rank's log
     try:
         run_rank(settings, as_json="--json" in sys.argv[2:])
     except BaseException as error:

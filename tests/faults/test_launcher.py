@@ -15,6 +15,7 @@ import pytest
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.local_agent import local_ranks
+from mindspeed_cp.train.rank_logs import RankLogs
 from tests.limits import HANG
 from tests.train.test_launch import COMMAND, ROOT, Run, write
 from tests.train.test_training import tiny
@@ -111,7 +112,7 @@ def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_rank_has_a_log_and_the_screen_shows_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = "import os, sys; r = os.environ['RANK']; print('out', r, flush=True); print('err', r, file=sys.stderr)"
     for _ in range(2):
-        with local_ranks([sys.executable, "-c", program], 2, tmp_path / "logs") as ranks:
+        with local_ranks([sys.executable, "-c", program], 2, logs=RankLogs(tmp_path / "logs")) as ranks:
             assert ranks.wait() == {}
     assert capfd.readouterr() == ("out 0\n" * 2, "err 0\n" * 2)
     logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines() for rank in range(2)]
@@ -121,7 +122,7 @@ def test_every_rank_has_a_log_and_the_screen_shows_the_first(tmp_path: Path, cap
     (tmp_path / "logs" / "rank1.log").symlink_to(tmp_path / "elsewhere")
     with (
         pytest.raises(ConfigError, match=r"rank1\.log: the log of rank 1 cannot be written: .*give another output"),
-        local_ranks([sys.executable, "-c", program], 2, tmp_path / "logs"),
+        local_ranks([sys.executable, "-c", program], 2, logs=RankLogs(tmp_path / "logs")),
     ):
         pass
     assert not (tmp_path / "elsewhere").exists()
