@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 from mindspeed_cp.plan import AttentionConfig
@@ -67,6 +70,21 @@ def describe_attention(attention: AttentionConfig) -> str:
     return ", ".join(parts)
 
 
+def output_width() -> int:
+    """Return the columns of the terminal; a large number if the output is no terminal and COLUMNS is not set."""
+    return get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNLIMITED_WIDTH
+
+
+def wrap_text(text: str) -> str:
+    """Break the lines that are wider than the terminal, between words."""
+    width = output_width()
+    lines = (
+        textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else [line]
+        for line in text.split("\n")
+    )
+    return "\n".join(part for parts in lines for part in parts)
+
+
 def print_tables(tables: Iterable[Table]) -> None:
     """Print tables one below the other.
 
@@ -75,9 +93,7 @@ def print_tables(tables: Iterable[Table]) -> None:
     """
     from rich.console import Console
 
-    console = Console(markup=False, highlight=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(markup=False, highlight=False, emoji=False, width=_UNLIMITED_WIDTH)
+    console = Console(markup=False, highlight=False, emoji=False, width=output_width())
     for table in tables:
         console.print(table.title, style="bold")
         for block in column_blocks(table, console.width):

@@ -20,7 +20,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train import checkpoint
-from mindspeed_cp.train.comparison import compare_algorithms
+from mindspeed_cp.train.comparison import run_comparison
 from mindspeed_cp.train.dispatch import make_dispatcher
 from mindspeed_cp.train.metrics_writer import MetricsWriter
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
@@ -96,7 +96,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         if settings.train.compare and folder is None:
             if writer is not None:
                 writer.note("comparing algorithms before the training: train.compare")
-            comparison = compare_algorithms(settings, world, training, open_stream, dispatcher, stop_request)
+            comparison = run_comparison(settings, world, training, open_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)
         run = _Run(settings, world, training, files, stop_request, writer)

@@ -35,7 +35,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
         from mindspeed_cp.train.loop import train
-    from mindspeed_cp.report.text import print_tables
+    from mindspeed_cp.report.text import print_tables, wrap_text
     from mindspeed_cp.train.lost_ranks import name_lost_ranks
     from mindspeed_cp.train.progress_display import ignore_closed_terminal
     from mindspeed_cp.train.summary import closing_lines, summary_table
@@ -63,7 +63,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
             return
         print_tables([summary_table(summary)])
         for line in closing_lines(summary):
-            print(line, flush=True)
+            print(wrap_text(line), flush=True)
 
 
 def main() -> None:
