@@ -188,11 +188,11 @@ def write_plan(
     if as_json:
         print(json.dumps({**summary.as_dict(), "verified": verify, "png": str(png) if png else None}))
         return
-    from mindspeed_cp.report.text import print_tables
+    from mindspeed_cp.report.text import print_tables, wrap_text
 
     print_tables(plan_tables(summary))
     for note in notes(plan, options):
-        print(f"note: {note}")
+        print(wrap_text(f"note: {note}"))
     if verify:
         print("proved: every visible pair once, every message matched, no dead-lock")
     if png is not None:

@@ -114,16 +114,16 @@ def simulate(
     if as_json:
         print(json.dumps({**simulation_dict(comparison), **_choice_as_dict(decision), "files": files}, allow_nan=False))
         return 0
-    from mindspeed_cp.report.text import print_tables
+    from mindspeed_cp.report.text import print_tables, wrap_text
 
     print_tables(simulation_tables(comparison))
     if decision is not None:
         print("\n".join(("auto takes", *(f"  {line}" for line in decision.reasons))))
     for note in comparison.notes:
-        print(f"note: {note}")
+        print(wrap_text(f"note: {note}"))
     for kind, path in files.items():
         print(f"{kind}: {path}")
-    print(conclusion(comparison))
+    print(wrap_text(conclusion(comparison)))
     return 0
 
 

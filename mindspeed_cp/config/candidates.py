@@ -37,6 +37,15 @@ def candidate_settings(settings: _S) -> tuple[_S, ...]:
     return tuple(replace_algorithm(settings, entry) for entry in (first, *map(parse_candidate, suite.row_candidates)))
 
 
+def compared_algorithms(settings: Sections) -> list[str]:
+    """Return the algorithms of train.compare and, last, that of the run, each once, as :func:`compared_settings` takes
+    them."""
+    suite = settings.context_parallel_suite
+    own = Candidate(suite.algorithm, tuple(suite.options.items())).as_setting
+    compared = dict.fromkeys(parse_candidate(word).as_setting for word in settings.train.compare)
+    return [*(word for word in compared if word != own), own]
+
+
 def compared_settings(settings: _S, word: str) -> _S:
     """Return the settings with an algorithm of train.compare, such as "ring" or "direct:prefetch=2".
 

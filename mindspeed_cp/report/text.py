@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, TextIO
 
 from mindspeed_cp.errors import shortened
@@ -78,6 +81,21 @@ def describe_attention(attention: AttentionConfig) -> str:
     return ", ".join(parts)
 
 
+def output_width() -> int:
+    """Return the columns of the terminal; a large number if the output is no terminal and COLUMNS is not set."""
+    return get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNLIMITED_WIDTH
+
+
+def wrap_text(text: str) -> str:
+    """Break the lines that are wider than the terminal, between words."""
+    width = output_width()
+    lines = (
+        textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else [line]
+        for line in text.split("\n")
+    )
+    return "\n".join(part for parts in lines for part in parts)
+
+
 def print_tables(tables: Iterable[Table], file: TextIO | None = None) -> None:
     """Print tables one below the other, to standard output or a file.
 
@@ -86,9 +104,7 @@ def print_tables(tables: Iterable[Table], file: TextIO | None = None) -> None:
     """
     from rich.console import Console
 
-    console = Console(file=file, markup=False, highlight=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(file=file, markup=False, highlight=False, emoji=False, width=_UNLIMITED_WIDTH)
+    console = Console(file=file, markup=False, highlight=False, emoji=False, width=output_width())
     for table in tables:
         console.print(table.title, style="bold")
         for block in column_blocks(table, console.width):

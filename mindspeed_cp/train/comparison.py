@@ -6,6 +6,7 @@ and random state of the training stay as they are, so the training gives the sam
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindspeed_cp.choose.candidates import Candidate
-from mindspeed_cp.config.candidates import compared_settings
+from mindspeed_cp.config.candidates import compared_algorithms, compared_settings
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Dispatcher, PackedStream
 from mindspeed_cp.engine.recorder import Recorder, recording
@@ -27,10 +27,11 @@ from mindspeed_cp.train.step import StepChecks, forward_backward
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
+NO_DIFFERENCE = 0.01  # imbalances that are nearer to each other count as equal
 STEPS = 3  # global batches that are compared; one more at the start is not timed
 
 
-def compare_algorithms(
+def run_comparison(
     settings: Settings,
     world: World,
     training: TrainingModel,
@@ -49,25 +50,25 @@ def compare_algorithms(
         stop_request: ends the comparison early.
 
     Returns:
-        For summary.json: `batches`, `documents` (lengths of the timed batches' documents on this replica), and
-        `algorithms`, a list of mappings: algorithm, loss, imbalance, sent_bytes (of all ranks in one step), seconds
-        (forward and backward of one step).
+        For summary.json: `batches`, `documents` (lengths of the timed batches' documents on this replica),
+        `one_machine` (true if all ranks share a machine), and `algorithms`, a list of mappings, the run's own last:
+        algorithm, loss, imbalance, sent_bytes (of all ranks in one step), seconds (forward and backward of one step).
     """
-    suite = settings.context_parallel_suite
-    own = Candidate(suite.algorithm, tuple(suite.options.items())).as_setting
+    *others, own = compared_algorithms(settings)
     results: list[dict[str, Any]] = []
     lengths: list[int] = []
     with kept_random_state():
-        for word in (*settings.train.compare, own):
+        for word in (*others, own):
             variant = settings if word == own else compared_settings(settings, word)
             loader = MicroBatchLoader(open_stream(), dispatcher, variant, training.attentions, world, stop_request)
             with loader:
                 result, lengths, stop = _run(word, loader, world, training, stop_request)
-            results.append(result)
+            results.append({**result, "loss": None} if stop else result)
             if stop:
                 break
     training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
-    return {"batches": STEPS, "documents": lengths, "algorithms": results}
+    one_machine = len(set(world.gather_json(socket.gethostname()))) == 1
+    return {"batches": STEPS, "documents": lengths, "one_machine": one_machine, "algorithms": results}
 
 
 def _run(
@@ -118,13 +119,13 @@ def _run(
 def comparison_text(comparison: dict[str, Any]) -> str:
     """Return the comparison as a small table for people, or one line if it was stopped before its end."""
     rows = comparison["algorithms"]
-    if any(row["loss"] is None for row in rows) or len(rows) < 2:
+    if any(row["loss"] is None for row in rows):
         return "the comparison of algorithms was stopped"
     lengths = comparison["documents"]
     width = max(len("algorithm"), *(len(row["algorithm"]) for row in rows))
     lines = [
-        f"the same {comparison['batches']} batches, forward and backward, with each algorithm ({len(lengths)} "
-        f"documents of {min(lengths):,} to {max(lengths):,} tokens):",
+        f"the same {comparison['batches']} batches, forward and backward, with each algorithm",
+        f"({len(lengths)} documents of {min(lengths):,} to {max(lengths):,} tokens):",
         f"  {'algorithm':{width}}    loss  imbalance  sent/step  ms/step",
     ]
     for row in rows:
@@ -136,7 +137,7 @@ def comparison_text(comparison: dict[str, Any]) -> str:
 
 
 def comparison_sentence(comparison: dict[str, Any]) -> str | None:
-    """Return one sentence that sets the run's algorithm against the first compared one, or None without figures."""
+    """Return what the run's algorithm did better than the first compared one, and what not; None without figures."""
     rows = comparison["algorithms"]
     if any(row["loss"] is None for row in rows) or len(rows) < 2:
         return None
@@ -147,6 +148,23 @@ def comparison_sentence(comparison: dict[str, Any]) -> str | None:
         share = f", {abs(1 - sent / base_sent):.0%} {'less' if sent < base_sent else 'more'}"
     return (
         f"On these documents {own['algorithm']} sent {format_bytes(sent)} in a step and {base['algorithm']} "
-        f"{format_bytes(base_sent)}{share}; the slowest rank had {own['imbalance']:.2f} times the mean attention work, "
-        f"and {base['imbalance']:.2f} times with {base['algorithm']}."
+        f"{format_bytes(base_sent)}{share}. {_imbalance_text(own, base)}. {_time_text(own, base, comparison)}."
     )
+
+
+def _imbalance_text(own: dict[str, Any], base: dict[str, Any]) -> str:
+    gain = base["imbalance"] - own["imbalance"]
+    text = "Its imbalance is lower" if gain > NO_DIFFERENCE else "Its imbalance is not lower"
+    text += f": {own['imbalance']:.3f} against {base['imbalance']:.3f}"
+    if gain <= NO_DIFFERENCE and base["imbalance"] < 1 + NO_DIFFERENCE:
+        text += f" (1 is perfect balance, which {base['algorithm']} has already)"
+    return text
+
+
+def _time_text(own: dict[str, Any], base: dict[str, Any], comparison: dict[str, Any]) -> str:
+    seconds, base_seconds = own["seconds"], base["seconds"]
+    faster = seconds < 0.95 * base_seconds  # less is within the noise of a few steps
+    text = f"Its step is {'' if faster else 'not '}faster: {seconds * 1e3:,.0f} ms against {base_seconds * 1e3:,.0f}"
+    if not faster and comparison["one_machine"]:
+        text += " (the ranks share a machine, without the slow links between nodes on which fewer bytes save time)"
+    return text

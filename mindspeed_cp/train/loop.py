@@ -23,7 +23,7 @@ from mindspeed_cp.train import checkpoint
 from mindspeed_cp.train.attention_canary import canary_of_step
 from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
 from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
-from mindspeed_cp.train.comparison import compare_algorithms
+from mindspeed_cp.train.comparison import run_comparison
 from mindspeed_cp.train.data_checks import check_same_start
 from mindspeed_cp.train.dispatch import make_dispatcher
 from mindspeed_cp.train.hang_watch import HangWatch
@@ -123,7 +123,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         if settings.train.compare and folder is None:
             if writer is not None:
                 writer.note("comparing algorithms before the training: train.compare")
-            comparison = compare_algorithms(settings, world, training, open_stream, dispatcher, stop_request)
+            comparison = run_comparison(settings, world, training, open_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)
         hang_watch = stack.enter_context(HangWatch(world.rank, settings.context_parallel_suite.timeout_seconds))

@@ -14,6 +14,10 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mindspeed_cp.report.text import output_width, wrap_text
+
+WIDE = 120  # columns of a terminal on which steps are shown with norm of gradients and learning rate
+
 
 class Display:
     """Shows nothing; base class of the displays that show steps. Used on the first rank only."""
@@ -61,10 +65,12 @@ def open_display(kind: str, step: int, steps: int, interval: int, log: TextIO | 
 
 
 def _figures(line: dict[str, Any]) -> str:
-    return (
-        f"loss {_figure(line['loss'], '.4f')}  {line['tokens_per_s']:,.0f} tokens/s  "
-        f"imbalance {line['imbalance']:.3f}  grad {_figure(line['grad_norm'], '.3f')}  lr {line['lr']:.2e}"
+    text = (
+        f"loss {_figure(line['loss'], '.4f')}  {line['tokens_per_s']:,.0f} tokens/s  imbalance {line['imbalance']:.3f}"
     )
+    if output_width() < WIDE:
+        return text
+    return f"{text}  grad {_figure(line['grad_norm'], '.3f')}  lr {line['lr']:.2e}"
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -92,7 +98,7 @@ class _Lines(Display):
     def note(self, text: str) -> None:
         if self._log is None:
             with ignore_closed_terminal():
-                print(text, flush=True)
+                print(wrap_text(text), flush=True)
             return
         with suppress(OSError):  # metrics.jsonl tells of a full disk
             print(text, file=self._log, flush=True)
@@ -123,8 +129,8 @@ class _Both(Display):
 class _Bar(Display):
     def __init__(self, step: int, steps: int) -> None:
         columns = (
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[figures]}"),
-            TextColumn("eta"), TimeRemainingColumn(),
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(20 if output_width() >= WIDE else 4),
+            TextColumn("{task.fields[figures]}"), TextColumn("eta"), TimeRemainingColumn(),
         )  # fmt: skip
         self._progress = Progress(*columns, console=Console(force_terminal=True), speed_estimate_period=120)
         self._task = self._progress.add_task("", total=steps, completed=step, figures="starting")

@@ -40,7 +40,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
         from mindspeed_cp.train.loop import train
-    from mindspeed_cp.report.text import print_tables
+    from mindspeed_cp.report.text import print_tables, wrap_text
     from mindspeed_cp.train.lost_ranks import name_lost_ranks
     from mindspeed_cp.train.progress_display import ignore_closed_terminal
     from mindspeed_cp.train.rank_logs import open_own_log
@@ -71,7 +71,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
                 continue
             print_tables([summary_table(summary)], stream)
             for line in closing_lines(summary):
-                print(line, file=stream, flush=True)
+                print(wrap_text(line), file=stream, flush=True)
 
 
 def main() -> None:

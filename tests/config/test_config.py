@@ -13,6 +13,7 @@ from mindspeed_cp import Documents, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, ALIASES, LAYOUT_NAMES, UNSUPPORTED_ALGORITHMS, algorithm_options
 from mindspeed_cp.config import Settings, SuiteSettings, capabilities, load_settings
 from mindspeed_cp.config.aliases import UNSUPPORTED_KEYS
+from mindspeed_cp.config.candidates import compared_algorithms
 from mindspeed_cp.config.model import ModelSettings
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.config.rules import data_parallel_size
@@ -47,6 +48,21 @@ def test_values_come_from_the_file_and_overrides_win(tmp_path: Path) -> None:
     assert (settings.train.lr, settings.train.seed) == (1e-2, 7)
     assert settings.model.num_query_groups == 2
     assert settings.checkpoint.resume is False
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "compare", "expected"),
+    [
+        ("hierarchical", "[ring]", ["ring", "hierarchical"]),
+        ("ring", "[ring]", ["ring"]),
+        ("ring", "[p2p, direct, direct]", ["direct", "ring"]),
+    ],
+)
+def test_the_algorithm_of_the_run_is_compared_once_and_last(
+    algorithm: str, compare: str, expected: list[str], tmp_path: Path
+) -> None:
+    overrides = [f"train.compare={compare}", f"algorithm={algorithm}", "context_parallel_size=4"]
+    assert compared_algorithms(load_settings(write(tmp_path, ""), overrides)) == expected
 
 
 def test_yaml_1_2_floats_are_numbers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -294,6 +295,23 @@ def test_a_bar_shows_the_same_figures(capsys: pytest.CaptureFixture[str], monkey
         assert part in out
 
 
+def test_what_is_shown_fits_into_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = open_display("lines", 0, 10_000, 1)
+    lines.step({**LINE, "step": 9_999, "tokens_per_s": 1234567.8, "seconds": 2.0})
+    note = "a long remark about the run, with the words-in-one-piece kept " * 3
+    lines.note(note)
+    bar = open_display("bar", 3, 2500, 10)
+    bar.step(LINE)
+    bar.note(note)
+    bar.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).replace("\r", "\n")
+    assert all(len(line.rstrip()) <= 80 for line in shown.splitlines()) and "…" not in shown
+    assert shown.count("words-in-one-piece") == 6 and "imbalance 1.010 eta" in shown and "imbalance 1.010  eta" in shown
+
+
 def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     display = open_display("none", 0, 25, 1)
     display.step(LINE)
@@ -483,11 +501,18 @@ def test_torchrun_takes_no_last_words_for_the_cause(tmp_path: Path, monkeypatch:
 def test_the_comparison_is_a_table_and_a_sentence() -> None:
     figures = {"loss": 5.5, "imbalance": 1.0, "sent_bytes": 4 * 2.0**20, "seconds": 0.5}
     rows = [{"algorithm": "ring", **figures}, {"algorithm": "direct", **figures, "sent_bytes": 2.0**20}]
-    comparison = {"batches": 3, "documents": [7, 4096], "algorithms": rows}
+    comparison = {"batches": 3, "documents": [7, 4096], "one_machine": True, "algorithms": rows}
     text = comparison_text(comparison)
     assert "3 batches" in text and "2 documents of 7 to 4,096 tokens" in text and "500" in text
     assert [line.split()[0] for line in text.splitlines()[-2:]] == ["ring", "direct"]
     sentence = comparison_sentence(comparison)
     assert sentence is not None and "direct sent 1.0 MiB in a step and ring 4.0 MiB, 75% less" in sentence
+    assert "imbalance is not lower: 1.000 against 1.000 (1 is perfect balance, which ring has already)" in sentence
+    assert "step is not faster: 500 ms against 500 (the ranks share a machine" in sentence
+    better = comparison_sentence({**comparison, "algorithms": [{**rows[0], "imbalance": 1.5, "seconds": 1.0}, rows[1]]})
+    assert better is not None and "imbalance is lower: 1.000 against 1.500." in better and "(" not in better
+    assert "step is faster: 500 ms against 1,000." in better
     stopped = {**comparison, "algorithms": [{**rows[0], "loss": None}]}
     assert comparison_sentence(stopped) is None and "stopped" in comparison_text(stopped)
+    alone = {**comparison, "algorithms": rows[:1]}  # train.compare has no other algorithm
+    assert comparison_sentence(alone) is None and comparison_text(alone).splitlines()[-1].startswith("  ring")
