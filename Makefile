@@ -69,9 +69,8 @@ test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpre
 test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where there are fewer than GPUS
 	$(VENV)-cuda/bin/python -m pytest --require-cuda $(GPUS) -m cuda tests/cuda $(ARGS)
 
-docs-tables: $(INSTALLED) ## write the generated tables of docs/
-	$(RUN)/python tools/algorithm_table.py
-	$(RUN)/python tools/glossary.py
+docs-tables: $(INSTALLED) ## write what is computed in the READMEs, docs/ and configs/
+	$(RUN)/python -m tools.docs_tables
 
 lint: $(INSTALLED) ## ruff, mypy and the order of imports
 	$(RUN)/ruff check .
