@@ -73,10 +73,8 @@ test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where the
 soak: $(INSTALLED) ## train 2,000 steps of a tiny model; fails if the memory or the open files of a rank grow
 	PYTHONPATH=. nice $(RUN)/python -m tests.soak $(ARGS)
 
-docs-tables: $(INSTALLED) ## write the generated tables of docs/
-	$(RUN)/python tools/algorithm_table.py
-	$(RUN)/python tools/glossary.py
-	$(RUN)/python tools/reliability.py
+docs-tables: $(INSTALLED) ## write what is computed in the READMEs, docs/ and configs/
+	$(RUN)/python -m tools.docs_tables
 
 lint: $(INSTALLED) ## ruff, mypy, the order of imports, and known faults of the pinned packages
 	$(RUN)/ruff check .

@@ -1,4 +1,4 @@
-"""Write docs/glossary.md from the docstrings of the nouns; run by `make docs-tables`."""
+"""The text of docs/glossary.md, from the docstrings of the nouns; `make docs-tables` writes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "glossary.md"
 
 #: word -> (file, source). The source is the name of a class or of a constant with a `#:` comment, "" for the docstring
 #: of the module, or the first words of one of its sentences.
@@ -83,7 +82,3 @@ def _from(text: str, first_words: str) -> str:
     """Return the text from a sentence on, or an empty string."""
     joined = " ".join(text.split())
     return joined[joined.index(first_words) :] if first_words in joined else ""
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), "utf-8")

@@ -1,4 +1,4 @@
-"""Write docs/reliability.md from the marks of the tests in tests/faults; run by `make docs-tables`."""
+"""docs/reliability.md, from the marks of the tests in tests/faults; written by `make docs-tables`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "reliability.md"
 TESTS = ROOT / "tests" / "faults"
 COLUMNS = ("fault", "happens", "lost", "printed")
 HEAD = """\
@@ -45,7 +44,3 @@ def _lines(path: Path) -> list[str]:
             test = f"[{function.name.removeprefix('test_').replace('_', ' ')}](../{path.relative_to(ROOT)})"
             lines.append("".join(f"| {cell.replace('|', '/')} " for cell in (*cells.values(), test)) + "|\n")
     return lines
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

@@ -2,9 +2,7 @@
 
 A cell is an algorithm, a backend of the attention operator, and one value of every feature of attention. It is exact
 unless a row of `REFUSALS` matches it. Settings are checked against the table when they are read, tests run every cell,
-and the documentation is generated from it::
-
-    python -m mindspeed_cp.config.capabilities > docs/capabilities.md
+and `make docs-tables` writes docs/capabilities.md from it.
 
 A backend that refuses something is a name in `BACKEND_NAMES` with rows in `REFUSALS`.
 """
@@ -255,15 +253,10 @@ def _entry(rows: list[tuple[Cell, Refusal | None]], feature: str, value: str, no
 _HEAD = """\
 # Capabilities
 
-Made by `python -m mindspeed_cp.config.capabilities > docs/capabilities.md` from the table in
-`mindspeed_cp/config/capabilities.py`. The settings are checked against that table when they are read, and tests walk
-every cell of it.
+Made by `make docs-tables` from the table in `mindspeed_cp/config/capabilities.py`. The settings are checked against
+that table when they are read, and tests walk every cell of it.
 
 *exact*: out, dq, dk and dv agree with dense attention in fp64, for any number of ranks (odd ones too), any number of
 query heads, and lengths that divide by nothing. A number in brackets is a note below the table: together with something
 else it is refused, with the message that the note quotes.
 """
-
-
-if __name__ == "__main__":
-    print(capabilities_md(), end="")

@@ -1,8 +1,6 @@
 """Reference of the settings: every key with its default, meaning and valid values, as YAML made from the sections.
 
-    python -m mindspeed_cp.config.reference > configs/reference.yaml
-
-A test compares that file with the sections.
+`make docs-tables` writes it to configs/reference.yaml; a test compares that file with the sections.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from mindspeed_cp.schema.messages import describe_valid_values
 
 _HEAD = """\
 # Every key of the settings, with its default: a file with none of these lines means the same.
-# Made from the schema by: python -m mindspeed_cp.config.reference > configs/reference.yaml
+# Made from the schema by `make docs-tables`.
 """
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from mindspeed_cp.config import capabilities
 from mindspeed_cp.config.capabilities import FEATURES, REFUSALS, Refusal, all_cells, capabilities_md, check, refusal
 from mindspeed_cp.ops.attention import BACKENDS
 from tests.cells import example
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("algorithm", FEATURES["algorithm"])
@@ -96,9 +93,7 @@ def test_the_table_names_the_backends_that_exist() -> None:
     assert set(capabilities.BACKEND_NAMES) == set(BACKENDS)
 
 
-def test_the_documentation_is_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "capabilities.md").read_text("utf-8")
-    assert text == capabilities_md(), "run: python -m mindspeed_cp.config.capabilities > docs/capabilities.md"
+def test_the_page_has_a_column_for_each_set_of_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = Refusal({"algorithm": "direct", "bias": "alibi"}, "attention.alibi is True", "ring")
     monkeypatch.setattr(capabilities, "REFUSALS", (refused,))
     lines = capabilities_md().splitlines()

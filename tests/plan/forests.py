@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology
+from mindspeed_cp.algorithms.derived_backward import derive_backward
 from mindspeed_cp.layout import TOKEN_SPAN, zigzag
 from mindspeed_cp.plan import CONTENT, MessageBuilder, Messages, Program
-from tests.plan.derived_backward import derive_backward
 
 
 def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed: int) -> Plan:

@@ -11,9 +11,9 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, PlanError, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.algorithms.derived_backward import derive_backward
 from mindspeed_cp.plan import CONTENT, MessageBuilder, Messages, Program
 from mindspeed_cp.plan.verify.queues import check_queues
-from tests.plan.derived_backward import derive_backward
 from tests.plan.forests import forest_plan
 
 LENGTHS = [50, 3, 64]

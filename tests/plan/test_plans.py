@@ -1,4 +1,4 @@
-"""Random plans are proved, tiles are what a brute-force mask says, and plans have the shapes that DESIGN promises."""
+"""Random plans are proved, tiles are what a brute-force mask says, and plans have the shapes that docs/plans.md promises."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms import algorithm_name
+from mindspeed_cp.algorithms.derived_backward import derive_backward
 from mindspeed_cp.layout import TOKEN_SPAN
 from mindspeed_cp.plan import CAUSAL, FULL, peak_bytes
 from mindspeed_cp.plan.tiles import count_pairs, tiles_between
-from tests.plan.derived_backward import derive_backward
 from tests.plan.forests import forest_plan
 
 lengths = st.lists(st.integers(0, 70), max_size=8)

@@ -29,16 +29,8 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
       received separately; in redistributions, heads are cut out and put in. The largest sum over all messages in
       flight.
 
-    Not counted is memory that one rank alone would need as well. Let t rows of queries and r rows of keys be computed
-    on the rank, with h and g heads of widths d (q, k) and e (v, output), and b bytes in an element. Terms with b exist
-    only if b < 4, as fp32 is not rounded:
-
-    * forward: out and its lse in fp32, and out rounded: t*h*(4*e + 4) + b*t*h*e;
-    * backward: out and lse from the forward (t*h*(b*e + 4)), dq in fp32 and rounded (4*t*h*d + b*t*h*d), dk and dv
-      rounded (b*r*g*(d + e)). If a kv head is on several ranks, dk and dv are rounded last, for rows and heads of the
-      caller's layout, when the rounded dq has been freed: the larger of the two terms counts;
-    * contiguous copies of q, k, v and dout if the caller's are not contiguous, of the same size;
-    * the caller's tensors, and memory of the kernels during one call.
+    Not counted is memory that one rank alone would need as well: results, copies, and what kernels make. docs/plans.md,
+    "Memory beside the communication", has its formula.
 
     In a plan of parts, the buffers of a part exist from its first step until it is concluded, and results of
     redistributions from before all steps until after them. "redistributed" then also counts rows of a part that are not

@@ -1,4 +1,7 @@
-"""Derive the backward of a plan whose fetches form a forest from its forward."""
+"""Derive the backward of a plan whose fetches form a forest from its forward, for algorithms from outside.
+
+The built-in algorithms state their backward as arrays: this is a Python loop over all messages.
+"""
 
 from __future__ import annotations
 

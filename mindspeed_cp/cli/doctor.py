@@ -1,0 +1,30 @@
+"""mindspeed-cp doctor."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mindspeed_cp.cli.options import AsJson
+from mindspeed_cp.errors import ConfigError
+
+
+def doctor(
+    device: Annotated[str, typer.Option(help="cpu, cuda, npu, or auto: all that are present.")] = "auto",
+    link_seconds: Annotated[
+        float | None,
+        typer.Option(help="Time limit in seconds for the links between NPUs. Default: 120, plus 15 per NPU."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check this machine: versions, devices, links, and the attention operator against the fp64 reference."""
+    if device not in ("auto", "cpu", "cuda", "npu"):
+        raise ConfigError(f"--device {device}: cannot be checked; valid: auto, cpu, cuda, npu")
+    if link_seconds is not None and not link_seconds > 0:
+        raise ConfigError(f"--link-seconds {link_seconds:g}: must be more than 0, or left out")
+    from mindspeed_cp.doctor import run_checks, write_report
+
+    report = run_checks(device, link_seconds=link_seconds)
+    write_report(report, as_json=as_json)
+    return 0 if report["ok"] else 1

@@ -1,0 +1,52 @@
+"""What the documentation links and names exists: files, folders, modules and what is in them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").rglob("*.md")]
+
+#: Folders from which pages name files.
+FOLDERS = (
+    ROOT,
+    *(ROOT / folder for folder in ("mindspeed_cp", "mindspeed_cp/megatron", "tests", "tests/npu", "configs/launch")),
+)
+
+#: Paths that the documentation names and that only runs write.
+WRITTEN_BY_RUNS = {"runs/", "RUN/trace/step-0000003-rank-0001.json"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text("utf-8")
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    paths = re.findall(r"`([\w-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|yaml|json|sh|tsv)|))`", text)
+    names = re.findall(r"(?<![\w/.-])mindspeed_cp(?:\.\w+)+", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [path for path in paths if not any((folder / path).exists() for folder in FOLDERS)]
+    missing += [name for name in names if not resolves(name)]
+    assert not set(missing) - WRITTEN_BY_RUNS
+
+
+def resolves(name: str) -> bool:
+    """True if a dotted name is a module, or an attribute of one."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+        return True
+    except ModuleNotFoundError:
+        pass
+    try:
+        return hasattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError:
+        return False
+
+
+def test_a_name_that_is_not_there_does_not_resolve() -> None:
+    assert resolves("mindspeed_cp.choose.compare") and resolves("mindspeed_cp.choose.compare.compare_algorithms")
+    assert not resolves("mindspeed_cp.choose.compare.compare") and not resolves("mindspeed_cp.chosen.compare")

@@ -1,0 +1,114 @@
+"""Write everything in the documentation that is computed; run by `make docs-tables`.
+
+tests/test_docs_tables.py compares the pages with what this writes. The tables of docs/published.md, and the two rows of
+speed that README.md takes from them, take minutes and are made by `python -m benchmarks.published` instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
+from mindspeed_cp.config.capabilities import capabilities_md
+from mindspeed_cp.config.reference import reference_yaml
+from mindspeed_cp.report.plan.summary import summarize_plan
+from tools import glossary, reliability
+
+ROOT = Path(__file__).parent.parent
+OPTIONS_HEAD = "| algorithm | Megatron, MindSpeed | options (defaults) | use it for |\n|---|---|---|---|\n"
+BYTES_HEAD = "| | (a) sent | (a) buffers | (b) sent | (b) buffers |\n|---|---|---|---|---|\n"
+
+#: Lengths of the documents of the two batches of the table of bytes.
+BATCHES = (
+    [32768],
+    [12000, 6000, 4000, 3000, 2000, 1500, 1200, 900, 700, 500, 400, 300, 150, 100, 18],
+)
+MIB = 2**20
+
+
+def algorithms_page(page: str) -> str:
+    """Return docs/algorithms.md with the tables of options and of bytes."""
+    page = _with_rows(page, OPTIONS_HEAD, "".join(map(_options_row, ALGORITHMS.values())))
+    return _with_rows(page, BYTES_HEAD, bytes_rows())
+
+
+def bytes_rows() -> str:
+    """Return the rows of the table of bytes: the most that any rank sends and holds, by plans."""
+    attention = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
+    cases: list[tuple[str, str, dict[str, object]]] = [(name, name, {}) for name in ALGORITHMS]
+    rows = ""
+    for label, name, options in [*cases, ("direct, `layout: balanced`", "direct", {"layout": "balanced"})]:
+        cells = [label]
+        for lengths in BATCHES:
+            summary = summarize_plan(build_plan(Documents(lengths), Topology(2, 4), attention, name, **options))
+            forward, backward = summary.sent_forward.max() / MIB, summary.sent_backward.max() / MIB
+            buffers = summary.buffers.max(0) / MIB
+            cells += [f"{forward:.0f} + {backward:.0f}", f"{buffers[0]:.0f}, {buffers[1]:.0f}"]
+        rows += _row(cells)
+    return rows
+
+
+def readme_page(page: str, comma: str) -> str:
+    """Return README.md or its translation with a row for each algorithm and its other names.
+
+    The third cell, and the second of an algorithm without other names, keep their text; an algorithm without a row gets
+    the first line of its builder's docstring.
+    """
+    head, rows = re.findall(r"^<!-- make docs-tables -->\n(\|.*\n\|.*\n)((?:\|.*\n)*)", page, re.MULTILINE)[0]
+    texts = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", rows, re.MULTILINE))
+    new_rows = ""
+    for algorithm in ALGORITHMS.values():
+        old_names, _, text = texts.get(algorithm.name, f"|{algorithm.summary.rstrip('.')}").partition("|")
+        names = comma.join(f"`{alias}`" for alias in algorithm.aliases)
+        new_rows += _row([f"`{algorithm.name}`", names or old_names.strip(), text.strip()])
+    return page.replace(head + rows, head + new_rows)
+
+
+#: File -> the function that returns its new text from its present one.
+PAGES: dict[str, Callable[[str], str]] = {
+    "README.md": lambda page: readme_page(page, ", "),
+    "README.zh.md": lambda page: readme_page(page, "、"),
+    "configs/reference.yaml": lambda _: reference_yaml(),
+    "docs/algorithms.md": algorithms_page,
+    "docs/capabilities.md": lambda _: capabilities_md(),
+    "docs/glossary.md": lambda _: glossary.page(),
+    "docs/reliability.md": lambda _: reliability.page(),
+}
+
+
+def _with_rows(page: str, head: str, rows: str) -> str:
+    """Return the page with other rows in the table that has this head."""
+    start = page.index(head)
+    return page[:start] + head + rows + page[page.index("\n\n", start) + 1 :]
+
+
+def _row(cells: list[str]) -> str:
+    return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|\n"
+
+
+def _options_row(algorithm: Algorithm) -> str:
+    names = ", ".join(f"`{alias}`" for alias in algorithm.aliases)
+    options = ", ".join(f"`{option.name}` ({_default(option)})" for option in algorithm.options.values())
+    return _row([f"`{algorithm.name}`", names, options, algorithm.use_for])
+
+
+def _default(option: AlgorithmOption) -> str:
+    if option.from_model:
+        return "the model's"
+    if option.default is None:
+        return option.description.rpartition("default: ")[2].rstrip(".")
+    return str(option.default).lower() if isinstance(option.default, bool) else str(option.default)
+
+
+def main() -> None:
+    """Write all pages."""
+    for name, update in PAGES.items():
+        path = ROOT / name
+        path.write_text(update(path.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
