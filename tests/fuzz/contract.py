@@ -68,7 +68,7 @@ def main(words: list[str]) -> None:
                 done += 1
                 if wrong is not None:
                     faults[f"{name} {number}"] = wrong
-                if len(faults) == 5 or wrong == "more than 1 GB":
+                if sum(key.startswith(f"{name} ") for key in faults) == 3 or wrong == "more than 1 GB":
                     break
     print(json.dumps({"inputs": done, "faults": faults}))
 

@@ -69,7 +69,7 @@ def lengths(generator: random.Random, folder: Path) -> None:
     else:
         given = str(path)
         if kind == ".npy":
-            np.save(stream, np.array(listed, generator.choice((np.int64, np.uint8, np.float32))))
+            np.save(stream, np.array(listed, generator.choice((np.int64, np.int32, np.float32))))
         elif kind == ".npz":
             np.savez_compressed(stream, lengths=np.array(listed, np.int64))
         elif kind == ".yaml":
@@ -155,7 +155,7 @@ def traces(generator: random.Random, folder: Path) -> None:
             leave(folder, 3, rank)
     whole = paths[0].read_text()
     if generator.random() < 0.7:
-        text = json.dumps(mutations.value(generator, json.loads(whole)))
+        text = mutations.json_text(generator, json.loads(whole))
     else:
         text = mutations.text(generator, whole)
     paths[0].write_bytes(text.encode("utf-8", "replace"))
@@ -190,7 +190,7 @@ def checkpoints(generator: random.Random, folder: Path) -> None:
     if name == "run.json":
         whole = json.dumps(json.loads(whole) | {"data": stream.state_dict()}).encode()
     if name.endswith(".json") and generator.random() < 0.7:
-        damage = json.dumps(mutations.value(generator, json.loads(whole))).encode("utf-8", "replace")
+        damage = mutations.json_text(generator, json.loads(whole)).encode("utf-8", "replace")
     else:
         damage = mutations.content(generator, mutations.text(generator, whole.decode()).encode("utf-8", "replace"))
     files[name].write_bytes(damage)
@@ -213,7 +213,7 @@ def corpora(generator: random.Random, folder: Path) -> None:
     path = folder / f"corpus.{generator.choice(('jsonl', 'jsonl', 'jsonl', 'txt'))}"
     lines = [json.dumps({"text": "word " * generator.randint(0, 9)}) for _ in range(generator.randint(0, 5))]
     if lines and generator.random() < 0.3:
-        lines[-1] = json.dumps(mutations.value(generator, {"text": "x", "more": [1]}))
+        lines[-1] = mutations.json_text(generator, {"text": "x", "more": [1]})
     text = mutations.text(generator, "\n".join(lines)).encode("utf-8", "surrogatepass")
     path.write_bytes(mutations.content(generator, text) if generator.random() < 0.5 else text)
     corpus = open_corpus(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from typing import Any
 
@@ -34,6 +35,8 @@ VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 3, 0.5, -0.0, 1e300, 2**31, 2**63, 10**400, float("nan"), float("inf"), "", "x", "\ud800", "x" * 5000,
     [], {}, [[]], [1, "x"], {"a": 1}, {"": {"": []}}, [0] * 1000,
 )  # fmt: skip
+
+DEEP = "a list in a list in a list"  # stands for it until there is a text: json writes none so deep
 
 
 def text(generator: random.Random, whole: str) -> str:
@@ -74,8 +77,13 @@ def content(generator: random.Random, whole: bytes) -> bytes:
     return bytes(damaged)
 
 
-def value(generator: random.Random, whole: Any) -> Any:
-    """JSON values of which one or two are replaced, removed or buried deep."""
+def json_text(generator: random.Random, whole: Any) -> str:
+    """The text of JSON values of which one or two are replaced, removed or buried deep."""
+    depth = generator.choice((3, 200, 5000, 100_000))
+    return json.dumps(_value(generator, whole)).replace(json.dumps(DEEP), "[" * depth + "0" + "]" * depth)
+
+
+def _value(generator: random.Random, whole: Any) -> Any:
     whole = copy.deepcopy(whole)
     for _ in range(generator.randint(1, 2)):
         holder, key = whole, None
@@ -90,8 +98,7 @@ def value(generator: random.Random, whole: Any) -> Any:
         if what == 0:
             del holder[key]
         elif what == 1:
-            for _ in range(generator.choice((3, 200, 5000))):
-                holder[key] = [holder[key]]
+            holder[key] = DEEP
         else:
             holder[key] = generator.choice(VALUES)
     return whole
