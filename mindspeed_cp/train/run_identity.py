@@ -13,6 +13,7 @@ from typing import Any
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
+from mindspeed_cp.schema.yaml_file import read_settings_file
 from mindspeed_cp.train.run_files import RunFiles
 
 _NOT_MODEL = {"recompute_granularity"}
@@ -81,15 +82,13 @@ def changed_settings(path: Path, settings: Settings) -> list[str]:
             result is empty.
         settings: the present settings.
     """
-    import yaml
-
     try:
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        before = read_settings_file(path).data
+    except ConfigError:
         return []
     changes = []
     for name in ("model", "data", "context_parallel_suite", "train"):
-        old = before.get(name) if isinstance(before, dict) else None
+        old = before.get(name)
         section = getattr(settings, name)
         now = section.model_dump()
         if not isinstance(old, dict):

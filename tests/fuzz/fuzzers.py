@@ -1,0 +1,288 @@
+"""The fuzzers: each makes one input of one kind from a generator, and gives it to what reads it.
+
+A fuzzer refuses its input by an error of this project, or takes it; everything else is a fault (tests.fuzz.contract).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options, build_plan
+from mindspeed_cp.cli import main as cli
+from mindspeed_cp.cli.lengths import draw_batches, read_lengths
+from mindspeed_cp.config.settings import Settings, load_settings
+from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
+from mindspeed_cp.train import launch
+from mindspeed_cp.train.resume import checkpoints_to_resume, read_run_json
+from mindspeed_cp.train.run_files import read_metrics
+from mindspeed_cp.train.run_identity import changed_settings
+from tests.cli.test_report import leave
+from tests.fuzz import mutations
+from tests.report.test_damaged_traces import report
+from tests.train.test_damage import with_checkpoint
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+KEYS = [f"{name}.{key}" for name, info in Settings.model_fields.items() for key in info.annotation.key_names()]  # type: ignore[union-attr]
+
+
+@cache
+def texts() -> list[str]:
+    return [path.read_text() for path in CONFIGS]
+
+
+def overrides(generator: random.Random) -> list[str]:
+    """Values of --set, of which most are one that no key takes."""
+    values = (*mutations.NUMBERS, *mutations.TEXTS)
+    return [f"{generator.choice(KEYS)}={generator.choice(values)}" for _ in range(generator.choice((0, 0, 1, 2)))]
+
+
+def settings(generator: random.Random, folder: Path) -> None:
+    """A settings file with damage, and overrides."""
+    path = folder / "settings.yaml"
+    text = mutations.text(generator, generator.choice(texts()))
+    content = text.encode("utf-8", "surrogatepass" if generator.random() < 0.1 else "replace")
+    path.write_bytes(mutations.content(generator, content) if generator.random() < 0.2 else content)
+    load_settings(path, overrides(generator))
+
+
+def lengths(generator: random.Random, folder: Path) -> None:
+    """Lengths as text and in files of all formats; a batch is drawn from what is taken."""
+    listed = [generator.choice((0, 1, 5, 700, 4100)) for _ in range(generator.randint(0, 9))]
+    kind = generator.choice(("text", ".txt", ".npy", ".npz", ".yaml"))
+    path, stream = folder / f"lengths{kind}", io.BytesIO()
+    text = mutations.text(generator, ",".join(map(str, listed)))
+    if kind == "text":
+        given = text.replace("\0", "")  # which no command line has
+    else:
+        given = str(path)
+        if kind == ".npy":
+            np.save(stream, np.array(listed, generator.choice((np.int64, np.int32, np.float32))))
+        elif kind == ".npz":
+            np.savez_compressed(stream, lengths=np.array(listed, np.int64))
+        elif kind == ".yaml":
+            bins = "name: x\nedges: [1, 5, 90]\npercent: [40, 60]\n"
+            stream.write(mutations.text(generator, bins).encode("utf-8", "replace"))
+        else:
+            stream.write(text.encode("utf-8", "replace"))
+        path.write_bytes(mutations.content(generator, stream.getvalue()))
+    read_lengths(given)
+    draw_batches(given, 1000, 1, 0)
+
+
+def plans(generator: random.Random, folder: Path) -> None:
+    """Arguments of build_plan; then a plan with damage, for the proof."""
+
+    def some(*valid: Any) -> Any:
+        return generator.choice(mutations.VALUES) if generator.random() < 0.03 else generator.choice(valid)
+
+    documents = Documents([some(0, 1, 30, 211, 700) for _ in range(generator.randint(0, 6))])
+    topology = Topology(some(1, 1, 2), some(1, 2, 3, 4))
+    attention = AttentionConfig(
+        some(1, 4, 8), some(None, 1, 2, 4), some(16, 64), some(None, 16), some("causal", "full"),
+        some(None, (9, 0), (-1, -1), (5, 7)), some(False, True), some(0.0, 0.1), some(None, 1.0),
+    )  # fmt: skip
+    algorithm = some(*ALGORITHMS)
+    options = {}
+    if isinstance(algorithm, str) and algorithm in ALGORITHMS:
+        names = list(algorithm_options(algorithm))
+        for name in generator.sample(names, min(len(names), generator.choice((0, 0, 1, 2)))):
+            options[name] = some(1, 2, 4, True, "balanced", 100)
+    if topology.ranks > 64:
+        raise ConfigError("more ranks than are tried here")
+    verify_plan(damaged(generator, build_plan(documents, topology, attention, algorithm, **options)))
+
+
+def damaged(generator: random.Random, plan: Plan) -> Plan:
+    """A plan with one number of its programs changed."""
+    if plan.parts:
+        number = generator.randrange(len(plan.parts))
+        parts = list(plan.parts)
+        parts[number] = damaged(generator, parts[number])
+        return dataclasses.replace(plan, parts=tuple(parts))
+    direction = generator.choice(("forward", "backward"))
+    program = getattr(plan, direction)
+    field = generator.choice(("steps", "capacity", "contents", "spans", "fetch", "reduce"))
+    old = getattr(program, field)
+    if field == "steps":
+        new: Any = old + generator.choice((-1, 1, 5))
+    elif field in ("fetch", "reduce"):
+        part = generator.choice(("items", "runs"))
+        new = dataclasses.replace(old, **{part: changed(generator, getattr(old, part))})
+    else:
+        new = changed(generator, old)
+    return dataclasses.replace(plan, **{direction: dataclasses.replace(program, **{field: new})})
+
+
+def changed(generator: random.Random, array: np.ndarray) -> np.ndarray:
+    """An array with another number in one place, or with one record less or twice."""
+    array = array.copy()
+    if not len(array):
+        return array
+    at = generator.randrange(len(array))
+    what = generator.randrange(4)
+    if what == 0 and array.dtype.names:
+        return np.delete(array, at)
+    if what == 1 and array.dtype.names:
+        return np.insert(array, at, array[at])
+    number = generator.choice((-1, 0, 1, 2, 5, 1000, 2**31, -(2**31)))
+    if array.dtype.names:
+        name = generator.choice(array.dtype.names)
+        array[name][at] = number if generator.random() < 0.5 else array[name][at] + generator.choice((-1, 1))
+    else:
+        array.flat[generator.randrange(array.size)] = number
+    return array
+
+
+def traces(generator: random.Random, folder: Path) -> None:
+    """Traces of a step of two ranks, of which one is damaged."""
+    paths = [folder / "trace" / f"step-0000003-rank-000{rank}.json" for rank in (0, 1)]
+    for rank, path in enumerate(paths):
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            leave(folder, 3, rank)
+    whole = paths[0].read_text()
+    if generator.random() < 0.7:
+        text = mutations.json_text(generator, json.loads(whole))
+    else:
+        text = mutations.text(generator, whole)
+    paths[0].write_bytes(text.encode("utf-8", "replace"))
+    try:
+        report(folder)
+    finally:
+        paths[0].write_text(whole)
+
+
+def checkpoints(generator: random.Random, folder: Path) -> None:
+    """run.json, digests.json, latest and the other files that a resumed run reads."""
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text('{"text": "abc"}\n' * 9)
+    stream = PackedStream(open_corpus(corpus), 16, 0)
+    next(stream)
+    run = folder / "run"
+    made = with_checkpoint(run) if not run.exists() else Settings(output={"folder": str(run)})  # type: ignore[arg-type]
+    trusting = Settings(output={"folder": str(run)}, checkpoint={"trust_unsigned": True})  # type: ignore[arg-type]
+    newest = run / "checkpoints" / "iter_0000003"
+    files = {
+        "run.json": newest / "run.json",
+        "digests.json": newest / "digests.json",
+        "latest": run / "checkpoints" / "latest",
+        "metrics.jsonl": run / "metrics.jsonl",
+        "settings.yaml": run / "settings.yaml",
+    }
+    files["metrics.jsonl"].write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.5}\n')
+    files["settings.yaml"].write_text(texts()[0])
+    before = {name: path.read_bytes() for name, path in files.items()}
+    name = generator.choice(list(files))
+    whole = before[name]
+    if name == "run.json":
+        whole = json.dumps(json.loads(whole) | {"data": stream.state_dict()}).encode()
+    if name.endswith(".json") and generator.random() < 0.7:
+        damage = mutations.json_text(generator, json.loads(whole)).encode("utf-8", "replace")
+    else:
+        damage = mutations.content(generator, mutations.text(generator, whole.decode()).encode("utf-8", "replace"))
+    files[name].write_bytes(damage)
+    try:
+        changed_settings(files["settings.yaml"], made)
+        found, _ = checkpoints_to_resume(trusting if generator.random() < 0.7 else made)
+        read_metrics(files["metrics.jsonl"])
+        for path in found:
+            state = read_run_json(path)["data"]
+            if state is not None:
+                stream.load_state_dict(state)
+                next(stream)
+    finally:
+        for other, path in files.items():
+            path.write_bytes(before[other])
+
+
+def corpora(generator: random.Random, folder: Path) -> None:
+    """A file of documents with damage, read to its end."""
+    path = folder / f"corpus.{generator.choice(('jsonl', 'jsonl', 'jsonl', 'txt'))}"
+    lines = [json.dumps({"text": "word " * generator.randint(0, 9)}) for _ in range(generator.randint(0, 5))]
+    if lines and generator.random() < 0.3:
+        lines[-1] = mutations.json_text(generator, {"text": "x", "more": [1]})
+    text = mutations.text(generator, "\n".join(lines)).encode("utf-8", "surrogatepass")
+    path.write_bytes(mutations.content(generator, text) if generator.random() < 0.5 else text)
+    corpus = open_corpus(path)
+    check_learnable(corpus, str(path))
+    for document in range(len(corpus)):
+        corpus.tokens(document)
+    next(PackedStream(corpus, 16, 0))
+
+
+OPTIONS = {
+    "plan": ("--lengths", "--kv-lengths", "--mask", "--ranks", "--nodes", "--ranks-per-node", "--algorithm", "--heads", "--set", "--verify", "--json"),
+    "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--sharing", "--show", "--json"),
+    "report": ("--step", "--cluster", "--json", "--trace"),
+    "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
+    "doctor": ("--link-seconds",),
+    "calibrate": ("--nproc", "--base", "--csv", "--dtype", "--longest", "--heads"),
+}  # fmt: skip
+WORDS = (
+    "ring",
+    "all",
+    "a2",
+    "causal",
+    "full",
+    "700,30,410",
+    "64",
+    "4",
+    "2",
+    "1",
+    "wikipedia",
+    "fair",
+    "fifo",
+    "bf16",
+    "model.num_layers=3",
+)
+
+
+def arguments(generator: random.Random, folder: Path) -> None:
+    """A command line; the code is that of bad input or of success, with one line for bad input."""
+    command = generator.choice(("plan", "plan", "simulate", "train", "report", "doctor", "calibrate"))
+    given = [command]
+    if command == "plan":
+        given += ["--lengths", "700,30,410"] * (generator.random() < 0.7)
+    if command == "simulate":
+        given += ["--lengths", "700,30", "--nodes", "1", "--ranks-per-node", "2", "--algorithms", "ring"]
+    if command == "train":
+        given += ["--set", f"output.folder={folder / 'run'}", "--set", f"data.corpus={CONFIGS[0].parent / 'launch'}"]
+    if command in ("report", "calibrate"):
+        given.append(str(folder / "none" / "x.yaml"))  # its folder is missing: nothing is measured
+    if command == "doctor":
+        given += ["--device", generator.choice(mutations.TEXTS).replace("\0", "") + "?"]
+    for _ in range(generator.randint(0, 3)):
+        given.append(generator.choice(OPTIONS[command]))
+        word = generator.choice((*WORDS, *WORDS, *mutations.TEXTS, *mutations.NUMBERS)).replace("\0", "")
+        given += [word] * (generator.random() < 0.9)
+    if generator.random() < 0.05:
+        given.insert(generator.randint(0, len(given)), generator.choice(mutations.TEXTS).replace("\0", ""))
+    out, err = io.StringIO(), io.StringIO()
+    start, launch._launch = launch._launch, lambda *a, **o: (launch.OK, "", [])  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.run(given)
+    finally:
+        launch._launch = start
+    lines = [line for line in err.getvalue().splitlines() if not line.startswith("note: ")]
+    if code not in (0, 1, 2) or (code == 2 and len(lines) > 1) or any(len(line) > 2100 for line in lines):
+        raise AssertionError(f"code {code}, {len(lines)} lines for {given}: {lines[:3]}")
+
+
+#: How many of 100,000 inputs are of each kind.
+FUZZERS: dict[Callable[[random.Random, Path], None], int] = {
+    settings: 30_000, lengths: 25_000, plans: 5_000, traces: 10_000, checkpoints: 10_000, corpora: 15_000, arguments: 5_000,
+}  # fmt: skip
