@@ -47,11 +47,11 @@ def attend_otherwise(rank: int, group: Any, case: Case, change: dict[str, Any]) 
     own = replace(case, **change) if rank == 1 else case
     plan, leaves, _ = local(rank, own)
     try:
-        context_parallel_attention(*leaves, plan, group, timeout=60, dropout_key=own.dropout_key)
+        context_parallel_attention(*leaves, plan, group, dropout_key=own.dropout_key)
     except ConfigError as error:
         found = str(error)
     plan, leaves, _ = local(rank, CASE)
-    out = context_parallel_attention(*leaves, plan, group, timeout=60)
+    out = context_parallel_attention(*leaves, plan, group)
     return found, float((out - plan.layout.shard(CASE.reference()[0], rank)).abs().max())
 
 
@@ -97,7 +97,7 @@ def test_plans_that_were_compared_before_are_compared_again(workers: GlooPool) -
 def read_late(rank: int, group: Any, reads: str) -> str:
     """On a device with gloo beside: a plan's second call does not wait; the next call or a backward reads it."""
     plan, other = CASE.plan(), replace(CASE, lengths=(7, 30, 120)).plan()
-    agreement = CallAgreement(group, 60.0, torch.device("cuda"))
+    agreement = CallAgreement(group, 600.0, torch.device("cuda"))
     agreement.check(plan, torch.float32)
     agreement.check(other if rank == 1 else plan, torch.float32)
     torch.distributed.barrier(group=group)
@@ -121,7 +121,7 @@ def test_a_comparison_that_is_read_late_names_the_ranks_and_the_plan_of_each(wor
 def unread_comparisons(rank: int, group: Any) -> tuple[int, int]:
     """Comparisons of ranks that are far apart wait in a queue that does not grow without end."""
     plan = CASE.plan()
-    agreement = CallAgreement(group, 60.0, torch.device("cuda"))
+    agreement = CallAgreement(group, 600.0, torch.device("cuda"))
     agreement.check(plan, torch.float32)
     if rank == 2:
         torch.distributed.recv(torch.zeros(1), 0, group)
