@@ -1,18 +1,16 @@
 """What a checkpoint takes from training: written at once, and in the background (checkpoint.async_save).
 
-Trains a model of some hundred megabytes twice and times what every step boundary spends in the saver, on rank 0. A
-background save is charged for its beginning (the agreement and the copy), for the boundary at which it gets its name,
-and for the time by which the steps beside it were slower than the median of the others. The first save is left out, as
-it makes the buffers, and so is the last one, for which a run waits.
+Between two steps, a background save takes the time to begin (ranks agree who writes what) and, later, to give it its
+name. The copy is made during the next forward and backward, and the update waits for what is left of it; the writing
+goes on beside more steps. On a CPU both take cores and memory bandwidth from these steps, which is not in the quotient:
+they are printed beside it.
 
-    python -m benchmarks.checkpoints --ranks 2 --hidden 512 --layers 8
+    python -m benchmarks.checkpoints --ranks 1 --hidden 1024 --layers 8
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 import time
@@ -23,98 +21,78 @@ from typing import Any
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.train.local_agent import local_ranks
-from mindspeed_cp.train.run_files import read_metrics
 
-INTERVAL, SAVES = 8, 6
-
-
-def settings(folder: Path, arguments: argparse.Namespace, async_save: bool) -> Settings:
-    """Return the settings of one of the two runs."""
-    return Settings(
-        model={"num_layers": arguments.layers, "hidden_size": arguments.hidden, "num_attention_heads": 8},  # type: ignore[arg-type]
-        data={"seq_length": arguments.context},  # type: ignore[arg-type]
-        train={"train_iters": INTERVAL * SAVES, "global_batch_size": 1, "lr": 1e-4},  # type: ignore[arg-type]
-        checkpoint={"save_interval": INTERVAL, "async_save": async_save, "keep": 1},  # type: ignore[arg-type]
-        output={"folder": str(folder), "progress": "none", "loss_png": False},  # type: ignore[arg-type]
-        context_parallel_suite={"context_parallel_size": arguments.ranks},  # type: ignore[arg-type]
-    )
+SAVES = 5  # of each kind; the first of them makes the buffers, and is left out
 
 
 def rank(text: str) -> None:
-    """In a rank: train, and write the seconds of each call of the saver into saver.json on the first one."""
-    from mindspeed_cp.train import worker
-    from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
+    """In a rank: save in both ways; the first one prints the times."""
+    from mindspeed_cp.megatron import megatron_compat
+    from mindspeed_cp.train.checkpoint import begin_save, remove_hidden, save
+    from mindspeed_cp.train.checkpoint_writer import Copies
+    from mindspeed_cp.train.model import build_training_model
+    from mindspeed_cp.train.progress import Progress
+    from mindspeed_cp.train.run_files import RunFiles
+    from mindspeed_cp.train.world import join_ranks
 
-    parsed, calls = Settings.model_validate_json(text), []
+    settings = Settings.model_validate_json(text)
+    files, copies = RunFiles(Path(settings.output.folder)), Copies()
+    files.create()
+    seconds: dict[str, list[float]] = {}
 
-    def timed(name: str) -> None:
-        call: Callable[..., Any] = getattr(CheckpointSaver, name)
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        world.barrier()
+        began = time.perf_counter()
+        result = call(*arguments)
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+        return result
 
-        def wrapper(self: CheckpointSaver, *arguments: Any) -> Any:
-            began, pending = time.perf_counter(), self._begun is not None
-            result = call(self, *arguments)
-            calls.append((name, time.perf_counter() - began, pending))
-            return result
-
-        setattr(CheckpointSaver, name, wrapper)
-
-    for name in ("save", "finish_if_written"):
-        timed(name)
-    worker.run_rank(parsed, as_json=True)
-    if os.environ["RANK"] == "0":
-        Path(parsed.output.folder, "saver.json").write_text(json.dumps(calls))
-
-
-def measure(folder: Path, arguments: argparse.Namespace, async_save: bool) -> dict[str, float]:
-    """Train; return seconds of a save, by kind, and the bytes of a checkpoint."""
-    chosen = settings(folder, arguments, async_save)
-    command = [sys.executable, "-m", "benchmarks.checkpoints", "--rank", chosen.model_dump_json()]
-    with local_ranks(command, arguments.ranks) as processes:
-        failures = processes.wait()
-    if failures:
-        raise SystemExit(f"a rank failed: {failures}")
-    calls = json.loads((folder / "saver.json").read_text())  # one for each step
-    steps = [line["seconds"] for line in read_metrics(folder / "metrics.jsonl")]
-    usual = median(seconds for seconds, (_, _, pending) in zip(steps[1:], calls[1:], strict=True) if not pending)
-    begins, names, slower, in_flight = [], [], [], []
-    for save in range(2, SAVES):  # numbered from 1
-        first = INTERVAL * save - 1
-        beside = [i for i in range(first + 1, first + INTERVAL) if calls[i][2]]
-        begins.append(calls[first][1])
-        names.append(sum(calls[i][1] for i in beside))
-        slower.append(sum(steps[i] - usual for i in beside))
-        in_flight.append(len(beside))
-    size = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
-    return {
-        "begin": median(begins), "name": median(names), "slower steps": median(slower),
-        "steps beside": median(in_flight), "step": usual, "bytes": size,
-    }  # fmt: skip
+    with megatron_compat(), join_ranks(settings) as world:
+        training = build_training_model(settings, world)
+        training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
+        training.optimizer.step()  # its state is made by the first step
+        for number in range(SAVES):
+            timed("at once", save, files, training, Progress(step=2 * number + 1), settings, world)
+            progress = Progress(step=2 * number + 2)
+            begun = timed("begin", begin_save, files, training, progress, settings, world, copies)
+            timed("copy", begun.shards.copy)
+            timed("write", begun.shards.write)
+            timed("name", begun.finish)
+            if world.is_first:
+                remove_hidden(files)
+            world.barrier()
+        if world.is_first:
+            size = sum(copy.numel() * copy.element_size() for copy in copies.values())
+            one = {name: median(values[1:]) for name, values in seconds.items()}
+            share = (one["begin"] + one["name"]) / one["at once"]
+            print(f"{size / 2**20:,.0f} MiB on rank 0 of {world.size}; medians of {SAVES - 1} saves, in seconds")
+            print("  ".join(f"{name} {value:.3f}" for name, value in one.items()))
+            print(f"begin and name are {share:.1%} of a save at once")
 
 
 def main() -> None:
-    """Print both measurements and their quotient."""
+    """Start the ranks."""
     if sys.argv[1:2] == ["--rank"]:
         rank(sys.argv[2])
         return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("ranks", 2), ("hidden", 512), ("layers", 8), ("context", 512)):
+    for name, default in (("ranks", 1), ("hidden", 1024), ("layers", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        found = {how: measure(Path(folder, str(how)), arguments, how) for how in (False, True)}
-    whole = found[False]["begin"]
-    print(
-        f"checkpoint of {found[False]['bytes'] / 2**20:,.0f} MiB, {arguments.ranks} ranks, medians of {SAVES - 2} saves"
-    )
-    print(f"written at once: {whole:.3f} s; a step takes {found[False]['step']:.3f} s")
-    one = found[True]
-    taken = one["begin"] + one["name"]
-    print(
-        f"in the background, beside {one['steps beside']:g} steps: {one['begin']:.3f} s to begin, {one['name']:.3f} s "
-        f"to name it ({taken / whole:.1%}); those steps took {one['slower steps']:.3f} s more "
-        f"({(taken + one['slower steps']) / whole:.1%} in all)"
-    )
+        settings = Settings(
+            model={"num_layers": arguments.layers, "hidden_size": arguments.hidden, "num_attention_heads": 8},  # type: ignore[arg-type]
+            data={"seq_length": 64},  # type: ignore[arg-type]
+            checkpoint={"keep": 1},  # type: ignore[arg-type]
+            output={"folder": folder},  # type: ignore[arg-type]
+            context_parallel_suite={"context_parallel_size": arguments.ranks},  # type: ignore[arg-type]
+        )
+        command = [sys.executable, "-m", "benchmarks.checkpoints", "--rank", settings.model_dump_json()]
+        with local_ranks(command, arguments.ranks) as processes:
+            failures = processes.wait()
+    if failures:
+        raise SystemExit(f"a rank failed: {failures}")
 
 
 if __name__ == "__main__":
