@@ -33,7 +33,6 @@ def test_who_reaches_an_address(address: str, expected: str) -> None:
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
-    import socket
 
     address = {name: [SimpleNamespace(family=socket.AF_INET, address=text)] for name, text in found.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: address)
