@@ -18,12 +18,12 @@ LAUNCHERS = (
         "write to the store: lead ranks astray",
     ),
     (
-        "torchrun --rdzv-backend static",
+        "torchrun --master-port (static)",
         "a store, on all interfaces",
         "write to the store: lead ranks astray",
     ),
     (
-        "torchrun --rdzv-backend c10d, --standalone",
+        "torchrun --rdzv-backend c10d, --standalone, no port",
         "two stores, on all interfaces",
         "run code as you: the agent unpickles what a store holds",
     ),

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed import run as torchrun
 
 from mindspeed_cp.device.network import interface_addresses, reach
 from mindspeed_cp.doctor.exposure import exposure
@@ -65,3 +66,21 @@ def test_the_store_of_torch_listens_on_every_interface() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, SECONDS)
     ((address, port),) = listening(psutil.Process()) - before
     assert address in ("::", "0.0.0.0") and port == store.port
+
+
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [("", "c10d"), ("--standalone", "c10d"), ("--master-port 29500", "static"), ("--nnodes 2", "static")],
+)
+def test_the_backends_that_torchrun_takes(words: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documentation gives --master-port for this."""
+    taken: list[str] = []
+
+    def elastic_launch(config: Any, entrypoint: Any) -> Any:
+        taken.append(config.rdzv_backend)
+        return lambda *_: None
+
+    monkeypatch.setattr(torchrun, "elastic_launch", elastic_launch)
+    monkeypatch.setattr(torchrun.torch.multiprocessing, "_set_thread_name", lambda name: None)
+    torchrun.run(torchrun.parse_args([*words.split(), "example.py"]))
+    assert taken == [backend]

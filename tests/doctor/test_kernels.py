@@ -58,7 +58,7 @@ def test_every_kernel_is_checked_by_some_case() -> None:
 def test_the_printed_table() -> None:
     report = {
         "machine": {"system": "x", "cores": 1, "threads": 1, "open_files": 1024}, "versions": {}, "requirements": [], "devices": {},
-        "checks": [], "communication": {}, "links": [],
+        "checks": [], "communication": {}, "links": [], "network": {"launchers": [], "addresses": []},
         "kernels": [{"where": ["bias: none"], "dtype": "bf16", "kernel": "one"}, {"where": [], "dtype": "fp16", "kernel": "two"}],
     }  # fmt: skip
     (found,) = [one for one in report_tables(report) if one.title.startswith("Kernels")]

@@ -66,14 +66,14 @@ def test_two_nodes(script: Path, by_flags: bool) -> None:
 
 
 def test_the_command_is_understood_and_the_settings_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_cp.cli.main import main
+    from mindspeed_cp.cli.main import app
     from mindspeed_cp.config.settings import load_settings
     from mindspeed_cp.train import launch
 
     started: dict[str, Any] = {}
     monkeypatch.setattr(launch, "start_local_ranks", lambda settings, nproc, **rest: started.update(locals()) or 0)
     made = dry_run(A3, "--nodes=2", "--node-rank=1", "--master-addr=head", "--device=cpu", "--run-id=mine")
-    assert made.command[1:3] == ["-m", "mindspeed_cp.cli.main"] and main(made.command[3:]) == 0
+    assert made.command[1:3] == ["-m", "mindspeed_cp.cli.main"] and app(made.command[3:], standalone_mode=False) == 0
     settings, plain = started["settings"], load_settings(CONFIG)
     assert (settings.train.device, settings.train.global_batch_size) == ("cpu", 8)
     assert settings.model == plain.model and settings.context_parallel_suite == plain.context_parallel_suite

@@ -154,11 +154,11 @@ def test_a_stopped_run_is_never_started_again(
 ) -> None:
     starts = []
 
-    def ends(settings: Settings, ranks: int, *, as_json: bool) -> tuple[int, str, list[str]]:
+    def ends(settings: Settings, *rest: object, as_json: bool) -> tuple[int, str, list[str]]:
         starts.append(settings.checkpoint.resume)
         return 1, "rank 0 was killed", asked
 
-    monkeypatch.setattr(launch, "preflight", lambda settings, ranks: None)
+    monkeypatch.setattr(launch, "preflight", lambda settings, ranks, nodes: None)
     monkeypatch.setattr(launch, "_launch", ends)
     settings = Settings(train={"max_restarts": 2})  # type: ignore[arg-type]
     assert launch.start_local_ranks(settings, 1, as_json=False) == 1
@@ -170,7 +170,7 @@ def test_a_stopped_run_is_never_started_again(
 def test_standard_output_holds_nothing_but_json(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "preflight", lambda settings, ranks: None)
+    monkeypatch.setattr(launch, "preflight", lambda settings, ranks, nodes: None)
     monkeypatch.setattr(launch, "_launch", lambda *a, **o: (0, "stopped by SIGTERM", ["SIGTERM"]))
     assert launch.start_local_ranks(Settings(), 1, as_json=as_json) == 0
     captured = capsys.readouterr()

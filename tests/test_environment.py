@@ -1,0 +1,187 @@
+"""requirements/: what is installed, from where, and how its known faults are looked up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+
+from tests.test_cuda_environment import REQUIREMENTS
+
+LOCKS = REQUIREMENTS / "lock"
+NAMES = sorted(path.name for path in LOCKS.glob("*.txt"))
+PIN = re.compile(r"^([\w.-]+)(===?)([\w.+]+)", re.MULTILINE)
+
+
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, REQUIREMENTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pins(path: Path) -> set[tuple[str, str]]:
+    """Names and versions of a file and of those that it includes."""
+    text = path.read_text("utf-8")
+    own = {(name.lower(), version) for name, _, version in PIN.findall(text)}
+    return own.union(*(pins(path.parent / name) for name in re.findall(r"^-r (.+)$", text, re.MULTILINE)))
+
+
+# the locks
+
+
+def test_every_file_of_pins_has_a_lock() -> None:
+    assert NAMES == ["ascend.txt", "cuda.txt", "dev.txt", "npu.txt", "tools.txt", "torch.txt", "triton.txt"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lock_has_every_pin_of_its_file(name: str) -> None:
+    """Whoever changes a pin runs `make lock`."""
+    assert pins(REQUIREMENTS / name) <= pins(LOCKS / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_package_of_a_lock_has_digests_and_no_index_is_named(name: str) -> None:
+    entries = re.sub(r" *\\\n *", " ", (LOCKS / name).read_text("utf-8")).splitlines()
+    packages = [line for line in entries if line and not line.startswith(("#", "-r "))]
+    assert packages and all(re.search(r"( --hash=sha256:[0-9a-f]{64})+$", line) for line in packages)
+    assert not [line for line in entries if line.startswith("-") and not line.startswith("-r ")]
+
+
+# what pip is asked for
+
+
+def commands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *failing: int) -> list[str]:
+    """Of an installation in which those pip commands fail."""
+    module = script("environment")
+    asked: list[str] = []
+
+    def run(command: list[Any], **_: Any) -> None:
+        asked.append(" ".join(map(str, command)))
+        if len(asked) - 1 in failing:
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setattr(module, "usable", lambda python: True)
+    module.install(tmp_path, LOCKS / name, "https://cpu")
+    return [command.split("--disable-pip-version-check ")[-1] for command in asked]
+
+
+LOCKED = "--require-hashes --no-deps"
+CPU = f"{LOCKED} -r {LOCKS / 'torch.txt'}"
+REST, ITSELF = f"{LOCKED} -r {LOCKS / 'dev.txt'}", f"--no-deps --no-build-isolation -e {REQUIREMENTS.parent}"
+
+
+@pytest.mark.parametrize(
+    ("failing", "torch"),
+    [
+        ((), [CPU]),
+        ((0,), [CPU, f"--index-url https://cpu {CPU}"]),
+        ((0, 1), [CPU, f"--index-url https://cpu {CPU}", f"{LOCKED} -r {LOCKS / 'cuda.txt'}"]),
+    ],
+    ids=["pip's own sources", "the index of CPU builds alone", "PyPI's build"],
+)
+def test_torch_comes_first_and_from_one_index(
+    failing: tuple[int, ...], torch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert commands("dev.txt", tmp_path, monkeypatch, *failing) == [*torch, REST, ITSELF]
+
+
+def test_the_cuda_environment_has_its_own_torch_and_checks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, check, itself = commands("cuda.txt", tmp_path, monkeypatch)
+    assert first == f"{LOCKED} -r {LOCKS / 'cuda.txt'}" and itself == ITSELF
+    assert "torch.version.cuda is None" in check
+
+
+def test_pip_takes_no_file_of_another_content(tmp_path: Path) -> None:
+    """And none of a package that is not named."""
+    info = "demo-1.0.dist-info"
+    path = tmp_path / "demo-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: demo\nVersion: 1.0\nRequires-Dist: other\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    right, codes = sha256(path.read_bytes()).hexdigest(), []
+    for digest in (right, "0" * 64):
+        (tmp_path / "lock.txt").write_text(f"demo==1.0 --hash=sha256:{digest}\n")
+        command = [sys.executable, "-m", "pip", "--isolated", "download", "-q", *LOCKED.split(), "--no-index"]
+        command += ["--find-links", str(tmp_path), "-d", str(tmp_path / digest), "-r", str(tmp_path / "lock.txt")]
+        codes.append(subprocess.run(command, capture_output=True).returncode)
+    assert codes == [0, 1] and [found.name for found in (tmp_path / right).iterdir()] == [path.name]
+
+
+# known faults
+
+
+@pytest.fixture
+def audit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """audit.py, with PyPI that answers and pip-audit that knows `module.known`."""
+    module = script("audit")
+    module.known, module.asked = [], []
+
+    def run(command: list[str], **_: Any) -> Any:
+        module.asked.append(command)
+        if "--output" in command:
+            found = {"dependencies": [{"name": "demo", "version": "1.0", "vulns": module.known}]}
+            Path(command[command.index("--output") + 1]).write_text(json.dumps(found))
+        return SimpleNamespace(returncode=bool(module.known), stderr="")
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setattr(module, "unreachable", lambda url: None)
+    return module
+
+
+def test_without_pypi_one_line_says_that_nothing_was_checked(
+    audit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise URLError("no network")
+
+    monkeypatch.setattr(audit.urllib.request, "urlopen", refuse)
+    assert audit.main(str(tmp_path)) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("pip-audit: left out, as its data cannot be reached (https://") and "no network" in line
+
+
+def test_a_known_fault_fails_and_is_named(audit: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit.known = [{"id": "PYSEC-1", "fix_versions": ["1.1"]}]
+    assert audit.main(str(tmp_path)) == 1
+    assert "demo 1.0: PYSEC-1, mended in 1.1" in capsys.readouterr().out
+    assert not (tmp_path / "audited").exists()
+
+
+def test_a_check_without_faults_holds_for_a_day(audit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [audit.main(str(tmp_path)) for _ in range(2)] == [0, 0]
+    assert len([command for command in audit.asked if "--output" in command]) == 1
+    monkeypatch.setattr(audit, "DAY", -1.0)
+    assert audit.main(str(tmp_path)) == 0
+    assert len([command for command in audit.asked if "--output" in command]) == 2
+
+
+def test_what_is_ignored_is_told_to_pip_audit(audit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored = tmp_path / "ignored.txt"
+    ignored.write_text("# why\nPYSEC-7 only on Windows\n")
+    monkeypatch.setattr(audit, "IGNORED", ignored)
+    assert audit.main(str(tmp_path)) == 0
+    assert any("--ignore-vuln PYSEC-7" in " ".join(map(str, command)) for command in audit.asked)
+
+
+def test_all_pins_are_asked_for_and_torch_by_its_release() -> None:
+    asked = "".join(script("audit").pinned())
+    for name in NAMES:
+        for package, version in pins(LOCKS / name):
+            assert f"{package}=={version.removesuffix('+cpu')}" in asked
+    assert "+cpu" not in asked
