@@ -220,7 +220,7 @@ COMMAND=("$PYTHON" -m torch.distributed.run
     --rdzv-backend static --rdzv-id "$RUN_ID" --rdzv-conf "timeout=$JOIN_TIMEOUT"
     --max-restarts 0 --shutdown-timeout "$STOP_TIMEOUT" --signals-to-handle "$HANDLED"
     --log-dir "$LOGS" --redirects 3 --tee "0:3"
-    -m mindspeed_cp.cli.main train "$CONFIG" "${SETTINGS[@]}" "${REST[@]}")
+    -m mindspeed_cp train "$CONFIG" "${SETTINGS[@]}" "${REST[@]}")
 
 # quoted WORDS...: on one line, as a shell reads them back.
 quoted() {

@@ -41,7 +41,7 @@ def train(
     """Train a GPT with Megatron-core on packed documents.
 
     Starts its own local ranks. Under torchrun (or any launcher that sets RANK and WORLD_SIZE) it is one rank:
-    torchrun --nproc-per-node 4 -m mindspeed_cp.cli.main train CONFIG
+    torchrun --nproc-per-node 4 -m mindspeed_cp train CONFIG
     """
     from mindspeed_cp.config.settings import QUICKSTART, load_settings
     from mindspeed_cp.device.select import require_torch_npu

@@ -42,7 +42,7 @@ def test_one_node(script: Path) -> None:
             made.option("--signals-to-handle"),
         ),
         *("--log-dir", "runs/quickstart/logs/node0", "--redirects", "3", "--tee", "0:3"),
-        *("-m", "mindspeed_cp.cli.main", "train", str(CONFIG)),
+        *("-m", "mindspeed_cp", "train", str(CONFIG)),
         *("--set", "train.global_batch_size=8", "--set", "train.device=npu"),
     ]
     assert made.environment == {
@@ -76,7 +76,7 @@ def test_two_nodes(script: Path, by_flags: bool) -> None:
     expected = {"--nnodes": "2", "--node-rank": "1", "--nproc-per-node": str(ranks), "--master-addr": "head"}
     expected |= {"--master-port": "23456", "--log-dir": "somewhere/node1"}
     assert {name: made.option(name) for name in expected} == expected
-    assert made.command[made.command.index("mindspeed_cp.cli.main") :][1:3] == ["train", "configs/ring.yaml"]
+    assert made.command[made.command.index("mindspeed_cp") :][1:3] == ["train", "configs/ring.yaml"]
     assert "GLOO_SOCKET_IFNAME" not in made.environment and "HCCL_SOCKET_IFNAME" not in made.environment
 
 
@@ -87,7 +87,7 @@ def test_torchrun_understands_the_command_and_the_settings_are_those_of_the_file
 
     made = dry_run(A3, "--nodes=2", "--node-rank=1", "--master-addr=head", "--stop-timeout=77")
     torchrun = get_args_parser().parse_args(made.command[3:])
-    assert (torchrun.module, torchrun.training_script) == (True, "mindspeed_cp.cli.main")
+    assert (torchrun.module, torchrun.training_script) == (True, "mindspeed_cp")
     assert (torchrun.nnodes, torchrun.node_rank, torchrun.nproc_per_node) == ("2", 1, "16")
     assert (torchrun.max_restarts, torchrun.shutdown_timeout, torchrun.rdzv_backend) == (0, 77, "static")
     assert torchrun.signals_to_handle in ("SIGTERM", "SIGTERM,SIGHUP")
