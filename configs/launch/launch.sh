@@ -199,7 +199,7 @@ fi
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
-COMMAND=("$PYTHON" -m mindspeed_cp.cli.main train "$CONFIG" "${SETTINGS[@]}" --nproc "$RANKS" --log-dir "$LOGS")
+COMMAND=("$PYTHON" -m mindspeed_cp train "$CONFIG" "${SETTINGS[@]}" --nproc "$RANKS" --log-dir "$LOGS")
 if ((NODES > 1)); then
     COMMAND+=(--nodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 fi

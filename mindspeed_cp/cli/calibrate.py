@@ -29,7 +29,7 @@ def calibrate(
     csv: Annotated[
         Path | None,
         typer.Option(
-            help="Measurements: kind,seconds,flops,short_side,calls,bytes. Kinds that it has are not measured.",
+            help="Measurements: kind, seconds, flops, short_side, calls, bytes. Kinds that it has are not measured.",
             show_default=False,
         ),
     ] = None,
@@ -59,7 +59,7 @@ def calibrate(
     """Measure kernels and links of this machine and fit the cluster preset that plans are costed by.
 
     Under torchrun every rank takes part, and links between nodes are measured too:
-    torchrun --nnodes 2 --nproc-per-node 8 ... -m mindspeed_cp.cli.main calibrate OUT.yaml
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m mindspeed_cp calibrate OUT.yaml
     """
     options = {name: value for name, value in locals().items() if name != "as_json"}
     from mindspeed_cp.calibrate.command import measure

@@ -8,6 +8,7 @@ from pathlib import Path
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, parse_candidate
 from mindspeed_cp.choose.compare import SimulationCase
+from mindspeed_cp.cli.command_settings import CommandSettings
 from mindspeed_cp.cli.lengths import (
     MAX_SIMULATED_TOKENS,
     SHOWN,
@@ -18,13 +19,22 @@ from mindspeed_cp.cli.lengths import (
 )
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
-from mindspeed_cp.config import Settings, load_settings
+from mindspeed_cp.config import Settings
 from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
+from mindspeed_cp.config.settings import make_settings
 from mindspeed_cp.data.lengths import length_names, sample_lengths
 from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Topology
+from mindspeed_cp.plan import Topology
+from mindspeed_cp.schema.yaml_file import SettingsFile, with_value
 from mindspeed_cp.simulate.link_queues import LINK_SHARING
+
+#: The settings without a file.
+BUILT_IN = """
+model: {{num_attention_heads: 32, kv_channels: 128}}
+train: {{bf16: true}}
+context_parallel_suite: {{context_parallel_size: {ranks}, cluster: {cluster}}}
+"""
 
 MAX_SIMULATED_RANKS = 4096  # timelines of more ranks take minutes
 MAX_BATCHES = 1000
@@ -35,21 +45,13 @@ LENGTH_SAMPLE = 4096  # documents of a distribution by which the number of docum
 
 
 @dataclass(frozen=True)
-class SimulateRequest:
+class SimulateRequest(CommandSettings):
     """The options of `simulate` that describe the case; None: not given."""
 
-    config: Path | None = None
-    overrides: tuple[str, ...] = ()
     lengths: str | None = None
-    cluster: str | None = None
-    nodes: int | None = None
-    ranks_per_node: int | None = None
     tokens_per_rank: int | None = None
     seed: int | None = None
     batches: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
     algorithms: str = "all"
     sharing: str = "fair"
 
@@ -64,12 +66,52 @@ def read_case(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]
         raise ConfigError(f"--sharing {request.sharing!r}: valid: {', '.join(LINK_SHARING)}")
     if request.config is None:
         _check_lengths_given(request.lengths)
-        if request.overrides:
-            raise ConfigError(
-                f"--set {request.overrides[0]}: there is no settings file to change; give one, or leave --set out"
-            )
-        return _case_from_options(request)
-    return _case_from_settings(request, load_settings(request.config, request.overrides))
+    file = _read_settings_file(request)
+    settings = make_settings(file)
+    topology = settings.context_parallel_suite.topology
+    batches, source = _batches(request, topology.ranks, None if request.config is None else settings)
+    attention, suite, sizes = rank_attention(settings), settings.context_parallel_suite, {}
+    layer = LayerCost.for_attention(attention, settings.train.tensor_model_parallel_size)
+    if request.has_linear_part(file):
+        layer = mean_layer_cost(settings)
+        sizes = settings.model_sizes | {k: v for k, v in suite.options.items() if k in settings.model_sizes}
+    own = None
+    if suite.algorithm in ALGORITHMS:  # auto chooses only when the training begins
+        own = Candidate(suite.algorithm, tuple((k, v) for k, v in suite.options.items() if k not in sizes))
+    case = SimulationCase(
+        batches,
+        topology,
+        attention,
+        cluster_of(topology),
+        layer,
+        source,
+        _notes(request, settings, topology),
+        request.sharing,
+        sizes,
+    )
+    return case, read_algorithms(request.algorithms, own)
+
+
+def _read_settings_file(given: CommandSettings) -> SettingsFile:
+    """Return the settings with the options; without a file a node of the cluster, and 8 key/value heads if they divide
+    the heads."""
+    for option, value in (("--heads", given.heads), ("--kv-heads", given.kv_heads), ("--head-dim", given.head_dim)):
+        if value is not None and not 1 <= value <= MAX_HEADS_OR_CHANNELS:
+            raise ConfigError(f"{option} {value}: valid: a whole number from 1 to {MAX_HEADS_OR_CHANNELS:,}")
+    cluster = load_cluster(DEFAULT_CLUSTER if given.cluster is None else given.cluster)  # refuses ""
+    file = given.read(BUILT_IN.format(ranks=cluster.ranks_per_node, cluster=DEFAULT_CLUSTER))
+    suite = file.data.get("context_parallel_suite")
+    ranks = suite.get("context_parallel_size") if isinstance(suite, dict) else None
+    if type(ranks) is int and ranks > MAX_SIMULATED_RANKS:
+        given_nodes = "" if given.nodes is None else f"--nodes {given.nodes}: "
+        raise ConfigError(
+            f"{given_nodes}{ranks:,} ranks; valid: at most {MAX_SIMULATED_RANKS:,}; a smaller system of the same kind "
+            "shows the same"
+        )
+    heads = file.data.get("model", {}).get("num_attention_heads") if given.config is None else None
+    if type(heads) is int and not heads % 8 and "model.num_query_groups" not in file.lines:
+        file = with_value(file, "model.num_query_groups", 8)
+    return file
 
 
 def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> Documents:
@@ -80,7 +122,7 @@ def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> 
     """
     if config is None:
         _check_lengths_given(lengths)
-    request = SimulateRequest(config, lengths=lengths, batches=1)
+    request = SimulateRequest(lengths=lengths, batches=1)
     ranks = settings.context_parallel_suite.context_parallel_size
     return _batches(request, ranks, None if config is None else settings)[0][0]
 
@@ -88,54 +130,6 @@ def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> 
 def _check_lengths_given(lengths: str | None) -> None:
     if lengths is None:
         raise ConfigError(f"give a settings file, or --lengths: {VALID_LENGTHS}; sets: {', '.join(length_names())}")
-
-
-def _case_from_options(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]]:
-    heads = 32 if request.heads is None else request.heads
-    kv_heads = (8 if heads % 8 == 0 else heads) if request.kv_heads is None else request.kv_heads
-    for option, value in (("--heads", heads), ("--kv-heads", kv_heads), ("--head-dim", request.head_dim)):
-        if value is not None and not 1 <= value <= MAX_HEADS_OR_CHANNELS:
-            raise ConfigError(f"{option} {value}: valid: a whole number from 1 to {MAX_HEADS_OR_CHANNELS:,}")
-    if heads % kv_heads:
-        raise ConfigError(f"--kv-heads {kv_heads}: valid: a divisor of the query heads, --heads {heads}")
-    attention = AttentionConfig(heads, kv_heads, 128 if request.head_dim is None else request.head_dim)
-    cluster = DEFAULT_CLUSTER if request.cluster is None else request.cluster
-    topology = _topology(request, Topology(1, load_cluster(cluster).ranks_per_node, cluster))
-    batches, source = _batches(request, topology.ranks, None)
-    layer = LayerCost.for_attention(attention)
-    case = SimulationCase(batches, topology, attention, cluster_of(topology), layer, source, sharing=request.sharing)
-    return case, read_algorithms(request.algorithms)
-
-
-def _case_from_settings(request: SimulateRequest, settings: Settings) -> tuple[SimulationCase, list[Candidate]]:
-    for option, value, key in (
-        ("--heads", request.heads, "num_attention_heads"),
-        ("--kv-heads", request.kv_heads, "num_query_groups"),
-        ("--head-dim", request.head_dim, "kv_channels"),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"{option} {value}: the model comes from {request.config}; give --set model.{key}={value}"
-            )
-    suite = settings.context_parallel_suite
-    topology = _topology(request, suite.topology)
-    batches, source = _batches(request, topology.ranks, settings)
-    sizes = settings.model_sizes | {k: v for k, v in suite.options.items() if k in settings.model_sizes}
-    own = None
-    if suite.algorithm in ALGORITHMS:  # auto chooses only when the training begins
-        own = Candidate(suite.algorithm, tuple((k, v) for k, v in suite.options.items() if k not in sizes))
-    case = SimulationCase(
-        batches,
-        topology,
-        rank_attention(settings),
-        cluster_of(topology),
-        mean_layer_cost(settings),
-        source,
-        _notes(request, settings, topology),
-        request.sharing,
-        sizes,
-    )
-    return case, read_algorithms(request.algorithms, own)
 
 
 def _notes(request: SimulateRequest, settings: Settings, topology: Topology) -> tuple[str, ...]:
@@ -186,21 +180,6 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
             raise ConfigError(f"--algorithms {word}: {error}") from None
         algorithms.append(own if own is not None and candidate == Candidate(own.algorithm) else candidate)
     return algorithms
-
-
-def _topology(request: SimulateRequest, default: Topology) -> Topology:
-    nodes = default.nodes if request.nodes is None else request.nodes
-    ranks_per_node = default.ranks_per_node if request.ranks_per_node is None else request.ranks_per_node
-    ranks = nodes * ranks_per_node
-    if ranks > MAX_SIMULATED_RANKS:
-        raise ConfigError(
-            f"--nodes {nodes} --ranks-per-node {ranks_per_node}: {ranks:,} ranks; valid: at most "
-            f"{MAX_SIMULATED_RANKS:,}; a smaller system of the same kind shows the same"
-        )
-    if request.cluster is None:
-        return Topology(nodes, ranks_per_node, default.cluster)
-    load_cluster(request.cluster)  # refuses "", which a topology takes for none
-    return Topology(nodes, ranks_per_node, request.cluster)
 
 
 def _batches(request: SimulateRequest, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:

@@ -19,14 +19,24 @@ Overrides = Annotated[
 Lengths = Annotated[
     str | None,
     typer.Option(
-        "--lengths",
-        "--lengths-file",
-        metavar="FILE|NAME|700,30,4100",
-        help="Document lengths: a file with one per line, a set such as wikipedia or prolong, or the numbers.",
+        help="Document lengths: 700,30,4100; or a file with one per line; or a set such as wikipedia or prolong.",
+        show_default=False,
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        "--cp",
+        min=1,
+        help="Context-parallel ranks of all nodes. Default: of the settings.",
         show_default=False,
     ),
 ]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes. Default: of the settings, or 1.", show_default=False)]
+RanksPerNode = Annotated[
+    int | None, typer.Option(min=1, help="Ranks of a node. Default: of the settings.", show_default=False)
+]
 Heads = Annotated[int | None, typer.Option(help="Query heads. Default: of the settings.", show_default=False)]
 KvHeads = Annotated[int | None, typer.Option(help="Key/value heads. Default: of the settings.", show_default=False)]
 HeadDim = Annotated[int | None, typer.Option(help="Channels of a head. Default: of the settings.", show_default=False)]

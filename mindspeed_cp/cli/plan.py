@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mindspeed_cp.cli.options import AsJson, HeadDim, Heads, KvHeads, Lengths, Overrides
+from mindspeed_cp.cli.options import AsJson, HeadDim, Heads, KvHeads, Lengths, Nodes, Overrides, Ranks, RanksPerNode
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
     from mindspeed_cp.config import Settings
     from mindspeed_cp.plan import Plan
     from mindspeed_cp.schema.yaml_file import SettingsFile
+
+MASKS = ("causal", "full")
 
 #: The settings without a file.
 BUILT_IN = """
@@ -40,12 +42,9 @@ def plan(
         typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.", show_default=False),
     ] = None,
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal",
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "--cp", min=1, help="Context-parallel ranks, of all nodes.", show_default=False),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.", show_default=False)] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of each node.", show_default=False)] = None,
+    ranks: Ranks = None,
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
     algorithm: Annotated[
         str | None,
         typer.Option(help="Name, as in the settings; its options are given by --set.", show_default=False),
@@ -64,22 +63,18 @@ def plan(
     """
     from mindspeed_cp.algorithms import build_plan
     from mindspeed_cp.cli.case import read_batch
+    from mindspeed_cp.cli.command_settings import CommandSettings
     from mindspeed_cp.cli.lengths import read_lengths, read_numbers
     from mindspeed_cp.config.derived import rank_attention
     from mindspeed_cp.layout import Documents
     from mindspeed_cp.schema.yaml_file import with_value
 
-    file = _read_file(
-        config,
-        overrides or (),
-        {
-            "--algorithm": ("context_parallel_suite.algorithm", algorithm),
-            "--heads": ("model.num_attention_heads", heads),
-            "--kv-heads": ("model.num_query_groups", kv_heads),
-            "--head-dim": ("model.kv_channels", head_dim),
-        },
+    if mask not in MASKS:
+        raise ConfigError(f"--mask {mask!r}: valid: {', '.join(MASKS)}; for a window: --set model.window_size=[LEFT,0]")
+    options = CommandSettings(
+        config, overrides or (), algorithm, heads, kv_heads, head_dim, None, ranks, nodes, ranks_per_node
     )
-    file = _with_topology(file, ranks, nodes, ranks_per_node)
+    file = options.read(BUILT_IN)
     listed = None if lengths is None else read_lengths(lengths)
     if listed is not None and not file.is_override("data.seq_length"):
         file = with_value(file, "data.seq_length", 2)  # nothing holds for rows of a training
@@ -88,52 +83,10 @@ def plan(
     keys = None if kv_lengths is None else Documents(read_numbers(kv_lengths, f"--kv-lengths {kv_lengths!r}"))
     attention = replace(rank_attention(settings), mask=mask)
     suite = settings.context_parallel_suite
-    options = suite.options if config is None else settings.plan_options
-    result = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **options)
-    write_plan(result, 2 if settings.train.bf16 else 4, options, verify=verify, png=png, as_json=as_json)
+    plan_options = settings.plan_options if options.has_linear_part(file) else suite.options
+    result = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **plan_options)
+    write_plan(result, 2 if settings.train.bf16 else 4, plan_options, verify=verify, png=png, as_json=as_json)
     return 0
-
-
-def _read_file(config: Path | None, overrides: Any, values: Mapping[str, tuple[str, Any]]) -> SettingsFile:
-    """Return the settings file, or the built-in one, with overrides and with values of options."""
-    from mindspeed_cp.config.settings import override_settings
-    from mindspeed_cp.schema.yaml_file import parse_settings, read_settings_file, with_value
-
-    file = parse_settings(BUILT_IN, "built-in settings") if config is None else read_settings_file(config)
-    file = override_settings(file, overrides)
-    for option, (key, value) in values.items():
-        if value is not None:
-            file = with_value(file, key, value, option)
-    return file
-
-
-def _with_topology(
-    file: SettingsFile, ranks: int | None, nodes: int | None, ranks_per_node: int | None
-) -> SettingsFile:
-    """Return the settings with --ranks, --nodes and --ranks-per-node; what is not given is kept."""
-    from mindspeed_cp.schema.yaml_file import with_value
-
-    if ranks is None and nodes is None and ranks_per_node is None:
-        return file
-    suite = file.data.get("context_parallel_suite")
-    size, file_nodes = (
-        value if type(value := suite.get(key) if isinstance(suite, dict) else None) is int and value > 0 else 1
-        for key in ("context_parallel_size", "nodes")
-    )
-    if ranks is None:
-        nodes = nodes or file_nodes
-        ranks = nodes * (ranks_per_node or max(1, size // file_nodes))
-    elif nodes is None:
-        nodes = ranks // ranks_per_node if ranks_per_node else file_nodes
-    if ranks_per_node is not None and nodes * ranks_per_node != ranks:
-        raise ConfigError(
-            f"--ranks {ranks}: differs from --nodes {nodes} x --ranks-per-node {ranks_per_node} = "
-            f"{nodes * ranks_per_node}; leave one of them out"
-        )
-    if ranks % nodes:
-        raise ConfigError(f"--ranks {ranks}: must be a multiple of --nodes {nodes}; give --ranks-per-node instead")
-    file = with_value(file, "context_parallel_suite.context_parallel_size", ranks, "--ranks")
-    return with_value(file, "context_parallel_suite.nodes", nodes, "--nodes")
 
 
 def _make_settings(file: SettingsFile) -> Settings:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mindspeed_cp.cli.options import AsJson, HeadDim, Heads, KvHeads, Lengths, Nodes, Overrides
+from mindspeed_cp.cli.options import AsJson, HeadDim, Heads, KvHeads, Lengths, Nodes, Overrides, Ranks, RanksPerNode
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def simulate(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="Settings of a training, a YAML file. Default: 32 heads, 8 key/value heads of 128 channels.",
+            help="Settings of a training, a YAML file. Default: one node, 32 heads, 8 key/value heads of 128 channels.",
             show_default=False,
         ),
     ] = None,
@@ -33,11 +33,9 @@ def simulate(
             help="a2, a3, a800, h800, h200 or a YAML file. Default: of the settings, or a2.", show_default=False
         ),
     ] = None,
+    ranks: Ranks = None,
     nodes: Nodes = None,
-    ranks_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of a node. Default: of the settings, or of the cluster.", show_default=False),
-    ] = None,
+    ranks_per_node: RanksPerNode = None,
     tokens_per_rank: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.", show_default=False),
@@ -54,20 +52,18 @@ def simulate(
     head_dim: HeadDim = None,
     algorithms: Annotated[
         str,
-        typer.Option(help="all, or names with options: ring,direct:prefetch=4:layout=balanced."),
+        typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4"),
     ] = "all",
     sharing: Annotated[
         str,
         typer.Option(
-            metavar="fair|fifo",
-            help="Sharing of links: fair shares, or first in, first out: a message waits in line at a busy receiver.",
+            help="Sharing of links: fair, or fifo: first in, first out, a message waits at a busy receiver.",
         ),
     ] = "fair",
     show: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,NAME",
-            help="Algorithms in --png and --trace. Default: the fastest and the even ring.",
+            help="Names of the algorithms in --png and --trace. Default: the fastest and the even ring.",
             show_default=False,
         ),
     ] = None,
@@ -103,8 +99,8 @@ def simulate(
     if show is not None and png is None and trace is None:
         raise ConfigError(f"--show {show}: applies to --png and --trace; give one of them, or leave --show out")
     request = SimulateRequest(
-        config, tuple(overrides or ()), lengths, cluster, nodes, ranks_per_node, tokens_per_rank, seed, batches, heads,
-        kv_heads, head_dim, algorithms, sharing,
+        config, overrides or (), None, heads, kv_heads, head_dim, cluster, ranks, nodes, ranks_per_node,
+        lengths, tokens_per_rank, seed, batches, algorithms, sharing,
     )  # fmt: skip
     case, candidates = read_case(request)
     decision = _choose(case, candidates) if choose else None

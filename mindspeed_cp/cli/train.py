@@ -57,7 +57,7 @@ def train(
 
     Starts the ranks of this machine; on several machines start it on each, with --nodes, --node-rank and --master-addr.
     Under any launcher that sets RANK and WORLD_SIZE, such as torchrun, it is one rank:
-    torchrun --nproc-per-node 4 --master-port 29500 -m mindspeed_cp.cli.main train CONFIG
+    torchrun --nproc-per-node 4 --master-port 29500 -m mindspeed_cp train CONFIG
     """
     from mindspeed_cp.config.settings import QUICKSTART, load_settings
     from mindspeed_cp.device.select import require_torch_npu

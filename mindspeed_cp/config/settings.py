@@ -14,8 +14,10 @@ from typing import Any
 
 from pydantic import model_validator
 
+from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.config.rules import check
 from mindspeed_cp.config.sections import Sections
+from mindspeed_cp.config.suite import import_modules
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.yaml_file import (
     SettingsFile,
@@ -55,7 +57,17 @@ def load_settings(
 
 
 def override_settings(file: SettingsFile, overrides: Iterable[str]) -> SettingsFile:
-    """Apply overrides, whose keys may lack their section if one section alone has the key."""
+    """Apply overrides, whose keys may lack their section if one section alone has the key.
+
+    The modules of `algorithm_modules` are imported first, so that options of their algorithms are such keys.
+    """
+    overrides = list(overrides)
+    modules = (text for text in overrides if text.partition("=")[0].strip().endswith("algorithm_modules"))
+    with_modules = apply_overrides(file, map(_with_section, modules))
+    section = with_modules.data.get(SUITE_SECTION)
+    if isinstance(section, dict):
+        names = section.get("algorithm_modules")
+        with_file_location(with_modules, f"{SUITE_SECTION}.", lambda: import_modules(names))
     return apply_overrides(file, map(_with_section, overrides))
 
 

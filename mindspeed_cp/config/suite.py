@@ -144,7 +144,7 @@ class SuiteSettings(Section):
         """Translate keys of other projects; check that the other keys are options of some algorithm."""
         if not isinstance(values, dict):
             return values
-        _import_modules(values.get("algorithm_modules"))
+        import_modules(values.get("algorithm_modules"))
         values = translate_megatron_keys(values)
         options = options_by_name()
         for key in values:
@@ -209,7 +209,7 @@ class SuiteSettings(Section):
         file = apply_overrides(read_settings_file(path), overrides)
         name = "context_parallel_suite"
         if name not in file.data:
-            _import_modules(file.data.get("algorithm_modules"))
+            import_modules(file.data.get("algorithm_modules"))
             unknown = [key for key in file.data if key not in (*cls.key_names(), *UNSUPPORTED_KEYS)]
             if unknown:
                 location = file.location(unknown[0])
@@ -228,7 +228,7 @@ class SuiteSettings(Section):
         return with_file_location(file, f"{name}.", lambda: cls(**section))
 
 
-def _import_modules(names: Any) -> None:
+def import_modules(names: Any) -> None:
     """Import the modules that register algorithms; other types of the value are reported as an invalid field."""
     for name in names if isinstance(names, list) else ():
         try:

@@ -51,7 +51,7 @@ network_all,1.1e-3,,,,5e6
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-m", "mindspeed_cp.cli.main", "calibrate", *arguments]
+    command = [sys.executable, "-m", "mindspeed_cp", "calibrate", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -56,9 +56,8 @@ def test_plan_reads_lengths_from_files(tmp_path: Path, capsys: pytest.CaptureFix
     np.savez(tmp_path / "a.npz", other=np.arange(3), lengths=np.array(lengths))
     seen = []
     for name in ("a.txt", "a.json", "a.npy", "a.npz"):
-        for option in ("--lengths", "--lengths-file"):
-            assert run(["plan", option, str(tmp_path / name), "--json"]) == 0
-            seen.append(json.loads(capsys.readouterr().out))
+        assert run(["plan", "--lengths", str(tmp_path / name), "--json"]) == 0
+        seen.append(json.loads(capsys.readouterr().out))
     assert seen[0]["tokens"] == 6237 and all(plan == seen[0] for plan in seen)
 
 
@@ -161,7 +160,7 @@ def test_plan_options_are_those_of_build_plan(
             "2 x --ranks-per-node 2 = 4",
         ),
         (["plan", "--lengths", "5", "--kv-heads", "3"], "--kv-heads: model.num_query_groups = 3: must divide"),
-        (["plan", "--lengths", "5", "--mask", "diagonal"], "valid: causal, full"),
+        (["plan", "--lengths", "5", "--mask", "window"], "--mask 'window': valid: causal, full; for a window: --set"),
         (
             ["plan", "--lengths", "5", "--algorithm", "auto"],
             "--algorithm: algorithm auto chooses among plans",
@@ -247,10 +246,20 @@ def test_broken_yaml_is_told_with_its_line(tmp_path: Path, capsys: pytest.Captur
     assert f"{path}:3:1: not valid YAML" in failure(capsys, "train", path)
 
 
-def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command_cuts_no_name_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     for command in ([], ["train"], ["plan"], ["simulate"], ["report"], ["calibrate"], ["doctor"]):
         assert run([*command, "--help"]) == 0
-        assert "Usage: mindspeed-cp" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert "Usage: mindspeed-cp" in text and "…" not in text
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "mindspeed_cp", "plan", "--lengths", "50,3", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["tokens"] == 53, done.stderr
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,7 +322,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
     def broken(*arguments: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(cli_plan, "_with_topology", broken)
+    monkeypatch.setattr(cli_plan, "_make_settings", broken)
     with pytest.raises(KeyError, match="a bug"):
         run(["plan", "--lengths", "5"])
 

@@ -173,6 +173,24 @@ def test_a_settings_file_gives_model_ranks_options_and_its_first_rows() -> None:
     assert read_case(SimulateRequest(config=path, overrides=tensor))[0].attention.heads == 2
 
 
+def test_options_and_overrides_apply_with_and_without_a_settings_file() -> None:
+    """As those of `plan`."""
+    for config in (None, ROOT / "configs" / "hierarchical.yaml"):
+        case, algorithms = read_case(
+            SimulateRequest(
+                config, lengths="700,30", heads=16, kv_heads=4, head_dim=64, ranks=6, nodes=3, cluster="a3",
+                algorithms="direct,ring", overrides=("algorithm=direct", "prefetch=2", "model.hidden_size=256"),
+            )
+        )  # fmt: skip
+        assert (case.attention.heads, case.attention.kv_heads, case.attention.head_dim) == (16, 4, 64)
+        assert (case.topology.nodes, case.topology.ranks_per_node, case.cluster.name) == (3, 2, "a3")
+        assert [entry.as_setting for entry in algorithms] == ["direct:prefetch=2", "ring"]
+        assert case.layer.hidden_size == case.sizes["hidden_size"] == 256
+    case, _ = read_case(SimulateRequest(lengths="700,30"))
+    assert (case.attention.heads, case.attention.kv_heads, case.attention.head_dim) == (32, 8, 128)
+    assert (case.topology.ranks, case.layer.hidden_size, case.sizes, case.notes) == (8, 4096, {}, ())
+
+
 def test_what_a_settings_file_leaves_open_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("data.balance=time", "model.window_size=[100, 0]", "model.window_attn_skip_freq=2")
     problem, _ = read_case(SimulateRequest(config=ROOT / "configs" / "ring.yaml", overrides=overrides))
@@ -245,7 +263,10 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
         (("--lengths", "700", "--kv-heads", "0"), ("--kv-heads 0", "1 to 16,384")),
         (("--lengths", "700", "--head-dim", "-8"), ("--head-dim -8", "1 to 16,384")),
         (("--lengths", "700", "--head-dim", "9" * 30), ("--head-dim 999", "1 to 16,384")),
-        (("--lengths", "700", "--heads", "7", "--kv-heads", "2"), ("--kv-heads 2", "--heads 7")),
+        (
+            ("--lengths", "700", "--heads", "7", "--kv-heads", "2"),
+            ("--kv-heads: model.num_query_groups = 2: must divide", "7"),
+        ),
         (("--lengths", "700", "--algorithms", "rings"), ("--algorithms", "did you mean ring?")),
         (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2' is no option of ring", "layout=")),
         (("--lengths", "700", "--algorithms", "all,ring"), ("all stands alone",)),
@@ -261,9 +282,9 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
         (("--lengths", ",".join(["700"] * 100) + ",x"), ("'x' is not a length",)),
         (("--lengths", "700", "--png", "a.jpg"), ("'.jpg'", ".png")),
         (("--lengths", "700", "--trace", "none/a.json"), ("there is no folder none",)),
-        (("--lengths", "700", "--set", "train.seed=1"), ("--set train.seed=1", "no settings file")),
         (("none.yaml",), ("none.yaml: no such file",)),
-        (("configs/quickstart.yaml", "--heads", "16"), ("--heads 16", "--set model.num_attention_heads=16")),
+        (("configs/quickstart.yaml", "--kv-heads", "3"), ("--kv-heads: model.num_query_groups = 3",)),
+        (("--lengths", "700", "--ranks", "6", "--nodes", "4"), ("--ranks 6: must be a multiple of --nodes 4",)),
         (("configs/quickstart.yaml", "--seed", "3"), ("--seed 3", "train.seed=3")),
         (("configs/quickstart.yaml", "--tokens-per-rank", "100"), ("data.seq_length=400",)),
     ],

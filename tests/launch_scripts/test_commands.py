@@ -26,7 +26,7 @@ def test_one_node(script: Path) -> None:
     ranks = DEVICES[script]
     assert made.first.endswith(f", node 0 of 1: ranks 0 to {ranks - 1} of {ranks}, on npu")
     assert made.command == [
-        *(sys.executable, "-m", "mindspeed_cp.cli.main", "train", str(CONFIG)),
+        *(sys.executable, "-m", "mindspeed_cp", "train", str(CONFIG)),
         *("--set", "train.global_batch_size=8", "--set", "train.device=npu"),
         *("--nproc", str(ranks), "--log-dir", "runs/quickstart/logs/train"),
     ]
@@ -61,7 +61,7 @@ def test_two_nodes(script: Path, by_flags: bool) -> None:
     expected = {"--nodes": "2", "--node-rank": "1", "--nproc": str(ranks), "--master-addr": "head"}
     expected |= {"--master-port": "23456", "--log-dir": "somewhere/train"}
     assert {name: made.option(name) for name in expected} == expected
-    assert made.command[made.command.index("mindspeed_cp.cli.main") :][1:3] == ["train", "configs/ring.yaml"]
+    assert made.command[made.command.index("mindspeed_cp") :][1:3] == ["train", "configs/ring.yaml"]
     assert "GLOO_SOCKET_IFNAME" not in made.environment and "HCCL_SOCKET_IFNAME" not in made.environment
 
 
@@ -73,7 +73,7 @@ def test_the_command_is_understood_and_the_settings_are_those_of_the_file(monkey
     started: dict[str, Any] = {}
     monkeypatch.setattr(launch, "start_local_ranks", lambda settings, nproc, **rest: started.update(locals()) or 0)
     made = dry_run(A3, "--nodes=2", "--node-rank=1", "--master-addr=head", "--device=cpu", "--run-id=mine")
-    assert made.command[1:3] == ["-m", "mindspeed_cp.cli.main"] and app(made.command[3:], standalone_mode=False) == 0
+    assert made.command[1:3] == ["-m", "mindspeed_cp"] and app(made.command[3:], standalone_mode=False) == 0
     settings, plain = started["settings"], load_settings(CONFIG)
     assert (settings.train.device, settings.train.global_batch_size) == ("cpu", 8)
     assert settings.model == plain.model and settings.context_parallel_suite == plain.context_parallel_suite

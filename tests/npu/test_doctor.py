@@ -156,7 +156,7 @@ def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:
     training = ["train", "configs/quickstart.yaml", "--set", "train.device=npu", "--set", f"output.folder={tmp_path}"]
     for command in (["doctor", "--device", "npu"], training):
         done = subprocess.run(
-            [sys.executable, "-m", "mindspeed_cp.cli.main", *command],
+            [sys.executable, "-m", "mindspeed_cp", *command],
             cwd=ROOT,
             env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             capture_output=True,

@@ -1,0 +1,85 @@
+"""The settings of `plan` and `simulate`: a settings file or built-in values, with the options of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_cp.config.settings import override_settings
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.yaml_file import SettingsFile, parse_settings, read_settings_file, with_value
+
+_SUITE = "context_parallel_suite"
+
+
+@dataclass(frozen=True)
+class CommandSettings:
+    """Options that replace settings; None: not given.
+
+    Attributes:
+        config: settings file.
+        overrides: of --set.
+        algorithm, heads, kv_heads, head_dim, cluster: values of the options of these names.
+        ranks, nodes, ranks_per_node: the context-parallel ranks.
+    """
+
+    config: Path | None = None
+    overrides: Iterable[str] = ()
+    algorithm: str | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    cluster: str | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+
+    def read(self, built_in: str) -> SettingsFile:
+        """Return the settings file, or the built-in settings (YAML), with the values of the options.
+
+        Raises:
+            ConfigError: the file or an override is invalid, or the numbers of ranks contradict each other.
+        """
+        config = self.config
+        file = parse_settings(built_in, "built-in settings") if config is None else read_settings_file(config)
+        file = override_settings(file, self.overrides)
+        for option, key, value in (
+            ("--algorithm", f"{_SUITE}.algorithm", self.algorithm),
+            ("--cluster", f"{_SUITE}.cluster", self.cluster),
+            ("--heads", "model.num_attention_heads", self.heads),
+            ("--kv-heads", "model.num_query_groups", self.kv_heads),
+            ("--head-dim", "model.kv_channels", self.head_dim),
+        ):
+            if value is not None:
+                file = with_value(file, key, value, option)
+        return self._with_topology(file)
+
+    def _with_topology(self, file: SettingsFile) -> SettingsFile:
+        """Return the settings with --ranks, --nodes and --ranks-per-node; what is not given is kept."""
+        ranks, nodes, ranks_per_node = self.ranks, self.nodes, self.ranks_per_node
+        if ranks is None and nodes is None and ranks_per_node is None:
+            return file
+        suite = file.data.get(_SUITE)
+        size, file_nodes = (
+            value if type(value := suite.get(key) if isinstance(suite, dict) else None) is int and value > 0 else 1
+            for key in ("context_parallel_size", "nodes")
+        )
+        if ranks is None:
+            nodes = nodes or file_nodes
+            ranks = nodes * (ranks_per_node or max(1, size // file_nodes))
+        elif nodes is None:
+            nodes = ranks // ranks_per_node if ranks_per_node else file_nodes
+        if ranks_per_node is not None and nodes * ranks_per_node != ranks:
+            raise ConfigError(
+                f"--ranks {ranks}: differs from --nodes {nodes} x --ranks-per-node {ranks_per_node} = "
+                f"{nodes * ranks_per_node}; leave one of them out"
+            )
+        if ranks % nodes:
+            raise ConfigError(f"--ranks {ranks}: must be a multiple of --nodes {nodes}; give --ranks-per-node instead")
+        file = with_value(file, f"{_SUITE}.context_parallel_size", ranks, "--ranks")
+        return with_value(file, f"{_SUITE}.nodes", nodes, "--nodes")
+
+    def has_linear_part(self, file: SettingsFile) -> bool:
+        """Return True if the settings give the sizes of the linear part of a layer."""
+        return self.config is not None or any(map(file.is_override, ("model.hidden_size", "model.ffn_hidden_size")))
