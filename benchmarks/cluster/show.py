@@ -110,7 +110,7 @@ def figures(rows: Sequence[Row], shape: Shape, base: str) -> list[Figure]:
 
 
 def busy_machine(rows: Sequence[Row], cores: int) -> str | None:
-    """A line that tells when the machine itself may have held up the ranks: nearly all its cores were busy."""
+    """Return a warning if nearly all cores of the machine were busy, which may have slowed the ranks; else None."""
     mean = statistics.mean(row["ranks"][0]["cores"] for row in rows)
     own = statistics.mean(sum(rank["own"] for rank in row["ranks"]) for row in rows)
     if mean < 0.8 * cores:

@@ -147,7 +147,7 @@ def _devices(server: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rank_ids(devices: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Sorted; -1 stands for what is no number."""
+    """Return the sorted rank ids of the devices, -1 for each that is not a number."""
     texts = [str(device.get("rank_id")) for device in devices]
     return sorted(int(text) if text.isdigit() else -1 for text in texts)
 

@@ -185,7 +185,7 @@ def _process_end(failure: RankFailure) -> str:
 def _relay_signals(processes: RankProcesses) -> Iterator[list[str]]:
     """Hand SIGTERM, SIGINT and SIGHUP on to the ranks and wait for them to end; a second SIGINT ends them at once.
 
-    SIGINT goes on as SIGTERM: a terminal may send it to the ranks besides, and they take a second one as an order.
+    SIGINT is forwarded as SIGTERM, because the terminal may also deliver SIGINT to the ranks.
 
     Yields:
         The names of the signals that came.

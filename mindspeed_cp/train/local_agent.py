@@ -177,7 +177,7 @@ def launcher_is_gone(parent: int) -> bool:
 
 
 def ended_ranks() -> list[int]:
-    """In a rank: the ranks of which the launcher has told that they failed."""
+    """Return the ranks that the launcher reported as failed."""
     store = os.environ.get(STORE_VARIABLE)
     if store is None:
         return []

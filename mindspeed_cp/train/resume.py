@@ -109,7 +109,7 @@ def _is(run: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> bool:
 
 
 def _read_latest(files: RunFiles) -> tuple[str | None, list[str]]:
-    """Return the name in the file `latest`, or None where it is missing or damaged, and what is to be told about it."""
+    """Return the name in the file `latest`, or None where it is missing or damaged, and notes for the user."""
     try:
         name = files.latest.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):

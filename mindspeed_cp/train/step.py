@@ -217,7 +217,7 @@ def _check_digests(digests: Tensor, step: int) -> None:
     different = (digests != majority).nonzero()[:, 0].tolist()
     ranks = f"rank {different[0]} has" if len(different) == 1 else f"ranks {', '.join(map(str, different))} have"
     raise ConfigError(
-        f"step {step}: {ranks} dealt other documents to the replicas, or dealt them otherwise, than the other ranks of "
+        f"step {step}: {ranks} assigned documents to replicas differently from the other ranks of "
         f"{len(digests)}; every rank needs the same settings, data.corpus and version of this package; the step was "
         "not kept, and checkpoints are untouched"
     )

@@ -77,7 +77,7 @@ def test_no_gpu_is_one_line(program: str) -> None:
     [
         (["--virtual-ranks", "3"], "--virtual-ranks is 3; valid: a divisor of --heads 32"),
         (["--device", "cuda"], "only together with --virtual-ranks"),
-        (["--virtual-ranks", "2", "--lengths", "nowhere"], "no such set"),
+        (["--virtual-ranks", "2", "--lengths", "nowhere"], "unknown length set"),
     ],
 )
 def test_bad_arguments(

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_left_out_and_named() -> None:
     assert "all_gather: holds" in decision.reasons[2] and "GiB" in decision.reasons[2]
     with pytest.raises(ConfigError, match=r"nothing can do this batch: ring: holds .* GiB in one layer"):
         choose_algorithm([documents], TOPOLOGY, GQA, memory=1.0, candidates=[Candidate("ring")])
-    with pytest.raises(ConfigError, match="batches: there is no token in them"):
+    with pytest.raises(ConfigError, match="all batches are empty"):
         choose_algorithm([], TOPOLOGY, GQA)
 
 
@@ -247,5 +247,5 @@ def test_nothing_to_choose_from_or_by_is_refused() -> None:
     with pytest.raises(ConfigError, match="candidates: there are none"):
         choose_algorithm([batch(0)], TOPOLOGY, GQA, candidates=[])
     for empty in ([], [Documents([])], [Documents([0, 0])]):
-        with pytest.raises(ConfigError, match="batches: there is no token in them"):
+        with pytest.raises(ConfigError, match="all batches are empty"):
             choose_algorithm(empty, TOPOLOGY, GQA)

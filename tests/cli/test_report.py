@@ -250,7 +250,7 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     path = folder / "trace" / trace_file_name(1, 0)
     for text in ("{", "[]", '{"otherData": {}}'):
         path.write_text(text)
-        assert f"{path}: is no trace of a step, or a damaged one" in failure(capsys, folder)
+        assert f"{path}: not a valid step trace" in failure(capsys, folder)
     leave(folder, 1, 0, version=3)
     assert "is of version 3 of these traces, this program reads 2" in failure(capsys, folder)
 

@@ -24,6 +24,7 @@ from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, connection_order, 
 from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.errors import ConfigError
 from tests.engine.cases import sizes
+from tests.limits import HANG
 
 PROCESSES = 8
 
@@ -63,7 +64,7 @@ def through_lanes(rank, everybody, ranks, documents, algorithm):
         q, k, v = (torch.randn(int(plan.layout.token_counts[me]), 2, 8, requires_grad=True) for _ in range(3))
 
         def run():
-            out = context_parallel_attention(q, k, v, plan, group, timeout=30)
+            out = context_parallel_attention(q, k, v, plan, group, timeout=HANG)
             return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
         plain = run()

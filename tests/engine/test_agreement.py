@@ -29,7 +29,7 @@ def differing(rank: int, group: Any, changes: dict[int, dict[str, Any]]) -> str 
     """What a rank is told when some ranks changed their case."""
     case = replace(CASE, **changes.get(rank, {}))
     try:
-        check_agreement(case.plan(), case.dtype, group, timeout=20)
+        check_agreement(case.plan(), case.dtype, group, timeout=HANG)
     except ConfigError as error:
         return str(error)
     return None

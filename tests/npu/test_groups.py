@@ -16,6 +16,7 @@ from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.comm import open_directional_groups, warm_up
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
+from tests.limits import HANG
 from tests.npu import ranks
 from tests.ports import free_port
 
@@ -108,7 +109,7 @@ def own_program(rank: int, size: int, port: str) -> str:
     dist.destroy_process_group()  # of tests/npu/ranks.py
     os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     [block] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    suite = SuiteSettings(context_parallel_size=size, timeout_seconds=30)
+    suite = SuiteSettings(context_parallel_size=size, timeout_seconds=HANG)
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, context_parallel_size=size)
     with megatron_compat():
         exec(compile(block, str(PAGE), "exec"), {"suite": suite, "config": config, "sequence_length": 100})

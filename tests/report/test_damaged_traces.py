@@ -131,7 +131,7 @@ def test_whatever_value_is_wrong_nothing_but_one_line_comes_of_it(run: Path, pat
 def test_a_file_that_is_no_trace_is_one_line(run: Path, path: Path, content: bytes, said: str) -> None:
     path.write_bytes(content)
     line = refusal(run)
-    assert line.startswith(f"{path}: is no trace of a step, or a damaged one: ") and said in line
+    assert line.startswith(f"{path}: not a valid step trace: ") and said in line
     assert line.endswith("; remove it, and trace again")
 
 
@@ -139,7 +139,7 @@ def test_wherever_a_file_ends_too_early_it_is_one_line(run: Path, path: Path) ->
     whole = path.read_bytes()
     for length in range(0, len(whole) - 2, 23):
         path.write_bytes(whole[:length])
-        assert f"{path}: is no trace of a step, or a damaged one: no JSON at line 1" in refusal(run)
+        assert f"{path}: not a valid step trace: no JSON at line 1" in refusal(run)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(run: Path, path: Path) -> None:

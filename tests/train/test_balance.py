@@ -50,7 +50,7 @@ def _square(lengths: np.ndarray) -> np.ndarray:
 
 
 def compared(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics without what tells documents' pieces apart: none here is cut otherwise."""
+    """Keep the metrics that do not depend on how documents are cut."""
     return [{key: line[key] for key in ("step", "loss", "grad_norm", "tokens", "documents", "lr")} for line in lines]
 
 
@@ -265,7 +265,7 @@ def test_replicas_that_deal_otherwise_are_told(
     """Also where only the numbers of their micro-batches tell, and before the step with verify_plans."""
     settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__verify_plans=verify)
     for text in fresh_ranks.run(3 + 1, deals_otherwise, settings.model_dump_json(), 2):
-        assert text.startswith("step 1: rank 2 has dealt other documents to the replicas") and "ranks of 4" in text
+        assert text.startswith("step 1: rank 2 has assigned documents to replicas differently") and "ranks of 4" in text
     assert not list((tmp_path / "checkpoints").glob("iter*"))
 
 

@@ -120,7 +120,7 @@ def test_a_section_alone_checks_what_rows_choose_from() -> None:
         ({"candidates": ["hybrid", "hybrid"]}, 'candidates = "hybrid": cannot be used: it is there already'),
         (
             {"candidates": ["hybrid:window=2"]},
-            "'window=2' is no option of hybrid; valid: ulysses_degree=..., layout=...",
+            "'window=2': hybrid has no such option; valid: ulysses_degree=..., layout=...",
         ),
         ({"candidates": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
         ({"candidates": ["hybrid:ulysses_degree=3"]}, "must divide context_parallel_size = 2; valid: 1, 2"),

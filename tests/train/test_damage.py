@@ -1,4 +1,4 @@
-"""What a full disk, a crash or a hand may leave behind: each is told in one line, and no state is lost by it."""
+"""Files that a full disk, a crash or a user damages are reported in one line, and no state is lost."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def random_numbers() -> list[float]:
 
 
 def save_and_load(text: str) -> dict[str, Any]:
-    """In a rank: everything that is to be found out about checkpoints with a model."""
+    """In a rank: save and load checkpoints with a model, and return all results that the tests check."""
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
     from mindspeed_cp.train.checkpoint import Progress, load, resume, save
     from mindspeed_cp.train.model import build_training_model
@@ -286,7 +286,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pyte
         signing_key()
     path.chmod(0o600)
     path.write_bytes(b"short")
-    with pytest.raises(ConfigError, match="is no key, it has 5 bytes"):
+    with pytest.raises(ConfigError, match=r"not a valid key \(5 bytes; at least 32\)"):
         signing_key()
     monkeypatch.setenv(KEY_VARIABLE, "/proc/none/key")
     with pytest.raises(ConfigError, match=r"cannot be read or made: .*MINDSPEED_CP_KEY_FILE"):

@@ -48,13 +48,13 @@ def test_a_context_that_does_not_fit_is_told_with_one_that_does() -> None:
         check_memory(changed(data={"seq_length": fits + 2}), 2, available)
 
 
-def test_a_model_that_does_not_fit_is_told_as_such() -> None:
+def test_a_model_that_does_not_fit_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"model\.num_layers = 400: the model does not fit"):
         check_memory(changed(model={"num_layers": 400}), 1, available=2**30)
 
 
-def test_a_machine_with_too_many_ranks_is_told_as_such() -> None:
-    """Not the model: no model has room in a third of a MiB. And no amount is told as 0.0."""
+def test_too_many_ranks_for_the_machine_are_reported() -> None:
+    """The error names the ranks, not the model, because no model fits in a third of a MiB; no size is printed as 0.0."""
     many = changed(context_parallel_suite={"context_parallel_size": 100_000})
     with pytest.raises(ConfigError) as caught:
         check_memory(many, 100_000, available=32 * 2**30)
