@@ -37,21 +37,21 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
     """
     files = RunFiles(Path(settings.output.folder))
     name, notes = _read_latest(files)
-    found = [path for path in reversed(list_checkpoints(files.checkpoints)) if not path.is_symlink()]
-    if (found or name) and not settings.checkpoint.resume:
+    folders = [path for path in reversed(list_checkpoints(files.checkpoints)) if not path.is_symlink()]
+    if (folders or name) and not settings.checkpoint.resume:
         raise ConfigError(
-            f"checkpoint.resume = false: {files.folder} has the checkpoint {name or found[0].name}, which a new run "
+            f"checkpoint.resume = false: {files.folder} has the checkpoint {name or folders[0].name}, which a new run "
             "would mix with its own; resume it, remove the folder, or give another output.folder"
         )
     read_metrics(files.metrics)  # a resumed run needs them; report damage before ranks are started
     if name is not None:
         newest = checkpoint_step(Path(name))
-        found = [path for path in found if checkpoint_step(path) <= newest]
-        if not found or found[0].name != name:
+        folders = [path for path in folders if checkpoint_step(path) <= newest]
+        if not folders or folders[0].name != name:
             notes.append(f"{files.checkpoints / name}, which `latest` names, is gone")
     complete: dict[Path, dict[str, str]] = {}
     saved_identity: dict[str, Any] = {}
-    for folder in found:
+    for folder in folders:
         try:
             run = read_run_json(folder)
             digests = read_digests(folder, trust_unsigned=settings.checkpoint.trust_unsigned) or {}
@@ -65,7 +65,7 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
             saved_identity = run["identity"]
         if run["identity"] == saved_identity:
             complete[folder] = digests
-    if (found or name is not None) and not complete:
+    if (folders or name is not None) and not complete:
         raise ConfigError(
             f"{'; '.join(notes)}; no whole checkpoint is left in {files.checkpoints}: restore one, or give another "
             "output.folder"

@@ -87,7 +87,7 @@ def test_the_error_of_the_fit_is_shown(measured: tuple[Path, dict[str, Any]]) ->
 
     _, report = measured
     assert set(report["fits"]) == {"attention", "linear", "in_node"}
-    again = MeasuredFits.from_measurements([Measurement(**one) for one in report["measurements"]])
+    again = MeasuredFits.from_measurements([Measurement(**measurement) for measurement in report["measurements"]])
     assert again.table() == report["fits"]
     for error in report["fits"].values():
         assert error["points"] >= 2 and 0 <= error["median_error"] <= error["largest_error"]

@@ -293,7 +293,7 @@ def test_keys_that_do_not_agree_are_told_with_both_places_and_a_cure_that_works(
     tmp_path: Path, text: str, overrides: list[str], expected: str
 ) -> None:
     path = write(tmp_path, text)
-    given = [SUITE + one for one in overrides]
+    given = [SUITE + override for override in overrides]
     line = error(path, *given)
     assert line == expected.format(S=SUITE, F=path)
     with pytest.raises(ConfigError, match=re.escape(line)):

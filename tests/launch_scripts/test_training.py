@@ -57,7 +57,7 @@ def test_one_node_trains_and_keeps_the_output_of_every_rank(tmp_path: Path) -> N
     assert announced is not None
     assert announced[1] == f"{tmp_path}/logs/node0/train_*/attempt_*/LOCAL_RANK/stdout.log"
     logs = {rank: list(tmp_path.glob(f"logs/node0/train_*/attempt_*/{rank}/stdout.log")) for rank in (0, 1)}
-    assert [len(found) for found in logs.values()] == [1, 1]
+    assert [len(lines) for lines in logs.values()] == [1, 1]
     assert json.loads(next(tmp_path.glob("run/checkpoints/iter_*/run.json")).read_text())["ranks"] == 2
     summary = logs[0][0].read_text()
     assert json.loads(summary)["step"] == 2 and summary.strip() in done.stdout.replace("[default0]:", "")

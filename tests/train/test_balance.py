@@ -70,8 +70,10 @@ def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
     assert_same_curve(lines, off)
     assert_same_curve(lines, reference)
     assert counts[0] == counts[1] and counts[2] == counts[3], "ranks of a replica"
-    assert any(one != other for one, other in zip(counts[0], counts[2], strict=True)), "this is what must be exact"
-    on, before = (np.array(values(one, "replica_imbalance")) for one in (lines, off))
+    assert any(counted != other for counted, other in zip(counts[0], counts[2], strict=True)), (
+        "this is what must be exact"
+    )
+    on, before = (np.array(values(curve_lines, "replica_imbalance")) for curve_lines in (lines, off))
     assert (on >= 1).all() and (on <= before).all() and on.mean() < 1.05 < before.mean()
 
 
@@ -107,7 +109,7 @@ def test_replicas_that_share_experts_have_equally_many_micro_batches(
     off = curve(fresh_ranks, tiny(corpus, tmp_path / "off", **changes), 4)
     ranks = fresh_ranks.run(4, by_square, tiny(corpus, tmp_path / "on", **changes, **TIME).model_dump_json())
     assert_same_curve(ranks[0]["lines"], off)
-    different = [one != other for one, other in zip(ranks[0]["counts"], ranks[2]["counts"], strict=True)]
+    different = [counted != other for counted, other in zip(ranks[0]["counts"], ranks[2]["counts"], strict=True)]
     assert any(different) == (experts == 2)
 
 

@@ -327,26 +327,26 @@ def seen_by_the_agent(
     failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[int, RankFailure]:
     """As the launcher reads it, from real records of the ranks."""
-    found = {}
+    results = {}
     for rank, failed in failures.items():
         path = folder / f"record{rank}"
         recorded(failed, path, monkeypatch)
         with monkeypatch.context() as patched:
             patched.setattr("time.time", lambda failed=failed: float(failed.seconds))
-            found[rank] = read_failure(rank, 100, failed.code, path)
-    return found
+            results[rank] = read_failure(rank, 100, failed.code, path)
+    return results
 
 
 def seen_by_torchrun(
     failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[int, ProcessFailure]:
     """As the agent of torchrun reads it, from the same records."""
-    found = {}
+    results = {}
     for rank, failed in failures.items():
         path = folder / f"record{rank}"
         recorded(failed, path, monkeypatch)
-        found[rank] = ProcessFailure(rank, 100, failed.code, str(path))
-    return found
+        results[rank] = ProcessFailure(rank, 100, failed.code, str(path))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -406,8 +406,8 @@ def test_the_verdict_names_the_cause(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found, line = _classify_failures(seen_by_the_agent(failures, tmp_path, monkeypatch), asked)
-    assert found == code and expected in line and "\n" not in line
+    failure, line = _classify_failures(seen_by_the_agent(failures, tmp_path, monkeypatch), asked)
+    assert failure == code and expected in line and "\n" not in line
 
 
 def test_torchrun_takes_no_last_words_for_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
