@@ -1,4 +1,4 @@
-"""Arguments whose mistakes are told in one line."""
+"""Command-line arguments with one-line errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NoReturn
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser that says what is wrong and not how the program is called, which --help does; exit code 2."""
+    """A parser that prints one-line errors without the usage text and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """See argparse."""
+        """Print the error and exit."""
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -1,4 +1,4 @@
-"""How evenly the documents of a global batch end on data-parallel replicas, by method; and how long dealing takes.
+"""How evenly each method assigns the documents of a global batch to data-parallel replicas, and how long it takes.
 
     python -m benchmarks.balance [--lengths wikipedia prolong lognormal] [--replicas 4 8 16] [--micro-batches 1 2 4 8]
                                  [--batches 20] [--context 32768] [--ranks 8] [--cluster a2] [--equal]
@@ -55,7 +55,10 @@ def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -
 
 
 def methods(equal: bool) -> dict[str, Callable[..., Assignment]]:
-    """By name; each takes lengths, cost and replicas, and the keywords token_bound, per_micro_batch and rows."""
+    """Return the methods by name.
+
+    Each takes lengths, cost and replicas, and the keywords token_bound, per_micro_batch and rows.
+    """
 
     def without_rows(method: Callable[..., Assignment], **more: Any) -> Callable[..., Assignment]:
         return lambda *given, rows, **options: method(*given, **options, **more)

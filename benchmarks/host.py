@@ -79,7 +79,7 @@ def host_rows(ranks: int, attention: AttentionConfig, device: torch.device, call
                 times["messages"].append(messages)
     finally:
         dist.destroy_process_group()
-    us = {name: statistics.median(found) for name, found in times.items()}
+    us = {name: statistics.median(seconds) for name, seconds in times.items()}
     rows = [
         {"what": f"host time on this CPU, engine, {name}, a step of a ring of {ranks}", "us": us[name]}
         for name in steps

@@ -26,9 +26,9 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_the_pins_are_those_of_the_other_environments() -> None:
-    mine = pins("cuda.txt")
-    assert mine["torch"] == pins("torch.txt")["torch"].removesuffix("+cpu")
-    assert mine["triton"] == pins("triton.txt")["triton"]
+    own_pins = pins("cuda.txt")
+    assert own_pins["torch"] == pins("torch.txt")["torch"].removesuffix("+cpu")
+    assert own_pins["triton"] == pins("triton.txt")["triton"]
     assert "-r dev.txt\n" in (REQUIREMENTS / "cuda.txt").read_text()
 
 
@@ -67,8 +67,8 @@ def test_without_a_gpu_it_fails_with_one_line(gpus: str) -> None:
 @pytest.mark.thorough  # the skips of the suite itself show it
 def test_without_the_option_they_are_skipped() -> None:
     command = command_of()
-    at = command.index("--require-cuda")
-    done = pytest_run([*command[:at], *command[at + 2 :], "-q"])
+    index = command.index("--require-cuda")
+    done = pytest_run([*command[:index], *command[index + 2 :], "-q"])
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d+ skipped in ", done.stdout, re.MULTILINE)
 
@@ -122,8 +122,8 @@ def test_the_job_examples_run_what_is_there() -> None:
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     jobs = yaml.safe_load(text)["jobs"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
-    assert [found[0] for found in commands.values()] == ["make test", "make test-cuda GPUS=1", "make test-cuda GPUS=2"]
-    assert {found[1] for found in commands.values() if len(found) > 1} == {
+    assert [lines[0] for lines in commands.values()] == ["make test", "make test-cuda GPUS=1", "make test-cuda GPUS=2"]
+    assert {lines[1] for lines in commands.values() if len(lines) > 1} == {
         ".venv-cuda/bin/mindspeed-cp doctor --device cuda"
     }
     assert all(

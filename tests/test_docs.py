@@ -44,12 +44,12 @@ def test_commands_of_the_documentation_run(capsys: pytest.CaptureFixture[str], t
     """Those that only plan."""
     from mindspeed_cp.cli.main import run
 
-    found = []
+    commands = []
     for page in DOCS.glob("*.md"):
         text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).split())  # a command may go over two lines
-        found += re.findall(r"mindspeed-cp (plan --lengths [^`]*?) *`", text)
-    assert len(found) >= 3
-    for command in found:
+        commands += re.findall(r"mindspeed-cp (plan --lengths [^`]*?) *`", text)
+    assert len(commands) >= 3
+    for command in commands:
         words = [str(tmp_path / word) if word.endswith(".png") else word for word in command.split()]
         assert run(words) == 0, command
         assert capsys.readouterr().out

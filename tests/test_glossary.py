@@ -7,8 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RETIRED = Path(__file__).parent / "retired_words.tsv"  # one line for each name or phrase: retired, tab, replacement
-FOLDERS = ("mindspeed_cp", "ops", "ascend_kernels", "tests", "benchmarks", "configs", "docs", "examples", "tools")
-SUFFIXES = {".py", ".md", ".yaml", ".toml", ".js", ".html", ".sh"}
+FOLDERS = (
+    ".ci", "mindspeed_cp", "ops", "ascend_kernels", "tests", "benchmarks", "configs", "docs", "requirements", "tools",
+)  # fmt: skip
+SUFFIXES = {".py", ".md", ".yaml", ".toml", ".js", ".html", ".sh", ".patch", ".txt", ".cpp", ".h", ""}
 
 
 def retired_words() -> dict[str, str]:
@@ -26,7 +28,7 @@ def test_retired_words_have_replacements_that_are_not_retired() -> None:
 def test_retired_words_are_not_used() -> None:
     words = retired_words()
     pattern = re.compile(r"(?<!\w)(?:" + "|".join(map(re.escape, sorted(words, key=len, reverse=True))) + r")(?!\w)")
-    paths = [*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "Makefile"]
+    paths = [*ROOT.glob("*.md"), *(ROOT / name for name in ("pyproject.toml", "Makefile", "MANIFEST.in", "setup.py"))]
     paths += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
     uses = [
         f"{path.relative_to(ROOT)}:{number}: {word}: say {words[word]}"

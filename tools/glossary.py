@@ -70,8 +70,8 @@ def definition(word: str, file: str, source: str) -> str:
     comments = re.findall(r"((?:^#:.*\n)+)^(\w+) = ", text, re.MULTILINE)
     constants = {name: re.sub(r"^#: ?", "", comment, flags=re.MULTILINE) for comment, name in comments}
     sources = classes | constants | {"": ast.get_docstring(module) or ""}
-    found = sources[source] if source in sources else _from(sources[""], source)
-    sentence = re.split(r"(?<=[.:]) +(?=[A-Z*])|::", " ".join(found.split("\n\n")[0].split()))[0].rstrip(".:")
+    source_text = sources[source] if source in sources else _from(sources[""], source)
+    sentence = re.split(r"(?<=[.:]) +(?=[A-Z*])|::", " ".join(source_text.split("\n\n")[0].split()))[0].rstrip(".:")
     if not sentence:
         raise ValueError(f"{file} does not define {source!r}: correct NOUNS in tools/glossary.py")
     sentence = re.sub(rf"^(?:An? )?{word}s?(?: is|:) ", "", sentence, flags=re.IGNORECASE)

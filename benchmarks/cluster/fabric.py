@@ -39,8 +39,7 @@ def missing() -> str | None:
 
 
 def leftovers() -> list[str]:
-    """Namespaces of runs of this program that are over, because they were killed: their process is gone. Those of
-    others, and of runs that live, are not among them."""
+    """Return the namespaces that killed runs of this program left behind: those whose process has ended."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     names = []
     for name in (line.split()[0] for line in listed.splitlines() if line.strip()):
@@ -88,7 +87,7 @@ def _namespaces(names: Names, make: Callable[[Names], Iterable[Command]]) -> Ite
 
 
 def made(names: Names) -> list[str]:
-    """Namespaces of a run that there are."""
+    """Return the existing namespaces of a run, sorted."""
     return sorted(path.name for path in Path("/run/netns").glob(f"{names.prefix}*"))
 
 
@@ -146,7 +145,7 @@ def run_ranks(
 
 
 def _told(folder: Path, failed: list[int], codes: Sequence[int | None]) -> str:
-    """The rank that failed for a reason of its own, if there is one, and not because another did."""
+    """Return a line that names the first rank that failed by itself, or else the first that failed, and its error."""
     lines = {rank: Path(folder, f"rank{rank}.log").read_text(errors="replace").strip().splitlines() for rank in failed}
     last = {rank: text[-1] if text else f"ended with {codes[rank]}" for rank, text in lines.items()}
     first = next((rank for rank in failed if "PeerError" not in last[rank]), failed[0])

@@ -58,10 +58,10 @@ class ModelledAttention:
         return "modelled", id(self)
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
-        """See the contract: everything goes."""
+        """Accept every attention and type."""
 
     def check_device(self, device: torch.device) -> None:
-        """As the backend that it stands for."""
+        """Check the device as the backend does whose times are modelled."""
 
     def lower_forward(
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
@@ -118,7 +118,7 @@ class ModelledAttention:
         self._wait(self.linear_layer_seconds(tokens, backward))
 
     def linear_layer_seconds(self, tokens: int, backward: bool = False) -> float:
-        """Seconds that the linear part of so many tokens takes here, as one launch."""
+        """Return the seconds of the linear layers of `tokens` tokens on this machine, as one launch."""
         cost = self._cost
         return (
             (float(cost.linear_layer_seconds(tokens, backward)) + cost.cluster.launch) * self._factor if tokens else 0.0

@@ -216,11 +216,11 @@ def _bridge(space: str, name: str) -> list[Command]:
     ]
 
 
-def _link(one: tuple[str, str], other: tuple[str, str], rate: int | None) -> list[Command]:
+def _link(first_end: tuple[str, str], other: tuple[str, str], rate: int | None) -> list[Command]:
     """A pair of interfaces, each (namespace, name), limited at both ends."""
-    first, second = (["name", end, "netns", where, "mtu", str(MTU)] for where, end in (one, other))
+    first, second = (["name", end, "netns", where, "mtu", str(MTU)] for where, end in (first_end, other))
     out = [["ip", "link", "add", *first, "type", "veth", "peer", *second]]
-    for where, end in (one, other):
+    for where, end in (first_end, other):
         out.append(["ip", "-n", where, "link", "set", end, "addrgenmode", "none", "up"])
         if rate is not None:
             out += limiter(where, end, rate)

@@ -58,8 +58,8 @@ def across(row: Row, shape: Shape) -> int:
     """Bytes that ranks handed over for ranks of other nodes."""
     return sum(
         size
-        for rank, one in enumerate(row["ranks"])
-        for peer, size in enumerate(one["handed"])
+        for rank, figures in enumerate(row["ranks"])
+        for peer, size in enumerate(figures["handed"])
         if shape.node(rank) != shape.node(peer)
     )
 
@@ -67,9 +67,9 @@ def across(row: Row, shape: Shape) -> int:
 def busiest_nic(row: Row, shape: Shape) -> float:
     """Bytes of the busiest direction of a NIC."""
     bytes_of_nics = [0.0] * (2 * shape.nodes * shape.nics)
-    for rank, one in enumerate(row["ranks"]):
-        bytes_of_nics[2 * shape.nic(rank)] += one["nic_sent"]
-        bytes_of_nics[2 * shape.nic(rank) + 1] += one["nic_received"]
+    for rank, figures in enumerate(row["ranks"]):
+        bytes_of_nics[2 * shape.nic(rank)] += figures["nic_sent"]
+        bytes_of_nics[2 * shape.nic(rank) + 1] += figures["nic_received"]
     return max(bytes_of_nics)
 
 
@@ -110,7 +110,7 @@ def figures(rows: Sequence[Row], shape: Shape, base: str) -> list[Figure]:
 
 
 def busy_machine(rows: Sequence[Row], cores: int) -> str | None:
-    """A line that tells when the machine itself may have held up the ranks: nearly all its cores were busy."""
+    """Return a warning if nearly all cores of the machine were busy, which may have slowed the ranks; else None."""
     mean = statistics.mean(row["ranks"][0]["cores"] for row in rows)
     own = statistics.mean(sum(rank["own"] for rank in row["ranks"]) for row in rows)
     if mean < 0.8 * cores:

@@ -140,11 +140,11 @@ def _gradient(options: argparse.Namespace, system: str) -> int:
     return BF16 if options.bf16 and system != OURS else GRADIENT_BYTES
 
 
-def _add(row: Row, found: dict[str, Timed | None], least: float, seed: int) -> None:
+def _add(row: Row, by_system: dict[str, Timed | None], least: float, seed: int) -> None:
     """A batch to its row."""
-    able = {name: timed_system for name, timed_system in found.items() if timed_system is not None}
+    able = {name: timed_system for name, timed_system in by_system.items() if timed_system is not None}
     row.bound.append(least)
-    for name in found:
+    for name in by_system:
         row.seconds[name].append(able[name].seconds if name in able else None)
         row.ways[name].append(_way(able[name]) if name in able else "")
     ours = able.pop(OURS)

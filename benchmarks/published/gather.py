@@ -84,11 +84,11 @@ def _hops(held: Layout, topology: Topology, computed: int) -> tuple[Messages, Me
     return _messages(there, held), _messages(back, held)
 
 
-def _messages(found: list[np.ndarray], held: Layout) -> Messages:
+def _messages(tables: list[np.ndarray], held: Layout) -> Messages:
     """With the rows of each block: in slot 0 from 0 on, in slot 1 at its place."""
-    if not found:
+    if not tables:
         return Messages.empty()
-    items = np.concatenate(found)
+    items = np.concatenate(tables)
     rows = held.token_counts
     first_row = np.cumsum(rows) - rows
     block = items["first"].copy()

@@ -54,7 +54,9 @@ class Thresholds:
     rank: float
 
 
-def zoned_groups(of_node: np.ndarray, of_rank: np.ndarray, nodes: int, per_node: int, at: Thresholds) -> list[Group]:
+def zoned_groups(
+    of_node: np.ndarray, of_rank: np.ndarray, nodes: int, per_node: int, thresholds: Thresholds
+) -> list[Group]:
     """Zeppelin's hierarchical partition: across nodes, inside a node, or on one rank.
 
     First nodes are filled, then the ranks of each, longest documents first. A document that crosses takes all ranks of
@@ -66,7 +68,7 @@ def zoned_groups(of_node: np.ndarray, of_rank: np.ndarray, nodes: int, per_node:
         of_node: what documents fill nodes with, in any unit, fp64 [documents].
         of_rank: what they fill ranks with, fp64 [documents].
         nodes, per_node: the ranks, numbered node by node.
-        at: the thresholds.
+        thresholds: lengths above which documents go to a node, or across nodes.
     """
     groups: list[Group] = [(0,)] * len(of_rank)
     fair_node = max(float(of_rank.sum()) / nodes, 1e-30)
@@ -74,7 +76,7 @@ def zoned_groups(of_node: np.ndarray, of_rank: np.ndarray, nodes: int, per_node:
     filled = [0.0] * nodes
     load = np.zeros((nodes, per_node))
     for doc in np.argsort(-of_rank, kind="stable").tolist():
-        need = min(nodes, max(1, int(np.ceil(of_rank[doc] / fair_node / at.node))))
+        need = min(nodes, max(1, int(np.ceil(of_rank[doc] / fair_node / thresholds.node))))
         chosen = sorted(heapq.nsmallest(need, range(nodes), key=filled.__getitem__))
         for node in chosen:
             filled[node] += of_node[doc] / need
@@ -83,7 +85,7 @@ def zoned_groups(of_node: np.ndarray, of_rank: np.ndarray, nodes: int, per_node:
             groups[doc] = tuple(node * per_node + rank for node in chosen for rank in range(per_node))
             continue
         node = chosen[0]
-        count = min(per_node, max(1, int(np.ceil(of_rank[doc] / fair_rank / at.rank))))
+        count = min(per_node, max(1, int(np.ceil(of_rank[doc] / fair_rank / thresholds.rank))))
         ranks = sorted(np.argsort(load[node], kind="stable")[:count].tolist())
         load[node, ranks] += of_rank[doc] / count
         groups[doc] = tuple(node * per_node + rank for rank in ranks)

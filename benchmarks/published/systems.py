@@ -146,21 +146,21 @@ def zeppelin(case: Case) -> list[Candidate]:
     group of ranks share a ring, where the paper has a ring for each; all rings of a rank and its local documents hide
     each other's transfers."""
     attention = _estimate(case).attention_work
-    found: dict[tuple[Group, ...], list[Candidate]] = {}
+    by_groups: dict[tuple[Group, ...], list[Candidate]] = {}
     for filling in (case.documents.lengths.astype(float), attention):
         for zones in ZONES:
-            _zoned(case, found, filling, attention, zones, remaps=True)
-    return [one for some in found.values() for one in some]
+            _zoned(case, by_groups, filling, attention, zones, remaps=True)
+    return [candidate for candidates in by_groups.values() for candidate in candidates]
 
 
 def zeppelin_by_cost(case: Case) -> list[Candidate]:
     """Not published: Zeppelin's zones, rings and routing with nodes and ranks balanced by this project's cost model,
     in which linear layers count, and no remap."""
     work = _estimate(case).work
-    found: dict[tuple[Group, ...], list[Candidate]] = {}
+    by_groups: dict[tuple[Group, ...], list[Candidate]] = {}
     for zones in ZONES:
-        _zoned(case, found, work, work, zones, remaps=False)
-    return [one for some in found.values() for one in some]
+        _zoned(case, by_groups, work, work, zones, remaps=False)
+    return [candidate for candidates in by_groups.values() for candidate in candidates]
 
 
 def eod_ring(case: Case, tensor_parallel: int = 1) -> list[Candidate]:
@@ -273,7 +273,7 @@ def _estimate(case: Case) -> PlacementModel:
 
 def _zoned(
     case: Case,
-    found: dict[tuple[Group, ...], list[Candidate]],
+    by_groups: dict[tuple[Group, ...], list[Candidate]],
     of_node: np.ndarray,
     of_rank: np.ndarray,
     zones: Thresholds,
@@ -282,20 +282,22 @@ def _zoned(
     """Adds the plans of Zeppelin's zones at some thresholds, unless there are such groups already."""
     topology = case.topology
     groups = zoned_groups(of_node, of_rank, topology.nodes, topology.ranks_per_node, zones)
-    if tuple(groups) in found:
+    if tuple(groups) in by_groups:
         return
 
     def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
         plan = grouped_rings("Zeppelin", documents, topology, attention, groups, interleaved=True)
         return Candidate(f"zones {zones.node:g}, {zones.rank:g}", plan)
 
-    one = case.once(rings, "Zeppelin", *groups)
+    candidate = case.once(rings, "Zeppelin", *groups)
     if routing_pays(case.cluster) and any(_nodes(group, topology) > 1 for group in groups):
-        one = replace(one, label=f"{one.label}, routed", links=RoutedLinkQueues)
-    equal = with_linear_layout(one.plan, cheapest_mode(one.plan, case.attention.heads * case.attention.head_dim))
-    found[tuple(groups)] = [one]
-    if remaps and equal is not one.plan:
-        found[tuple(groups)].append(replace(one, label=f"{one.label}, remap", plan=equal))
+        candidate = replace(candidate, label=f"{candidate.label}, routed", links=RoutedLinkQueues)
+    equal = with_linear_layout(
+        candidate.plan, cheapest_mode(candidate.plan, case.attention.heads * case.attention.head_dim)
+    )
+    by_groups[tuple(groups)] = [candidate]
+    if remaps and equal is not candidate.plan:
+        by_groups[tuple(groups)].append(replace(candidate, label=f"{candidate.label}, remap", plan=equal))
 
 
 def _nodes(group: Group, topology: Topology) -> int:

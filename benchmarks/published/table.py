@@ -61,7 +61,7 @@ class Row:
 
 
 def header(systems: Sequence[str]) -> str:
-    """Of :func:`line`."""
+    """Return the header of the table whose rows :func:`line` returns."""
     return (
         f"{'cluster':8}{'lengths':11}{'heads':6}{'ranks':>5}{'ring ms':>9}"
         + "".join(f"{name:>13}" for name in systems if name != BASE)

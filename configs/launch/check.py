@@ -130,10 +130,10 @@ def check_rank_table(path: Path, ranks_per_node: int, nodes: int, machine: str, 
     count, ranks = sum(map(len, devices)), ranks_per_node * nodes
     if count != ranks:
         raise refuse(f"has {count} devices, and there are {ranks} ranks ({nodes} nodes of {ranks_per_node})")
-    found = sorted(_rank_ids(each) for each in devices)
-    if found != [[node * ranks_per_node + local for local in range(ranks_per_node)] for node in range(nodes)]:
+    ids = sorted(_rank_ids(each) for each in devices)
+    if ids != [[node * ranks_per_node + local for local in range(ranks_per_node)] for node in range(nodes)]:
         raise refuse(
-            f"has rank_id {found} on its servers; ranks are numbered node by node, 0 to {ranks_per_node - 1} first"
+            f"has rank_id {ids} on its servers; ranks are numbered node by node, 0 to {ranks_per_node - 1} first"
         )
     if table["version"] == "1.2":
         if not isinstance(table.get("super_pod_list"), list):
@@ -143,12 +143,12 @@ def check_rank_table(path: Path, ranks_per_node: int, nodes: int, machine: str, 
 
 
 def _devices(server: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = server.get("device")
-    return [device for device in found if isinstance(device, dict)] if isinstance(found, list) else []
+    devices = server.get("device")
+    return [device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
 
 
 def _rank_ids(devices: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Sorted; -1 stands for what is no number."""
+    """Return the sorted rank ids of the devices, -1 for each that is not a number."""
     texts = [str(device.get("rank_id")) for device in devices]
     return sorted(int(text) if text.isdigit() else -1 for text in texts)
 

@@ -19,7 +19,7 @@ Intervals = tuple[np.ndarray, np.ndarray]  # first and last-plus-one row of runs
 
 
 def derive_backward(forward: Program) -> Program:
-    """Return a backward program with the same fetches and tiles, and a reduce for each fetch, in the opposite direction.
+    """Return a backward program with the same fetches and tiles, and for each fetch a reduce in the opposite direction.
 
     The gradient of received rows is sent back in the step after its last addend. Addends come from steps in which the
     slot is computed before these rows are received again, and from ranks to which the rows were passed on. Relays
@@ -67,9 +67,9 @@ def derive_backward(forward: Program) -> Program:
         start[index] = 1 + max([done, *computed, *returned])
         if replaced is not None and start[index] > replaced:
             raise PlanError(
-                f"derive_backward: rank {rank_slot[0]}: rows of slot {rank_slot[1]}, received in step {done}, are received again "
-                f"in step {replaced}, "
-                f"but their gradient is complete only in step {start[index]}; the plan needs another slot"
+                f"derive_backward: rank {rank_slot[0]}: rows of slot {rank_slot[1]}, received in step {done}, are "
+                f"received again in step {replaced}, but their gradient is complete only in step {start[index]}; the "
+                "plan needs another slot"
             )
 
     mirrored = forward.fetch.reversed()

@@ -121,7 +121,7 @@ def algorithm_name_error(name: object) -> str | None:
         return None
     if name == AUTO:
         return (
-            "is no algorithm of a plan, but chooses one before a training begins, as "
+            "auto does not build a plan; it chooses an algorithm before training, as "
             f"mindspeed_cp.choose.choose.choose_algorithm does; {valid}"
         )
     if name in UNSUPPORTED_ALGORITHMS:
@@ -143,7 +143,7 @@ def check_options(name: str, options: dict[str, object], ranks: int) -> None:
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             valid = ", ".join(known) or "none"
             valid += f"; {OPTION_HINTS[key]}" if key in OPTION_HINTS else ""
-            raise ConfigError(f"option {key!r} is not one of algorithm {name!r}; {hint}valid: {valid}")
+            raise ConfigError(f"algorithm {name!r} has no option {key!r}; {hint}valid: {valid}")
         known[key].check(name, value, ranks)
 
 

@@ -51,7 +51,7 @@ class CalibrationRequest:
             ConfigError: an argument is not valid, or the base or the output file cannot be used.
         """
         if self.device not in ("auto", "cpu", "npu"):
-            raise ConfigError(f"--device {self.device}: is no device that can be calibrated; valid: auto, cpu, npu")
+            raise ConfigError(f"--device {self.device}: cannot be calibrated; valid: auto, cpu, npu")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype}: valid: {', '.join(DTYPES)}")
         if self.out.suffix not in (".yaml", ".yml"):

@@ -66,7 +66,7 @@ def parse_candidate(word: str) -> Candidate:
         key, equals, value = pair.partition("=")
         if not equals or key not in known:
             valid = ", ".join(f"{option}=..." for option in known) or "none"
-            raise ConfigError(f"{pair!r} is no option of {name}; valid: {valid}")
+            raise ConfigError(f"{pair!r}: {name} has no such option; valid: {valid}")
         if key in options:
             raise ConfigError(f"{pair!r}: {key} is given twice")
         options[key] = parse_option_value(value)

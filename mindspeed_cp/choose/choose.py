@@ -66,7 +66,7 @@ def choose_algorithm(
         ConfigError: There is no token in the batches, no candidate, or no candidate is possible (with each reason).
     """
     if not any(batch.tokens for batch in batches):
-        raise ConfigError("batches: there is no token in them to choose by; valid: one batch or more, with tokens")
+        raise ConfigError("all batches are empty; valid: one batch or more, with tokens")
     cluster = cluster_of(topology) if cluster is None else cluster.with_ranks(topology.ranks_per_node)
     cost = ComputeCost(cluster, attention, layer)
     runner = _TrialRunner(batches, topology, cost, cluster.memory if memory is None else memory, options or {})

@@ -170,7 +170,7 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     valid = f"valid: all, or {', '.join(ALGORITHMS)}"
     if not words:
-        raise ConfigError(f"--algorithms {text!r}: names none; {valid}")
+        raise ConfigError(f"--algorithms {text!r}: names no algorithm; {valid}")
     for word in list(ALGORITHMS) if words == ["all"] else words:
         if word.partition(":")[0] == "all":
             raise ConfigError(f"--algorithms {text!r}: all stands alone; {valid}")

@@ -87,7 +87,7 @@ def read_lengths(text: str) -> np.ndarray | None:
         if path.name != text or path.suffix:
             raise ConfigError(f"--lengths {text}: no such file; valid: {VALID_LENGTHS}; sets: {sets}")
         hint = did_you_mean(closest_names(text.lower(), length_names()))
-        raise ConfigError(f"--lengths {text!r}: no such set; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
+        raise ConfigError(f"--lengths {text!r}: unknown length set; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
     if path.stat().st_size > MAX_LENGTHS_BYTES:
         raise ConfigError(f"--lengths {path}: has {path.stat().st_size:,} bytes; valid: at most {MAX_LENGTHS_BYTES:,}")
     if path.suffix in (".yaml", ".yml", ".npy", ".npz"):

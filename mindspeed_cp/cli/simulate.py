@@ -163,7 +163,7 @@ def _shown(comparison: Comparison, show: str | None) -> list[AlgorithmResult]:
             raise ConfigError(f"--show {show}: {word!r} was not simulated; valid: {valid}")
         shown.append(entry)
     if not shown:
-        raise ConfigError(f"--show {show!r}: names none; leave it out for the fastest and the even ring")
+        raise ConfigError(f"--show {show!r}: names no algorithm; leave it out for the fastest and the even ring")
     return list(dict.fromkeys(shown))
 
 

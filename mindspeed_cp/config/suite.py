@@ -172,7 +172,7 @@ class SuiteSettings(Section):
             self.model_extra[name] = check_option(option, value, self.context_parallel_size)
             if self.algorithm != AUTO and self.algorithm not in owners:
                 rule = (
-                    f"is no option of algorithm {self.algorithm}; algorithms that have it: {', '.join(owners)}; "
+                    f"algorithm {self.algorithm} has no such option; algorithms that have it: {', '.join(owners)}; "
                     f"to leave it out: {name}: null, on the command line --set context_parallel_suite.{name}=null"
                 )
                 raise bad_value(name, value, rule)

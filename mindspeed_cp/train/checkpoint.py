@@ -188,7 +188,7 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
     with their digests before one is loaded. Where the newest checkpoint is damaged, the one before it is taken.
 
     Returns:
-        The progress at the checkpoint, its folder (None: there is none, the run starts), and what is to be told.
+        The progress at the checkpoint, its folder (None: there is none, the run starts), and notes for the user.
 
     Raises:
         ConfigError: there are checkpoints, and none can be resumed.

@@ -123,7 +123,7 @@ def signing_key() -> bytes:
             f"yours, on a disk that outlives the run, in the environment variable {KEY_VARIABLE}"
         ) from None
     if len(key) < 32:
-        raise ConfigError(f"{path}: is no key, it has {len(key)} bytes, valid: 32 or more; remove it")
+        raise ConfigError(f"{path}: not a valid key ({len(key)} bytes; at least 32); remove the file")
     return key
 
 

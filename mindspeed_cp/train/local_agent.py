@@ -207,16 +207,17 @@ def launcher_is_gone(parent: int) -> bool:
 
 
 def ended_ranks() -> list[int]:
-    """In a rank: the ranks of which the launcher has told that they failed."""
-    return _told(_ENDED) or []
+    """Return the ranks that the launcher reported as failed; called in a rank."""
+    return _report(_ENDED) or []
 
 
 def asked_by() -> str | None:
-    """In a rank: the name of the signal that asked the launcher to stop the run, or None."""
-    return _told(_ASKED)
+    """Return the name of the signal that asked the launcher to stop the run, or None; called in a rank."""
+    return _report(_ASKED)
 
 
-def _told(name: str) -> Any:
+def _report(name: str) -> Any:
+    """Return what the launcher wrote into a file beside the store, or None."""
     store = os.environ.get(STORE_VARIABLE)
     if store is None:
         return None

@@ -122,7 +122,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
                 writer.note(note)
         if settings.train.compare and folder is None:
             if writer is not None:
-                writer.note("comparing algorithms before the training: train.compare")
+                writer.note("Comparing algorithms before training (train.compare)")
             comparison = run_comparison(settings, world, training, open_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)

@@ -40,23 +40,23 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
     """
     files = RunFiles(Path(settings.output.folder))
     name, notes = read_latest(files)
-    found = [path for path in reversed(list_checkpoints(files.checkpoints)) if not path.is_symlink()]
-    if (found or name) and not settings.checkpoint.resume:
+    folders = [path for path in reversed(list_checkpoints(files.checkpoints)) if not path.is_symlink()]
+    if (folders or name) and not settings.checkpoint.resume:
         raise ConfigError(
-            f"checkpoint.resume = false: {files.folder} has the checkpoint {name or found[0].name}, which a new run "
+            f"checkpoint.resume = false: {files.folder} has the checkpoint {name or folders[0].name}, which a new run "
             "would mix with its own; leave --no-resume out to go on from it, or give another output.folder"
         )
     for _ in iter_metrics(files.metrics):  # a resumed run needs them; report damage before ranks are started
         pass
     if name is not None:
         newest = checkpoint_step(Path(name))
-        found = [path for path in found if checkpoint_step(path) <= newest]
-        if not found or found[0].name != name:
+        folders = [path for path in folders if checkpoint_step(path) <= newest]
+        if not folders or folders[0].name != name:
             notes.append(f"{files.checkpoints / name}, which `latest` names, is gone")
     complete: dict[Path, dict[str, str]] = {}
     spikes: dict[Path, dict[str, str]] = {}
     saved_identity: dict[str, Any] = {}
-    for folder in found:
+    for folder in folders:
         try:
             run = read_run_json(folder)
             digests = read_digests(folder, trust_unsigned=settings.checkpoint.trust_unsigned) or {}
@@ -71,7 +71,7 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
         if run["identity"] == saved_identity:
             (spikes if run.get("spike") else complete)[folder] = digests
     complete |= spikes
-    if (found or name is not None) and not complete:
+    if (folders or name is not None) and not complete:
         raise ConfigError(
             f"{'; '.join(notes)}; no whole checkpoint is left in {files.checkpoints}: restore one, or give another "
             "output.folder"
@@ -122,7 +122,7 @@ def _is(run: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> bool:
 
 
 def read_latest(files: RunFiles) -> tuple[str | None, list[str]]:
-    """Return the name in the file `latest`, or None where it is missing or damaged, and what is to be told about it."""
+    """Return the name in the file `latest`, or None where it is missing or damaged, and notes for the user."""
     try:
         name = files.latest.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):

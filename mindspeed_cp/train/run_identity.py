@@ -63,7 +63,7 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
     longer = f" (to train longer on the old schedule: {decay} = {saved[decay]})" if different == [decay] else ""
     raise ConfigError(
         f"{checkpoint} belongs to other settings: {'; '.join(changes)}; "
-        f"go on with the old ones{longer}, or give another output.folder"
+        f"resume with the old settings{longer}, or give another output.folder"
     )
 
 

@@ -62,9 +62,9 @@ def test_direct_moves_no_more_than_any_other_exchange(problem, data):
     prefetch = data.draw(st.integers(1, 4))
     direct = traffic(problem.plan("direct", layout=layout, prefetch=prefetch))
     for other, more in (("ring", {}), ("double_ring", {"cp_window_size": window}), ("all_gather", {})):
-        found = traffic(problem.plan(other, layout=layout, **more))
+        sent = traffic(problem.plan(other, layout=layout, **more))
         for kind in ("fetch_forward", "fetch_backward", "reduce"):
-            assert direct[kind].sum() <= found[kind].sum(), (other, kind)
+            assert direct[kind].sum() <= sent[kind].sum(), (other, kind)
 
 
 @pytest.mark.parametrize("window", range(1, 9))
@@ -124,13 +124,13 @@ def test_a_message_from_another_rank_is_refused(problem, data):
 
 def test_every_default_works_for_every_number_of_ranks():
     for algorithm in ALGORITHMS:
-        for nodes, here in ((1, 1), (1, 2), (1, 5), (1, 8), (3, 3), (2, 4), (7, 1), (1, 16)):
-            verify_plan(build_plan(Documents([100, 7]), Topology(nodes, here), AttentionConfig(6, 2), algorithm))
+        for nodes, per_node in ((1, 1), (1, 2), (1, 5), (1, 8), (3, 3), (2, 4), (7, 1), (1, 16)):
+            verify_plan(build_plan(Documents([100, 7]), Topology(nodes, per_node), AttentionConfig(6, 2), algorithm))
 
 
 def test_the_hybrids_default_is_the_largest_divisor_of_a_node_that_is_not_all():
-    def degree(nodes: int, here: int) -> int:
-        plan = build_plan(Documents([64]), Topology(nodes, here), AttentionConfig(8), "hybrid")
+    def degree(nodes: int, per_node: int) -> int:
+        plan = build_plan(Documents([64]), Topology(nodes, per_node), AttentionConfig(8), "hybrid")
         held = plan.q_layout_compute.heads
         return 1 if held is None else int((held[:, 0] == 0).sum() and len(np.unique(held[:, 0])))
 

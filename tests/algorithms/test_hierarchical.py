@@ -65,9 +65,9 @@ def test_any_batch_is_proved_and_the_same_again(seed, shape, name, remap):  # ty
     verify_plan(plan)
     assert plan.layout.same_as(again.layout) and plan.forward_order == again.forward_order
     assert int(plan.layout.token_counts.sum()) == documents.tokens
-    for one, other in zip(plan.parts_or_self, again.parts_or_self, strict=True):
-        assert np.array_equal(one.forward.fetch.items, other.forward.fetch.items)
-        assert np.array_equal(one.forward.contents, other.forward.contents)
+    for part, other in zip(plan.parts_or_self, again.parts_or_self, strict=True):
+        assert np.array_equal(part.forward.fetch.items, other.forward.fetch.items)
+        assert np.array_equal(part.forward.contents, other.forward.contents)
 
 
 @pytest.mark.parametrize("name", ["wikipedia", "prolong"])
@@ -165,19 +165,19 @@ def test_short_documents_go_to_the_ranks_that_long_ones_leave_idle() -> None:
         topology=Topology(1, 4), attention=AttentionConfig(1), lengths=(100 * work).astype(np.int64), work=work,
         divided=lambda with_linear: (work, 0 * work),
     )  # fmt: skip
-    found = DocumentPlacer(cast(PlacementModel, model)).place(PlacementPolicy(cut=1.0, split=float("inf"))).whole
-    loads = np.bincount(found.rank, work[found.doc] * found.share, 4)
-    assert np.bincount(found.doc)[0] == 3 and loads.max() <= 1.05, loads
+    placed = DocumentPlacer(cast(PlacementModel, model)).place(PlacementPolicy(cut=1.0, split=float("inf"))).whole
+    loads = np.bincount(placed.rank, work[placed.doc] * placed.share, 4)
+    assert np.bincount(placed.doc)[0] == 3 and loads.max() <= 1.05, loads
 
 
 def test_with_relays_the_nics_of_a_node_are_one() -> None:
     """Eight NICs, or one of eight times the rate: what crosses between nodes is estimated to take as long."""
     documents, topology = Documents([65536, *[900] * 40]), Topology(2, 8, "a2")
     several = load_cluster("a2")
-    one = replace(several, nics_per_node=1, nic_bandwidth=several.nic_bandwidth * several.nics_per_node)
+    single = replace(several, nics_per_node=1, nic_bandwidth=several.nic_bandwidth * several.nics_per_node)
     placement = choose_placement(documents, documents, topology, GQA, head_split=False).ranked[0]
     totals = []
-    for cluster in (several, one):
+    for cluster in (several, single):
         layer = LayerCost.for_attention(GQA)
         model = PlacementModel(documents, documents, topology, GQA, cluster, layer, True)
         totals.append(model.score(placement).total)
@@ -252,5 +252,5 @@ def test_messages_of_a_step_pair_ranks_so_that_nodes_do_not_meet_at_one() -> Non
     across = items[(items["src"] // 4 == 0) & (items["dst"] // 4 == 1)]
     assert sorted(across["dst"][:4].tolist()) == [4, 5, 6, 7] and sorted(across["src"][:4].tolist()) == [0, 1, 2, 3]
     for first in range(0, len(items), 8):  # every round: each rank sends once and receives once
-        one = items[first : first + 8]
-        assert len(set(one["src"].tolist())) == len(set(one["dst"].tolist())) == 8
+        window = items[first : first + 8]
+        assert len(set(window["src"].tolist())) == len(set(window["dst"].tolist())) == 8

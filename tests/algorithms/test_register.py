@@ -96,7 +96,7 @@ def test_its_signature_and_docstring_declare_its_options() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"strid": 2}, "option 'strid' is not one of algorithm 'whole'; did you mean stride? valid: stride, group"),
+        ({"strid": 2}, "algorithm 'whole' has no option 'strid'; did you mean stride? valid: stride, group"),
         ({"stride": 0}, "stride is 0; valid: a whole number of ranks, 1 or more"),
         ({"stride": "2"}, "stride is '2'; valid: a whole number of ranks, 1 or more"),
         ({"stride": None}, "stride is None; valid: a whole number of ranks"),

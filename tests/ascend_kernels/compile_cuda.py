@@ -43,11 +43,11 @@ class Job:
 def compiled(job: Job) -> dict[str, object]:
     """Facts of a kernel; "error" where it does not compile."""
     variant = job.variant
-    found: dict[str, object] = {"sm": job.sm, "dtype": variant.dtype, "dim": job.dim, "name": variant.name, "aligned": job.aligned}  # fmt: skip
+    facts: dict[str, object] = {"sm": job.sm, "dtype": variant.dtype, "dim": job.dim, "name": variant.name, "aligned": job.aligned}  # fmt: skip
     try:
-        return found | _facts(job)
+        return facts | _facts(job)
     except Exception as error:
-        return found | {"error": f"{type(error).__name__}: {error}"}
+        return facts | {"error": f"{type(error).__name__}: {error}"}
 
 
 def _facts(job: Job) -> dict[str, object]:
@@ -94,9 +94,9 @@ def table(facts: list[dict[str, object]]) -> str:
     """Registers, spilled bytes and shared memory in Markdown: a row for each kernel, width and SM, a column for types."""
     columns = [(dtype, True) for dtype in DTYPES] + [("bf16", False)]
     cells: dict[tuple[str, object, object], dict[tuple[object, object], str]] = {}
-    for one in facts:
-        cell = one.get("error") or f"{one['registers']} / {one['spilled']} / {one['shared']:,}"
-        cells.setdefault((str(one["name"]), one["dim"], one["sm"]), {})[one["dtype"], one["aligned"]] = str(cell)
+    for fact in facts:
+        cell = fact.get("error") or f"{fact['registers']} / {fact['spilled']} / {fact['shared']:,}"
+        cells.setdefault((str(fact["name"]), fact["dim"], fact["sm"]), {})[fact["dtype"], fact["aligned"]] = str(cell)
     head = ["kernel, channels", "target", *(f"{dtype}{'' if aligned else ', unaligned'}" for dtype, aligned in columns)]
     rows = [
         [f"{name}, {dim}", f"sm_{sm}", *(row.get(column, "") for column in columns)]
@@ -116,10 +116,10 @@ def main() -> None:
     ]
     facts = []
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for one in pool.map(compiled, chosen):
-            facts.append(one)
+        for fact in pool.map(compiled, chosen):
+            facts.append(fact)
             if not given.table:
-                print(json.dumps(one), flush=True)
+                print(json.dumps(fact), flush=True)
     if given.table:
         print(table(facts))
 

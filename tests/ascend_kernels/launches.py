@@ -84,15 +84,15 @@ class _Recorder:
         self._unspecialised: tuple[str, ...] = tuple(
             kernel.kwargs["do_not_specialize"]  # interpreted
             if hasattr(kernel, "kwargs")
-            else [one.name for one in kernel.params if one.do_not_specialize]
+            else [param.name for param in kernel.params if param.do_not_specialize]
         )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
             options = {name: constants.pop(name) for name in OPTIONS if name in constants}
             given = dict(zip(self._arguments, arguments, strict=False))
-            one = Launch(self._module, self._name, grid, given, constants, options, self._unspecialised)
-            self._launches.append(one)
+            launch = Launch(self._module, self._name, grid, given, constants, options, self._unspecialised)
+            self._launches.append(launch)
 
         return launch
 
@@ -125,10 +125,10 @@ def launches(
     made: dict[str, Launch] = {}
     tile_schedule.BLOCK_ROWS["meta"] = tile_schedule.BLOCK_ROWS[kind]
     try:
-        with recorded() as found:
+        with recorded() as launches:
             merge_parts_(out, lse, parts, fp32(2, tokens, heads))
-            (made["merge"],) = found
-            found.clear()
+            (made["merge"],) = launches
+            launches.clear()
             for also, slopes in (("", None), ("_alibi", fp32(heads))):
                 rows = [schedule_block_rows(taken, backward, dim, "meta") for backward in (False, True)]
                 by = [
@@ -140,8 +140,8 @@ def launches(
                 grads = (fp32(*x.shape) for x in (q, k, v))
                 tile_attention_backward_(q, k, v, dout, lse, dout, *grads, *by[1:], scale, slopes)
                 names = (f"forward{also}", "delta", f"dq{also}", f"dkdv{also}")
-                made |= dict(zip(names, found, strict=True))
-                found.clear()
+                made |= dict(zip(names, launches, strict=True))
+                launches.clear()
     finally:
         del tile_schedule.BLOCK_ROWS["meta"]
     return {name: made[name] for name in NAMES}

@@ -49,18 +49,18 @@ def main() -> None:
     for arch in sys.argv[3:]:
         for variant in read(Path(sys.argv[2])):
             file = out / arch / f"{variant.name}_{variant.dtype}.ttadapter"
-            found: dict[str, object] = {"arch": arch, "dtype": variant.dtype, "name": variant.name, "file": str(file)}
+            facts: dict[str, object] = {"arch": arch, "dtype": variant.dtype, "name": variant.name, "file": str(file)}
             try:
                 text = lower(variant, arch)["ttadapter"]
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text)
-                found |= {
+                facts |= {
                     "operations": sorted(set(re.findall(r"linalg\.\w+", text))),
                     "mix": re.findall(r"mix_mode = \"(\w+)", text),
                 }
             except Exception as error:
-                found["error"] = f"{type(error).__name__}: {error}"
-            print(json.dumps(found), flush=True)
+                facts["error"] = f"{type(error).__name__}: {error}"
+            print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ class Lowered:
         def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
             assert constants == self.variant.constants, "another variant than the one that was lowered"
             types = [f"*{SHORT[x.dtype]}" if isinstance(x, torch.Tensor) else None for x in arguments]
-            for found, wanted in zip(types, self.variant.signature.values(), strict=True):
-                assert found in (None, wanted), "other types than those that were lowered"
+            for actual, wanted in zip(types, self.variant.signature.values(), strict=True):
+                assert actual in (None, wanted), "other types than those that were lowered"
             self.launches += 1
             spare = torch.zeros(64, dtype=torch.int8)  # the first two arguments: a lock and a workspace
             words = [w for x in (spare, spare, *arguments) for w in _words(x)]
@@ -111,7 +111,7 @@ class Lowered:
 def _words(x: Any) -> list[Any]:
     """A tensor is a memref of one dimension: allocated, aligned, offset, size, stride."""
     if isinstance(x, torch.Tensor):
-        at = ctypes.c_void_p(x.data_ptr())
+        address = ctypes.c_void_p(x.data_ptr())
         size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-        return [at, at, ctypes.c_int64(0), ctypes.c_int64(size), ctypes.c_int64(1)]
+        return [address, address, ctypes.c_int64(0), ctypes.c_int64(size), ctypes.c_int64(1)]
     return [ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int32(x)]

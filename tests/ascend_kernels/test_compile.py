@@ -59,7 +59,7 @@ def lowered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     folder = tmp_path_factory.mktemp("lowered")
     dtypes = DTYPES if request.config.getoption("thorough") else DTYPES[:2]
-    every = [one for dtype in dtypes for one in variants(dtype, DIM, "npu")]
+    every = [variant for dtype in dtypes for variant in variants(dtype, DIM, "npu")]
     what = str(written(every, folder / "variants.json"))
     return lines([python, str(HERE / "lower_ascend.py"), str(folder), what, *ARCHITECTURES.values()], folder / "cache")
 
@@ -69,19 +69,19 @@ def lowered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_every_kernel_lowers_to_linalg(lowered: list[dict[str, Any]], dtype: str, arch: str) -> None:
     """Down to linalg the name of the architecture makes no difference, which the next test shows: that A2 and A3 are
     both lowered says no more than one of them. What depends on it is CANN's compiler, which is not here."""
-    found = {one["name"]: one for one in lowered if (one["dtype"], one["arch"]) == (dtype, arch)}
-    assert set(found) == set(NAMES)
-    assert {name: one["error"] for name, one in found.items() if "error" in one} == {}
-    for name, one in found.items():
-        assert Path(one["file"]).read_text().count("func.func") >= 1
-        assert ("linalg.matmul" in one["operations"]) == name.startswith(ATTENTION), name
+    kernels = {kernel["name"]: kernel for kernel in lowered if (kernel["dtype"], kernel["arch"]) == (dtype, arch)}
+    assert set(kernels) == set(NAMES)
+    assert {name: kernel["error"] for name, kernel in kernels.items() if "error" in kernel} == {}
+    for name, kernel in kernels.items():
+        assert Path(kernel["file"]).read_text().count("func.func") >= 1
+        assert ("linalg.matmul" in kernel["operations"]) == name.startswith(ATTENTION), name
 
 
 def test_linalg_is_the_same_for_every_architecture(lowered: list[dict[str, Any]]) -> None:
     texts: dict[tuple[str, str], set[str]] = {}
-    for one in lowered:
-        texts.setdefault((one["dtype"], one["name"]), set()).add(Path(one["file"]).read_text())
-    assert {what for what, found in texts.items() if len(found) != 1} == set()
+    for kernel in lowered:
+        texts.setdefault((kernel["dtype"], kernel["name"]), set()).add(Path(kernel["file"]).read_text())
+    assert {what for what, texts_of_it in texts.items() if len(texts_of_it) != 1} == set()
 
 
 @pytest.fixture(scope="session")
@@ -106,29 +106,29 @@ def compiled_kernels(dims: tuple[int, ...], aligned: bool = True) -> list[Any]:
 
 @pytest.mark.parametrize(("dtype", "sm", "dim"), compiled_kernels((128,)))
 def test_every_kernel_compiles_for_gpus(compiled: list[dict[str, Any]], dtype: str, sm: int, dim: int) -> None:
-    found = chosen(compiled, dtype=dtype, sm=sm, dim=dim, aligned=True)
-    assert set(found) == set(NAMES) - (set(ATTENTION) if dtype == "fp32" else set())
-    check_fits(found, sm, SPILLED)
-    for name, one in found.items():
+    kernels = chosen(compiled, dtype=dtype, sm=sm, dim=dim, aligned=True)
+    assert set(kernels) == set(NAMES) - (set(ATTENTION) if dtype == "fp32" else set())
+    check_fits(kernels, sm, SPILLED)
+    for name, kernel in kernels.items():
         if dtype != "fp32":
-            assert (one["matrix"] is not None) == name.startswith(ATTENTION), (name, one)
+            assert (kernel["matrix"] is not None) == name.startswith(ATTENTION), (name, kernel)
 
 
 @pytest.mark.parametrize("sm", [pytest.param(80, marks=pytest.mark.thorough), 90])
 def test_every_kernel_compiles_for_tensors_at_any_address(compiled: list[dict[str, Any]], sm: int) -> None:
     """Without what Triton's JIT knows of torch's own memory: other code, which is launched for views alone."""
-    found = chosen(compiled, dtype="bf16", sm=sm, dim=128, aligned=False)
-    assert set(found) == set(NAMES)
-    check_fits(found, sm, SPILLED_UNALIGNED)
+    kernels = chosen(compiled, dtype="bf16", sm=sm, dim=128, aligned=False)
+    assert set(kernels) == set(NAMES)
+    check_fits(kernels, sm, SPILLED_UNALIGNED)
     aligned = chosen(compiled, dtype="bf16", sm=sm, dim=128, aligned=True)
-    assert found["merge"]["registers"] > 2 * aligned["merge"]["registers"]
+    assert kernels["merge"]["registers"] > 2 * aligned["merge"]["registers"]
 
 
 @pytest.mark.parametrize(("dtype", "sm", "dim"), compiled_kernels((256, 512)))
 def test_wide_heads_fit(compiled: list[dict[str, Any]], dtype: str, sm: int, dim: int) -> None:
-    found = chosen(compiled, dtype=dtype, sm=sm, dim=dim, aligned=True)
-    assert set(found) == {"forward_alibi", "dq_alibi", "dkdv_alibi"}
-    check_fits(found, sm, SPILLED_WIDE)
+    kernels = chosen(compiled, dtype=dtype, sm=sm, dim=dim, aligned=True)
+    assert set(kernels) == {"forward_alibi", "dq_alibi", "dkdv_alibi"}
+    check_fits(kernels, sm, SPILLED_WIDE)
 
 
 def test_documentation_has_these_numbers(compiled: list[dict[str, Any]]) -> None:
@@ -142,24 +142,27 @@ def test_documentation_has_these_numbers(compiled: list[dict[str, Any]]) -> None
 
 def cells(text: str) -> set[tuple[str, ...]]:
     """Kernel and target, heading of the column, and text of every cell of tables with a row for each kernel and target."""
-    found, head = set(), []
+    cells, head = set(), []
     for line in text.splitlines():
         row = [cell.strip() for cell in line.strip("|").split("|")]
         if row[:2] == ["kernel, channels", "target"]:
             head = row
         elif len(row) == len(head):
-            found |= {(*row[:2], name, cell) for name, cell in zip(head[2:], row[2:], strict=True) if cell}
-    return found
+            cells |= {(*row[:2], name, cell) for name, cell in zip(head[2:], row[2:], strict=True) if cell}
+    return cells
 
 
 def chosen(compiled: list[dict[str, Any]], **wanted: object) -> dict[str, dict[str, Any]]:
     """Those of whom all this holds, by name."""
-    return {one["name"]: one for one in compiled if {key: one[key] for key in wanted} == wanted}
+    return {kernel["name"]: kernel for kernel in compiled if {key: kernel[key] for key in wanted} == wanted}
 
 
-def check_fits(found: dict[str, dict[str, Any]], sm: int, spilled: int) -> None:
+def check_fits(kernels: dict[str, dict[str, Any]], sm: int, spilled: int) -> None:
     """All were compiled, a program's shared memory is there, and little is spilled by attention, and by nothing else."""
-    assert {name: one["error"] for name, one in found.items() if "error" in one} == {}
-    for name, one in found.items():
-        assert one["cubin"] > 0 and one["shared"] <= SHARED[sm], (name, one)
-        assert one["spilled"] <= (spilled if name.startswith(ATTENTION) or not one["aligned"] else 0), (name, one)
+    assert {name: kernel["error"] for name, kernel in kernels.items() if "error" in kernel} == {}
+    for name, kernel in kernels.items():
+        assert kernel["cubin"] > 0 and kernel["shared"] <= SHARED[sm], (name, kernel)
+        assert kernel["spilled"] <= (spilled if name.startswith(ATTENTION) or not kernel["aligned"] else 0), (
+            name,
+            kernel,
+        )

@@ -69,9 +69,9 @@ def test_few_programs_do_the_same(monkeypatch, run) -> None:
         monkeypatch.setattr(f"mindspeed_cp.ascend_kernels.{module}.launch_grid", counted)
     wanted = run(numbers())
     monkeypatch.setattr(launch, "MAX_PROGRAMS", 2)
-    found = run(numbers())
+    actual = run(numbers())
     assert min(asked) > 2 and whole(min(asked)) == (2,)
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(actual, wanted, strict=True):
         assert torch.equal(x, y)
 
 
@@ -83,9 +83,11 @@ def test_a_million_tokens_of_128_heads_ask_for_no_larger_grid(kind) -> None:
     from tests.ascend_kernels.launches import launches
 
     assert launch.MAX_PROGRAMS <= MOST
-    found = launches("bf16", 128, heads=128, kv_heads=128, tokens=2**20, kind=kind)
-    assert set(found) == set(NAMES)
-    assert {name: math.prod(one.grid) for name, one in found.items()} == dict.fromkeys(NAMES, launch.MAX_PROGRAMS)
+    recorded_launches = launches("bf16", 128, heads=128, kv_heads=128, tokens=2**20, kind=kind)
+    assert set(recorded_launches) == set(NAMES)
+    assert {
+        name: math.prod(recorded_launch.grid) for name, recorded_launch in recorded_launches.items()
+    } == dict.fromkeys(NAMES, launch.MAX_PROGRAMS)
 
 
 def test_lengths_of_a_batch_compile_nothing_anew() -> None:
@@ -94,6 +96,8 @@ def test_lengths_of_a_batch_compile_nothing_anew() -> None:
         pytest.skip("the package triton is not installed; `make test-triton` has it")
     from tests.ascend_kernels.launches import variants
 
-    for one in variants("bf16", 64):
-        assert not {"rows", "keys", "blocks", "count"} & {x for x in one.divisible if one.signature[x] == "i32"}, one
-        assert {x for x, kind in one.signature.items() if kind.startswith("*")} <= set(one.divisible), one
+    for variant in variants("bf16", 64):
+        assert not {"rows", "keys", "blocks", "count"} & {
+            x for x in variant.divisible if variant.signature[x] == "i32"
+        }, variant
+        assert {x for x, kind in variant.signature.items() if kind.startswith("*")} <= set(variant.divisible), variant

@@ -49,12 +49,12 @@ def kernels(lowered: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> I
 
         modules = {"merge": merge, "tile_attention": tile_attention}
         made = []
-        for variant in (one for one in variants(dtype, DIM, "npu") if one.name in names):
-            (found,) = [
-                one for one in lowered
-                if (one["arch"], one["dtype"], one["name"]) == (ARCHITECTURES["A2"], dtype, variant.name)
+        for variant in (candidate for candidate in variants(dtype, DIM, "npu") if candidate.name in names):
+            (kernel,) = [
+                candidate for candidate in lowered
+                if (candidate["arch"], candidate["dtype"], candidate["name"]) == (ARCHITECTURES["A2"], dtype, variant.name)
             ]  # fmt: skip
-            text = Path(found["file"])
+            text = Path(kernel["file"])
             library = text.parent / "libraries" / f"{text.stem}.so"
             made.append(Lowered(variant, library if library.exists() else compiled(text, library.parent)))
             monkeypatch.setattr(modules[variant.module], variant.kernel, made[-1])
@@ -73,11 +73,11 @@ def test_merge(kernels: Kernels, dtype: str) -> None:
     lse, part_lse = torch.randn(75, HEADS, generator=generator), torch.randn(2, 75, HEADS, generator=generator)
     lse[::3], part_lse[0, ::2], part_lse[1, ::5] = (-torch.inf,) * 3
     out[::3] = torch.nan  # where nothing was seen
-    found, wanted = (out.clone(), lse.clone()), (out.clone(), lse.clone())
-    merge_parts_(*found, parts, part_lse, implementation="triton")
+    actual, wanted = (out.clone(), lse.clone()), (out.clone(), lse.clone())
+    merge_parts_(*actual, parts, part_lse, implementation="triton")
     merge_parts_(*wanted, parts, part_lse, implementation="torch")
     assert kernel.launches == 1
-    assert torch.allclose(found[0], wanted[0], atol=1e-5) and torch.allclose(found[1], wanted[1], atol=1e-5)
+    assert torch.allclose(actual[0], wanted[0], atol=1e-5) and torch.allclose(actual[1], wanted[1], atol=1e-5)
 
 
 def problem(dtype: str, alibi: bool) -> tuple[AttentionConfig, np.ndarray, list[torch.Tensor]]:

@@ -64,17 +64,17 @@ def test_every_plan_agrees_with_fp64(implementation, name, dtype) -> None:
     shapes = [(attention.heads, attention.head_dim), (attention.kv_heads, attention.head_dim)]
     shapes += [(attention.kv_heads, attention.head_dim_v), (attention.heads, attention.head_dim_v)]
     q, k, v, dout = (torch.randn(documents.tokens, *shape, generator=generator).to(dtype) for shape in shapes)
-    found = attend_virtually(plan, q, k, v, dout, CudaTileAttention("cpu", implementation))
+    actual = attend_virtually(plan, q, k, v, dout, CudaTileAttention("cpu", implementation))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = dense_packed_attention(attention, *leaves, documents)
     wanted = [out.detach(), *torch.autograd.grad(out, leaves, dout.double())] if documents.tokens else [out, *leaves]
-    for label, mine, want in zip(
-        ("out", "dq", "dk", "dv"), (found.out, found.dq, found.dk, found.dv), wanted, strict=True
+    for label, own, want in zip(
+        ("out", "dq", "dk", "dv"), (actual.out, actual.dq, actual.dk, actual.dv), wanted, strict=True
     ):
         size = float(want.abs().max()) if want.numel() else 1.0
-        error = float((mine.double() - want).abs().max()) if want.numel() else 0.0
+        error = float((own.double() - want).abs().max()) if want.numel() else 0.0
         assert error <= {torch.float32: 1e-5, torch.float16: 4e-3}.get(dtype, 3e-2) * max(1.0, size), label
-    assert torch.allclose(found.lse.double(), lse.detach(), atol=1e-5 if dtype == torch.float32 else 1e-3)
+    assert torch.allclose(actual.lse.double(), lse.detach(), atol=1e-5 if dtype == torch.float32 else 1e-3)
 
 
 def test_two_parts_of_the_keys_add_up_and_other_rows_keep_what_they_have(implementation) -> None:
@@ -88,9 +88,9 @@ def test_two_parts_of_the_keys_add_up_and_other_rows_keep_what_they_have(impleme
             tile[name] = value
     together, apart = ([torch.full((50, 2, 16), 7.0), torch.full((50, 2), float("-inf"))] for _ in range(2))
     tile_attention_(q, k, v, *together, TileSchedule.of(tiles, attention, 32), 0.25, None, implementation)
-    for one in range(3):
+    for index in range(3):
         tile_attention_(
-            q, k, v, *apart, TileSchedule.of(tiles[one : one + 1], attention, 32), 0.25, None, implementation
+            q, k, v, *apart, TileSchedule.of(tiles[index : index + 1], attention, 32), 0.25, None, implementation
         )
     for row in range(50):
         inside = 5 <= row < 45
@@ -146,8 +146,8 @@ def test_blocks_with_most_to_do_come_first(side: str) -> None:
 def test_wide_heads_have_small_blocks(device, kernel, dtype) -> None:
     rows = [block_rows(kernel, dtype, width, device) for width in (16, 128, 129, 256, 512)]
     assert rows[0] == rows[1] and rows[2] == rows[3] and min(map(min, rows)) >= 16
-    for one, width in zip(rows[2:], (256, 256, 512), strict=True):
-        assert max(one) * width * dtype.itemsize <= 2**15
+    for row, width in zip(rows[2:], (256, 256, 512), strict=True):
+        assert max(row) * width * dtype.itemsize <= 2**15
 
 
 def test_schedules_are_by_each_kernels_own_rows() -> None:

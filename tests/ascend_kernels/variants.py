@@ -48,10 +48,10 @@ def is_default(dtype: str, dim: int, sm: int, aligned: bool) -> bool:
 
 def written(variants: Iterable[Variant], file: Path) -> Path:
     """The file, for :func:`read`."""
-    file.write_text(json.dumps([asdict(one) for one in variants]))
+    file.write_text(json.dumps([asdict(variant) for variant in variants]))
     return file
 
 
 def read(file: Path) -> list[Variant]:
     """What :func:`written` wrote."""
-    return [Variant(**one) for one in json.loads(file.read_text())]
+    return [Variant(**fields) for fields in json.loads(file.read_text())]

@@ -33,9 +33,9 @@ def test_all_rows_are_there(
     ]
     assert rows[3]["documents"] == 9 and all(row["what"] in printed and row["host_seconds"] > 0 for row in rows)
     batch = Documents(sample_batch("prolong", 1200, 0))
-    found = choose_algorithm([batch], choosing.place_of("a2", 4), choosing.ATTENTION)
+    decision = choose_algorithm([batch], choosing.place_of("a2", 4), choosing.ATTENTION)
     assert rows[-1]["documents"] == len(batch)
-    assert rows[-1]["modelled"].startswith(f"{1e3 * found.trials[0].seconds[0]:,.2f} ms: {found.candidate}, ")
+    assert rows[-1]["modelled"].startswith(f"{1e3 * decision.trials[0].seconds[0]:,.2f} ms: {decision.candidate}, ")
     assert "modelled" in printed.splitlines()[0]
 
 

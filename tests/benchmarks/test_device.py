@@ -24,22 +24,22 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [*SMALL, "--tokens", "300", "--bias-tokens", "50"]
     monkeypatch.setattr(sys, "argv", ["kernels", "--device", "cpu", *small, "--json", str(tmp_path / "x.json")])
     kernels.main()
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert {row["what"] for row in found["attention"]} >= {"ours, causal", "ours, causal, ALiBi"}
-    assert len(found["copies"]) == 3 and len(found["bias"]) == 2
-    assert {row["what"] for row in found["copies"]} >= {"merge, 1 part", "merge, 2 parts"}
-    assert all(row["ms"] > 0 for part in ("copies", "attention", "bias") for row in found[part])
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert {row["what"] for row in report["attention"]} >= {"ours, causal", "ours, causal, ALiBi"}
+    assert len(report["copies"]) == 3 and len(report["bias"]) == 2
+    assert {row["what"] for row in report["copies"]} >= {"merge, 1 part", "merge, 2 parts"}
+    assert all(row["ms"] > 0 for part in ("copies", "attention", "bias") for row in report[part])
 
 
 def test_virtual_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [*SMALL, "--virtual-ranks", "2", "--tokens", "256", "--lengths", "100,40,200"]
     monkeypatch.setattr(sys, "argv", ["engine", "--device", "cpu", *small, "--json", str(tmp_path / "x.json")])
     engine.main()
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert len(found["host"]) == 4 and all(row["us"] > 0 for row in found["host"])
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert len(report["host"]) == 4 and all(row["us"] > 0 for row in report["host"])
     for title in ("one causal document", "packed, 100,40,200"):
-        assert [row["direction"] for row in found[title]] == ["forward", "both"]
-        assert all(len(row["rank_ms"]) == 2 and row["efficiency"] > 0 for row in found[title])
+        assert [row["direction"] for row in report[title]] == ["forward", "both"]
+        assert all(len(row["rank_ms"]) == 2 and row["efficiency"] > 0 for row in report[title])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -77,7 +77,7 @@ def test_no_gpu_is_one_line(program: str) -> None:
     [
         (["--virtual-ranks", "3"], "--virtual-ranks is 3; valid: a divisor of --heads 32"),
         (["--device", "cuda"], "only together with --virtual-ranks"),
-        (["--virtual-ranks", "2", "--lengths", "nowhere"], "no such set"),
+        (["--virtual-ranks", "2", "--lengths", "nowhere"], "unknown length set"),
     ],
 )
 def test_bad_arguments(

@@ -87,7 +87,7 @@ def test_the_error_of_the_fit_is_shown(measured: tuple[Path, dict[str, Any]]) ->
 
     _, report = measured
     assert set(report["fits"]) == {"attention", "linear", "in_node"}
-    again = MeasuredFits.from_measurements([Measurement(**one) for one in report["measurements"]])
+    again = MeasuredFits.from_measurements([Measurement(**measurement) for measurement in report["measurements"]])
     assert again.table() == report["fits"]
     for error in report["fits"].values():
         assert error["points"] >= 2 and 0 <= error["median_error"] <= error["largest_error"]
@@ -154,7 +154,7 @@ def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
         (["out.txt"], "out.txt: must end in .yaml"),
         (["no/out.yaml"], "the folder no does not exist"),
         (["there.yaml"], "there.yaml: is there already; give another name, or --overwrite"),
-        (["out.yaml", "--device", "gpu"], "--device gpu: is no device that can be calibrated; valid: auto, cpu, npu"),
+        (["out.yaml", "--device", "gpu"], "--device gpu: cannot be calibrated; valid: auto, cpu, npu"),
         (["out.yaml", "--dtype", "fp8"], "--dtype fp8: valid: bf16, fp16, fp32"),
         (["out.yaml", "--nproc", "0"], "--nproc 0: must be 1 or more"),
         (["out.yaml", "--nproc", "1"], "--nproc 1: links cannot be measured with one rank; give --nproc 2"),

@@ -35,9 +35,9 @@ def test_batches_get_nearly_the_fastest_and_together_gain_over_one_for_all(name:
     for number in range(4, 12):
         batch = mixed(number, 8 * 4096)
         seconds = {}
-        for one in chooser.candidates:
-            plan = build_plan(batch, topology, MHA, one.algorithm, **dict(one.options))
-            seconds[one] = simulate_plan(plan, cluster).total
+        for candidate in chooser.candidates:
+            plan = build_plan(batch, topology, MHA, candidate.algorithm, **dict(candidate.options))
+            seconds[candidate] = simulate_plan(plan, cluster).total
         took = seconds[chooser(batch)]
         assert took <= 1.05 * min(seconds.values())
         chosen, best = chosen + took, best + min(seconds.values())
@@ -59,9 +59,9 @@ def test_estimates_are_near_the_simulation_for_windows_and_options_too() -> None
     sample = [Documents(sample_batch("prolong", 8 * 4096, seed)) for seed in range(3)]
     chooser = BatchChooser(among, sample, topology, attention)
     batch = Documents(sample_batch("prolong", 8 * 4096, 7))
-    for one, estimated in chooser.estimates(batch).items():
-        plan = build_plan(batch, topology, attention, one.algorithm, **dict(one.options))
-        assert estimated == pytest.approx(simulate_plan(plan, cluster).total, rel=0.25), one
+    for candidate, estimated in chooser.estimates(batch).items():
+        plan = build_plan(batch, topology, attention, candidate.algorithm, **dict(candidate.options))
+        assert estimated == pytest.approx(simulate_plan(plan, cluster).total, rel=0.25), candidate
 
 
 def test_choices_are_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +69,15 @@ def test_choices_are_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     chooser = BatchChooser([Candidate("ring"), Candidate("ulysses")], [Documents([4096])], topology, MHA)
     counted = []
     real = BatchChooser.estimates
-    monkeypatch.setattr(BatchChooser, "estimates", lambda self, one: counted.append(one) or real(self, one))
+    monkeypatch.setattr(BatchChooser, "estimates", lambda self, batch: counted.append(batch) or real(self, batch))
     for length in [*range(100, 100 + CACHED_CHOICES), 100, 100 + CACHED_CHOICES, 101, 100]:
         chooser(Documents([length]))
     # the last two: 101 went when a place was needed, 100 had been asked for later
-    assert [int(one.lengths[0]) for one in counted] == [*range(100, 100 + CACHED_CHOICES), 100 + CACHED_CHOICES, 101]
+    assert [int(batch.lengths[0]) for batch in counted] == [
+        *range(100, 100 + CACHED_CHOICES),
+        100 + CACHED_CHOICES,
+        101,
+    ]
 
 
 def test_one_candidate_is_taken_without_a_look_and_none_is_refused() -> None:
@@ -93,14 +97,17 @@ def test_the_shortlist_has_neither_slow_nor_equal_ones() -> None:
         Candidate("ring"),
     ]
     decision = choose_algorithm([mixed(0, 8 * 4096)], Topology(1, 8, "h200"), MHA, candidates=among)
-    found = shortlist(decision)
-    assert found[0] == decision.candidate and among[1] not in found and among[2] in found
+    candidates = shortlist(decision)
+    assert candidates[0] == decision.candidate and among[1] not in candidates and among[2] in candidates
     assert len(shortlist(decision, most=1)) == 1
 
 
 def simulated(chooser: BatchChooser, batch: Documents, topology: Topology, attention: AttentionConfig) -> list[float]:
     cluster = load_cluster(topology.cluster or "")
-    plans = [build_plan(batch, topology, attention, one.algorithm, **dict(one.options)) for one in chooser.candidates]
+    plans = [
+        build_plan(batch, topology, attention, candidate.algorithm, **dict(candidate.options))
+        for candidate in chooser.candidates
+    ]
     return [simulate_plan(plan, cluster).total for plan in plans]
 
 

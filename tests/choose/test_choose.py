@@ -39,15 +39,15 @@ def test_the_choice_is_the_fastest_of_all_that_are_simulated_alone() -> None:
     decision = choose_algorithm(batches, TOPOLOGY, GQA)
     cluster = load_cluster("a2")
     alone = {}
-    for one in default_candidates(TOPOLOGY, GQA):
-        plans = [build_plan(some, TOPOLOGY, GQA, one.algorithm, **dict(one.options)) for some in batches]
-        alone[one] = sum(simulate_plan(plan, cluster).total for plan in plans)
+    for candidate in default_candidates(TOPOLOGY, GQA):
+        plans = [build_plan(batch, TOPOLOGY, GQA, candidate.algorithm, **dict(candidate.options)) for batch in batches]
+        alone[candidate] = sum(simulate_plan(plan, cluster).total for plan in plans)
     assert alone[decision.candidate] == pytest.approx(min(alone.values()))
-    for one in decision.trials:
-        if one.batches_tried == 2 and not one.limited_by:
-            assert sum(one.seconds) == pytest.approx(alone[one.candidate])
-        assert one.least_seconds <= alone[one.candidate] * (1 + 1e-9)
-    assert {one.candidate for one in decision.trials} == set(alone)
+    for candidate in decision.trials:
+        if candidate.batches_tried == 2 and not candidate.limited_by:
+            assert sum(candidate.seconds) == pytest.approx(alone[candidate.candidate])
+        assert candidate.least_seconds <= alone[candidate.candidate] * (1 + 1e-9)
+    assert {trial.candidate for trial in decision.trials} == set(alone)
     assert str(decision.candidate) in decision.reasons[0] and len(decision.reasons) == 3
     again = choose_algorithm(batches, TOPOLOGY, GQA)
     assert again.candidate == decision.candidate and again.reasons == decision.reasons
@@ -123,13 +123,13 @@ def test_no_simulation_is_faster_than_its_floors(
             for algorithm, options in WAYS:
                 plan = build_plan(documents, topology, attention, algorithm, **options)
                 took = simulate_plan(plan, cost.cluster, layer).total * (1 + 1e-9)
-                found, layout = plan_lower_bound(plan, cost), options.get("layout", "zigzag")
-                assert even <= took and found.seconds <= took, (algorithm, options, topology, lengths[:2])
+                bound, layout = plan_lower_bound(plan, cost), options.get("layout", "zigzag")
+                assert even <= took and bound.seconds <= took, (algorithm, options, topology, lengths[:2])
                 if algorithm in KV_FETCH_ALGORITHMS:
                     assert kv_fetch_lower_bound(documents, topology, cost, layout).seconds <= took
                 if algorithm in RING_ALGORITHMS:
                     assert layout_lower_bound(documents, topology.ranks, cost, layout).seconds <= took
-                near.append(found.seconds / took)
+                near.append(bound.seconds / took)
     assert np.mean(near) > 0.65  # and they say something, although some of these take latencies and launches alone
 
 
@@ -159,9 +159,9 @@ def test_work_of_a_layout_is_that_of_its_tiles_where_they_are_whole() -> None:
         cost = ComputeCost(load_cluster("a2"), attention)
         queries, _ = build_layouts("zigzag", documents, documents, 1, attention)
         each = [
-            cost.attention_seconds(visible_pairs(one.lengths, one.lengths, attention)[0], length)
+            cost.attention_seconds(visible_pairs(documents.lengths, documents.lengths, attention)[0], length)
             for length in documents.lengths.tolist()
-            for one in [Documents([length])]
+            for documents in [Documents([length])]
         ]
         there, back = min_attention_seconds(queries, documents, cost)
         assert there == pytest.approx([sum(each)]) and back == pytest.approx(2.5 * there)
@@ -201,25 +201,27 @@ def test_what_does_not_fit_is_left_out_and_named() -> None:
     assert "all_gather: holds" in decision.reasons[2] and "GiB" in decision.reasons[2]
     with pytest.raises(ConfigError, match=r"nothing can do this batch: ring: holds .* GiB in one layer"):
         choose_algorithm([documents], TOPOLOGY, GQA, memory=1.0, candidates=[Candidate("ring")])
-    with pytest.raises(ConfigError, match="batches: there is no token in them"):
+    with pytest.raises(ConfigError, match="all batches are empty"):
         choose_algorithm([], TOPOLOGY, GQA)
 
 
 def test_candidates_respect_heads_and_one_rank_has_one() -> None:
-    few = {one.algorithm for one in default_candidates(Topology(2, 8), AttentionConfig(heads=8, head_dim=64))}
+    few = {
+        candidate.algorithm for candidate in default_candidates(Topology(2, 8), AttentionConfig(heads=8, head_dim=64))
+    }
     assert "ulysses" not in few and "hybrid" in few
-    assert [str(one) for one in default_candidates(Topology(1, 1), GQA)] == ["ring"]
+    assert [str(candidate) for candidate in default_candidates(Topology(1, 1), GQA)] == ["ring"]
     degrees = [
-        dict(one.options)["ulysses_degree"]
-        for one in default_candidates(Topology(2, 6), GQA)
-        if one.algorithm == "hybrid"
+        dict(candidate.options)["ulysses_degree"]
+        for candidate in default_candidates(Topology(2, 6), GQA)
+        if candidate.algorithm == "hybrid"
     ]
     assert degrees == [6, 3, 2]  # 4 ranks are neither in a node nor whole nodes
-    wide = {str(one) for one in default_candidates(Topology(4, 4), GQA)}
+    wide = {str(candidate) for candidate in default_candidates(Topology(4, 4), GQA)}
     assert {"hybrid (ulysses_degree 8)", "double_ring (cp_window_size 8)", "hierarchical (prefetch 1)"} <= wide
     assert {"hierarchical (head_split false)", "direct (prefetch 2)", "ulysses"} <= wide
-    for one in default_candidates(TOPOLOGY, GQA):
-        build_plan(batch(0), TOPOLOGY, GQA, one.algorithm, **dict(one.options))
+    for candidate in default_candidates(TOPOLOGY, GQA):
+        build_plan(batch(0), TOPOLOGY, GQA, candidate.algorithm, **dict(candidate.options))
 
 
 def test_options_of_the_model_reach_those_that_have_them() -> None:
@@ -237,8 +239,11 @@ def test_the_fastest_is_never_dropped_where_ranks_are_unlike() -> None:
         decision = choose_algorithm(documents, topology, attention, layer=layer)
         cluster = load_cluster("h800")
         alone = []
-        for one in default_candidates(topology, attention):
-            plans = [build_plan(some, topology, attention, one.algorithm, **dict(one.options)) for some in documents]
+        for candidate in default_candidates(topology, attention):
+            plans = [
+                build_plan(batch, topology, attention, candidate.algorithm, **dict(candidate.options))
+                for batch in documents
+            ]
             alone.append(sum(simulate_plan(plan, cluster, layer).total for plan in plans))
         assert sum(decision.trials[0].seconds) == pytest.approx(min(alone), rel=1e-6)
 
@@ -247,5 +252,5 @@ def test_nothing_to_choose_from_or_by_is_refused() -> None:
     with pytest.raises(ConfigError, match="candidates: there are none"):
         choose_algorithm([batch(0)], TOPOLOGY, GQA, candidates=[])
     for empty in ([], [Documents([])], [Documents([0, 0])]):
-        with pytest.raises(ConfigError, match="batches: there is no token in them"):
+        with pytest.raises(ConfigError, match="all batches are empty"):
             choose_algorithm(empty, TOPOLOGY, GQA)

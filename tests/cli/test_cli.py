@@ -147,7 +147,7 @@ def test_plan_options_are_those_of_build_plan(
         (["plan"], "--lengths"),
         (["plan", "--lengths", "5,x"], "'x' is not a length"),
         (["plan", "--lengths", "-5"], "'-5' is negative"),
-        (["plan", "--lengths", ""], "no such set"),
+        (["plan", "--lengths", ""], "unknown length set"),
         (["plan", "--lengths", "wikipedai"], "did you mean wikipedia?"),
         (["plan", "--lengths", "99999999999"], "'99999999999' is too long for a document"),
         (["plan", "--lengths", "/no/such/file"], "/no/such/file: no such file"),
@@ -167,11 +167,11 @@ def test_plan_options_are_those_of_build_plan(
         ),
         (
             ["plan", "--lengths", "5", "--algorithm", "ring", "--set", "prefetch=2"],
-            "prefetch = 2: is no option of algorithm ring; algorithms that have it: direct, hierarchical; to leave it out: ",
+            "prefetch = 2: algorithm ring has no such option; algorithms that have it: direct, hierarchical; to leave it out: ",
         ),
         (
             ["plan", "--lengths", "5", "--set", "ulysses_degree=2"],
-            "ulysses_degree = 2: is no option of algorithm ring; algorithms that have it: hybrid",
+            "ulysses_degree = 2: algorithm ring has no such option; algorithms that have it: hybrid",
         ),
         (
             ["plan", "--lengths", "5", "--algorithm", "hierarchical", "--set", "routing=7"],

@@ -34,14 +34,14 @@ def settings(**suite: Any) -> Settings:
     )
 
 
-def metadata(step: int, rank: int, of: Settings, **changes: Any) -> dict[str, Any]:
+def metadata(step: int, rank: int, suite: Settings, **changes: Any) -> dict[str, Any]:
     """What a rank's trace says of a step, by default of three equal layers in bf16 on an NPU."""
     made = {
         "version": 2, "step": step, "first_of_start": step == 1, "rank": rank, "ranks": 2, "replica": 0, "replicas": 1,
         "cp_rank": rank, "device": "npu", "seconds": 1.0, "documents": list(ROWS), "attentions": [asdict(ATTENTION)],
-        "plans": [[of.context_parallel_suite.algorithm, of.plan_options]] * len(changes.get("documents", ROWS)), "bytes_per_element": 2,
+        "plans": [[suite.context_parallel_suite.algorithm, suite.plan_options]] * len(changes.get("documents", ROWS)), "bytes_per_element": 2,
         "layers": [[0, LAYER.flops_per_token, LAYER.hidden_size, LAYER.qkv_flops, LAYER.out_flops]] * 3,
-        "gradient_bytes": GRADIENT_BYTES, "settings": of.model_dump(mode="json"),
+        "gradient_bytes": GRADIENT_BYTES, "settings": suite.model_dump(mode="json"),
     }  # fmt: skip
     return made | changes
 
@@ -64,11 +64,11 @@ def events(rank: int) -> list[TraceEvent]:
     ]
 
 
-def leave(folder: Path, step: int, rank: int, of: Settings | None = None, **changes: Any) -> Path:
+def leave(folder: Path, step: int, rank: int, suite: Settings | None = None, **changes: Any) -> Path:
     """One rank's trace."""
     path = folder / "trace" / trace_file_name(step, rank)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(trace_text(metadata(step, rank, of or settings(), **changes), events(rank)))
+    path.write_text(trace_text(metadata(step, rank, suite or settings(), **changes), events(rank)))
     return path
 
 
@@ -85,8 +85,8 @@ def folder(tmp_path: Path) -> Path:
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     assert run(["report", *map(str, arguments), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -98,9 +98,9 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_measured_figures_are_sums_over_the_traces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, folder)
-    assert [step["step"] for step in found["steps"]] == [1, 4] and found["cluster"] == "a2"
-    for step in found["steps"]:
+    lines = told(capsys, folder)
+    assert [step["step"] for step in lines["steps"]] == [1, 4] and lines["cluster"] == "a2"
+    for step in lines["steps"]:
         early, late = (rank["measured"] for rank in step["ranks"])
         for made, attention, exposed in ((early, 0.3, 0.22), (late, 0.5, 0.07)):
             assert made["attention"] == pytest.approx(attention) and made["exposed"] == pytest.approx(exposed)
@@ -115,34 +115,34 @@ def test_measured_figures_are_sums_over_the_traces(folder: Path, capsys: pytest.
 
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
 def test_the_prediction_is_the_simulator_s(tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str) -> None:
-    of = settings(algorithm=algorithm)
+    suite = settings(algorithm=algorithm)
     for rank in (0, 1):
-        leave(tmp_path, 3, rank, of)
+        leave(tmp_path, 3, rank, suite)
     (step,) = told(capsys, tmp_path, "--cluster", "a800")["steps"]
     cluster = load_cluster("a800").with_ranks(2)
-    plans = [build_plan(Documents(row), of.context_parallel_suite.topology, ATTENTION, algorithm) for row in ROWS]
+    plans = [build_plan(Documents(row), suite.context_parallel_suite.topology, ATTENTION, algorithm) for row in ROWS]
     made = [simulate_plan(plan, cluster, LAYER) for plan in plans]
-    total = 3 * sum(one.total for one in made) + cluster.reduction_seconds(GRADIENT_BYTES, 2)
+    total = 3 * sum(timeline.total for timeline in made) + cluster.reduction_seconds(GRADIENT_BYTES, 2)
     assert step["predicted"]["seconds"] == pytest.approx(total)
     for rank, said in enumerate(step["ranks"]):
         predicted = said["predicted"]
-        assert predicted["attention"] == pytest.approx(3 * sum(one.compute[rank] for one in made))
-        assert predicted["other"] == pytest.approx(3 * sum(one.linear[rank] for one in made))
-        assert predicted["exposed"] == pytest.approx(3 * sum(one.exposed[rank] for one in made))
+        assert predicted["attention"] == pytest.approx(3 * sum(timeline.compute[rank] for timeline in made))
+        assert predicted["other"] == pytest.approx(3 * sum(timeline.linear[rank] for timeline in made))
+        assert predicted["exposed"] == pytest.approx(3 * sum(timeline.exposed[rank] for timeline in made))
         assert predicted["seconds"] == pytest.approx(total) and predicted["waiting"] >= 0
         assert predicted["sent"] == 3 * sum(traffic(plan)["total"][rank] for plan in plans)
 
 
 def test_what_is_computed_again_is_predicted_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
+    reports = []
     for number, again in enumerate((None, "selective", "full"), 1):
-        of = settings()
-        of = of.model_copy(update={"model": of.model.model_copy(update={"recompute_granularity": again})})
+        suite = settings()
+        suite = suite.model_copy(update={"model": suite.model.model_copy(update={"recompute_granularity": again})})
         for rank in (0, 1):
-            leave(tmp_path, number, rank, of)
+            leave(tmp_path, number, rank, suite)
     for step in told(capsys, tmp_path)["steps"]:
-        found.append(step["predicted"])
-    plain, selective, full = found
+        reports.append(step["predicted"])
+    plain, selective, full = reports
     assert plain["attention"] < selective["attention"] == full["attention"] < plain["attention"] * (1 + 1 / 2.5)
     assert plain["other"] == selective["other"] < full["other"] == pytest.approx(plain["other"] * 4 / 3)
     assert plain["seconds"] < selective["seconds"] < full["seconds"]
@@ -206,21 +206,21 @@ def test_pictures_and_one_trace_of_all_ranks(folder: Path, capsys: pytest.Captur
     assert png.read_bytes().startswith(b"\x89PNG") and str(trace) in capsys.readouterr().out
     whole = json.loads(trace.read_text())
     complete = [event for event in whole["traceEvents"] if event["ph"] == "X"]
-    mine = [event for event in complete if event["pid"] < 2]
-    assert sorted({event["pid"] for event in mine}) == [0, 1] and len(complete) > len(mine) == 20
-    assert sum(event["dur"] for event in mine if event["cat"] == "attention") == pytest.approx(0.8e6)
+    measured = [event for event in complete if event["pid"] < 2]
+    assert sorted({event["pid"] for event in measured}) == [0, 1] and len(complete) > len(measured) == 20
+    assert sum(event["dur"] for event in measured if event["cat"] == "attention") == pytest.approx(0.8e6)
     assert any("modelled" in name for name in whole["otherData"])
 
 
 def test_of_many_ranks_those_that_compute_longest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of = settings(context_parallel_size=40, nodes=5)
+    suite = settings(context_parallel_size=40, nodes=5)
     for rank in range(40):
-        path = leave(tmp_path, 3, rank, of, ranks=40)
+        path = leave(tmp_path, 3, rank, suite, ranks=40)
         parts = [
             TraceEvent(rank, "step", "step", 0, 1, "step"),
             TraceEvent(rank, "compute", "a", 0, rank / 100, "attention"),
         ]
-        path.write_text(trace_text(metadata(3, rank, of, ranks=40), parts))
+        path.write_text(trace_text(metadata(3, rank, suite, ranks=40), parts))
     assert run(["report", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "the 32 of 40 that compute longest" in text and "rank 8 " in text and "rank 7 " not in text
@@ -229,9 +229,9 @@ def test_of_many_ranks_those_that_compute_longest_are_shown(tmp_path: Path, caps
 def test_steps_are_chosen_and_incomplete_ones_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [step["step"] for step in told(capsys, folder, "--step", 4)["steps"]] == [4]
     (folder / "trace" / trace_file_name(4, 1)).unlink()
-    found = told(capsys, folder)
-    assert [step["step"] for step in found["steps"]] == [1]
-    assert f"step 4 is left out: rank 1 left no trace of it in {folder / 'trace'}" in found["notes"]
+    lines = told(capsys, folder)
+    assert [step["step"] for step in lines["steps"]] == [1]
+    assert f"step 4 is left out: rank 1 left no trace of it in {folder / 'trace'}" in lines["notes"]
     assert "--step 3: was not traced; valid: 1, 4" in failure(capsys, folder, "--step", 3)
     assert "step 4 is left out" in failure(capsys, folder, "--step", 4)
 
@@ -250,15 +250,15 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     path = folder / "trace" / trace_file_name(1, 0)
     for text in ("{", "[]", '{"otherData": {}}'):
         path.write_text(text)
-        assert f"{path}: is no trace of a step, or a damaged one" in failure(capsys, folder)
+        assert f"{path}: not a valid step trace" in failure(capsys, folder)
     leave(folder, 1, 0, version=3)
     assert "is of version 3 of these traces, this program reads 2" in failure(capsys, folder)
 
 
 def test_a_cluster_with_too_few_ranks_a_node_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of = settings(context_parallel_size=9)
+    suite = settings(context_parallel_size=9)
     for rank in range(9):
-        leave(tmp_path, 3, rank, of, ranks=9)
+        leave(tmp_path, 3, rank, suite, ranks=9)
     assert "a node of cluster a2 has 8 ranks" in failure(capsys, tmp_path)
 
 

@@ -37,8 +37,8 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     """Run a command with --json."""
     assert run(["simulate", *map(str, arguments), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
 def test_the_table_has_all_algorithms_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,20 +50,22 @@ def test_the_table_has_all_algorithms_the_fastest_first(capsys: pytest.CaptureFi
     names = [line.split()[0] for line in lines if line.split()[0] in ALGORITHMS]
     assert f"{names[0]} is the fastest" in last or last.startswith("Tie: ")
     assert sorted(names) == sorted(ALGORITHMS)
-    assert names == [one["name"] for one in simulated(capsys, *SMALL)["algorithms"]]
+    assert names == [entry["name"] for entry in simulated(capsys, *SMALL)["algorithms"]]
 
 
 def test_json_has_the_same_numbers_as_the_library(capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys, *SMALL, "--algorithms", "hierarchical,p2p")
+    report = simulated(capsys, *SMALL, "--algorithms", "hierarchical,p2p")
     problem, _ = read_case(SimulateRequest(lengths="3000,40,900,260", nodes=2, ranks_per_node=2, heads=4))
     (batch,) = problem.batches
-    assert found["bound"] == pytest.approx(choose_placement(batch, batch, problem.topology, problem.attention).bound)
-    assert found["modelled"] is True and found["ranks"] == 4 and found["batches"] == [{"documents": 4, "tokens": 4200}]
-    assert {one["name"] for one in found["algorithms"]} == {"ring", "hierarchical"}
-    for one in found["algorithms"]:
-        assert one["fraction_of_bound"] == pytest.approx(found["bound"] / one["seconds"])
-        assert one["compute"] == pytest.approx(one["attention"] + one["linear"])
-        assert sum(one["waits_for"].values()) == pytest.approx(one["exposed"] + one["waits_for_slowest"])
+    assert report["bound"] == pytest.approx(choose_placement(batch, batch, problem.topology, problem.attention).bound)
+    assert (
+        report["modelled"] is True and report["ranks"] == 4 and report["batches"] == [{"documents": 4, "tokens": 4200}]
+    )
+    assert {entry["name"] for entry in report["algorithms"]} == {"ring", "hierarchical"}
+    for entry in report["algorithms"]:
+        assert entry["fraction_of_bound"] == pytest.approx(report["bound"] / entry["seconds"])
+        assert entry["compute"] == pytest.approx(entry["attention"] + entry["linear"])
+        assert sum(entry["waits_for"].values()) == pytest.approx(entry["exposed"] + entry["waits_for_slowest"])
 
 
 def test_files_are_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,10 +89,10 @@ def test_links_may_be_shared_first_in_first_out(capsys: pytest.CaptureFixture[st
         SimulateRequest(lengths=SMALL[1], nodes=2, ranks_per_node=4, heads=4, algorithms="all_gather")
     )
     plan = build_plan(problem.batches[0], problem.topology, problem.attention, wanted.algorithm)
-    for found in (fair, fifo):
-        (seconds,) = (one["seconds"] for one in found["algorithms"] if one["name"] == "all_gather")
-        assert seconds == simulate_plan(plan, problem.cluster, problem.layer, sharing=found["sharing"]).total
-        assert ("fifo" in " ".join(found["notes"])) == (found is fifo)
+    for report in (fair, fifo):
+        (seconds,) = (entry["seconds"] for entry in report["algorithms"] if entry["name"] == "all_gather")
+        assert seconds == simulate_plan(plan, problem.cluster, problem.layer, sharing=report["sharing"]).total
+        assert ("fifo" in " ".join(report["notes"])) == (report is fifo)
     assert fair["algorithms"] != fifo["algorithms"]
     assert (
         run(["simulate", str(ROOT / "configs" / "hierarchical.yaml"), "--algorithms", "ring", "--sharing", "fifo"]) == 0
@@ -100,10 +102,10 @@ def test_links_may_be_shared_first_in_first_out(capsys: pytest.CaptureFixture[st
 
 def test_a_choice_says_why_in_three_lines_and_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--lengths", "20000,700,300", "--ranks-per-node", "4", "--algorithms", "ring"]
-    found = simulated(capsys, *given, "--choose")
-    choice = found["choice"]
+    report = simulated(capsys, *given, "--choose")
+    choice = report["choice"]
     assert len(choice["reasons"]) == 3 and choice["algorithm"] in choice["reasons"][0]
-    fastest = found["algorithms"][0]
+    fastest = report["algorithms"][0]
     assert (fastest["algorithm"], fastest["options"]) == (choice["algorithm"], choice["options"])
     assert fastest["algorithm"] != "ring" and "ring: " in choice["reasons"][2]
     assert run(["simulate", *given, "--choose"]) == 0
@@ -158,8 +160,8 @@ def test_a_settings_file_gives_model_ranks_options_and_its_first_rows() -> None:
     assert (problem.topology.nodes, problem.topology.ranks_per_node) == (2, 2)
     assert (problem.attention.heads, problem.attention.kv_heads, problem.attention.head_dim) == (4, 2, 32)
     assert problem.layer.hidden_size == 128
-    assert [one.algorithm for one in wanted] == list(ALGORITHMS)
-    own = next(one for one in wanted if one.algorithm == "hierarchical")
+    assert [candidate.algorithm for candidate in wanted] == list(ALGORITHMS)
+    own = next(candidate for candidate in wanted if candidate.algorithm == "hierarchical")
     assert own.all_options(problem.sizes) == settings.plan_options
 
     overrides = ("context_parallel_suite.algorithm=direct", "context_parallel_suite.prefetch=3")
@@ -205,7 +207,7 @@ def test_what_a_settings_file_leaves_open_is_noted(capsys: pytest.CaptureFixture
 
 def test_names_with_options_become_algorithms() -> None:
     wanted = read_algorithms("a2a+p2p:ulysses_degree=4, direct:layout=balanced,hierarchical:routing=false")
-    assert [(one.algorithm, dict(one.options)) for one in wanted] == [
+    assert [(candidate.algorithm, dict(candidate.options)) for candidate in wanted] == [
         ("hybrid", {"ulysses_degree": 4}),
         ("direct", {"layout": "balanced"}),
         ("hierarchical", {"routing": False}),
@@ -268,11 +270,11 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
             ("--kv-heads: model.num_query_groups = 2: must divide", "7"),
         ),
         (("--lengths", "700", "--algorithms", "rings"), ("--algorithms", "did you mean ring?")),
-        (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2' is no option of ring", "layout=")),
+        (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2': ring has no such option", "layout=")),
         (("--lengths", "700", "--algorithms", "all,ring"), ("all stands alone",)),
-        (("--lengths", "700", "--algorithms", ","), ("names none", "hierarchical")),
-        (("--lengths", "700", "--algorithms", ""), ("--algorithms ''", "names none", "hierarchical")),
-        (("--lengths", "700", "--show", "", "--png", "x.png"), ("--show ''", "names none")),
+        (("--lengths", "700", "--algorithms", ","), ("names no algorithm", "hierarchical")),
+        (("--lengths", "700", "--algorithms", ""), ("--algorithms ''", "names no algorithm", "hierarchical")),
+        (("--lengths", "700", "--show", "", "--png", "x.png"), ("--show ''", "names no algorithm")),
         (
             ("--lengths", "700", "--algorithms", "direct", "--show", "hybrid", "--png", "x.png"),
             ("'hybrid' was not simulated", "direct"),

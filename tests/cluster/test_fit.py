@@ -29,21 +29,19 @@ def seconds_of(rate: float, tile_rows: float, launch: float) -> np.ndarray:
 @given(st.floats(1e9, 1e15), st.floats(0, 5000), st.floats(0, 1e-3))
 def test_what_made_the_seconds_is_found_again(rate: float, tile_rows: float, launch: float) -> None:
     seconds = seconds_of(rate, tile_rows, launch)
-    found = fit_attention(FLOPS, ROWS, np.ones(10), seconds)
-    again = seconds_of(found.rate, found.tile_rows, found.launch)
-    assert np.abs(again / seconds - 1).max() < 1e-6 and np.abs(found.fit.errors).max() < 1e-6
+    fit = fit_attention(FLOPS, ROWS, np.ones(10), seconds)
+    again = seconds_of(fit.rate, fit.tile_rows, fit.launch)
+    assert np.abs(again / seconds - 1).max() < 1e-6 and np.abs(fit.fit.errors).max() < 1e-6
     if launch > 1e-3 * seconds[0] and tile_rows > 1 and launch < 0.5 * seconds[-1]:
-        assert found.launch == pytest.approx(launch, rel=1e-2)
+        assert fit.launch == pytest.approx(launch, rel=1e-2)
 
 
 @given(st.floats(1e6, 1e12), st.floats(0, 1e-2))
 def test_a_link_is_found_again(rate: float, latency: float) -> None:
     sizes = 2.0 ** np.arange(10, 28, 2)
-    found = fit_rate("in_node", sizes, latency + sizes / rate)
-    assert np.abs(found.overhead + sizes / found.rate - latency - sizes / rate).max() < 1e-6 * (
-        latency + sizes[-1] / rate
-    )
-    assert found.fit.summary()["points"] == 9
+    fit = fit_rate("in_node", sizes, latency + sizes / rate)
+    assert np.abs(fit.overhead + sizes / fit.rate - latency - sizes / rate).max() < 1e-6 * (latency + sizes[-1] / rate)
+    assert fit.fit.summary()["points"] == 9
 
 
 def test_noise_moves_the_fit_as_much_as_it_is_and_is_told() -> None:
@@ -51,9 +49,9 @@ def test_noise_moves_the_fit_as_much_as_it_is_and_is_told() -> None:
     seconds = seconds_of(1e12, 500, 2e-5)
     errors = []
     for _ in range(50):
-        found = fit_attention(FLOPS, ROWS, np.ones(10), seconds * random.lognormal(0, 0.05, 10))
-        errors.append(found.fit.summary()["median_error"])
-        assert found.rate == pytest.approx(1e12, rel=0.25)
+        fit = fit_attention(FLOPS, ROWS, np.ones(10), seconds * random.lognormal(0, 0.05, 10))
+        errors.append(fit.fit.summary()["median_error"])
+        assert fit.rate == pytest.approx(1e12, rel=0.25)
     assert 0.005 < np.mean(errors) < 0.06
 
 
@@ -62,28 +60,28 @@ def test_no_factor_is_below_zero_and_no_small_change_is_better() -> None:
     random, bound = np.random.default_rng(1), 0
     for _ in range(50):
         terms, seconds = random.random((8, 3)) + 0.01, random.random(8) + 0.1
-        found = fit_terms(terms, seconds)
-        modelled = terms @ found.factors
+        fit = fit_terms(terms, seconds)
+        modelled = terms @ fit.factors
         slope = terms.T @ (1 / seconds - seconds / modelled**2)
         size = terms.T @ (1 / seconds)
-        free = found.factors > 0
-        assert (found.factors >= 0).all() and (np.abs(slope[free]) < 1e-6 * size[free]).all()
+        free = fit.factors > 0
+        assert (fit.factors >= 0).all() and (np.abs(slope[free]) < 1e-6 * size[free]).all()
         assert (slope[~free] > -1e-6 * size[~free]).all()
         bound += int((~free).sum())
     assert bound > 10, "cases in which a factor would be below zero"
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("rows", "message"),
     [
         ([("attention", 1.0, 1e9, 10)] * 2, "attention: 2 measurements; at least 3"),
         ([("linear", 1.0, 1e9)], "linear: 1 measurements; at least 2"),
         ([("linear", 1.0, 1e9), ("linear", 0.5, 1e12)], "linear: no rate can be told"),
     ],
 )  # fmt: skip
-def test_too_little_to_fit_is_refused(found: list[tuple[str, float, float]], message: str) -> None:
+def test_too_little_to_fit_is_refused(rows: list[tuple[str, float, float]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MeasuredFits.from_measurements([Measurement(*one) for one in found])
+        MeasuredFits.from_measurements([Measurement(*row) for row in rows])
 
 
 @pytest.mark.parametrize(
@@ -122,9 +120,9 @@ def test_tile_rows_of_the_presets_are_fitted_to_the_profile() -> None:
     length, cp, tp = (np.array([float(row[key]) for row in rows]) for key in ("L", "cp", "tp"))
     seconds = np.array([float(row["duration_per_doc"]) for row in rows]) * 1e-3
     flops = 4 * 128 * (64 / tp) * length**2 / (2 * cp)
-    found = fit_attention(flops, length / cp, np.ones(len(rows)), seconds)
-    assert {load_cluster(name).tile_rows for name in cluster_names()} == {round(found.tile_rows)}
-    assert found.rate == pytest.approx(334.6e12, rel=1e-3) and found.launch == pytest.approx(20.8e-6, rel=1e-2)
-    error = found.fit.summary()
+    fit = fit_attention(flops, length / cp, np.ones(len(rows)), seconds)
+    assert {load_cluster(name).tile_rows for name in cluster_names()} == {round(fit.tile_rows)}
+    assert fit.rate == pytest.approx(334.6e12, rel=1e-3) and fit.launch == pytest.approx(20.8e-6, rel=1e-2)
+    error = fit.fit.summary()
     assert error["median_error"] == pytest.approx(0.052, abs=1e-3)
     assert error["largest_error"] == pytest.approx(0.220, abs=1e-3)

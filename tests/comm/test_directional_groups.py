@@ -24,6 +24,7 @@ from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, connection_order, 
 from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.errors import ConfigError
 from tests.engine.cases import sizes
+from tests.limits import HANG
 
 PROCESSES = 8
 
@@ -32,26 +33,26 @@ PROCESSES = 8
 def two_groups(rank: int, ranks: int) -> Iterator[dist.ProcessGroup]:
     """The first `ranks` processes are one group, the others another, as context-parallel groups are side by side."""
     groups = [dist.new_group(members) for members in (list(range(ranks)), list(range(ranks, PROCESSES)))]
-    mine = groups[rank >= ranks]
-    yield mine
+    group = groups[rank >= ranks]
+    yield group
     dist.barrier()
-    dist.destroy_process_group(mine)
+    dist.destroy_process_group(group)
 
 
 def recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, dist.ProcessGroup]]:
     """What isend and irecv are asked for from now on: name, peer, group."""
-    found: list[tuple[str, int, dist.ProcessGroup]] = []
+    calls: list[tuple[str, int, dist.ProcessGroup]] = []
 
     def record(name, really):
         def call(tensor, peer, group, tag):
-            found.append((name, peer, group))
+            calls.append((name, peer, group))
             return really(tensor, peer, group, tag)
 
         return call
 
     for name in ("isend", "irecv"):
         patch.setattr(dist, name, record(name, getattr(dist, name)))
-    return found
+    return calls
 
 
 def through_lanes(rank, everybody, ranks, documents, algorithm):
@@ -63,7 +64,7 @@ def through_lanes(rank, everybody, ranks, documents, algorithm):
         q, k, v = (torch.randn(int(plan.layout.token_counts[me]), 2, 8, requires_grad=True) for _ in range(3))
 
         def run():
-            out = context_parallel_attention(q, k, v, plan, group, timeout=30)
+            out = context_parallel_attention(q, k, v, plan, group, timeout=HANG)
             return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
         plain = run()
@@ -77,7 +78,9 @@ def through_lanes(rank, everybody, ranks, documents, algorithm):
         close_directional_groups(group)
         assert OPEN_GROUPS.get(group) is None
         equal = all(torch.equal(a, b) for a, b in zip(plain, with_lanes, strict=True))
-        return equal, {(kind, dist.get_group_rank(group, peer), names.get(one)) for kind, peer, one in sent}
+        return equal, {
+            (kind, dist.get_group_rank(group, peer), names.get(used_group)) for kind, peer, used_group in sent
+        }
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -134,7 +137,9 @@ def test_edges_connect_without_waiting_in_a_circle(case):
     left = {rank: [pair for pair in order if rank in pair] for rank in range(ranks)}
     while any(left.values()):
         ready = [
-            mine[0] for rank, mine in left.items() if mine and left[mine[0][0]][:1] == left[mine[0][1]][:1] == mine[:1]
+            pairs[0]
+            for rank, pairs in left.items()
+            if pairs and left[pairs[0][0]][:1] == left[pairs[0][1]][:1] == pairs[:1]
         ]
         assert ready, f"all wait: {left}"
         for pair in set(ready):

@@ -76,7 +76,7 @@ def test_messages_left_over_are_named():
 
 def exchange(network, rank, tags):
     """A rank that sends to the other one and receives from it, over and over; returns what it received."""
-    found = []
+    results = []
     for tag in tags:
         received = torch.zeros(1)
         pending = network.transport(rank).post(
@@ -88,8 +88,8 @@ def exchange(network, rank, tags):
         yield pending
         for transfer in pending:
             transfer.wait()
-        found.append(float(received))
-    return found
+        results.append(float(received))
+    return results
 
 
 def test_ranks_go_on_when_what_they_wait_for_is_there():

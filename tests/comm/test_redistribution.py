@@ -51,11 +51,11 @@ def moved(inputs, parts, meters, transports):
     for rank, (held, part) in enumerate(zip(inputs, parts, strict=True)):
         with meters[rank]:
             under_way.append(start_redistributions([(x, part) for x in held], transports[rank], "test"))
-    found = []
+    results = []
     for rank, flight in enumerate(under_way):
         with meters[rank]:
-            found.append(flight.finish())
-    return found
+            results.append(flight.finish())
+    return results
 
 
 def in_memory(ranks):
@@ -103,8 +103,8 @@ def test_rows_and_heads_arrive_and_copies_are_summed_on_the_way_back(ranks):
                 gathered = 0 if kept is None else int(kept["rows"] * kept["heads"]) * WIDTH
                 stated = int(staging_volume(redistribution, adjoint)[rank]) * WIDTH
                 assert meters[rank].peak["staging"] <= stated <= meters[rank].peak["staging"] + gathered
-                for found, x in zip(held[rank], tensors, strict=True):
-                    assert torch.equal(found, layout.shard((x * times).to(x.dtype) if adjoint else x, rank))
+                for actual, x in zip(held[rank], tensors, strict=True):
+                    assert torch.equal(actual, layout.shard((x * times).to(x.dtype) if adjoint else x, rank))
     assert copied, "some moves copy heads"
 
 
@@ -113,12 +113,12 @@ def test_a_process_group_moves_the_same(workers, ranks):
     for seed in (2, 3):
         redistribution, tensors = pair(ranks, seed), whole(seed)
         held = [[redistribution.source.shard(x, rank) for x in tensors] for rank in range(ranks)]
-        found = workers.run(ranks, on_gloo, seed)
+        results = workers.run(ranks, on_gloo, seed)
         for direction, adjoint in enumerate((False, True)):
             parts = [rank_redistribution(redistribution, rank, CPU, adjoint=adjoint) for rank in range(ranks)]
             held = moved(held, parts, [Meter() for _ in range(ranks)], in_memory(ranks))
             for rank in range(ranks):
-                assert all(torch.equal(a, b) for a, b in zip(held[rank], found[rank][direction], strict=True))
+                assert all(torch.equal(a, b) for a, b in zip(held[rank], results[rank][direction], strict=True))
 
 
 def swapped(documents, ranks):
@@ -142,7 +142,7 @@ def test_whole_runs_of_rows_are_sent_and_received_in_place():
 def test_a_move_of_one_rank_needs_no_transport():
     held = contiguous(Documents([7, 4]), 1)
     x = torch.randn(11, HEADS, 3)
-    [found] = start_redistributions(
+    [pending] = start_redistributions(
         [(x, rank_redistribution(Redistribution(held, held, HEADS), 0, CPU))], None, "test"
     ).finish()
-    assert torch.equal(found, x)
+    assert torch.equal(pending, x)

@@ -122,16 +122,18 @@ def test_a_timeout_of_nothing_is_refused():
 def test_launches_have_a_peer_once_and_match_at_both_ends(messages):
     """Every rank posts its ends of the messages in one global order; the n-th launches of all ranks are for each other."""
     nothing = torch.empty(0)
-    at: dict[int, list[int]] = {}  # message -> numbers of the launches of its two ends
+    launches: dict[int, list[int]] = {}  # message -> numbers of the launches of its two ends
     for rank in range(4):
-        mine = [(number, pair) for number, pair in enumerate(messages) if rank in pair]
+        own_messages = [(number, pair) for number, pair in enumerate(messages) if rank in pair]
         transfers = [
             Transfer(nothing, target if source == rank else source, source == rank, 0, "")
-            for _, (source, target) in mine
+            for _, (source, target) in own_messages
         ]
         for turn, launch in enumerate(split_launches(transfers)):
             peers = [(transfers[i].peer, transfers[i].sends) for i in launch]
             assert launch and len(set(peers)) == len(peers)
             for i in launch:
-                at.setdefault(mine[i][0], []).append(turn)
-    assert all(len(turns) == 2 and turns[0] == turns[1] for turns in at.values()) and len(at) == len(messages)
+                launches.setdefault(own_messages[i][0], []).append(turn)
+    assert all(len(turns) == 2 and turns[0] == turns[1] for turns in launches.values()) and len(launches) == len(
+        messages
+    )

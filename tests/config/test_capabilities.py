@@ -17,10 +17,10 @@ from tests.cells import example
 @pytest.mark.parametrize("algorithm", FEATURES["algorithm"])
 def test_every_cell_is_exact_or_refused_with_an_alternative(algorithm: str) -> None:
     """Settings and plans agree with the table, and every plan is proved."""
-    mine = [cell for cell in all_cells() if cell.algorithm == algorithm]
-    assert len(mine) == 2 ** (len(FEATURES) - 2) * len(FEATURES["backend"])
+    cells = [cell for cell in all_cells() if cell.algorithm == algorithm]
+    assert len(cells) == 2 ** (len(FEATURES) - 2) * len(FEATURES["backend"])
     proved = set()
-    for cell in mine:
+    for cell in cells:
         documents, keys, attention = example(cell)
         reason = refusal(cell)
         if reason is None:

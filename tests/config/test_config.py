@@ -310,7 +310,7 @@ def test_keys_that_do_not_agree_are_told_with_both_places_and_a_cure_that_works(
     tmp_path: Path, text: str, overrides: list[str], expected: str
 ) -> None:
     path = write(tmp_path, text)
-    given = [SUITE + one for one in overrides]
+    given = [SUITE + override for override in overrides]
     line = error(path, *given)
     assert line == expected.format(S=SUITE, F=path)
     with pytest.raises(ConfigError, match=re.escape(line)):
@@ -358,7 +358,9 @@ def test_options_belong_to_algorithms(algorithm: str) -> None:
     plan = build_plan(Documents([50, 3]), suite.topology, AttentionConfig(8), suite.algorithm, **suite.options)
     assert (plan.algorithm, plan.ranks) == (algorithm, 8)
     for name in set(EXAMPLES) - set(own):
-        with pytest.raises(ConfigError, match=f"{name} = .*: is no option of algorithm {algorithm}; .* have it: ") as e:
+        with pytest.raises(
+            ConfigError, match=f"{name} = .*: algorithm {algorithm} has no such option; .* have it: "
+        ) as e:
             SuiteSettings(**ranks, **{name: EXAMPLES[name]})
         assert str(e.value).endswith(f"--set context_parallel_suite.{name}=null")
         having = str(e.value).split("have it: ")[1].split(";")[0].split(", ")

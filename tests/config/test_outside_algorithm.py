@@ -60,7 +60,7 @@ def test_its_options_are_keys_of_a_settings_file(toy: Path) -> None:
         ("eager=1", "eager = 1: must be true or false or null"),
         ("share=a", 'share = "a": must be a number or null'),
         ("lapz=1", "lapz: unknown key; did you mean"),
-        ("layout=zigzag", "layout = \"zigzag\": is no option of algorithm toy; algorithms that have it: ring"),
+        ("layout=zigzag", "layout = \"zigzag\": algorithm toy has no such option; algorithms that have it: ring"),
         ("algorithm_modules=[no_such_module]", "'no_such_module' cannot be imported: No module named"),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:

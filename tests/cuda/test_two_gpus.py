@@ -32,14 +32,14 @@ def work(rank: int, folder: str, lanes: bool) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2)
     if lanes:
         open_directional_groups(device="cuda")
-    found = []
+    results = []
     for case in CASES:
         plan, leaves, dout = local(rank, case)
         on_gpu = [x.detach().cuda().requires_grad_() for x in leaves]
         warm_up(plan, device="cuda")
         out = attend(case, plan, on_gpu, None)
-        found.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, on_gpu, dout.cuda()))])
-    torch.save(found, f"{folder}/{rank}.pt")
+        results.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, on_gpu, dout.cuda()))])
+    torch.save(results, f"{folder}/{rank}.pt")
     if lanes:
         close_directional_groups()
     dist.destroy_process_group()
@@ -59,6 +59,6 @@ def test_kernels_run_where_their_tensors_are() -> None:
     inputs = [x.to("cuda:1") for x in case.inputs()]
     torch.cuda.set_device(0)
     made = attend_virtually(case.plan(), *inputs, BACKENDS["cuda"])
-    found = [x.cpu().double() for x in (made.out, made.dq, made.dk, made.dv)]
-    for got, want in zip(found, case.reference(), strict=True):
+    actual = [x.cpu().double() for x in (made.out, made.dq, made.dk, made.dv)]
+    for got, want in zip(actual, case.reference(), strict=True):
         assert float((got - want).abs().max()) <= 2**-4 * max(1.0, float(want.abs().max()))

@@ -54,32 +54,32 @@ def rows_in_order(lengths: Sequence[int], replicas: int, count: int | None = Non
 def test_every_document_is_in_one_micro_batch_within_the_bound(
     method: str, lengths: list[int], replicas: int, fixed: float
 ) -> None:
-    found = METHODS[method](lengths, square, replicas, token_bound=BOUND, per_micro_batch=fixed)
-    assert len(found.counts) == len(found.seconds) == replicas
-    rows = [row for replica in range(replicas) for row in found.rows(replica)]
+    assignment = METHODS[method](lengths, square, replicas, token_bound=BOUND, per_micro_batch=fixed)
+    assert len(assignment.counts) == len(assignment.seconds) == replicas
+    rows = [row for replica in range(replicas) for row in assignment.rows(replica)]
     assert sorted(document for row in rows for document in row.tolist()) == list(range(len(lengths)))
     assert all(sum(lengths[document] for document in row) <= BOUND for row in rows)
     costs = square(np.array(lengths, np.int64))
     for replica in range(replicas):
-        mine = found.rows(replica)
-        expected = sum(costs[row].sum() + fixed for row in mine)
-        assert found.seconds[replica] == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    assert found.slowest == found.seconds.max() and found.imbalance >= 1 - 1e-12
+        own_rows = assignment.rows(replica)
+        expected = sum(costs[row].sum() + fixed for row in own_rows)
+        assert assignment.seconds[replica] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert assignment.slowest == assignment.seconds.max() and assignment.imbalance >= 1 - 1e-12
 
 
 def test_documents_that_change_places_leave_micro_batches_within_the_bound() -> None:
     """Balanced best, two micro-batches would exchange documents of 2 and 5 tokens, and one would have 8."""
     lengths = [3, 2, 5]
-    found = assign(lengths, [3.0, 7.0, 6.0], 2, token_bound=6)
-    tokens = [sum(lengths[document] for document in row) for replica in range(2) for row in found.rows(replica)]
+    assignment = assign(lengths, [3.0, 7.0, 6.0], 2, token_bound=6)
+    tokens = [sum(lengths[document] for document in row) for replica in range(2) for row in assignment.rows(replica)]
     assert max(tokens) <= 6
 
 
 @law
 @given(lengths_lists, replica_counts, fixed_times)
 def test_no_replica_is_idle_while_there_are_documents_for_all(lengths: list[int], replicas: int, fixed: float) -> None:
-    found = assign([n + 1 for n in lengths], square, replicas, token_bound=BOUND + 1, per_micro_batch=fixed)
-    assert sum(count > 0 for count in found.counts) == min(replicas, len(lengths))
+    assignment = assign([n + 1 for n in lengths], square, replicas, token_bound=BOUND + 1, per_micro_batch=fixed)
+    assert sum(count > 0 for count in assignment.counts) == min(replicas, len(lengths))
 
 
 @law
@@ -105,8 +105,8 @@ def test_equal_counts_are_kept_where_the_rows_fill_them(
     for _ in range(replicas * micro_batches):
         rows.append([random.randint(1, 20) for _ in range(random.randint(1, 3))])
     flat = [n for row in rows for n in row]
-    of = [number for number, row in enumerate(rows) for _ in row]
-    common: dict[str, Any] = dict(token_bound=BOUND, per_micro_batch=1.0, rows=of)
+    row_of_document = [number for number, row in enumerate(rows) for _ in row]
+    common: dict[str, Any] = dict(token_bound=BOUND, per_micro_batch=1.0, rows=row_of_document)
     before = in_order(flat, square, replicas, **common)
     equal = assign(flat, square, replicas, **common, equal_counts=True)
     assert len(set(equal.counts)) == 1 and equal.slowest <= before.slowest * (1 + 1e-9)
@@ -118,15 +118,15 @@ def test_equal_counts_are_kept_where_the_rows_fill_them(
 def test_the_same_costs_in_any_unit_give_the_same_assignment(
     lengths: list[int], replicas: int, fixed: float, unit: float
 ) -> None:
-    one, again, scaled = (
+    first, again, scaled = (
         assign(
             np.array(lengths, np.int64), square(np.array(lengths, np.int64)) * factor, replicas,
             token_bound=BOUND, per_micro_batch=fixed * factor,
         )
         for factor in (1.0, 1.0, unit)
     )  # fmt: skip
-    assert np.array_equal(one.replica, again.replica) and np.array_equal(one.micro_batch, again.micro_batch)
-    assert scaled.slowest == pytest.approx(one.slowest * unit, rel=1e-6)
+    assert np.array_equal(first.replica, again.replica) and np.array_equal(first.micro_batch, again.micro_batch)
+    assert scaled.slowest == pytest.approx(first.slowest * unit, rel=1e-6)
 
 
 @law
@@ -135,8 +135,8 @@ def test_costs_that_differ_in_the_last_bits_decide_alike(lengths: list[int], rep
     """Another machine may sum in another order; whole numbers of 2**-40 of the largest cost hide that."""
     costs = np.floor(square(np.array(lengths)) * 7)
     nudged = costs * (1 + 2.0**-50)
-    one, other = (assign(lengths, values, replicas, token_bound=BOUND) for values in (costs, nudged))
-    assert np.array_equal(one.replica, other.replica) and np.array_equal(one.micro_batch, other.micro_batch)
+    exact, other = (assign(lengths, values, replicas, token_bound=BOUND) for values in (costs, nudged))
+    assert np.array_equal(exact.replica, other.replica) and np.array_equal(exact.micro_batch, other.micro_batch)
 
 
 @settings(law, max_examples=40)
@@ -156,21 +156,24 @@ def test_small_cases_are_within_a_sixth_of_the_best_there_is(lengths: list[int],
 
 def test_one_giant_document_has_a_replica_to_itself() -> None:
     lengths = [BOUND, *[4] * 40]
-    found = assign(lengths, square, 4, token_bound=BOUND)
-    assert found.slowest == pytest.approx(square(np.array([BOUND]))[0])
-    assert found.rows(int(found.replica[0]))[0].tolist() == [0] and found.counts[int(found.replica[0])] == 1
+    assignment = assign(lengths, square, 4, token_bound=BOUND)
+    assert assignment.slowest == pytest.approx(square(np.array([BOUND]))[0])
+    assert (
+        assignment.rows(int(assignment.replica[0]))[0].tolist() == [0]
+        and assignment.counts[int(assignment.replica[0])] == 1
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 def test_equal_documents_are_dealt_equally(replicas: int) -> None:
-    found = assign([BOUND] * 3 * replicas, square, replicas, token_bound=BOUND, per_micro_batch=2.0)
-    assert found.imbalance == pytest.approx(1) and found.counts == (3,) * replicas
+    assignment = assign([BOUND] * 3 * replicas, square, replicas, token_bound=BOUND, per_micro_batch=2.0)
+    assert assignment.imbalance == pytest.approx(1) and assignment.counts == (3,) * replicas
 
 
 def test_many_tiny_documents_are_balanced_to_one_of_them() -> None:
     lengths = np.random.default_rng(0).integers(1, 9, 3000)
-    found = assign(lengths, square, 7, token_bound=BOUND)
-    assert found.slowest - found.seconds.min() <= square(np.array([8]))[0]
+    assignment = assign(lengths, square, 7, token_bound=BOUND)
+    assert assignment.slowest - assignment.seconds.min() <= square(np.array([8]))[0]
 
 
 def test_no_documents_and_more_replicas_than_documents() -> None:
@@ -182,8 +185,8 @@ def test_no_documents_and_more_replicas_than_documents() -> None:
 
 def test_micro_batches_come_longest_first() -> None:
     lengths = [30, 30, 2, 2, 2, 2]
-    found = assign(lengths, square, 1, token_bound=BOUND, rows=[0, 0, 1, 1, 1, 1])
-    times = [sum(square(np.array(lengths))[row]) for row in found.rows(0)]
+    assignment = assign(lengths, square, 1, token_bound=BOUND, rows=[0, 0, 1, 1, 1, 1])
+    times = [sum(square(np.array(lengths))[row]) for row in assignment.rows(0)]
     assert times == sorted(times, reverse=True)
 
 
@@ -245,7 +248,7 @@ def pieces(*rows: Sequence[int]) -> list[np.ndarray]:
 def test_none_deals_rows_in_turn_and_time_deals_documents() -> None:
     rows = pieces([60], [20, 20, 20], [60], [5, 5], [60], [3], [9, 9], [1])
     turn = Dispatcher("none", 2, BOUND, square)(rows)
-    assert [[row.tolist() for row in mine] for mine in turn.micro_batches] == [
+    assert [[row.tolist() for row in replica_rows] for replica_rows in turn.micro_batches] == [
         [[0], [4], [7], [9, 10]],
         [[1, 2, 3], [5, 6], [8], [11]],
     ]
@@ -253,7 +256,10 @@ def test_none_deals_rows_in_turn_and_time_deals_documents() -> None:
     by_time = Dispatcher("time", 2, BOUND, square)(rows)
     assert by_time.imbalance < turn.imbalance and by_time.digest != turn.digest
     equal = Dispatcher("time", 2, BOUND, square, equal_counts=True)(rows)
-    assert len({len(mine) for mine in equal.micro_batches}) == 1 and by_time.seconds.max() <= equal.seconds.max()
+    assert (
+        len({len(replica_rows) for replica_rows in equal.micro_batches}) == 1
+        and by_time.seconds.max() <= equal.seconds.max()
+    )
     assert by_time.digest == Dispatcher("time", 2, BOUND, square)(rows).digest
     assert 0 <= by_time.digest < 2**52 and float(by_time.digest) == by_time.digest
 

@@ -51,10 +51,10 @@ def test_stdlib_is_every_py_file_of_the_standard_library_as_bytes() -> None:
 
 
 def test_stdlib_is_the_same_twice() -> None:
-    one = open_corpus("stdlib")
+    corpus = open_corpus("stdlib")
     two = open_corpus("stdlib")
-    assert np.array_equal(one.lengths, two.lengths)
-    assert [one.name(i) for i in range(len(one))] == [two.name(i) for i in range(len(two))]
+    assert np.array_equal(corpus.lengths, two.lengths)
+    assert [corpus.name(i) for i in range(len(corpus))] == [two.name(i) for i in range(len(two))]
 
 
 def test_opening_reads_no_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,14 +299,14 @@ def test_batches_go_on_exactly_and_with_any_number_of_replicas(
         alone.next_batch(4, dispatcher_for(1, context))
     state = json.loads(json.dumps(saved.state_dict()))
     expected = Counter(t for row in alone.next_batch(4, dispatcher_for(1, context)).rows for t in row.tokens.tolist())
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for replica in range(after):
         resumed = PackedStream(corpus, context, 0, replica, after)
         resumed.load_state_dict(state)
         for row in resumed.next_batch(4, dispatcher_for(after, context)).rows:
-            found.update(row.tokens.tolist())
+            counts.update(row.tokens.tolist())
         assert resumed.state_dict() == alone.state_dict()
-    assert found == expected
+    assert counts == expected
 
 
 def test_a_batch_for_others_is_refused_and_one_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ OTHER = DIST.format(code=1, text="EI0003: In [HcclSend], value [-1] for paramete
     ],
 )
 def test_an_error_of_the_device_is_one_line(text: str, kind: str, said: tuple[str, ...]) -> None:
-    found, line, code = classify_error(RuntimeError(text))
-    assert (found, code) == (kind, FAILED)
+    error, line, code = classify_error(RuntimeError(text))
+    assert (error, code) == (kind, FAILED)
     assert "\n" not in line and "ERR00100" not in line and "TraceBack" not in line and len(line) < 600
     assert ("look whether all ranks live" in line) == (kind == "peer") and "Solution" not in line
     for part in said:

@@ -61,8 +61,8 @@ def test_the_printed_table() -> None:
         "checks": [], "communication": {}, "links": [], "network": {"launchers": [], "addresses": []},
         "kernels": [{"where": ["bias: none"], "dtype": "bf16", "kernel": "one"}, {"where": [], "dtype": "fp16", "kernel": "two"}],
     }  # fmt: skip
-    (found,) = [one for one in report_tables(report) if one.title.startswith("Kernels")]
-    assert found.rows == (("bias: none", "bf16", "one"), ("everything", "fp16", "two"))
+    (table,) = [candidate for candidate in report_tables(report) if candidate.title.startswith("Kernels")]
+    assert table.rows == (("bias: none", "bf16", "one"), ("everything", "fp16", "two"))
 
 
 @pytest.fixture

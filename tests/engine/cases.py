@@ -227,10 +227,10 @@ def errors(
     them the terms that cancel in dq and dk, to nothing where a query sees one key only.
     """
     out = {}
-    for name, found, exact in zip(NAMES, whole(case, results), reference, strict=True):
-        assert found.shape == exact.shape, (name, case)
-        assert torch.isfinite(found).all(), (name, case)
-        wrong = found.double() - exact
+    for name, actual, exact in zip(NAMES, whole(case, results), reference, strict=True):
+        assert actual.shape == exact.shape, (name, case)
+        assert torch.isfinite(actual).all(), (name, case)
+        wrong = actual.double() - exact
         largest = 0.0
         if wrong.numel():
             largest = float(wrong.abs().max()) / max(1 / (1 - case.dropout), float(exact.abs().max()))

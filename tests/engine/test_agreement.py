@@ -29,7 +29,7 @@ def differing(rank: int, group: Any, changes: dict[int, dict[str, Any]]) -> str 
     """What a rank is told when some ranks changed their case."""
     case = replace(CASE, **changes.get(rank, {}))
     try:
-        check_agreement(case.plan(), case.dtype, group, timeout=20)
+        check_agreement(case.plan(), case.dtype, group, timeout=HANG)
     except ConfigError as error:
         return str(error)
     return None
@@ -69,7 +69,8 @@ def test_what_differs_and_who_is_told_on_every_rank(workers: GlooPool, change: s
 def test_each_difference_is_told_and_lengths_beyond_those_shown_count(workers: GlooPool) -> None:
     lengths = (*[9] * 40, 5), (*[9] * 40, 5), (*[9] * 39, 8, 6)
     changes = {
-        rank: {"lengths": of, "dtype": torch.float16 if rank == 0 else torch.float32} for rank, of in enumerate(lengths)
+        rank: {"lengths": rank_lengths, "dtype": torch.float16 if rank == 0 else torch.float32}
+        for rank, rank_lengths in enumerate(lengths)
     }
     [text] = {text.partition(": ")[2] for text in workers.run(3, differing, changes)}
     assert "documents: rank 2 has Documents([9, 9, 9, 9, 9, 9, ... 41 in all], tokens=365) (#" in text
@@ -143,10 +144,10 @@ def absent(rank: int, group: Any) -> str:
 def test_a_rank_that_does_not_call_is_given_up() -> None:
     workers = GlooPool(3)  # of its own: a failed group cannot be used again
     try:
-        found = workers.run(3, absent)
+        results = workers.run(3, absent)
     finally:
         workers.close()
-    for text in found[:2]:
+    for text in results[:2]:
         assert "a rank died, or did not take part within 1 s" in text
 
 

@@ -16,8 +16,8 @@ CASE = Case((40, 0, 13), 3, algorithm="direct")
 
 def test_whole_tensors_in_and_out():
     result = attend_in_process(CASE.plan(), *CASE.inputs())
-    for found, exact in zip((result.out, result.dq, result.dk, result.dv), CASE.reference(), strict=True):
-        assert torch.allclose(found.double(), exact, atol=1e-5)
+    for actual, exact in zip((result.out, result.dq, result.dk, result.dv), CASE.reference(), strict=True):
+        assert torch.allclose(actual.double(), exact, atol=1e-5)
     alone = attend_in_process(CASE.plan(), *CASE.inputs()[:3])
     assert torch.equal(alone.out, result.out) and alone.dq is None and not alone.out.requires_grad
 

@@ -41,14 +41,14 @@ def second_backward(case):
 def recompute(case):
     plan, leaves, dout = problem(case)
     plain = torch.autograd.grad(attend(case, plan, leaves), leaves, dout)
-    found = []
+    results = []
     for reentrant in (False, True):
         out = checkpoint(lambda *x: attend(case, plan, list(x)), *leaves, use_reentrant=reentrant)
         for x in leaves:
             x.grad = None
         torch.autograd.backward(out, dout)
-        found.append(equal(plain, [x.grad for x in leaves]))
-    return all(found)
+        results.append(equal(plain, [x.grad for x in leaves]))
+    return all(results)
 
 
 def interleaved(case):
@@ -72,15 +72,15 @@ def strided(case):
     want = torch.autograd.grad(plain, leaves, dout, retain_graph=True)
     wide = [torch.cat([x.detach(), torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]] for x in leaves]
     turned = [x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in leaves]
-    found = []
+    results = []
     for views in (wide, turned):
         views = [x.requires_grad_() for x in views]
         out = attend(case, plan, views)
         got = torch.autograd.grad(out, views, [x.transpose(0, 2).contiguous().transpose(0, 2) for x in dout])
-        found.append(equal(out, plain) and equal(got, want))
+        results.append(equal(out, plain) and equal(got, want))
     ones = torch.autograd.grad(plain, leaves, [torch.ones_like(x) for x in dout], retain_graph=True)
-    found.append(equal(ones, torch.autograd.grad(sum(x.sum() for x in plain), leaves)))
-    return all(found)
+    results.append(equal(ones, torch.autograd.grad(sum(x.sum() for x in plain), leaves)))
+    return all(results)
 
 
 def some_inputs(case):
@@ -88,16 +88,16 @@ def some_inputs(case):
     plan, leaves, dout = problem(case)
     plain = attend(case, plan, leaves)
     want = torch.autograd.grad(plain, leaves, dout)
-    found = []
+    results = []
     for wanted in ((0,), (1,), (2,), (0, 2), (1, 2)):
         numbers = [i for i in range(len(leaves)) if i // case.ranks in wanted]
         inputs = [x.detach().requires_grad_(i in numbers) for i, x in enumerate(leaves)]
         out = attend(case, plan, inputs)
         got = torch.autograd.grad(out, [inputs[i] for i in numbers], dout)
-        found.append(equal(out, plain) and equal(got, [want[i] for i in numbers]))
+        results.append(equal(out, plain) and equal(got, [want[i] for i in numbers]))
     with torch.no_grad():
         out = attend(case, plan, leaves)
-    return all(found) and equal(out, plain) and not any(x.requires_grad for x in out)
+    return all(results) and equal(out, plain) and not any(x.requires_grad for x in out)
 
 
 def left_alone(case):

@@ -29,19 +29,19 @@ PROBLEMS = (
 @contextmanager
 def sent(ranks):
     """Bytes that each rank sends meanwhile, by kind: "fetch", "reduce" and "move", between layouts."""
-    found = [dict.fromkeys(("fetch", "reduce", "move"), 0) for _ in range(ranks)]
+    counts = [dict.fromkeys(("fetch", "reduce", "move"), 0) for _ in range(ranks)]
     post = InMemoryTransport.post
 
     def counting(self, transfers, all_to_all=False):
         for transfer in transfers:
             if transfer.sends:
-                found[self.rank][
+                counts[self.rank][
                     {"K and V": "fetch", "dK and dV": "reduce"}.get(transfer.label.split(",")[0], "move")
                 ] += transfer.tensor.nbytes
         return post(self, transfers, all_to_all)
 
     with patch.object(InMemoryTransport, "post", counting):
-        yield found
+        yield counts
 
 
 def counted(case):
@@ -73,14 +73,18 @@ def check(cases, ranks):
         limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
         for rank in range(ranks):
             there, back, *peaks = results[rank]
-            mine = said[rank]
-            assert there == {"fetch": mine["fetch_forward"], "reduce": 0, "move": mine["redistribution_forward"]}, case
+            rank_result = said[rank]
+            assert there == {
+                "fetch": rank_result["fetch_forward"],
+                "reduce": 0,
+                "move": rank_result["redistribution_forward"],
+            }, case
             assert back == {
-                "fetch": mine["fetch_backward"],
-                "reduce": mine["reduce"],
-                "move": mine["redistribution_backward"],
+                "fetch": rank_result["fetch_backward"],
+                "reduce": rank_result["reduce"],
+                "move": rank_result["redistribution_backward"],
             }
-            assert sum(there.values()) + sum(back.values()) == mine["total"]
+            assert sum(there.values()) + sum(back.values()) == rank_result["total"]
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in BUFFERS}
                 # Not all parts have their most at once, nor do all tensors that a remap gathers.

@@ -58,7 +58,7 @@ def test_gloo_processes_give_the_same_bits(workers, ranks, dtype):
     torch.set_num_threads(1)  # as the processes do
     try:
         cases = [replace(PROBLEMS[0].on(ranks, algorithm), dtype=dtype) for algorithm in ALGORITHMS]
-        for i, results in enumerate(zip(*workers.run(ranks, run_all, cases, timeout=120), strict=True)):
+        for i, results in enumerate(zip(*workers.run(ranks, run_all, cases), strict=True)):
             assert equal(results, run_here(cases[i], Stepping(lazy=i % 2 == 1))), cases[i]
     finally:
         torch.set_num_threads(before)

@@ -40,9 +40,9 @@ def alone():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_weights_are_dropped_at_cp_1_and_cp_4(alone, variant):
     for ranks in (4, 3):
-        found = matrix_of(SEEN.on(ranks, variant))
-        assert torch.equal(found == 0, alone == 0)
-        assert torch.allclose(found, alone, atol=1e-6)
+        matrix = matrix_of(SEEN.on(ranks, variant))
+        assert torch.equal(matrix == 0, alone == 0)
+        assert torch.allclose(matrix, alone, atol=1e-6)
 
 
 def test_what_is_dropped_is_what_the_generator_says(alone):
@@ -50,9 +50,9 @@ def test_what_is_dropped_is_what_the_generator_says(alone):
     kept = torch.zeros(TOKENS, SEEN.heads, TOKENS, dtype=torch.bool)
     start = 0
     for number, length in enumerate(SEEN.lengths):
-        at, here = torch.arange(length), slice(start, start + length)
-        keep = keep_mask(*SEEN.dropout_key, torch.arange(SEEN.heads), number, at, at, SEEN.dropout)
-        kept[here, :, here] = (keep & (at[:, None] >= at[None, :])).transpose(0, 1)
+        position, rows = torch.arange(length), slice(start, start + length)
+        keep = keep_mask(*SEEN.dropout_key, torch.arange(SEEN.heads), number, position, position, SEEN.dropout)
+        kept[rows, :, rows] = (keep & (position[:, None] >= position[None, :])).transpose(0, 1)
         start += length
     assert torch.equal(alone != 0, kept)
     assert 0.35 < 1 - kept.sum() / (SEEN.heads * sum(n * (n + 1) // 2 for n in SEEN.lengths)) < 0.45
@@ -61,8 +61,8 @@ def test_what_is_dropped_is_what_the_generator_says(alone):
 @pytest.mark.parametrize("change", [dict(dropout_key=(11, 4)), dict(dropout_key=(12, 3)), dict(first_head=6)])
 def test_other_layers_seeds_and_heads_drop_others(alone, change):
     case = replace(SEEN.on(4, "direct"), **change)
-    found, visible = matrix_of(case), torch.tril(torch.ones(37, 37, dtype=torch.bool))
-    same = ((found == 0) == (alone == 0))[:37, :, :37].transpose(0, 1)[:, visible]  # of the first document
+    matrix, visible = matrix_of(case), torch.tril(torch.ones(37, 37, dtype=torch.bool))
+    same = ((matrix == 0) == (alone == 0))[:37, :, :37].transpose(0, 1)[:, visible]  # of the first document
     assert 0.4 < same.float().mean() < 0.64  # two independent draws agree in 0.4² + 0.6² of all weights
 
 
@@ -76,21 +76,21 @@ def test_heads_documents_and_queries_drop_others(alone):
 def test_tensor_parallel_ranks_drop_what_one_rank_would(alone):
     """Two slices of heads, numbered by first_head, are the whole layer."""
     q, k, _, _ = SEEN.inputs()
-    values, found = torch.eye(TOKENS)[:, None].contiguous(), []
+    values, columns = torch.eye(TOKENS)[:, None].contiguous(), []
     for half in range(2):
         part = replace(SEEN, heads=3, kv_heads=1, first_head=3 * half)
         leaves = [q[:, 3 * half : 3 * half + 3].contiguous(), k[:, half : half + 1].contiguous(), values]
-        found.append(attend(part, part.plan(), leaves, None))
-    assert torch.equal(torch.cat(found, 1) == 0, alone == 0)
+        columns.append(attend(part, part.plan(), leaves, None))
+    assert torch.equal(torch.cat(columns, 1) == 0, alone == 0)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_is_dropped_outside_of_training(algorithm):
     case = SEEN.on(3, algorithm)
-    found = matrix_of(case, training=False)
+    matrix = matrix_of(case, training=False)
     plain = matrix_of(replace(case, dropout=0.0))
-    assert torch.allclose(found, plain, atol=1e-6)
-    assert torch.allclose(found.sum(-1), torch.ones(TOKENS, SEEN.heads), atol=1e-5)
+    assert torch.allclose(matrix, plain, atol=1e-6)
+    assert torch.allclose(matrix.sum(-1), torch.ones(TOKENS, SEEN.heads), atol=1e-5)
 
 
 def test_kept_weights_grow_so_that_the_mean_stays():

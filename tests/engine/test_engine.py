@@ -48,8 +48,8 @@ def test_fp32_agrees_with_fp64(variant, ranks):
     """Messages are copied as late as can be for one number of ranks, and as early as can be for the next."""
     stepping = Stepping(lazy=ranks % 2 == 0)
     cases = {name: case.on(ranks, variant) for name, case in PROBLEMS.items()}
-    found = {name: worst(case, run_here(case, stepping)) for name, case in cases.items()}
-    assert {name: error for name, error in found.items() if error > 1e-5} == {}
+    largest_errors = {name: worst(case, run_here(case, stepping)) for name, case in cases.items()}
+    assert {name: error for name, error in largest_errors.items() if error > 1e-5} == {}
 
 
 WINDOWS = [(8, 1), (8, 2), (8, 4), (8, 8), (6, 2), (6, 3), (5, 5)]
@@ -87,8 +87,8 @@ def test_the_bf16_error_does_not_grow_with_the_ranks(algorithm):
     for case in BF16:
         for ranks in (1, 8):
             there = case.on(ranks, algorithm)
-            found = errors(there, run_here(there), case.reference())
-            for name, (a, b) in found.items():
+            largest_errors = errors(there, run_here(there), case.reference())
+            for name, (a, b) in largest_errors.items():
                 largest[ranks][name] += a / len(BF16)
                 l2[ranks][name] += b / len(BF16)
     for name in NAMES:
@@ -115,5 +115,5 @@ def test_plans_with_relays_and_shared_slots_run_too(seed):
     case = Case((40, 3, 0, 97, 16), size, 4, 2, mask=mask, alibi=seed % 3 == 0, seed=seed)
     plan = forest_plan(list(case.lengths), case.ranks, case.attention, seed)
     result = attend_in_process(plan, *case.inputs(), stepping=Stepping(lazy=True, seed=seed))
-    for found, exact in zip((result.out, result.dq, result.dk, result.dv), case.reference(), strict=True):
-        assert float((found - exact).abs().max()) <= 1e-5 * max(1.0, float(exact.abs().max()))
+    for actual, exact in zip((result.out, result.dq, result.dk, result.dv), case.reference(), strict=True):
+        assert float((actual - exact).abs().max()) <= 1e-5 * max(1.0, float(exact.abs().max()))

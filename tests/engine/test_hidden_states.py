@@ -44,14 +44,14 @@ def there_and_back(rank: int, group: Any, case: Case, shares: int, multiple: int
     plan = with_linear_layout(case.plan(), "hidden")
     assert plan.linear_layout is not None
     x = torch.randn(plan.documents.tokens, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    mine = sequence_parallel_layout(plan.linear_layout, shares, multiple).shard(x, rank).requires_grad_()
+    own = sequence_parallel_layout(plan.linear_layout, shares, multiple).shard(x, rank).requires_grad_()
     remap, transport = (
         hidden_redistribution(plan, rank, x.device, shares, multiple),
         GroupTransport(group, 60.0, x.device),
     )
-    moved = redistribute_hidden(mine, remap, transport)
+    moved = redistribute_hidden(own, remap, transport)
     back = redistribute_hidden(moved * moved, remap.reversed, transport)
-    (gradient,) = torch.autograd.grad(back.sum(), mine)
+    (gradient,) = torch.autograd.grad(back.sum(), own)
     return [moved.detach(), back.detach(), gradient]
 
 
@@ -70,13 +70,16 @@ def test_hidden_states_go_there_and_back(workers, ranks, shares, multiple):
         plan = with_linear_layout(case.plan(), "hidden")
         if plan.linear_layout is None:
             continue
-        found = workers.run(ranks * shares, there_and_back, case, shares, multiple)
-        linear, layout = (sequence_parallel_layout(one, shares, multiple) for one in (plan.linear_layout, plan.layout))
+        results = workers.run(ranks * shares, there_and_back, case, shares, multiple)
+        linear, layout = (
+            sequence_parallel_layout(layout_of_ranks, shares, multiple)
+            for layout_of_ranks in (plan.linear_layout, plan.layout)
+        )
         linear.check()
         x = torch.randn(plan.documents.tokens, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        assert torch.equal(layout.unshard([moved for moved, _, _ in found]), x)
-        assert torch.equal(linear.unshard([back for _, back, _ in found]), x * x)
-        assert torch.equal(linear.unshard([gradient for _, _, gradient in found]), 2 * x)
+        assert torch.equal(layout.unshard([moved for moved, _, _ in results]), x)
+        assert torch.equal(linear.unshard([back for _, back, _ in results]), x * x)
+        assert torch.equal(linear.unshard([gradient for _, _, gradient in results]), 2 * x)
 
 
 def test_the_layouts_of_these_tests_differ() -> None:

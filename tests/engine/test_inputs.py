@@ -155,8 +155,8 @@ def test_a_plan_that_served_another_type_gives_the_same_bits():
 def test_evaluation_makes_the_calls_of_an_attention_without_dropout():
     plan, plain = Case((300, 40), 1, dropout=0.2).plan(), Case((300, 40), 1).plan()
 
-    def calls(of, drops):
-        return [len(c) for step in schedules(of, drops)[0].steps for _, c in step.compute]
+    def calls(layer, drops):
+        return [len(c) for step in schedules(layer, drops)[0].steps for _, c in step.compute]
 
     assert calls(plan, False) == calls(plain, False)
     assert sum(calls(plan, True)) > sum(calls(plan, False))

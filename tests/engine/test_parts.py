@@ -69,8 +69,8 @@ PROBLEMS = {
 @sizes(default=(2, 3, 5))
 def test_fp32_agrees_with_fp64(ranks):
     cases = {name: case.on(ranks) for name, case in PROBLEMS.items()}
-    found = {name: worst(case, run_here(case, Stepping(lazy=ranks == 3))) for name, case in cases.items()}
-    assert {name: error for name, error in found.items() if error > 1e-5} == {}
+    largest_errors = {name: worst(case, run_here(case, Stepping(lazy=ranks == 3))) for name, case in cases.items()}
+    assert {name: error for name, error in largest_errors.items() if error > 1e-5} == {}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 5])
@@ -107,7 +107,7 @@ def two_exchanges(rank, group, case):
         keys = [(t.peer, t.sends, t.tag) for t in transfers]
         flying.update(keys)
         twice.extend(key for key in keys if flying[key] > 1)
-        return [Watched(one, key) for one, key in zip(post(self, transfers, all_to_all), keys, strict=True)]
+        return [Watched(pending, key) for pending, key in zip(post(self, transfers, all_to_all), keys, strict=True)]
 
     def once():
         leaves = [plan.layout.shard(x, rank).requires_grad_() for x in case.inputs()[:3]]
@@ -116,14 +116,14 @@ def two_exchanges(rank, group, case):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GroupTransport, "post", watched)
-        found = once()
+        first = once()
         open_directional_groups(group)
         warm_up(plan, group)
         again = once()
         close_directional_groups(group)
     both = [plan.layout.shard(x, rank) for x in case.reference()]
-    wrong = max(float((a.double() - b).abs().max()) for a, b in zip(found, both, strict=True))
-    return wrong, all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), twice, sum(flying.values())
+    wrong = max(float((a.double() - b).abs().max()) for a, b in zip(first, both, strict=True))
+    return wrong, all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), twice, sum(flying.values())
 
 
 def test_two_exchanges_at_once_have_tags_of_their_own_and_go_through_lanes(workers):
@@ -140,9 +140,9 @@ def test_bf16(ranks):
     ]
     alone = [replace(case, ranks=1) for case in cases]
     for i, case in enumerate(cases):
-        found = errors(case, run_here(case), case.reference())
+        largest_errors = errors(case, run_here(case), case.reference())
         there = errors(alone[i], run_here(alone[i]), case.reference())
-        for name, (largest, l2) in found.items():
+        for name, (largest, l2) in largest_errors.items():
             assert largest < 2e-2 and l2 <= 1.3 * there[name][1], (name, case, l2, there)
 
 
@@ -151,9 +151,9 @@ def test_the_same_weights_are_dropped_as_without_parts(ranks):
     alone = matrix_of(SEEN)
     fields = {name: getattr(SEEN, name) for name in Case.__dataclass_fields__}
     case = Mixed(**{**fields, "ranks": ranks, "algorithm": "direct"})
-    found = matrix_of(case)
-    assert torch.equal(found == 0, alone == 0)
-    assert torch.allclose(found, alone, atol=1e-6)
+    matrix = matrix_of(case)
+    assert torch.equal(matrix == 0, alone == 0)
+    assert torch.allclose(matrix, alone, atol=1e-6)
 
 
 @sizes(default=(3,), full=(1, 3, 8))
@@ -173,16 +173,20 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(ranks):
         limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
         for rank in range(ranks):
             there, back, *peaks = results[rank]
-            mine = said[rank]
-            assert there == {"fetch": mine["fetch_forward"], "reduce": 0, "move": mine["redistribution_forward"]}, case
+            rank_result = said[rank]
+            assert there == {
+                "fetch": rank_result["fetch_forward"],
+                "reduce": 0,
+                "move": rank_result["redistribution_forward"],
+            }, case
             assert back == {
-                "fetch": mine["fetch_backward"],
-                "reduce": mine["reduce"],
-                "move": mine["redistribution_backward"],
+                "fetch": rank_result["fetch_backward"],
+                "reduce": rank_result["reduce"],
+                "move": rank_result["redistribution_backward"],
             }
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in (*BUFFERS, "total")}
-                assert all(found <= most for found, most in got.values()), (direction, rank, case, got)
+                assert all(actual <= most for actual, most in got.values()), (direction, rank, case, got)
                 assert all(got[name][0] == got[name][1] for name in ("kv", "redistributed")), (
                     direction,
                     rank,

@@ -46,56 +46,56 @@ def recorded(rank: int, group: Any, case: Case, late: float = 0.0) -> tuple[Rank
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.algorithm)
 def test_messages_and_kernels_are_those_of_the_plan(workers, case):
-    plan, found = case.plan(), workers.run(case.ranks, recorded, case)
+    plan, records = case.plan(), workers.run(case.ranks, recorded, case)
     plain = workers.run(case.ranks, run, case)
     assert len(plan.parts_or_self) == (2 if case.algorithm == "hierarchical" else 1)
     said = traffic(plan, case.dtype.itemsize)
     sent: Counter[tuple[Any, ...]] = Counter()  # by sender, receiver, kind, place and steps
     got: Counter[tuple[Any, ...]] = Counter()
-    for rank, (record, results) in enumerate(found):
+    for rank, (record, results) in enumerate(records):
         assert all(torch.equal(a, b) for a, b in zip(results, plain[rank], strict=True))
-        mine: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         for message in record.messages:
             assert message.kind in KINDS and message.peer != rank
             assert 0 <= message.begin <= message.end <= record.seconds
             ends = (rank, message.peer) if message.sends else (message.peer, rank)
             (sent if message.sends else got)[(*ends, *message[:2], *message[4:6])] += message.bytes
-            mine[message.kind, message.origin.direction] += message.bytes * message.sends
-        assert mine["keys", "forward"] == said["fetch_forward"][rank]
-        assert mine["keys", "backward"] == said["fetch_backward"][rank]
-        assert mine["gradients", "backward"] == said["reduce"][rank]
-        assert mine["move", "forward"] == said["redistribution_forward"][rank]
-        assert mine["move", "backward"] == said["redistribution_backward"][rank]
+            counts[message.kind, message.origin.direction] += message.bytes * message.sends
+        assert counts["keys", "forward"] == said["fetch_forward"][rank]
+        assert counts["keys", "backward"] == said["fetch_backward"][rank]
+        assert counts["gradients", "backward"] == said["reduce"][rank]
+        assert counts["move", "forward"] == said["redistribution_forward"][rank]
+        assert counts["move", "backward"] == said["redistribution_backward"][rank]
         for number, piece in enumerate(plan.parts_or_self):
             for direction in ("forward", "backward"):
                 program, place = getattr(piece, direction), (3, 7, direction, number)
-                computed = [one.step for one in record.spans if one.activity == COMPUTE and one.origin == place]
+                computed = [span.step for span in record.spans if span.activity == COMPUTE and span.origin == place]
                 assert computed == sorted(set(program.tiles(rank)["step"].tolist()))
-                kept = [one for one in record.messages if one.origin == place and one.kind != "move"]
+                kept = [message for message in record.messages if message.origin == place and message.kind != "move"]
                 items = [messages.items for messages in (program.fetch, program.reduce)]
                 steps = [(i["start"], i["done"]) for item in items for i in item if rank in (i["src"], i["dst"])]
-                assert sorted((one.start_step, one.done_step) for one in kept) == sorted(steps)
+                assert sorted((message.start_step, message.done_step) for message in kept) == sorted(steps)
     assert sent and sent == got
 
 
 def test_spans_follow_each_other_and_are_no_more_than_the_whole(workers):
     for case in CASES:
         for record, _ in workers.run(case.ranks, recorded, case):
-            spans = sorted(record.spans, key=lambda one: one.begin)
-            assert {one.activity for one in spans} <= {COMPUTE, POST, WAIT, UNPACK} and len(spans) > 4
-            for one, after in pairwise(spans):
-                assert one.begin <= one.end <= after.begin
-            assert 0 < sum(one.end - one.begin for one in spans) <= record.seconds
-            assert sum(one.end - one.begin for one in spans if one.activity == COMPUTE) > 0
+            spans = sorted(record.spans, key=lambda span: span.begin)
+            assert {span.activity for span in spans} <= {COMPUTE, POST, WAIT, UNPACK} and len(spans) > 4
+            for before, after in pairwise(spans):
+                assert before.begin <= before.end <= after.begin
+            assert 0 < sum(span.end - span.begin for span in spans) <= record.seconds
+            assert sum(span.end - span.begin for span in spans if span.activity == COMPUTE) > 0
 
 
 def test_who_waits_for_a_late_rank_is_seen_to_wait(workers):
     case = Case((200,), 2, algorithm="ring")
     workers.run(2, recorded, case)  # connections are made
     (early, _), (late, _) = workers.run(2, recorded, case, 0.3)
-    waited = [sum(one.end - one.begin for one in record.spans if one.activity == WAIT) for record in (early, late)]
+    waited = [sum(span.end - span.begin for span in record.spans if span.activity == WAIT) for record in (early, late)]
     assert waited[0] > 0.15 and waited[1] < waited[0] - 0.1
-    longest = max((one for one in early.spans), key=lambda one: one.end - one.begin)
+    longest = max((span for span in early.spans), key=lambda span: span.end - span.begin)
     assert (longest.activity, longest.origin, longest.step) == (WAIT, (3, 7, "forward", 0), 0)
 
 
@@ -120,9 +120,11 @@ def test_moves_of_hidden_states_are_told_apart(workers):
     for rank, record in enumerate(workers.run(2, hidden, case)):
         assert {message.kind for message in record.messages} == {"remap"}
         for direction in ("forward", "backward"):
-            sent = [one.bytes for one in record.messages if one.sends and one.origin.direction == direction]
+            sent = [
+                message.bytes for message in record.messages if message.sends and message.origin.direction == direction
+            ]
             assert sum(sent) == rows[rank] * 15 * 4
-        assert [one.activity for one in record.spans] == [POST, WAIT] * 4
+        assert [span.activity for span in record.spans] == [POST, WAIT] * 4
 
 
 def unseen(rank: int, group: Any, case: Case) -> list[torch.Tensor]:
@@ -159,7 +161,7 @@ def test_a_recording_ends_with_its_block_and_there_is_one_at_a_time():
         raise ValueError("broken")
     assert clock.recorded_call() is None
     record = recorder.read()
-    assert [(one.activity, one.origin) for one in record.spans] == [("gather", None)]
+    assert [(span.activity, span.origin) for span in record.spans] == [("gather", None)]
     assert 0.01 <= record.spans[0].end - record.spans[0].begin <= record.seconds
 
 
@@ -194,5 +196,5 @@ def test_on_a_device_marks_are_events_and_only_reading_them_waits(monkeypatch):
         assert not FakeEvent.waited
     record = recorder.read()
     assert len(FakeEvent.waited) == 1
-    assert np.allclose([(one.begin, one.end) for one in record.spans], [(0.002, 0.004), (0.006, 0.008)])
+    assert np.allclose([(span.begin, span.end) for span in record.spans], [(0.002, 0.004), (0.006, 0.008)])
     assert record.seconds == pytest.approx(0.010)

@@ -78,6 +78,6 @@ def test_any_combination_agrees_with_fp64(cell, ranks, rng):
 def test_any_combination_is_as_good_as_bf16_can_be(cell, ranks, rng):
     """dq and dk are differences, nothing where a query sees one key only, of terms that come from the rounded output."""
     case = replace(problem(cell, ranks, rng), dtype=torch.bfloat16)
-    found = errors(case, run_here(case), case.reference())
+    largest_errors = errors(case, run_here(case), case.reference())
     for name, bound in (("out", 2**-6), ("dq", 2**-4), ("dk", 2**-4), ("dv", 2**-6)):
-        assert found[name][0] <= bound, (name, case)
+        assert largest_errors[name][0] <= bound, (name, case)

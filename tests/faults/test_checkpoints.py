@@ -67,8 +67,8 @@ def test_the_key_of_the_first_ranks_machine_counts(
 ) -> None:
     for last in (2, 6):
         settings = steps(corpus, tmp_path / "run", last, context_parallel_suite__context_parallel_size=2)
-        found = fresh_ranks.run(2, train_with_own_key, settings.model_dump_json(), str(tmp_path))
-    assert same_curve(found[0]["lines"], whole)
+        results = fresh_ranks.run(2, train_with_own_key, settings.model_dump_json(), str(tmp_path))
+    assert same_curve(results[0]["lines"], whole)
     assert not (tmp_path / "key of rank 1").exists()
 
 

@@ -158,8 +158,8 @@ def _device_of(values: Any) -> torch.device | None:
             value = value.device
         if isinstance(value, torch.device) and value.type == "npu":
             return value
-        if isinstance(value, (list, tuple)) and (found := _device_of(value)) is not None:
-            return found
+        if isinstance(value, (list, tuple)) and (device := _device_of(value)) is not None:
+            return device
     return None
 
 
@@ -230,9 +230,9 @@ def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
                 if not delayed:
                     host(given[name]).copy_(on_cpu[name])
         for name in changed:
-            one = isinstance(given[name], torch.Tensor)
+            is_tensor = isinstance(given[name], torch.Tensor)
             for target, value in zip(
-                [given[name]] if one else given[name], [on_cpu[name]] if one else on_cpu[name], strict=True
+                [given[name]] if is_tensor else given[name], [on_cpu[name]] if is_tensor else on_cpu[name], strict=True
             ):
                 put(target, value)
         if not schema.returns:

@@ -72,8 +72,8 @@ def upper(rows: int) -> Tensor:
 
 def band_sequence(p: Problem) -> int:
     """Index of the sequence that modes 7 and 8 treat as a band."""
-    some = [i for i, x in enumerate(p.sequences) if x.sizes != (0, 0)]
-    index = (some or [0])[-1 if p.sparse_mode == 7 else 0]
+    present = [i for i, x in enumerate(p.sequences) if x.sizes != (0, 0)]
+    index = (present or [0])[-1 if p.sparse_mode == 7 else 0]
     need(
         p.sequences[index].sizes[0] > 0,
         f"not modelled: sparse_mode {p.sparse_mode} where the {'last' if p.sparse_mode == 7 else 'first'} sequence has keys but no queries",

@@ -59,13 +59,13 @@ class DryRun:
 def parsed(text: str) -> DryRun:
     lines = text.splitlines()
     exports = [re.fullmatch(r"export (\w+)=(.*)  # (.*)", line) for line in lines if line.startswith("export ")]
-    found = [(match[1], "".join(shlex.split(match[2])), match[3]) for match in exports if match]
-    assert len(found) == len(exports) == len({name for name, _, _ in found})
+    variables = [(match[1], "".join(shlex.split(match[2])), match[3]) for match in exports if match]
+    assert len(variables) == len(exports) == len({name for name, _, _ in variables})
     machine = [line.removeprefix("# this machine: ") for line in lines if line.startswith("# this machine: ")]
     return DryRun(
         lines[0],
-        {name: value for name, value, _ in found},
-        {name: source for name, _, source in found},
+        {name: value for name, value, _ in variables},
+        {name: source for name, _, source in variables},
         machine,
         shlex.split(lines[-1]),
     )

@@ -69,9 +69,9 @@ def cheapest_under(peak: int, counts: np.ndarray, targets: np.ndarray, per: int)
 
 
 def solved(cost: np.ndarray, **constraints: np.ndarray) -> float:
-    found = linprog(cost, **constraints, method="highs")
-    assert found.status == 0, found.message
-    return float(found.fun)
+    solution = linprog(cost, **constraints, method="highs")
+    assert solution.status == 0, solution.message
+    return float(solution.fun)
 
 
 def across(flows: np.ndarray, per: int) -> np.ndarray:

@@ -129,11 +129,11 @@ runs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=8).ma
 @settings(max_examples=300, deadline=None)
 @given(runs, runs)
 def test_runs_are_merged_and_overlapped_like_sets(a, b):
-    def numbers(of: np.ndarray) -> set[int]:
-        return {n for first, last in of.tolist() for n in range(first, last)}
+    def numbers(runs: np.ndarray) -> set[int]:
+        return {n for first, last in runs.tolist() for n in range(first, last)}
 
-    one, other = union_of_runs(a), union_of_runs(b)
-    assert numbers(one) == numbers(a) and (one[1:, 0] > one[:-1, 1]).all()
-    i, j, first, last = intersect_runs(one[:, 0], one[:, 1], other[:, 0], other[:, 1])
+    union_a, other = union_of_runs(a), union_of_runs(b)
+    assert numbers(union_a) == numbers(a) and (union_a[1:, 0] > union_a[:-1, 1]).all()
+    i, j, first, last = intersect_runs(union_a[:, 0], union_a[:, 1], other[:, 0], other[:, 1])
     assert numbers(np.stack([first, last], 1)) == numbers(a) & numbers(b) and (last > first).all()
-    assert ((one[i, 0] <= first) & (last <= one[i, 1]) & (other[j, 0] <= first) & (last <= other[j, 1])).all()
+    assert ((union_a[i, 0] <= first) & (last <= union_a[i, 1]) & (other[j, 0] <= first) & (last <= other[j, 1])).all()

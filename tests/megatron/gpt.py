@@ -203,7 +203,7 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
         # A large eps: the step then depends smoothly on gradients that are all but zero.
         settings = OptimizerConfig(lr=0.1, adam_eps=0.1, clip_grad=1.0, use_distributed_optimizer=distributed)
         optimizer = get_megatron_optimizer(settings, [ddp])
-    mine = range(
+    own_batches = range(
         parallel_state.get_data_parallel_rank(), len(case.batches), parallel_state.get_data_parallel_world_size()
     )
     norms = []
@@ -213,9 +213,9 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
             optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=partial(forward_step, case, config, step),
-            data_iterator=iter(mine),
+            data_iterator=iter(own_batches),
             model=[ddp],
-            num_microbatches=len(mine),
+            num_microbatches=len(own_batches),
             seq_length=1,
             micro_batch_size=1,
             forward_only=False,

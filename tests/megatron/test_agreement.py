@@ -19,15 +19,15 @@ HEADS = (4, 2, 2)
 
 
 def module_on(cp: int, **suite: Any) -> PlannedAttention:
-    found = PlannedAttention(
+    attention_of_rank = PlannedAttention(
         transformer_config(cp=cp),
         layer_number=1,
         attn_mask_type=AttnMaskType.causal,
         attention_type="self",
         suite=Suite(context_parallel_size=cp, **suite),
     )
-    found.use_rotary(None)
-    return found
+    attention_of_rank.use_rotary(None)
+    return attention_of_rank
 
 
 def told(function: Any) -> str | None:
@@ -61,11 +61,11 @@ def without_a_plan(rank: int, group: None) -> list[str | None]:
     """Batches [s, b, heads, dim] whose plan is made from their rows: rank 1 meets again what it has met before."""
     with megatron(cp=2):
         module = module_on(2)
-        found = []
+        results = []
         for rows in ((4, 4), (6, 6), (4, 6), (4, 4)):
             x = [torch.randn(rows[rank], 1, heads, 8) for heads in HEADS]
-            found.append(told(lambda x=x: module(*x, None)))
-        return found
+            results.append(told(lambda x=x: module(*x, None)))
+        return results
 
 
 def test_batches_without_a_plan_are_compared_at_every_call(ranks: MegatronRanks) -> None:

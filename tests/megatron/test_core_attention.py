@@ -38,10 +38,10 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int],
     """[t, heads, dim] each; every document by torch's own attention."""
     out = []
     for q1, k1, v1 in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        one = torch.nn.functional.scaled_dot_product_attention(
+        expected = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1) for x in (q1, k1, v1)), is_causal=causal, enable_gqa=True
         )
-        out.append(one.transpose(0, 1))
+        out.append(expected.transpose(0, 1))
     return torch.cat(out)
 
 
@@ -62,8 +62,8 @@ def test_packed_rows_keep_megatrons_shapes(mask: AttnMaskType, width: int, alone
     assert out.shape == (28, 4 * width)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     weights = torch.randn(expected.shape, generator=generator)
-    found = torch.autograd.grad((out * weights).sum(), (q, k, v))
-    for a, b in zip(found, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
+    gradients = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    for a, b in zip(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -91,8 +91,8 @@ def test_nothing_is_kept_between_calls(alone: None) -> None:
         outs.append(module(*x, None, packed_seq_params=params).square().sum())
     before = dict(module.__dict__)
     for x, out, expected in zip(inputs, outs, alone_grads, strict=True):
-        for found, own in zip(torch.autograd.grad(out, x), expected, strict=True):
-            assert torch.equal(found, own)
+        for actual, own in zip(torch.autograd.grad(out, x), expected, strict=True):
+            assert torch.equal(actual, own)
     assert module.__dict__ == before and not list(module.parameters())
 
 
@@ -181,9 +181,9 @@ def test_layers_with_other_windows_take_their_own_plan(alone: None) -> None:
 
 
 def test_plans_that_do_not_fit_each_other_are_refused(alone: None) -> None:
-    one, other = plan_for(attention(), [20], 2), plan_for(attention(), [12, 8], 2)
+    first, other = plan_for(attention(), [20], 2), plan_for(attention(), [12, 8], 2)
     with pytest.raises(ConfigError, match="plan 1 gives ranks other tokens than plan 0"):
-        planned_params([one, other], 0)
+        planned_params([first, other], 0)
     with pytest.raises(ConfigError, match="no plan was given"):
         planned_params([], 0)
     full = AttentionConfig(heads=4, kv_heads=2, head_dim=8, mask="full")

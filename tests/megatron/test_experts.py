@@ -49,8 +49,8 @@ DEFAULT = ("cp3", "dp2 cp2 ep4", "tp2 cp2 ep2")
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Outcome]:
     with one_rank():
-        found = {name: planned(Case(BATCHES, config=config)) for name, config in CASES.items()}
-        return {**found, "steps": planned(Case(BATCHES, optimizer="float32", steps=3, config=EXPERTS))}
+        results = {name: planned(Case(BATCHES, config=config)) for name, config in CASES.items()}
+        return {**results, "steps": planned(Case(BATCHES, optimizer="float32", steps=3, config=EXPERTS))}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None
     """The same gradients as Megatron's own router, whose weights of the losses are right on one rank."""
     config = transformer_config(**EXPERTS)
     documents, whole = data(Case(((24, 24),), qkv_format="sbhd"), 0)
-    found = []
+    results = []
     for router in ("ours", TopKRouter):
         spec = install(layer_spec(config), Suite())
         if router is TopKRouter:
@@ -79,8 +79,8 @@ def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None
         model = install_model(build(config, spec))
         tokens, labels = (whole[name].reshape(2, 24) for name in ("tokens", "labels"))
         model(tokens, tokens, None, labels=labels).sum().backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    ours, theirs = found
+        results.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    ours, theirs = results
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
     assert documents.tokens == 48

@@ -97,15 +97,15 @@ def parallel(ranks: MegatronRanks) -> Callable[[str], list[dict[str, Outcome]]]:
     return run
 
 
-def assert_equal(found: Outcome, expected: Outcome) -> None:
+def assert_equal(actual: Outcome, expected: Outcome) -> None:
     """Same count, loss, gradients or weights, each tensor to 1e-5 of its largest element."""
-    assert found.tokens == expected.tokens
-    assert found.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
-    assert found.tensors.keys() == expected.tensors.keys()
+    assert actual.tokens == expected.tokens
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+    assert actual.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert actual.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
         np.testing.assert_allclose(
-            found.tensors[name], tensor, rtol=0, atol=1e-5 * max(1e-8, float(np.abs(tensor).max())), err_msg=name
+            actual.tensors[name], tensor, rtol=0, atol=1e-5 * max(1e-8, float(np.abs(tensor).max())), err_msg=name
         )
 
 
@@ -133,8 +133,8 @@ def test_sequence_parallelism_pads_each_rank_not_each_document(ranks: MegatronRa
     with one_rank():
         expected = [planned(Case(ODD, config=config)) for config in SEQUENCE_PARALLEL.values()]
     for outcomes in ranks.run(4, on_ranks, 2, 2, cases):
-        for outcome, one in zip(outcomes, expected, strict=True):
-            assert_equal(outcome, one)
+        for outcome, expected_outcome in zip(outcomes, expected, strict=True):
+            assert_equal(outcome, expected_outcome)
 
 
 def test_data_parallel_replicas_with_unequal_counts_share_one_mean(

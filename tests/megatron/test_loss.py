@@ -43,8 +43,8 @@ def test_sums_are_kept_in_float32() -> None:
 
 def test_counts_stay_exact_where_float32_ends() -> None:
     report = {"lm loss": torch.tensor([1.0, 2.0**24])}
-    one = {"lm loss": torch.tensor([1.0, 1.0])}
-    assert global_loss([report, one, one, one]).tokens == 2**24 + 3
+    losses = {"lm loss": torch.tensor([1.0, 1.0])}
+    assert global_loss([report, losses, losses, losses]).tokens == 2**24 + 3
 
 
 def test_nan_is_not_hidden() -> None:
@@ -70,5 +70,5 @@ def mean_on_ranks(rank: int, group: Any, counts: list[list[int]]) -> tuple[float
 
 
 def test_ranks_of_unequal_counts_share_the_mean_over_tokens(ranks: MegatronRanks) -> None:
-    found = ranks.run(3, mean_on_ranks, [[4, 1], [], [0, 15]])
-    assert found == [(pytest.approx((5 * 1 + 15 * 3) / 20), 20)] * 3
+    results = ranks.run(3, mean_on_ranks, [[4, 1], [], [0, 15]])
+    assert results == [(pytest.approx((5 * 1 + 15 * 3) / 20), 20)] * 3

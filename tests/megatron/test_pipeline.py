@@ -81,10 +81,10 @@ def fill(model: Any) -> None:
 
 def test_two_stages_of_two_ranks_equal_one_rank(ranks: MegatronRanks) -> None:
     [(_, loss, tokens, squares)] = ranks.run(1, run_stage, 1, 1)
-    found = ranks.run(4, run_stage, 2, 2)
-    assert [last for last, *_ in found] == [False, False, True, True]
-    for last, *outcome in found:
+    results = ranks.run(4, run_stage, 2, 2)
+    assert [last for last, *_ in results] == [False, False, True, True]
+    for last, *outcome in results:
         if last:
             assert outcome[:2] == [pytest.approx(loss, rel=1e-5), tokens]
-    assert found[0][3] + found[2][3] == pytest.approx(squares, rel=1e-5)
-    assert found[0][3] == pytest.approx(found[1][3], rel=1e-6)
+    assert results[0][3] + results[2][3] == pytest.approx(squares, rel=1e-5)
+    assert results[0][3] == pytest.approx(results[1][3], rel=1e-6)

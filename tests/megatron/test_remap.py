@@ -76,8 +76,8 @@ def test_sequence_parallel_ranks_move_their_shares(mode: str, ranks: MegatronRan
         expected = [planned(case) for case in plain]
     cases = [replace(case, remap=mode, config={**case.config, "sequence_parallel": True}) for case in plain]
     for outcomes in ranks.run(4, on_ranks, 2, 2, cases):
-        for outcome, one in zip(outcomes, expected, strict=True):
-            assert_equal(outcome, one)
+        for outcome, expected_outcome in zip(outcomes, expected, strict=True):
+            assert_equal(outcome, expected_outcome)
 
 
 @pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)

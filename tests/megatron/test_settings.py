@@ -91,8 +91,8 @@ def test_a_setting_that_depends_on_others_is_refused(
 
 
 def test_experts_on_one_rank_may_do_what_depends_on_ranks() -> None:
-    one = transformer_config(**{**EXPERTS, "moe_token_dispatcher_type": "allgather"}, moe_expert_capacity_factor=1.0)
-    check_model_config(one, SUITE)
+    config = transformer_config(**{**EXPERTS, "moe_token_dispatcher_type": "allgather"}, moe_expert_capacity_factor=1.0)
+    check_model_config(config, SUITE)
 
 
 def test_a_norm_whose_gradient_megatron_would_count_twice_is_refused() -> None:
@@ -186,8 +186,8 @@ def test_attention_config_of_latent_attention() -> None:
 )
 def test_layers_have_the_windows_of_megatrons_pattern(pattern: Any, windows: list[int]) -> None:
     config = transformer_config(num_layers=4, window_size=(7, 0), window_attn_skip_freq=pattern)
-    found = [attention.window for attention in layer_attentions(config)]
-    assert found == [(7, 0) if has else None for has in windows]
+    layer_windows = [attention.window for attention in layer_attentions(config)]
+    assert layer_windows == [(7, 0) if has else None for has in windows]
     if len(set(windows)) == 1:
         assert attention_config(config).window == (7, 0)
     else:

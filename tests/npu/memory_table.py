@@ -58,23 +58,25 @@ def rows(sizes: tuple[str, ...] = tuple(SIZES)) -> list[Row]:
     tokens_of = {name: SIZES[name] for name in sizes}
     causal = AttentionConfig(HEADS, KV_HEADS, WIDTH)
     alibi = AttentionConfig(HEADS, KV_HEADS, WIDTH, alibi=True)
-    found: dict[str, dict[str, int]] = {"masks": {}, "tnd": {}, "alibi mask": {}, "alibi": {}}
+    table: dict[str, dict[str, int]] = {"masks": {}, "tnd": {}, "alibi mask": {}, "alibi": {}}
     for name, tokens in tokens_of.items():
         ours = received(tokens, causal)
-        found["tnd"][name] = max(call.mask_bytes for mine in ours for call in mine)  # one tensor, given again and again
+        table["tnd"][name] = max(
+            call.mask_bytes for calls in ours for call in calls
+        )  # one tensor, given again and again
         with_bias = received(tokens, alibi)
-        found["alibi mask"][name] = max(call.mask_bytes for mine in with_bias for call in mine)
-        found["alibi"][name] = max(call.pse_bytes for mine in with_bias for call in mine)
+        table["alibi mask"][name] = max(call.mask_bytes for calls in with_bias for call in calls)
+        table["alibi"][name] = max(call.pse_bytes for calls in with_bias for call in calls)
         by_ids = received(tokens, causal, "masks")
-        found["masks"][name] = max(call.mask_bytes for mine in by_ids for call in mine)
+        table["masks"][name] = max(call.mask_bytes for calls in by_ids for call in calls)
     own = {name: tokens // RANKS for name, tokens in tokens_of.items()}
     return [
         Row("full mask of a rank's queries, bool", False, {n: own[n] * tokens for n, tokens in tokens_of.items()}),
-        Row("mask by document ids, largest step (npu_lowering: masks)", True, found["masks"]),
-        Row("compressed mask (npu_lowering: tnd)", True, found["tnd"]),
+        Row("mask by document ids, largest step (npu_lowering: masks)", True, table["masks"]),
+        Row("compressed mask (npu_lowering: tnd)", True, table["tnd"]),
         Row("ALiBi as a bias matrix, bf16", False, {n: 2 * HEADS * own[n] * tokens for n, tokens in tokens_of.items()}),
-        Row("ALiBi by slopes and offsets", True, found["alibi"]),
-        Row("... and its compressed mask", True, found["alibi mask"]),
+        Row("ALiBi by slopes and offsets", True, table["alibi"]),
+        Row("... and its compressed mask", True, table["alibi mask"]),
     ]
 
 

@@ -119,11 +119,13 @@ def test_a_rank_that_does_not_answer_in_time_is_named_by_its_peer(tmp_path: Path
     assert code in (FAILED, -6), errors[-3000:]
     assert told["extraInfo"]["kind"] in ("peer", "exit_note")
     assert "\n" not in told["message"] and "context_parallel_suite.timeout_seconds" in told["message"]
-    found = lines(errors)
+    printed = lines(errors)
     if told["extraInfo"]["kind"] == "peer":  # the line may come, or not, before the abortion
-        assert "rank 1" in told["message"] and (found == ["error: " + told["message"]] or (code == -6 and not found))
+        assert "rank 1" in told["message"] and (
+            printed == ["error: " + told["message"]] or (code == -6 and not printed)
+        )
     else:  # the watchdog was faster, but HCCL's message names the peer
-        assert code == -6 and not found and re.search(r"waited 3 s .* rank 1 .*in vain", errors), errors[-3000:]
+        assert code == -6 and not printed and re.search(r"waited 3 s .* rank 1 .*in vain", errors), errors[-3000:]
     assert other["extraInfo"]["kind"] == "exit_note" and other["message"].startswith(
         "rank 1 ended without an error message"
     )

@@ -54,21 +54,21 @@ def lowered(plan: Plan, rank: int, case: Case, direction: str) -> int:
 
 def between_barriers(done: Run, rank: int) -> list[dict[str, Any]]:
     """HCCL's calls of a rank between the two barriers of `attend_once`, which are its last collectives."""
-    mine = done.calls(rank)
-    barriers = [at for at, call in enumerate(mine) if call["name"] == "HcclAllReduce"]
-    return mine[barriers[-2] + 1 : barriers[-1]]
+    calls = done.calls(rank)
+    barriers = [index for index, call in enumerate(calls) if call["name"] == "HcclAllReduce"]
+    return calls[barriers[-2] + 1 : barriers[-1]]
 
 
 def messages_of(plan: Plan, rank: int) -> list[tuple[str, int, int, bool]]:
     """(program, step, peer, is sent) of every message of a rank; each is two tensors."""
-    found = []
+    launches = []
     for name in ("forward", "backward"):
         program = getattr(plan, name)
         for messages in (program.reduce, program.fetch):
             for item in messages.items[(messages.items["src"] == rank) | (messages.items["dst"] == rank)]:
                 sends = bool(item["src"] == rank)
-                found.append((name, int(item["start"]), int(item["dst" if sends else "src"]), sends))
-    return found
+                launches.append((name, int(item["start"]), int(item["dst" if sends else "src"]), sends))
+    return launches
 
 
 #: Both kinds of transfers for the ring; by default one of them for the others.
@@ -106,8 +106,10 @@ def test_calls_are_those_of_the_plan(name: str, lanes: bool) -> None:
         else:  # in a launch every peer is once: as many launches as the busiest (peer, direction) of a step has tensors
             steps = {(program, step) for program, step, _, _ in messages}
             per_step = {
-                at: max(2 * sum(m[:2] == at and m[2:] == end for m in messages) for end in {m[2:] for m in messages})
-                for at in steps
+                step: max(
+                    2 * sum(m[:2] == step and m[2:] == end for m in messages) for end in {m[2:] for m in messages}
+                )
+                for step in steps
             }
             launches = sum(per_step.values())
         launches += moves_of(plan, rank)

@@ -125,8 +125,8 @@ def test_every_fault_of_the_operator_is_found(
     """Or it is a fault in something that no call makes use of."""
     fault(name)
     calls.clear()
-    found = any(not check("npu", "fp32", case)["ok"] for case in cases)
-    assert calls and found == (name not in UNUSED or any(map(UNUSED[name], calls)))
+    is_noticed = any(not check("npu", "fp32", case)["ok"] for case in cases)
+    assert calls and is_noticed == (name not in UNUSED or any(map(UNUSED[name], calls)))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_a_fault_in_what_one_option_uses_is_found_by_its_row(
 def test_without_a_fault_nothing_is_found(cases: list[OperatorCase]) -> None:
     """What the doctor finds in the tests above is the fault."""
     for case in cases:
-        found = check("npu", "fp32", case, seed=1)
-        assert found["ok"], found
+        row = check("npu", "fp32", case, seed=1)
+        assert row["ok"], row
 
 
 def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.comm import open_directional_groups, warm_up
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
+from tests.limits import HANG
 from tests.npu import ranks
 from tests.ports import free_port
 
@@ -44,25 +45,25 @@ def join_as(rank: int, size: int, port: str, suite: dict[str, Any]) -> tuple[Gro
     sizes = {"context_parallel_size": size, "timeout_seconds": 77.5}
     settings = Settings(train={"device": "npu"}, context_parallel_suite={**sizes, **suite})
     os.environ.pop("HCCL_EXEC_TIMEOUT", None)  # of tests/npu/ranks.py
-    found = []
+    groups = []
     with megatron_compat(), join_ranks(settings) as world:
         for group in dist.distributed_c10d._world.pg_map:
             backends = [group._get_backend(device) for device in group._device_types]
-            found += [(b.name(), b.options._timeout, getattr(b.options, "hccl_config", {})) for b in backends]
+            groups += [(b.name(), b.options._timeout, getattr(b.options, "hccl_config", {})) for b in backends]
         dist.all_reduce(torch.ones(1, device="npu"))
         warm_up(ring(size), world.cp_group, "npu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what ranks.py destroys
-    return found, {name: os.environ.get(name) for name in TIME_OUTS}
+    return groups, {name: os.environ.get(name) for name in TIME_OUTS}
 
 
 def joined(suite: dict[str, Any], wanted: dict[str, int], **environment: str) -> list[dict[str, Any]]:
     """Communicators of a run over two ranks whose groups all have these options."""
     done = ranks.run(2, join_as, free_port(), suite, environment=environment)
-    for found, time_outs in done.values():
-        libraries = [library for library, _, _ in found]
+    for groups, time_outs in done.values():
+        libraries = [library for library, _, _ in groups]
         assert libraries.count("hccl") > 5 and libraries.count("gloo") > 2
-        assert {timeout for _, timeout, _ in found} == {timedelta(seconds=77.5)}
-        of_hccl = [options for library, _, options in found if library == "hccl"]
+        assert {timeout for _, timeout, _ in groups} == {timedelta(seconds=77.5)}
+        of_hccl = [options for library, _, options in groups if library == "hccl"]
         assert all(options in (wanted, {}) for options in of_hccl)
         assert sum(options == {} for options in of_hccl) == (
             2 if suite["p2p_groups"] == "directional" else 0
@@ -108,7 +109,7 @@ def own_program(rank: int, size: int, port: str) -> str:
     dist.destroy_process_group()  # of tests/npu/ranks.py
     os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     [block] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    suite = SuiteSettings(context_parallel_size=size, timeout_seconds=30)
+    suite = SuiteSettings(context_parallel_size=size, timeout_seconds=HANG)
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, context_parallel_size=size)
     with megatron_compat():
         exec(compile(block, str(PAGE), "exec"), {"suite": suite, "config": config, "sequence_length": 100})

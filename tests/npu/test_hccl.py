@@ -65,26 +65,26 @@ def collectives(rank: int, size: int) -> None:
                 same(x, total)
     for dtype in MOVED:
         parts = [numbers(r, (size, 3), dtype) for r in range(size)]
-        mine = parts[rank].to("npu")
+        own = parts[rank].to("npu")
         x = torch.empty(size * size, 3, dtype=dtype, device="npu")
-        dist.all_gather_into_tensor(x, mine)
+        dist.all_gather_into_tensor(x, own)
         same(x, torch.cat(parts))
-        several = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(several, mine)
+        several = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(several, own)
         for x, want in zip(several, parts, strict=True):
             same(x, want)
         for root in range(size):
-            x = mine.clone()
+            x = own.clone()
             dist.broadcast(x, root)
             same(x, parts[root])
             x = torch.empty(3, dtype=dtype, device="npu")
-            dist.scatter(x, list(mine) if rank == root else None, src=root)
+            dist.scatter(x, list(own) if rank == root else None, src=root)
             same(x, parts[root][rank])
-        x = torch.empty_like(mine)
-        dist.all_to_all_single(x, mine)
+        x = torch.empty_like(own)
+        dist.all_to_all_single(x, own)
         same(x, torch.stack([part[rank] for part in parts]))
         several = [torch.empty(3, dtype=dtype, device="npu") for _ in range(size)]
-        dist.all_to_all(several, list(mine))
+        dist.all_to_all(several, list(own))
         for x, part in zip(several, parts, strict=True):
             same(x, part[rank])
         # rank r sends r + i rows to rank i; the first sends none to itself

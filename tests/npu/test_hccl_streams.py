@@ -69,7 +69,9 @@ def test_isend_and_irecv_make_a_communicator_and_a_stream_for_each_group_and_pai
         made = done.created(rank)
         assert [line["size"] for line in made] == [2] * 4  # two groups, two neighbours
         streams = {line["id"]: {call["stream"] for call in calls if call["id"] == line["id"]} for line in made}
-        assert all(len(found) == 1 for found in streams.values())  # a communicator runs on one stream,
+        assert all(
+            len(streams_of_one) == 1 for streams_of_one in streams.values()
+        )  # a communicator runs on one stream,
         assert len(set.union(*streams.values())) == 4  # which is its own
         assert f"{current:#x}" not in set.union(*streams.values())
         for line in made:  # lazily: no communicator before the call that uses it

@@ -40,8 +40,8 @@ def turn(rank: int, size: int, in_turn: bool) -> float:
 
     pending = transport.post([*both(sent, target, True), *both(came, source, False)])
     assert len(pending) == 4
-    for one in reversed(pending):
-        one.wait()
+    for work in reversed(pending):
+        work.wait()
     assert [x.cpu().unique().tolist() for x in came] == [[10.0 * source], [10.0 * source + 1]]
     return float(source)
 

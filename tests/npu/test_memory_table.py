@@ -25,6 +25,6 @@ def test_the_table_of_the_documentation(sizes: tuple[str, ...]) -> None:
 def test_no_mask_of_ours_grows_with_the_context(sizes: tuple[str, ...]) -> None:
     table = rows(sizes)
     counted = {row.name: row.bytes for row in table if row.counted and "document ids" not in row.name}
-    assert len(counted) == 3 and all(len(set(found.values())) == 1 for found in counted.values())
+    assert len(counted) == 3 and all(len(set(row.values())) == 1 for row in counted.values())
     [by_ids] = [row.bytes for row in table if "document ids" in row.name]
     assert all(count <= 1.01 * (SIZES[name] / 8) ** 2 for name, count in by_ids.items())

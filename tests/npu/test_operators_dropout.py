@@ -22,11 +22,11 @@ def dropped(**more):
 
 def test_every_call_draws_other_weights_and_a_seed_draws_them_again():
     torch.npu.manual_seed(7)
-    one, two = dropped(), dropped()
+    first, two = dropped(), dropped()
     torch.npu.manual_seed(7)
     again = dropped()
-    assert one[4] == 7 and one[4:7] == again[4:7] != two[4:7]
-    assert torch.equal(one[0], again[0]) and not torch.equal(one[0], two[0])
+    assert first[4] == 7 and first[4:7] == again[4:7] != two[4:7]
+    assert torch.equal(first[0], again[0]) and not torch.equal(first[0], two[0])
 
 
 def test_a_seed_of_the_caller_is_overwritten():

@@ -21,5 +21,5 @@ def test_parts_agree_with_fp64(size: int, lanes: bool) -> None:
     cases = [replace(PROBLEMS[name].on(size), order=order) for name in NAMES for order in (None, 3)]
     assert all(isinstance(case, Mixed) for case in cases)
     parts = run(size, attend_all, cases, lanes, environment=ROUGH).values()
-    found = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
-    assert {case: error for case, error in found.items() if error > 1e-5} == {}
+    largest_errors = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
+    assert {case: error for case, error in largest_errors.items() if error > 1e-5} == {}

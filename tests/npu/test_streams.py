@@ -176,12 +176,12 @@ def test_an_event_is_done_when_what_was_before_it_is_and_measures_time() -> None
 
 
 def test_a_wait_is_for_the_record_that_was_there_at_the_call() -> None:
-    one, two = torch.npu.Stream(), torch.npu.Stream()
+    first, two = torch.npu.Stream(), torch.npu.Stream()
     event, target, source = torch.npu.Event(), filled(0), filled(1)
-    event.record(one)
+    event.record(first)
     two.wait_event(event)
-    with control.held(one):
-        event.record(one)  # a later record, which never comes in this block
+    with control.held(first):
+        event.record(first)  # a later record, which never comes in this block
         with torch.npu.stream(two):
             target.copy_(source)
         two.synchronize()

@@ -55,16 +55,16 @@ def one_layer(rank: int, size: int, case: Case) -> tuple[list[str], list[str]]:
     prepare(plan, rank, case.dtype, device=torch.device("npu", rank))
     on_npu = [x.detach().to("npu").requires_grad_() for x in leaves]
     on_npu_dout = dout.to("npu")
-    found = []
+    results = []
     with Seen() as forward:
         out = attend(case, plan, on_npu, None)
-    found.append(forward.names)
+    results.append(forward.names)
     with Seen() as backward:
         torch.autograd.grad(out, on_npu, on_npu_dout)
-    found.append(backward.names)
-    assert all(len(names) > 10 for names in found)
+    results.append(backward.names)
+    assert all(len(names) > 10 for names in results)
     bad = WAITS | {"copy between host and device"}
-    return tuple([name for name in names if name in bad] for names in found)
+    return tuple([name for name in names if name in bad] for names in results)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,12 +79,12 @@ def ones_made(rank: int, size: int) -> list[int]:
     plan, leaves, dout = local(rank, case)
     prepare(plan, rank, case.dtype, device=torch.device("npu", rank))
     on_npu, on_npu_dout = [x.detach().to("npu").requires_grad_() for x in leaves], dout.to("npu")
-    found = []
+    results = []
     for _ in range(3):
         with Seen() as seen:
             torch.autograd.grad(attend(case, plan, on_npu, None), on_npu, on_npu_dout)
-        found.append(sum(name in ("ones", "ones_like") for name in seen.names))
-    return found
+        results.append(sum(name in ("ones", "ones_like") for name in seen.names))
+    return results
 
 
 def test_sums_of_ones_are_made_once_for_all_layers() -> None:

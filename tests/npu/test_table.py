@@ -36,15 +36,15 @@ def attend_all(rank: int, size: int, cases: list[Case], lanes: bool) -> list[lis
 
     if lanes:
         open_directional_groups(device="npu")
-    found = []
+    results = []
     for case in cases:
         plan, leaves, dout = local(rank, case)
         on_npu = [x.detach().to("npu").requires_grad_() for x in leaves]
         warm_up(plan, device="npu")
         out = attend(case, plan, on_npu, None)
         grads = torch.autograd.grad(out, on_npu, dout.to("npu"))
-        found.append([x.detach().cpu().numpy() for x in (out, *grads)])
-    return found
+        results.append([x.detach().cpu().numpy() for x in (out, *grads)])
+    return results
 
 
 def tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
@@ -64,8 +64,8 @@ def test_every_cell_agrees_with_fp64(algorithm: str, size: int) -> None:
     cases = [c for c in CASES.values() if (c.algorithm, c.ranks) == (algorithm, size) and not c.dropout]
     lanes = algorithm in ("ring", "double_ring", "hybrid")
     parts = run(size, attend_all, cases, lanes, environment=ROUGH).values()
-    found = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
-    assert cases and {case: error for case, error in found.items() if error > 1e-5} == {}
+    largest_errors = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
+    assert cases and {case: error for case, error in largest_errors.items() if error > 1e-5} == {}
 
 
 DROPPED = [case for case in CASES.values() if case.dropout]
@@ -74,7 +74,7 @@ DROPPED = [case for case in CASES.values() if case.dropout]
 def attend_twice(rank: int, size: int, cases: list[Case]) -> list[tuple[bool, bool, np.ndarray]]:
     """For every case whether equal seeds give equal bits, whether other seeds give others, and this rank's part of the
     sums <dout, out>, <v, dv>, <q, dq> and <k, dk>."""
-    found = []
+    results = []
     for case in cases:
         plan, leaves, dout = local(rank, case)
         dout = dout.to("npu")
@@ -88,8 +88,8 @@ def attend_twice(rank: int, size: int, cases: list[Case]) -> list[tuple[bool, bo
         first, again, other = runs
         same = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         sums = [(a.detach().double() * b.double()).sum().item() for a, b in ((dout, out), (v, dv), (q, dq), (k, dk))]
-        found.append((same, torch.equal(first[0], other[0]), np.array(sums)))
-    return found
+        results.append((same, torch.equal(first[0], other[0]), np.array(sums)))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_the_backward_drops_what_the_forward_dropped(size: int) -> None:
     cases = [case for case in DROPPED if case.ranks == size][::8]
     parts = run(size, attend_twice, cases, environment=ROUGH).values()
     for number, case in enumerate(cases):
-        mine = [part[number] for part in parts]
-        assert all(same for same, _, _ in mine), case
-        out, v, q, k = sum(sums for _, _, sums in mine)
+        results = [part[number] for part in parts]
+        assert all(same for same, _, _ in results), case
+        out, v, q, k = sum(sums for _, _, sums in results)
         size_of = max(1.0, abs(out), abs(q))
         assert abs(out - v) <= 1e-4 * size_of and abs(q - k) <= 1e-4 * size_of, case
     assert not all(equal for part in parts for _, equal, _ in part)

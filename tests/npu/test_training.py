@@ -76,12 +76,12 @@ def on_the_cpu(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
     return train(1, tmp_path_factory.mktemp("cpu"), f"data.corpus={corpus}", "train.device=cpu")
 
 
-def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+def assert_same(actual: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
     """Equal losses and gradient norms, to 1e-4 of their size."""
-    assert [line["step"] for line in found] == [line["step"] for line in wanted] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in actual] == [line["step"] for line in wanted] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm"):
-        assert [line[key] for line in found] == pytest.approx([line[key] for line in wanted], rel=1e-4)
-    assert [line["tokens"] for line in found] == [line["tokens"] for line in wanted]
+        assert [line[key] for line in actual] == pytest.approx([line[key] for line in wanted], rel=1e-4)
+    assert [line["tokens"] for line in actual] == [line["tokens"] for line in wanted]
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_hierarchical_on_two_supposed_nodes_with_replicas_balanced_by_time(
     """Documents are dealt over two replicas of two ranks each, and every batch is the one of one rank."""
     suite = ("algorithm=hierarchical", "context_parallel_size=2", "nodes=2", f"remap={remap}")
     settings = (f"data.corpus={corpus}", "train.device=npu", "data.balance=time")
-    found = train(4, tmp_path, *settings, *(f"context_parallel_suite.{each}" for each in suite))
-    assert_same(found, on_the_cpu)
+    actual = train(4, tmp_path, *settings, *(f"context_parallel_suite.{each}" for each in suite))
+    assert_same(actual, on_the_cpu)

@@ -43,8 +43,8 @@ def run(attention, tiles, heads, q, k, v, dout, slots, cut=None, key=KEY, half=F
         return lower_to_kernel_calls(tiles, len(q), attention, costs)
 
     key = key if attention.dropout else None
-    mine, theirs = (slice(*x) for x in (heads.q, heads.kv))
-    q, dout, k, v = q[:, mine], dout[:, mine], k[:, theirs], v[:, theirs]
+    q_heads, theirs = (slice(*x) for x in (heads.q, heads.kv))
+    q, dout, k, v = q[:, q_heads], dout[:, q_heads], k[:, theirs], v[:, theirs]
     covered = np.zeros(len(q), bool)
     for t in tiles:
         covered[t["q_row"] : t["q_row"] + t["q_rows"]] = True
@@ -75,10 +75,10 @@ def in_steps(attention, queries, keys, borders):
     for i, (a, b) in enumerate(zip([0, *borders], [*borders, keys.tokens], strict=True)):
         spans = whole_documents(keys)
         spans["start"], spans["stop"] = (np.clip(spans[name], a, b) for name in ("start", "stop"))
-        some = tiles_between(whole_documents(queries), spans[spans["stop"] > spans["start"]], queries, attention, keys)
-        some["step"], some["slot"] = i // 2, i % 2
+        part = tiles_between(whole_documents(queries), spans[spans["stop"] > spans["start"]], queries, attention, keys)
+        part["step"], part["slot"] = i // 2, i % 2
         slots[i // 2, i % 2] = slice(a, b)
-        tiles.append(some)
+        tiles.append(part)
     return np.concatenate(tiles), slots
 
 
@@ -168,8 +168,8 @@ def test_bias_that_is_linear_in_the_key_is_the_same(settings, rows):
     whole = reference(attention, q, k, v, dout, documents)
     for heads in (Heads((0, 4), (0, 2)), Heads((1, 4), (0, 2)), Heads((3, 4), (1, 2))):
         got = run(attention, tiles, heads, q, k, v, dout, slots, (True, rows), half=True)
-        mine = slice(*heads.q)
-        compare(got[:3], [x[:, mine] for x in whole[:3]], torch.float32)
+        q_heads = slice(*heads.q)
+        compare(got[:3], [x[:, q_heads] for x in whole[:3]], torch.float32)
         if heads == Heads.all(attention):
             compare(got, whole, torch.float32)
 
@@ -276,6 +276,6 @@ def test_heads_are_cut_into_three_even_parts_at_most(kv_heads, each, data):
 
 def test_every_attention_is_accepted():
     backend: AttentionBackend = CPU
-    for some in ATTENTIONS:
+    for attention in ATTENTIONS:
         for dtype in LIMITS:
-            backend.check(AttentionConfig(12, 3, 192, 128, **some), dtype)
+            backend.check(AttentionConfig(12, 3, 192, 128, **attention), dtype)

@@ -57,8 +57,8 @@ def test_the_backward_drops_what_the_forward_dropped(cell, ranks, rng) -> None:
     sides = [((a.double() * b).sum().item(), (c.double() * d).sum().item()) for a, b, c, d in (
         (out, dout, dv, v), (dq, q, dk, k)
     )]  # fmt: skip
-    for one, other in sides:
-        assert abs(one - other) <= 1e-4 * max(1.0, abs(one), float(dout.norm()) * float(out.double().norm()))
+    for actual, other in sides:
+        assert abs(actual - other) <= 1e-4 * max(1.0, abs(actual), float(dout.norm()) * float(out.double().norm()))
 
 
 def test_something_is_dropped() -> None:
@@ -172,11 +172,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         importlib.util, "find_spec", lambda name: facts["installed"] or None if name == flash.FLASH_3 else real(name)
     )
     caches = flash.check_device, flash.flash_attention_3
-    for one in caches:
-        one.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     yield facts
-    for one in caches:
-        one.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def test_what_a_gpu_lacks_is_said_before_anything_is_sent(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +200,8 @@ def test_torch_takes_the_calls(window: tuple[int, int], monkeypatch: pytest.Monk
     out, lse, kept = operator.forward(q, k, v, how)
     assert out.shape == q.shape and lse.shape == (4, 7) and lse.dtype == torch.float32 and len(kept) == 2
     for state in (kept, ()):
-        found = operator.backward(q, k, v, out, out, lse, state, how)
-        assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
+        result = operator.backward(q, k, v, out, out, lse, state, how)
+        assert [x.shape for x in result] == [x.shape for x in (q, k, v)]
 
 
 def test_flash_attention_3_is_taken_where_it_is(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +231,8 @@ def test_flash_attention_3_is_taken_where_it_is(gpu: dict[str, Any], monkeypatch
 
     gpu.update({"capability": (9, 0), "installed": True})
     monkeypatch.setattr(_fa3, "_fa3_import_module", broken)
-    found, why = flash.flash_attention_3(torch.device("cuda", 5))
-    assert found is None and why == "installed, but it cannot be loaded (undefined symbol)"
+    function, why = flash.flash_attention_3(torch.device("cuda", 5))
+    assert function is None and why == "installed, but it cannot be loaded (undefined symbol)"
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (5, 2)])
@@ -259,8 +259,8 @@ def test_the_binding_of_flash_attention_3_takes_the_calls(
     assert [x.shape for x in operator.backward(q, k, v, out, out, lse, kept, how)] == [x.shape for x in (q, k, v)]
     assert given["forward"][7] is cu and given["forward"][12:14] == (4, 4)
     for arguments in given.values():
-        (at,) = (i for i, x in enumerate(arguments) if isinstance(x, float) and x == 0.25)
-        assert arguments[at : at + 4] == (0.25, window == (-1, 0), *window)
+        (index,) = (i for i, x in enumerate(arguments) if isinstance(x, float) and x == 0.25)
+        assert arguments[index : index + 4] == (0.25, window == (-1, 0), *window)
 
 
 def test_determinism_is_torchs_switch() -> None:
@@ -281,10 +281,10 @@ def test_the_operator_of_one_device() -> None:
     q, k, v = (torch.randn(n, heads, 8, generator=generator) for n, heads in ((30, 4), (60, 2), (60, 2)))
     for mask, window in product(("causal", "full"), (None, (6, 0))):
         how = {"mask": mask, "window": window}
-        found = [
+        calls = [
             between(q, k, v, lengths, keys, backend, how) for backend in (CudaAttention("auto", DoubleFlash()), None)
         ]
-        for ours, theirs in zip(*found, strict=True):
+        for ours, theirs in zip(*calls, strict=True):
             assert torch.allclose(ours, theirs, atol=1e-5)
 
 

@@ -67,8 +67,8 @@ SOME = [
     st.sampled_from(["forward", "backward"]),
     st.sampled_from([torch.bfloat16, torch.float32]),
 )
-def test_plans(lengths, some, algorithm, layout, topology, direction, dtype):
-    attention = AttentionConfig(12, **some)
+def test_plans(lengths, settings_of_attention, algorithm, layout, topology, direction, dtype):
+    attention = AttentionConfig(12, **settings_of_attention)
     plan = build_plan(Documents(lengths), Topology(*topology), attention, algorithm, layout=layout)
     costs = CpuCostModel.for_kernel(direction, attention, dtype)
     for rank in range(topology[0] * topology[1]):
@@ -101,8 +101,8 @@ def any_tiles(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(any_tiles(), st.sampled_from([dict(), dict(dropout=0.2)]))
-def test_tiles_that_overlap(tiles, some):
-    attention = AttentionConfig(12, **some)
+def test_tiles_that_overlap(tiles, settings_of_attention):
+    attention = AttentionConfig(12, **settings_of_attention)
     for direction in ("forward", "backward"):
         costs = CpuCostModel.for_kernel(direction, attention, torch.bfloat16)
         got, want = lower_to_kernel_calls(tiles, 600, attention, costs), one_by_one(tiles, 600, attention, costs)

@@ -68,8 +68,8 @@ def reference(case: Case, keep=None):
 
 
 def compare(case: Case, backend: NpuAttention, limits, keep=None):
-    found, ranks = run(case, backend)
-    for name, got, want, limit in zip(NAMES, found, reference(case, keep), limits, strict=True):
+    results, ranks = run(case, backend)
+    for name, got, want, limit in zip(NAMES, results, reference(case, keep), limits, strict=True):
         assert got.shape == want.shape, (name, case)
         if not want.numel():
             continue
@@ -125,10 +125,10 @@ def kept_by(case: Case, ranks: list[IsolatedRank]) -> torch.Tensor:
                     heads = group.q.stop - group.q.start
                     used = kept.pop((call.content_key, group.q_range))
                     weights = kept_weights(heads, list(zip(n, m, strict=True)), used, 1 - case.dropout)
-                    weights = [one for one in weights if one.shape[1]]
-                    for (a, c, seen), one in zip(sequences(call), weights, strict=True):
+                    weights = [weight for weight in weights if weight.shape[1]]
+                    for (a, c, seen), weight in zip(sequences(call), weights, strict=True):
                         i, j = (torch.from_numpy(x) for x in np.nonzero(seen))
-                        keep[slice(*group.q_range), q_token[a + i], k_token[c + j]] = one[:, i, j]
+                        keep[slice(*group.q_range), q_token[a + i], k_token[c + j]] = weight[:, i, j]
         assert not kept, "kept of calls that are not there"
     return keep
 
@@ -147,11 +147,11 @@ def test_the_backward_drops_what_the_forward_dropped(cell, ranks, lowering, alib
     case = replace(problem(cell, ranks, rng), dropout=0.25)
     assume(not case.plan().parts)  # `kept_by` knows one numbering of tokens, and each part has its own
     backend = NpuAttention("tnd" if case.alibi else lowering, alibi, operator=OracleOperator())
-    found, made = run(case, backend)
+    results, made = run(case, backend)
     keep = kept_by(case, made)
     if keep.numel() > 20_000:
         assert 0.5 < float(keep.float().mean()) < 1
-    for name, got, want in zip(NAMES, found, reference(case, keep), strict=True):
+    for name, got, want in zip(NAMES, results, reference(case, keep), strict=True):
         if want.numel():
             blind = torch.isinf(want)
             wrong = (got.double() - want).masked_fill(blind, 0).abs().max()

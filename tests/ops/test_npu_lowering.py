@@ -55,14 +55,14 @@ def sequences(call: FusedCall):
                 0
             )
         return [(0, 0, seen)]
-    found = []
+    results = []
     for (a, b), (c, d) in zip(pairwise([0, *call.actual_seq_qlen]), pairwise([0, *call.actual_seq_kvlen]), strict=True):
         assert b >= a and d >= c
         if b > a:
             seen = ~hidden(call.sparse_mode, call.pre_tokens, call.next_tokens, call.uses_compressed_mask, b - a, d - c)
             assert seen.any(1).all(), "a row that sees nothing"
-            found.append((a, c, seen & ~padding[a:b, None]))
-    return found
+            results.append((a, c, seen & ~padding[a:b, None]))
+    return results
 
 
 def check_rules(call: FusedCall, limits: CallLimits) -> None:
@@ -90,14 +90,14 @@ def expanded(call: FusedCall):
     """Rows of queries and keys of all pairs that a call computes, and the distance that it gives them."""
     q, k = numbers(call.q), numbers(call.k)
     shift = np.zeros(len(q), np.int64) if call.bias_shift is None else call.bias_shift
-    found = []
+    results = []
     for a, c, seen in sequences(call):
         i, j = np.nonzero(seen)
         away = np.zeros(len(i), np.int64)
         if call.start_idx is not None:
             away = np.abs((j + call.start_idx[1]) - (i + call.start_idx[0])) + shift[a + i]
-        found.append((q[a + i], k[c + j], away))
-    return [np.concatenate(x) for x in zip(*found, strict=True)]
+        results.append((q[a + i], k[c + j], away))
+    return [np.concatenate(x) for x in zip(*results, strict=True)]
 
 
 def check_backs(call: FusedCall) -> None:
@@ -146,8 +146,8 @@ def check(program: Program, rank: int, lowering, limits: CallLimits) -> None:
         k_doc, k_pos = np.full((2, int(program.capacity[rank, place[1]])), -1)
         for part in parts:
             doc, pos = rows_of(program.spans_in(part), program.kv_documents.offsets)
-            at = slice(int(part["row"]), int(part["row"]) + len(doc))
-            k_doc[at], k_pos[at] = doc, pos
+            rows = slice(int(part["row"]), int(part["row"]) + len(doc))
+            k_doc[rows], k_pos[rows] = doc, pos
         away = q_pos[:, None] - k_pos
         sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
         count = np.zeros(sees.shape, int)
@@ -252,8 +252,8 @@ def test_ring_with_alibi_needs_fewer_calls_than_one_for_each_square(tokens):
 def test_calls_of_a_layer_with_alibi_are_those_of_the_table(tokens, share, forward, backward):
     """The table of docs/ascend.md: a causal ring, cp 8, mean over the ranks."""
     plan = build_plan(Documents([tokens]), Topology(1, 8), AttentionConfig(8, 8, 64, alibi=True), "ring")
-    found = (np.mean(counts(plan, CallLimits(share_calls=share), direction)) for direction in ("forward", "backward"))
-    assert tuple(round(float(mean), 1) for mean in found) == (forward, backward)
+    means = (np.mean(counts(plan, CallLimits(share_calls=share), direction)) for direction in ("forward", "backward"))
+    assert tuple(round(float(mean), 1) for mean in means) == (forward, backward)
 
 
 @pytest.mark.parametrize("documents", [1, 10, 300, 1000])
@@ -277,9 +277,9 @@ def test_packed_causal_needs_two_calls_for_each_step_whatever_the_documents(docu
     plan = build_plan(Documents(lengths), Topology(1, 8), attention, "ring")
     for rank in range(8):
         calls = lowered(plan, rank)
-        assert len(calls) == 8 and all(len(some) <= 2 for some in calls.values())
+        assert len(calls) == 8 and all(len(step_calls) <= 2 for step_calls in calls.values())
         if not alibi:  # no keys are copied, and queries only where some are left out
-            assert all(isinstance(call.k, slice) for some in calls.values() for call in some)
+            assert all(isinstance(call.k, slice) for step_calls in calls.values() for call in step_calls)
 
 
 @pytest.mark.parametrize("window", [(4095, 0), (100, 0), (3, 0)])
@@ -289,7 +289,7 @@ def test_packed_windows_need_three_calls_for_each_step(window, layout):
     for alibi in (False, True):
         attention = AttentionConfig(8, 8, 64, window=window, alibi=alibi)
         plan = build_plan(Documents(lengths), Topology(1, 8), attention, "ring", layout=layout)
-        most = max(len(some) for rank in range(8) for some in lowered(plan, rank).values())
+        most = max(len(step_calls) for rank in range(8) for step_calls in lowered(plan, rank).values())
         assert most <= 3
 
 
@@ -298,7 +298,7 @@ def test_full_masks_need_one_call_for_each_step_with_alibi_three():
     for alibi, most in ((False, 1), (True, 2)):
         attention = AttentionConfig(8, 8, 64, mask="full", alibi=alibi)
         plan = build_plan(Documents(lengths), Topology(1, 4), attention, "ring")
-        assert max(len(some) for rank in range(4) for some in lowered(plan, rank).values()) <= most
+        assert max(len(step_calls) for rank in range(4) for step_calls in lowered(plan, rank).values()) <= most
 
 
 def calls_of_lowering(documents: int, alibi: bool, window: tuple[int, int] | None) -> int:
@@ -340,12 +340,12 @@ def test_causal_tiles_are_aligned_bottom_right(n, m):
         for lowering in [lower_to_fused_calls(tiles, n, attention, DEFAULT)] + [lower_to_masks(tiles, n, attention)] * (
             not alibi
         ):
-            found = np.zeros((n, m), int)
+            counted = np.zeros((n, m), int)
             for call in lowering[0, 0]:
                 check_rules(call, DEFAULT)
                 q, k, _ = expanded(call)
-                np.add.at(found, (q, k), 1)
-            assert (found == want).all()
+                np.add.at(counted, (q, k), 1)
+            assert (counted == want).all()
 
 
 @pytest.mark.parametrize(
@@ -360,15 +360,15 @@ def test_rectangles_of_alibi_cost_little_more_than_their_pairs(n, m):
     ).values()
     computed = sum(int((np.diff([0, *call.actual_seq_qlen]) ** 2).sum()) for call in calls)
     assert computed <= 1.25 * max(n, 32) * m + 64 * m
-    found = np.zeros((n, m), np.int8)
+    mask = np.zeros((n, m), np.int8)
     for call in calls:
         check_rules(call, DEFAULT)
         check_backs(call)
         q, k, distance = expanded(call)
         assert (distance == q + m - k).all()
-        np.add.at(found, (q, k), 1)
+        np.add.at(mask, (q, k), 1)
         assert len(call.q_scatter.merges) <= 9 and len(call.k_scatter.merges) <= 9
-    assert (found == 1).all()
+    assert (mask == 1).all()
 
 
 def test_calls_beyond_the_limits_of_the_operator_are_split():

@@ -143,8 +143,8 @@ def test_gradients_of_parts_with_the_statistics_of_the_whole_add_up():
     given = dict(softmax_max=lse, softmax_sum=torch.ones_like(lse), attention_in=merged[0], scale_value=inputs.scale)
     got = [oracle.fused_attention_grad(q, k[rows], v[rows], dy, 4, "TND", **given, **e) for rows, e, _ in parts]
     dk, dv = (torch.cat([got[0][x], got[1][x]]) for x in (1, 2))
-    found = dict(out=merged[0], dq=got[0][0] + got[1][0], dk=dk, dv=dv, lse=lse_of(merged[1], merged[2]))
-    compare(found, want, torch.float32)
+    actual = dict(out=merged[0], dq=got[0][0] + got[1][0], dk=dk, dv=dv, lse=lse_of(merged[1], merged[2]))
+    compare(actual, want, torch.float32)
 
 
 @pytest.mark.parametrize("lengths", [[5, 22, 32], [0, 5, 22, 32]], ids=["ends", "leading 0"])

@@ -31,19 +31,23 @@ def cases(draw):
     if mode in (0, 2):  # the only ones that also take more queries than keys
         sizes = [(q, max(k - draw(LENGTH), min(q, 1))) for q, k in sizes]
     sizes = sizes if all(map(sum, zip(*sizes, strict=True))) else [*sizes, (3, 5)]
-    at = {7: len(sizes) - 1, 8: 0}.get(mode)
-    if at is not None and sizes[at][0] == 0:
-        sizes[at] = (2, 7)
+    changed_index = {7: len(sizes) - 1, 8: 0}.get(mode)
+    if changed_index is not None and sizes[changed_index][0] == 0:
+        sizes[changed_index] = (2, 7)
     mask, options = "upper", dict(sparse_mode=mode)
     if mode == 4:
         pre, following = draw(st.integers(0, 9)), draw(st.integers(0, 4))
         sees, options = band(pre, following), options | dict(pre_tokens=pre, next_tokens=following)
-    elif at is not None:
+    elif changed_index is not None:
         live = [i for i, x in enumerate(sizes) if x != (0, 0)]
-        following = -draw(st.integers(0, sizes[at][1] - sizes[at][0])) if mode == 7 else draw(st.integers(0, 3))
-        options |= dict(pre_tokens=sizes[at][1], next_tokens=following)
+        following = (
+            -draw(st.integers(0, sizes[changed_index][1] - sizes[changed_index][0]))
+            if mode == 7
+            else draw(st.integers(0, 3))
+        )
+        options |= dict(pre_tokens=sizes[changed_index][1], next_tokens=following)
         others = bottom_right if mode == 7 else top_left
-        sees = one_is(live[-1 if mode == 7 else 0], band(sizes[at][1], following), others)
+        sees = one_is(live[-1 if mode == 7 else 0], band(sizes[changed_index][1], following), others)
     else:
         sees = {0: everything, 2: top_left, 3: bottom_right}[mode]
         mask = "none" if mode == 0 else mask

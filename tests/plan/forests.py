@@ -28,8 +28,8 @@ def forest_plan(lengths: list[int], ranks: int, attention: AttentionConfig, seed
         held[rank, 0] = layout.rank_spans(rank)
         for s in np.unique(share):
             blocks = [layout.rank_spans(b) for b in range(ranks) if share[b] == s and b != rank]
-            mine = np.concatenate([*blocks, np.empty(0, TOKEN_SPAN)])
-            held[rank, 1 + int(s)] = mine[np.argsort(mine["start"], kind="stable")]
+            held_spans = np.concatenate([*blocks, np.empty(0, TOKEN_SPAN)])
+            held[rank, 1 + int(s)] = held_spans[np.argsort(held_spans["start"], kind="stable")]
 
     messages = MessageBuilder()
     landed: dict[tuple[int, int], int] = {}  # (rank, slot) -> last step in which something lands

@@ -29,10 +29,10 @@ def split_heads(
     """The chosen documents, each cut over the ranks of a group, with heads split over these ranks."""
     mask = np.isin(np.arange(len(documents)), chosen)
     groups = [group] * len(documents)
-    mine, mine_kv = select_documents(documents, mask), select_documents(keys, mask)
-    held = contiguous(mine, ranks, groups)
+    part_documents, mine_kv = select_documents(documents, mask), select_documents(keys, mask)
+    held = contiguous(part_documents, ranks, groups)
     held_kv = held if keys is documents else zigzag(mine_kv, ranks, groups)
-    return head_split_part(mine, Topology(1, ranks), attention, groups, held, held_kv)
+    return head_split_part(part_documents, Topology(1, ranks), attention, groups, held, held_kv)
 
 
 def mixed_plan(
@@ -47,9 +47,9 @@ def mixed_plan(
     keys = documents if keys is None else keys
     number = np.arange(len(documents))
     first, second = halves(ranks)
-    mine, mine_kv = select_documents(documents, number % 3 == 0), select_documents(keys, number % 3 == 0)
+    part_documents, mine_kv = select_documents(documents, number % 3 == 0), select_documents(keys, number % 3 == 0)
     parts = [
-        build_plan(mine, Topology(1, ranks), attention, algorithm, None if keys is documents else mine_kv),
+        build_plan(part_documents, Topology(1, ranks), attention, algorithm, None if keys is documents else mine_kv),
         split_heads(documents, keys, attention, ranks, number[number % 3 == 1].tolist(), first),
         split_heads(documents, keys, attention, ranks, number[number % 3 == 2].tolist(), second),
     ]
@@ -59,7 +59,7 @@ def mixed_plan(
 def remapped(plan: Plan, layout: Layout) -> Plan:
     """The same plan for a caller that holds another layout."""
     held = [select_layout(layout, document_mask(part)) for part in plan.parts]
-    parts = [replace(part, layout=one, kv_layout_in=one) for part, one in zip(plan.parts, held, strict=True)]
+    parts = [replace(part, layout=layout, kv_layout_in=layout) for part, layout in zip(plan.parts, held, strict=True)]
     return combine("remapped", parts, plan.forward_order, plan.backward_order)
 
 
@@ -69,6 +69,6 @@ def shuffled(plan: Plan, seed: int) -> Plan:
 
     def order(direction: str) -> tuple[tuple[int, int], ...]:
         parts = rng.permutation([part for part, _ in plan.step_order(direction)])
-        return tuple((int(part), int((parts[:at] == part).sum())) for at, part in enumerate(parts))
+        return tuple((int(part), int((parts[:position] == part).sum())) for position, part in enumerate(parts))
 
     return replace(plan, forward_order=order("forward"), backward_order=order("backward"))

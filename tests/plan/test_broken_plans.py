@@ -52,7 +52,7 @@ def twice(plan: Plan, direction: str, kind: str, index: int) -> Plan:
 class OtherTiles(Program):
     """A program whose tiles at one rank are not what its contents give."""
 
-    at: int = 0
+    position: int = 0
     index: int = 0
     columns: tuple[tuple[str, int], ...] = ()
     drop: bool = False
@@ -60,7 +60,7 @@ class OtherTiles(Program):
 
     def tiles(self, rank: int) -> np.ndarray:
         tiles = super().tiles(rank)
-        if rank != self.at:
+        if rank != self.position:
             return tiles
         if self.drop:
             return np.delete(tiles, self.index)
@@ -71,12 +71,12 @@ class OtherTiles(Program):
         return tiles
 
 
-def tiles(plan: Plan, direction: str, at: int, index: int, **how: Any) -> Plan:
+def tiles(plan: Plan, direction: str, position: int, index: int, **how: Any) -> Plan:
     program = getattr(plan, direction)
     fields = {name: getattr(program, name) for name in Program.__dataclass_fields__}
     columns = tuple((k, v) for k, v in how.items() if k not in ("drop", "repeat"))
     flags = {k: v for k, v in how.items() if k in ("drop", "repeat")}
-    return replace(plan, **{direction: OtherTiles(**fields, at=at, index=index, columns=columns, **flags)})
+    return replace(plan, **{direction: OtherTiles(**fields, position=position, index=index, columns=columns, **flags)})
 
 
 def contents(plan: Plan, direction: str, index: int, **columns: int) -> Plan:

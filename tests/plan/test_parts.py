@@ -55,8 +55,8 @@ def test_what_a_plan_of_parts_does_is_what_its_parts_do(ranks: int) -> None:
     for direction in ("forward", "backward"):
         peak, each = peak_bytes(plan, direction), [peak_bytes(part, direction) for part in plan.parts]
         for name in ("kv", "gradients"):
-            assert (peak[name] <= sum(one[name] for one in each)).all()
-            assert (peak[name] >= np.max([one[name] for one in each], 0)).all()
+            assert (peak[name] <= sum(part_peak[name] for part_peak in each)).all()
+            assert (peak[name] >= np.max([part_peak[name] for part_peak in each], 0)).all()
 
 
 def test_rows_of_parts_are_the_rows_of_the_whole() -> None:
@@ -65,10 +65,10 @@ def test_rows_of_parts_are_the_rows_of_the_whole() -> None:
         rows = [np.concatenate([np.arange(a, a + n) for a, n in zip(*part_rows(plan, p, rank), strict=True)] or [np.zeros(0)])
                 for p in range(3)]  # fmt: skip
         assert sorted(np.concatenate(rows).astype(int)) == list(range(plan.layout.token_counts[rank]))
-        for part, mine in zip(plan.parts, rows, strict=True):
+        for part, its_rows in zip(plan.parts, rows, strict=True):
             docs = [layout.documents.document_of(layout.tokens(rank)) for layout in (part.layout, plan.layout)]
-            assert (docs[0] == docs[1][mine.astype(int)]).all()
-            assert (part.layout.positions(rank) == plan.layout.positions(rank)[mine.astype(int)]).all()
+            assert (docs[0] == docs[1][its_rows.astype(int)]).all()
+            assert (part.layout.positions(rank) == plan.layout.positions(rank)[its_rows.astype(int)]).all()
 
 
 def test_the_default_order_starts_exchanges_first_and_then_splits_heads() -> None:
@@ -90,7 +90,7 @@ def test_messages_of_parts_are_in_one_order_and_finished_before_their_parts_next
     both = interleaved_program(plan, "backward")
     assert len(both.fetch) == sum(len(part.backward.fetch) for part in parts)
     assert (np.diff(both.fetch.items["start"]) >= 0).all() and both.steps == len(plan.backward_order)
-    ends = {part: [at for at, (p, _) in enumerate(plan.backward_order) if p == part] for part in (0, 1)}
+    ends = {part: [index for index, (p, _) in enumerate(plan.backward_order) if p == part] for part in (0, 1)}
     assert set(both.reduce.items["start"]) <= {*ends[0], *ends[1]}
     assert (both.reduce.items["done"] >= both.reduce.items["start"]).all()
 

@@ -122,7 +122,7 @@ def test_peak_bytes_count_slots_gradients_and_staging():
     ("build", "says"),
     [
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), algorithm="rings"), "algorithm is 'rings': unknown algorithm; did you mean ring? valid: ring"),
-        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), window=3), "option 'window' is not one of algorithm 'ring'; valid: layout"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), window=3), "algorithm 'ring' has no option 'window'; valid: layout"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), layout="striped"), "valid: zigzag, contiguous, balanced"),
         (lambda: AttentionConfig(6, 4), "kv_heads is 4; valid: a divisor of attention.heads, which is 6"),
         (lambda: AttentionConfig(0), "heads is 0; valid: a whole number, 1 or more"),
@@ -145,7 +145,7 @@ def test_peak_bytes_count_slots_gradients_and_staging():
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=4), "ulysses_degree is 4; valid: a divisor of the 6 ranks: 1, 2, 3, 6"),
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "double_ring", cp_window_size=0), "cp_window_size is 0; valid: a divisor of the 6 ranks"),
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "direct", prefetch=0), "prefetch is 0; valid: a whole number of rounds, 1 or more"),
-        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "ulysses", layout="zigzag"), "option 'layout' is not one of algorithm 'ulysses'; valid: none"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "ulysses", layout="zigzag"), "algorithm 'ulysses' has no option 'layout'; valid: none"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), kv_documents=Documents([5])), "attention.mask is 'causal' with keys of other lengths than queries"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4, mask="full"), kv_documents=Documents([5, 6])), "kv_documents has 2 documents, documents 1"),
         (lambda: AttentionConfig(4, scale=float("nan")), "scale is nan"),
@@ -173,7 +173,7 @@ def test_peak_bytes_count_slots_gradients_and_staging():
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=2**80), "valid: a divisor of the 6 ranks"),
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "double_ring", cp_window_size=[2]), "cp_window_size is [2]; valid: a divisor"),
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=1.5), "ulysses_degree is 1.5; valid: a divisor"),
-        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), "auto"), "algorithm is 'auto': no algorithm of a plan, but chooses one before"),
+        (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), "auto"), "algorithm is 'auto': auto does not build a plan; it chooses"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), None), "algorithm is None: must be a name; valid: ring"),
     ],
 )  # fmt: skip

@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("run")
     for rank in (0, 1):
         path = leave(made, 3, rank)
-        parts = [one for one in events(rank) if one.category in ("step", "attention") or one.details]
+        parts = [event for event in events(rank) if event.category in ("step", "attention") or event.details]
         path.write_text(trace_text(metadata(3, rank, settings(), documents=[[60, 4]]), parts[:3]))
     return made
 
@@ -65,27 +65,27 @@ def refusal(run: Path) -> str:
     return str(caught.value)
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """All keys and indices in JSON values, of settings one of each section."""
-    if at:
-        yield at
+    if keys:
+        yield keys
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    inside = at[2:3] == ("settings",) and len(at) == 4
+    inside = keys[2:3] == ("settings",) and len(keys) == 4
     for key, inner in list(items)[: 1 if inside else None]:
-        yield from places(inner, (*at, key))
+        yield from places(inner, (*keys, key))
 
 
 @contextmanager
-def changed(whole: Any, at: tuple[Any, ...], value: Any) -> Iterator[None]:
+def changed(whole: Any, keys: tuple[Any, ...], value: Any) -> Iterator[None]:
     """Within the block another value is in a place, or none."""
     holder = whole
-    for key in at[:-1]:
+    for key in keys[:-1]:
         holder = holder[key]
     kept = list(holder.items()) if isinstance(holder, dict) else list(holder)
     if value is GONE:
-        del holder[at[-1]]
+        del holder[keys[-1]]
     else:
-        holder[at[-1]] = value
+        holder[keys[-1]] = value
     yield
     holder.clear()
     (holder.update if isinstance(holder, dict) else holder.extend)(kept)
@@ -93,23 +93,23 @@ def changed(whole: Any, at: tuple[Any, ...], value: Any) -> Iterator[None]:
 
 def test_whatever_value_is_wrong_nothing_but_one_line_comes_of_it(run: Path, path: Path) -> None:
     whole = json.loads(path.read_text())
-    whole["traceEvents"] = [one for one in whole["traceEvents"] if not one["name"].endswith("_sort_index")]
+    whole["traceEvents"] = [event for event in whole["traceEvents"] if not event["name"].endswith("_sort_index")]
     report(run)
     refused: dict[tuple[Any, ...], int] = {}
-    for at in places(whole):
+    for keys in places(whole):
         for value in VALUES:
-            with changed(whole, at, value):
+            with changed(whole, keys, value):
                 path.write_text(json.dumps(whole))
             try:
                 report(run)
             except ConfigError as error:
-                assert "\n" not in str(error) and str(run) in str(error), (at, value)
-                refused[at] = refused.get(at, 0) + 1
+                assert "\n" not in str(error) and str(run) in str(error), (keys, value)
+                refused[keys] = refused.get(keys, 0) + 1
     for key in whole["otherData"]["measured"]:
         assert key in UNUSED or refused[(*ABOUT, key)] >= len(VALUES) - 2, key
     number = next(i for i, event in enumerate(whole["traceEvents"]) if event["args"].get("sends"))
-    for at in (("dur",), ("ts",), ("tid",), ("name",), ("args", "bytes"), ("args", "messages")):
-        assert refused[("traceEvents", number, *at)] >= len(VALUES) - 3, at
+    for keys in (("dur",), ("ts",), ("tid",), ("name",), ("args", "bytes"), ("args", "messages")):
+        assert refused[("traceEvents", number, *keys)] >= len(VALUES) - 3, keys
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_whatever_value_is_wrong_nothing_but_one_line_comes_of_it(run: Path, pat
 def test_a_file_that_is_no_trace_is_one_line(run: Path, path: Path, content: bytes, said: str) -> None:
     path.write_bytes(content)
     line = refusal(run)
-    assert line.startswith(f"{path}: is no trace of a step, or a damaged one: ") and said in line
+    assert line.startswith(f"{path}: not a valid step trace: ") and said in line
     assert line.endswith("; remove it, and trace again")
 
 
@@ -139,7 +139,7 @@ def test_wherever_a_file_ends_too_early_it_is_one_line(run: Path, path: Path) ->
     whole = path.read_bytes()
     for length in range(0, len(whole) - 2, 23):
         path.write_bytes(whole[:length])
-        assert f"{path}: is no trace of a step, or a damaged one: no JSON at line 1" in refusal(run)
+        assert f"{path}: not a valid step trace: no JSON at line 1" in refusal(run)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(run: Path, path: Path) -> None:

@@ -29,16 +29,18 @@ def comparison(*names: str) -> Comparison:
 
 
 def test_figures_are_means_of_the_batches_and_the_fastest_is_first() -> None:
-    found = comparison("ulysses", "direct", "hierarchical")
+    compared = comparison("ulysses", "direct", "hierarchical")
     where = problem()
-    assert [one.metrics.seconds for one in found.results] == sorted(one.metrics.seconds for one in found.results)
-    assert {one.name for one in found.results} == {"ring", "ulysses", "direct", "hierarchical"}
-    for one in found.results:
+    assert [result.metrics.seconds for result in compared.results] == sorted(
+        result.metrics.seconds for result in compared.results
+    )
+    assert {result.name for result in compared.results} == {"ring", "ulysses", "direct", "hierarchical"}
+    for result in compared.results:
         each = [
-            simulate_plan(build_plan(batch, where.topology, where.attention, one.name), where.cluster, where.layer)
+            simulate_plan(build_plan(batch, where.topology, where.attention, result.name), where.cluster, where.layer)
             for batch in BATCHES
         ]
-        metrics = one.metrics
+        metrics = result.metrics
         assert metrics.seconds == pytest.approx(np.mean([t.total for t in each]))
         assert metrics.exposed == pytest.approx(np.mean([t.exposed.mean() for t in each]))
         assert metrics.hidden == pytest.approx(np.mean([t.hidden.mean() for t in each]))
@@ -47,27 +49,27 @@ def test_figures_are_means_of_the_batches_and_the_fastest_is_first() -> None:
         assert metrics.memory == max(t.memory.max() for t in each)
         # A rank computes, waits for messages or waits for the others: nothing else, and nothing twice.
         assert metrics.compute + metrics.exposed + metrics.late == pytest.approx(metrics.seconds)
-        assert one.timeline.total == each[0].total
+        assert result.timeline.total == each[0].total
 
 
 def test_speed_and_bound_are_ratios_of_times() -> None:
-    found = comparison("hierarchical", "ring")
+    compared = comparison("hierarchical", "ring")
     where = problem()
     bounds = [choose_placement(batch, batch, where.topology, where.attention).bound for batch in BATCHES]
-    assert found.bound == pytest.approx(np.mean(bounds))
-    assert found.ring.metrics.speedup == 1.0
-    for one in found.results:
-        assert one.metrics.speedup == pytest.approx(found.ring.metrics.seconds / one.metrics.seconds)
-        assert 0 < one.metrics.fraction == pytest.approx(found.bound / one.metrics.seconds)
-        assert one.metrics.fraction <= 1
+    assert compared.bound == pytest.approx(np.mean(bounds))
+    assert compared.ring.metrics.speedup == 1.0
+    for result in compared.results:
+        assert result.metrics.speedup == pytest.approx(compared.ring.metrics.seconds / result.metrics.seconds)
+        assert 0 < result.metrics.fraction == pytest.approx(compared.bound / result.metrics.seconds)
+        assert result.metrics.fraction <= 1
 
 
 def test_the_even_ring_is_there_though_nobody_asked_and_only_once() -> None:
-    assert [one.name for one in comparison("ring", "ring").results] == ["ring"]
-    found = compare_algorithms(problem(), [Candidate("ring", (("layout", "balanced"),))])
-    assert {one.name for one in found.results} == {"ring", "ring:layout=balanced"}
-    assert found.ring.name == "ring" and found.named("ring:layout=balanced") is not None
-    assert found.named("ulysses") is None
+    assert [result.name for result in comparison("ring", "ring").results] == ["ring"]
+    compared = compare_algorithms(problem(), [Candidate("ring", (("layout", "balanced"),))])
+    assert {result.name for result in compared.results} == {"ring", "ring:layout=balanced"}
+    assert compared.ring.name == "ring" and compared.named("ring:layout=balanced") is not None
+    assert compared.named("ulysses") is None
 
 
 def test_what_cannot_run_is_told_with_its_reason_and_the_others_run() -> None:
@@ -75,9 +77,9 @@ def test_what_cannot_run_is_told_with_its_reason_and_the_others_run() -> None:
         Candidate("hierarchical", (("max_seqlen_per_dp_cp_rank", 100),)),
         Candidate("hybrid", (("ulysses_degree", 3),)),
     ]
-    found = compare_algorithms(problem(), [*wanted, Candidate("direct")])
-    assert {one.name for one in found.results} == {"ring", "direct"}
-    reasons = {one.name: one.reason for one in found.refused}
+    compared = compare_algorithms(problem(), [*wanted, Candidate("direct")])
+    assert {result.name for result in compared.results} == {"ring", "direct"}
+    reasons = {refusal.name: refusal.reason for refusal in compared.refused}
     assert "max_seqlen_per_dp_cp_rank = 100" in reasons["hierarchical:max_seqlen_per_dp_cp_rank=100"]
     assert "ulysses_degree is 3" in reasons["hybrid:ulysses_degree=3"]
 
@@ -110,12 +112,12 @@ def test_every_wait_is_for_a_message_that_ends_it(name: str) -> None:
     timeline = simulate_plan(build_plan(BATCHES[0], where.topology, where.attention, name), where.cluster, where.layer)
     seconds = 0.0
     for direction, sent in (("forward", timeline.transfers_forward), ("backward", timeline.transfers_backward)):
-        found = wait_records(timeline, direction)
-        messages = sent[found["message"]]
-        np.testing.assert_allclose(messages["end"], found["end"])
-        assert ((messages["src"] == found["rank"]) | (messages["dst"] == found["rank"])).all()
-        assert (messages["done"] == found["step"]).all()
-        seconds += float((found["end"] - found["begin"]).sum())
+        records = wait_records(timeline, direction)
+        messages = sent[records["message"]]
+        np.testing.assert_allclose(messages["end"], records["end"])
+        assert ((messages["src"] == records["rank"]) | (messages["dst"] == records["rank"])).all()
+        assert (messages["done"] == records["step"]).all()
+        seconds += float((records["end"] - records["begin"]).sum())
     assert seconds == pytest.approx(timeline.exposed.sum())
     assert sum(value for _, value in waiting_causes(timeline)) == pytest.approx(timeline.waiting.mean())
 

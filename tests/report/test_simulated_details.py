@@ -68,8 +68,8 @@ def test_positions_are_those_of_the_rows() -> None:
     tiles = ComputedTiles(plan, "forward", [0, 1])
     other = tiles.of(0, 2)  # chunk 3 of rank 0 sees all that rank 1 has
     assert len(other) == 1
-    found = {name: int(other[0][name]) for name in ("q_first", "q_last", "k_first", "k_last", "pairs")}
-    assert found == {"q_first": 300, "q_last": 399, "k_first": 100, "k_last": 299, "pairs": 100 * 200}
+    actual = {name: int(other[0][name]) for name in ("q_first", "q_last", "k_first", "k_last", "pairs")}
+    assert actual == {"q_first": 300, "q_last": 399, "k_first": 100, "k_last": 299, "pairs": 100 * 200}
     assert len(tiles.of(0, 3)) == 0
     own = tiles.of(1, 1)
     assert own["pairs"].sum() == 200 * 201 // 2 and own["q_first"].min() == 100 and own["k_last"].max() == 299
@@ -86,13 +86,13 @@ def test_messages_have_as_many_bytes_as_the_rows_of_their_documents(case: str) -
         assert (rows > 0).all()
         each = sent["bytes"] / rows
         np.testing.assert_array_equal(each % (64 * 2), 0)
-        for kind, part in {(int(one["kind"]), int(one["part"])) for one in sent if one["kind"] < 2}:
-            mine = (sent["kind"] == kind) & (sent["part"] == part)
-            assert len(np.unique(each[mine])) == 1  # rows of one part have one width
-        some = np.zeros(len(sent), bool)
-        some[::3] = True
-        np.testing.assert_array_equal(merge_by_document(documents_in_messages(timeline.plan, direction, sent, some)),
-                                      merge_by_document(table[some[table["message"]]]))  # fmt: skip
+        for kind, part in {(int(message["kind"]), int(message["part"])) for message in sent if message["kind"] < 2}:
+            chosen = (sent["kind"] == kind) & (sent["part"] == part)
+            assert len(np.unique(each[chosen])) == 1  # rows of one part have one width
+        named = np.zeros(len(sent), bool)
+        named[::3] = True
+        np.testing.assert_array_equal(merge_by_document(documents_in_messages(timeline.plan, direction, sent, named)),
+                                      merge_by_document(table[named[table["message"]]]))  # fmt: skip
 
 
 def test_a_message_of_the_ring_carries_the_documents_of_the_block() -> None:
@@ -103,8 +103,8 @@ def test_a_message_of_the_ring_carries_the_documents_of_the_block() -> None:
         owner = (int(bar["rank"]) - int(bar["start"])) % 8  # whose block comes in step t is t ranks before
         held = layout.rank_spans(owner)
         rows = {doc: int((held["stop"] - held["start"])[held["doc"] == doc].sum()) for doc in set(held["doc"].tolist())}
-        found = bars.documents(number)
-        assert set(found) <= set(rows) and found[0] == max(rows, key=lambda doc: rows[doc])
+        shown = bars.documents(number)
+        assert set(shown) <= set(rows) and shown[0] == max(rows, key=lambda doc: rows[doc])
         assert bars.peers(number) == [(int(bar["rank"]) - 1) % 8]
 
 
@@ -119,19 +119,22 @@ def test_bars_have_all_messages_of_a_rank_posted_together(case: str, end: str) -
             np.bincount(bars.bars["rank"], bars.bars["bytes"], 8), np.bincount(sent[end], sent["bytes"], 8)
         )
         for number, bar in enumerate(bars.bars):
-            mine = sent[bars.message_numbers[bars.bar_offsets[number] : bars.bar_offsets[number + 1]]]
-            assert (mine[end] == bar["rank"]).all() and (mine["start"] == bar["start"]).all()
-            assert (mine["begin"].min(), mine["end"].max()) == (bar["begin"], bar["end"])
-            assert len({a // 4 == b // 4 for a, b in zip(mine["src"].tolist(), mine["dst"].tolist(), strict=True)}) == 1
+            messages = sent[bars.message_numbers[bars.bar_offsets[number] : bars.bar_offsets[number + 1]]]
+            assert (messages[end] == bar["rank"]).all() and (messages["start"] == bar["start"]).all()
+            assert (messages["begin"].min(), messages["end"].max()) == (bar["begin"], bar["end"])
+            assert (
+                len({a // 4 == b // 4 for a, b in zip(messages["src"].tolist(), messages["dst"].tolist(), strict=True)})
+                == 1
+            )
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "parts"])
 def test_shares_cover_every_document(case: str) -> None:
     plan = plan_of(case)
-    found = document_shares(plan, 99)
-    assert [share.doc for share in found] == [3, 0, 2, 5, 1]  # the longest first, the empty one not at all
+    shares = document_shares(plan, 99)
+    assert [share.doc for share in shares] == [3, 0, 2, 5, 1]  # the longest first, the empty one not at all
     assert [share.doc for share in document_shares(plan, 2)] == [3, 0]
-    for share in found:
+    for share in shares:
         (piece,) = (piece for piece in plan.parts_or_self if piece.documents.lengths[share.doc])
         for runs, layout in ((share.queries, piece.q_layout_compute), (share.keys, piece.kv_layout_compute)):
             assert sum(rows for _, rows in runs) == LENGTHS[share.doc]
@@ -148,9 +151,9 @@ def test_shares_cover_every_document(case: str) -> None:
 def test_parts_share_each_document_once() -> None:
     plan = plan_of("parts")
     assert len(plan.parts_or_self) > 1
-    found = document_shares(plan, 99)
-    assert [share.doc for share in found] == [0, 3, 5, 6, 7, 2, 1]
-    assert [sum(rows for _, rows in share.queries) for share in found] == [60000, 30000, 9000, 8000, 7000, 900, 300]
+    shares = document_shares(plan, 99)
+    assert [share.doc for share in shares] == [0, 3, 5, 6, 7, 2, 1]
+    assert [sum(rows for _, rows in share.queries) for share in shares] == [60000, 30000, 9000, 8000, 7000, 900, 300]
 
 
 def test_spread_counts_documents_and_tokens() -> None:
@@ -160,7 +163,7 @@ def test_spread_counts_documents_and_tokens() -> None:
         ACROSS_NODES: (5, 9400),
     }
     assert count_documents_by_spread(plan_of("ulysses"))[ACROSS_NODES] == (5, 9400)
-    found = count_documents_by_spread(plan_of("hierarchical"))
-    assert sum(documents for documents, _ in found.values()) == 5 and found[ON_ONE_RANK][0] >= 2
-    one = build_plan(Documents([5, 0]), Topology(1, 1), AttentionConfig(1))
-    assert count_documents_by_spread(one) == {ON_ONE_RANK: (1, 5), IN_ONE_NODE: (0, 0), ACROSS_NODES: (0, 0)}
+    counts = count_documents_by_spread(plan_of("hierarchical"))
+    assert sum(documents for documents, _ in counts.values()) == 5 and counts[ON_ONE_RANK][0] >= 2
+    plan = build_plan(Documents([5, 0]), Topology(1, 1), AttentionConfig(1))
+    assert count_documents_by_spread(plan) == {ON_ONE_RANK: (1, 5), IN_ONE_NODE: (0, 0), ACROSS_NODES: (0, 0)}

@@ -56,8 +56,8 @@ def started() -> Iterator[Browser]:
     program = find_browser()
     if program is None:
         pytest.skip(MISSING)
-    with Browser(program) as found:
-        yield found
+    with Browser(program) as started:
+        yield started
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def browser(started: Browser, file: Path) -> Iterator[Browser]:
 
 def data_of(file: Path) -> dict[str, Any]:
     """What the page's script unpacks."""
-    found = re.search(r'id="data">([^<]*)</script>', file.read_text())
-    assert found is not None
-    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    script = re.search(r'id="data">([^<]*)</script>', file.read_text())
+    assert script is not None
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(script[1])))
     return data
 
 
@@ -87,18 +87,18 @@ def test_the_page_has_the_data_and_asks_for_nothing(comparison: Comparison, file
 
 
 def test_times_of_the_data_are_those_of_the_timelines(comparison: Comparison, file: Path) -> None:
-    for one, found in zip(comparison.results, data_of(file)["algorithms"], strict=True):
-        timeline = one.timeline
-        assert found["name"] == one.name and found["total"] == round(timeline.total / TIME_UNIT)
+    for result, drawn in zip(comparison.results, data_of(file)["algorithms"], strict=True):
+        timeline = result.timeline
+        assert drawn["name"] == result.name and drawn["total"] == round(timeline.total / TIME_UNIT)
         for direction, times in zip(
-            found["directions"], (timeline.steps_forward, timeline.steps_backward), strict=True
+            drawn["directions"], (timeline.steps_forward, timeline.steps_backward), strict=True
         ):
             borders = np.cumsum(direction["times"], axis=1)
             np.testing.assert_allclose(borders[:, 1::2] * TIME_UNIT, times[:, :, 1], atol=TIME_UNIT)
             np.testing.assert_allclose(borders[:, 2::2] * TIME_UNIT, times[:, :, 2], atol=TIME_UNIT)
-        sent = sum(message[7] for direction in found["directions"] for message in direction["messages"])
+        sent = sum(message[7] for direction in drawn["directions"] for message in direction["messages"])
         assert sent == timeline.bytes_sent.sum()
-        np.testing.assert_allclose(np.array(found["per_rank"]["exposed"]) * TIME_UNIT, timeline.exposed, atol=TIME_UNIT)
+        np.testing.assert_allclose(np.array(drawn["per_rank"]["exposed"]) * TIME_UNIT, timeline.exposed, atol=TIME_UNIT)
 
 
 def test_a_page_that_cannot_be_written_is_one_line(comparison: Comparison, tmp_path: Path) -> None:
@@ -113,7 +113,9 @@ def rows(browser: Browser) -> list[str]:
 
 
 def names_by(comparison: Comparison, key: str, reverse: bool = False) -> list[str]:
-    return [one.name for one in sorted(comparison.results, key=lambda s: getattr(s.metrics, key), reverse=reverse)]
+    return [
+        result.name for result in sorted(comparison.results, key=lambda s: getattr(s.metrics, key), reverse=reverse)
+    ]
 
 
 def tip(browser: Browser) -> str:
@@ -140,7 +142,7 @@ def on_timeline(browser: Browser, rank: int, seconds: float, lane: float) -> str
 
 
 def test_the_table_opens_sorted_by_time_and_says_who_refused(browser: Browser, comparison: Comparison) -> None:
-    assert rows(browser) == [one.name for one in comparison.results]
+    assert rows(browser) == [result.name for result in comparison.results]
     first = browser.run("[...document.querySelector('#algorithms tbody tr').cells].map(c => c.textContent)")
     fastest = comparison.results[0].metrics
     assert first[1] == comparison.ms(fastest.seconds) and first[2] == f"{fastest.speedup:.2f}"
@@ -162,8 +164,8 @@ def test_headings_sort_and_the_filter_narrows(browser: Browser, comparison: Comp
     browser.type("IN")
     narrowed = rows(browser)
     why = {
-        one.name: one.metrics.waiting_causes[0][0] if one.metrics.waiting_causes else "nothing"
-        for one in comparison.results
+        result.name: result.metrics.waiting_causes[0][0] if result.metrics.waiting_causes else "nothing"
+        for result in comparison.results
     }
     assert set(narrowed) == {name for name in why if "in" in f"{name} {why[name]}"}
     browser.type("g, no such")
@@ -188,9 +190,9 @@ def test_a_click_shows_another_algorithm(browser: Browser, comparison: Compariso
 
 def shown(browser: Browser, comparison: Comparison, name: str) -> AlgorithmResult:
     browser.click(f"tr[data-name='{name}']")
-    found = comparison.named(name)
-    assert found is not None
-    return found
+    result = comparison.named(name)
+    assert result is not None
+    return result
 
 
 def test_pointing_at_bars_tells_tiles_waits_and_messages(browser: Browser, comparison: Comparison) -> None:
@@ -233,12 +235,12 @@ def test_pointing_at_bars_tells_tiles_waits_and_messages(browser: Browser, compa
 
 
 def test_the_wheel_zooms_the_timeline_and_a_button_shows_all_of_it(browser: Browser, comparison: Comparison) -> None:
-    one = shown(browser, comparison, "ring")
+    result = shown(browser, comparison, "ring")
     span = "(() => { const d = document.getElementById('timeline').dataset; return [Number(d.from), Number(d.to)]; })()"
     whole = browser.run(span)
-    assert whole == [0, round(one.timeline.total / TIME_UNIT)]
-    at = one.timeline.total / 4
-    on_timeline(browser, 1, at, 0.2)
+    assert whole == [0, round(result.timeline.total / TIME_UNIT)]
+    seconds = result.timeline.total / 4
+    on_timeline(browser, 1, seconds, 0.2)
     place = browser.run(
         "(() => { const b = document.getElementById('timeline').getBoundingClientRect(); return [b.left + 400, b.top + 60]; })()"
     )
@@ -303,6 +305,6 @@ def test_pairs_of_tiles_are_counted_under_every_mask(browser: Browser, reach: tu
         f"(PROBLEM.reach = {list(reach)}, {json.dumps(cases)}.map(([a, b, c, d]) => "
         "pairs({from: a, to: b}, {from: c, to: d})))"
     )
-    for (a, b, c, d), found in zip(cases, counted, strict=True):
+    for (a, b, c, d), actual in zip(cases, counted, strict=True):
         q, k = np.arange(a, b)[:, None], np.arange(c, d)[None]
-        assert found == int(((k >= q - reach[0]) & (k <= q + reach[1])).sum()), (a, b, c, d)
+        assert actual == int(((k >= q - reach[0]) & (k <= q + reach[1])).sum()), (a, b, c, d)

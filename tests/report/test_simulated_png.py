@@ -38,16 +38,16 @@ def widths(axes: Axes) -> dict[str, float]:
     for boxes in axes.collections:
         if isinstance(boxes, PolyCollection) and len(boxes.get_paths()):
             name = names[to_hex(boxes.get_facecolor()[0])]
-            some = sum(float(np.ptp(path.vertices[:, 0])) for path in boxes.get_paths())
-            out[name] = out.get(name, 0.0) + some / 1e3
+            width = sum(float(np.ptp(path.vertices[:, 0])) for path in boxes.get_paths())
+            out[name] = out.get(name, 0.0) + width / 1e3
     return out
 
 
 def test_boxes_of_a_timeline_have_the_widths_of_its_times() -> None:
-    found = comparison()
-    for one in found.results:
-        figure = timeline_figure(found, [one])
-        timeline = one.timeline
+    compared = comparison()
+    for result in compared.results:
+        figure = timeline_figure(compared, [result])
+        timeline = result.timeline
         axes = figure.axes[1]
         drawn = widths(axes)
         assert axes.get_xlim()[1] == pytest.approx(timeline.total * 1e3)
@@ -59,23 +59,23 @@ def test_boxes_of_a_timeline_have_the_widths_of_its_times() -> None:
 
 
 def test_bars_of_all_algorithms_add_up_to_their_times() -> None:
-    found = comparison(batches=2)
-    axes = timeline_figure(found).axes[0]
+    compared = comparison(batches=2)
+    axes = timeline_figure(compared).axes[0]
     ends = sorted({round(bar.get_y(), 6): bar.get_x() + bar.get_width() for bar in axes.patches}.items())
-    assert [end for _, end in ends] == pytest.approx([one.metrics.seconds * 1e3 for one in found.results])
-    assert axes.lines[0].get_xdata()[0] == pytest.approx(found.bound * 1e3)
+    assert [end for _, end in ends] == pytest.approx([result.metrics.seconds * 1e3 for result in compared.results])
+    assert axes.lines[0].get_xdata()[0] == pytest.approx(compared.bound * 1e3)
 
 
 @pytest.mark.parametrize("case", ["nodes", "one node", "window", "many ranks", "one rank"])
 def test_words_stay_on_the_page_and_off_each_other(case: str) -> None:
-    found = {
+    colours = {
         "nodes": lambda: comparison(batches=2),
         "one node": lambda: comparison(1, 8),
         "window": lambda: comparison(window=(300, 0)),
         "many ranks": lambda: comparison(8, 8),
         "one rank": lambda: comparison(1, 1),
     }[case]()
-    figure = timeline_figure(found)
+    figure = timeline_figure(colours)
     figure.canvas.draw()
     boxes = [(text.get_text(), text.get_window_extent()) for text in figure.texts if text.get_text()]
     width, height = figure.get_size_inches() * figure.dpi
@@ -94,9 +94,9 @@ def test_ranks_have_colours_of_their_own() -> None:
 
 
 def test_the_picture_is_a_png_and_a_bad_place_is_one_line(tmp_path: Path) -> None:
-    found = comparison()
-    path = draw_timelines(found, tmp_path / "out.png", [found.ring])
+    compared = comparison()
+    path = draw_timelines(compared, tmp_path / "out.png", [compared.ring])
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"--png .*: cannot be written: "):
-        draw_timelines(found, tmp_path / "none" / "out.png")
-    assert [found.name for found in tmp_path.iterdir()] == ["out.png"]
+        draw_timelines(compared, tmp_path / "none" / "out.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.png"]

@@ -29,8 +29,8 @@ def timeline_of(algorithm: str, nodes: int = 2, per: int = 3) -> Timeline:
 
 
 def written(tmp_path: Path, recordings: Sequence[Recording]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(write_trace(tmp_path / "trace.json", recordings).read_text())
-    return found
+    trace: dict[str, Any] = json.loads(write_trace(tmp_path / "trace.json", recordings).read_text())
+    return trace
 
 
 def check_form(events: list[dict[str, Any]]) -> dict[tuple[int, str], list[dict[str, Any]]]:
@@ -82,7 +82,9 @@ def test_durations_are_those_of_the_timeline(algorithm: str, tmp_path: Path) -> 
         assert all(event["args"]["src"] == rank for event in threads[rank, "send"])
         assert all(event["args"]["dst"] == rank for event in threads[rank, "receive"])
     both = np.concatenate([timeline.transfers_forward, timeline.transfers_backward])
-    got = sum(event["args"]["bytes"] for (_, thread), some in threads.items() if thread == "receive" for event in some)
+    got = sum(
+        event["args"]["bytes"] for (_, thread), slices in threads.items() if thread == "receive" for event in slices
+    )
     assert got == both["bytes"].sum()
 
 
@@ -102,11 +104,11 @@ def test_bars_say_what_they_are_of() -> None:
 
 def test_recordings_stand_below_each_other(tmp_path: Path) -> None:
     first, second = (timeline_recording(timeline_of(name), name) for name in ("ring", "ulysses"))
-    found = written(tmp_path, [first, second])
-    names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
+    trace = written(tmp_path, [first, second])
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names[2] == "ring: rank 2" and names[PROCESS_STRIDE + 2] == "ulysses: rank 2" and len(names) == 12
-    assert found["otherData"]["ring"]["modelled"] is True
-    assert found["otherData"]["ring"]["layer_seconds"] == timeline_of("ring").total
+    assert trace["otherData"]["ring"]["modelled"] is True
+    assert trace["otherData"]["ring"]["layer_seconds"] == timeline_of("ring").total
 
 
 def test_events_of_any_origin_are_written_and_overlaps_get_lanes() -> None:
@@ -118,13 +120,13 @@ def test_events_of_any_origin_are_written_and_overlaps_get_lanes() -> None:
         TraceEvent(4, "receive", "c", 1.0, 1.0, "keys"),
         TraceEvent(4, "compute", "kernel", 0.0, 0.0, "attention"),
     ]
-    found = list(trace_events([Recording("measured", events)]))
-    check_form(found)
-    named = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
+    converted = list(trace_events([Recording("measured", events)]))
+    check_form(converted)
+    named = [e["args"]["name"] for e in converted if e["name"] == "thread_name"]
     assert named == ["compute", "receive", "receive 2", "optimizer"]
-    lane = {e["name"]: e["tid"] for e in found if e["ph"] == "X"}
+    lane = {e["name"]: e["tid"] for e in converted if e["ph"] == "X"}
     assert lane["a"] == lane["c"] != lane["b"]
-    (b,) = (e for e in found if e["name"] == "b")
+    (b,) = (e for e in converted if e["name"] == "b")
     assert (b["ts"], b["dur"], b["args"], b["cat"]) == (500_000, 1_000_000, {"bytes": 7}, "keys")
 
 
@@ -145,9 +147,9 @@ def test_in_very_large_plans_the_tiles_of_some_ranks_are_told(monkeypatch: pytes
     monkeypatch.setattr(recorded, "DRAWN_SPANS", (contents + 1) // 2)
     told = ranks_with_details(timeline, range(6))
     assert told == [0, 2, 5]
-    some = timeline_recording(timeline, "ring")
-    assert [event[:6] for event in some.events] == [event[:6] for event in whole.events]
-    for event, before in zip(some.events, whole.events, strict=True):
+    recording = timeline_recording(timeline, "ring")
+    assert [event[:6] for event in recording.events] == [event[:6] for event in whole.events]
+    for event, before in zip(recording.events, whole.events, strict=True):
         assert (event.details == before.details) == (event.rank in told or "documents" not in before.details)
 
 

@@ -83,7 +83,7 @@ def test_the_picture_of_a_plan_of_parts_names_parts_and_heads() -> None:
 def test_in_a_ring_the_owner_goes_round_and_in_the_hybrid_it_has_the_same_heads() -> None:
     owners = {(rank, step): {a.owner for a in tile_polygons(plan_of(), rank) if a.step == step}
               for rank in range(4) for step in range(4)}  # fmt: skip
-    assert all(found == {(rank - step) % 4} for (rank, step), found in owners.items())
+    assert all(actual == {(rank - step) % 4} for (rank, step), actual in owners.items())
     hybrid = plan_of("hybrid", ranks=4)
     for rank in range(4):
         assert {a.owner for a in tile_polygons(hybrid, rank)} == {rank, (rank + 2) % 4}
@@ -121,14 +121,14 @@ def test_words_neither_overlap_nor_leave_the_page(case: str, monkeypatch: pytest
     if case.endswith("small squares"):
         monkeypatch.setattr(page, "MAX_WIDTH", 11.0)
     figure = tile_map(plan_of(**CASES[case]))
-    found = words(figure)
+    boxes = words(figure)
     width, height = figure.canvas.get_width_height()
-    for text, box in found:
+    for text, box in boxes:
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
-    for (one, a), (other, b) in combinations(found, 2):
+    for (first, a), (other, b) in combinations(boxes, 2):
         apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
-        assert apart, f"{one!r} overlaps {other!r}"
-    captions = any("K/V of" in text for text, _ in found)
+        assert apart, f"{first!r} overlaps {other!r}"
+    captions = any("K/V of" in text for text, _ in boxes)
     assert captions == (case not in ("small squares", "cross, small squares", "one rank", "empty", "no documents"))
 
 
@@ -175,8 +175,10 @@ def test_there_is_a_polygon_for_every_area_each_in_its_square(monkeypatch: pytes
 
 def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tilemap, "DRAWN_TILE_LIMIT", 1)
-    found = texts(lengths=[300, 41], ranks=3)
-    assert any("too many to draw" in text for text in found) and not any("attention matrix" in text for text in found)
+    texts_drawn = texts(lengths=[300, 41], ranks=3)
+    assert any("too many to draw" in text for text in texts_drawn) and not any(
+        "attention matrix" in text for text in texts_drawn
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,9 +194,9 @@ def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.
     ids=["16", "32", "64", "ulysses", "small documents", "small and large"],
 )
 def test_squares_are_shaded_where_typical_tiles_are_too_small_to_be_seen(case: dict[str, Any], shaded: bool) -> None:
-    found = texts(**case)
-    assert any("pixels wide, too small to draw" in text for text in found) == shaded
-    assert any("attention matrix" in text for text in found) != shaded
+    texts_drawn = texts(**case)
+    assert any("pixels wide, too small to draw" in text for text in texts_drawn) == shaded
+    assert any("attention matrix" in text for text in texts_drawn) != shaded
 
 
 def test_a_shaded_square_has_its_work_and_the_colours_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,27 +204,27 @@ def test_a_shaded_square_has_its_work_and_the_colours_of_the_keys(monkeypatch: p
     plan = plan_of("all_gather", lengths=[300, 41], ranks=3)
     frames: list[Any] = list(tile_map(plan).axes[0].patches)
     work, palette = plan.work(), page.rank_colours(3)
-    squares = [one for one in frames if one.get_zorder() == 1 and one.get_width() == one.get_height() > 1]
+    squares = [frame for frame in frames if frame.get_zorder() == 1 and frame.get_width() == frame.get_height() > 1]
     expected = [page.shade_of(float(share)) for share in (work / work.max()).flat]
-    assert [one.get_facecolor()[:3] for one in squares] == [pytest.approx(colour) for colour in expected]
-    marks = [palette.index(one.get_facecolor()[:3]) for one in frames if one.get_zorder() == 2]
+    assert [square.get_facecolor()[:3] for square in squares] == [pytest.approx(colour) for colour in expected]
+    marks = [palette.index(frame.get_facecolor()[:3]) for frame in frames if frame.get_zorder() == 2]
     assert marks == [0, 1, 2, 1, 0, 2, 2, 0, 1], "the own keys, then those of both others, rank by rank"
 
 
 def test_cross_attention_shows_the_lengths_of_keys_and_who_holds_them() -> None:
     case: dict[str, Any] = {"mask": "full", "kv_documents": Documents([3, 900, 17, 2000])}
-    found = texts(algorithm="direct", **case)
-    assert "direct: 4 documents (700, 30, 0, 4,100 queries; 3, 900, 17, 2,000 keys) over 4 ranks" in found
-    assert any(" queries, " in text and text.endswith(" keys") for text in found)
-    assert "What ranks hold: queries in the upper strip, keys and values in the lower." in found
+    texts_drawn = texts(algorithm="direct", **case)
+    assert "direct: 4 documents (700, 30, 0, 4,100 queries; 3, 900, 17, 2,000 keys) over 4 ranks" in texts_drawn
+    assert any(" queries, " in text and text.endswith(" keys") for text in texts_drawn)
+    assert "What ranks hold: queries in the upper strip, keys and values in the lower." in texts_drawn
     plain = texts(algorithm="direct", mask="full")
     assert "direct: 4 documents (700, 30, 0, 4,100 tokens) over 4 ranks" in plain
     assert not any("strip" in text for text in plain)
-    many, one = Documents([5] * 9), Documents([70])
+    many, long = Documents([5] * 9), Documents([70])
     assert "ring: 9 documents, 180 queries and 45 keys over 4 ranks" in texts(
         lengths=[20] * 9, mask="full", kv_documents=many
     )
-    assert "ring: 1 document of 20 queries; 70 keys over 4 ranks" in texts(lengths=[20], mask="full", kv_documents=one)
+    assert "ring: 1 document of 20 queries; 70 keys over 4 ranks" in texts(lengths=[20], mask="full", kv_documents=long)
 
 
 def test_strips_are_what_ranks_hold_of_queries_and_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,10 +62,10 @@ def test_what_is_moved_to_split_heads_leaves_after_hidden_states_have_come(direc
     back = sent[(sent["kind"] == REMAP) & (sent["start"] > 0)]
     others = sent[sent["kind"] == MOVE]
     for rank in range(8):
-        mine = back[(back["src"] == rank) | (back["dst"] == rank)]
+        own_messages = back[(back["src"] == rank) | (back["dst"] == rank)]
         before = others[(others["src"] == rank) | (others["dst"] == rank)]
-        if len(mine) and len(before):
-            assert mine["begin"].min() >= before["end"].max() + linear.after[rank] * (1 - 1e-9)
+        if len(own_messages) and len(before):
+            assert own_messages["begin"].min() >= before["end"].max() + linear.after[rank] * (1 - 1e-9)
     assert made.total == pytest.approx(float(made.steps_backward[:, -1, 2].max()))
     own = made.is_attention(direction)
     assert own.sum() == len(plan.step_order(direction)) and len(own) == turns.shape[1]
@@ -92,7 +92,7 @@ def test_fp32_doubles_what_is_not_fp32_anyway() -> None:
 
 def test_tensor_parallel_ranks_share_rows_with_sequence_parallelism() -> None:
     attention = AttentionConfig(heads=16, kv_heads=2, head_dim=128)  # of one of two ranks
-    of = (4096, 11008, 32, 4, 128, 128)
+    widths = (4096, 11008, 32, 4, 128, 128)
     documents, topology = Documents([20000, *[900] * 30]), Topology(2, 4, "a2")
     sizes = {"hidden_size": 4096, "ffn_hidden_size": 11008, "tensor_model_parallel_size": 2}
     plans = [
@@ -101,7 +101,7 @@ def test_tensor_parallel_ranks_share_rows_with_sequence_parallelism() -> None:
     ]
     moved = []
     for shared in (False, True):
-        layer = LayerCost.from_sizes(*of, tensor_parallel=2, sequence_parallel=shared)
+        layer = LayerCost.from_sizes(*widths, tensor_parallel=2, sequence_parallel=shared)
         plan = with_linear_layout(build_plan(documents, topology, attention, "hierarchical", remap="off"), "hidden")
         table = transfers(plan, "forward", layer.bytes_per_element, layer.hidden_row_bytes)
         moved.append(table["bytes"][table["kind"] == REMAP].sum())

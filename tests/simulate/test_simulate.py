@@ -66,17 +66,17 @@ def test_all_gather_and_ulysses_of_equal_parts(name: str) -> None:
     """n - 1 blocks over a rank's links; and q, k, v of 1 / n of the heads, each way for out."""
     cluster, tokens, n = only_links(name), 8 * 4096, 8
     block = tokens / n * ROW
-    found = simulate_plan(build_plan(Documents([tokens]), Topology(1, n), FULL, "all_gather"), cluster, NO_LINEAR)
+    timeline = simulate_plan(build_plan(Documents([tokens]), Topology(1, n), FULL, "all_gather"), cluster, NO_LINEAR)
     latency = cluster.in_node_latency
     if cluster.fabric == "mesh":
         expected = block / min(cluster.effective_pair, cluster.effective_rank / (n - 1))
     else:
         expected = (n - 1) * block / cluster.effective_rank
-    assert found.steps_forward[:, -1, 2].max() == pytest.approx(expected + latency, rel=0.01)
-    found = simulate_plan(build_plan(Documents([tokens]), Topology(1, n), FULL, "ulysses"), cluster, NO_LINEAR)
+    assert timeline.steps_forward[:, -1, 2].max() == pytest.approx(expected + latency, rel=0.01)
+    timeline = simulate_plan(build_plan(Documents([tokens]), Topology(1, n), FULL, "ulysses"), cluster, NO_LINEAR)
     part = tokens / n * 32 * 128 * 2 / n  # bytes of q that a rank gives to another
     rate = min(cluster.effective_pair, cluster.effective_rank / (n - 1))
-    assert found.steps_forward[:, -1, 2].max() == pytest.approx(4 * part / rate + 2 * latency, rel=0.01)
+    assert timeline.steps_forward[:, -1, 2].max() == pytest.approx(4 * part / rate + 2 * latency, rel=0.01)
 
 
 def test_a_document_over_two_nodes_crosses_once_over_all_nics_with_routing() -> None:
@@ -125,9 +125,9 @@ def test_linear_layers_come_between_the_directions_on_every_rank() -> None:
 def test_it_is_the_same_again() -> None:
     documents = Documents(sample_batch("prolong", 8 * 4096, 1))
     plan = build_plan(documents, Topology(2, 4, "a800"), MHA, "hierarchical")
-    one, other = (simulate_plan(plan, load_cluster("a800")) for _ in range(2))
-    assert np.array_equal(one.transfers_forward, other.transfers_forward) and np.array_equal(
-        one.steps_backward, other.steps_backward
+    first, other = (simulate_plan(plan, load_cluster("a800")) for _ in range(2))
+    assert np.array_equal(first.transfers_forward, other.transfers_forward) and np.array_equal(
+        first.steps_backward, other.steps_backward
     )
 
 
@@ -135,9 +135,9 @@ def test_ranks_that_stand_for_others_say_so_and_are_close() -> None:
     plan = build_plan(Documents([700] * 40), Topology(4, 8), MHA, "ring")
     cluster = load_cluster("a2")
     every = simulate_plan(plan, cluster)
-    some = simulate_plan(plan, cluster, max_exact_spans=1000)
-    assert every.ranks_counted == 32 and some.ranks_counted == 4
-    assert some.total == pytest.approx(every.total, rel=0.02)
+    approximate = simulate_plan(plan, cluster, max_exact_spans=1000)
+    assert every.ranks_counted == 32 and approximate.ranks_counted == 4
+    assert approximate.total == pytest.approx(every.total, rel=0.02)
 
 
 def test_memory_counts_what_ranks_hold_and_what_travels() -> None:
@@ -154,9 +154,9 @@ def test_memory_counts_what_ranks_hold_and_what_travels() -> None:
 def test_equal_layers_follow_each_other() -> None:
     plan = build_plan(Documents([4096] * 4), Topology(1, 4), MHA, "ring")
     cluster = load_cluster("a2")
-    one, four, ten = (simulate_layers(plan, cluster, layers).seconds for layers in (1, 4, 10))
-    assert one == pytest.approx(simulate_plan(plan, cluster).total)
-    assert four == pytest.approx(4 * one, rel=0.02) and ten == pytest.approx(10 * one, rel=0.02)
+    single, four, ten = (simulate_layers(plan, cluster, layers).seconds for layers in (1, 4, 10))
+    assert single == pytest.approx(simulate_plan(plan, cluster).total)
+    assert four == pytest.approx(4 * single, rel=0.02) and ten == pytest.approx(10 * single, rel=0.02)
     with pytest.raises(ConfigError, match="layers is 0"):
         simulate_layers(plan, cluster, 0)
 

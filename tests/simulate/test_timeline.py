@@ -58,8 +58,8 @@ def test_nics_are_shared_by_their_ranks() -> None:
     shared = own.with_values(nics_per_node=1)
     block = 4096 * 32 * 256 * 2
     for cluster, messages in ((own, 2), (shared, 4)):
-        found = simulate_plan(plan, cluster, NO_LINEAR).steps_forward[:, -1, 2].max()
-        assert found == pytest.approx(messages * block / cluster.effective_nic, rel=0.01)
+        actual = simulate_plan(plan, cluster, NO_LINEAR).steps_forward[:, -1, 2].max()
+        assert actual == pytest.approx(messages * block / cluster.effective_nic, rel=0.01)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "hybrid", "direct", "hierarchical"])

@@ -25,13 +25,13 @@ def auto(corpus: Path, folder: Path, **changes: Any) -> Settings:
 def test_the_choice_takes_the_place_of_auto_and_is_the_same_again(corpus: Path, tmp_path: Path) -> None:
     settings = auto(corpus, tmp_path)
     assert settings.plan_options["hidden_size"] == 48 and not settings.context_parallel_suite.uses_directional_groups
-    found, decision = resolve_auto(settings)
+    chosen, decision = resolve_auto(settings)
     assert decision is not None
-    suite = found.context_parallel_suite
+    suite = chosen.context_parallel_suite
     assert (suite.algorithm, suite.options) == (decision.candidate.algorithm, dict(decision.candidate.options))
-    assert suite.cluster == "a800" and suite.nodes == 2 and found.train == settings.train
-    assert resolve_auto(settings)[0] == found
-    assert resolve_auto(found) == (found, None)
+    assert suite.cluster == "a800" and suite.nodes == 2 and chosen.train == settings.train
+    assert resolve_auto(settings)[0] == chosen
+    assert resolve_auto(chosen) == (chosen, None)
 
 
 def test_the_linear_layers_are_those_of_the_model(
@@ -69,8 +69,8 @@ def test_every_attention_of_the_model_is_possible_with_what_is_chosen(corpus: Pa
     settings = auto(corpus, tmp_path).model_dump(exclude_unset=True)
     settings["model"] |= {"attention_dropout": 0.1, "window_size": [100, 0]}
     settings["train"] |= {"tensor_model_parallel_size": 2}
-    found, _ = resolve_auto(Settings(**settings))
-    assert found.context_parallel_suite.algorithm != "auto" and found.model.attention_dropout == 0.1
+    chosen, _ = resolve_auto(Settings(**settings))
+    assert chosen.context_parallel_suite.algorithm != "auto" and chosen.model.attention_dropout == 0.1
 
 
 def test_a_training_itself_refuses_it(corpus: Path, tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_a_training_itself_refuses_it(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_bound_of_tokens_is_kept_by_what_is_chosen(corpus: Path, tmp_path: Path) -> None:
     """Only hierarchical has one; what a row may hold at most is 517 tokens over 4 ranks and a few more."""
-    found, decision = resolve_auto(auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=131))
+    chosen, decision = resolve_auto(auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=131))
     assert decision is not None
-    assert {one.candidate.algorithm for one in decision.trials} == {"hierarchical"}
-    assert found.context_parallel_suite.options["max_seqlen_per_dp_cp_rank"] == 131
+    assert {trial.candidate.algorithm for trial in decision.trials} == {"hierarchical"}
+    assert chosen.context_parallel_suite.options["max_seqlen_per_dp_cp_rank"] == 131
     with pytest.raises(ConfigError, match="max_seqlen_per_dp_cp_rank = 100: is too little for rows"):
         auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=100)
     with pytest.raises(ConfigError, match="routing = true: must be left out with algorithm: auto"):

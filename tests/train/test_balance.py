@@ -50,7 +50,7 @@ def _square(lengths: np.ndarray) -> np.ndarray:
 
 
 def compared(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics without what tells documents' pieces apart: none here is cut otherwise."""
+    """Keep the metrics that do not depend on how documents are cut."""
     return [{key: line[key] for key in ("step", "loss", "grad_norm", "tokens", "documents", "lr")} for line in lines]
 
 
@@ -70,8 +70,10 @@ def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
     assert_same_curve(lines, off)
     assert_same_curve(lines, reference)
     assert counts[0] == counts[1] and counts[2] == counts[3], "ranks of a replica"
-    assert any(one != other for one, other in zip(counts[0], counts[2], strict=True)), "this is what must be exact"
-    on, before = (np.array(values(one, "replica_imbalance")) for one in (lines, off))
+    assert any(counted != other for counted, other in zip(counts[0], counts[2], strict=True)), (
+        "this is what must be exact"
+    )
+    on, before = (np.array(values(curve_lines, "replica_imbalance")) for curve_lines in (lines, off))
     assert (on >= 1).all() and (on <= before).all() and on.mean() < 1.05 < before.mean()
 
 
@@ -107,7 +109,7 @@ def test_replicas_that_share_experts_have_equally_many_micro_batches(
     off = curve(fresh_ranks, tiny(corpus, tmp_path / "off", **changes), 4)
     ranks = fresh_ranks.run(4, by_square, tiny(corpus, tmp_path / "on", **changes, **TIME).model_dump_json())
     assert_same_curve(ranks[0]["lines"], off)
-    different = [one != other for one, other in zip(ranks[0]["counts"], ranks[2]["counts"], strict=True)]
+    different = [counted != other for counted, other in zip(ranks[0]["counts"], ranks[2]["counts"], strict=True)]
     assert any(different) == (experts == 2)
 
 
@@ -265,7 +267,7 @@ def test_replicas_that_deal_otherwise_are_told(
     """Also where only the numbers of their micro-batches tell, and before the step with verify_plans."""
     settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__verify_plans=verify)
     for text in fresh_ranks.run(3 + 1, deals_otherwise, settings.model_dump_json(), 2):
-        assert text.startswith("step 1: rank 2 has dealt other documents to the replicas") and "ranks of 4" in text
+        assert text.startswith("step 1: rank 2 has assigned documents to replicas differently") and "ranks of 4" in text
     assert not list((tmp_path / "checkpoints").glob("iter*"))
 
 

@@ -58,12 +58,14 @@ def test_rows_of_many_algorithms_train_as_one_rank_does(fresh_ranks: FreshRanks,
 
 def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path) -> None:
     settings = choosing(corpus, tmp_path, context_parallel_suite__context_parallel_size=4)
-    one, other = RowChooser(settings), RowChooser(settings)
-    assert [one.algorithm for one in one.choices] == ["ring", "ulysses", "direct", "hierarchical"]
-    assert one.choices[3].options["hidden_size"] == 48
-    assert one.choices[2] == ("direct", {"layout": "balanced", "prefetch": 2}, ALSO[1])
+    chooser, other = RowChooser(settings), RowChooser(settings)
+    assert [choice.algorithm for choice in chooser.choices] == ["ring", "ulysses", "direct", "hierarchical"]
+    assert chooser.choices[3].options["hidden_size"] == 48
+    assert chooser.choices[2] == ("direct", {"layout": "balanced", "prefetch": 2}, ALSO[1])
     for lengths in ([517], [5, 500, 12], [100] * 5 + [17]):
-        assert one(Documents(lengths)) == other(Documents(lengths)) and one(Documents(lengths)) in one.choices
+        assert (
+            chooser(Documents(lengths)) == other(Documents(lengths)) and chooser(Documents(lengths)) in chooser.choices
+        )
     alone = RowChooser(tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=4))
     assert alone(Documents([517])) == ("ring", {}, "ring") and len(alone.choices) == 1
 
@@ -74,15 +76,15 @@ def test_auto_leaves_rows_a_few_to_choose_from(corpus: Path, tmp_path: Path, mon
     )  # rows so short are all launches and latencies
     suite = {"algorithm": "auto", "candidates": "auto", "context_parallel_size": 4, "cluster": "h200"}
     settings = tiny(corpus, tmp_path, **{f"context_parallel_suite__{key}": value for key, value in suite.items()})
-    found, decision = resolve_auto(settings)
-    assert decision is not None and found.context_parallel_suite.algorithm == decision.candidate.algorithm
-    also = found.context_parallel_suite.candidates
+    chosen, decision = resolve_auto(settings)
+    assert decision is not None and chosen.context_parallel_suite.algorithm == decision.candidate.algorithm
+    also = chosen.context_parallel_suite.candidates
     assert also and len(also) <= 3
-    every = candidate_settings(found)
+    every = candidate_settings(chosen)
     assert len(every) == 1 + len(also)
-    assert [one.context_parallel_suite.candidates for one in every] == [None] * len(every)
-    assert RowChooser(found)(Documents([517])) in RowChooser(found).choices
-    assert Settings(**found.model_dump(exclude_unset=True)) == found
+    assert [candidate.context_parallel_suite.candidates for candidate in every] == [None] * len(every)
+    assert RowChooser(chosen)(Documents([517])) in RowChooser(chosen).choices
+    assert Settings(**chosen.model_dump(exclude_unset=True)) == chosen
 
 
 def test_lanes_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_lanes_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
     assert rings.context_parallel_suite.uses_directional_groups
     mixed = choosing(corpus, tmp_path)
     assert not mixed.context_parallel_suite.uses_directional_groups
-    assert not any(one.context_parallel_suite.uses_directional_groups for one in candidate_settings(mixed))
+    assert not any(candidate.context_parallel_suite.uses_directional_groups for candidate in candidate_settings(mixed))
 
 
 def test_what_auto_takes_has_lanes_if_it_is_a_ring(corpus: Path, tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_a_section_alone_checks_what_rows_choose_from() -> None:
         ({"candidates": ["hybrid", "hybrid"]}, 'candidates = "hybrid": cannot be used: it is there already'),
         (
             {"candidates": ["hybrid:window=2"]},
-            "'window=2' is no option of hybrid; valid: ulysses_degree=..., layout=...",
+            "'window=2': hybrid has no such option; valid: ulysses_degree=..., layout=...",
         ),
         ({"candidates": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
         ({"candidates": ["hybrid:ulysses_degree=3"]}, "must divide context_parallel_size = 2; valid: 1, 2"),

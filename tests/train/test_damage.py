@@ -1,4 +1,4 @@
-"""What a full disk, a crash or a hand may leave behind: each is told in one line, and no state is lost by it."""
+"""Files that a full disk, a crash or a user damages are reported in one line, and no state is lost."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def random_numbers() -> list[float]:
 
 
 def save_and_load(text: str) -> dict[str, Any]:
-    """In a rank: everything that is to be found out about checkpoints with a model."""
+    """In a rank: save and load checkpoints with a model, and return all results that the tests check."""
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
     from mindspeed_cp.train.checkpoint import Progress, load, resume, save
     from mindspeed_cp.train.model import build_training_model
@@ -95,7 +95,7 @@ def save_and_load(text: str) -> dict[str, Any]:
     settings = Settings.model_validate_json(text)
     files = RunFiles(Path(settings.output.folder))
     files.create()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with megatron_on_cpu(), megatron_compat(), join_ranks(settings) as world:
         training = build_training_model(settings, world)
         training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
@@ -111,13 +111,13 @@ def save_and_load(text: str) -> dict[str, Any]:
         newest, kept = files.checkpoint(80), files.folder / "kept"
         drawn = random_numbers()
         assert load(files.checkpoint(60), settings, training, world).step == 60
-        found["random numbers"] = drawn, random_numbers()
+        results["random numbers"] = drawn, random_numbers()
         shutil.copytree(newest, kept)
         for how in DAMAGES:
             damage(newest, how)
             progress, folder, notes = resume(settings, training, world)
             assert folder is not None
-            found[how] = progress.step, folder.name, notes
+            results[how] = progress.step, folder.name, notes
             shutil.rmtree(newest)
             shutil.copytree(kept, newest)
         assert resume(settings, training, world)[0].step == 80
@@ -125,27 +125,27 @@ def save_and_load(text: str) -> dict[str, Any]:
         for size in (0, 2_000, 50_000):  # the first file, common.pt, is larger than 2 kB and smaller than 50 kB
             with files_of_at_most(size), pytest.raises(OSError) as failed:
                 save(files, training, Progress(step=65, run_id="this"), settings, world)
-            found[f"at most {size}"] = classify_error(failed.value)
-            found[f"names {size}"] = sorted(path.name for path in files.checkpoints.glob("iter*"))
+            results[f"at most {size}"] = classify_error(failed.value)
+            results[f"names {size}"] = sorted(path.name for path in files.checkpoints.glob("iter*"))
         with rename_fails("iter_0000064"), pytest.raises(OSError):
             save(files, training, Progress(step=64), settings, world)
-        found["latest before the folder"] = files.latest.read_text()
+        results["latest before the folder"] = files.latest.read_text()
         save(files, training, Progress(step=61, run_id="another"), settings, world)
-        found["abandoned"] = names_after(65, keep=1)
-        found["latest"] = files.latest.read_text()
-        found["same step again"] = names_after(65, keep=1)
-    return found
+        results["abandoned"] = names_after(65, keep=1)
+        results["latest"] = files.latest.read_text()
+        results["same step again"] = names_after(65, keep=1)
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     settings = tiny(corpus, tmp_path_factory.mktemp("damage"), model__num_layers=1)
     return fresh_ranks.run(1, save_and_load, settings.model_dump_json())[0]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(found: dict[str, Any], how: str) -> None:
-    step, name, notes = found[how]
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(results: dict[str, Any], how: str) -> None:
+    step, name, notes = results[how]
     assert (step, name) == (60, "iter_0000060")
     (line,) = notes
     assert "iter_0000080: is damaged (" in line and line.endswith("; going on from iter_0000060") and "\n" not in line
@@ -155,26 +155,26 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(found: dict[s
 
 
 @pytest.mark.parametrize("size", [0, 2_000, 50_000])
-def test_a_full_disk_is_told_in_one_line_and_harms_no_checkpoint(found: dict[str, Any], size: int) -> None:
-    kind, line, code = found[f"at most {size}"]
+def test_a_full_disk_is_told_in_one_line_and_harms_no_checkpoint(results: dict[str, Any], size: int) -> None:
+    kind, line, code = results[f"at most {size}"]
     assert kind == "files" and code == 1 and "\n" not in line
     assert "checkpoints: cannot be written: " in line and "make room" in line
-    assert found[f"names {size}"] == ["iter_0000060", "iter_0000080"]
+    assert results[f"names {size}"] == ["iter_0000060", "iter_0000080"]
 
 
-def test_a_checkpoint_is_not_named_before_its_folder_is_in_place(found: dict[str, Any]) -> None:
-    assert found["latest before the folder"] == "iter_0000060\n"
+def test_a_checkpoint_is_not_named_before_its_folder_is_in_place(results: dict[str, Any]) -> None:
+    assert results["latest before the folder"] == "iter_0000060\n"
 
 
-def test_random_generators_go_on_from_the_checkpoint(found: dict[str, Any]) -> None:
-    drawn, again = found["random numbers"]
+def test_random_generators_go_on_from_the_checkpoint(results: dict[str, Any]) -> None:
+    drawn, again = results["random numbers"]
     assert drawn == again
 
 
-def test_the_checkpoint_just_saved_is_never_pruned(found: dict[str, Any]) -> None:
-    assert found["abandoned"] == ["iter_0000061", "iter_0000065", "latest"], "80 is of a future that was abandoned"
-    assert found["latest"] == "iter_0000065\n"
-    assert found["same step again"] == ["iter_0000061", "iter_0000065", "latest"], "61 is of another run"
+def test_the_checkpoint_just_saved_is_never_pruned(results: dict[str, Any]) -> None:
+    assert results["abandoned"] == ["iter_0000061", "iter_0000065", "latest"], "80 is of a future that was abandoned"
+    assert results["latest"] == "iter_0000065\n"
+    assert results["same step again"] == ["iter_0000061", "iter_0000065", "latest"], "61 is of another run"
 
 
 # bookkeeping files
@@ -209,8 +209,8 @@ def test_without_latest_the_newest_checkpoint_is_taken(tmp_path: Path, name: byt
     settings = with_checkpoint(tmp_path)
     latest = tmp_path / "checkpoints" / "latest"
     latest.unlink() if name is None else latest.write_bytes(name)
-    found, (note,) = names(settings)
-    assert found == ["iter_0000003", "iter_0000002"]
+    existing, (note,) = names(settings)
+    assert existing == ["iter_0000003", "iter_0000002"]
     assert re.search(r"latest: is (missing|damaged), so the newest whole checkpoint is taken", note)
 
 
@@ -234,8 +234,8 @@ def test_a_new_run_is_refused_where_there_are_checkpoints(tmp_path: Path, with_l
 
 @pytest.mark.parametrize("run", [{"identity": [1]}, {"step": "3"}, {"ranks": True}, {"data": 1}, {"step": 2}])
 def test_a_damaged_run_json_is_told_and_the_one_before_is_taken(tmp_path: Path, run: dict[str, Any]) -> None:
-    found, (note,) = names(with_checkpoint(tmp_path, **run))
-    assert found == ["iter_0000002"] and "iter_0000003: is damaged (run.json is " in note
+    existing, (note,) = names(with_checkpoint(tmp_path, **run))
+    assert existing == ["iter_0000002"] and "iter_0000003: is damaged (run.json is " in note
     assert next(iter(run)) in note
 
 
@@ -286,7 +286,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pyte
         signing_key()
     path.chmod(0o600)
     path.write_bytes(b"short")
-    with pytest.raises(ConfigError, match="is no key, it has 5 bytes"):
+    with pytest.raises(ConfigError, match=r"not a valid key \(5 bytes; at least 32\)"):
         signing_key()
     monkeypatch.setenv(KEY_VARIABLE, "/proc/none/key")
     with pytest.raises(ConfigError, match=r"cannot be read or made: .*MINDSPEED_CP_KEY_FILE"):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import PeerError
 from mindspeed_cp.train.run_files import read_metrics
-from tests.limits import HANG
+from tests.limits import HANG, wait_until
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
@@ -42,16 +41,13 @@ class Run:
         )
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        """Poll until the condition holds; return its value."""
-        deadline = time.monotonic() + HANG
-        while time.monotonic() < deadline:
-            found = condition()
-            if found:
-                return found
+        """Poll until the condition holds, and return its value; fail if the run ends before."""
+
+        def check() -> None:
             if self.process.poll() is not None:
                 pytest.fail(f"ended with {self.process.returncode} before {what}: {self.process.communicate()}")
-            time.sleep(0.02)
-        pytest.fail(f"no {what} within {HANG} s")
+
+        return wait_until(condition, what, check)
 
     def ranks(self) -> list[psutil.Process]:
         return [p for p in psutil.Process(self.process.pid).children() if "mindspeed_cp.train.worker" in p.cmdline()]

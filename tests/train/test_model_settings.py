@@ -118,16 +118,16 @@ def test_what_goes_together_does() -> None:
     model = {**LATENT, **EXPERTS, "hidden_size": 100, "window_size": [5, 0], "window_attn_skip_freq": [1, 0, 1, 1]}
     settings = Settings(model=model)  # type: ignore[arg-type]
     assert Settings.model_validate_json(settings.model_dump_json()) == settings
-    found = settings.model
-    assert (found.head_dim, found.head_dim_v, found.rotary_dim) == (192, 128, 64)
-    assert (found.expert_layers, found.window_layers, found.resolved_moe_ffn_hidden_size) == (
+    section = settings.model
+    assert (section.head_dim, section.head_dim_v, section.rotary_dim) == (192, 128, 64)
+    assert (section.expert_layers, section.window_layers, section.resolved_moe_ffn_hidden_size) == (
         4,
         3,
-        found.resolved_ffn_hidden_size,
+        section.resolved_ffn_hidden_size,
     )
     for layers, pattern, count in ((4, 2, 2), (5, 2, 3), (4, 9, 1), (3, [0, 1, 1], 2)):
-        one = Settings(model={**EXPERTS, "num_layers": layers, "moe_layer_freq": pattern}).model  # type: ignore[arg-type]
-        assert one.expert_layers == count
+        changed = Settings(model={**EXPERTS, "num_layers": layers, "moe_layer_freq": pattern}).model  # type: ignore[arg-type]
+        assert changed.expert_layers == count
     for pattern, count in ((None, 4), (2, 2), (5, 4), (1, 0)):
-        one = Settings(model={"window_size": [5, 0], "window_attn_skip_freq": pattern}).model  # type: ignore[arg-type]
-        assert one.window_layers == count
+        changed = Settings(model={"window_size": [5, 0], "window_attn_skip_freq": pattern}).model  # type: ignore[arg-type]
+        assert changed.window_layers == count

@@ -53,13 +53,13 @@ def test_a_context_that_does_not_fit_is_told_with_one_that_does() -> None:
         check_memory(changed(data={"seq_length": fits + 2}), 2, available)
 
 
-def test_a_model_that_does_not_fit_is_told_as_such() -> None:
+def test_a_model_that_does_not_fit_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"model\.num_layers = 400: the model does not fit"):
         check_memory(changed(model={"num_layers": 400}), 1, available=2**30)
 
 
-def test_a_machine_with_too_many_ranks_is_told_as_such() -> None:
-    """Not the model: no model has room in a third of a MiB. And no amount is told as 0.0."""
+def test_too_many_ranks_for_the_machine_are_reported() -> None:
+    """The error names the ranks, not the model, because no model fits in a third of a MiB; no size is printed as 0.0."""
     many = changed(context_parallel_suite={"context_parallel_size": 100_000})
     with pytest.raises(ConfigError) as caught:
         check_memory(many, 100_000, available=32 * 2**30)
@@ -406,26 +406,26 @@ def seen_by_the_agent(
     failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[int, RankFailure]:
     """As the launcher reads it, from real records of the ranks."""
-    found = {}
+    results = {}
     for rank, failed in failures.items():
         path = folder / f"record{rank}"
         recorded(failed, path, monkeypatch)
         with monkeypatch.context() as patched:
             patched.setattr("time.time", lambda failed=failed: float(failed.seconds))
-            found[rank] = read_failure(rank, 100, failed.code, path)
-    return found
+            results[rank] = read_failure(rank, 100, failed.code, path)
+    return results
 
 
 def seen_by_torchrun(
     failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[int, ProcessFailure]:
     """As the agent of torchrun reads it, from the same records."""
-    found = {}
+    results = {}
     for rank, failed in failures.items():
         path = folder / f"record{rank}"
         recorded(failed, path, monkeypatch)
-        found[rank] = ProcessFailure(rank, 100, failed.code, str(path))
-    return found
+        results[rank] = ProcessFailure(rank, 100, failed.code, str(path))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -485,8 +485,8 @@ def test_the_verdict_names_the_cause(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found, line = _classify_failures(seen_by_the_agent(failures, tmp_path, monkeypatch), asked)
-    assert found == code and expected in line and "\n" not in line
+    failure, line = _classify_failures(seen_by_the_agent(failures, tmp_path, monkeypatch), asked)
+    assert failure == code and expected in line and "\n" not in line
 
 
 def test_torchrun_takes_no_last_words_for_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

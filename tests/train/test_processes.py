@@ -331,11 +331,11 @@ def device_notes() -> list[str | None]:
 
     from mindspeed_cp.train.world import unused_accelerator
 
-    found = []
+    results = []
     for there in (False, True):
         torch.cuda.is_available = lambda there=there: there
-        found.append(unused_accelerator(torch.device("cpu")))
-    return found
+        results.append(unused_accelerator(torch.device("cpu")))
+    return results
 
 
 def test_an_accelerator_that_is_not_used_is_told(fresh_ranks: FreshRanks) -> None:

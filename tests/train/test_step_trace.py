@@ -74,9 +74,9 @@ def traced(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def steps(traced: Path) -> list[MeasuredStep]:
-    found, lines = read_traced_steps(traced)
+    steps, lines = read_traced_steps(traced)
     assert not lines
-    return found
+    return steps
 
 
 def test_each_rank_leaves_a_trace_of_the_steps_that_were_asked_for(traced: Path, steps: list[MeasuredStep]) -> None:
@@ -109,7 +109,9 @@ def test_what_a_rank_does_follows_and_adds_up_to_no_more_than_the_step(steps: li
             assert all(end <= after["ts"] + 1e-3 for end, after in zip(ends, spans[1:], strict=False))
             assert sum(span["dur"] for span in spans) <= whole["dur"] and ends[-1] <= whole["dur"] + 1e-3
             kernels = [event["args"] for event in spans if event["cat"] == "attention"]
-            assert {(one["micro_batch"], one["layer"]) for one in kernels} == {(m, n) for m in (0, 1) for n in (1, 2)}
+            assert {(kernel["micro_batch"], kernel["layer"]) for kernel in kernels} == {
+                (m, n) for m in (0, 1) for n in (1, 2)
+            }
             assert [event["name"] for event in spans if event["cat"] in ("batch", "ranks", "optimizer")] == [
                 *["waits for a batch"] * 2,
                 *("reduces gradients", "waits for all ranks", "optimizer"),
@@ -157,8 +159,8 @@ def test_the_report_shows_the_sums_of_the_traces(traced: Path, steps: list[Measu
     told = predicted_vs_measured_dict(compare_with_prediction(traced))
     assert told["predicted_is"] == "modelled" and told["cluster"] == "a2"
     for step, said in zip(steps, told["steps"], strict=True):
-        for rank, one in zip(step.ranks, said["ranks"], strict=True):
-            made, dur = one["measured"], {}
+        for rank, reported in zip(step.ranks, said["ranks"], strict=True):
+            made, dur = reported["measured"], {}
             for event in rank.events:
                 dur[event["cat"]] = dur.get(event["cat"], 0.0) + event["dur"] / 1e6
             assert made["attention"] == pytest.approx(dur["attention"])
@@ -166,7 +168,9 @@ def test_the_report_shows_the_sums_of_the_traces(traced: Path, steps: list[Measu
             assert made["waiting"] == pytest.approx(dur["batch"] + dur["ranks"])
             assert made["optimizer"] == pytest.approx(dur["optimizer"])
             assert made["seconds"] == pytest.approx(dur["step"])
-            assert one["predicted"]["sent"] == made["sent"] and one["predicted"]["messages"] == made["messages"]
+            assert (
+                reported["predicted"]["sent"] == made["sent"] and reported["predicted"]["messages"] == made["messages"]
+            )
 
 
 @pytest.mark.parametrize(

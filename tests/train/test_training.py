@@ -236,9 +236,9 @@ def test_the_summary_names_speed_balance_cuts_and_files(fresh_ranks: FreshRanks,
         corpus, tmp_path, train__train_iters=3, train__lr_warmup_iters=0, data__seq_length=256,
         context_parallel_suite__context_parallel_size=2, output__loss_png=True, checkpoint__save_interval=1,
     )  # fmt: skip
-    found = fresh_ranks.run(2, train_here, settings.model_dump_json())
-    summary, lines = found[0]["summary"], found[0]["lines"]
-    assert found[1]["summary"] is None
+    results = fresh_ranks.run(2, train_here, settings.model_dump_json())
+    summary, lines = results[0]["summary"], results[0]["lines"]
+    assert results[1]["summary"] is None
     assert summary == json.loads((tmp_path / "summary.json").read_text())
     lengths = [len(json.loads(line)["text"].encode()) + 1 for line in corpus.read_text().splitlines()]
     assert summary["cut_documents"] == sum(n > 256 for n in lengths) > 0

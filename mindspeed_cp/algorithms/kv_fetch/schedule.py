@@ -150,13 +150,13 @@ def _direct_hops(
     """Return the hops with which every rank fetches from the owners on other nodes itself."""
     crossing, stages = _numbered_rounds(crossing)
     turn = min(prefetch, max(stages, 1)) + 1
-    at, slot = 1 + inner + np.arange(stages), slots.of(stages, turn)
+    stage_step, slot = 1 + inner + np.arange(stages), slots.of(stages, turn)
     reused = stages > turn
-    start = _posted(at + 1, turn, 0)
-    back_done = at + 1 if reused else np.minimum(at + 2, inner + stages + 1)
-    hop = Hop(crossing, start, at - 1, at + 1, back_done, np.zeros_like(at), slot)
+    start = _posted(stage_step + 1, turn, 0)
+    back_done = stage_step + 1 if reused else np.minimum(stage_step + 2, inner + stages + 1)
+    hop = Hop(crossing, start, stage_step - 1, stage_step + 1, back_done, np.zeros_like(stage_step), slot)
     steps = 1 + inner + stages
-    return [hop], [Buffer.of(crossing, at, slot)], steps, steps
+    return [hop], [Buffer.of(crossing, stage_step, slot)], steps, steps
 
 
 def _routed_hops(
@@ -179,24 +179,25 @@ def _routed_hops(
         for x in (routes.dispatch, routes.cross, routes.crossing_helped, routes.forward, routes.resident)
     )
     help_first, prefetch = int(len(dispatch) > 0), min(prefetch, stages)
-    at = max(1 + inner, 1 + prefetch + help_first) + np.arange(stages)  # computed; passed on in the steps before
-    home = at + 2 + CROSSING_STEPS  # helpers give gradients to owners
+    # A stage is computed in this step; it is passed on in the steps before.
+    stage_step = max(1 + inner, 1 + prefetch + help_first) + np.arange(stages)
+    home = stage_step + 2 + CROSSING_STEPS  # helpers give gradients to owners
     turn_r, turn_h = prefetch + 1 + 2 * CROSSING_STEPS, prefetch + 3 + 2 * CROSSING_STEPS
     in_s, in_r = slots.of(stages, prefetch + 1), slots.of(stages, turn_r)
     crosses = _posted(home - 1, turn_r, help_first)
     zero = np.zeros(stages, np.int64)
     hops = [
-        Hop(cross, crosses, at - prefetch - 1, at + 2, home - 1, zero, in_r),
-        Hop(forward, at - prefetch, at - 1, at + 1, at + 1, in_r, in_s),
+        Hop(cross, crosses, stage_step - prefetch - 1, stage_step + 2, home - 1, zero, in_r),
+        Hop(forward, stage_step - prefetch, stage_step - 1, stage_step + 1, stage_step + 1, in_r, in_s),
     ]
     if help_first:
         in_h = slots.of(stages, turn_h)
         hops += [
             Hop(dispatch, crosses - 1, crosses - 1, home, home, zero, in_h),
-            Hop(helped, crosses, at - prefetch - 1, at + 2, home - 1, in_h, in_r),
+            Hop(helped, crosses, stage_step - prefetch - 1, stage_step + 2, home - 1, in_h, in_r),
         ]
-    buffers = [Buffer.of(forward, at, in_s), Buffer(resident, at, in_r, routes.used)]
-    return hops, buffers, int(at[-1]) + 1, int(home[-1]) - (not help_first)
+    buffers = [Buffer.of(forward, stage_step, in_s), Buffer(resident, stage_step, in_r, routes.used)]
+    return hops, buffers, int(stage_step[-1]) + 1, int(home[-1]) - (not help_first)
 
 
 def _posted(left: np.ndarray, turn: int, earliest: int) -> np.ndarray:

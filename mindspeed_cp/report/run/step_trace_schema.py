@@ -141,7 +141,7 @@ def read_trace_file(path: Path, name: str, version: int) -> tuple[dict[str, Any]
 
 def damaged_file_error(path: Path, problem: str) -> ConfigError:
     """Return the error for a damaged file."""
-    return ConfigError(f"{path}: is no trace of a step, or a damaged one: {problem}; remove it, and trace again")
+    return ConfigError(f"{path}: not a valid step trace: {problem}; remove it, and trace again")
 
 
 def _parse_json(path: Path) -> Any:

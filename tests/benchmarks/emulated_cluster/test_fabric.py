@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,38 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path):
         run_ranks(names, SMALL, lambda rank: [sys.executable, "-c", code, str(rank)], tmp_path)
 
 
+SEND = """
+import socket, sys
+rank, address = sys.argv[1:]
+if rank == "1":
+    with socket.create_server((address, 4000)) as server:
+        connection, _ = server.accept()
+        assert sum(iter(lambda: len(connection.recv(65536)), 0)) == 1_000_000
+else:
+    while True:
+        try:
+            connection = socket.create_connection((address, 4000))
+            break
+        except ConnectionRefusedError:
+            pass
+    connection.sendall(bytes(1_000_000))
+"""
+
+
+@needs_cluster
+def test_a_nic_holds_back_what_exceeds_its_rate(tmp_path):
+    """By the kernel's counters: the rate of the class, the bytes that passed, and how often it held packets back."""
+    slow = Shape(2, 1, 1, 5_000_000)
+    with cluster(slow) as names:
+        run_ranks(names, slow, lambda rank: [sys.executable, "-c", SEND, str(rank), slow.address(1)], tmp_path)
+        command = ["tc", "-n", names.fabric, "-s", "class", "show", "dev", "up0"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (whole,) = (text for text in shown.split("class htb ") if text.startswith("1:1 "))
+    assert " rate 5Mbit ceil 5Mbit " in whole
+    assert int(re.findall(r"Sent (\d+) bytes", whole)[0]) >= 1_000_000
+    assert sum(map(int, re.findall(r"overlimits (\d+)", shown))) > 0
+
+
 @needs_cluster
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_removes_everything(number):
@@ -92,8 +125,7 @@ def test_ctrl_c_removes_everything(number):
 @needs_cluster
 @pytest.mark.thorough
 def test_the_smallest_cluster_sends_what_its_plans_say(tmp_path):
-    """Two nodes of one rank: a message over the NIC takes as long as its limit says, and a layer's bytes are the
-    plan's."""
+    """Two nodes of one rank: a message goes over the NIC, and a layer's bytes are the plan's."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.cluster", "rails", "layer", "--ranks-per-node", "1", "--rate", "20"]
     more = ["--tokens", "512", "--sets", "one", "--repeat", "1", "--message", "1", "--json", str(out)]
@@ -105,7 +137,6 @@ def test_the_smallest_cluster_sends_what_its_plans_say(tmp_path):
     assert process.returncode == 0, printed
     rails, layer = json.loads(out.read_text())
     for row in rails["rows"]:
-        assert row["seconds"] > 0.9 * 1e6 * 8 / 20e6
         assert row["ranks"][0]["nic_sent"] == pytest.approx(1e6, rel=0.05)
     assert [figure["variant"] for figure in layer["figures"]] == ["even-split ring", "all_gather"]
     for row in layer["rows"]:

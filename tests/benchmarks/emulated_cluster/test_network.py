@@ -35,24 +35,24 @@ def test_every_rank_has_one_address_and_a_route_to_every_other_rank(nodes, per_n
 
 
 @pytest.mark.parametrize(
-    "nics, of", [(4, [0, 1, 2, 3, 4, 5, 6, 7]), (2, [0, 0, 1, 1, 2, 2, 3, 3]), (1, [0] * 4 + [1] * 4)]
+    "nics, nic_of_rank", [(4, [0, 1, 2, 3, 4, 5, 6, 7]), (2, [0, 0, 1, 1, 2, 2, 3, 3]), (1, [0] * 4 + [1] * 4)]
 )
-def test_ranks_are_spread_over_the_nics_of_their_node(nics, of):
+def test_ranks_are_spread_over_the_nics_of_their_node(nics, nic_of_rank):
     shape = Shape(2, 4, nics, RATE)
-    assert [shape.nic(rank) for rank in range(8)] == of
+    assert [shape.nic(rank) for rank in range(8)] == nic_of_rank
     made = words(shape)
     for rank in range(8):
-        assert f"ip -n {NAMES.fabric} link set rank{rank} master nic{of[rank]}" in made
+        assert f"ip -n {NAMES.fabric} link set rank{rank} master nic{nic_of_rank[rank]}" in made
 
 
 def limits(shape: Shape) -> dict[tuple[str, str], int]:
     """(namespace, device) -> bits/second."""
-    found = {}
+    rates = {}
     for command in commands(shape, NAMES):
         if "class" in command and command[command.index("classid") + 1] == "1:1":
             place = command[command.index("-n") + 1], command[command.index("dev") + 1]
-            found[place] = int(command[command.index("rate") + 1].removesuffix("bit"))
-    return found
+            rates[place] = int(command[command.index("rate") + 1].removesuffix("bit"))
+    return rates
 
 
 def test_a_nic_is_limited_both_ways_and_links_in_a_node_only_if_they_have_a_rate():

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.cluster import rails
+from tests.limits import HANG
 
 
 class Links:
@@ -40,7 +41,7 @@ class Links:
             @staticmethod
             def irecv(data: torch.Tensor, by: int) -> Work:
                 def wait() -> None:
-                    data.copy_(links.queue(by, rank).get(timeout=10))
+                    data.copy_(links.queue(by, rank).get(timeout=HANG))
 
                 return Work(wait)
 

@@ -17,21 +17,21 @@ def scale(preset: str = "a800", ranks: int = 4, wire_dim: int = 2, rate: int = 1
 @pytest.mark.parametrize("preset", cluster_names())
 @pytest.mark.parametrize("wire_dim, rate", [(2, 100_000_000), (8, 50_000_000)])
 def test_a_transfer_over_a_nic_takes_the_factor_times_its_real_time(preset, wire_dim, rate):
-    found, tokens = scale(preset, wire_dim=wire_dim, rate=rate), 4096
-    real = tokens * 8 * (128 + 128) * 2 / found.cluster.effective_nic
+    scaled, tokens = scale(preset, wire_dim=wire_dim, rate=rate), 4096
+    real = tokens * 8 * (128 + 128) * 2 / scaled.cluster.effective_nic
     emulated = tokens * 8 * (wire_dim + wire_dim) * 2 / (rate / 8 * PAYLOAD)
-    assert emulated / real == pytest.approx(found.seconds)
+    assert emulated / real == pytest.approx(scaled.seconds)
 
 
 @pytest.mark.parametrize("preset", cluster_names())
 def test_links_in_a_node_keep_their_ratio_to_the_nic(preset):
-    found = scale(preset)
-    shape = found.shape(2, "preset")
-    ratio = found.cluster.pair_bandwidth / found.cluster.nic_bandwidth
-    assert shape.fabric == found.cluster.fabric
+    scaled = scale(preset)
+    shape = scaled.shape(2, "preset")
+    ratio = scaled.cluster.pair_bandwidth / scaled.cluster.nic_bandwidth
+    assert shape.fabric == scaled.cluster.fabric
     assert shape.link_rate / shape.nic_rate == pytest.approx(ratio, rel=1e-6)
-    assert found.shape(2, "free").link_rate is None
-    assert found.shape(2, "mesh").fabric == "mesh"
+    assert scaled.shape(2, "free").link_rate is None
+    assert scaled.shape(2, "mesh").fabric == "mesh"
 
 
 def test_a_node_cut_to_half_its_ranks_has_the_nics_of_these():

@@ -13,10 +13,10 @@ SHAPE = Shape(2, 2, 1, 8_000_000)  # a NIC for two ranks, a megabyte a second
 def row(variant: str, number: int, seconds: float, scale: int = 1) -> show.Row:
     handed = [[0, 5, 100_000, 0], [0, 0, 0, 0], [0, 0, 0, 7], [300_000, 0, 0, 0]]
     ranks = [
-        {"handed": [n * scale for n in one], "nic_sent": sum(one), "nic_received": 10, "cores": 1.5, "own": 0.25}
-        for one in handed
+        {"handed": [n * scale for n in sent], "nic_sent": sum(sent), "nic_received": 10, "cores": 1.5, "own": 0.25}
+        for sent in handed
     ]
-    planned = [sum(one) * scale for one in handed]
+    planned = [sum(sent) * scale for sent in handed]
     return dict(
         variant=variant,
         batch="made up",

@@ -31,7 +31,7 @@ def test_the_second_basis_has_four_rows_of_64k_tokens(seed: int) -> None:
     assert pool.tokens == 64 * 4096 and pool.lengths.max() <= 65536 and pool.lengths.min() > 0
     assert sorted(pool.lengths.tolist()) == sorted(length for row in rows for length in row.lengths.tolist())
     again = four_rows("prolong", seed)
-    assert all(one == other for one, other in zip(rows, again, strict=True))
+    assert all(row == other for row, other in zip(rows, again, strict=True))
 
 
 def test_the_first_basis_is_one_row_over_all_ranks() -> None:
@@ -42,9 +42,11 @@ def test_the_first_basis_is_one_row_over_all_ranks() -> None:
 def test_rows_run_beside_each_other_and_the_slowest_counts() -> None:
     timed = Bench().time("even ring", ROWS, PLACE)
     assert timed is not None and not timed.pooled and len(timed.chosen) == 4
-    each = [layer(one, PLACE.case(row, 4).cluster).total for one, row in zip(timed.chosen, ROWS, strict=True)]
+    each = [
+        layer(candidate, PLACE.case(row, 4).cluster).total for candidate, row in zip(timed.chosen, ROWS, strict=True)
+    ]
     assert timed.seconds == max(each) and timed.slowest.total == max(each)
-    assert {one.plan.ranks for one in timed.chosen} == {4}
+    assert {candidate.plan.ranks for candidate in timed.chosen} == {4}
 
 
 @pytest.mark.parametrize("system", bases.POOLED)
@@ -61,7 +63,7 @@ def test_systems_that_can_do_both_count_by_the_better(system: str) -> None:
     pool = bench.time(system, [pool_of(ROWS)], PLACE)
     assert timed is not None and pool is not None
     rows = [bench.time(system, [row], Place("a800", "gqa8", 4)) for row in ROWS]
-    assert timed.seconds == min(pool.seconds, max(one.seconds for one in rows if one is not None))
+    assert timed.seconds == min(pool.seconds, max(row.seconds for row in rows if row is not None))
 
 
 def test_ulysses_runs_rows_but_no_pool_of_more_ranks_than_heads() -> None:
@@ -92,11 +94,11 @@ def test_a_changed_cluster_runs_the_plans_of_the_preset() -> None:
 
 def test_a_step_is_its_micro_batches_and_its_slowest_replica() -> None:
     bench = Bench()
-    one, other = bench.time("even ring", ROWS, PLACE), bench.time("even ring", ROWS[::-1], PLACE)
-    assert one is not None and other is not None
-    alone, both = step_seconds([one], PLACE), step_seconds([one, other], PLACE)
+    forwards, other = bench.time("even ring", ROWS, PLACE), bench.time("even ring", ROWS[::-1], PLACE)
+    assert forwards is not None and other is not None
+    alone, both = step_seconds([forwards], PLACE), step_seconds([forwards, other], PLACE)
     assert alone < both <= 2 * alone + 1e-12, "replicas wait at the end of the step alone"
-    assert 0.5 * LAYERS * one.seconds < alone < 1.5 * LAYERS * one.seconds
+    assert 0.5 * LAYERS * forwards.seconds < alone < 1.5 * LAYERS * forwards.seconds
 
 
 def test_ranks_that_are_no_whole_nodes_are_refused() -> None:

@@ -21,9 +21,9 @@ GROUPS: list[Group] = [tuple(range(8)), (0,), (2, 3), (5,), (1,), (4, 5, 6, 7), 
 def test_every_way_of_every_system_is_exact(system: str) -> None:
     seen: dict[int, Plan] = {}
     for nodes, per_node, cluster in ((2, 4, "a800"), (1, 4, "a2")):
-        found = SYSTEMS[system](case(nodes, per_node, cluster))
-        assert found, "8 heads are enough for 8 ranks"
-        seen |= {id(one.plan): one.plan for one in found}
+        candidates = SYSTEMS[system](case(nodes, per_node, cluster))
+        assert candidates, "8 heads are enough for 8 ranks"
+        seen |= {id(candidate.plan): candidate.plan for candidate in candidates}
     for plan in seen.values():
         verify_plan(plan)
 
@@ -72,9 +72,9 @@ def test_documents_are_padded_to_multiples_of_cp_lcm_2_tp(ranks: int, tensor_par
 
 
 def test_padding_is_held_and_computed() -> None:
-    here = case()
-    (padded,), (plain,) = eod_ring(here), ring(here)
-    assert padded.plan.documents.lengths.tolist() == eod_lengths(here.documents.lengths, 8, 1).tolist()
+    problem = case()
+    (padded,), (plain,) = eod_ring(problem), ring(problem)
+    assert padded.plan.documents.lengths.tolist() == eod_lengths(problem.documents.lengths, 8, 1).tolist()
     assert len(set(padded.plan.layout.token_counts.tolist())) == 1, "equal chunks on all ranks"
     assert padded.tiles("forward").pairs.sum() > plain.tiles("forward").pairs.sum()
 
@@ -85,8 +85,12 @@ def test_ulysses_needs_a_head_for_every_rank() -> None:
 
 
 def test_usp_tries_degrees_up_to_the_heads_but_not_all_ranks() -> None:
-    assert [one.label for one in usp(case(heads=8))] == ["USP, Ulysses 2", "USP, Ulysses 4"]
-    assert [one.label for one in usp(case(nodes=4, heads=8))] == ["USP, Ulysses 2", "USP, Ulysses 4", "USP, Ulysses 8"]
+    assert [candidate.label for candidate in usp(case(heads=8))] == ["USP, Ulysses 2", "USP, Ulysses 4"]
+    assert [candidate.label for candidate in usp(case(nodes=4, heads=8))] == [
+        "USP, Ulysses 2",
+        "USP, Ulysses 4",
+        "USP, Ulysses 8",
+    ]
 
 
 def test_a_document_gets_the_least_power_of_two_of_ranks_that_has_room() -> None:
@@ -127,8 +131,8 @@ def test_nodes_can_be_filled_by_tokens_and_ranks_by_attention() -> None:
 
 
 def test_zeppelin_tries_a_remap_to_equal_tokens_for_linear_layers() -> None:
-    found = {one.label: one.plan for one in zeppelin(case())}
-    remapped = [plan for label, plan in found.items() if "remap" in label]
+    plans = {candidate.label: candidate.plan for candidate in zeppelin(case())}
+    remapped = [plan for label, plan in plans.items() if "remap" in label]
     assert remapped
     for plan in remapped:
         held = (plan.linear_layout or plan.layout).token_counts
@@ -136,6 +140,6 @@ def test_zeppelin_tries_a_remap_to_equal_tokens_for_linear_layers() -> None:
 
 
 def test_dynamic_context_parallelism_does_not_depend_on_the_cluster() -> None:
-    on_a800 = [one.plan.layout for one in dynamic_cp(case(cluster="a800"))]
-    on_a2 = [one.plan.layout for one in dynamic_cp(case(cluster="a2"))]
-    assert all(one.same_as(other) for one, other in zip(on_a800, on_a2, strict=True))
+    on_a800 = [candidate.plan.layout for candidate in dynamic_cp(case(cluster="a800"))]
+    on_a2 = [candidate.plan.layout for candidate in dynamic_cp(case(cluster="a2"))]
+    assert all(layout.same_as(other) for layout, other in zip(on_a800, on_a2, strict=True))

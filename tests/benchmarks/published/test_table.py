@@ -37,12 +37,12 @@ def test_speeds_are_ratios_batch_by_batch() -> None:
 
 
 def test_every_cluster_counts_alike_in_the_mean() -> None:
-    found = summarize([ONE, ONE, TWO])
-    assert found.speed == {"a800": 6.0, "a2": 2.5} and found.overall == 4.25
-    assert found.against == pytest.approx((2.0, 2.0, 1.0))
-    assert found.variants == pytest.approx(((1.025 + 1.025 + 2.0) / 3, 1.025, 0.95))
-    assert found.fraction == pytest.approx((0.9, 0.9, 0.9))
-    said = summary_text("mha", found)
+    summary = summarize([ONE, ONE, TWO])
+    assert summary.speed == {"a800": 6.0, "a2": 2.5} and summary.overall == 4.25
+    assert summary.against == pytest.approx((2.0, 2.0, 1.0))
+    assert summary.variants == pytest.approx(((1.025 + 1.025 + 2.0) / 3, 1.025, 0.95))
+    assert summary.fraction == pytest.approx((0.9, 0.9, 0.9))
+    said = summary_text("mha", summary)
     assert "ours over the even ring 4.25x (a800 6.00, a2 2.50)" in said and "p5 0.900" in said
 
 
@@ -80,15 +80,19 @@ def test_a_line_has_a_column_for_every_system() -> None:
 
 
 def test_the_table_of_the_page_is_over_all_sets_of_lengths() -> None:
-    found = markdown("basis 2", [ONE, row("a800", "mha", [8.0, 8.0], [1.0, 2.0], [9.0, 9.0], [1.0, 1.0])])
-    assert found[4].split(" | ")[:4] == ["| a800", "mha", "64", "8000.0"] and len(found) == 6
-    assert found[4].split(" | ")[4:] == ["4.67", "-", "3.32", "7.00", "1.75, 1.00", "1.125 |"]
-    assert found[2].count("|") == found[3].count("|") == found[4].count("|")
+    lines = markdown("basis 2", [ONE, row("a800", "mha", [8.0, 8.0], [1.0, 2.0], [9.0, 9.0], [1.0, 1.0])])
+    assert lines[4].split(" | ")[:4] == ["| a800", "mha", "64", "8000.0"] and len(lines) == 6
+    assert lines[4].split(" | ")[4:] == ["4.67", "-", "3.32", "7.00", "1.75, 1.00", "1.125 |"]
+    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
 
 
 def test_the_first_batches_of_a_row() -> None:
-    one = ONE.first(1)
-    assert one.against().tolist() == [3.0] and one.fraction.tolist() == [0.9] and ONE.against().tolist() == [3.0, 1.0]
+    first_batch = ONE.first(1)
+    assert (
+        first_batch.against().tolist() == [3.0]
+        and first_batch.fraction.tolist() == [0.9]
+        and ONE.against().tolist() == [3.0, 1.0]
+    )
 
 
 def test_a_row_that_is_lost_says_what_takes_the_time() -> None:
@@ -100,8 +104,8 @@ def test_a_row_that_is_lost_says_what_takes_the_time() -> None:
 
 
 def test_reported_figures_stand_beside_the_clusters_they_are_from() -> None:
-    assert {one.system for one in for_cluster("a800")} == {"Zeppelin"} and not for_cluster("a2")
-    assert all(one.source and one.figure for one in REPORTED)
+    assert {figure.system for figure in for_cluster("a800")} == {"Zeppelin"} and not for_cluster("a2")
+    assert all(figure.source and figure.figure for figure in REPORTED)
     text = "\n".join(assumptions(["a800", "a2"], ["wikipedia"], bf16=False, placements=4))
     assert "modelled" in text and "4,096 tokens a rank" in text and "attention reaches 0.6" in text
     assert "[reported] Zeppelin 2.80x" in text and "[reported] nothing for this cluster" in text
@@ -131,22 +135,22 @@ def test_the_command_prints_a_table_and_writes_every_figure(tmp_path: Path, caps
     ]
     assert main([*words, str(file)]) == 0
     printed = capsys.readouterr().out
-    (found,) = json.loads(file.read_text())["basis 1"]
-    again = Row(**found)
+    (figures,) = json.loads(file.read_text())["basis 1"]
+    again = Row(**figures)
     assert line(again, list(SYSTEMS)) in printed and step_line(again, list(SYSTEMS)) in printed
-    assert set(found["seconds"]) == set(SYSTEMS) and all(len(times) == 1 for times in found["seconds"].values())
+    assert set(figures["seconds"]) == set(SYSTEMS) and all(len(times) == 1 for times in figures["seconds"].values())
     speed = again.speed(OURS)
     assert speed is not None and speed[0] > 1
     assert ("ours is not first in 0 of 1 batches" in printed) == (again.against(())[0] >= 1) == (not again.why)
 
 
 def test_bf16_shortens_layers_and_steps_of_others_alone(tmp_path: Path) -> None:
-    found, file = [], tmp_path / "figures.json"
+    calls, file = [], tmp_path / "figures.json"
     words = f"--clusters a800 --heads mha --ranks 16 --lengths wikipedia --batches 1 --basis 1 --json {file}".split()
     for switch in ([], ["--bf16"]):
         assert main([*words, *switch]) == 0
-        found.append(Row(**json.loads(file.read_text())["basis 1"][0]))
-    fp32, bf16 = found
+        calls.append(Row(**json.loads(file.read_text())["basis 1"][0]))
+    fp32, bf16 = calls
     layers = {name: bf16.seconds[name][0] / fp32.seconds[name][0] for name in SYSTEMS}  # type: ignore[operator]
     assert layers[OURS] == 1 and bf16.steps[OURS] == fp32.steps[OURS]
     for name in (BASE, "double ring", "USP"):

@@ -24,13 +24,13 @@ NEAR = 1e-9
 @pytest.mark.parametrize("system", [ring, ulysses, usp, dynamic_cp, ours])
 @pytest.mark.parametrize("cluster", ["a800", "a2"])
 def test_a_layer_takes_what_the_simulator_says(system, cluster: str) -> None:  # type: ignore[no-untyped-def]
-    here = case(cluster=cluster)
-    for one in system(here):
-        found, expected = layer(one, here.cluster), simulate_plan(one.plan, here.cluster)
-        assert found.total == pytest.approx(expected.total, rel=NEAR), one.label
-        np.testing.assert_allclose(found.busy, expected.compute + expected.linear, rtol=NEAR)
-        np.testing.assert_allclose(found.exposed, expected.exposed, rtol=1e-6, atol=1e-12)
-        assert found.imbalance == pytest.approx(expected.imbalance, rel=1e-6, abs=NEAR)
+    problem = case(cluster=cluster)
+    for candidate in system(problem):
+        actual, expected = layer(candidate, problem.cluster), simulate_plan(candidate.plan, problem.cluster)
+        assert actual.total == pytest.approx(expected.total, rel=NEAR), candidate.label
+        np.testing.assert_allclose(actual.busy, expected.compute + expected.linear, rtol=NEAR)
+        np.testing.assert_allclose(actual.exposed, expected.exposed, rtol=1e-6, atol=1e-12)
+        assert actual.imbalance == pytest.approx(expected.imbalance, rel=1e-6, abs=NEAR)
 
 
 def through_layers(
@@ -42,50 +42,53 @@ def through_layers(
 
 
 def test_tiles_that_are_counted_once_give_the_same_layers() -> None:
-    here = case()
-    for one in ours(here):
+    problem = case()
+    for candidate in ours(problem):
         for layers in (1, 3, 32):
-            found, expected = through_layers(one, here.cluster, layers), simulate_layers(one.plan, here.cluster, layers)
-            assert found.seconds == pytest.approx(expected.seconds, rel=NEAR)
-            assert found.layer_backward == pytest.approx(expected.layer_backward, rel=NEAR)
+            actual, expected = (
+                through_layers(candidate, problem.cluster, layers),
+                simulate_layers(candidate.plan, problem.cluster, layers),
+            )
+            assert actual.seconds == pytest.approx(expected.seconds, rel=NEAR)
+            assert actual.layer_backward == pytest.approx(expected.layer_backward, rel=NEAR)
 
 
 def test_evenly_spaced_ranks_stand_for_all_of_an_even_ring() -> None:
-    here = case(nodes=5, per_node=8)
-    assert here.topology.ranks > LOOKED_AT
-    (some,) = ring(here)
-    assert some.representative is not None and len(np.unique(some.representative)) == LOOKED_AT
-    exact = layer(Candidate("all", some.plan), here.cluster).total
-    assert layer(some, here.cluster).total == pytest.approx(exact, rel=0.02)
+    problem = case(nodes=5, per_node=8)
+    assert problem.topology.ranks > LOOKED_AT
+    (candidate,) = ring(problem)
+    assert candidate.representative is not None and len(np.unique(candidate.representative)) == LOOKED_AT
+    exact = layer(Candidate("all", candidate.plan), problem.cluster).total
+    assert layer(candidate, problem.cluster).total == pytest.approx(exact, rel=0.02)
 
 
 def test_tiles_are_counted_once_for_all_heads_and_clusters() -> None:
-    here, other = case(kv_heads=8), case(kv_heads=2)
-    shared = type(other)(other.documents, other.topology, other.attention, other.cluster, here.shared)
-    (mha,), (gqa,) = ring(here), ring(shared)
+    problem, other = case(kv_heads=8), case(kv_heads=2)
+    shared = type(other)(other.documents, other.topology, other.attention, other.cluster, problem.shared)
+    (mha,), (gqa,) = ring(problem), ring(shared)
     assert mha.counted is gqa.counted and mha.plan.forward is gqa.plan.forward
-    assert layer(gqa, here.cluster).total == pytest.approx(
-        simulate_plan(ring(other)[0].plan, here.cluster).total, rel=0.02
+    assert layer(gqa, problem.cluster).total == pytest.approx(
+        simulate_plan(ring(other)[0].plan, problem.cluster).total, rel=0.02
     )
-    assert layer(gqa, here.cluster).total < layer(mha, here.cluster).total, "fewer key/value heads travel"
+    assert layer(gqa, problem.cluster).total < layer(mha, problem.cluster).total, "fewer key/value heads travel"
 
 
 def test_no_way_that_is_left_out_is_faster() -> None:
-    here = case()
-    for candidates in (zeppelin(here), dynamic_cp(here)):
-        every = [layer(one, here.cluster).total for one in candidates]
-        assert fastest(candidates, here.cluster)[1].total == min(every)
-        for one, seconds in zip(candidates, every, strict=True):
-            assert one.least(here.cluster) <= seconds
+    problem = case()
+    for candidates in (zeppelin(problem), dynamic_cp(problem)):
+        every = [layer(candidate, problem.cluster).total for candidate in candidates]
+        assert fastest(candidates, problem.cluster)[1].total == min(every)
+        for candidate, seconds in zip(candidates, every, strict=True):
+            assert candidate.least(problem.cluster) <= seconds
 
 
 def test_gradients_in_bf16_take_half_the_bytes_of_gradients_alone() -> None:
-    here = case(cluster="a800", kv_heads=8)
-    slow = here.cluster.with_values(nic_bandwidth=1e7)  # keys 1, and in the backward keys 1 and gradients 2
-    (one,) = ring(here)
-    ratio = layer(one, slow, gradient=2).total / layer(one, slow).total
+    problem = case(cluster="a800", kv_heads=8)
+    slow = problem.cluster.with_values(nic_bandwidth=1e7)  # keys 1, and in the backward keys 1 and gradients 2
+    (candidate,) = ring(problem)
+    ratio = layer(candidate, slow, gradient=2).total / layer(candidate, slow).total
     assert ratio == pytest.approx(3 / 4, abs=0.05)
-    ratio = through_layers(one, slow, 32, gradient=2).seconds / through_layers(one, slow, 32).seconds
+    ratio = through_layers(candidate, slow, 32, gradient=2).seconds / through_layers(candidate, slow, 32).seconds
     assert ratio == pytest.approx(3 / 4, abs=0.05)
 
 
