@@ -84,8 +84,8 @@ def check_digests(digests: Tensor, step: int, replicas: int) -> None:
     if different:
         have = "has" if len(different) == 1 else "have"
         raise ConfigError(
-            f"step {step}: {_ranks(different)} {have} dealt other documents to the replicas, or dealt them otherwise, "
-            f"than the other ranks of {size}; every rank needs the same settings, data.corpus and version of this "
+            f"step {step}: {_ranks(different)} {have} assigned documents to replicas differently "
+            f"from the other ranks of {size}; every rank needs the same settings, data.corpus and version of this "
             f"package; {kept}"
         )
     different = _minority(sample)

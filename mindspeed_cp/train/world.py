@@ -174,23 +174,6 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
         )
 
 
-def _meet(environment: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store of the first rank, or of its launcher, with the rank and the number of ranks."""
-    address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
-    try:
-        return next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    except (dist.DistError, OSError) as error:
-        if "EADDRINUSE" in str(error):
-            raise ConfigError(
-                f"MASTER_PORT = {port} in the environment: another process of this machine listens there; give a free "
-                "one, the same to all ranks (torchrun --master-port), or end that process"
-            ) from None
-        raise PeerError(
-            f"rank {rank} did not find the first rank by MASTER_ADDR = {address} and MASTER_PORT = {port} within "
-            f"{timeout.total_seconds():g} s: {' '.join(str(error).split())}; start it, or mend the address"
-        ) from None
-
-
 def _init_process_group(
     store: dist.Store,
     rank: int,

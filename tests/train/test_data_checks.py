@@ -30,5 +30,5 @@ def test_what_all_ranks_read_is_compared_over_replicas() -> None:
 
 
 def test_other_documents_are_told_first() -> None:
-    assert told(0, 2).startswith("step 12: rank 2 has dealt other documents to the replicas")
-    assert told(0, 2, 3).startswith("step 12: ranks 2, 3 have dealt other documents")
+    assert told(0, 2).startswith("step 12: rank 2 has assigned documents to replicas differently")
+    assert told(0, 2, 3).startswith("step 12: ranks 2, 3 have assigned documents to replicas differently")
