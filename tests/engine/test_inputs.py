@@ -110,7 +110,7 @@ def test_inputs_that_do_not_fit_the_plan_are_refused(change, says):
 @pytest.mark.parametrize("backend", [3, 0.5, [], object(), torch.nn.Identity()])
 def test_what_is_no_backend_is_refused(backend):
     plan, leaves, _ = local(0, Case((9, 4), 1))
-    with pytest.raises(ConfigError, match="backend is .*; valid: cpu, npu, cuda, an object of one, or None"):
+    with pytest.raises(ConfigError, match=r"backend is .*; valid: cpu, npu, cuda, an object of one, or None"):
         context_parallel_attention(*leaves, plan, backend=backend)
 
 
