@@ -99,3 +99,26 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no archive")
     with pytest.raises(ConfigError, match=r"must be an \.npy file"):
         load_lengths(tmp_path / "text.npz")
+
+
+def test_damaged_files_of_lengths_are_one_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(1, 100))
+    whole = (tmp_path / "a.npy").read_bytes()
+    for damage in (
+        b"",
+        whole[:90],
+        whole[:-1],
+        whole.replace(b"(99,)", b"(99,("),
+        whole.replace(b"(99,), ", b"(-9,), "),
+        whole.replace(b"<i8", b"|O1"),
+        b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + whole[10:],
+    ):
+        (tmp_path / "a.npy").write_bytes(damage)
+        with pytest.raises(ConfigError, match=r"lengths .*a\.npy: "):
+            load_lengths(tmp_path / "a.npy")
+    (tmp_path / "a.npy").write_bytes(whole.replace(b"(99,), }" + b" " * 9, b"(9999999999999,), }"[:17]))
+    with pytest.raises(ConfigError, match=r"lengths .*a\.npy: "):
+        load_lengths(tmp_path / "a.npy")
+    (tmp_path / "b.npy").symlink_to("b.npy")
+    with pytest.raises(ConfigError, match="cannot be read: Too many levels of symbolic links"):
+        load_lengths(tmp_path / "b.npy")

@@ -107,6 +107,22 @@ def test_inputs_that_do_not_fit_the_plan_are_refused(change, says):
         context_parallel_attention(**(dict(q=x, k=x, v=x, plan=Case((9, 4), 1).plan()) | change))
 
 
+@pytest.mark.parametrize("backend", [3, 0.5, [], object(), torch.nn.Identity()])
+def test_what_is_no_backend_is_refused(backend):
+    plan, leaves, _ = local(0, Case((9, 4), 1))
+    with pytest.raises(ConfigError, match=r"backend is .*; valid: cpu, npu, cuda, an object of one, or None"):
+        context_parallel_attention(*leaves, plan, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_sparse_tensors_are_refused(name):
+    plan, leaves, _ = local(0, Case((9, 4), 1))
+    tensors = dict(zip("qkv", leaves, strict=True))
+    tensors[name] = tensors[name].detach().to_sparse()
+    with pytest.raises(ConfigError, match=f"{name} is of layout torch.sparse_coo; valid: a dense torch.Tensor"):
+        context_parallel_attention(*tensors.values(), plan)
+
+
 def test_the_shortest_timeout_is_one():
     """gloo counts milliseconds and takes 0 of them for no time-out at all."""
     assert checked_timeout(1e-9) == 0.001 and checked_timeout(np.float32(2)) == 2.0

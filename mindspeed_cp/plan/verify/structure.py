@@ -35,10 +35,16 @@ def check_program(plan: Plan, program: Program, direction: str) -> None:
         or not program.capacity.shape[1]
     ):
         raise PlanError(f"{direction}: {program.steps} steps and capacity {program.capacity.shape} for {ranks} ranks")
-    negative = np.argwhere(program.capacity < 0)
-    if len(negative):
-        rank, slot = map(int, negative[0])
-        raise PlanError(f"{direction}: rank {rank}, step 0: slot {slot} has {program.capacity[rank, slot]} rows")
+    tokens = program.kv_documents.tokens
+    impossible = np.argwhere(
+        (program.capacity < 0) | (program.capacity > tokens)
+    )  # before the proof takes their memory
+    if len(impossible):
+        rank, slot = map(int, impossible[0])
+        raise PlanError(
+            f"{direction}: rank {rank}, step 0: slot {slot} has {program.capacity[rank, slot]} rows, and the batch "
+            f"{tokens} tokens"
+        )
     wrong = np.flatnonzero(program.capacity[:, 0] != plan.kv_layout_compute.token_counts)
     if len(wrong):
         rank = int(wrong[0])
