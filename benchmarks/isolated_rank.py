@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.engine.rank_context import head_ranges
+from mindspeed_cp.engine.rank_context import part_heads
 from mindspeed_cp.engine.rank_schedule import stores_all_rows
 from mindspeed_cp.layout import Layout, ragged_arange
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, DropoutKey, ForwardState
@@ -112,7 +112,7 @@ class IsolatedRank:
         key: DropoutKey | None,
     ) -> None:
         self._plan, self._rank, self._backend = plan, rank, backend
-        self.heads = head_ranges(plan, rank)
+        self.heads = part_heads(plan, rank)
         self.rows = _tokens(plan.q_layout_compute, rank, q.device)
         heads, self._kv_heads = slice(*self.heads.q), slice(*self.heads.kv)
         self._q, self._dout = (x[self.rows][:, heads].contiguous() for x in (q, dout))

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.schema.numbers import check_count, check_divisor
+from mindspeed_cp.schema.numbers import MAX_SIZE, describe_divisors, is_int
 
 #: Positional arguments of every builder.
 PROBLEM = ("documents", "kv_documents", "topology", "attention")
@@ -78,38 +80,34 @@ class AlgorithmOption:
     @property
     def minimum(self) -> int | None:
         """Smallest valid integer; None without a lower limit."""
-        return next((limit.value for limit in self.limits if isinstance(limit, AtLeast)), None)
+        limits = [limit.value for limit in self.limits if isinstance(limit, AtLeast)]
+        return limits[0] if limits else 1 if self.divides_ranks else None
 
-    @property
-    def valid(self) -> str:
-        """Text for the valid values."""
+    def valid_values(self, ranks: int | None = None) -> str:
+        """Return the valid values as text; None: for any number of ranks."""
         if self.choices:
-            return ", ".join(map(str, self.choices))
-        if self.type is bool:
-            return "true, false"
+            return f"one of {', '.join(map(str, self.choices))}"
         if self.divides_ranks:
-            return "a divisor of the ranks"
-        limit = f" >= {self.minimum}" if self.minimum is not None else ""
-        return {int: "an integer", float: "a number"}.get(self.type, "a text") + limit
+            return "a divisor of the ranks" if ranks is None else describe_divisors(ranks)
+        units = [limit.unit for limit in self.limits if isinstance(limit, AtLeast) and limit.unit]
+        number = f"a whole number of {units[0]}" if units else "an integer"
+        limit = "" if self.minimum is None else f" >= {self.minimum}"
+        return {int: number + limit, float: f"a number{limit}", bool: "true or false"}.get(self.type, "text")
 
-    def check(self, algorithm: str, value: object, ranks: int) -> None:
-        """Raise ConfigError unless the value is valid on this number of ranks."""
-        if value is None and self.optional:
-            return
-        if self.divides_ranks:
-            check_divisor(self.name, value, ranks)
-        elif self.type is int and not self.choices:
-            units = [limit.unit for limit in self.limits if isinstance(limit, AtLeast) and limit.unit]
-            what = f"a whole number of {units[0]}" if units else "a whole number"
-            check_count(self.name, value, -(10**9) if self.minimum is None else self.minimum, what=what)
-        else:
-            wrong_type = not isinstance(value, (int, float) if self.type is float else self.type)
-            if (
-                wrong_type
-                or (self.type is not bool and isinstance(value, bool))
-                or (self.choices and value not in self.choices)
-            ):
-                raise ConfigError(f"option {self.name!r} of algorithm {algorithm!r} is {value!r}; valid: {self.valid}")
+    def problem(self, value: object, ranks: int) -> str | None:
+        """Return the valid values on this number of ranks if `value` is none of them, else None."""
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        valid = {int: is_int(value), float: number}.get(self.type, isinstance(value, self.type))
+        if valid and self.choices:
+            valid = value in self.choices
+        if valid and self.type in (int, float):
+            valid = (self.minimum is None or value >= self.minimum) and abs(value) <= MAX_SIZE  # type: ignore
+            too_large = not valid and abs(value) > MAX_SIZE  # type: ignore
+            if too_large:
+                return f"{self.valid_values(ranks)}, at most {MAX_SIZE}"
+        if valid and self.divides_ranks:
+            valid = ranks % value == 0  # type: ignore
+        return None if valid or (value is None and self.optional) else self.valid_values(ranks)
 
 
 def read_options(builder: Callable[..., Any]) -> dict[str, AlgorithmOption]:

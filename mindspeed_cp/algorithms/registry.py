@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.schema.messages import closest_names, did_you_mean, short_repr
 
 Builder = Callable[..., Plan]
 
@@ -122,12 +122,11 @@ def algorithm_name_error(name: object) -> str | None:
     if name == AUTO:
         return (
             "auto does not build a plan; it chooses an algorithm before training, as "
-            f"mindspeed_cp.choose.choose.choose_algorithm does; {valid}"
+            f"mindspeed_cp.choose.choose_algorithm does; {valid}"
         )
     if name in UNSUPPORTED_ALGORITHMS:
         return f"is not in this version; nearest: {UNSUPPORTED_ALGORITHMS[name]}; {valid}"
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"unknown algorithm; {f'did you mean {near[0]}? ' if near else ''}{valid}"
+    return f"unknown algorithm; {did_you_mean(closest_names(name, names))}{valid}"
 
 
 def check_options(name: str, options: dict[str, object], ranks: int) -> None:
@@ -139,12 +138,13 @@ def check_options(name: str, options: dict[str, object], ranks: int) -> None:
     known = algorithm_options(name)
     for key, value in options.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            hint = did_you_mean(closest_names(key, known))
             valid = ", ".join(known) or "none"
             valid += f"; {OPTION_HINTS[key]}" if key in OPTION_HINTS else ""
             raise ConfigError(f"algorithm {name!r} has no option {key!r}; {hint}valid: {valid}")
-        known[key].check(name, value, ranks)
+        problem = known[key].problem(value, ranks)
+        if problem is not None:
+            raise ConfigError(f"{key} is {short_repr(value)}; valid: {problem}")
 
 
 def build_plan(

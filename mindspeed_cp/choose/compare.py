@@ -106,7 +106,7 @@ class AlgorithmResult:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class CaseRefusal:
     """An algorithm that cannot run the case, and the reason."""
 
     name: str
@@ -130,7 +130,7 @@ class Comparison:
     bound: float
     ring: AlgorithmResult
     results: tuple[AlgorithmResult, ...]
-    refused: tuple[Refusal, ...]
+    refused: tuple[CaseRefusal, ...]
     notes: tuple[str, ...]
 
     def ms(self, seconds: float) -> str:
@@ -164,7 +164,7 @@ def compare_algorithms(case: SimulationCase, candidates: Sequence[Candidate]) ->
         try:
             results.append(_simulate(case, candidate, bound, ring.metrics.seconds))
         except (ConfigError, PlanError) as error:
-            refused.append(Refusal(candidate.as_setting, str(error)))
+            refused.append(CaseRefusal(candidate.as_setting, str(error)))
     results.sort(key=lambda result: result.metrics.seconds)
     return Comparison(case, bound, ring, tuple(results), tuple(refused), _notes(case, results))
 

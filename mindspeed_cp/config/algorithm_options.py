@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_cp.algorithms import ALGORITHMS, AlgorithmOption
-from mindspeed_cp.schema.base import SETTING_LIMIT
 from mindspeed_cp.schema.messages import bad_value, format_value
 from mindspeed_cp.schema.numbers import divisors
 
@@ -19,29 +18,13 @@ def options_by_name() -> dict[str, dict[str, AlgorithmOption]]:
     return table
 
 
-def valid_values(option: AlgorithmOption) -> str:
-    """Return the valid values of an option, as the other settings describe theirs."""
-    if option.choices:
-        return f"one of {', '.join(map(str, option.choices))}"
-    minimum = _minimum(option)
-    limit = "" if minimum is None else f" >= {minimum}"
-    return {int: f"an integer{limit}", float: f"a number{limit}", bool: "true or false"}.get(option.type, "text")
-
-
 def check_option(option: AlgorithmOption, value: Any, ranks: int) -> Any:
     """Return the value of an option; raise SettingError if it is invalid on this number of ranks."""
     if value is False and "off" in option.choices:
         return "off"  # YAML reads a bare off as false
-    minimum = _minimum(option)
-    valid = type(value) in ((int, float) if option.type is float else (option.type,))
-    if valid and option.choices:
-        valid = value in option.choices
-    elif valid and option.type in (int, float):
-        valid = (minimum is None or value >= minimum) and abs(value) <= SETTING_LIMIT
-    if not valid:
-        raise bad_value(option.name, value, f"must be {valid_values(option)} or null")
-    if option.divides_ranks:
-        check_divides(option.name, value, "context_parallel_size", ranks)
+    problem = option.problem(value, ranks)
+    if problem is not None:
+        raise bad_value(option.name, value, f"must be {problem} or null")
     return value
 
 
@@ -60,7 +43,3 @@ def describe_option(by_algorithm: dict[str, AlgorithmOption]) -> str:
         source = "; in a training: from the sections model and train" if option.from_model else ""
         groups.setdefault((option.description.rstrip("."), default + source), []).append(algorithm)
     return "; ".join(f"{', '.join(names)}: {text}{default}" for (text, default), names in groups.items())
-
-
-def _minimum(option: AlgorithmOption) -> int | None:
-    return 1 if option.divides_ranks and option.minimum is None else option.minimum

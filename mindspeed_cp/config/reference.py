@@ -10,7 +10,7 @@ import textwrap
 
 from pydantic.fields import FieldInfo
 
-from mindspeed_cp.config.algorithm_options import describe_option, options_by_name, valid_values
+from mindspeed_cp.config.algorithm_options import describe_option, options_by_name
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.schema.base import Section
@@ -41,7 +41,7 @@ def _section(name: str, kind: type[Section]) -> str:
         lines += ["", *_comment("Options of the algorithms; null: the default of the algorithm.", "  ")]
         for name, options in options_by_name().items():
             lines += _comment(
-                f"{describe_option(options)} ({valid_values(next(iter(options.values())))} or null)", "  "
+                f"{describe_option(options)} ({next(iter(options.values())).valid_values()} or null)", "  "
             )
             lines.append(f"  {name}: null")
     return "\n".join(lines) + "\n"

@@ -41,7 +41,7 @@ class RankContext:
             "v": (kv_rows, attention.kv_heads, attention.head_dim_v),
         }
         self.attentions = [part.attention for part in plan.parts_or_self]
-        self.heads = [head_ranges(part, rank) for part in plan.parts_or_self]
+        self.heads = [part_heads(part, rank) for part in plan.parts_or_self]
         self.parts = build_rank_parts(plan, rank, device)
         self._schedules: dict[tuple[str, bool], Sequence[RankSchedule]] = {}
 
@@ -58,7 +58,7 @@ class RankContext:
         return schedules
 
 
-def head_ranges(plan: Plan, rank: int) -> Heads:
+def part_heads(plan: Plan, rank: int) -> Heads:
     """Return the query heads and kv heads that a rank computes."""
     attention = plan.attention
     return Heads(

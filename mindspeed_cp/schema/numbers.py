@@ -24,6 +24,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
+def describe_divisors(ranks: int) -> str:
+    """Return "a divisor of the 6 ranks: 1, 2, 3, 6"."""
+    return f"a divisor of the {ranks} ranks: {', '.join(map(str, divisors(ranks)))}"
+
+
 def check_count(
     name: str, value: object, least: int = 1, most: int | None = MAX_SIZE, what: str = "a whole number"
 ) -> None:
@@ -36,5 +41,4 @@ def check_count(
 def check_divisor(name: str, value: object, ranks: int) -> None:
     """Raise ConfigError unless the value is a divisor of the number of ranks."""
     if not is_int(value) or value < 1 or ranks % value:  # type: ignore[operator]
-        valid = ", ".join(map(str, divisors(ranks)))
-        raise ConfigError(f"{name} is {short_repr(value)}; valid: a divisor of the {ranks} ranks: {valid}")
+        raise ConfigError(f"{name} is {short_repr(value)}; valid: {describe_divisors(ranks)}")

@@ -11,7 +11,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
 MAX_PLANS = 16
-MAX_TOKENS = 2**20  # in all cached plans; a device holds up to 1 KiB for each token of a plan (docs/ascend.md)
+MAX_CACHED_TOKENS = 2**20  # in all cached plans; a device holds up to 1 KiB for each token of a plan (docs/ascend.md)
 
 
 class PlanCache:
@@ -29,7 +29,7 @@ class PlanCache:
     """
 
     def __init__(
-        self, on_new_plan: Callable[[Plan], None], max_plans: int = MAX_PLANS, max_tokens: int = MAX_TOKENS
+        self, on_new_plan: Callable[[Plan], None], max_plans: int = MAX_PLANS, max_tokens: int = MAX_CACHED_TOKENS
     ) -> None:
         self._on_new_plan, self._max_plans, self._max_tokens = on_new_plan, max_plans, max_tokens
         self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()

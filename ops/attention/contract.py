@@ -46,7 +46,7 @@ def check_dtype(kernel: str, dtype: torch.dtype, supported: Sequence[torch.dtype
         raise ConfigError(f"dtype is {dtype}; {kernel} supports {valid}")
 
 
-def check_option(name: str, value: object, valid: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, valid: tuple[str, ...]) -> None:
     """Raise ConfigError unless an option of a backend has one of the valid values."""
     if value not in valid:
         raise ConfigError(f"{name} is {value!r}; valid: {', '.join(valid)}")

@@ -97,12 +97,12 @@ def test_its_signature_and_docstring_declare_its_options() -> None:
     ("options", "expected"),
     [
         ({"strid": 2}, "algorithm 'whole' has no option 'strid'; did you mean stride? valid: stride, group"),
-        ({"stride": 0}, "stride is 0; valid: a whole number of ranks, 1 or more"),
-        ({"stride": "2"}, "stride is '2'; valid: a whole number of ranks, 1 or more"),
+        ({"stride": 0}, "stride is 0; valid: a whole number of ranks >= 1"),
+        ({"stride": "2"}, "stride is '2'; valid: a whole number of ranks >= 1"),
         ({"stride": None}, "stride is None; valid: a whole number of ranks"),
         ({"group": 3}, "group is 3; valid: a divisor of the 4 ranks: 1, 2, 4"),
-        ({"layout": "balanced"}, "option 'layout' of algorithm 'whole' is 'balanced'; valid: zigzag, contiguous"),
-        ({"layout": True}, "option 'layout' of algorithm 'whole' is True; valid: zigzag, contiguous"),
+        ({"layout": "balanced"}, "layout is 'balanced'; valid: one of zigzag, contiguous"),
+        ({"layout": True}, "layout is True; valid: one of zigzag, contiguous"),
     ],
 )
 def test_its_options_are_checked(options: dict[str, object], expected: str) -> None:

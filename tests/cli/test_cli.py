@@ -196,7 +196,7 @@ def test_plan_options_are_those_of_build_plan(
         ),
         (
             ["plan", "--lengths", "5", "--algorithm", "hybrid", "--set", "ulysses_degree=3"],
-            "must divide context_parallel_size = 4; valid: 1, 2, 4",
+            "must be a divisor of the 4 ranks: 1, 2, 4 or null",
         ),
         (["plan", "--lengths", "5", "--set", "window_size=5"], "must be [left, 0]"),
         (["plan", "--lengths", "5", "--set", "window_size=[5,1]"], "must be [left, 0]"),

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ops.attention.npu.fused_operator import FusedArguments, RngState
+from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
 from tests.host_cann import oracle
 
 
@@ -20,7 +20,7 @@ class OracleOperator:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments
-    ) -> tuple[Tensor, Tensor, Tensor, RngState]:
+    ) -> tuple[Tensor, Tensor, Tensor, DropoutState]:
         self.seed += 1
         rng_state = (
             self.seed,
@@ -31,7 +31,7 @@ class OracleOperator:
         return *oracle.fused_attention(q, k, v, arguments.heads, arguments.layout, **given), rng_state
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor, rng_state: RngState,
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor, rng_state: DropoutState,
         arguments: FusedArguments,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         given = dict(softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=out, scale_value=arguments.scale)
@@ -52,13 +52,13 @@ def sizes(q: Tensor, k: Tensor, arguments: FusedArguments) -> list[tuple[int, in
     return [(b - a, d - c) for (a, b), (c, d) in pairs]
 
 
-def oracle_keywords(arguments: FusedArguments, rng_state: RngState) -> Mapping[str, object]:
+def oracle_keywords(arguments: FusedArguments, rng_state: DropoutState) -> Mapping[str, object]:
     """Of the oracle: a dropout mask in place of the seed that it is made from."""
     bits = oracle.dropout_bits(*rng_state, 1 - arguments.keep_prob) if arguments.keep_prob < 1 else None
     return dict(arguments.operator_keywords(), drop_mask=bits)
 
 
-def kept_weights(heads: int, sizes: list[tuple[int, int]], rng_state: RngState, keep_prob: float) -> list[Tensor]:
+def kept_weights(heads: int, sizes: list[tuple[int, int]], rng_state: DropoutState, keep_prob: float) -> list[Tensor]:
     """Which weights of each sequence of a call are not dropped, bool [heads, Sq, Skv]."""
     bits = oracle.dropout_bits(*rng_state, 1 - keep_prob)
     flat = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: rng_state[2]].bool()

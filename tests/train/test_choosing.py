@@ -125,7 +125,7 @@ def test_a_section_alone_checks_what_rows_choose_from() -> None:
             "'window=2': hybrid has no such option; valid: ulysses_degree=..., layout=...",
         ),
         ({"candidates": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
-        ({"candidates": ["hybrid:ulysses_degree=3"]}, "must divide context_parallel_size = 2; valid: 1, 2"),
+        ({"candidates": ["hybrid:ulysses_degree=3"]}, "must be a divisor of the 2 ranks: 1, 2 or null"),
         ({"candidates": ["ring:layout=round"]}, "context_parallel_suite.layout"),
         ({"candidates": "auto"}, 'candidates = "auto": needs algorithm: auto; or name the algorithms'),
         (

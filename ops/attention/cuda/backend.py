@@ -17,7 +17,7 @@ from mindspeed_cp.ops.attention.contract import (
     ForwardState,
     Heads,
     LoweredCalls,
-    check_option,
+    check_choice,
 )
 from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention
 from mindspeed_cp.ops.attention.cuda.flash_operator import FlashOperator
@@ -49,7 +49,7 @@ class CudaAttention:
     name = "cuda"
 
     def __post_init__(self) -> None:
-        check_option("cuda.kernel", self.kernel, KERNELS)
+        check_choice("cuda.kernel", self.kernel, KERNELS)
         object.__setattr__(self, "_flash", CudaFlashAttention(self.name, self.operator))
         object.__setattr__(self, "_tiles", CudaTileAttention(self.name))
 

@@ -13,7 +13,7 @@ from mindspeed_cp.ascend_kernels.launch import has_triton
 from mindspeed_cp.ascend_kernels.merge import merge_parts_
 from mindspeed_cp.device.npu_limits import check_npu_limits
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.contract import Heads, check_dtype, check_option
+from mindspeed_cp.ops.attention.contract import Heads, check_choice, check_dtype
 from mindspeed_cp.ops.attention.head_groups import HeadGroup, pad_head_dim, uniform_head_groups
 from mindspeed_cp.ops.attention.lowering.device_call import (
     DeviceCall,
@@ -26,7 +26,7 @@ from mindspeed_cp.ops.attention.lowering.fused_backend import FusedBackend
 from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits, FusedCall
 from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, lower_to_fused_calls
 from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
-from mindspeed_cp.ops.attention.npu.fused_operator import FusedArguments, FusedOperator, RngState, TorchNpuOperator
+from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments, FusedOperator, TorchNpuOperator
 from mindspeed_cp.ops.attention.npu.statistics import statistics_order
 from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.ops.rows import put_rows
@@ -65,9 +65,9 @@ class NpuAttention(FusedBackend):
     title = "the npu backend"
 
     def __post_init__(self) -> None:
-        check_option("npu.lowering", self.lowering, ("tnd", "masks"))
-        check_option("npu.alibi", self.alibi, ("shared", "split"))
-        check_option("npu.merge", self.merge, ("fp32", "ring_update", "triton"))
+        check_choice("npu.lowering", self.lowering, ("tnd", "masks"))
+        check_choice("npu.alibi", self.alibi, ("shared", "split"))
+        check_choice("npu.merge", self.merge, ("fp32", "ring_update", "triton"))
 
     @property
     def deterministic(self) -> bool:
@@ -121,7 +121,7 @@ class NpuAttention(FusedBackend):
         return _TORCH_NPU if self.operator is None else self.operator
 
     @property
-    def _no_rng_state(self) -> RngState:
+    def _no_rng_state(self) -> DropoutState:
         return 0, 0, 0
 
     def _pad_head_dims(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +131,7 @@ class NpuAttention(FusedBackend):
 
     def _forward_call(
         self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...], dropout: bool
-    ) -> tuple[Tensor, Tensor, RngState]:
+    ) -> tuple[Tensor, Tensor, DropoutState]:
         device = qkv[0].device
         arguments = _operator_arguments(call, attention, group, device, dropout)
         q, k, v = (_operator_rows(x, call) for x in qkv)
@@ -145,7 +145,7 @@ class NpuAttention(FusedBackend):
 
     def _backward_call(
         self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...],
-        dout: Tensor, out: Tensor, lse: Tensor, rng_state: RngState, dropout: bool,
+        dout: Tensor, out: Tensor, lse: Tensor, rng_state: DropoutState, dropout: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         device = lse.device
         on = on_device(call, device)

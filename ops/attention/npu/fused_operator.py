@@ -15,7 +15,7 @@ from mindspeed_cp.device.select import cann_problem, cann_version, load_torch_np
 from mindspeed_cp.errors import ConfigError, OperatorError
 
 #: Seed, offset and count of the random numbers that a forward call used.
-RngState = tuple[int, int, int]
+DropoutState = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class FusedOperator(Protocol):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments
-    ) -> tuple[Tensor, Tensor, Tensor, RngState]:
+    ) -> tuple[Tensor, Tensor, Tensor, DropoutState]:
         """Return output, maximum and sum of the scores of each row (fp32, see `statistics`), and the state of the
         random numbers."""
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor,
-            rng_state: RngState,
+            rng_state: DropoutState,
         arguments: FusedArguments,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return dq, dk and dv; output and statistics may be those of more keys than k has."""
@@ -99,7 +99,7 @@ class TorchNpuOperator:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments
-    ) -> tuple[Tensor, Tensor, Tensor, RngState]:
+    ) -> tuple[Tensor, Tensor, Tensor, DropoutState]:
         """See FusedOperator."""
         with one_line_errors(q, k, v, arguments):
             results = loaded_torch_npu().npu_fusion_attention_v2(
@@ -110,7 +110,7 @@ class TorchNpuOperator:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor,
-            rng_state: RngState,
+            rng_state: DropoutState,
         arguments: FusedArguments,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """See FusedOperator."""
