@@ -373,8 +373,14 @@ def test_options_belong_to_algorithms(algorithm: str) -> None:
     ("values", "expected"),
     [
         ({"nodes": 4}, "nodes = 4: must divide context_parallel_size = 6; valid: 1, 2, 3, 6"),
-        ({"algorithm": "hybrid", "ulysses_degree": 4}, "ulysses_degree = 4: must be a divisor of the 6 ranks: 1, 2, 3, 6"),
-        ({"algorithm": "double_ring", "cp_window_size": 12}, "cp_window_size = 12: must be a divisor of the 6 ranks: 1, 2, 3, 6"),
+        (
+            {"algorithm": "hybrid", "ulysses_degree": 4},
+            "ulysses_degree = 4: must be a divisor of the 6 ranks: 1, 2, 3, 6",
+        ),
+        (
+            {"algorithm": "double_ring", "cp_window_size": 12},
+            "cp_window_size = 12: must be a divisor of the 6 ranks: 1, 2, 3, 6",
+        ),
         ({"algorithm": "direct", "prefetch": 0}, "prefetch = 0: must be a whole number of rounds >= 1"),
         ({"layout": "striped"}, f"layout = .striped.: must be one of {', '.join(LAYOUT_NAMES)} or null"),
     ],

@@ -28,15 +28,15 @@ PROBLEMS = (
 
 @contextmanager
 def sent(ranks):
-    """Bytes that each rank sends meanwhile, by kind: "fetch", "reduce" and "move", between layouts."""
-    found = [dict.fromkeys(("fetch", "reduce", "move"), 0) for _ in range(ranks)]
+    """Bytes that each rank sends meanwhile, by kind: "fetch", "reduce" and "redistribution", between layouts."""
+    found = [dict.fromkeys(("fetch", "reduce", "redistribution"), 0) for _ in range(ranks)]
     post = InMemoryTransport.post
 
     def counting(self, transfers, all_to_all=False):
         for transfer in transfers:
             if transfer.sends:
                 found[self.rank][
-                    {"K and V": "fetch", "dK and dV": "reduce"}.get(transfer.label.split(",")[0], "move")
+                    {"K and V": "fetch", "dK and dV": "reduce"}.get(transfer.label.split(",")[0], "redistribution")
                 ] += transfer.tensor.nbytes
         return post(self, transfers, all_to_all)
 
@@ -74,11 +74,15 @@ def check(cases, ranks):
         for rank in range(ranks):
             there, back, *peaks = results[rank]
             mine = said[rank]
-            assert there == {"fetch": mine["fetch_forward"], "reduce": 0, "move": mine["redistribution_forward"]}, case
+            assert there == {
+                "fetch": mine["fetch_forward"],
+                "reduce": 0,
+                "redistribution": mine["redistribution_forward"],
+            }, case
             assert back == {
                 "fetch": mine["fetch_backward"],
                 "reduce": mine["reduce"],
-                "move": mine["redistribution_backward"],
+                "redistribution": mine["redistribution_backward"],
             }
             assert sum(there.values()) + sum(back.values()) == mine["total"]
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):

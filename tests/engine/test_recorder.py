@@ -64,14 +64,14 @@ def test_messages_and_kernels_are_those_of_the_plan(workers, case):
         assert mine["keys", "forward"] == said["fetch_forward"][rank]
         assert mine["keys", "backward"] == said["fetch_backward"][rank]
         assert mine["gradients", "backward"] == said["reduce"][rank]
-        assert mine["move", "forward"] == said["redistribution_forward"][rank]
-        assert mine["move", "backward"] == said["redistribution_backward"][rank]
+        assert mine["redistribution", "forward"] == said["redistribution_forward"][rank]
+        assert mine["redistribution", "backward"] == said["redistribution_backward"][rank]
         for number, piece in enumerate(plan.parts_or_self):
             for direction in ("forward", "backward"):
                 program, place = getattr(piece, direction), (3, 7, direction, number)
                 computed = [one.step for one in record.spans if one.activity == COMPUTE and one.origin == place]
                 assert computed == sorted(set(program.tiles(rank)["step"].tolist()))
-                kept = [one for one in record.messages if one.origin == place and one.kind != "move"]
+                kept = [one for one in record.messages if one.origin == place and one.kind != "redistribution"]
                 items = [messages.items for messages in (program.fetch, program.reduce)]
                 steps = [(i["start"], i["done"]) for item in items for i in item if rank in (i["src"], i["dst"])]
                 assert sorted((one.start_step, one.done_step) for one in kept) == sorted(steps)
@@ -118,7 +118,7 @@ def test_moves_of_hidden_states_are_told_apart(workers):
     move = Redistribution.between(plan.linear_layout, plan.layout, 1)
     rows = move.send_volume() + move.send_volume(adjoint=True)
     for rank, record in enumerate(workers.run(2, hidden, case)):
-        assert {message.kind for message in record.messages} == {"remap"}
+        assert {message.kind for message in record.messages} == {"hidden_states"}
         for direction in ("forward", "backward"):
             sent = [one.bytes for one in record.messages if one.sends and one.origin.direction == direction]
             assert sum(sent) == rows[rank] * 15 * 4
