@@ -24,6 +24,10 @@ NOUNS = {
     "layout": ("mindspeed_cp/layout/layout.py", "Layout"),
     "token span": ("mindspeed_cp/layout/layout.py", "TokenSpan"),
     "redistribution": ("mindspeed_cp/layout/redistribution.py", "Redistribution"),
+    "linear layout": ("mindspeed_cp/algorithms/linear_layout.py", ""),
+    "KV fetch": ("mindspeed_cp/algorithms/kv_fetch/__init__.py", ""),
+    "round": ("mindspeed_cp/algorithms/kv_fetch/programs.py", "A round is"),
+    "stage": ("mindspeed_cp/algorithms/kv_fetch/programs.py", "A stage is"),
     "placement": ("mindspeed_cp/algorithms/placement/__init__.py", ""),
     "lowering": ("ops/attention/lowering/__init__.py", ""),
 }

@@ -12,7 +12,7 @@ program's process number, and is removed at the end, on failure and on Ctrl-C. O
 (SIGKILL) something stays: `clean` removes what such runs left, and nothing else.
 
 rails   One message between two nodes, over one NIC and over all; links in a node have no limit, but with --in-node.
-mesh    One node with a link for each pair of ranks (preset a2): the ring against the direct exchange.
+mesh    One node with a link for each pair of ranks (preset a2): the ring against direct.
 layer   Forward and backward of one attention layer by the project's engine, with plans of build_plan, for batches drawn
         from the lengths of real documents, and for one long document. The time is that of the slowest rank, from one
         moment that all ranks agree on; a figure is the median of the repeats of a batch, then mean, minimum and

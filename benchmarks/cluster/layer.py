@@ -25,9 +25,12 @@ class Border:
         self.rows = int(linear.token_counts[rank])
         between = Redistribution.between(linear, plan.layout, 1)
         width, cpu = hidden(plan), torch.device("cpu")
-        self._moves = None
+        self._redistributions = None
         if between is not None:
-            self._moves = rank_redistribution(between, rank, cpu), rank_redistribution(between, rank, cpu, adjoint=True)
+            self._redistributions = (
+                rank_redistribution(between, rank, cpu),
+                rank_redistribution(between, rank, cpu, adjoint=True),
+            )
             self._held = [torch.zeros(n, 1, width, dtype=DTYPE) for n in (self.rows, plan.layout.token_counts[rank])]
             self._transport = GroupTransport(None)
 
@@ -40,8 +43,10 @@ class Border:
         self._move(1)
 
     def _move(self, way: int) -> None:
-        if self._moves is not None:
-            start_redistributions([(self._held[way], self._moves[way])], self._transport, "hidden states").finish()
+        if self._redistributions is not None:
+            start_redistributions(
+                [(self._held[way], self._redistributions[way])], self._transport, "hidden states"
+            ).finish()
 
 
 def hidden(plan: Plan) -> int:

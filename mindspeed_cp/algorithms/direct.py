@@ -1,4 +1,4 @@
-"""Direct exchange: every rank fetches what it needs of another rank's keys from that rank, one source in each round.
+"""Direct KV fetch: every rank fetches what it needs of another rank's keys from that rank, one source in each round.
 
 In round g rank r fetches from rank r - 1 - g. Each round is a permutation of the ranks, so on a full mesh every link is
 used once, and no rank is the source of all others. No algorithm that gives each rank all it needs moves fewer rows to

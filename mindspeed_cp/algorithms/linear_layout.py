@@ -1,4 +1,4 @@
-"""A plan behind an equal-token layout: linear layers are balanced by tokens, attention by its work.
+"""A layout of linear layers with equal tokens, beside that of attention; the setting `remap` says what moves between.
 
 The redistribution is next to the projections of q, k and v, in one of two places::
 

@@ -12,12 +12,10 @@ from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD, ComputeCost
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan.problem import Topology, visible_pairs
-from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.program import DIRECTIONS, Plan
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES, transfers
 from mindspeed_cp.simulate.linear_times import linear_times
 from mindspeed_cp.simulate.link_queues import LinkQueues
-
-DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)

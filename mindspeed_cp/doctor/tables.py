@@ -13,7 +13,8 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables: versions, devices, checks of the operator, rings between NPUs, the network."""
     machine = report["machine"]
     versions = [(name, version or "not installed") for name, version in report["versions"].items()]
-    versions.append(("machine", f"{machine['system']}, {machine['cores']} cores, {machine['threads']} threads"))
+    cores, threads = _count(machine["cores"], "core"), _count(machine["threads"], "thread")
+    versions.append(("machine", f"{machine['system']}, {cores}, {threads}"))
     versions.append(("open files", _open_files(machine["open_files"])))
     versions += [(f"{row['what']}, needed", _needed(row)) for row in report["requirements"]]
     devices = [
@@ -21,7 +22,7 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
             kind,
             str(device["count"]),
             ", ".join(sorted(set(device["names"]))) or device["why"],
-            "yes" if report["backends"][kind]["available"] else f"no: {report['backends'][kind]['why']}",
+            _operator(report["backends"][kind], device["why"]),
         )
         for kind, device in report["devices"].items()
     ]
@@ -37,7 +38,7 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
     links = ", ".join(name for name, available in report["communication"].items() if available) or "none"
     tables = [
         Table("Versions", ("", ""), (*versions, ("communication", links))),
-        Table("Devices", ("device", "number", "which", "attention operator"), tuple(devices)),
+        Table("Devices", ("device", "number", "name", "attention operator"), tuple(devices)),
         Table("Attention operator, difference to fp64", ("check", *RESULT_NAMES, "limit", ""), tuple(checks)),
     ]
     if report["kernels"]:
@@ -72,6 +73,17 @@ def _open_files(limit: int | None) -> str:
     if limit is None:
         return "no limit"
     return f"{limit:,} for a process (ulimit -Hn), enough for a run of about {largest_run(limit):,} ranks"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _operator(backend: dict[str, Any], device_reason: str | None) -> str:
+    """Return whether a backend is available; a reason that the table gives for the device is not repeated."""
+    if backend["available"]:
+        return "yes"
+    return "no" if backend["why"] == device_reason else f"no: {backend['why']}"
 
 
 def _needed(row: dict[str, Any]) -> str:

@@ -106,14 +106,14 @@ class _RedistributeHidden(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, hidden: HiddenRedistribution, transport: Transport | None, label: str) -> Tensor:
         call = recorded_call()
         ctx.call = hidden, transport, label, call
-        recorder = None if call is None else call.part_recorder("forward", redistribution_kind="remap")
+        recorder = None if call is None else call.part_recorder("forward", redistribution_kind="hidden_states")
         return run_to_end(redistribute_rows(x, hidden.to_attention, transport, label, recorder))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, transport, label, call = ctx.call
-        recorder = None if call is None else call.part_recorder("backward", redistribution_kind="remap")
+        recorder = None if call is None else call.part_recorder("backward", redistribution_kind="hidden_states")
         label = f"gradients of {label}"
         return run_to_end(redistribute_rows(gradient, hidden.to_linear, transport, label, recorder)), None, None, None
 

@@ -25,13 +25,11 @@ from torch import Tensor
 
 from mindspeed_cp.comm import RankRedistribution
 from mindspeed_cp.engine.schedule import P2POp
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: Activities of the engine: attention kernels; gathering rows and posting messages; waiting for messages; copying or
 #: adding received rows to their destination.
 COMPUTE, POST, WAIT, UNPACK = "compute", "post", "wait", "unpack"
-
-#: Bytes of a number in reduce messages: gradients that are summed travel in fp32.
-GRADIENT_BYTES = 4
 
 Mark = Any  # a float, or an event of the device
 
@@ -73,7 +71,7 @@ class MessageTiming(NamedTuple):
     """A message as one of its two ends saw it. Keys and values, or their gradients, count as one message.
 
     Attributes:
-        kind: "keys", "gradients", "move" or "remap", as in :data:`mindspeed_cp.plan.transfers.KINDS`.
+        kind: "keys", "gradients", "redistribution" or "hidden_states", as in :data:`mindspeed_cp.plan.transfers.KINDS`.
         origin: where it was posted.
         sends: True if this rank is the sender.
         peer: rank at the other end, in the group.
@@ -175,7 +173,7 @@ class RecordedCall:
     micro_batch: int
     layer: int
 
-    def part_recorder(self, direction: str, part: int = 0, redistribution_kind: str = "move") -> PartRecorder:
+    def part_recorder(self, direction: str, part: int = 0, redistribution_kind: str = "redistribution") -> PartRecorder:
         """Return the recorder of one part in one direction."""
         return PartRecorder(self.recorder, Origin(self.micro_batch, self.layer, direction, part), redistribution_kind)
 

@@ -5,7 +5,7 @@ a document has the same index everywhere (dropout depends on it). The rows of a 
 the part's documents, in their order::
 
     batch           A A A B B B B C C        documents A, B, C
-    part 0          A A A         C C        lengths 3, 0, 2: keys and values are exchanged
+    part 0          A A A         C C        lengths 3, 0, 2: keys and values are fetched
     part 1                B B B B            lengths 0, 4, 0: heads are split
 
 The engine posts the redistributions of all parts first. It then takes the steps of all parts in one order, the same on

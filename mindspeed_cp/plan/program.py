@@ -1,8 +1,8 @@
 """Plan and Program: what each rank sends and computes, step by step.  Frozen data, independent of any algorithm.
 
 A slot is a numbered buffer of K/V rows on a rank: slot 0 is its own shard, the others are receive buffers. Each slot
-has a gradient slot of the same shape. A step is a numbered stage of a program, the same on all ranks. In each step,
-every rank does this::
+has a gradient slot of the same shape. A step is a numbered point in the order of a program, the same on all
+ranks. In each step, every rank does this::
 
     post      fetch and reduce messages with start == step
     compute   the tiles of the step, while messages travel
@@ -28,6 +28,10 @@ from mindspeed_cp.plan.tiles import count_pairs, tiles_between
 
 #: Limit of query spans x contents for which tiles are derived in one batch.
 SPANS_PER_BATCH = 2**13
+
+
+#: The two programs of a plan, in the order in which ranks run them.
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ GRADIENT_BYTES = 4  # of an element of gradients that are summed on their way
 
 #: Payload of a transfer, indexed by its `kind`: keys and values between steps; their gradients; q, k, v, out or their
 #: gradients between two layouts of attention; hidden states between the layouts of linear layers and attention.
-KINDS = ("keys", "gradients", "move", "remap")
-KEYS, GRADIENTS, MOVE, REMAP = range(len(KINDS))
+KINDS = ("keys", "gradients", "redistribution", "hidden_states")
+KEYS, GRADIENTS, REDISTRIBUTION, HIDDEN_STATES = range(len(KINDS))
 
 #: `bytes` from src to dst for part `part`, posted by both when timeline step `start` begins and finished in step
 #: `done`. Timeline steps are the plan steps with :func:`edge_steps` others before and after them.
@@ -62,7 +62,11 @@ def traffic(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
     out = np.zeros(plan.ranks, TRAFFIC)
     for direction in ("forward", "backward"):
         table = transfers(plan, direction, bytes_per_element)
-        for kind, name in ((KEYS, f"fetch_{direction}"), (GRADIENTS, "reduce"), (MOVE, f"redistribution_{direction}")):
+        for kind, name in (
+            (KEYS, f"fetch_{direction}"),
+            (GRADIENTS, "reduce"),
+            (REDISTRIBUTION, f"redistribution_{direction}"),
+        ):
             sent = table[table["kind"] == kind]
             volume = np.bincount(sent["src"], sent["bytes"], plan.ranks).astype(np.int64)
             out[name] += volume
@@ -123,12 +127,16 @@ def _redistributions(plan: Plan, direction: str, element: int) -> list[np.ndarra
         before, after = int(plan_steps.min(initial=last)) - 1, min(ends[number] + 2 + first, last)
         if part.q_redistribution is not None:
             inward, outward = (width, width_v) if forward else (width_v, width)
-            tables.append(_messages(part.q_redistribution, False, inward * element, first, before, MOVE, number))
-            tables.append(_messages(part.q_redistribution, True, outward * element, after, last, MOVE, number))
+            tables.append(
+                _messages(part.q_redistribution, False, inward * element, first, before, REDISTRIBUTION, number)
+            )
+            tables.append(
+                _messages(part.q_redistribution, True, outward * element, after, last, REDISTRIBUTION, number)
+            )
         if part.kv_redistribution is not None:
             size = GRADIENT_BYTES if part.kv_redistribution.has_copies and not forward else element
             row, (start, done) = (width + width_v) * size, (first, before) if forward else (after, last)
-            tables.append(_messages(part.kv_redistribution, not forward, row, start, done, MOVE, number))
+            tables.append(_messages(part.kv_redistribution, not forward, row, start, done, REDISTRIBUTION, number))
     return tables
 
 
@@ -139,7 +147,9 @@ def _hidden_states(plan: Plan, direction: str, row: float) -> list[np.ndarray]:
     if hidden is None:
         return []
     last = step_count(plan, direction) - 1
-    return [_messages(hidden, adjoint, row, step, step, REMAP, 0) for adjoint, step in ((False, 0), (True, last))]
+    return [
+        _messages(hidden, adjoint, row, step, step, HIDDEN_STATES, 0) for adjoint, step in ((False, 0), (True, last))
+    ]
 
 
 def _messages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -135,6 +136,11 @@ def _column_widths(table: Table) -> list[int]:
     return [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
 
 
+def _is_numeric(table: Table, column: int) -> bool:
+    """Return True if the cells of a column are numbers, with or without units."""
+    return all(re.match(r"[-+]?$|[-+]?[.\d]", row[column]) for row in table.rows)
+
+
 def _rich_table(table: Table, block: Sequence[int], width: int) -> RichTable:
     """Return a block of columns for rich. Where they do not fit, what is wider than half of the terminal is wrapped."""
     from rich import box
@@ -146,7 +152,7 @@ def _rich_table(table: Table, block: Sequence[int], width: int) -> RichTable:
     for index in block:
         result.add_column(
             table.columns[index],
-            justify="left" if index == 0 or not has_headings else "right",
+            justify="right" if has_headings and index and _is_numeric(table, index) else "left",
             overflow="fold",
             no_wrap=fits or widths[index] <= width // 2,
         )

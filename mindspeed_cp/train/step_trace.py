@@ -122,10 +122,10 @@ class StepTracer:
     def _peers(self) -> dict[str, list[int]]:
         """Return by kind of message the ranks of the group in which it is sent."""
         cp = dist.get_process_group_ranks(self._world.cp_group)
-        remap = cp
+        hidden_states = cp
         if self._settings.train.sequence_parallel:
-            remap = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
-        return {"keys": cp, "gradients": cp, "move": cp, "remap": remap}
+            hidden_states = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
+        return {"keys": cp, "gradients": cp, "redistribution": cp, "hidden_states": hidden_states}
 
     def _metadata(self, number: int, record: RankTimings, traced: _TracedBatches) -> dict[str, Any]:
         """Return the metadata of the file; all but rank, cp_rank, replica, seconds, documents and plans is equal on all

@@ -1,4 +1,4 @@
-"""The staged exchange: proved for any layout, keys cross once to a node, and every NIC carries its part."""
+"""The KV fetch: proved for any layout, keys cross once to a node, and every NIC carries its part."""
 
 from __future__ import annotations
 

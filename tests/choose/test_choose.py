@@ -254,3 +254,11 @@ def test_nothing_to_choose_from_or_by_is_refused() -> None:
     for empty in ([], [Documents([])], [Documents([0, 0])]):
         with pytest.raises(ConfigError, match="all batches are empty"):
             choose_algorithm(empty, TOPOLOGY, GQA)
+
+
+def test_the_packages_list_what_they_export() -> None:
+    import mindspeed_cp
+    import mindspeed_cp.choose
+
+    assert dir(mindspeed_cp) == sorted(mindspeed_cp.__all__)
+    assert mindspeed_cp.choose.choose_algorithm is choose_algorithm

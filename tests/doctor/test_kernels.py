@@ -96,3 +96,18 @@ def test_no_kernel_serves_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch)
 def test_no_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--device", "cuda"]) == 2
     assert "error: --device cuda: " in capsys.readouterr().err
+
+
+def test_one_thread_is_one_and_a_reason_is_given_once() -> None:
+    from mindspeed_cp.doctor.tables import report_tables
+
+    reason = "torch_npu is not installed; pip install torch-npu"
+    report = {
+        "machine": {"system": "Linux", "cores": 2, "threads": 1}, "versions": {}, "requirements": [], "checks": [],
+        "communication": {}, "kernels": [], "links": [],
+        "devices": {"npu": {"count": 0, "names": [], "why": reason}},
+        "backends": {"npu": {"available": False, "why": reason}},
+    }  # fmt: skip
+    versions, devices, *_ = report_tables(report)
+    assert ("machine", "Linux, 2 cores, 1 thread") in versions.rows
+    assert devices.rows == (("npu", "0", reason, "no"),)

@@ -42,7 +42,7 @@ VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
     "direct, 3 rounds ahead": ("direct", (("prefetch", 3),)),
     "direct, balanced": ("direct", (("layout", "balanced"),)),
     "hierarchical": ("hierarchical", ()),
-    "hierarchical, exchange": ("hierarchical", (("head_split", False), ("remap", "qkv"))),
+    "hierarchical, KV fetch": ("hierarchical", (("head_split", False), ("remap", "qkv"))),
 }
 
 

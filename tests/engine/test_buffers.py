@@ -28,15 +28,15 @@ PROBLEMS = (
 
 @contextmanager
 def sent(ranks):
-    """Bytes that each rank sends meanwhile, by kind: "fetch", "reduce" and "move", between layouts."""
-    counts = [dict.fromkeys(("fetch", "reduce", "move"), 0) for _ in range(ranks)]
+    """Bytes that each rank sends meanwhile, by kind: "fetch", "reduce" and "redistribution", between layouts."""
+    counts = [dict.fromkeys(("fetch", "reduce", "redistribution"), 0) for _ in range(ranks)]
     post = InMemoryTransport.post
 
     def counting(self, transfers, all_to_all=False):
         for transfer in transfers:
             if transfer.sends:
                 counts[self.rank][
-                    {"K and V": "fetch", "dK and dV": "reduce"}.get(transfer.label.split(",")[0], "move")
+                    {"K and V": "fetch", "dK and dV": "reduce"}.get(transfer.label.split(",")[0], "redistribution")
                 ] += transfer.tensor.nbytes
         return post(self, transfers, all_to_all)
 
@@ -77,12 +77,12 @@ def check(cases, ranks):
             assert there == {
                 "fetch": rank_result["fetch_forward"],
                 "reduce": 0,
-                "move": rank_result["redistribution_forward"],
+                "redistribution": rank_result["redistribution_forward"],
             }, case
             assert back == {
                 "fetch": rank_result["fetch_backward"],
                 "reduce": rank_result["reduce"],
-                "move": rank_result["redistribution_backward"],
+                "redistribution": rank_result["redistribution_backward"],
             }
             assert sum(there.values()) + sum(back.values()) == rank_result["total"]
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):

@@ -83,7 +83,7 @@ def test_any_order_of_steps_gives_the_same(ranks):
 
 
 def two_exchanges(rank, group, case):
-    """A ring for one document and a direct exchange for the other, step by step in turn, through lanes and without;
+    """A ring for one document and direct for the other, step by step in turn, through lanes and without;
     transfers between the same two ranks that were under way together with one tag."""
     from mindspeed_cp.comm import close_directional_groups, open_directional_groups, warm_up
 
@@ -177,12 +177,12 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(ranks):
             assert there == {
                 "fetch": rank_result["fetch_forward"],
                 "reduce": 0,
-                "move": rank_result["redistribution_forward"],
+                "redistribution": rank_result["redistribution_forward"],
             }, case
             assert back == {
                 "fetch": rank_result["fetch_backward"],
                 "reduce": rank_result["reduce"],
-                "move": rank_result["redistribution_backward"],
+                "redistribution": rank_result["redistribution_backward"],
             }
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in (*BUFFERS, "total")}

@@ -64,14 +64,18 @@ def test_messages_and_kernels_are_those_of_the_plan(workers, case):
         assert counts["keys", "forward"] == said["fetch_forward"][rank]
         assert counts["keys", "backward"] == said["fetch_backward"][rank]
         assert counts["gradients", "backward"] == said["reduce"][rank]
-        assert counts["move", "forward"] == said["redistribution_forward"][rank]
-        assert counts["move", "backward"] == said["redistribution_backward"][rank]
+        assert counts["redistribution", "forward"] == said["redistribution_forward"][rank]
+        assert counts["redistribution", "backward"] == said["redistribution_backward"][rank]
         for number, piece in enumerate(plan.parts_or_self):
             for direction in ("forward", "backward"):
                 program, place = getattr(piece, direction), (3, 7, direction, number)
                 computed = [span.step for span in record.spans if span.activity == COMPUTE and span.origin == place]
                 assert computed == sorted(set(program.tiles(rank)["step"].tolist()))
-                kept = [message for message in record.messages if message.origin == place and message.kind != "move"]
+                kept = [
+                    message
+                    for message in record.messages
+                    if message.origin == place and message.kind != "redistribution"
+                ]
                 items = [messages.items for messages in (program.fetch, program.reduce)]
                 steps = [(i["start"], i["done"]) for item in items for i in item if rank in (i["src"], i["dst"])]
                 assert sorted((message.start_step, message.done_step) for message in kept) == sorted(steps)
@@ -118,7 +122,7 @@ def test_moves_of_hidden_states_are_told_apart(workers):
     move = Redistribution.between(plan.linear_layout, plan.layout, 1)
     rows = move.send_volume() + move.send_volume(adjoint=True)
     for rank, record in enumerate(workers.run(2, hidden, case)):
-        assert {message.kind for message in record.messages} == {"remap"}
+        assert {message.kind for message in record.messages} == {"hidden_states"}
         for direction in ("forward", "backward"):
             sent = [
                 message.bytes for message in record.messages if message.sends and message.origin.direction == direction

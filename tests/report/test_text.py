@@ -63,3 +63,12 @@ def test_cells_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: 
         "[bold] :smile:" in line
         for line in printed(Table("T", ("", ""), (("a", "[bold] :smile:"),)), 80, monkeypatch, capsys)
     )
+
+
+def test_numbers_are_aligned_right_and_words_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_tables([Table("t", ("name", "count", "remark"), (("a", "5", "none"), ("b", "1,000", "some of them")))])
+    first, second = capsys.readouterr().out.splitlines()[-3:-1]
+    assert first.index("5") == second.index("1,000") + 4 and first.index("none") == second.index("some")

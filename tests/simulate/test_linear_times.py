@@ -11,7 +11,7 @@ from benchmarks.published.training_step import simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
-from mindspeed_cp.plan.transfers import KEYS, MOVE, REMAP, edge_steps, transfers
+from mindspeed_cp.plan.transfers import HIDDEN_STATES, KEYS, REDISTRIBUTION, edge_steps, transfers
 from mindspeed_cp.simulate.linear_times import linear_times
 
 MHA = AttentionConfig(heads=32, head_dim=128)
@@ -50,8 +50,8 @@ def test_what_is_moved_to_split_heads_leaves_after_hidden_states_have_come(direc
     turns = made.steps_forward if direction == "forward" else made.steps_backward
     sent = made.transfers_forward if direction == "forward" else made.transfers_backward
     first = edge_steps(plan)
-    there = sent[(sent["kind"] == REMAP) & (sent["start"] == 0)]
-    moves = sent[(sent["kind"] == MOVE) & (sent["start"] == first - 1)]
+    there = sent[(sent["kind"] == HIDDEN_STATES) & (sent["start"] == 0)]
+    moves = sent[(sent["kind"] == REDISTRIBUTION) & (sent["start"] == first - 1)]
     assert len(there) and len(moves)
     came = np.zeros(8)
     for end in ("src", "dst"):
@@ -59,8 +59,8 @@ def test_what_is_moved_to_split_heads_leaves_after_hidden_states_have_come(direc
     linear = linear_times(plan, ComputeCost(made.cluster, MHA), direction == "backward")
     for end in ("src", "dst"):
         assert (moves["begin"] >= came[moves[end]] + linear.before[moves[end]] * (1 - 1e-9)).all()
-    back = sent[(sent["kind"] == REMAP) & (sent["start"] > 0)]
-    others = sent[sent["kind"] == MOVE]
+    back = sent[(sent["kind"] == HIDDEN_STATES) & (sent["start"] > 0)]
+    others = sent[sent["kind"] == REDISTRIBUTION]
     for rank in range(8):
         own_messages = back[(back["src"] == rank) | (back["dst"] == rank)]
         before = others[(others["src"] == rank) | (others["dst"] == rank)]
@@ -104,7 +104,7 @@ def test_tensor_parallel_ranks_share_rows_with_sequence_parallelism() -> None:
         layer = LayerCost.from_sizes(*widths, tensor_parallel=2, sequence_parallel=shared)
         plan = with_linear_layout(build_plan(documents, topology, attention, "hierarchical", remap="off"), "hidden")
         table = transfers(plan, "forward", layer.bytes_per_element, layer.hidden_row_bytes)
-        moved.append(table["bytes"][table["kind"] == REMAP].sum())
+        moved.append(table["bytes"][table["kind"] == HIDDEN_STATES].sum())
     assert moved[0] == 2 * moved[1] > 0
     # whole hidden states are wider than half of the heads; half of their rows are not
     assert [plan.linear_layout is not None for plan in plans] == [False, True]

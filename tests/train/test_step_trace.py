@@ -216,7 +216,7 @@ def test_planned_and_measured_messages_agree_however_the_work_is_split(
     assert (pair.predicted.messages == pair.measured.messages).all()
     assert (pair.predicted.seconds > 0).all() and np.ptp(pair.predicted.seconds) == pytest.approx(0, abs=1e-12)
     kinds = {details["kind"] for rank in pair.step.ranks for details in rank.sends}
-    assert ("remap" in kinds) == ("context_parallel_suite__remap" in changes)
+    assert ("hidden_states" in kinds) == ("context_parallel_suite__remap" in changes)
 
 
 def test_tracing_changes_no_number_and_leaves_nothing_where_it_is_off(

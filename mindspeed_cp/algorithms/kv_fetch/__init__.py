@@ -1,1 +1,1 @@
-"""Fetches of keys and values: what each rank needs, by which routes it comes, in which steps, and the programs."""
+"""KV fetch: every rank gets the keys and values that its tiles need from the ranks that own them."""

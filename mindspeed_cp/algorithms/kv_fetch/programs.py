@@ -1,7 +1,9 @@
-"""Exchange of keys and values in stages: inside the node first, then node by node, each block over the wire once.
+"""KV fetch in rounds and stages: inside the node first, then node by node, each block over the wire once.
 
-Every rank fetches from the ranks of its node in up to two rounds (the first and the second halves of documents, so that
-the first round arrives early), and from other nodes in stages, one for each distance. All keys of a round or stage lie
+A round is the set of keys and values that ranks fetch inside their node and compute with in one step (under direct:
+from one source). A stage is the set of keys and values that ranks fetch from nodes at one distance. There are up to two
+rounds (the first and the second halves of documents, so that the first round arrives early), and a stage for each
+distance. All keys of a round or stage lie
 in one slot in token order, so that they make as few tiles as possible. With routing
 (:mod:`mindspeed_cp.algorithms.kv_fetch.routes`) a block crosses to a node once::
 
@@ -49,7 +51,7 @@ def staged(
     prefetch: int = 1,
     beside: np.ndarray | None = None,
 ) -> tuple[Program, Program]:
-    """Return the forward and backward program of a staged exchange.
+    """Return the forward and backward program of a KV fetch.
 
     Args:
         queries, keys: layouts of queries and of keys.

@@ -1,4 +1,4 @@
-"""Steps and slots of the rounds and stages of a staged exchange.
+"""Steps and slots of the rounds and stages of a KV fetch.
 
 A message is posted as soon as its slot is free and is due when its rows are read, so that a step waits only for what
 its own tiles read. A stage whose slot is in use is posted when the gradient of the stage before has left the slot.
@@ -96,7 +96,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps and slots of an exchange.
+    """Steps and slots of a KV fetch.
 
     Attributes:
         hops: what moves.
@@ -121,7 +121,7 @@ def schedule(
     routing: bool,
     prefetch: int,
 ) -> Schedule:
-    """Return steps and slots of a staged exchange.
+    """Return steps and slots of a KV fetch.
 
     Args:
         rounds: tokens that ranks fetch in their node; stage is the round.

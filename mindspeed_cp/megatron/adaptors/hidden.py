@@ -53,7 +53,7 @@ class HiddenMove:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the module's arguments with hidden states in the rows of attention."""
         params = named.get("packed_seq_params")
-        if not _moves(params):
+        if not _has_linear_layout(params):
             return None
         self._core.check_before_move(params, arguments[0] if arguments else named["hidden_states"])
         if arguments:
@@ -63,7 +63,7 @@ class HiddenMove:
     def after(self, module: Attention, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> Any:
         """Return the module's result, an output or (output, bias), in the rows of linear layers."""
         params = named.get("packed_seq_params")
-        if not _moves(params):
+        if not _has_linear_layout(params):
             return None
         if isinstance(result, tuple):
             return self._moved(result[0], params, to_attention=False), *result[1:]
@@ -114,5 +114,5 @@ class HiddenMove:
         return group, rank, shares
 
 
-def _moves(params: Any) -> TypeGuard[PlannedBatchParams]:
+def _has_linear_layout(params: Any) -> TypeGuard[PlannedBatchParams]:
     return isinstance(params, PlannedBatchParams) and params.plan is not None and params.plan.linear_layout is not None

@@ -89,7 +89,7 @@ def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
     _ranks(canvas, plan, summary)
     _squares(canvas, plan, summary, scale, polygons)
     if summary.has_redistribution:
-        _moves(canvas, plan, summary)
+        _redistributions(canvas, plan, summary)
     _bars(canvas, summary)
     why_small = f"Typical tiles would be {pixels:.1f} pixels wide, too small"
     _legend(canvas, plan, summary, f"There are {summary.tiles.sum():,} tiles, too many" if has_too_many else why_small)
@@ -205,7 +205,7 @@ def _outlines(plan: Plan, scale: np.ndarray, canvas: TileMapCanvas) -> list[np.n
     return large[: OUTLINE_LIMIT // canvas.cells]
 
 
-def _moves(canvas: TileMapCanvas, plan: Plan, summary: PlanSummary) -> None:
+def _redistributions(canvas: TileMapCanvas, plan: Plan, summary: PlanSummary) -> None:
     """Draw bands before and after the steps over the ranks that exchange rows."""
     before, after = ("all-to-all: tokens → heads (Q, K, V)", "all-to-all: heads → tokens (output)")
     if not summary.splits_heads:

@@ -19,11 +19,12 @@ import numpy as np
 
 from mindspeed_cp.choose.compare import AlgorithmResult, Comparison
 from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.report.files import write_atomically
 from mindspeed_cp.report.simulation.details import ComputedTiles, DocumentShare, document_shares
 from mindspeed_cp.report.simulation.messages import MessageBars
 from mindspeed_cp.report.simulation.tables import conclusion
-from mindspeed_cp.report.simulation.trace import DIRECTIONS, ranks_to_draw, ranks_with_details
+from mindspeed_cp.report.simulation.trace import ranks_to_draw, ranks_with_details
 from mindspeed_cp.report.text import describe_attention
 from mindspeed_cp.simulate.timeline import Timeline
 from mindspeed_cp.simulate.waits import MESSAGE_KIND_NAMES, is_internode, wait_records

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindspeed_cp.layout import Layout, Redistribution, intersect_runs, ragged_arange
 from mindspeed_cp.plan import Messages, Plan, Program
-from mindspeed_cp.plan.transfers import GRADIENTS, KEYS, MOVE, REMAP, edge_steps
+from mindspeed_cp.plan.transfers import GRADIENTS, HIDDEN_STATES, KEYS, REDISTRIBUTION, edge_steps
 from mindspeed_cp.report.slot_rows import SlotRows
 from mindspeed_cp.simulate.timeline import Timeline
 from mindspeed_cp.simulate.waits import is_internode
@@ -116,10 +116,10 @@ def documents_in_messages(plan: Plan, direction: str, sent: np.ndarray, wanted: 
                 messages.items, sent, np.flatnonzero((sent["kind"] == kind) & (sent["part"] == part))
             )
             tables.append(_fetch_and_reduce_documents(piece, program, messages, kind, numbers, wanted))
-        redistribution_numbers = np.flatnonzero((sent["kind"] == MOVE) & (sent["part"] == part) & wanted)
+        redistribution_numbers = np.flatnonzero((sent["kind"] == REDISTRIBUTION) & (sent["part"] == part) & wanted)
         for move in [piece.q_redistribution or piece.kv_redistribution] * bool(len(redistribution_numbers)):
             tables.append(_redistributed_documents(move, sent, redistribution_numbers, edge_steps(plan)))
-    redistribution_numbers = np.flatnonzero((sent["kind"] == REMAP) & wanted)
+    redistribution_numbers = np.flatnonzero((sent["kind"] == HIDDEN_STATES) & wanted)
     if len(redistribution_numbers) and plan.linear_layout is not None:
         tables.append(
             _redistributed_documents(

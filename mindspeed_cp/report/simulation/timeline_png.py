@@ -22,12 +22,13 @@ import numpy as np
 
 from mindspeed_cp.choose.compare import AlgorithmResult, Comparison
 from mindspeed_cp.plan import Topology
+from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.report.files import write_atomically
 from mindspeed_cp.report.png_canvas import FIGURE_WIDTH, MARGIN, TIMELINE_COLOURS, TIMELINE_LABELS, Canvas
 from mindspeed_cp.report.simulation.document_png import draw_document_spread, draw_longest_document
 from mindspeed_cp.report.simulation.messages import MessageBars
 from mindspeed_cp.report.simulation.tables import conclusion
-from mindspeed_cp.report.simulation.trace import DIRECTIONS, ranks_to_draw
+from mindspeed_cp.report.simulation.trace import ranks_to_draw
 from mindspeed_cp.report.text import describe_attention, format_bytes
 from mindspeed_cp.simulate.timeline import Timeline
 

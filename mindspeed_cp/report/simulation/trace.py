@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.plan.transfers import KINDS
 from mindspeed_cp.report.simulation.details import ComputedTiles
 from mindspeed_cp.report.simulation.messages import MessageBars
@@ -24,9 +25,6 @@ DRAWN_SPANS = 2**19
 
 #: Number of documents and of tiles that a bar lists, the largest first.
 LISTED_ITEMS = 4
-
-#: The two programs of a layer, in the order in which ranks run them; the linear layers are between them.
-DIRECTIONS = ("forward", "backward")
 
 
 def ranks_to_draw(timeline: Timeline) -> list[int]:
