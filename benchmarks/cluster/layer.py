@@ -65,11 +65,14 @@ def busy_seconds(plan: Plan, model: ModelledAttention, linear: bool) -> list[flo
     out = [
         sum(model.linear_layer_seconds(n, backward) for backward in (False, True)) if linear else 0.0 for n in tokens
     ]
-    for piece in plan.parts_or_self:
+    for part in plan.parts_or_self:
         for rank in range(plan.ranks):
-            low, high = piece.q_layout_compute.head_range(rank, piece.attention.heads)
-            share, rows = (high - low) / piece.attention.heads, int(piece.q_layout_compute.token_counts[rank])
-            for program, lower in ((piece.forward, model.lower_forward), (piece.backward, model.lower_backward)):
-                lowered = lower(program.tiles(rank), rows, piece.attention, DTYPE)
+            low, high = part.q_layout_compute.head_range(rank, part.attention.heads)
+            share, rows = (high - low) / part.attention.heads, int(part.q_layout_compute.token_counts[rank])
+            for program, lower in (
+                (part.forward, model.lower_forward),
+                (part.backward, model.lower_backward),
+            ):
+                lowered = lower(program.tiles(rank), rows, part.attention, DTYPE)
                 out[rank] += sum(work.math * share + work.launch for calls in lowered.values() for work in calls)
     return out

@@ -80,9 +80,12 @@ class Candidate:
         nothing had to be waited for. Causal masks."""
         plan, cost = self.plan, ComputeCost(cluster, self.plan.attention)
         work = np.zeros(plan.ranks)
-        for piece in plan.parts_or_self:
-            spans, heads = piece.q_layout_compute.spans, piece.q_layout_compute.head_counts(plan.attention.heads)
-            first = piece.q_layout_compute.documents.offsets[spans["doc"]]
+        for part in plan.parts_or_self:
+            spans, heads = (
+                part.q_layout_compute.spans,
+                part.q_layout_compute.head_counts(plan.attention.heads),
+            )
+            first = part.q_layout_compute.documents.offsets[spans["doc"]]
             begin, end = (spans["start"] - first).astype(float), (spans["stop"] - first).astype(float)
             seen = (end * (end + 1) - begin * (begin + 1)) / 2
             work += np.bincount(spans["rank"], seen, plan.ranks) * heads / plan.attention.heads
