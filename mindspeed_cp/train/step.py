@@ -224,7 +224,7 @@ def _check_digests(digests: Tensor, step: int) -> None:
 
 
 def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
-    """Megatron's forward step function."""
+    """Run Megatron's forward step function."""
     micro = next(batches)
     batch = micro.batch
     losses = model(

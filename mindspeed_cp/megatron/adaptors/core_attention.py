@@ -175,7 +175,7 @@ class PlannedAttention(MegatronModule):
         return params.from_rows(out)
 
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
-        """With suite.verify_plans, raise ConfigError if ranks have different plans, before hidden states move."""
+        """Raise ConfigError if suite.verify_plans is set and ranks have different plans, before hidden states move."""
         if self.suite.verify_plans:
             self._check_agreement(params, params.plans[0], hidden, given=True)
 
