@@ -11,7 +11,7 @@ from benchmarks.published.rings import Group
 
 
 def power_of_two_groups(lengths: np.ndarray, ranks: int, most: int) -> list[Group]:
-    """Return the groups of Megatron's dynamic context parallelism: a power of two of neighbouring ranks, as a document needs.
+    """Return the groups of Megatron's dynamic context parallelism: a power of two of neighbouring ranks each.
 
     A document of s tokens takes the least power of two of ranks that leaves none with more than `most` of them, and
     costs each of these s * s / ranks. Documents go, longest first, to the aligned group of their size whose busiest
