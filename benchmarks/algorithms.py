@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def row_of(path: Path, tokens: int) -> list[int]:
-    """Documents drawn from a file of lengths until the row is full; the last one is cut."""
+    """Draw documents from a file of lengths until the row is full; the last one is cut."""
     lengths = np.load(path)["lengths"].astype(np.int64)
     order = np.random.default_rng(0).permutation(len(lengths))
     row: list[int] = []
@@ -66,7 +66,7 @@ def row_of(path: Path, tokens: int) -> list[int]:
 
 
 def plan_of(name: str, lengths: list[int], ranks: int) -> Plan:
-    """The plan of a variant; 4 ranks and more are two nodes, so that double_ring and hybrid have two levels."""
+    """Return the plan of a variant; 4 ranks and more are two nodes, so that double_ring and hybrid have two levels."""
     algorithm, options = VARIANTS[name]
     nodes = 2 if ranks > 2 and ranks % 2 == 0 else 1
     attention = AttentionConfig(HEADS, HEADS, DIM)
@@ -74,7 +74,7 @@ def plan_of(name: str, lengths: list[int], ranks: int) -> Plan:
 
 
 def same(a: Plan, b: Plan) -> bool:
-    """Whether both do the same, as algorithms do where their ranks, or their documents, leave no choice."""
+    """Return True if both do the same, as algorithms do where their ranks, or their documents, leave no choice."""
 
     def parts(plan: Plan) -> list[np.ndarray]:
         programs = (plan.forward, plan.backward)
@@ -118,7 +118,7 @@ def worker(rank: int, folder: str, ranks: int, lengths: list[int], names: list[s
 def row(
     name: str, twin: str, plan: Plan, times: dict[str, list[tuple[float, float]]], sent: list[int]
 ) -> dict[str, Any]:
-    """Figures of one variant."""
+    """Return the figures of one variant."""
     out: dict[str, Any] = {"algorithm": name, "as": twin, "sent": sent, "planned": traffic(plan, 2)["total"].tolist()}
     for i, direction in enumerate(DIRECTIONS):
         own, best = [t[i] for t in times[twin]], [t[i] for t in times["ideal"]]
@@ -136,7 +136,7 @@ def row(
 
 
 def measure(ranks: int, lengths: list[int], names: list[str], repeat: int) -> list[dict[str, Any]]:
-    """Figures of every variant, on processes of their own."""
+    """Return the figures of every variant, on processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (folder, ranks, lengths, names, repeat), nprocs=ranks)
         rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
@@ -144,7 +144,7 @@ def measure(ranks: int, lengths: list[int], names: list[str], repeat: int) -> li
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table of one batch and number of ranks."""
+    """Print the table of one batch and number of ranks."""
     print(f"{'':22}{'forward':>24}{'forward + backward':>24}{'busiest rank':>14}{'MB sent':>10}{'planned':>10}")
     ideals = [f"{row['ideal_ms']:.0f} ms, best {row['ideal_best_ms']:.0f} ms" for row in map(rows[0].get, DIRECTIONS)]
     print(f"{'ideal':22}{ideals[0]:>24}{ideals[1]:>24}")

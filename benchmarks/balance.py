@@ -33,7 +33,7 @@ SETS = ("wikipedia", "prolong", "lognormal")
 
 
 def draw(name: str, count: int, random: np.random.Generator) -> tuple[np.ndarray, str]:
-    """Lengths of documents, int64 [count], and where they come from."""
+    """Draw lengths of documents, int64 [count], and where they come from."""
     if name == "lognormal":  # Megatron's own set: mean 1024, sigma 1.5
         drawn = random.lognormal(np.log(1024) - 1.5**2 / 2, 1.5, count)
         return np.clip(drawn, 128, 8192).astype(np.int64), "mean 1024, sigma 1.5, clipped to 128 .. 8192"
@@ -43,7 +43,7 @@ def draw(name: str, count: int, random: np.random.Generator) -> tuple[np.ndarray
 
 
 def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Global batches of so many packed rows: lengths of their documents, shuffled, and the row of each."""
+    """Draw global batches of so many packed rows: lengths of their documents, shuffled, and the row of each."""
     packer, random = Packer(lengths, context, 0, LOOKAHEAD), np.random.default_rng(0)
     result = []
     for _ in range(batches):

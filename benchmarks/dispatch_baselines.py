@@ -22,7 +22,7 @@ def in_order(
     per_micro_batch: float = 0.0,
     rows: Sequence[int] | np.ndarray | None = None,
 ) -> Assignment:
-    """The documents as they come: rows in turn to the replicas."""
+    """Assign the documents as they come: rows in turn to the replicas."""
     problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch, rows)
     return to_assignment(problem, dispatch_candidates.in_order(problem))
 
@@ -36,7 +36,7 @@ def first_fit(
     per_micro_batch: float = 0.0,
     decreasing: bool = True,
 ) -> Assignment:
-    """First fit (decreasing, by length) into micro-batches, which go to the replicas in turn: packing by tokens."""
+    """Pack by tokens: first fit (decreasing, by length) into micro-batches, which go to the replicas in turn."""
     problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch)
     documents = range(len(problem.lengths))
     by_length = sorted(documents, key=lambda document: (-problem.lengths[document], document))
@@ -62,7 +62,8 @@ def karmarkar_karp(
     token_bound: int,
     per_micro_batch: float = 0.0,
 ) -> Assignment:
-    """The largest differencing method over replicas, by cost (Karmarkar and Karp 1982); micro-batches by best fit.
+    """Assign by the largest differencing method over replicas, by cost (Karmarkar and Karp 1982); micro-batches by best
+    fit.
 
     Each document begins as a partition of its own: its cost in one part, nothing in the others. The two partitions
     whose parts differ most are merged, the largest part of one with the smallest of the other, until one is left.

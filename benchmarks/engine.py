@@ -39,12 +39,12 @@ WIDTH = 65  # of what a figure is called
 
 
 def both(run: Run, backward: bool) -> Callable[[], None]:
-    """The forward, or both directions, without a barrier between them."""
+    """Run the forward, or both directions, without a barrier between them."""
     return lambda: run.backward(run.forward()) if backward else run.forward()
 
 
 def barrier_to_barrier(run: Callable[[], None]) -> float:
-    """Milliseconds until the slowest rank is done."""
+    """Return the milliseconds until the slowest rank is done."""
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -86,12 +86,12 @@ def worker(rank: int, folder: str, ranks: int, cases: dict[str, list[int]], repe
 
 
 def once(run: Callable[[], Any], calls: int = 400) -> float:
-    """Median microseconds of a call, after 20 to warm up."""
+    """Return the median microseconds of a call, after 20 to warm up."""
     return median_us(run, calls, warm_up=20)
 
 
 def overhead() -> list[dict[str, Any]]:
-    """One engine step without peers on 32 tokens: the kernel is nearly free, so this is the Python around it."""
+    """Time one engine step without peers on 32 tokens: the kernel is nearly free, so this is the Python around it."""
     torch.set_num_threads(1)
     plan = build_plan(Documents([32]), Topology(), AttentionConfig(HEADS, HEADS, DIM))
     q, k, v, dout = (torch.randn(32, HEADS, DIM) for _ in range(4))
@@ -117,7 +117,7 @@ def ideal_us(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
 
 
 def latency(rank: int, folder: str, results: str) -> None:
-    """gloo's own part: 2 ranks exchange two small tensors each way, as a ring step does."""
+    """Time gloo's own part: 2 ranks exchange two small tensors each way, as a ring step does."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store2", rank=rank, world_size=2)

@@ -37,15 +37,15 @@ class NoKernels:
         return getattr(self._real, name)
 
     def forward(self, *_: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def backward(self, *_: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def host_rows(ranks: int, attention: AttentionConfig, device: torch.device, calls: int = 200) -> list[dict[str, Any]]:
-    """{"what", "us"}: median microseconds of the host for one step of a ring, a call's beginning and end shared out
-    among its steps; and of torch.distributed's part of the forward.
+    """Return {"what", "us"}: median microseconds of the host for one step of a ring, a call's beginning and end shared
+    out among its steps; and of torch.distributed's part of the forward.
 
     Args:
         ranks: of the ring.
@@ -88,7 +88,7 @@ def host_rows(ranks: int, attention: AttentionConfig, device: torch.device, call
 
 
 def _exchange(tensors: list[torch.Tensor], ranks: int) -> None:
-    """One step's messages of a ring, without the engine."""
+    """Exchange one step's messages of a ring, without the engine."""
     ends = [(dist.isend, 1), (dist.irecv, ranks - 1)]
     operations = [dist.P2POp(start, x.detach(), peer) for start, peer in ends for x in tensors]
     for work in dist.batch_isend_irecv(operations):
@@ -96,7 +96,8 @@ def _exchange(tensors: list[torch.Tensor], ranks: int) -> None:
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What a call returns, and microseconds until it did so: a device may still be at work, and is waited for after."""
+    """Return what a call returns, and the microseconds until it did so: a device may still be at work, and is waited
+    for after."""
     begin = time.perf_counter()
     result = run()
     us = (time.perf_counter() - begin) * 1e6

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """All rows, and the sums."""
+    """Print all rows and the sums."""
     folders = {name: real_lengths_folder(name) for name in options.lengths}
     for name in options.lengths:
         load_lengths(name, folders[name])
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
 def measure(
     name: str, heads: str, lengths: str, folder: Path | None, ranks: int, tokens: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """All batches of one setting."""
+    """Measure all batches of one setting."""
     cluster, attention = load_cluster(name), HEADS[heads]
     per_node = min(cluster.ranks_per_node, ranks)
     topology, cluster = Topology(ranks // per_node, per_node, name), cluster.with_ranks(per_node)
@@ -117,7 +117,7 @@ def measure(
 
 
 def show(row: dict[str, Any]) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     setting = f"{row['cluster']:8}{row['lengths']:11}{row['heads']:7}{row['ranks']:6}{row['tokens']:7}"
     imbalance, fraction = np.array(row["imbalance"]), np.array(row["fraction"])
     quality = f"   {np.median(imbalance):7.3f} {np.quantile(imbalance, 0.9):7.3f}"
@@ -127,7 +127,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def summary(name: str, figures: dict[str, np.ndarray]) -> str:
-    """Of many settings."""
+    """Return the summary of many settings."""
     imbalance, fraction = figures["imbalance"], figures["fraction"]
     return (
         f"{name}: imbalance median {np.median(imbalance):.3f}, p90 {np.quantile(imbalance, 0.9):.3f}; fraction of the "

@@ -18,7 +18,7 @@ from mindspeed_cp.algorithms import ALGORITHMS
 
 
 def median_ms(run: Callable[[], object], repeat: int) -> float:
-    """Median milliseconds of a call, after one to warm up."""
+    """Return the median milliseconds of a call, after one to warm up."""
     return median_us(run, repeat) / 1e3
 
 

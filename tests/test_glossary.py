@@ -10,7 +10,7 @@ RETIRED = Path(__file__).parent / "retired_words.tsv"  # one line for each name 
 FOLDERS = (
     ".ci", "mindspeed_cp", "ops", "ascend_kernels", "tests", "benchmarks", "configs", "docs", "requirements", "tools",
 )  # fmt: skip
-SUFFIXES = {".py", ".md", ".yaml", ".toml", ".js", ".html", ".sh", ".patch", ".txt", ".cpp", ".h", ""}
+SUFFIXES = {".py", ".md", ".yaml", ".toml", ".js", ".html", ".sh", ".patch", ".txt", ""}
 
 
 def retired_words() -> dict[str, str]:

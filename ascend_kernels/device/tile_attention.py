@@ -53,7 +53,7 @@ def forward_kernel(
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIBI: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """For each (block, head), add the attention of BM rows in this call to out and lse.
+    """Add the attention of BM rows in this call to out and lse, for each (block, head).
 
     q: [rows, HEADS, DIM]; k: [keys, HEADS // GROUP, DIM]; v: [keys, HEADS // GROUP, DIM_V].
     out: fp32 [rows, HEADS, DIM_V], lse: fp32 [rows, HEADS], read and written; out is ignored where lse is -inf.
@@ -116,7 +116,7 @@ def dq_kernel(
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIBI: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """For each (block, head), add to dq, fp32 [rows, HEADS, DIM]. lse and delta: fp32 [rows, HEADS], of the complete
+    """Add to dq, fp32 [rows, HEADS, DIM], for each (block, head). lse and delta: fp32 [rows, HEADS], of the complete
     attention; delta is the sum of dout * out over channels."""
     for program in range(tl.program_id(0), count * HEADS, tl.num_programs(0)):
         block, head = program % count, program // count
@@ -161,7 +161,7 @@ def dkdv_kernel(
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIBI: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """For each (block of BN keys, key head), add to dk and dv, fp32 [keys, HEADS // GROUP, DIM and DIM_V]; the query
+    """Add to dk and dv, fp32 [keys, HEADS // GROUP, DIM and DIM_V], for each (block of BN keys, key head); the query
     heads of a group are adjacent."""
     for program in range(tl.program_id(0), count * (HEADS // GROUP), tl.num_programs(0)):
         block, kv_head = program % count, program // count

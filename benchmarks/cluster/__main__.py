@@ -28,7 +28,7 @@ MESH = (BASE, "direct, even split, all at once", "all_gather", "hierarchical + r
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options, checked as far as they can be alone."""
+    """Parse the options, checked as far as they can be alone."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.cluster", description=benchmarks.cluster.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,14 +75,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def scale_of(args: argparse.Namespace, preset: str) -> Scale:
-    """The cluster and its time."""
+    """Return the cluster and its time."""
     attention = AttentionConfig(args.heads, args.kv_heads, args.head_dim)
     rate = round(args.rate * 1e6)
     return Scale(args.preset or preset, args.ranks_per_node, attention, args.wire_dim, rate)
 
 
 def measure(job: Job, console: Any) -> list[show.Row]:
-    """What the ranks of a cluster measured."""
+    """Return what the ranks of a cluster measured."""
     with tempfile.TemporaryDirectory(prefix="mindspeed-cp-") as folder:
         job = dataclasses.replace(job, folder=folder)
         path = Path(folder, "job")
@@ -103,7 +103,7 @@ def measure(job: Job, console: Any) -> list[show.Row]:
 
 
 def rails(args: argparse.Namespace, console: Any) -> dict[str, Any]:
-    """One message over one NIC and over all."""
+    """Measure one message over one NIC and over all."""
     scale = scale_of(args, "a800")
     in_node = args.in_node or "free"
     nics = dataclasses.replace(scale.shape(2, in_node), nics=args.ranks_per_node)
@@ -120,7 +120,7 @@ def rails(args: argparse.Namespace, console: Any) -> dict[str, Any]:
 
 
 def validation(args: argparse.Namespace, console: Any) -> dict[str, Any]:
-    """The simulator against the emulated cluster."""
+    """Compare the simulator with the emulated cluster."""
     cases: list[validate.Case] = []
     for rate in args.rates:
         scale = scale_of(argparse.Namespace(**{**vars(args), "rate": rate}), "a800")
@@ -144,7 +144,7 @@ def validation(args: argparse.Namespace, console: Any) -> dict[str, Any]:
 
 
 def known(names: list[str], batch: Batch, scale: Scale, nodes: int, console: Any) -> list[str]:
-    """Those variants that this version can plan; a line for each of the others."""
+    """Return the variants that this version can plan; print a line for each of the others."""
     out = []
     for name in names:
         try:
@@ -159,7 +159,7 @@ def known(names: list[str], batch: Batch, scale: Scale, nodes: int, console: Any
 def layers(
     args: argparse.Namespace, console: Any, what: str, preset: str, nodes: int, in_node: str, variants: list[str]
 ) -> list[dict[str, Any]]:
-    """One layer by several plans, on every set."""
+    """Measure one layer by several plans, on every set."""
     scale = scale_of(args, preset)
     shape = scale.shape(nodes, in_node)
     tokens, folder = shape.ranks * args.tokens, args.lengths_folder
@@ -204,7 +204,7 @@ def layers(
 
 
 def run(args: argparse.Namespace) -> None:
-    """The measurements that were asked for."""
+    """Run the measurements that were asked for."""
     console = show.console()
     lack = missing()
     if lack is not None:

@@ -23,7 +23,7 @@ class ClusterError(RuntimeError):
 
 
 def missing() -> str | None:
-    """What this machine lacks for an emulated cluster; None if nothing."""
+    """Return what this machine lacks for an emulated cluster; None if nothing."""
     needs = []
     if os.geteuid() != 0:
         needs.append("root")
@@ -50,7 +50,7 @@ def leftovers() -> list[str]:
 
 
 def clean() -> list[str]:
-    """Removes what runs left behind that are over; their names."""
+    """Remove what finished runs left behind, and return its names."""
     names = leftovers()
     for command in remove(names):
         run(command)
@@ -59,7 +59,7 @@ def clean() -> list[str]:
 
 @contextmanager
 def cluster(shape: Shape) -> Iterator[Names]:
-    """The cluster's namespaces while the context lasts; removed at its end, however it ends.
+    """Yield the cluster's namespaces, and remove them when the context ends, however it ends.
 
     Raises:
         ClusterError: root or iproute2 is missing, or a command failed.
@@ -73,7 +73,7 @@ def cluster(shape: Shape) -> Iterator[Names]:
 
 @contextmanager
 def _namespaces(names: Names, make: Callable[[Names], Iterable[Command]]) -> Iterator[Names]:
-    """What commands make in namespaces of those names, while the context lasts."""
+    """Run the commands that make namespaces of those names, and remove these when the context ends."""
     if made(names):
         raise ClusterError(f"namespaces {', '.join(made(names))} exist, and are not of this run; `clean` removes them")
     try:
@@ -92,7 +92,7 @@ def made(names: Names) -> list[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    """One command, to its end.
+    """Run one command to its end.
 
     Raises:
         ClusterError: it failed.
@@ -110,7 +110,7 @@ def run_ranks(
     folder: Path,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """One process for each rank, in its namespace, until all have ended; none outlives this call.
+    """Run one process for each rank, in its namespace, until all have ended; none outlives this call.
 
     Args:
         names: of the namespaces.
@@ -162,7 +162,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _unbroken() -> Iterator[None]:
-    """Signals wait until the context ends: what tidies up is not interrupted."""
+    """Block signals until the context ends, so that cleaning up is not interrupted."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -171,7 +171,7 @@ def _unbroken() -> Iterator[None]:
 
 
 def terminated(number: int, frame: object) -> None:
-    """A handler of SIGINT, SIGTERM and SIGHUP: the first ends the program, more do not disturb it in tidying up."""
+    """Handle SIGINT, SIGTERM and SIGHUP: the first ends the program, later ones are ignored while it cleans up."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -35,11 +35,11 @@ class Border:
             self._transport = GroupTransport(None)
 
     def there(self) -> None:
-        """From the linear layout to attention's."""
+        """Move hidden states from the linear layout to attention's."""
         self._move(0)
 
     def back(self) -> None:
-        """From attention's layout to the linear one."""
+        """Move hidden states from attention's layout to the linear one."""
         self._move(1)
 
     def _move(self, way: int) -> None:
@@ -50,12 +50,12 @@ class Border:
 
 
 def hidden(plan: Plan) -> int:
-    """Channels of a hidden state: those of all heads."""
+    """Return the channels of a hidden state: those of all heads."""
     return plan.attention.heads * plan.attention.head_dim
 
 
 def planned_bytes(plan: Plan) -> list[int]:
-    """Bytes that each rank sends in a layer, forward and backward, as the plan has them."""
+    """Return the bytes that each rank sends in a layer, forward and backward, as the plan has them."""
     sent = traffic(plan, DTYPE.itemsize)["total"]
     between = None if plan.linear_layout is None else Redistribution.between(plan.linear_layout, plan.layout, 1)
     if between is not None:
@@ -64,17 +64,20 @@ def planned_bytes(plan: Plan) -> list[int]:
 
 
 def busy_seconds(plan: Plan, model: ModelledAttention, linear: bool) -> list[float]:
-    """Modelled seconds that each rank computes attention, forward and backward, and the linear part if it is asked
-    for."""
+    """Return the modelled seconds in which each rank computes attention, forward and backward, and the linear part if
+    it is asked for."""
     tokens = plan.batch_layout.token_counts.tolist()
     out = [
         sum(model.linear_layer_seconds(n, backward) for backward in (False, True)) if linear else 0.0 for n in tokens
     ]
-    for piece in plan.parts_or_self:
+    for part in plan.parts_or_self:
         for rank in range(plan.ranks):
-            low, high = piece.q_layout_compute.head_range(rank, piece.attention.heads)
-            share, rows = (high - low) / piece.attention.heads, int(piece.q_layout_compute.token_counts[rank])
-            for program, lower in ((piece.forward, model.lower_forward), (piece.backward, model.lower_backward)):
-                lowered = lower(program.tiles(rank), rows, piece.attention, DTYPE)
+            low, high = part.q_layout_compute.head_range(rank, part.attention.heads)
+            share, rows = (high - low) / part.attention.heads, int(part.q_layout_compute.token_counts[rank])
+            for program, lower in (
+                (part.forward, model.lower_forward),
+                (part.backward, model.lower_backward),
+            ):
+                lowered = lower(program.tiles(rank), rows, part.attention, DTYPE)
                 out[rank] += sum(work.math * share + work.launch for calls in lowered.values() for work in calls)
     return out

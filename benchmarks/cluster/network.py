@@ -66,21 +66,21 @@ class Shape:
         return self.nodes * self.ranks_per_node
 
     def node(self, rank: int) -> int:
-        """The node of a rank."""
+        """Return the node of a rank."""
         return rank // self.ranks_per_node
 
     def nic(self, rank: int) -> int:
-        """The NIC of a rank, numbered over all nodes."""
+        """Return the NIC of a rank, numbered over all nodes."""
         node, local = divmod(rank, self.ranks_per_node)
         return node * self.nics + local * self.nics // self.ranks_per_node
 
     def address(self, rank: int) -> str:
-        """The address of a rank."""
+        """Return the address of a rank."""
         node, local = divmod(rank, self.ranks_per_node)
         return f"10.83.{node}.{local + 1}"
 
     def neighbours(self, rank: int) -> list[int]:
-        """The other ranks of the node."""
+        """Return the other ranks of the node."""
         first = self.node(rank) * self.ranks_per_node
         return [r for r in range(first, first + self.ranks_per_node) if r != rank]
 
@@ -101,11 +101,11 @@ class Names:
         return f"{self.prefix}fabric"
 
     def rank(self, rank: int) -> str:
-        """The namespace of a rank."""
+        """Return the namespace of a rank."""
         return f"{self.prefix}rank{rank}"
 
     def all(self, shape: Shape) -> list[str]:
-        """All namespaces of a cluster."""
+        """Return all namespaces of a cluster."""
         return [self.fabric, *(self.rank(r) for r in range(shape.ranks))]
 
 
@@ -113,7 +113,7 @@ Command = list[str]
 
 
 def commands(shape: Shape, names: Names) -> list[Command]:
-    """Everything that makes the cluster, in order; namespaces first."""
+    """Return the commands that make the cluster, in order; namespaces first."""
     out: list[Command] = []
     for space in names.all(shape):
         out.append(["ip", "netns", "add", space])
@@ -136,7 +136,7 @@ def commands(shape: Shape, names: Names) -> list[Command]:
 
 
 def trial(names: Names) -> list[Command]:
-    """A little of everything that a cluster needs, to see whether this machine has it."""
+    """Return commands that use a little of everything that a cluster needs, to test whether this machine has it."""
     space = names.fabric
     return [
         ["ip", "netns", "add", space],
@@ -148,19 +148,20 @@ def trial(names: Names) -> list[Command]:
 
 
 def settings_script() -> str:
-    """Writes SETTINGS, in a namespace."""
+    """Return a script that writes SETTINGS, in a namespace."""
     return " && ".join(f"echo '{value}' > /proc/sys/{key}" for key, value in SETTINGS.items())
 
 
 def remove(names: list[str]) -> list[Command]:
-    """Removes namespaces, and with them all that is in them."""
+    """Return the commands that remove namespaces, and with them all that is in them."""
     return [["ip", "netns", "delete", name] for name in names]
 
 
 def limiter(space: str, device: str, rate: int) -> list[Command]:
-    """Limits what leaves an interface to a rate in bits/second: bursts of a millisecond, two full packets at least; its
-    queue drops nothing. Bare acknowledgements pass first: behind the data of the other direction they would hold up
-    their own, and two busy directions would reach half of the rate (Zhang, Shenker and Clark, SIGCOMM 1991)."""
+    """Return the commands that limit what leaves an interface to a rate in bits/second: bursts of a millisecond, two
+    full packets at least; its queue drops nothing. Bare acknowledgements pass first: behind the data of the other
+    direction they would hold up their own, and two busy directions would reach half of the rate (Zhang, Shenker and
+    Clark, SIGCOMM 1991)."""
     burst = str(max(2 * (MTU + 100), rate // 8 // 1000))
     tc, on = ["tc", "-n", space], ["dev", device]
     bursts = ["burst", burst, "cburst", burst, "quantum", str(2 * MTU)]
@@ -181,7 +182,7 @@ def limiter(space: str, device: str, rate: int) -> list[Command]:
 
 
 def _mesh(shape: Shape, names: Names) -> list[Command]:
-    """A link for each pair of ranks of a node."""
+    """Return the commands that make a link for each pair of ranks of a node."""
     out = []
     for rank in range(shape.ranks):
         for neighbour in shape.neighbours(rank):
@@ -194,7 +195,7 @@ def _mesh(shape: Shape, names: Names) -> list[Command]:
 
 
 def _ports(shape: Shape, names: Names) -> list[Command]:
-    """A bridge for each node, and a port on it for each rank."""
+    """Return the commands that make a bridge for each node, and a port on it for each rank."""
     out: list[Command] = []
     if shape.ranks_per_node == 1:
         return out
@@ -217,7 +218,7 @@ def _bridge(space: str, name: str) -> list[Command]:
 
 
 def _link(first_end: tuple[str, str], other: tuple[str, str], rate: int | None) -> list[Command]:
-    """A pair of interfaces, each (namespace, name), limited at both ends."""
+    """Return the commands that make a pair of interfaces, each (namespace, name), limited at both ends."""
     first, second = (["name", end, "netns", where, "mtu", str(MTU)] for where, end in (first_end, other))
     out = [["ip", "link", "add", *first, "type", "veth", "peer", *second]]
     for where, end in (first_end, other):

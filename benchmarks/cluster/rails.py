@@ -25,7 +25,7 @@ PIECES = 4
 
 
 def direct(rank: int, per_node: int, data: Tensor) -> None:
-    """The whole message over one NIC.
+    """Send the whole message over one NIC.
 
     Args:
         rank: this one.
@@ -39,7 +39,7 @@ def direct(rank: int, per_node: int, data: Tensor) -> None:
 
 
 def routed(rank: int, per_node: int, data: Tensor, pieces: int = 1) -> None:
-    """A part over each NIC of the two nodes; arguments as of :func:`direct`.
+    """Send a part over each NIC of the two nodes; arguments as of :func:`direct`.
 
     Args:
         pieces: of a part, that travel one after the other.
@@ -66,19 +66,19 @@ def routed(rank: int, per_node: int, data: Tensor, pieces: int = 1) -> None:
 
 
 def _order(pieces: int, parts: int) -> list[tuple[int, int]]:
-    """(piece, part): the first piece of every part, then the second."""
+    """Return (piece, part): the first piece of every part, then the second."""
     return [(p, i) for p in range(pieces) for i in range(parts)]
 
 
 def _next(rank: int, part: int, first: list[int], second: list[int], end: int | None = None) -> int:
-    """Where a rank sends its piece of a part."""
+    """Return the rank to which a rank sends its piece of a part."""
     if rank == first[part]:
         return second[part]
     return first[part] if end is None else end
 
 
 def _before(rank: int, part: int, first: list[int], second: list[int], begin: int | None = None) -> int:
-    """From where a rank gets its piece of a part."""
+    """Return the rank from which a rank gets its piece of a part."""
     if rank == second[part]:
         return first[part]
     return second[part] if begin is None else begin

@@ -79,7 +79,7 @@ class Scale:
         )
 
     def shape(self, nodes: int, in_node: str) -> Shape:
-        """The network.
+        """Return the network.
 
         Args:
             nodes: of the cluster.
@@ -95,11 +95,11 @@ class Scale:
         return Shape(nodes, c.ranks_per_node, c.nics_per_node, self.nic_rate, fabric, limit)
 
     def topology(self, nodes: int) -> Topology:
-        """The ranks, as a planner sees them."""
+        """Return the ranks, as a planner sees them."""
         return Topology(nodes, self.cluster.ranks_per_node, self.preset)
 
     def told(self, nodes: int, in_node: str) -> str:
-        """The setting, in a few lines."""
+        """Return a description of the setting in a few lines."""
         c, a, shape = self.cluster, self.attention, self.shape(nodes, in_node)
         links = "no limit" if shape.link_rate is None else f"{shape.link_rate / 1e6:.0f} Mbit/s"
         kind = "a link for each pair" if shape.fabric == "mesh" else "a port for each rank"

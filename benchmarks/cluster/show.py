@@ -45,7 +45,7 @@ class Figure:
 
 
 def wrong_bytes(rows: Iterable[Row]) -> list[str]:
-    """Runs whose ranks handed other numbers of bytes to gloo than their plan says; one line each."""
+    """Return a line for each run whose ranks handed other numbers of bytes to gloo than their plan says."""
     out = []
     for row in rows:
         handed = [sum(rank["handed"]) for rank in row["ranks"]]
@@ -55,7 +55,7 @@ def wrong_bytes(rows: Iterable[Row]) -> list[str]:
 
 
 def across(row: Row, shape: Shape) -> int:
-    """Bytes that ranks handed over for ranks of other nodes."""
+    """Return the bytes that ranks handed over for ranks of other nodes."""
     return sum(
         size
         for rank, figures in enumerate(row["ranks"])
@@ -65,7 +65,7 @@ def across(row: Row, shape: Shape) -> int:
 
 
 def busiest_nic(row: Row, shape: Shape) -> float:
-    """Bytes of the busiest direction of a NIC."""
+    """Return the bytes of the busiest direction of a NIC."""
     bytes_of_nics = [0.0] * (2 * shape.nodes * shape.nics)
     for rank, figures in enumerate(row["ranks"]):
         bytes_of_nics[2 * shape.nic(rank)] += figures["nic_sent"]
@@ -74,7 +74,7 @@ def busiest_nic(row: Row, shape: Shape) -> float:
 
 
 def figures(rows: Sequence[Row], shape: Shape, base: str) -> list[Figure]:
-    """One for each variant, in the order of the rows."""
+    """Return the figures, one for each variant, in the order of the rows."""
     batches = sorted({row["number"] for row in rows})
     variants = list(dict.fromkeys(row["variant"] for row in rows))
 
@@ -122,7 +122,7 @@ def busy_machine(rows: Sequence[Row], cores: int) -> str | None:
 
 
 def layer_table(title: str, all_figures: Sequence[Figure], factor: float | None, base: str) -> Table:
-    """The table of one set of batches; without a factor times are this machine's own."""
+    """Return the table of one set of batches; without a factor times are this machine's own."""
     table = Table(title=title, title_justify="left", caption="* modelled", caption_justify="left")
     table.add_column("", min_width=30)
     heads = (
@@ -144,7 +144,7 @@ def layer_table(title: str, all_figures: Sequence[Figure], factor: float | None,
 
 
 def message_table(title: str, rows: Sequence[Row], shape: Shape, size: int) -> Table:
-    """The table of one message's ways."""
+    """Return the table of one message's ways."""
     table = Table(title=title, title_justify="left")
     for head in ("", "ms", "ratio", "share of one NIC's rate", "busiest NIC: MB"):
         table.add_column(head, justify="left" if not head else "right")
@@ -158,12 +158,12 @@ def message_table(title: str, rows: Sequence[Row], shape: Shape, size: int) -> T
 
 
 def medians(rows: Sequence[Row]) -> dict[str, float]:
-    """Median seconds of each variant."""
+    """Return the median seconds of each variant."""
     names = dict.fromkeys(row["variant"] for row in rows)
     return {name: statistics.median(row["seconds"] for row in rows if row["variant"] == name) for name in names}
 
 
 def console() -> Console:
-    """Wide enough for the tables where the output is no terminal."""
+    """Return a console that is wide enough for the tables if the output is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=200)

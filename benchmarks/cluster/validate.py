@@ -47,19 +47,19 @@ class Case:
 
 
 def empty_batch(ranks: int) -> Batch:
-    """The batch of the turns without bytes."""
+    """Return the batch of the turns without bytes."""
     return Batch("latency", 0, (FEW * ranks,))
 
 
 def turn_seconds(rows: Sequence[Row], ranks: int) -> float:
-    """Seconds of a turn, from the ring's runs on `empty_batch`: n - 1 turns wait for keys in each direction, and
-    one more for the last gradients."""
+    """Return the seconds of a turn, from the ring's runs on `empty_batch`: n - 1 turns wait for keys in each direction,
+    and one more for the last gradients."""
     seconds = statistics.median(row["seconds"] for row in rows if row["batch"] == "latency")
     return seconds / (2 * (ranks - 1) + 1)
 
 
 def predicted(name: str, batch: Batch, scale: Scale, nodes: int, turn: float) -> float:
-    """Seconds of the emulation that a layer's attention takes by the simulator.
+    """Return the simulated seconds of a layer's attention, in seconds of the emulation.
 
     Args:
         name: of the variant.
@@ -75,7 +75,7 @@ def predicted(name: str, batch: Batch, scale: Scale, nodes: int, turn: float) ->
 
 
 def cases_of(rows: Sequence[Row], batches: Sequence[Batch], scale: Scale, nodes: int) -> list[Case]:
-    """Every algorithm on every batch, from the rows of one cluster."""
+    """Return every algorithm on every batch, from the rows of one cluster."""
     turn = turn_seconds(rows, nodes * scale.cluster.ranks_per_node)
     out = []
     for batch in batches:
@@ -93,7 +93,7 @@ def cases_of(rows: Sequence[Row], batches: Sequence[Batch], scale: Scale, nodes:
 
 
 def in_order(cases: Sequence[Case]) -> bool:
-    """Whether the prediction has the algorithms of one batch in the order in which they were measured."""
+    """Return True if the prediction orders the algorithms of one batch as the measurement does."""
     return all(
         (first.measured < second.measured) == (first.predicted < second.predicted)
         for first, second in combinations(cases, 2)
@@ -102,13 +102,13 @@ def in_order(cases: Sequence[Case]) -> bool:
 
 
 def groups(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases of one batch and rate together."""
+    """Group the cases by batch and rate."""
     keys = dict.fromkeys((case.rate, case.batch) for case in cases)
     return [[case for case in cases if (case.rate, case.batch) == key] for key in keys]
 
 
 def error_table(cases: Sequence[Case]) -> Table:
-    """All cases, and how far they are off."""
+    """Return a table of all cases and their errors."""
     table = Table(title="predicted (modelled) against measured, one attention layer", title_justify="left")
     for head in ("NICs, Mbit/s", "batch", "algorithm", "measured, ms", "predicted, ms", "error"):
         table.add_column(head, justify="left" if head in ("batch", "algorithm") else "right")
@@ -123,7 +123,7 @@ def error_table(cases: Sequence[Case]) -> Table:
 
 
 def verdict(cases: Sequence[Case]) -> str:
-    """Mean and largest error, and how often the order is right."""
+    """Return the mean and largest error, and how often the order is right."""
     errors = [abs(case.error) for case in cases]
     cases_by_group = groups(cases)
     right = sum(in_order(group) for group in cases_by_group)

@@ -46,7 +46,7 @@ class Batch:
 
 
 def batches_of(name: str, count: int, tokens: int, folder: Path | None = None, seed: int = 0) -> list[Batch]:
-    """The batches of a set.
+    """Return the batches of a set.
 
     Args:
         name: "one": a single document; else as for :func:`mindspeed_cp.data.lengths.sample_batch`.
@@ -62,7 +62,7 @@ def batches_of(name: str, count: int, tokens: int, folder: Path | None = None, s
 
 
 def plan_for(name: str, batch: Batch, scale: Scale, nodes: int) -> Plan:
-    """The plan of a variant, decided for the real layer.
+    """Return the plan of a variant, decided for the real layer.
 
     Raises:
         ConfigError: this version does not have its algorithm, or an option of it.
@@ -77,7 +77,7 @@ def plan_for(name: str, batch: Batch, scale: Scale, nodes: int) -> Plan:
 
 
 def narrowed(plan: Plan, scale: Scale) -> Plan:
-    """The same plan for the narrower rows that really travel: the same rows, tiles and messages."""
+    """Return the same plan for the narrower rows that really travel: the same rows, tiles and messages."""
 
     wire = scale.wire
     return replace(

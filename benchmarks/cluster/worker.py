@@ -100,7 +100,7 @@ class Rank:
                 file.write(json.dumps(row) + "\n")
 
     def _start(self) -> float:
-        """One moment for all: clocks of one machine are one clock."""
+        """Return one starting time for all ranks, which share the clock of the machine."""
         dist.barrier()
         moment = torch.tensor([time.monotonic() + AHEAD], dtype=torch.float64)
         dist.broadcast(moment, 0)
@@ -110,7 +110,7 @@ class Rank:
 
 
 def counters() -> dict[str, int]:
-    """Bytes that passed this rank's links since they are up: of its NIC, and of all in its node."""
+    """Return the bytes that passed this rank's NIC, and all its links in the node, since they are up."""
     out = {"nic_sent": 0, "nic_received": 0, "in_sent": 0, "in_received": 0}
     for device in Path("/sys/class/net").iterdir():
         kind = "nic" if device.name == "nic" else "in" if device.name.startswith("in") else None
@@ -121,13 +121,13 @@ def counters() -> dict[str, int]:
 
 
 def busy_cores() -> float:
-    """Seconds that the cores of this machine worked since it is up."""
+    """Return the seconds for which the cores of this machine have worked since it started."""
     user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def layer(rank: Rank) -> None:
-    """Forward and backward of one attention layer, by every variant, for every batch."""
+    """Run forward and backward of one attention layer, by every variant, for every batch."""
     job, me = rank.job, rank.rank
     cost = ComputeCost(job.scale.cluster, job.scale.attention)
     model = ModelledAttention(cost, job.scale.seconds)
@@ -148,7 +148,7 @@ def layer(rank: Rank) -> None:
 
 
 def layer_run(plan: Plan, rank: int, model: ModelledAttention, job: Job) -> Callable[[], None]:
-    """This rank's share of a layer."""
+    """Run this rank's share of a layer."""
     a, backend = plan.attention, model if job.kernels == "modelled" else None
     rows, kv_rows = int(plan.layout.token_counts[rank]), int(plan.kv_layout_in.token_counts[rank])
     shapes = (
@@ -179,7 +179,7 @@ def layer_run(plan: Plan, rank: int, model: ModelledAttention, job: Job) -> Call
 
 
 def connect(rank: Rank) -> None:
-    """A message of a megabyte between every two ranks, so that connections are up and their windows open."""
+    """Send a message of a megabyte between every two ranks, so that connections are up and their windows open."""
     for distance in range(1, rank.job.shape.ranks):
         to, by = ((rank.rank + sign * distance) % rank.job.shape.ranks for sign in (1, -1))
         works = [dist.isend(torch.zeros(1 << 18), to), dist.irecv(torch.empty(1 << 18), by)]
@@ -189,7 +189,7 @@ def connect(rank: Rank) -> None:
 
 
 def message(rank: Rank) -> None:
-    """One message from the last rank of node 0 to the first of node 1, by every way."""
+    """Send one message from the last rank of node 0 to the first of node 1, by every way."""
     data = torch.ones(rank.job.message // DTYPE.itemsize, dtype=DTYPE)
     per_node = rank.job.shape.ranks_per_node
     for repeat in range(rank.job.repeat):
@@ -201,7 +201,7 @@ def message(rank: Rank) -> None:
 
 
 def end_with_parent() -> None:
-    """No rank outlives the program that started it, not even one that is killed."""
+    """End this rank when the program that started it ends, even if that is killed."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

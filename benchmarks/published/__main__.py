@@ -47,7 +47,7 @@ CHANGES: Changes = {
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options.
+    """Parse the options.
 
     Raises:
         ConfigError: a cluster or set of lengths is not known, or a number is out of range.
@@ -92,8 +92,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(
     options: argparse.Namespace, ranks: int, count: int, batches: Batches, changes: Changes
 ) -> dict[str, list[Row]]:
-    """Rows of all clusters, heads and sets of lengths on so many ranks, of `count` batches each, by change of the
-    clusters, half as many where there is one; those of unchanged ones are printed as they are done."""
+    """Return rows of all clusters, heads and sets of lengths on so many ranks, of `count` batches each, by change of
+    the clusters, half as many where there is one; those of unchanged ones are printed as they are done."""
     rows: dict[str, list[Row]] = {name: [] for name in changes}
     places = [
         (change, Place(cluster, heads, ranks, factors, options.placements))
@@ -126,12 +126,12 @@ def measure(
 
 
 def half(batches: int) -> int:
-    """Of some batches."""
+    """Return half the number of batches, at least one."""
     return max(1, batches // 2)
 
 
 def _row(place: Place, lengths: str) -> Row:
-    """One without batches."""
+    """Return a row without batches."""
     seconds: dict[str, list[float | None]] = {name: [] for name in SYSTEMS}
     return Row(place.name, place.heads, lengths, place.ranks, seconds, [], {name: [] for name in SYSTEMS})
 
@@ -141,7 +141,7 @@ def _gradient(options: argparse.Namespace, system: str) -> int:
 
 
 def _add(row: Row, by_system: dict[str, Timed | None], least: float, seed: int) -> None:
-    """A batch to its row."""
+    """Add a batch to its row."""
     able = {name: timed_system for name, timed_system in by_system.items() if timed_system is not None}
     row.bound.append(least)
     for name in by_system:
@@ -167,7 +167,7 @@ def _parts(timed: Timed) -> tuple[float, float, float]:
 
 
 def show(options: argparse.Namespace, rows: list[Row]) -> None:
-    """Summaries of rows, their steps, and where ours is not first."""
+    """Print the summaries of rows, their steps, and where ours is not first."""
     for heads in options.heads:
         print(summary_text(heads, summarize([row for row in rows if row.heads == heads])))
     if options.steps:
@@ -183,7 +183,7 @@ def show(options: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints all tables. Exit code 2 for options that cannot be."""
+    """Print all tables, and return the exit code: 2 for invalid options."""
     try:
         options = arguments(argv)
     except ConfigError as error:

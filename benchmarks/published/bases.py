@@ -34,18 +34,19 @@ EITHER = ("all-gather", "USP")
 
 
 def one_row(name: str, ranks: int, seed: int) -> list[Documents]:
-    """A batch of basis 1: one packed row."""
+    """Return a batch of basis 1: one packed row."""
     return [Documents(sample_batch(name, ranks * TOKENS, seed, folder=real_lengths_folder(name)))]
 
 
 def four_rows(name: str, seed: int) -> list[Documents]:
-    """A batch of basis 2: rows of CONTEXT tokens each; a document that does not fit into the rest of a row is cut."""
+    """Return a batch of basis 2: rows of CONTEXT tokens each; a document that does not fit into the rest of a row is
+    cut."""
     lengths = sample_batch(name, RANKS * TOKENS, seed, longest=CONTEXT, folder=real_lengths_folder(name))
     return cut_into_rows(lengths, CONTEXT)
 
 
 def cut_into_rows(lengths: np.ndarray, context: int) -> list[Documents]:
-    """Packed rows of just so many tokens each, in the order of documents; the last one may be shorter."""
+    """Return packed rows of just so many tokens each, in the order of documents; the last one may be shorter."""
     ends = np.cumsum(lengths)
     borders = np.arange(0, int(ends[-1]) + context, context)
     edges = np.unique(np.concatenate([[0], ends, borders[borders < ends[-1]]]))
@@ -54,7 +55,7 @@ def cut_into_rows(lengths: np.ndarray, context: int) -> list[Documents]:
 
 
 def pool_of(rows: Sequence[Documents]) -> Documents:
-    """All documents of the rows, as one batch."""
+    """Return all documents of the rows, as one batch."""
     return Documents(np.concatenate([row.lengths for row in rows]))
 
 
@@ -87,7 +88,7 @@ class Place:
         self.case(Documents([]), self.ranks)
 
     def case(self, documents: Documents, ranks: int, shared: dict[object, Candidate] | None = None) -> Case:
-        """Documents on some of the ranks; for `shared` see :class:`Case`.
+        """Return the case of documents on some of the ranks; for `shared` see :class:`Case`.
 
         Raises:
             ConfigError: no such cluster, or the ranks are no whole nodes.
@@ -103,7 +104,7 @@ class Place:
         return Case(documents, topology, self.attention, preset.with_ranks(per), candidates, self.placements)
 
     def truth(self, cluster: Cluster) -> Cluster:
-        """The cluster as it really is."""
+        """Return the cluster as it really is."""
         return cluster.with_values(**{key: getattr(cluster, key) * factor for key, factor in self.changed})
 
 
@@ -139,7 +140,7 @@ class Bench:
     def time(
         self, system: str, rows: Sequence[Documents], place: Place, gradient: int = GRADIENT_BYTES
     ) -> Timed | None:
-        """A system on a batch; None where it cannot run it.
+        """Time a system on a batch; None where it cannot run it.
 
         Args:
             system: of SYSTEMS.
@@ -156,7 +157,7 @@ class Bench:
         return min(possible, key=lambda timed: timed.seconds, default=None)
 
     def _on(self, system: str, rows: Sequence[Documents], place: Place, ranks: int, gradient: int) -> Timed | None:
-        """Rows beside each other, each on so many ranks."""
+        """Time rows beside each other, each on so many ranks."""
         chosen, layers = [], []
         for row in rows:
             case = place.case(row, ranks, self._shared)
@@ -177,7 +178,8 @@ class Bench:
 
 
 def bound(rows: Sequence[Documents], place: Place) -> float:
-    """Seconds of a layer that no plan beats: perfect balance over all ranks, whole documents, nothing exposed."""
+    """Return the seconds of a layer that no plan beats: perfect balance over all ranks, whole documents, nothing
+    exposed."""
     case = place.case(pool_of(rows), place.ranks)
     truth, layer_cost = place.truth(case.cluster), LayerCost.for_attention(case.attention)
     documents = case.documents

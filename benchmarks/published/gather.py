@@ -22,7 +22,7 @@ from mindspeed_cp.plan.records import CONTENT, MESSAGE, ROW_RUN, Messages, sorte
 
 
 def build_gathered(documents: Documents, topology: Topology, attention: AttentionConfig) -> Plan:
-    """The plan of an all-gather over all ranks, documents in equal zig-zag shares.
+    """Return the plan of an all-gather over all ranks, documents in equal zig-zag shares.
 
     Slot 1 has the blocks of all ranks one after the other; that of the rank itself stays empty, since slot 0 has it.
 
@@ -45,7 +45,7 @@ def build_gathered(documents: Documents, topology: Topology, attention: Attentio
 
 
 def _contents(held: Layout, computed: int) -> np.ndarray:
-    """Own blocks in step 0, all others in the step in which they are there."""
+    """Return the contents: own blocks in step 0, all others in the step in which they are there."""
     n = held.ranks
     rank, block = np.divmod(np.arange(n * n), n)
     own = rank == block
@@ -57,14 +57,14 @@ def _contents(held: Layout, computed: int) -> np.ndarray:
 
 
 def _hops(held: Layout, topology: Topology, computed: int) -> tuple[Messages, Messages]:
-    """Keys on their way there, and gradients on their way back."""
+    """Return the hops of keys to their readers, and of gradients back."""
     n, per, nodes = topology.ranks, topology.ranks_per_node, topology.nodes
     rank = np.arange(n)
     there: list[np.ndarray] = []
     back: list[np.ndarray] = []
 
     def add(block: np.ndarray, src: np.ndarray, dst: np.ndarray, step: int, own: bool, home: int) -> None:
-        """Blocks hop from src to dst in a step, and their gradients back from dst to src in step `home`."""
+        """Add hops of blocks from src to dst in a step, and their gradients back from dst to src in step `home`."""
         for into, begin, ends, slots in ((there, step, (src, dst), (0 if own else 1, 1)),
                                          (back, home, (dst, src), (1, 0 if own else 1))):  # fmt: skip
             message = np.zeros(len(block), MESSAGE)
@@ -85,7 +85,7 @@ def _hops(held: Layout, topology: Topology, computed: int) -> tuple[Messages, Me
 
 
 def _messages(tables: list[np.ndarray], held: Layout) -> Messages:
-    """With the rows of each block: in slot 0 from 0 on, in slot 1 at its place."""
+    """Return the messages with the rows of each block: in slot 0 from 0 on, in slot 1 at its place."""
     if not tables:
         return Messages.empty()
     items = np.concatenate(tables)

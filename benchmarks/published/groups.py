@@ -11,7 +11,7 @@ from benchmarks.published.rings import Group
 
 
 def power_of_two_groups(lengths: np.ndarray, ranks: int, most: int) -> list[Group]:
-    """Megatron's dynamic context parallelism: as many neighbouring ranks as a document needs, a power of two.
+    """Return the groups of Megatron's dynamic context parallelism: a power of two of neighbouring ranks each.
 
     A document of s tokens takes the least power of two of ranks that leaves none with more than `most` of them, and
     costs each of these s * s / ranks. Documents go, longest first, to the aligned group of their size whose busiest
@@ -34,7 +34,7 @@ def power_of_two_groups(lengths: np.ndarray, ranks: int, most: int) -> list[Grou
 
 
 def power_of_two(length: int, ranks: int, most: int) -> int:
-    """The least power of two of ranks, of so many at most, that has room for a document, `most` tokens each."""
+    """Return the least power of two of ranks, of so many at most, that has room for a document, `most` tokens each."""
     size = 1
     while size * most < length and 2 * size <= ranks:
         size *= 2
@@ -57,7 +57,7 @@ class Thresholds:
 def zoned_groups(
     of_node: np.ndarray, of_rank: np.ndarray, nodes: int, per_node: int, thresholds: Thresholds
 ) -> list[Group]:
-    """Zeppelin's hierarchical partition: across nodes, inside a node, or on one rank.
+    """Return the groups of Zeppelin's hierarchical partition: across nodes, inside a node, or on one rank.
 
     First nodes are filled, then the ranks of each, longest documents first. A document that crosses takes all ranks of
     the fewest nodes whose equal shares hold it, those with the least; others go to the node with the least. Inside a

@@ -15,7 +15,7 @@ from mindspeed_cp.cluster import load_cluster
 
 
 def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool, placements: int) -> list[str]:
-    """What stands beside the tables."""
+    """Return the text that stands beside the tables."""
     out = [
         "All times are modelled: one layer of 32 heads of 128 channels (gqa8: 8 key/value heads), hidden size 4,096, a",
         f"gated FFN 8/3 as wide, causal, bf16, forward and backward, {TOKENS:,} tokens a rank, no tensor parallelism.",
@@ -49,7 +49,7 @@ def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool, pla
 
 
 def beside_reported(rows: Sequence[Row]) -> list[str]:
-    """Modelled speeds of systems of the tables beside reported ones, a line for each system and cluster."""
+    """Return the modelled speeds of systems of the tables beside reported ones, a line for each system and cluster."""
     out = []
     known = dict.fromkeys(
         (reported.column, cluster) for reported in REPORTED if reported.column for cluster in reported.presets

@@ -51,5 +51,5 @@ REPORTED = (
 
 
 def for_cluster(name: str) -> list[Reported]:
-    """Figures that were measured on a cluster like this one."""
+    """Return the figures that were measured on a cluster like this one."""
     return [reported for reported in REPORTED if name in reported.presets]

@@ -41,7 +41,7 @@ def grouped_rings(
     groups: Sequence[Group],
     interleaved: bool,
 ) -> Plan:
-    """A plan of rings.
+    """Return a plan of rings.
 
     Args:
         name: of the plan, for people.
@@ -66,7 +66,7 @@ def grouped_rings(
 
 
 def _waves(groups: set[Group]) -> list[set[Group]]:
-    """The groups, widest first, each in the first wave in which none shares a rank with it."""
+    """Return the groups, widest first, each in the first wave in which none shares a rank with it."""
     waves: list[set[Group]] = []
     for group in sorted(groups, key=lambda group: (-len(group), group)):
         free = next((wave for wave in waves if not any(set(group) & set(member) for member in wave)), None)
@@ -89,7 +89,7 @@ def _wave(
     wave: set[Group],
     interleaved: bool,
 ) -> Plan:
-    """The part of rings that run at once."""
+    """Return the part of rings that run at once."""
     layout = _layout(documents, topology.ranks, groups)
     programs_by_direction: dict[str, list[tuple[Program, np.ndarray]]] = {"forward": [], "backward": []}
     for group in sorted(wave):
@@ -110,7 +110,7 @@ def _wave(
 def _interleaved_with_local(
     programs: list[tuple[Program, np.ndarray]], layout: Layout, attention: AttentionConfig
 ) -> Program:
-    """Programs of groups that share no rank as one over all ranks."""
+    """Join the programs of groups that share no rank to one over all ranks."""
     capacity = np.zeros((layout.ranks, max(program.capacity.shape[1] for program, _ in programs)), np.int64)
     contents, spans = [np.empty(0, CONTENT)], [layout.spans]
     fetch: list[Messages] = []
@@ -147,7 +147,7 @@ def _interleaved_with_local(
 
 
 def _joined(lists: list[Messages], ranks: int) -> Messages:
-    """Several lists of messages as one."""
+    """Join several lists of messages."""
     items = [messages.items.copy() for messages in lists]
     before = 0
     for items_of_list, messages in zip(items, lists, strict=True):
@@ -157,7 +157,8 @@ def _joined(lists: list[Messages], ranks: int) -> Messages:
 
 
 def _slowly(program: Program) -> Program:
-    """Every step in two: one that posts and computes, one that waits. What is put between the two hides the wait."""
+    """Split every step in two: one that posts and computes, one that waits. What is put between the two hides the
+    wait."""
     contents = program.contents.copy()
     contents["step"] *= 2
     messages = []
@@ -170,7 +171,7 @@ def _slowly(program: Program) -> Program:
 
 
 def _alone(layout: Layout, topology: Topology, attention: AttentionConfig, portions: int) -> Plan:
-    """The part of documents that one rank has alone, computed in portions of equal work."""
+    """Return the part of documents that one rank has alone, computed in portions of equal work."""
     shares = [(step, 1 / portions) for step in range(portions)]
     contents, spans = split_local_block(layout, layout, attention, np.empty(0, CONTENT), layout.spans, shares)
     capacity, none = layout.token_counts[:, None].copy(), Messages.empty()
@@ -179,7 +180,7 @@ def _alone(layout: Layout, topology: Topology, attention: AttentionConfig, porti
 
 
 def _order(parts: list[Plan], direction: str, waves: int, interleaved: bool) -> tuple[tuple[int, int], ...]:
-    """(part, step) in one of the two orders; the part behind the waves is that of single ranks."""
+    """Return (part, step) in one of the two orders; the part behind the waves is that of single ranks."""
     steps = [getattr(part, direction).steps for part in parts]
     if not interleaved:
         return tuple((part, step) for part, count in enumerate(steps) for step in range(count))

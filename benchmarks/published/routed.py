@@ -18,8 +18,8 @@ from mindspeed_cp.simulate.link_queues import LinkQueues
 
 
 def routing_pays(cluster: Cluster) -> bool:
-    """Whether one message alone takes less time routed than over its own NIC, by the formula above, latencies left out.
-    In a mesh the parts of a hop travel side by side, each over its own link."""
+    """Return True if one message alone takes less time routed than over its own NIC, by the formula above, latencies
+    left out. In a mesh the parts of a hop travel side by side, each over its own link."""
     ranks = cluster.ranks_per_node
     inside = (ranks - 1) / cluster.effective_rank
     if cluster.fabric == "mesh":
@@ -34,7 +34,7 @@ class RoutedLinkQueues(LinkQueues):
     def serve(
         self, src: np.ndarray, dst: np.ndarray, size: np.ndarray, posted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As for :class:`LinkQueues`: when each message begins to travel and has arrived."""
+        """Return, as :class:`LinkQueues` does, when each message begins to travel and has arrived."""
         per = self.ranks_per_node
         across = np.flatnonzero(src // per != dst // per)
         if not len(across) or per == 1:

@@ -17,7 +17,7 @@ LAYERS = 32
 
 
 def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIENT_BYTES) -> float:
-    """One step.
+    """Time one step.
 
     Args:
         batches: what the system made of each micro-batch; all as one pool, or all as so many rows.

@@ -66,7 +66,7 @@ class Case:
     placements: int = PLACEMENTS
 
     def once(self, make: Callable[[Documents, Topology, AttentionConfig], Candidate], *what: object) -> Candidate:
-        """A candidate that depends on documents, nodes and ranks, and on `what` names it, alone: neither on the
+        """Return a candidate that depends on documents, nodes and ranks, and on `what` names it, alone: neither on the
         cluster's speeds nor on numbers of heads."""
         topology = replace(self.topology, cluster=None)
         key = self.documents, topology, what
@@ -76,28 +76,28 @@ class Case:
 
 
 def ring(case: Case) -> list[Candidate]:
-    """Even-split zig-zag ring over all ranks: TransformerEngine's context parallelism with `cp_comm_type: p2p` (Ring
-    Attention, arXiv 2310.01889; zig-zag chunks as in Megatron-core). Assumed: documents of any length, where TE pads
-    each to a multiple of twice the ranks; gradients of keys travel in fp32, where TE sends bf16 (see --bf16)."""
+    """Build an even-split zig-zag ring over all ranks: TransformerEngine's context parallelism with `cp_comm_type: p2p`
+    (Ring Attention, arXiv 2310.01889; zig-zag chunks as in Megatron-core). Assumed: documents of any length, where TE
+    pads each to a multiple of twice the ranks; gradients of keys travel in fp32, where TE sends bf16 (see --bf16)."""
     return [case.once(lambda d, t, a: _even("ring", build_plan(d, t, a, "ring")), "ring")]
 
 
 def double_ring(case: Case) -> list[Candidate]:
-    """Rings in nodes and between them at once (LoongTrain, arXiv 2406.18485; MindSpeed's `cp_window_size`): the window
-    is a node. On one node it is the ring."""
+    """Build rings in nodes and between them at once (LoongTrain, arXiv 2406.18485; MindSpeed's `cp_window_size`): the
+    window is a node. On one node it is the ring."""
     return [case.once(lambda d, t, a: _even("double ring", build_plan(d, t, a, "double_ring")), "double ring")]
 
 
 def all_gather(case: Case) -> list[Candidate]:
-    """Keys and values of all ranks gathered by everyone, zig-zag chunks (Llama 3, arXiv 2407.21783, section 3.3.2;
-    TransformerEngine's `cp_comm_type: all_gather`). Blocks cross to each node once over all its NICs, and gradients
-    come back likewise, as collective libraries do it. In the paper all of it is exposed; here a rank's own block is
-    computed meanwhile."""
+    """Gather keys and values of all ranks on every rank, zig-zag chunks (Llama 3, arXiv 2407.21783, section
+    3.3.2; TransformerEngine's `cp_comm_type: all_gather`). Blocks cross to each node once over all its NICs, and
+    gradients come back likewise, as collective libraries do it. In the paper all of it is exposed; here a rank's own
+    block is computed meanwhile."""
     return [case.once(lambda d, t, a: _even("all-gather", build_gathered(d, t, a)), "all-gather")]
 
 
 def ulysses(case: Case) -> list[Candidate]:
-    """Heads split over all ranks by all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509). Not possible on more ranks than
+    """Split heads over all ranks by all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509). Not possible on more ranks than
     query heads. Key/value heads may be fewer than ranks, and are then copied, which the paper's code cannot do."""
     if case.topology.ranks > case.attention.heads:
         return []
@@ -106,7 +106,7 @@ def ulysses(case: Case) -> list[Candidate]:
 
 
 def usp(case: Case) -> list[Candidate]:
-    """Ulysses in groups of neighbouring ranks, a zig-zag ring between them (USP, arXiv 2405.07719; Megatron's
+    """Build Ulysses in groups of neighbouring ranks, a zig-zag ring between them (USP, arXiv 2405.07719; Megatron's
     `a2a+p2p`). Of degrees from half a node's ranks up to the heads, the fastest; smaller ones leave more to the ring,
     and were never faster. A group may be larger than a node: its all-to-all then uses all NICs."""
     least = max(2, case.topology.ranks_per_node // 2)
@@ -119,9 +119,9 @@ def usp(case: Case) -> list[Candidate]:
 
 
 def dynamic_cp(case: Case) -> list[Candidate]:
-    """Megatron-core's dynamic (hybrid) context parallelism (its `BalancedCPScheduler`): every document on a power of
-    two of neighbouring ranks by its length, balanced by s^2 / ranks. With TE's forwarding ring in each group, or with
-    keys fetched from their owners; linear layers where attention is. Of several `max_seqlen_per_dp_cp_rank` the
+    """Build Megatron-core's dynamic (hybrid) context parallelism (its `BalancedCPScheduler`): every document on a power
+    of two of neighbouring ranks by its length, balanced by s^2 / ranks. With TE's forwarding ring in each group, or
+    with keys fetched from their owners; linear layers where attention is. Of several `max_seqlen_per_dp_cp_rank` the
     fastest. Assumed in its favour: groups run one after the other without the barriers of its schedule, and backwards
     after all forwards."""
     lengths, ranks = case.documents.lengths, case.topology.ranks
@@ -132,19 +132,19 @@ def dynamic_cp(case: Case) -> list[Candidate]:
 
 
 def dynamic_cp_by_cost(case: Case) -> list[Candidate]:
-    """Not published: dynamic context parallelism with this project's cost model in place of s^2 / ranks, both for the
-    size of a document's group and for the balance; linear layers count. It is among the candidates of this project's
-    search too, there with its own exchange of keys in place of rings."""
+    """Build what is not published: dynamic context parallelism with this project's cost model in place of s^2 / ranks,
+    both for the size of a document's group and for the balance; linear layers count. It is among the candidates of this
+    project's search too, there with its own exchange of keys in place of rings."""
     return _in_groups(case, "dynamic CP by cost", _groups_by_cost(case))
 
 
 def zeppelin(case: Case) -> list[Candidate]:
-    """Zeppelin (arXiv 2509.21841): documents on one rank, in a ring inside a node, or in a ring across nodes; messages
-    between nodes routed over all NICs; ranks balanced by attention, and linear layers on equal tokens by a remap. The
-    paper's thresholds are not public: several are tried, nodes filled by tokens and by attention, with and without
-    remap, and the fastest counts; routing where its formula says that it pays. Assumed in its favour: documents of one
-    group of ranks share a ring, where the paper has a ring for each; all rings of a rank and its local documents hide
-    each other's transfers."""
+    """Build Zeppelin (arXiv 2509.21841): documents on one rank, in a ring inside a node, or in a ring across nodes;
+    messages between nodes routed over all NICs; ranks balanced by attention, and linear layers on equal tokens by a
+    remap. The paper's thresholds are not public: several are tried, nodes filled by tokens and by attention, with and
+    without remap, and the fastest counts; routing where its formula says that it pays. Assumed in its favour: documents
+    of one group of ranks share a ring, where the paper has a ring for each; all rings of a rank and its local documents
+    hide each other's transfers."""
     attention = _estimate(case).attention_work
     by_groups: dict[tuple[Group, ...], list[Candidate]] = {}
     for filling in (case.documents.lengths.astype(float), attention):
@@ -154,8 +154,8 @@ def zeppelin(case: Case) -> list[Candidate]:
 
 
 def zeppelin_by_cost(case: Case) -> list[Candidate]:
-    """Not published: Zeppelin's zones, rings and routing with nodes and ranks balanced by this project's cost model,
-    in which linear layers count, and no remap."""
+    """Build what is not published: Zeppelin's zones, rings and routing with nodes and ranks balanced by this project's
+    cost model, in which linear layers count, and no remap."""
     work = _estimate(case).work
     by_groups: dict[tuple[Group, ...], list[Candidate]] = {}
     for zones in ZONES:
@@ -164,22 +164,22 @@ def zeppelin_by_cost(case: Case) -> list[Candidate]:
 
 
 def eod_ring(case: Case, tensor_parallel: int = 1) -> list[Candidate]:
-    """MindSpeed's ring with `--reset-attention-mask` (EOD reset): every document is padded to a multiple of
-    cp * lcm(2, tp), then cut evenly over all ranks. The padding is computed and sent like tokens."""
+    """Build MindSpeed's ring with `--reset-attention-mask` (EOD reset): every document is padded to a multiple of cp *
+    lcm(2, tp), then cut evenly over all ranks. The padding is computed and sent like tokens."""
     padded = Documents(eod_lengths(case.documents.lengths, case.topology.ranks, tensor_parallel))
     case = replace(case, documents=padded)
     return [case.once(lambda d, t, a: _even("EOD ring", build_plan(d, t, a, "ring")), "EOD ring")]
 
 
 def eod_lengths(lengths: np.ndarray, ranks: int, tensor_parallel: int) -> np.ndarray:
-    """Lengths padded to a multiple of ranks * lcm(2, tensor_parallel), int64 [documents]."""
+    """Return the lengths padded to a multiple of ranks * lcm(2, tensor_parallel), int64 [documents]."""
     unit = ranks * math.lcm(2, tensor_parallel)
     return -(-lengths // unit) * unit
 
 
 def ours(case: Case) -> list[Candidate]:
-    """This project's hierarchical plans, as `algorithm: hierarchical` with `simulated_placements` makes them by the
-    preset: one plan, whatever the cluster really is."""
+    """Build this project's hierarchical plans, as `algorithm: hierarchical` with `simulated_placements` makes them by
+    the preset: one plan, whatever the cluster really is."""
     options = {"simulated_placements": case.placements}
     return [
         Candidate("hierarchical", build_plan(case.documents, case.topology, case.attention, "hierarchical", **options))
@@ -211,15 +211,17 @@ POOLED = ("dynamic CP", "Zeppelin", *VARIANTS, OURS)
 
 
 def _even(label: str, plan: Plan) -> Candidate:
-    """A plan in which every document is cut evenly over all ranks, so that evenly spaced ranks stand for the others."""
+    """Return a plan in which every document is cut evenly over all ranks, so that evenly spaced ranks stand for the
+    others."""
     count = min(plan.ranks, LOOKED_AT)
     chosen = np.unique(np.linspace(0, plan.ranks - 1, count).round().astype(np.int64))
     return Candidate(label, plan, _nearest(chosen, plan.ranks))
 
 
 def _by_heads(case: Case, label: str, plan: Plan, degree: int) -> Candidate:
-    """A plan whose groups of ranks split heads: where all have as many, the first member of each group stands for the
-    others, and of many groups evenly spaced ones for their neighbours. Tiles do not depend on key/value heads."""
+    """Return a plan whose groups of ranks split heads: where all have as many, the first member of each group stands
+    for the others, and of many groups evenly spaced ones for their neighbours. Tiles do not depend on key/value
+    heads."""
     if plan.attention.heads % degree:
         return Candidate(label, plan)
     groups = plan.ranks // degree
@@ -230,14 +232,14 @@ def _by_heads(case: Case, label: str, plan: Plan, degree: int) -> Candidate:
 
 
 def _nearest(chosen: np.ndarray, count: int) -> np.ndarray:
-    """Which of the chosen numbers, ascending, is nearest to each number below `count`."""
+    """Return which of the chosen numbers, ascending, is nearest to each number below `count`."""
     edges = (chosen[1:] + chosen[:-1] + 1) // 2
     out: np.ndarray = chosen[np.searchsorted(edges, np.arange(count), "right")]
     return out
 
 
 def _placement(groups: Sequence[Group]) -> Placement:
-    """Groups with equal shares, in the planner's terms."""
+    """Return groups with equal shares as a placement of the planner."""
     members = DocumentShares.from_lists(
         [(doc, list(group), [1.0 / len(group)] * len(group)) for doc, group in enumerate(groups)]
     )
@@ -245,7 +247,7 @@ def _placement(groups: Sequence[Group]) -> Placement:
 
 
 def _in_groups(case: Case, label: str, groups: Sequence[Group]) -> list[Candidate]:
-    """Documents in groups of ranks: by forwarding rings, or with keys fetched from their owners."""
+    """Build plans of documents in groups of ranks: by forwarding rings, or with keys fetched from their owners."""
 
     def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
         plan = grouped_rings("dynamic CP", documents, topology, attention, groups, interleaved=False)
@@ -259,7 +261,8 @@ def _in_groups(case: Case, label: str, groups: Sequence[Group]) -> list[Candidat
 
 
 def _groups_by_cost(case: Case) -> list[Group]:
-    """Powers of two of ranks by the planner's cost model: as many as hold the document's work as equal shares."""
+    """Return powers of two of ranks by the planner's cost model: as many as hold the document's work as equal
+    shares."""
     members = DocumentPlacer(_estimate(case)).place(PlacementPolicy(1.0, math.inf, power=True)).whole
     edges = np.searchsorted(members.doc, np.arange(len(case.documents) + 1))
     return [tuple(members.rank[low:high].tolist()) for low, high in itertools.pairwise(edges.tolist())]
@@ -279,7 +282,7 @@ def _zoned(
     zones: Thresholds,
     remaps: bool,
 ) -> None:
-    """Adds the plans of Zeppelin's zones at some thresholds, unless there are such groups already."""
+    """Add the plans of Zeppelin's zones at some thresholds, unless there are such groups already."""
     topology = case.topology
     groups = zoned_groups(of_node, of_rank, topology.nodes, topology.ranks_per_node, zones)
     if tuple(groups) in by_groups:

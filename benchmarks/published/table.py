@@ -34,23 +34,24 @@ class Row:
     why: list[str] = field(default_factory=list)
 
     def speed(self, system: str, over: str = BASE) -> np.ndarray | None:
-        """How many times as fast as another system, fp64 [batches]; None where one of the two cannot run it."""
+        """Return how many times as fast it is as another system, fp64 [batches]; None where one of the two cannot run
+        it."""
         times, base_times = self.seconds.get(system), self.seconds.get(over)
         if not times or not base_times or None in times or None in base_times:
             return None
         return np.array(base_times, float) / np.array(times, float)
 
     def best_other(self, without: Sequence[str] = VARIANTS) -> np.ndarray:
-        """Seconds of the fastest published system, batch by batch, fp64 [batches]."""
+        """Return the seconds of the fastest published system, batch by batch, fp64 [batches]."""
         others = [times for name, times in self.seconds.items() if name != OURS and name not in without]
         return np.array([min(time for time in times if time is not None) for times in zip(*others, strict=True)])
 
     def against(self, without: Sequence[str] = VARIANTS) -> np.ndarray:
-        """How many times as fast ours is as the fastest published system, batch by batch, fp64 [batches]."""
+        """Return how many times as fast ours is as the fastest published system, batch by batch, fp64 [batches]."""
         return self.best_other(without) / np.array(self.seconds[OURS], float)
 
     def first(self, count: int) -> Row:
-        """The row of the first batches alone; without steps."""
+        """Return the row of the first batches alone; without steps."""
         seconds = {name: times[:count] for name, times in self.seconds.items()}
         return replace(self, seconds=seconds, bound=self.bound[:count], steps={}, why=[])
 
@@ -70,8 +71,8 @@ def header(systems: Sequence[str]) -> str:
 
 
 def line(row: Row, systems: Sequence[str]) -> str:
-    """A row: the even ring's time, how many times as fast each system is on average, ours against the fastest other
-    (mean and least of the batches), and the fraction of the bound."""
+    """Return a row: the even ring's time, how many times as fast each system is on average, ours against the fastest
+    other (mean and least of the batches), and the fraction of the bound."""
     base = np.mean(np.array(row.seconds[BASE], float))
     text = f"{row.cluster:8}{row.lengths:11}{row.heads:6}{row.ranks:5}{1e3 * base:9.1f}"
     for name in systems:
@@ -83,7 +84,7 @@ def line(row: Row, systems: Sequence[str]) -> str:
 
 
 def step_line(row: Row, systems: Sequence[str]) -> str:
-    """A row of training steps: the even ring's time, and how many times as fast each system's step is."""
+    """Return a row of training steps: the even ring's time, and how many times as fast each system's step is."""
     text = f"{row.cluster:8}{row.lengths:11}{row.heads:6}{row.ranks:5}{row.steps[BASE]:9.2f}"
     for name in systems:
         if name != BASE:
@@ -92,7 +93,7 @@ def step_line(row: Row, systems: Sequence[str]) -> str:
 
 
 def markdown(title: str, rows: Sequence[Row]) -> list[str]:
-    """Rows as a table for a page: one line for each cluster, heads and ranks, over all sets of lengths."""
+    """Return rows as a table for a page: one line for each cluster, heads and ranks, over all sets of lengths."""
     systems = [name for name in rows[0].seconds if name != BASE]
     out = [
         f"**{title}**", "",
@@ -133,7 +134,7 @@ class Summary:
 
 
 def summarize(rows: Sequence[Row]) -> Summary:
-    """The figures of several rows; every cluster counts alike, however many rows it has."""
+    """Return the figures of several rows; every cluster counts alike, however many rows it has."""
     speed = {}
     for cluster in dict.fromkeys(row.cluster for row in rows):
         speeds = [row.speed(OURS) for row in rows if row.cluster == cluster]
@@ -154,7 +155,7 @@ def _three(of_rows: Sequence[np.ndarray]) -> tuple[float, float, float]:
 
 
 def summary_text(name: str, summary: Summary) -> str:
-    """A summary in a few lines."""
+    """Return a summary in a few lines."""
     speeds = ", ".join(f"{cluster} {speed:.2f}" for cluster, speed in summary.speed.items())
     mean, row, batch = summary.against
     v_mean, v_row, v_batch = summary.variants
@@ -169,7 +170,7 @@ def summary_text(name: str, summary: Summary) -> str:
 def why_slower(
     seconds: tuple[float, float, float], ours: tuple[float, float, float], other: tuple[float, float, float]
 ) -> str:
-    """What takes the time of ours and of a faster system.
+    """Return what takes the time of ours and of a faster system.
 
     Args:
         seconds: of ours, of the other, and the bound.

@@ -64,25 +64,28 @@ class Candidate:
     counted: dict[str, TileWork] = field(default_factory=dict, repr=False)
 
     def tiles(self, direction: str) -> TileWork:
-        """Of the plan; those of both directions are counted at the first call."""
+        """Return the tiles of the plan; those of both directions are counted at the first call."""
         if direction not in self.counted:
             counter = TileCounter(self.plan, self.representative)
             self.counted.update({name: counter.work(name) for name in DIRECTIONS})
         return self.counted[direction]
 
     def with_attention(self, attention: AttentionConfig) -> Candidate:
-        """The same with other numbers of heads, for plans that split none: neither who sends and computes what nor the
-        tiles depend on them."""
+        """Return the same with other numbers of heads, for plans that split none: neither who sends and computes what
+        nor the tiles depend on them."""
         return replace(self, plan=replace(self.plan, attention=attention))
 
     def least(self, cluster: Cluster) -> float:
-        """Seconds that a layer takes at least: those of the busiest rank, if tiles were as fast as they can be and
-        nothing had to be waited for. Causal masks."""
+        """Return the seconds that a layer takes at least: those of the busiest rank, if tiles were as fast as they can
+        be and nothing had to be waited for. Causal masks."""
         plan, cost = self.plan, ComputeCost(cluster, self.plan.attention)
         work = np.zeros(plan.ranks)
-        for piece in plan.parts_or_self:
-            spans, heads = piece.q_layout_compute.spans, piece.q_layout_compute.head_counts(plan.attention.heads)
-            first = piece.q_layout_compute.documents.offsets[spans["doc"]]
+        for part in plan.parts_or_self:
+            spans, heads = (
+                part.q_layout_compute.spans,
+                part.q_layout_compute.head_counts(plan.attention.heads),
+            )
+            first = part.q_layout_compute.documents.offsets[spans["doc"]]
             begin, end = (spans["start"] - first).astype(float), (spans["stop"] - first).astype(float)
             seen = (end * (end + 1) - begin * (begin + 1)) / 2
             work += np.bincount(spans["rank"], seen, plan.ranks) * heads / plan.attention.heads
@@ -93,7 +96,7 @@ class Candidate:
 
 
 def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES) -> Layer:
-    """One layer of a candidate.
+    """Time one layer of a candidate.
 
     Args:
         candidate: a plan.
@@ -120,8 +123,8 @@ def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES
 def fastest(
     candidates: Sequence[Candidate], cluster: Cluster, gradient: int = GRADIENT_BYTES
 ) -> tuple[Candidate, Layer]:
-    """The candidate whose layer takes least, and that layer. Those whose busiest rank alone has more to do than the
-    best one takes are not timed."""
+    """Return the candidate whose layer takes least, and that layer. Those whose busiest rank alone has more to do than
+    the best one takes are not timed."""
     floors = [candidate.least(cluster.with_ranks(candidate.plan.topology.ranks_per_node)) for candidate in candidates]
     best: tuple[Candidate, Layer] | None = None
     for number in np.argsort(floors, kind="stable").tolist():

@@ -123,7 +123,7 @@ def simulate_step(
     overlap: bool = True,
     together: bool = False,
 ) -> TrainingStep:
-    """A training step.
+    """Simulate a training step.
 
     Args:
         replicas: for each data-parallel replica its micro-batches, in order (:func:`simulate_layers`); one without any

@@ -87,9 +87,9 @@ give TORCH_HCCL_ASYNC_ERROR_HANDLING 1
 # context_parallel_suite.hccl_buffer_mb is given, that goes before it.
 give HCCL_BUFFSIZE 200
 
-# MB of the buffers of the communicators of one pair, which isend and irecv make, and with them lanes; torch-npu tells
+# MB of the buffers of the communicators of one pair, which isend and irecv make, and with them directional groups; torch-npu tells
 # HCCL nothing else about those (Adapter; wheel).  Without it hccl_buffer_mb holds for them too, else 20.  0 would make
-# pairs use the group's communicator, for which all ranks have to come at once: with lanes three ranks wait for ever.
+# pairs use the group's communicator, for which all ranks have to come at once: with directional groups three ranks wait for ever.
 take P2P_HCCL_BUFFSIZE
 
 # First of the 16 ports of the host that HCCL takes; 1024 to 65520 (CANN).  Two jobs on one node need two ranges, and

@@ -186,7 +186,7 @@ if [[ $DEVICE == npu ]]; then
             "${HCCL_CONNECT_TIMEOUT:-120}" "$TIMEOUT" "a rank that is given up may be gone before CANN's log tells why" >&2
     fi
     range HCCL_BUFFSIZE 1 65536 "(--buffer-mb) MB"
-    range P2P_HCCL_BUFFSIZE 1 65536 "(--p2p-buffer-mb) MB; with 0 ranks that send over lanes would wait for ever"
+    range P2P_HCCL_BUFFSIZE 1 65536 "(--p2p-buffer-mb) MB; with 0 ranks that send over directional groups would wait for ever"
     range HCCL_IF_BASE_PORT 1024 65520
     range TASK_QUEUE_ENABLE 0 2
     range HCCL_WHITELIST_DISABLE 0 1

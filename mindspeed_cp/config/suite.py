@@ -103,7 +103,7 @@ class SuiteSettings(Section):
 
     @classmethod
     def key_names(cls) -> tuple[str, ...]:
-        """Names of all keys that the section accepts."""
+        """Return the names of all keys that the section accepts."""
         return (*cls.model_fields, *options_by_name(), *cls.alias_keys)
 
     @property

@@ -39,5 +39,5 @@ class Section(BaseModel):
 
     @classmethod
     def key_names(cls) -> tuple[str, ...]:
-        """Names of all keys that the section accepts."""
+        """Return the names of all keys that the section accepts."""
         return (*cls.model_fields, *cls.alias_keys)

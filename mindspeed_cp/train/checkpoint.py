@@ -213,7 +213,7 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
 
 
 def _choose(settings: Settings) -> dict[str, Any]:
-    """On the first rank, whose user's key counts: the checkpoints to try, with the digests of their files."""
+    """Return the checkpoints to try, with the digests of their files; called on the first rank, whose key counts."""
     try:
         signing_key()
         folders, notes = checkpoints_to_resume(settings)

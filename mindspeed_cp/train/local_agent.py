@@ -185,7 +185,7 @@ def local_ranks(
 
 
 def end_with_launcher() -> None:
-    """In a rank: have the system end this process by SIGTERM when its launcher ends, however that happens.
+    """Have the system end this rank by SIGTERM when its launcher ends, however that happens.
 
     Without effect in a process that `local_ranks` did not start, and on systems other than Linux.
     """

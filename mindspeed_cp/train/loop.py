@@ -248,7 +248,7 @@ def _roll_back(run: _Run, policy: BadStepPolicy, progress: Progress, result: Ste
 
 @contextmanager
 def _deterministic(required: bool) -> Iterator[None]:
-    """Within the block torch uses deterministic algorithms, and refuses operators that have none."""
+    """Make torch use deterministic algorithms within the block, and refuse operators that have none."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(before or required, warn_only=warns and not required)
     try:

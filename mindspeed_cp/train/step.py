@@ -261,7 +261,7 @@ class _MicroBatchFeed:
 
 
 def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
-    """Megatron's forward step function."""
+    """Run Megatron's forward step function."""
     micro = next(batches)
     batch = micro.batch
     losses = model(

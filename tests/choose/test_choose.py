@@ -43,10 +43,10 @@ def test_the_choice_is_the_fastest_of_all_that_are_simulated_alone() -> None:
         plans = [build_plan(batch, TOPOLOGY, GQA, candidate.algorithm, **dict(candidate.options)) for batch in batches]
         alone[candidate] = sum(simulate_plan(plan, cluster).total for plan in plans)
     assert alone[decision.candidate] == pytest.approx(min(alone.values()))
-    for candidate in decision.trials:
-        if candidate.batches_tried == 2 and not candidate.limited_by:
-            assert sum(candidate.seconds) == pytest.approx(alone[candidate.candidate])
-        assert candidate.least_seconds <= alone[candidate.candidate] * (1 + 1e-9)
+    for trial in decision.trials:
+        if trial.batches_tried == 2 and not trial.limited_by:
+            assert sum(trial.seconds) == pytest.approx(alone[trial.candidate])
+        assert trial.least_seconds <= alone[trial.candidate] * (1 + 1e-9)
     assert {trial.candidate for trial in decision.trials} == set(alone)
     assert str(decision.candidate) in decision.reasons[0] and len(decision.reasons) == 3
     again = choose_algorithm(batches, TOPOLOGY, GQA)

@@ -55,8 +55,8 @@ def recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, dist.ProcessGrou
     return calls
 
 
-def through_lanes(rank, everybody, ranks, documents, algorithm):
-    """A plan's attention with lanes, and without, on the same input; what went over which lane."""
+def through_directional_groups(rank, everybody, ranks, documents, algorithm):
+    """A plan's attention with directional groups, and without, on the same input; what went over which group."""
     with two_groups(rank, ranks) as group:
         size, me = dist.get_world_size(group), dist.get_rank(group)
         plan = build_plan(Documents(documents), Topology(1, size), AttentionConfig(2, head_dim=8), algorithm)
@@ -68,16 +68,16 @@ def through_lanes(rank, everybody, ranks, documents, algorithm):
             return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
         plain = run()
-        lanes = open_directional_groups(group)
-        assert open_directional_groups(group) is lanes and OPEN_GROUPS.get(group) is lanes
+        directional = open_directional_groups(group)
+        assert open_directional_groups(group) is directional and OPEN_GROUPS.get(group) is directional
         warm_up(plan, group)
         with pytest.MonkeyPatch.context() as patch:
             sent = recorded(patch)
-            with_lanes = run()
-        names = {lanes.to_higher: "up", lanes.to_lower: "down"}
+            with_directional = run()
+        names = {directional.to_higher: "up", directional.to_lower: "down"}
         close_directional_groups(group)
         assert OPEN_GROUPS.get(group) is None
-        equal = all(torch.equal(a, b) for a, b in zip(plain, with_lanes, strict=True))
+        equal = all(torch.equal(a, b) for a, b in zip(plain, with_directional, strict=True))
         return equal, {
             (kind, dist.get_group_rank(group, peer), names.get(used_group)) for kind, peer, used_group in sent
         }
@@ -85,17 +85,17 @@ def through_lanes(rank, everybody, ranks, documents, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @sizes(default=(3,), full=(2, 3, 5))
-def test_attention_through_lanes(workers, ranks, algorithm):
-    results = workers.run(PROCESSES, through_lanes, ranks, [61, 0, 3, 40], algorithm)
+def test_attention_through_directional_groups(workers, ranks, algorithm):
+    results = workers.run(PROCESSES, through_directional_groups, ranks, [61, 0, 3, 40], algorithm)
     for group in (results[:ranks], results[ranks:]):
         for rank, (equal, sent) in enumerate(group):
             assert equal
-            for kind, peer, lane in sent:
+            for kind, peer, direction in sent:
                 source, target = (rank, peer) if kind == "isend" else (peer, rank)
-                assert lane == ("up" if source < target else "down")
+                assert direction == ("up" if source < target else "down")
                 other = "irecv" if kind == "isend" else "isend"
-                assert (other, rank, lane) in group[peer][1]
-            assert sent, "nothing went through lanes"
+                assert (other, rank, direction) in group[peer][1]
+            assert sent, "nothing went through directional groups"
 
 
 def warmed(rank, everybody, ranks):

@@ -1,4 +1,4 @@
-"""The engine between two GPUs over NCCL, batched and over lanes: `make test-cuda GPUS=2`."""
+"""The engine between two GPUs over NCCL, batched and over directional groups: `make test-cuda GPUS=2`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CASES = [BASE.on(2, variant) for variant in VARIANTS]
 CASES += [replace(case, alibi=True) for case in CASES[:2]]
 
 
-def work(rank: int, folder: str, lanes: bool) -> None:
+def work(rank: int, folder: str, directional: bool) -> None:
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2)
-    if lanes:
+    if directional:
         open_directional_groups(device="cuda")
     results = []
     for case in CASES:
@@ -40,14 +40,14 @@ def work(rank: int, folder: str, lanes: bool) -> None:
         out = attend(case, plan, on_gpu, None)
         results.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, on_gpu, dout.cuda()))])
     torch.save(results, f"{folder}/{rank}.pt")
-    if lanes:
+    if directional:
         close_directional_groups()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("lanes", [False, True], ids=["batched", "lanes"])
-def test_two_gpus_agree_with_fp64(tmp_path: Path, lanes: bool) -> None:
-    mp.spawn(work, (str(tmp_path), lanes), nprocs=2)
+@pytest.mark.parametrize("directional", [False, True], ids=["batched", "directional"])
+def test_two_gpus_agree_with_fp64(tmp_path: Path, directional: bool) -> None:
+    mp.spawn(work, (str(tmp_path), directional), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for i, case in enumerate(CASES):
         assert worst(case, [rank[i] for rank in ranks]) <= 2e-2, case

@@ -236,7 +236,7 @@ def test_a_document_costs_more_than_in_proportion_and_less_with_a_window_or_more
     assert split.per_micro_batch > cost.per_micro_batch > 0
 
 
-# dealing the rows of a global batch
+# assigning the rows of a global batch
 
 
 def pieces(*rows: Sequence[int]) -> list[np.ndarray]:

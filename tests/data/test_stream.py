@@ -270,17 +270,21 @@ def test_no_token_leaves_its_global_batch(
             stream.next_batch(rows, dispatcher_for(replicas, context, "time", keeps_document_numbers))
             for stream in streams
         ]
-        dealt = [row for batch in batches for row in batch.rows]
-        assert Counter(token for row in dealt for token in row.tokens.tolist()) == before
+        dispatched = [row for batch in batches for row in batch.rows]
+        assert Counter(token for row in dispatched for token in row.tokens.tolist()) == before
         assert all(batch.rows for batch in batches), "no replica is without a micro-batch"
-        assert all(0 < len(row.tokens) == row.documents.tokens <= context for row in dealt)
+        assert all(0 < len(row.tokens) == row.documents.tokens <= context for row in dispatched)
         assert len({batch.dispatched.digest for batch in batches}) == 1
         assert all(stream.state_dict() == alone.state_dict() for stream in streams)
         if keeps_document_numbers:
-            assert len({row.dropout_stream_id for row in dealt}) == len({len(row.documents) for row in dealt}) == 1
-            lengths = np.sum([row.documents.lengths for row in dealt], axis=0)
+            assert (
+                len({row.dropout_stream_id for row in dispatched})
+                == len({len(row.documents) for row in dispatched})
+                == 1
+            )
+            lengths = np.sum([row.documents.lengths for row in dispatched], axis=0)
             assert np.array_equal(lengths, batches[0].dispatched.chunks["length"])
-        for row in dealt:
+        for row in dispatched:
             last = set((row.documents.offsets[1:][row.documents.lengths > 0] - 1).tolist())
             assert [i for i in range(len(row.tokens)) if not row.loss_mask[i]] == sorted(last)
             assert all(row.labels[i] == (EOD if i in last else row.tokens[i] + 1) for i in range(len(row.tokens))), (

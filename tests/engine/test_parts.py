@@ -83,7 +83,7 @@ def test_any_order_of_steps_gives_the_same(ranks):
 
 
 def two_exchanges(rank, group, case):
-    """A ring for one document and direct for the other, step by step in turn, through lanes and without;
+    """A ring for one document and `direct` for the other, in turn, through directional groups and without;
     transfers between the same two ranks that were under way together with one tag."""
     from mindspeed_cp.comm import close_directional_groups, open_directional_groups, warm_up
 
@@ -126,7 +126,7 @@ def two_exchanges(rank, group, case):
     return wrong, all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), twice, sum(flying.values())
 
 
-def test_two_exchanges_at_once_have_tags_of_their_own_and_go_through_lanes(workers):
+def test_two_exchanges_at_once_have_tags_of_their_own_and_go_through_directional_groups(workers):
     for wrong, same, twice, left in workers.run(8, two_exchanges, Case((90, 133), 8, 4, 2)):
         assert wrong < 1e-5 and same and not twice and not left
 

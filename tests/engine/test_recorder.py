@@ -66,9 +66,9 @@ def test_messages_and_kernels_are_those_of_the_plan(workers, case):
         assert counts["gradients", "backward"] == said["reduce"][rank]
         assert counts["redistribution", "forward"] == said["redistribution_forward"][rank]
         assert counts["redistribution", "backward"] == said["redistribution_backward"][rank]
-        for number, piece in enumerate(plan.parts_or_self):
+        for number, part_plan in enumerate(plan.parts_or_self):
             for direction in ("forward", "backward"):
-                program, place = getattr(piece, direction), (3, 7, direction, number)
+                program, place = getattr(part_plan, direction), (3, 7, direction, number)
                 computed = [span.step for span in record.spans if span.activity == COMPUTE and span.origin == place]
                 assert computed == sorted(set(program.tiles(rank)["step"].tolist()))
                 kept = [

@@ -62,7 +62,7 @@ class Case:
     """One training step, or several.
 
     Attributes:
-        batches: documents' lengths of each micro-batch, dealt to data-parallel ranks in turn.
+        batches: documents' lengths of each micro-batch, assigned to data-parallel ranks in turn.
         qkv_format: "thd" or "sbhd" (one sequence for each document, all equally long).
         carried: whether packed_seq_params are passed.
         masked: fraction of tokens, from the start of the batch, whose loss does not count.

@@ -26,13 +26,13 @@ SENT = ("HcclSend", "HcclRecv")
 BATCHES = ("HcclGroupEnd", "HcclBatchSendRecv")
 
 
-def attend_once(rank: int, size: int, case: Case, lanes: bool) -> dict[str, int]:
+def attend_once(rank: int, size: int, case: Case, directional: bool) -> dict[str, int]:
     """Calls of the fused operators by one layer's forward and backward."""
     from mindspeed_cp.comm import open_directional_groups, warm_up
     from tests.host_cann.oracle_calls import calls
 
     plan, leaves, dout = local(rank, case)
-    if lanes:
+    if directional:
         open_directional_groups(device="npu")
     warm_up(plan, device="npu")
     torch.distributed.barrier()
@@ -79,26 +79,26 @@ DEFAULT = {
 
 
 @pytest.mark.parametrize(
-    ("name", "lanes"),
+    ("name", "directional"),
     [
         pytest.param(
-            name, lanes, id=f"{name}-{'lanes' if lanes else 'batched'}",
-            marks=() if (name, lanes) in DEFAULT else pytest.mark.thorough,
+            name, directional, id=f"{name}-{'directional' if directional else 'batched'}",
+            marks=() if (name, directional) in DEFAULT else pytest.mark.thorough,
         )
         for name in CASES
-        for lanes in (False, True)
+        for directional in (False, True)
     ],
 )  # fmt: skip
-def test_calls_are_those_of_the_plan(name: str, lanes: bool) -> None:
+def test_calls_are_those_of_the_plan(name: str, directional: bool) -> None:
     case = CASES[name]
     plan = case.plan()
-    done = run(case.ranks, attend_once, case, lanes)
+    done = run(case.ranks, attend_once, case, directional)
     for rank, counted in enumerate(done.values()):
         assert counted["fused_attention"] == lowered(plan, rank, case, "forward")
         assert counted["fused_attention_grad"] == lowered(plan, rank, case, "backward")
         calls, messages = between_barriers(done, rank), messages_of(plan, rank)
         assert calls.pop(0)["name"] == "HcclAllGather", "the digest of the call"
-        if lanes:  # K and V of a message are two; all-to-alls are launches of the group
+        if directional:  # K and V of a message are two; all-to-alls are launches of the group
             singles = [call for call in calls if call["name"] in SENT]
             assert len(singles) == 2 * len(messages)
             assert sum(call["name"] == "HcclSend" for call in singles) == 2 * sum(sends for *_, sends in messages)
@@ -114,7 +114,7 @@ def test_calls_are_those_of_the_plan(name: str, lanes: bool) -> None:
             launches = sum(per_step.values())
         launches += moves_of(plan, rank)
         assert sum(call["name"] in BATCHES for call in calls) == launches
-        assert len(calls) == launches + (2 * len(messages) if lanes else 0)
+        assert len(calls) == launches + (2 * len(messages) if directional else 0)
 
 
 def moves_of(plan: Plan, rank: int) -> int:
@@ -140,7 +140,7 @@ def test_a_ring_over_lanes_has_a_stream_for_each_neighbour_and_direction(size: i
 
 
 def test_communicators_are_made_before_the_first_step() -> None:
-    """Those of the lanes' pairs in the warm-up: nothing is made between the barriers around the attention."""
+    """Those of the directional groups' pairs in the warm-up: nothing is made between the barriers around the attention."""
     done = run(3, attend_once, Case((80,), 3), True)
     for rank in range(3):
         first = between_barriers(done, rank)[0]["time"]

@@ -1,4 +1,4 @@
-"""Every HCCL group of a training run has its time-out, to the second, and its options: Megatron's, the default one, lanes."""
+"""Every HCCL group of a training run has its time-out, to the second, and its options: Megatron's, the default one, directional ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ports import free_port
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "ascend.md"
 TIME_OUTS = ("HCCL_EXEC_TIMEOUT", "HCCL_CONNECT_TIMEOUT")
 BATCHED = {"p2p_groups": "batched", "hccl_buffer_mb": 9}
-LANES = {"p2p_groups": "directional", "hccl_buffer_mb": 9}
+DIRECTIONAL = {"p2p_groups": "directional", "hccl_buffer_mb": 9}
 
 
 Groups = list[tuple[str, timedelta, dict[str, int]]]
@@ -67,7 +67,7 @@ def joined(suite: dict[str, Any], wanted: dict[str, int], **environment: str) ->
         assert all(options in (wanted, {}) for options in of_hccl)
         assert sum(options == {} for options in of_hccl) == (
             2 if suite["p2p_groups"] == "directional" else 0
-        )  # the lanes
+        )  # directional groups
         assert time_outs == {"HCCL_EXEC_TIMEOUT": "69", "HCCL_CONNECT_TIMEOUT": "120"}
     return done.created()
 
@@ -80,21 +80,21 @@ def test_all_groups_have_the_options_and_the_time_out_of_the_settings() -> None:
 
 
 def test_communicators_of_pairs_have_the_buffer_of_the_settings_unless_the_environment_says_another() -> None:
-    made = joined(LANES, {"hccl_buffer_size": 9})
-    assert [line["buffer_mb"] for line in made] == [9] * 8  # two groups and two lanes, on two ranks
-    made = joined(LANES, {"hccl_buffer_size": 9}, P2P_HCCL_BUFFSIZE="7")
+    made = joined(DIRECTIONAL, {"hccl_buffer_size": 9})
+    assert [line["buffer_mb"] for line in made] == [9] * 8  # two groups and two directional groups, on two ranks
+    made = joined(DIRECTIONAL, {"hccl_buffer_size": 9}, P2P_HCCL_BUFFSIZE="7")
     assert sorted(line["buffer_mb"] for line in made) == [7] * 4 + [9] * 4
 
 
-def lanes_of_pairs(rank: int, size: int) -> None:
+def directional_groups_of_pairs(rank: int, size: int) -> None:
     open_directional_groups(None, "npu")
     warm_up(ring(size), None, "npu")
 
 
 @pytest.mark.parametrize("value", ["0", "", "none"])
-def test_lanes_without_communicators_of_pairs_are_refused(value: str) -> None:
+def test_directional_groups_without_communicators_of_pairs_are_refused(value: str) -> None:
     """Three ranks would wait for each other for ever."""
-    for error in ranks.start(3, lanes_of_pairs, environment={"P2P_HCCL_BUFFSIZE": value}).errors:
+    for error in ranks.start(3, directional_groups_of_pairs, environment={"P2P_HCCL_BUFFSIZE": value}).errors:
         assert error is not None and f"ConfigError: P2P_HCCL_BUFFSIZE = '{value}' in the environment" in error
         assert "valid: 1 or more (MB; default: 20), or context_parallel_suite.p2p_groups: batched" in error
 

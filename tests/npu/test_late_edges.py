@@ -13,7 +13,7 @@ from mindspeed_cp.comm import GroupTransport, Transfer, open_directional_groups
 from tests.limits import HANG
 from tests.npu import ranks
 
-#: rank -> whom it sends to: a circle on one lane after another, as a window over packed documents may ask of a ring.
+#: rank -> whom it sends to: a circle in one directional group after another, as a window over packed documents may ask of a ring.
 RINGS = {3: [1, 2, 0], 4: [2, 3, 0, 1]}
 SYNCHRONOUS = {"HOST_HCCL_SYNC": "1"}
 HANGS = {**SYNCHRONOUS, "HOST_HCCL_TIMEOUT": "", "HCCL_CONNECT_TIMEOUT": "4"}

@@ -18,7 +18,7 @@ from tests.npu.test_table import attend_all, tensors
 LATE = {"HOST_CANN_LATE": "1", "HOST_CANN_POISON": "1", "HOST_CANN_JITTER_US": "300", "HOST_CANN_SEED": "7"}
 LATE |= {"HOST_HCCL_SYNC": "1"}
 LENGTHS = (61, 5, 0, 44, 1, 30)
-LANES = {
+DIRECTIONAL = {
     2: [Case(LENGTHS, 2), Case(LENGTHS, 2, alibi=True)],
     3: [Case(LENGTHS, 3), Case(LENGTHS, 3, window=(17, 0)), Case(LENGTHS, 3, mask="full")],
 }
@@ -29,7 +29,7 @@ BATCHED = {
 
 
 @pytest.mark.parametrize(
-    ("lanes", "size"),
+    ("directional", "size"),
     [
         (True, 3),
         (False, 2),
@@ -37,9 +37,9 @@ BATCHED = {
         pytest.param(False, 3, marks=pytest.mark.thorough),
     ],
 )
-def test_attention_agrees_with_fp64(size: int, lanes: bool) -> None:
-    cases = (LANES if lanes else BATCHED)[size]
-    parts = run(size, attend_all, cases, lanes, environment=LATE).values()
+def test_attention_agrees_with_fp64(size: int, directional: bool) -> None:
+    cases = (DIRECTIONAL if directional else BATCHED)[size]
+    parts = run(size, attend_all, cases, directional, environment=LATE).values()
     for number, case in enumerate(cases):
         assert worst(case, [tensors(part[number]) for part in parts]) <= 1e-5, case
 
@@ -57,7 +57,7 @@ def no_wait_for_sends() -> None:
 def without(
     rank: int, size: int, leave_out: Callable[[], None] | None, late_rank: int, seconds: float, cases: list[Case]
 ) -> list[list]:
-    """`attend_all` over lanes, where one rank is late at its messages, without a wait of the transport."""
+    """`attend_all` over directional groups, where one rank is late at its messages, without a wait of the transport."""
     if leave_out is not None:
         leave_out()
     post = GroupTransport.post

@@ -30,11 +30,11 @@ def drawn(cell: capabilities.Cell) -> Case:
 CASES = {cell: drawn(cell) for cell in EXACT}
 
 
-def attend_all(rank: int, size: int, cases: list[Case], lanes: bool) -> list[list[np.ndarray]]:
+def attend_all(rank: int, size: int, cases: list[Case], directional: bool) -> list[list[np.ndarray]]:
     """This rank's rows of out, dq, dk and dv of every case."""
     from mindspeed_cp.comm import open_directional_groups, warm_up
 
-    if lanes:
+    if directional:
         open_directional_groups(device="npu")
     results = []
     for case in cases:
@@ -62,8 +62,8 @@ TABLE = [
 @pytest.mark.parametrize(("algorithm", "size"), TABLE)
 def test_every_cell_agrees_with_fp64(algorithm: str, size: int) -> None:
     cases = [c for c in CASES.values() if (c.algorithm, c.ranks) == (algorithm, size) and not c.dropout]
-    lanes = algorithm in ("ring", "double_ring", "hybrid")
-    parts = run(size, attend_all, cases, lanes, environment=ROUGH).values()
+    directional = algorithm in ("ring", "double_ring", "hybrid")
+    parts = run(size, attend_all, cases, directional, environment=ROUGH).values()
     largest_errors = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
     assert cases and {case: error for case, error in largest_errors.items() if error > 1e-5} == {}
 

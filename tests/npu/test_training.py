@@ -94,7 +94,7 @@ def assert_same(actual: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
             marks=pytest.mark.thorough,
         ),
     ],
-    ids=["ring on lanes, cp 2", "direct, cp 3"],
+    ids=["ring in directional groups, cp 2", "direct, cp 3"],
 )
 def test_losses_are_those_of_the_cpu(
     ranks: int, settings: tuple[str, ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
@@ -106,7 +106,7 @@ def test_losses_are_those_of_the_cpu(
 def test_hierarchical_on_two_supposed_nodes_with_replicas_balanced_by_time(
     remap: str, corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
-    """Documents are dealt over two replicas of two ranks each, and every batch is the one of one rank."""
+    """Documents are assigned to two replicas of two ranks each, and every batch is the one of one rank."""
     suite = ("algorithm=hierarchical", "context_parallel_size=2", "nodes=2", f"remap={remap}")
     settings = (f"data.corpus={corpus}", "train.device=npu", "data.balance=time")
     actual = train(4, tmp_path, *settings, *(f"context_parallel_suite.{each}" for each in suite))

@@ -28,7 +28,7 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     assert summary.tokens.sum() == sum(lengths)
     assert (summary.work == plan.work()).all()
     assert summary.work.sum() == 4 * sum(n * (n + 1) // 2 for n in lengths)
-    programs = [piece.forward for piece in plan.parts_or_self]
+    programs = [part_plan.forward for part_plan in plan.parts_or_self]
     assert summary.tiles.sum() == sum(len(program.tiles(rank)) for program in programs for rank in range(ranks))
     rows = sum(program.fetch.items["rows"].sum() for program in programs)
     assert summary.sent.sum() == summary.received.sum() == rows
@@ -40,7 +40,9 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     assert last["tokens"] == plan.layout.token_counts[-1] and last["bytes_sent"]["total"] == sent["total"][-1]
     assert last["heads"] == list(plan.q_layout_compute.head_range(ranks - 1, 4))
     splits = ranks > 1 and algorithm in ("ulysses", "hybrid") and (algorithm, ranks) not in ALONE
-    assert summary.splits_heads == (splits or any(piece.q_layout_compute.heads is not None for piece in plan.parts))
+    assert summary.splits_heads == (
+        splits or any(part_plan.q_layout_compute.heads is not None for part_plan in plan.parts)
+    )
 
 
 ALONE = {("hybrid", 2), ("hybrid", 3)}  # one rank for each group: the largest divisor of so many ranks is 1

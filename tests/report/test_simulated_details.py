@@ -135,10 +135,10 @@ def test_shares_cover_every_document(case: str) -> None:
     assert [share.doc for share in shares] == [3, 0, 2, 5, 1]  # the longest first, the empty one not at all
     assert [share.doc for share in document_shares(plan, 2)] == [3, 0]
     for share in shares:
-        (piece,) = (piece for piece in plan.parts_or_self if piece.documents.lengths[share.doc])
-        for runs, layout in ((share.queries, piece.q_layout_compute), (share.keys, piece.kv_layout_compute)):
+        (part_plan,) = (part_plan for part_plan in plan.parts_or_self if part_plan.documents.lengths[share.doc])
+        for runs, layout in ((share.queries, part_plan.q_layout_compute), (share.keys, part_plan.kv_layout_compute)):
             assert sum(rows for _, rows in runs) == LENGTHS[share.doc]
-            start = int(piece.documents.offsets[share.doc])
+            start = int(part_plan.documents.offsets[share.doc])
             for ranks, rows in runs:
                 for rank in range(8):
                     held = layout.tokens(rank)

@@ -111,7 +111,7 @@ def test_recordings_stand_below_each_other(tmp_path: Path) -> None:
     assert trace["otherData"]["ring"]["layer_seconds"] == timeline_of("ring").total
 
 
-def test_events_of_any_origin_are_written_and_overlaps_get_lanes() -> None:
+def test_events_of_any_origin_are_written_and_overlaps_get_tracks() -> None:
     """As clocks of a real run give them: other threads, overlapping, in no order."""
     events = [
         TraceEvent(4, "optimizer", "step", 5.0, 0.5, "optimizer"),

@@ -51,15 +51,17 @@ def check_areas(plan: Plan) -> None:
     drawn, count = np.zeros_like(plan.work(), float), np.zeros_like(plan.work())
     for rank in range(4):
         for step, owner, corners in tile_polygons(plan, rank):
-            piece = plan.parts_or_self[plan.step_order()[step][0]]
-            heads = np.diff(piece.q_layout_compute.head_range(rank, 6))[0]
+            part_plan = plan.parts_or_self[plan.step_order()[step][0]]
+            heads = np.diff(part_plan.q_layout_compute.head_range(rank, 6))[0]
             drawn[rank, step] += area(corners) * heads
             count[rank, step] += heads
             tokens = np.floor(corners.mean(0)).astype(int)  # of the middle: the same document, seen, held by the owner
             doc, other = plan.documents.document_of(tokens)
             assert doc == other and -right <= tokens[1] - tokens[0] <= left
-            there = tokens - plan.documents.offsets[doc] + piece.documents.offsets[doc]
-            assert there[0] in piece.kv_layout_compute.tokens(owner) and there[1] in piece.q_layout_compute.tokens(rank)
+            there = tokens - plan.documents.offsets[doc] + part_plan.documents.offsets[doc]
+            assert there[0] in part_plan.kv_layout_compute.tokens(owner) and there[
+                1
+            ] in part_plan.q_layout_compute.tokens(rank)
     assert (
         np.abs(drawn - plan.work()).max() <= count.max() / 2
     )  # a polygon lacks at most an eighth of a pair at a corner

@@ -45,7 +45,9 @@ def test_what_is_moved_to_split_heads_leaves_after_hidden_states_have_come(direc
     documents = Documents([20000, *[900] * 30])
     topology = Topology(2, 4, "a2")
     plan = build_plan(documents, topology, MHA, "hierarchical", remap="hidden", hidden_size=4096)
-    assert plan.linear_layout is not None and any(piece.q_redistribution is not None for piece in plan.parts_or_self)
+    assert plan.linear_layout is not None and any(
+        part_plan.q_redistribution is not None for part_plan in plan.parts_or_self
+    )
     made = simulate_plan(plan, CLUSTER.with_ranks(4))
     turns = made.steps_forward if direction == "forward" else made.steps_backward
     sent = made.transfers_forward if direction == "forward" else made.transfers_backward

@@ -177,11 +177,7 @@ class PlannedAttention(MegatronModule):
         return params.from_rows(out)
 
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
-        """Compare the plan with those of the other ranks before hidden states move: what travels depends on it.
-
-        Raises:
-            ConfigError: ranks have different plans.
-        """
+        """Raise ConfigError if ranks have different plans, before hidden states move: what travels depends on it."""
         if self.cp_group.size() == 1:
             return
         if params.agreement is None:

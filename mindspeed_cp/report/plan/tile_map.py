@@ -165,11 +165,11 @@ def _squares(
         for step, ((part, part_step), sources) in enumerate(
             zip(plan.step_order(), kv_sources(plan, rank), strict=True)
         ):
-            piece, part_summary = plan.parts_or_self[part], (summary.parts or (summary,))[part]
+            part_plan, part_summary = plan.parts_or_self[part], (summary.parts or (summary,))[part]
             heads = f"{_heads(part_summary, rank)}: " if part_summary.splits_heads else ""
             has_work = summary.work[rank, step] > 0
-            above = heads + describe_kv_source(piece, rank, sources) if has_work else ""
-            canvas.draw_square(rank, step, above, describe_arrivals(piece, rank, part_step))
+            above = heads + describe_kv_source(part_plan, rank, sources) if has_work else ""
+            canvas.draw_square(rank, step, above, describe_arrivals(part_plan, rank, part_step))
             if canvas.shaded:
                 canvas.shade_square(
                     rank,
@@ -224,7 +224,9 @@ def _bars(canvas: TileMapCanvas, summary: PlanSummary) -> None:
 
 def _legend(canvas: TileMapCanvas, plan: Plan, summary: PlanSummary, why_shaded: str) -> None:
     after_redistribution = (
-        " after the all-to-all" if any(piece.kv_redistribution is not None for piece in plan.parts_or_self) else ""
+        " after the all-to-all"
+        if any(part_plan.kv_redistribution is not None for part_plan in plan.parts_or_self)
+        else ""
     )
     if canvas.shaded:
         entries: list[tuple[Sequence[Any], str]] = [

@@ -38,10 +38,10 @@ class TilePolygon(NamedTuple):
 def tile_polygons(plan: Plan, rank: int) -> Iterator[TilePolygon]:
     """Yield all that a rank computes in the forward, for its heads in each part."""
     step_numbers = {part_step: number for number, part_step in enumerate(plan.step_order())}
-    for part, piece in enumerate(plan.parts_or_self):
-        offsets = np.stack([piece.kv_documents.offsets, piece.documents.offsets], 1)[:-1]
+    for part, part_plan in enumerate(plan.parts_or_self):
+        offsets = np.stack([part_plan.kv_documents.offsets, part_plan.documents.offsets], 1)[:-1]
         shift = np.stack([plan.kv_documents.offsets, plan.documents.offsets], 1)[:-1] - offsets
-        for doc, polygon in _polygons_of_part(piece, rank):
+        for doc, polygon in _polygons_of_part(part_plan, rank):
             yield TilePolygon(step_numbers[part, polygon.step], polygon.owner, polygon.corners + shift[doc])
 
 
@@ -92,10 +92,10 @@ def kv_sources(plan: Plan, rank: int) -> list[list[int]]:
     """Return for each step the ranks that hold the keys and values on which the rank computes, as in
     `TilePolygon.owner`."""
     sources: dict[tuple[int, int], set[int]] = {part_step: set() for part_step in plan.step_order()}
-    for number, piece in enumerate(plan.parts_or_self):
-        owner = kv_source_lookup(piece, rank)
-        for content in piece.forward.contents_of(rank):
-            spans = piece.forward.spans_in(content)
+    for number, part_plan in enumerate(plan.parts_or_self):
+        owner = kv_source_lookup(part_plan, rank)
+        for content in part_plan.forward.contents_of(rank):
+            spans = part_plan.forward.spans_in(content)
             sources[number, int(content["step"])].update(owner(spans["start"]).tolist())
     return [sorted(ranks) for ranks in sources.values()]
 
@@ -193,8 +193,8 @@ def redistribution_groups(plan: Plan) -> list[list[int]]:
     """Return groups of ranks that exchange rows before and after the steps, in any part; without ranks that exchange
     nothing."""
     group = np.arange(plan.ranks)
-    for piece in plan.parts_or_self:
-        for move in filter(None, (piece.q_redistribution, piece.kv_redistribution)):
+    for part_plan in plan.parts_or_self:
+        for move in filter(None, (part_plan.q_redistribution, part_plan.kv_redistribution)):
             for src, dst in zip(move.rank_pairs["src"], move.rank_pairs["dst"], strict=True):
                 group[group == max(group[src], group[dst])] = min(group[src], group[dst])
     groups = [np.flatnonzero(group == number).tolist() for number in np.unique(group)]

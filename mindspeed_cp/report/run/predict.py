@@ -140,15 +140,15 @@ def _messages(plan: Plan, direction: str) -> np.ndarray:
     """Return the messages that each rank sends for attention in one direction, int64 [ranks]; keys and values count as
     one."""
     count = np.zeros(plan.ranks, np.int64)
-    for piece in plan.parts_or_self:
-        program = getattr(piece, direction)
+    for part_plan in plan.parts_or_self:
+        program = getattr(part_plan, direction)
         for messages in (program.fetch, program.reduce):
             count += np.bincount(messages.items["src"], minlength=plan.ranks)
-        if piece.q_redistribution is not None:  # q there and out back; in the backward dout there and dq back
+        if part_plan.q_redistribution is not None:  # q there and out back; in the backward dout there and dq back
             for adjoint in (False, True):
-                count += _messages_of_redistribution(piece.q_redistribution, adjoint)
-        if piece.kv_redistribution is not None:  # k and v
-            count += 2 * _messages_of_redistribution(piece.kv_redistribution, direction == "backward")
+                count += _messages_of_redistribution(part_plan.q_redistribution, adjoint)
+        if part_plan.kv_redistribution is not None:  # k and v
+            count += 2 * _messages_of_redistribution(part_plan.kv_redistribution, direction == "backward")
     return count
 
 

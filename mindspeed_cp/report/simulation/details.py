@@ -36,11 +36,12 @@ class ComputedTiles:
     def __init__(self, plan: Plan, direction: str, ranks: Sequence[int]) -> None:
         self._steps = step_count(plan, direction)
         tables = [np.empty(0, COMPUTED_TILE)]
-        for part, (piece, steps) in enumerate(zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True)):
-            program: Program = getattr(piece, direction)
-            heads = piece.q_layout_compute.head_counts(plan.attention.heads)
+        pairs = zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True)
+        for part, (part_plan, steps) in enumerate(pairs):
+            program: Program = getattr(part_plan, direction)
+            heads = part_plan.q_layout_compute.head_counts(plan.attention.heads)
             for rank in ranks:
-                tiles = _tiles_of_part(piece, program, rank)
+                tiles = _tiles_of_part(part_plan, program, rank)
                 tiles["step"] = steps[tiles["step"]]
                 tiles["heads"], tiles["part"] = heads[rank], part
                 tables.append(tiles)
@@ -108,11 +109,11 @@ def document_shares(plan: Plan, most: int) -> list[DocumentShare]:
     lengths = plan.documents.lengths
     chosen = [int(doc) for doc in np.argsort(-lengths, kind="stable")[:most] if lengths[doc] > 0]
     shares: dict[int, DocumentShare] = {}
-    for piece in plan.parts_or_self:
-        docs_of_part = [doc for doc in chosen if piece.documents.lengths[doc] > 0]
-        queries = _runs(piece.q_layout_compute, piece.attention.heads, docs_of_part)
-        same = piece.kv_layout_compute is piece.q_layout_compute
-        keys = queries if same else _runs(piece.kv_layout_compute, piece.attention.kv_heads, docs_of_part)
+    for part_plan in plan.parts_or_self:
+        docs_of_part = [doc for doc in chosen if part_plan.documents.lengths[doc] > 0]
+        queries = _runs(part_plan.q_layout_compute, part_plan.attention.heads, docs_of_part)
+        same = part_plan.kv_layout_compute is part_plan.q_layout_compute
+        keys = queries if same else _runs(part_plan.kv_layout_compute, part_plan.attention.kv_heads, docs_of_part)
         for doc in docs_of_part:
             shares[doc] = DocumentShare(doc, queries[doc], keys.get(doc, ()))
     return [shares[doc] for doc in chosen if doc in shares]
@@ -125,9 +126,9 @@ ON_ONE_RANK, IN_ONE_NODE, ACROSS_NODES = "whole on one rank", "shared in a node"
 def count_documents_by_spread(plan: Plan) -> dict[str, tuple[int, int]]:
     """Return (documents, tokens) that are computed by one rank, by ranks of one node, and by ranks of several nodes."""
     ranks, nodes = np.zeros((2, len(plan.documents)), np.int64)
-    for piece in plan.parts_or_self:
-        layout, ranks_per_node = piece.q_layout_compute, plan.topology.ranks_per_node
-        busy = layout.head_counts(piece.attention.heads) > 0
+    for part_plan in plan.parts_or_self:
+        layout, ranks_per_node = part_plan.q_layout_compute, plan.topology.ranks_per_node
+        busy = layout.head_counts(part_plan.attention.heads) > 0
         spans = layout.spans[busy[layout.spans["rank"]]]
         for count, group in ((ranks, spans["rank"]), (nodes, spans["rank"] // ranks_per_node)):
             count += np.bincount(np.unique(spans["doc"] * layout.ranks + group) // layout.ranks, minlength=len(count))

@@ -109,15 +109,15 @@ def documents_in_messages(plan: Plan, direction: str, sent: np.ndarray, wanted: 
     """
     wanted = np.ones(len(sent), bool) if wanted is None else wanted
     tables = [np.empty(0, MESSAGE_DOCUMENT)]
-    for part, piece in enumerate(plan.parts_or_self):
-        program: Program = getattr(piece, direction)
+    for part, part_plan in enumerate(plan.parts_or_self):
+        program: Program = getattr(part_plan, direction)
         for kind, messages in ((KEYS, program.fetch), (GRADIENTS, program.reduce)):
             numbers = _message_numbers(
                 messages.items, sent, np.flatnonzero((sent["kind"] == kind) & (sent["part"] == part))
             )
-            tables.append(_fetch_and_reduce_documents(piece, program, messages, kind, numbers, wanted))
+            tables.append(_fetch_and_reduce_documents(part_plan, program, messages, kind, numbers, wanted))
         redistribution_numbers = np.flatnonzero((sent["kind"] == REDISTRIBUTION) & (sent["part"] == part) & wanted)
-        for move in [piece.q_redistribution or piece.kv_redistribution] * bool(len(redistribution_numbers)):
+        for move in [part_plan.q_redistribution or part_plan.kv_redistribution] * bool(len(redistribution_numbers)):
             tables.append(_redistributed_documents(move, sent, redistribution_numbers, edge_steps(plan)))
     redistribution_numbers = np.flatnonzero((sent["kind"] == HIDDEN_STATES) & wanted)
     if len(redistribution_numbers) and plan.linear_layout is not None:
@@ -157,7 +157,7 @@ def _message_numbers(items: np.ndarray, sent: np.ndarray, numbers: np.ndarray) -
 
 
 def _fetch_and_reduce_documents(
-    piece: Plan, program: Program, messages: Messages, kind: int, numbers: np.ndarray, wanted: np.ndarray
+    part_plan: Plan, program: Program, messages: Messages, kind: int, numbers: np.ndarray, wanted: np.ndarray
 ) -> np.ndarray:
     """Return the documents in the fetch or reduce messages of one part, whose table indices are `numbers`."""
     items = messages.items
@@ -167,7 +167,7 @@ def _fetch_and_reduce_documents(
     near, far = ("src", "dst") if kind == KEYS else ("dst", "src")  # near: the end closer to the owner
     own = items[near + "_slot"][owner] == 0
     of_owner = _at_kv_owner(
-        piece.kv_layout_compute, items[near][owner[own]], runs[near + "_row"][own], runs["rows"][own]
+        part_plan.kv_layout_compute, items[near][owner[own]], runs[near + "_row"][own], runs["rows"][own]
     )
     computed = _in_receive_buffer(program, items, kind, far, owner[~own], runs[~own])
     out = np.empty(len(of_owner[0]) + len(computed[0]), MESSAGE_DOCUMENT)

@@ -41,7 +41,7 @@ def ranks_to_draw(timeline: Timeline) -> list[int]:
 
 def ranks_with_details(timeline: Timeline, shown: Sequence[int]) -> list[int]:
     """Return the drawn ranks whose tiles and documents are listed: all; in very large plans some, evenly spaced."""
-    programs = [getattr(piece, direction) for piece in timeline.plan.parts_or_self for direction in DIRECTIONS]
+    programs = [getattr(part_plan, direction) for part_plan in timeline.plan.parts_or_self for direction in DIRECTIONS]
     spans = sum(int(program.contents["count"].sum()) for program in programs) * len(shown) / timeline.ranks
     if spans <= DRAWN_SPANS:
         return list(shown)

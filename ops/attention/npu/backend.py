@@ -125,7 +125,7 @@ class NpuAttention(FusedBackend):
         return 0, 0, 0
 
     def _pad_head_dims(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The operator requires queries and keys at least as wide as values."""
+        """Pad queries and keys to the width of values, as the operator requires."""
         width = max(q.shape[-1], v.shape[-1])
         return pad_head_dim(q, width), pad_head_dim(k, width), v
 

@@ -35,7 +35,7 @@ function barsOf(one) { // everything that is drawn, in units of time; made once 
   return bars;
 }
 
-function lanes(row) { // [top, height] of kernels, messages inside the node, messages between nodes
+function tracks(row) { // [top, height] of kernels, messages inside the node, messages between nodes
   const top = TOP + row * line.row, high = line.row - 2, kernels = Math.round(high * 0.56);
   const each = (high - kernels) / (PROBLEM.nodes > 1 ? 2 : 1);
   return [[top, kernels], [top + kernels, each], [top + kernels + each, each]];
@@ -58,7 +58,7 @@ function drawTimeline() {
   const shades = {};
   for (const bar of barsOf(one)) {
     if (bar.to < line.from || bar.from > line.to) continue;
-    const [top, high] = lanes(bar.row)[bar.lane];
+    const [top, high] = tracks(bar.row)[bar.lane];
     context.fillStyle = shades[bar.shade] ||= colour(bar.shade);
     context.globalAlpha = bar.lane ? 0.75 : 1;
     const left = x(bar.from);
@@ -140,7 +140,7 @@ function balance(context, width) { // at the right: busy time of each rank again
 }
 
 function outline(context, bar) {
-  const [top, high] = lanes(bar.row)[bar.lane], left = x(bar.from), long = Math.max(x(bar.to) - left, 2);
+  const [top, high] = tracks(bar.row)[bar.lane], left = x(bar.from), long = Math.max(x(bar.to) - left, 2);
   context.strokeStyle = colour("text");
   context.lineWidth = 1.5;
   context.strokeRect(left, top, long, high);
@@ -162,7 +162,7 @@ function barAt(event) {
   const box = at("timeline").getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
   const row = Math.floor((py - TOP) / line.row);
   if (px < LEFT || px > LEFT + line.width || row < 0 || row >= line.one.ranks.length) return null;
-  const lane = lanes(row).findIndex(([top, high]) => py >= top && py < top + high);
+  const lane = tracks(row).findIndex(([top, high]) => py >= top && py < top + high);
   const units = line.from + (px - LEFT) / line.width * (line.to - line.from), near = 2 / line.width * (line.to - line.from);
   let found = null; // of those below the pointer the shortest: long ones can be pointed at elsewhere
   for (const bar of barsOf(line.one))
