@@ -79,7 +79,8 @@ def test_commands_of_the_documentation_run(capsys: pytest.CaptureFixture[str], t
         text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).split())  # a command may go over two lines
         found += re.findall(r"mindspeed-cp (plan --lengths [^`]*?) *`", text)
     assert len(found) >= 3
+    (tmp_path / "lengths.txt").write_text("700\n30\n4100\n")
     for command in found:
-        words = [str(tmp_path / word) if word.endswith(".png") else word for word in command.split()]
+        words = [str(tmp_path / word) if word.endswith((".png", ".txt")) else word for word in command.split()]
         assert run(words) == 0, command
         assert capsys.readouterr().out
