@@ -43,6 +43,12 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.fault(
+    fault="`latest` is lost, and the newest checkpoint is damaged",
+    happens="the run goes on from the newest whole checkpoint, with the same bits",
+    lost="the steps since that checkpoint",
+    printed="what is missing, what is damaged, and where it goes on",
+)
 def test_a_run_without_latest_whose_newest_checkpoint_is_damaged_goes_on_bit_equal(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
@@ -62,6 +68,12 @@ def train_with_own_key(settings: str, folder: str) -> dict[str, Any]:
     return train_here(settings)
 
 
+@pytest.mark.fault(
+    fault="the key of checkpoints is on the first rank's machine alone",
+    happens="the first rank chooses the checkpoint for all",
+    lost="nothing",
+    printed="nothing",
+)
 def test_the_key_of_the_first_ranks_machine_counts(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
@@ -72,6 +84,12 @@ def test_the_key_of_the_first_ranks_machine_counts(
     assert not (tmp_path / "key of rank 1").exists()
 
 
+@pytest.mark.fault(
+    fault="the folder has checkpoints of another run",
+    happens="they stay, and a start over them is refused",
+    lost="nothing",
+    printed="the checkpoint, and how to go on from it or start elsewhere",
+)
 def test_a_new_run_never_removes_the_checkpoints_of_another(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +112,12 @@ class Crafted:
         return os.mkdir, (str(self.folder),)
 
 
+@pytest.mark.fault(
+    fault="somebody put a crafted pickle into a checkpoint",
+    happens="it is not loaded: its digest differs, or its signature is not this user's",
+    lost="nothing",
+    printed="the file, or checkpoint.trust_unsigned",
+)
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_a_crafted_pickle_is_never_loaded(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, name: str) -> None:
     """In a checkpoint of this run, and in one that comes from elsewhere whole."""

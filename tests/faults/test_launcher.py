@@ -24,6 +24,12 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.fault(
+    fault="the launcher is killed, also before its ranks have read their settings",
+    happens="no rank outlives it, and the folder is free",
+    lost="the steps since the newest checkpoint",
+    printed="nothing: the launcher is gone",
+)
 @pytest.mark.parametrize("moment", ["at once", "in its first steps"])
 def test_ranks_end_with_a_launcher_that_is_killed(
     moment: str, corpus: Path, tmp_path: Path, start: Callable[..., Run]
@@ -40,6 +46,12 @@ def test_ranks_end_with_a_launcher_that_is_killed(
     wait_until(lambda: all(map(is_gone, ranks)), "end of the ranks")
 
 
+@pytest.mark.fault(
+    fault="a stranger looks for open ports of a run on one machine",
+    happens="the launcher listens on none, gloo on loopback alone",
+    lost="nothing",
+    printed="nothing",
+)
 def test_no_port_listens_for_the_ranks_to_meet(corpus: Path, tmp_path: Path, start: Callable[..., Run]) -> None:
     """Gloo's own listen on loopback; the launcher has none, and its folder is closed to others."""
     folder = tmp_path / "run"
@@ -58,6 +70,12 @@ def test_no_port_listens_for_the_ranks_to_meet(corpus: Path, tmp_path: Path, sta
     assert store.exists() and store.parent.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.fault(
+    fault="another user opens the file through which ranks meet",
+    happens="the system refuses",
+    lost="nothing",
+    printed="nothing",
+)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can try it as another user")
 def test_another_user_cannot_open_the_store(tmp_path: Path) -> None:
     knock = "import os, sys; os.setgid(65534); os.setuid(65534); open(sys.argv[1], 'ab')"
@@ -72,6 +90,12 @@ def test_another_user_cannot_open_the_store(tmp_path: Path) -> None:
     assert not Path(store).parent.exists()
 
 
+@pytest.mark.fault(
+    fault="a rank fails",
+    happens="the others are ended, and learn which one from the launcher",
+    lost="the steps since the newest checkpoint",
+    printed="the error of the rank that failed first",
+)
 def test_the_others_end_with_a_rank_that_fails_and_learn_which() -> None:
     program = (
         "import os, sys, time, signal\n"
@@ -86,6 +110,12 @@ def test_the_others_end_with_a_rank_that_fails_and_learn_which() -> None:
     assert [(rank, failure.exitcode) for rank, failure in failures.items()] == [(1, 3), (0, 7)]
 
 
+@pytest.mark.fault(
+    fault="a rank ignores SIGTERM after another failed",
+    happens="it is killed after a grace period",
+    lost="nothing more",
+    printed="the error of the rank that failed first",
+)
 def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindspeed_cp.train.local_agent.GRACE_SECONDS", 0.1)
     program = (

@@ -128,6 +128,12 @@ def test_an_address_of_another_machine_is_refused(name: str, says: str) -> None:
     assert says.format(port=port) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.fault(
+    fault="the port of --master-port is taken",
+    happens="rank 0 refuses to start",
+    lost="nothing",
+    printed="MASTER_ADDR and MASTER_PORT, and what they must be",
+)
 def test_a_port_that_is_taken_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
