@@ -122,7 +122,7 @@ def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.nda
     for number, line in lines:
         for match in re.finditer(r"[^\s,;\[\]]+", line):
             word = match[0]
-            too_long = word.isdecimal() and int(word[:20]) > MAX_TOKENS
+            too_long = word.isdecimal() and int(word.lstrip("0")[:20] or 0) > MAX_TOKENS
             if re.fullmatch(r"[0-9]+", word) and not too_long:
                 lengths.append(int(word))
                 if len(lengths) > MAX_RING_CHUNKS:

@@ -71,7 +71,11 @@ def read_digests(folder: Path, *, trust_unsigned: bool) -> dict[str, str] | None
     try:
         digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
         files, signature = digests["files"], digests["signature"]
-        if not isinstance(signature, str) or not all(isinstance(digest, str) for digest in files.values()):
+        if (
+            not isinstance(signature, str)
+            or not signature.isascii()
+            or not all(isinstance(digest, str) for digest in files.values())
+        ):
             raise TypeError
     except FileNotFoundError:
         if trust_unsigned:

@@ -13,6 +13,7 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.cli.lengths import read_numbers
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.plan import peak_bytes, traffic
 from mindspeed_cp.report.plan.summary import summarize_plan
@@ -339,3 +340,9 @@ def test_the_version_is_told(capsys):
 
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"mindspeed-cp {__version__}\n"
+
+
+def test_a_length_with_many_zeros_before_it_is_read_whole() -> None:
+    assert read_numbers("0" * 30 + "7", "x").tolist() == [7]
+    with pytest.raises(ConfigError, match="is too long for a document"):
+        read_numbers("0" * 30 + "9" * 30, "x")

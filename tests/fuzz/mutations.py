@@ -93,12 +93,12 @@ def _value(generator: random.Random, whole: Any) -> Any:
                 break
             holder, key = inner, generator.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
         if key is None:
-            return generator.choice(VALUES)
+            return copy.deepcopy(generator.choice(VALUES))
         what = generator.randrange(6)
         if what == 0:
             del holder[key]
         elif what == 1:
             holder[key] = DEEP
         else:
-            holder[key] = generator.choice(VALUES)
+            holder[key] = copy.deepcopy(generator.choice(VALUES))
     return whole

@@ -113,10 +113,12 @@ def test_a_port_that_is_taken_is_refused_on_node_0_only(tmp_path: Path) -> None:
             f"--master-port={port}",
             f"--set=output.folder={tmp_path}/run",
         ]
-        line = refusal(run(A2, *words))
+        nodes = ["--nodes=2", "--master-addr=127.0.0.1"]
+        line = refusal(run(A2, *words, *nodes, "--node-rank=0"))
         assert line.startswith(f"error: --master-port = {port}: cannot be had (Address already in use)")
-        assert dry_run(A2, *words, "--nodes=2", "--node-rank=1", "--master-addr=head").machine == []
-        assert len(dry_run(A2, *words).machine) == 1
+        assert dry_run(A2, *words, *nodes, "--node-rank=1").machine == []
+        assert len(dry_run(A2, *words, *nodes, "--node-rank=0").machine) == 1
+        assert dry_run(A2, *words).machine == [], "one node needs no port"
 
 
 def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from mindspeed_cp.device import open_files
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.report.run.charts import draw_training_curves
 from mindspeed_cp.train import local_agent, rendezvous
+from mindspeed_cp.train.checkpoint_digests import read_digests
 from mindspeed_cp.train.failures import classify_error
 from mindspeed_cp.train.metrics_writer import MetricsWriter
 from mindspeed_cp.train.progress import Progress
@@ -82,6 +83,12 @@ def test_a_run_json_with_odd_numbers_is_damaged(tmp_path: Path, change: str, say
     with pytest.raises(ConfigError) as caught:
         read_run_json(folder)
     assert says in str(caught.value)
+
+
+def test_a_signature_of_odd_letters_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "digests.json").write_text('{"files": {}, "signature": "\\ud800\\u00e9"}')
+    with pytest.raises(ConfigError, match=r"digests\.json is damaged"):
+        read_digests(tmp_path, trust_unsigned=False)
 
 
 def test_the_signal_that_came_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
