@@ -15,6 +15,7 @@ from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.cli.lengths import read_numbers
 from mindspeed_cp.cli.main import run
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import peak_bytes, traffic
 from mindspeed_cp.report.plan.summary import summarize_plan
 
