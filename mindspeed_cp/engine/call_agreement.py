@@ -26,13 +26,14 @@ from torch import Tensor
 
 from mindspeed_cp.comm import comm_library, group_rank, group_size, resolve_group
 from mindspeed_cp.engine.agreement import compare_plans, digest64, plan_digest, rank_list
+from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.ops.attention.contract import DropoutKey
 from mindspeed_cp.plan import Plan
 
-WAIT_SHARE = (
-    0.1  # of the time-out: then the call goes on, since an error of its messages names the rank that is missing
-)
+COMPARISON = "comparison"  # activity of the wait for other ranks in traces
+#: Of the time-out: then the call goes on, since an error of its messages names the rank that is missing.
+WAIT_SHARE = 0.1
 MAX_UNREAD = 64  # comparisons of a group; with more, the oldest is waited for
 
 
@@ -88,7 +89,8 @@ class CallAgreement:
             self._unread.append(comparison)
             return
         try:
-            comparison.wait(WAIT_SHARE * self._timeout)
+            with timed_span(COMPARISON):
+                comparison.wait(WAIT_SHARE * self._timeout)
         except RuntimeError:  # read again later, unless the messages of this call fail as well
             self._unread.append(comparison)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mindspeed_cp.engine.call_agreement import COMPARISON
 from mindspeed_cp.engine.recorder import COMPUTE, POST, UNPACK, WAIT, MessageTiming, RankTimings, TimeSpan
 from mindspeed_cp.report.run.step_traces import (
     CATEGORY_ATTENTION,
@@ -26,6 +27,7 @@ _SPANS = {
     POST: ("posts messages", CATEGORY_COMMUNICATION),
     WAIT: ("waits for messages", CATEGORY_WAIT),
     UNPACK: ("puts rows in place", CATEGORY_COMMUNICATION),
+    COMPARISON: ("waits for ranks to compare plans", CATEGORY_RANK_SYNC),
     GATHER: ("waits for all ranks", CATEGORY_RANK_SYNC),
     REDUCTION: ("reduces gradients", CATEGORY_RANK_SYNC),
     NEXT_BATCH: ("waits for a batch", CATEGORY_BATCH),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,10 +39,10 @@ def train_late(settings: str) -> None:
 
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from mindspeed_cp.comm.group_transport import _PendingWork
+    from mindspeed_cp.engine.call_agreement import CallAgreement
     from mindspeed_cp.megatron.adaptors import core_attention
 
-    attend, wait = core_attention.context_parallel_attention, _PendingWork.wait
+    attend, begin = core_attention.context_parallel_attention, CallAgreement._start
     is_late = os.environ["RANK"] == "1"
     calls = 0
 
@@ -53,13 +54,18 @@ def train_late(settings: str) -> None:
             time.sleep(LATE)
         return attend(*arguments, **options)
 
-    def announced(*arguments: Any) -> None:
-        _get_default_store().set(f"rank 0 waits in call {calls}", "")
-        wait(*arguments)
+    def announced(*arguments: Any) -> Any:
+        comparison = begin(*arguments)
+
+        def wait(limit: float) -> Any:
+            _get_default_store().set(f"rank 0 waits in call {calls}", "")
+            return comparison.wait(limit)
+
+        return replace(comparison, wait=wait)
 
     core_attention.context_parallel_attention = counted  # type: ignore[assignment]
     if not is_late:
-        _PendingWork.wait = announced  # type: ignore[method-assign]
+        CallAgreement._start = announced  # type: ignore[method-assign]
     train_here(settings)
 
 
@@ -113,7 +119,10 @@ def test_what_a_rank_does_follows_and_adds_up_to_no_more_than_the_step(steps: li
                 (m, n) for m in (0, 1) for n in (1, 2)
             }
             assert [event["name"] for event in spans if event["cat"] in ("batch", "ranks", "optimizer")] == [
-                *["waits for a batch"] * 2,
+                "waits for a batch",  # the first, of which the number of micro-batches is read
+                *["waits for ranks to compare plans"] * 2,
+                "waits for a batch",
+                *["waits for ranks to compare plans"] * 2,
                 *("reduces gradients", "waits for all ranks", "optimizer"),
             ]
         made = step.breakdown
@@ -121,9 +130,9 @@ def test_what_a_rank_does_follows_and_adds_up_to_no_more_than_the_step(steps: li
 
 
 def test_the_rank_that_waits_for_a_slow_one_is_seen_to_wait(steps: list[MeasuredStep]) -> None:
-    """Rank 0 waits twice in each of two micro-batches."""
+    """Rank 0 waits in two layers of each of two micro-batches, where calls are compared."""
     for step in steps:
-        assert step.breakdown.exposed[0] >= 4 * LATE
+        assert step.breakdown.waiting[0] >= 4 * LATE
 
 
 def test_messages_are_those_of_the_plans(steps: list[MeasuredStep]) -> None:

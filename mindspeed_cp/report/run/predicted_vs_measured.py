@@ -232,7 +232,8 @@ def _notes(steps: Sequence[MeasuredStep], cluster_name: str) -> list[str]:
         "the reduction of gradients; not embeddings, output layer, loss, optimizer and host, which are part of the "
         'measured "linear, other" and "optimizer"',
         "exposed messages, measured: posting messages, waiting for them or for a late rank, and putting rows in place; "
-        "waiting: for all ranks at the step's end, for the reduction of gradients, for batches",
+        "waiting: for late ranks before a call of attention, for all ranks at the step's end, for the reduction of "
+        "gradients, for batches",
     ]
     first = [str(step.number) for step in steps if step.metadata["first_of_start"]]
     if first:
