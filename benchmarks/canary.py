@@ -50,7 +50,7 @@ def quickstart_settings(folder: str, steps: int) -> Any:
 
 
 def train_rank(folder: str, steps: int) -> None:
-    """In a rank of the quick start: train, and write the median seconds of a step and of each check."""
+    """Train as a rank of the quick start, and write the median seconds of a step and of each check."""
     from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
     with uncompiled_megatron():

@@ -26,7 +26,7 @@ SAVES = 5  # of each kind; the first of them makes the buffers, and is left out
 
 
 def rank(text: str) -> None:
-    """In a rank: save in both ways; the first one prints the times."""
+    """Save in both ways as a rank; the first one prints the times."""
     from mindspeed_cp.megatron import megatron_compat
     from mindspeed_cp.train.checkpoint import begin_save, remove_hidden, save
     from mindspeed_cp.train.checkpoint_writer import Copies
@@ -63,10 +63,10 @@ def rank(text: str) -> None:
             world.barrier()
         if world.is_first:
             size = sum(copy.numel() * copy.element_size() for copy in copies.values())
-            one = {name: median(values[1:]) for name, values in seconds.items()}
-            share = (one["begin"] + one["name"]) / one["at once"]
+            medians = {name: median(values[1:]) for name, values in seconds.items()}
+            share = (medians["begin"] + medians["name"]) / medians["at once"]
             print(f"{size / 2**20:,.0f} MiB on rank 0 of {world.size}; medians of {SAVES - 1} saves, in seconds")
-            print("  ".join(f"{name} {value:.3f}" for name, value in one.items()))
+            print("  ".join(f"{name} {value:.3f}" for name, value in medians.items()))
             print(f"begin and name are {share:.1%} of a save at once")
 
 

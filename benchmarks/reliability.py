@@ -57,7 +57,7 @@ CHECKS = [
 
 @contextmanager
 def timed(check: Check, seconds: list[float]) -> Iterator[None]:
-    """Within the block, record the seconds of each call of a check."""
+    """Record the seconds of each call of a check within the block."""
     function = getattr(check.owner, check.attribute)
 
     def call(*given: Any) -> Any:
@@ -71,7 +71,7 @@ def timed(check: Check, seconds: list[float]) -> Iterator[None]:
 
 
 def barrier_to_barrier(run: Callable[[], object]) -> float:
-    """Seconds until the slowest rank is done."""
+    """Return the seconds until the slowest rank is done."""
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -80,7 +80,7 @@ def barrier_to_barrier(run: Callable[[], object]) -> float:
 
 
 def compare(check: Check, run: Callable[[], object], repeat: int) -> tuple[list[float], list[float]]:
-    """Seconds of a run with the check, and their ratio to the run without it, `repeat` times; the order alternates."""
+    """Return the seconds of runs with the check, and their ratios to runs without it; the order alternates."""
     seconds, ratios = [], []
     for number in range(repeat):
         times = {}
@@ -93,7 +93,7 @@ def compare(check: Check, run: Callable[[], object], repeat: int) -> tuple[list[
 
 
 def engine_worker(rank: int, folder: str, ranks: int, tokens: int, repeat: int) -> None:
-    """One causal document of `tokens` tokens on a ring, forward and backward."""
+    """Run one causal document of `tokens` tokens on a ring, forward and backward."""
     keep_freed_memory()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -118,7 +118,7 @@ def engine_worker(rank: int, folder: str, ranks: int, tokens: int, repeat: int) 
 
 
 def seconds_together(plan: Any, calls: int = 200) -> list[float]:
-    """Seconds of comparisons for which all ranks arrive together."""
+    """Return the seconds of comparisons for which all ranks arrive together."""
     agreement = CallAgreement(None, 600.0, torch.device("cpu"))
     seconds: list[float] = []
     with timed(CHECKS[0], seconds):
@@ -129,7 +129,7 @@ def seconds_together(plan: Any, calls: int = 200) -> list[float]:
 
 
 def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
-    """Steps of the quick start; each step's micro-batches run with and without each check."""
+    """Run steps of the quick start; each step's micro-batches run with and without each check."""
     environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, STORE_VARIABLE: f"{folder}/store"}
     os.environ |= {name: str(value) for name, value in environment.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
     from mindspeed_cp.config.settings import load_settings
@@ -140,7 +140,7 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
 
     overrides = [f"output.folder={folder}/run", "output.progress=none", f"train.train_iters={steps}"]
     settings = load_settings(QUICKSTART, [*overrides, "train.compare=[]", "train.lr_warmup_iters=2"])
-    found: dict[str, tuple[list[float], list[float], list[float]]] = {check.name: ([], [], []) for check in CHECKS}
+    timings: dict[str, tuple[list[float], list[float], list[float]]] = {check.name: ([], [], []) for check in CHECKS}
     run_step, plans = loop.run_step, []
 
     def measured(training: Any, batches: Any, *given: Any) -> Any:
@@ -150,7 +150,7 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
         for check in CHECKS:
             if check.in_step:
                 for into, values in zip(
-                    found[check.name],
+                    timings[check.name],
                     compare(check, lambda: run_step(training, iter(micro_batches), *given), 1),
                     strict=False,
                 ):
@@ -175,7 +175,7 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
         loop.train(settings, world)
         alone = statistics.median(seconds_together(plans[-1])) * statistics.median(calls_per_step)
     if rank == 0:
-        seconds, ratios, _ = found[CHECKS[0].name]
+        seconds, ratios, _ = timings[CHECKS[0].name]
         rows = [
             (f"step of the quick start, {ranks} ranks: {CHECKS[0].name}", seconds, ratios, alone),
             (

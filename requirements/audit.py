@@ -41,17 +41,17 @@ def main(folder: str) -> int:
     make = [sys.executable, str(REQUIREMENTS / "environment.py"), str(environment), "--requirements", "tools.txt"]
     subprocess.run([*make, "--bare", "--torch-index", ""], check=True)
     with TemporaryDirectory() as work:
-        listed, found = Path(work) / "pins.txt", Path(work) / "found.json"
+        listed, report = Path(work) / "pins.txt", Path(work) / "report.json"
         listed.write_text("".join(pins), encoding="utf-8")
         command = [str(environment / "bin" / "pip-audit"), "-r", str(listed), "--disable-pip", "--no-deps"]
         command += [word for name in ignored for word in ("--ignore-vuln", name)]
-        command += ["--progress-spinner", "off", "--format", "json", "--output", str(found)]
+        command += ["--progress-spinner", "off", "--format", "json", "--output", str(report)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             print(f"pip-audit: left out, as it had not ended after {LIMIT_SECONDS:g} s")
             return 0
-        packages = json.loads(found.read_text("utf-8"))["dependencies"] if found.is_file() else None
+        packages = json.loads(report.read_text("utf-8"))["dependencies"] if report.is_file() else None
     if packages is None:  # it ended on its own error; which the network may have caused
         print(f"pip-audit: left out, as it failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
         return 0

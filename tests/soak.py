@@ -60,7 +60,7 @@ def soak(folder: Path, steps: int, ranks: int) -> dict[int, list[tuple[int, int,
 
 def problems(samples: dict[int, list[tuple[int, int, int]]]) -> list[str]:
     """Return one line for each rank whose memory or open files grew after SETTLED steps."""
-    found = []
+    growth = []
     for rank, rows in sorted(samples.items()):
         settled = [row for row in rows if row[0] >= SETTLED]
         first, most = settled[0][1], max(bytes_ for _, bytes_, _ in settled)
@@ -74,10 +74,10 @@ def problems(samples: dict[int, list[tuple[int, int, int]]]) -> list[str]:
             f"{settled[-1][0]} ({most / first - 1:+.2%}); open files {sorted(set(counts))}"
         )
         if most > first * (1 + GROWTH):
-            found.append(f"rank {rank}: memory grew by {most / first - 1:.2%}, at most {GROWTH:.0%} may be")
+            growth.append(f"rank {rank}: memory grew by {most / first - 1:.2%}, at most {GROWTH:.0%} may be")
         if len(set(counts)) > 1:
-            found.append(f"rank {rank}: open files went from {counts[0]} to {counts[-1]}")
-    return found
+            growth.append(f"rank {rank}: open files went from {counts[0]} to {counts[-1]}")
+    return growth
 
 
 def main() -> None:
@@ -91,10 +91,10 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         samples = soak(Path(folder), arguments.steps, arguments.ranks)
-    found = problems(samples) if len(samples) == arguments.ranks else ["not every rank was seen"]
-    for line in found:
+    growth = problems(samples) if len(samples) == arguments.ranks else ["not every rank was seen"]
+    for line in growth:
         print(f"FAILED: {line}")
-    raise SystemExit(bool(found))
+    raise SystemExit(bool(growth))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_pip_takes_no_file_of_another_content(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "pip", "--isolated", "download", "-q", *LOCKED.split(), "--no-index"]
         command += ["--find-links", str(tmp_path), "-d", str(tmp_path / digest), "-r", str(tmp_path / "lock.txt")]
         codes.append(subprocess.run(command, capture_output=True).returncode)
-    assert codes == [0, 1] and [found.name for found in (tmp_path / right).iterdir()] == [path.name]
+    assert codes == [0, 1] and [content.name for content in (tmp_path / right).iterdir()] == [path.name]
 
 
 # known faults
@@ -133,8 +133,8 @@ def audit(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(command: list[str], **_: Any) -> Any:
         module.asked.append(command)
         if "--output" in command:
-            found = {"dependencies": [{"name": "demo", "version": "1.0", "vulns": module.known}]}
-            Path(command[command.index("--output") + 1]).write_text(json.dumps(found))
+            content = {"dependencies": [{"name": "demo", "version": "1.0", "vulns": module.known}]}
+            Path(command[command.index("--output") + 1]).write_text(json.dumps(content))
         return SimpleNamespace(returncode=bool(module.known), stderr="")
 
     monkeypatch.setattr(module.subprocess, "run", run)

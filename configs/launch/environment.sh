@@ -44,8 +44,8 @@ take() {
 # it everywhere, and fails altogether where torch-npu is installed and CANN is not (wheel; torch/__init__.py).
 give TORCH_DEVICE_BACKEND_AUTOLOAD 0
 
-# Libraries that read it once take one thread.  A rank then takes train.threads_per_rank threads, or its share of the
-# cores.
+# Libraries that read it once take one thread, as under torchrun (torch, distributed/run.py).  A rank then takes
+# train.threads_per_rank threads, or its share of the cores.
 give OMP_NUM_THREADS 1
 
 # gloo joins the ranks on the host, on npu as well.  By itself it takes whatever address the host's name resolves to,
@@ -87,9 +87,10 @@ give TORCH_HCCL_ASYNC_ERROR_HANDLING 1
 # context_parallel_suite.hccl_buffer_mb is given, that goes before it.
 give HCCL_BUFFSIZE 200
 
-# MB of the buffers of the communicators of one pair, which isend and irecv make, and with them directional groups; torch-npu tells
-# HCCL nothing else about those (Adapter; wheel).  Without it hccl_buffer_mb holds for them too, else 20.  0 would make
-# pairs use the group's communicator, for which all ranks have to come at once: with directional groups three ranks wait for ever.
+# MB of the buffers of the communicators of one pair, which isend and irecv make, and with them directional groups;
+# torch-npu tells HCCL nothing else about those (Adapter; wheel).  Without it hccl_buffer_mb holds for them too, else 20.  0 would make
+# pairs use the group's communicator, for which all ranks have to come at once: with directional groups three ranks wait
+# for ever.
 take P2P_HCCL_BUFFSIZE
 
 # First of the 16 ports of the host that HCCL takes; 1024 to 65520 (CANN).  Two jobs on one node need two ranges, and

@@ -36,8 +36,8 @@ def exposure() -> dict[str, Any]:
     launchers = [dict(zip(("launcher", "listens", "stranger"), row, strict=True)) for row in LAUNCHERS]
     addresses = [
         {"device": device, "address": address, "reach": reach(address)}
-        for device, found in interface_addresses().items()
-        for address in found
+        for device, own_addresses in interface_addresses().items()
+        for address in own_addresses
     ]
     public = [f"{row['device']} ({row['address']})" for row in addresses if row["reach"] == "internet"]
     note = None

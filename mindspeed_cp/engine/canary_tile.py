@@ -53,10 +53,10 @@ def explain(reference: SampleReference, wrong: np.ndarray, ranks: Sequence[int],
         f"queries {sample.position + own[0]} to {sample.position + own[-1]} of document {sample.document}, computed on "
         f"rank {ranks[rank]} with keys {sample.first_key} to {sample.first_key + sample.keys - 1},"
     )
-    found = None if forward is None else _best_tile(reference, rank, torch.from_numpy(holders == rank), forward)
-    if found is None:
+    best = None if forward is None else _best_tile(reference, rank, torch.from_numpy(holders == rank), forward)
+    if best is None:
         return text
-    tile, weight = found
+    tile, weight = best
     how = "was missing" if abs(weight) < 0.05 else f"counted {weight:.2f} times"
     return (
         f"{text} as if its tile of step {tile.step}, keys {sample.first_key + tile.keys[0]} to "

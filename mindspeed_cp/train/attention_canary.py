@@ -23,9 +23,9 @@ def check_canary(canary: AttentionCanary, step: int, world: World) -> None:
         CorruptionError: attention is wrong; raised on all ranks, and names layer, rank and queries.
         PeerError: a rank died or did not answer.
     """
-    found = [text for text in world.gather_json(canary.check(world.cp_group)) if text is not None]
-    if found:
+    differences = [text for text in world.gather_json(canary.check(world.cp_group)) if text is not None]
+    if differences:
         raise CorruptionError(
-            f"step {step}: {found[0]}; the step was not kept, and the same command goes on from the newest checkpoint; "
-            "if it happens again on that rank, take its device or machine out"
+            f"step {step}: {differences[0]}; the step was not kept, and the same command goes on from the newest "
+            "checkpoint; if it happens again on that rank, take its device or machine out"
         )

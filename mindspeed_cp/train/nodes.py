@@ -62,13 +62,13 @@ def listening_socket(name: str, port: int, interface: str | None = None) -> sock
             f"MASTER_ADDR = {name}: cannot be found ({error.strerror}); give the address itself"
         ) from None
     if name not in ("localhost", address[0]) and ipaddress.ip_address(address[0]).is_loopback:
-        found = interface_addresses().get(interface or "", [])
-        if not found:
+        addresses = interface_addresses().get(interface or "", [])
+        if not addresses:
             raise ConfigError(
                 f"MASTER_ADDR = {name}: is {address[0]} on this machine, which other nodes do not reach; give the "
                 "address itself, or name the network device that has it (GLOO_SOCKET_IFNAME)"
             )
-        family, _, _, _, address = socket.getaddrinfo(found[0], port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(addresses[0], port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

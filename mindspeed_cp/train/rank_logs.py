@@ -37,7 +37,7 @@ def open_log(folder: Path, rank: int) -> int:
 
 
 def open_own_log(folder: Path) -> TextIO:
-    """In rank 0: return its log, to append text; in the folder that our launcher chose, or else in this one."""
+    """Return the log of rank 0, to append text; in the folder that our launcher chose, or else in this one."""
     chosen = os.environ.get(LOGS_VARIABLE)
     return os.fdopen(open_log(Path(chosen) if chosen else folder, 0), "w", encoding="utf-8")
 

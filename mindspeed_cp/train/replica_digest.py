@@ -75,9 +75,9 @@ class ReplicaCheck:
             return
         columns = _gather(digests, self._world)
         for index, tensor in enumerate(tensors):
-            found = differing(columns[:, index], rows[:, int(tensor.is_expert)])
-            if found:
-                raise CorruptionError(_message(found, tensor.name, step, self._agreed, checkpoint))
+            differences = differing(columns[:, index], rows[:, int(tensor.is_expert)])
+            if differences:
+                raise CorruptionError(_message(differences, tensor.name, step, self._agreed, checkpoint))
         raise CorruptionError(f"step {step}: digests of weights differ between ranks, those of their tensors do not")
 
 
@@ -129,15 +129,15 @@ def differing(digests: np.ndarray, parts: np.ndarray) -> list[tuple[list[int], l
         digests: int64 [ranks].
         parts: number of the part that each rank holds, int64 [ranks].
     """
-    found = []
+    differences = []
     for part in np.unique(parts):
         ranks = np.flatnonzero(parts == part)
         value, count = Counter(digests[ranks].tolist()).most_common(1)[0]
         if count == len(ranks):
             continue
         same = ranks[digests[ranks] == value] if 2 * count > len(ranks) else ranks[:0]
-        found.append((np.setdiff1d(ranks, same).tolist(), same.tolist()))
-    return found
+        differences.append((np.setdiff1d(ranks, same).tolist(), same.tolist()))
+    return differences
 
 
 def _message(
@@ -161,9 +161,9 @@ def _message(
     )
 
 
-def _ranks(ranks: Sequence[int], one: str = "", more: str = "") -> str:
+def _ranks(ranks: Sequence[int], singular: str = "", plural: str = "") -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} {one if len(ranks) == 1 else more}".rstrip()
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} {singular if len(ranks) == 1 else plural}".rstrip()
 
 
 def _replicated_tensors(training: TrainingModel) -> Iterator[_Replicated]:

@@ -77,7 +77,7 @@ def stream(corpus: ListCorpus, **more: Any) -> PackedStream:
 def test_a_state_of_other_contents_is_refused() -> None:
     state = stream(ListCorpus(LENGTHS)).state_dict()
     stream(ListCorpus(LENGTHS)).load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"\(data.corpus\) has other contents .*: among documents 28 to 30 of 62"):
+    with pytest.raises(ConfigError, match=r"data\.corpus: has other contents .*: among documents 28 to 30 of 62"):
         stream(Changed(LENGTHS, 30)).load_state_dict(state)
     del state["contents"]
     stream(Changed(LENGTHS, 30)).load_state_dict(state)  # an older version wrote it

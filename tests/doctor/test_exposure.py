@@ -33,9 +33,9 @@ def test_who_reaches_an_address(address: str, expected: str) -> None:
     assert reach(address) == expected
 
 
-def devices(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
+def devices(monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
 
-    address = {name: [SimpleNamespace(family=socket.AF_INET, address=text)] for name, text in found.items()}
+    address = {name: [SimpleNamespace(family=socket.AF_INET, address=text)] for name, text in texts.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: address)
 
 
@@ -51,7 +51,7 @@ def test_an_address_in_the_internet_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_tables_name_every_launcher_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
     devices(monkeypatch, eth7="10.0.0.7")
     report: dict[str, Any] = {
-        "machine": {"system": "", "cores": 1, "threads": 1}, "network": exposure(), "communication": {},
+        "machine": {"system": "", "cores": 1, "threads": 1, "open_files": None}, "network": exposure(), "communication": {},
         **{name: {} for name in ("versions", "devices", "backends")},
         **{name: [] for name in ("requirements", "checks", "kernels", "links")},
     }  # fmt: skip

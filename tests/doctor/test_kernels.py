@@ -103,8 +103,8 @@ def test_one_thread_is_one_and_a_reason_is_given_once() -> None:
 
     reason = "torch_npu is not installed; pip install torch-npu"
     report = {
-        "machine": {"system": "Linux", "cores": 2, "threads": 1}, "versions": {}, "requirements": [], "checks": [],
-        "communication": {}, "kernels": [], "links": [],
+        "machine": {"system": "Linux", "cores": 2, "threads": 1, "open_files": 1024}, "versions": {}, "requirements": [], "checks": [],
+        "communication": {}, "kernels": [], "links": [], "network": {"launchers": [], "addresses": []},
         "devices": {"npu": {"count": 0, "names": [], "why": reason}},
         "backends": {"npu": {"available": False, "why": reason}},
     }  # fmt: skip

@@ -43,27 +43,27 @@ WAYS: dict[str, tuple[Case, dict[str, Any], str]] = {
 
 def attend_otherwise(rank: int, group: Any, case: Case, change: dict[str, Any]) -> tuple[str | None, float]:
     """What a rank is told when rank 1 changed its case, and the error of a call in which all agree."""
-    found = None
+    results = None
     own = replace(case, **change) if rank == 1 else case
     plan, leaves, _ = local(rank, own)
     try:
         context_parallel_attention(*leaves, plan, group, dropout_key=own.dropout_key)
     except ConfigError as error:
-        found = str(error)
+        results = str(error)
     plan, leaves, _ = local(rank, CASE)
     out = context_parallel_attention(*leaves, plan, group)
-    return found, float((out - plan.layout.shard(CASE.reference()[0], rank)).abs().max())
+    return results, float((out - plan.layout.shard(CASE.reference()[0], rank)).abs().max())
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_disagree_are_told_before_a_message_travels(workers: GlooPool, way: str) -> None:
     """All of them, in the same words; the group can be used after that."""
     case, change, says = WAYS[way]
-    found = workers.run(3, attend_otherwise, case, change)
-    assert [text.split(":")[0] for text, _ in found] == ["rank 0", "rank 1", "rank 2"]
-    [text] = {text.partition(": ")[2] for text, _ in found}
+    results = workers.run(3, attend_otherwise, case, change)
+    assert [text.split(":")[0] for text, _ in results] == ["rank 0", "rank 1", "rank 2"]
+    [text] = {text.partition(": ")[2] for text, _ in results}
     assert text.startswith("the ranks of the group do not have the same plan: ") and says in text
-    assert max(error for _, error in found) < 1e-5
+    assert max(error for _, error in results) < 1e-5
 
 
 def training_differs(rank: int, group: Any) -> str:
@@ -140,9 +140,9 @@ def unread_comparisons(rank: int, group: Any) -> tuple[int, int]:
 
 
 def test_ranks_far_apart_go_on_and_the_queue_is_bounded(workers: GlooPool) -> None:
-    found = workers.run(3, unread_comparisons)
-    assert found[0][0] == found[1][0] == 10
-    assert all(bounded <= call_agreement.MAX_UNREAD + 1 for _, bounded in found)
+    results = workers.run(3, unread_comparisons)
+    assert results[0][0] == results[1][0] == 10
+    assert all(bounded <= call_agreement.MAX_UNREAD + 1 for _, bounded in results)
 
 
 def lost_peer(rank: int, group: Any) -> str | None:

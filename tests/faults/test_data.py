@@ -44,7 +44,7 @@ def test_a_corpus_with_other_contents_is_not_resumed(fresh_ranks: FreshRanks, ow
     first = curve(fresh_ranks, steps(own_corpus, tmp_path / "run", 2), 1)
     before = own_corpus.read_bytes()
     own_corpus.write_bytes(with_other_words(before))
-    with pytest.raises(RankError, match=r"\(data.corpus\) has other contents .* among documents \d+ to 299 of 300"):
+    with pytest.raises(RankError, match=r"data\.corpus: has other contents .* among documents \d+ to 299 of 300"):
         curve(fresh_ranks, steps(own_corpus, tmp_path / "run", 4), 1)
     own_corpus.write_bytes(before)  # also with another time of change
     assert curve(fresh_ranks, steps(own_corpus, tmp_path / "run", 4), 1)[:2] == first

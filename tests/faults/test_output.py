@@ -67,6 +67,7 @@ def test_nothing_is_written_through_a_link(fresh_ranks: FreshRanks, corpus: Path
     precious.write_text("not of this run")
     for name in ("metrics.jsonl", "settings.yaml", "loss.png", "summary.json"):
         (folder / f".{name}.new").symlink_to(precious)
-    curve(fresh_ranks, tiny(corpus, folder, train__train_iters=1, train__lr_warmup_iters=0, train__min_lr=0.0), 1)
+    short = {"train__train_iters": 1, "train__lr_warmup_iters": 0, "train__min_lr": 0.0, "output__loss_png": True}
+    curve(fresh_ranks, tiny(corpus, folder, **short), 1)
     assert precious.read_text() == "not of this run"
     assert (folder / "loss.png").is_file() and not list(folder.glob(".*.new"))

@@ -28,8 +28,8 @@ SECONDS = timedelta(seconds=HANG)
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    found = process.net_connections("inet")
-    return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
+    connections = process.net_connections("inet")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.fault(

@@ -131,16 +131,16 @@ def changed(generator: random.Random, array: np.ndarray) -> np.ndarray:
     array = array.copy()
     if not len(array):
         return array
-    at = generator.randrange(len(array))
+    index = generator.randrange(len(array))
     what = generator.randrange(4)
     if what == 0 and array.dtype.names:
-        return np.delete(array, at)
+        return np.delete(array, index)
     if what == 1 and array.dtype.names:
-        return np.insert(array, at, array[at])
+        return np.insert(array, index, array[index])
     number = generator.choice((-1, 0, 1, 2, 5, 1000, 2**31, -(2**31)))
     if array.dtype.names:
         name = generator.choice(array.dtype.names)
-        array[name][at] = number if generator.random() < 0.5 else array[name][at] + generator.choice((-1, 1))
+        array[name][index] = number if generator.random() < 0.5 else array[name][index] + generator.choice((-1, 1))
     else:
         array.flat[generator.randrange(array.size)] = number
     return array
@@ -196,9 +196,9 @@ def checkpoints(generator: random.Random, folder: Path) -> None:
     files[name].write_bytes(damage)
     try:
         changed_settings(files["settings.yaml"], made)
-        found, _ = checkpoints_to_resume(trusting if generator.random() < 0.7 else made)
+        folders, _ = checkpoints_to_resume(trusting if generator.random() < 0.7 else made)
         read_metrics(files["metrics.jsonl"])
-        for path in found:
+        for path in folders:
             state = read_run_json(path)["data"]
             if state is not None:
                 stream.load_state_dict(state)

@@ -65,15 +65,15 @@ def content(generator: random.Random, whole: bytes) -> bytes:
     """Bytes with some flipped, removed, doubled or added."""
     damaged = bytearray(whole)
     for _ in range(generator.randint(1, 4)):
-        at, what = generator.randint(0, len(damaged)), generator.randrange(4)
-        if what == 0 and at < len(damaged):
-            damaged[at] ^= 1 << generator.randrange(8)
+        position, what = generator.randint(0, len(damaged)), generator.randrange(4)
+        if what == 0 and position < len(damaged):
+            damaged[position] ^= 1 << generator.randrange(8)
         elif what == 1:
-            del damaged[at : at + generator.choice((1, 4, 1000))]
+            del damaged[position : position + generator.choice((1, 4, 1000))]
         elif what == 2:
-            damaged[at:at] = damaged[at : at + generator.choice((1, 8, 100))]
+            damaged[position:position] = damaged[position : position + generator.choice((1, 8, 100))]
         else:
-            damaged[at:at] = generator.randbytes(generator.choice((1, 2, 8)))
+            damaged[position:position] = generator.randbytes(generator.choice((1, 2, 8)))
     return bytes(damaged)
 
 

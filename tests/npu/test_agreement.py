@@ -19,14 +19,14 @@ def compared(rank: int, size: int) -> list[str | None]:
     """What two calls are told in which all ranks agree, and one after a call in which rank 1 had another plan."""
     plan, other = CASE.plan(), replace(CASE, lengths=(5, 61, 0, 44)).plan()
     agreement = CallAgreement(None, 600.0, torch.device("npu", rank))
-    found: list[str | None] = []
+    results: list[str | None] = []
     for own in (plan, plan, other if rank == 1 else plan):
         agreement.check(own, torch.float32)
         torch.npu.synchronize()
-        found.append(None)
+        results.append(None)
     with pytest.raises(ConfigError) as caught:
         agreement.read_finished()
-    return [*found, str(caught.value)]
+    return [*results, str(caught.value)]
 
 
 def test_ranks_with_another_plan_are_named_late() -> None:

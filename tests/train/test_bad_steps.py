@@ -130,7 +130,7 @@ def test_rank_and_layer_of_the_first_bad_value_are_named(
 
 
 def test_a_skipped_step_leaves_the_weights(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    result, _ = run(fresh_ranks, "backward", corpus, tmp_path, train__nonfinite_policy="skip")
+    result, _ = run(fresh_ranks, "backward", corpus, tmp_path, train__nonfinite_policy="skip", output__loss_png=True)
     lines = result["lines"]
     assert values(lines, "step") == [1, 2, 3, 4, 5, 6]
     assert "NaN" in lines[3]["problem"] and lines[3]["grad_norm"] is None and math.isfinite(lines[3]["loss"])

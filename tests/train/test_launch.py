@@ -223,7 +223,7 @@ def test_input_is_checked_before_ranks_are_started(
         (["--no-resume"], "checkpoint.resume = false"),
         (
             ["--set", "train.lr=0.5", "--set", "model.num_layers=3"],
-            "model.num_layers was 2 and is 3; train.lr was 0.003",
+            "model.num_layers was 2 and is 3; resume with the old settings",
         ),
         (["--set", "output.folder=/proc/run"], "output.folder = /proc/run: cannot be created"),
     ):

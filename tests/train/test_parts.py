@@ -184,10 +184,10 @@ def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
 def test_the_lines_of_a_curve_are_thinned_to_a_bounded_number() -> None:
     for steps in (0, 1, 7, 8, 9, 1000, 1023):
         lines = ({"step": step, "loss": 1.0, "lr": 0.1, "grad_norm": 0.5, "tokens": 7} for step in range(1, steps + 1))
-        found = [line["step"] for line in thinned(lines, points=4)]
-        assert found[:1] == [1][:steps] and found[-1:] == [steps][:steps]
-        assert len(found) <= 8
-        assert len(set(np.diff(found[:-1]))) <= 1
+        steps_shown = [line["step"] for line in thinned(lines, points=4)]
+        assert steps_shown[:1] == [1][:steps] and steps_shown[-1:] == [steps][:steps]
+        assert len(steps_shown) <= 8
+        assert len(set(np.diff(steps_shown[:-1]))) <= 1
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ def test_every_flipped_bit_is_seen(dtype: torch.dtype) -> None:
     before = digest(x).item()
     for index in (0, 1, BLOCK - 1, BLOCK, len(x) - 1):
         for bit in range(8 * x.element_size()):
-            one = 1 << bit if bit < 8 * x.element_size() - 1 else -(1 << bit)
-            bits[index] ^= one
+            mask = 1 << bit if bit < 8 * x.element_size() - 1 else -(1 << bit)
+            bits[index] ^= mask
             assert digest(x).item() != before, (index, bit)
-            bits[index] ^= one
+            bits[index] ^= mask
     assert digest(x).item() == before
 
 
@@ -59,7 +59,7 @@ def test_a_digest_depends_on_bits_and_places_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digests", "parts", "found"),
+    ("digests", "parts", "expected"),
     [
         ([5, 5, 5, 5], [0, 0, 0, 0], []),
         ([5, 6, 5, 6], [0, 1, 0, 1], []),
@@ -71,6 +71,6 @@ def test_a_digest_depends_on_bits_and_places_alone() -> None:
     ],
 )
 def test_most_ranks_with_the_same_part_are_right(
-    digests: list[int], parts: list[int], found: list[tuple[list[int], list[int]]]
+    digests: list[int], parts: list[int], expected: list[tuple[list[int], list[int]]]
 ) -> None:
-    assert differing(np.array(digests), np.array(parts)) == found
+    assert differing(np.array(digests), np.array(parts)) == expected
