@@ -13,7 +13,7 @@ from mindspeed_cp.engine.sample_reference import SampleReference
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.plan import Plan
 
-EXPLAINED = 0.75  # least share of the difference, as a sum of squares, that a tile has to explain
+EXPLAINED = 0.9  # least share of the difference, as a sum of squares, that a tile has to explain
 
 
 class Forward(NamedTuple):

@@ -110,7 +110,8 @@ def test_numbers_that_no_tile_explains_are_told_by_their_queries(dtype: torch.dt
     case = replace(ONE_DOCUMENT, dtype=dtype)
     plan, leaves, _ = all_ranks(case)
     out = [x.detach().clone() for x in attend_here(case, plan, leaves)]
-    out[2][:, 1] += 0.25 * torch.randn_like(out[2][:, 1])
+    noise = torch.randn(out[2][:, 1].shape, generator=torch.Generator().manual_seed(3))
+    out[2][:, 1] += (0.25 * noise).to(dtype)  # of one query, a tile may explain it by chance
     out[0][:, 0, 3] = float("nan")
     told = [check_all_ranks(watch(case, plan, leaves, out, seed)) for seed in range(40)]
     assert any(text is not None and "head 1" in text and "computed on rank 2" in text for text in told)
