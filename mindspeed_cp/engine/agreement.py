@@ -22,6 +22,7 @@ from mindspeed_cp.comm import DEFAULT_TIMEOUT, checked_timeout, comm_library, gr
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import Layout
 from mindspeed_cp.plan import AttentionConfig, Messages, Plan, Program
+from mindspeed_cp.schema.messages import name_ranks
 
 SHOWN_BYTES = 200  # of a value in an error
 
@@ -110,7 +111,8 @@ def _differences(names: Sequence[str], hashes: np.ndarray, texts: np.ndarray) ->
                 f"{value} (#{value_hash % 2**32:08x})" for value, value_hash in zip(values, ranks_by_hash, strict=True)
             ]
         by_size = sorted(zip(ranks_by_hash.values(), values, strict=True), key=lambda pair: len(pair[0]))
-        differences.append(f"{name}: {'; '.join(f'{rank_list(ranks)} {value}' for ranks, value in by_size)}")
+        groups = [f"{name_ranks(ranks, 'has', 'have')} {value}" for ranks, value in by_size]
+        differences.append(f"{name}: {'; '.join(groups)}")
     return differences
 
 
@@ -224,12 +226,6 @@ def _displayed(text: str) -> np.ndarray:
     shown = text.split("\0")[0].encode()
     shown = shown if len(shown) <= SHOWN_BYTES else shown[: SHOWN_BYTES - 4] + b" ..."
     return np.frombuffer(shown.ljust(SHOWN_BYTES, b"\0"), np.uint8)
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """ "rank 3 has", "ranks 0, 1, 2 and 9 more have"."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
 
 
 def _all_gather(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None, limit: float) -> Tensor:

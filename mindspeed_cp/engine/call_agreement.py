@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_cp.comm import comm_library, group_rank, group_size, resolve_group
-from mindspeed_cp.engine.agreement import compare_plans, digest64, plan_digest, rank_list
+from mindspeed_cp.engine.agreement import compare_plans, digest64, plan_digest
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.ops.attention.contract import DropoutKey
 from mindspeed_cp.plan import Plan
+from mindspeed_cp.schema.messages import name_ranks
 
 COMPARISON = "comparison"  # activity of the wait for other ranks in traces
 #: Of the time-out: then the call goes on, since an error of its messages names the rank that is missing.
@@ -125,9 +126,10 @@ class CallAgreement:
         for rank, digest in enumerate(comparison.digests.tolist()):
             ranks_by_digest.setdefault(digest, []).append(rank)
         groups = sorted(ranks_by_digest.values(), key=len)
+        texts = [f"{name_ranks(ranks, 'has', 'have')} one" for ranks in groups]
         return (
             f"rank {self._rank}: ranks ran different plans in the same call of attention: "
-            f"{'; '.join(f'{rank_list(ranks)} one' for ranks in groups)}; this rank ran {comparison.call}; every rank "
+            f"{'; '.join(texts)}; this rank ran {comparison.call}; every rank "
             "calls attention with the same plans, types and dropout keys in the same order (is a rank's data loader a "
             "batch ahead?)"
         )

@@ -7,7 +7,7 @@ import json
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -187,3 +187,10 @@ def unknown_key(
 def _key_names(model: type[BaseModel]) -> tuple[str, ...]:
     key_names = getattr(model, "key_names", None)
     return tuple(model.model_fields) if key_names is None else key_names()
+
+
+def name_ranks(ranks: Sequence[int], singular: str = "", plural: str = "") -> str:
+    """Return "rank 3" or "ranks 0, 1 and 9 more", with the verb that fits behind it if it is given."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    noun, verb = ("rank", singular) if len(ranks) == 1 else ("ranks", plural)
+    return f"{noun} {shown} {verb}".rstrip()

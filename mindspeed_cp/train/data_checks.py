@@ -10,7 +10,7 @@ from torch import Tensor
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Corpus, different_documents
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.schema.messages import format_value
+from mindspeed_cp.schema.messages import format_value, name_ranks
 from mindspeed_cp.train.world import World
 
 #: Settings in which the machines of a run may differ.
@@ -45,8 +45,8 @@ def check_same_start(settings: Settings, world: World, corpus: Corpus, contents:
         if different:
             usual = next(value for rank, value in enumerate(values) if rank not in different)
             raise ConfigError(
-                f"{key} = {format_value(values[different[0]])} on {_ranks(different)}, {format_value(usual)} on the "
-                f"others of {world.size}; give all ranks the same settings"
+                f"{key} = {format_value(values[different[0]])} on {name_ranks(different)}, {format_value(usual)} on "
+                f"the others of {world.size}; give all ranks the same settings"
             )
     different = _minority(list(map(repr, corpora)))
     if different:
@@ -56,7 +56,7 @@ def check_same_start(settings: Settings, world: World, corpus: Corpus, contents:
         if count == usual[0]:
             where = f"other contents in {different_documents(digests, usual[1:], count)}"
         raise ConfigError(
-            f"data.corpus has {where}, on {_ranks(different)} of {world.size}; give all ranks the same files"
+            f"data.corpus has {where}, on {name_ranks(different)} of {world.size}; give all ranks the same files"
         )
 
 
@@ -82,9 +82,8 @@ def check_digests(digests: Tensor, step: int, replicas: int) -> None:
     kept = "the step was not kept, and checkpoints are untouched"
     different = _minority(dispatched)
     if different:
-        have = "has" if len(different) == 1 else "have"
         raise ConfigError(
-            f"step {step}: {_ranks(different)} {have} assigned documents to replicas differently "
+            f"step {step}: {name_ranks(different, 'has', 'have')} assigned documents to replicas differently "
             f"from the other ranks of {size}; every rank needs the same settings, data.corpus and version of this "
             f"package; {kept}"
         )
@@ -94,7 +93,7 @@ def check_digests(digests: Tensor, step: int, replicas: int) -> None:
         different += [first + rank for rank in _minority(contents[first : first + per_replica])]
     if different:
         raise ConfigError(
-            f"step {step}: {_ranks(different)} of {size} read other contents of the same documents than the other "
+            f"step {step}: {name_ranks(different)} of {size} read other contents of the same documents than the other "
             f"ranks; every rank needs the same files in data.corpus; {kept}"
         )
 
@@ -103,7 +102,3 @@ def _minority(values: Sequence[Any]) -> list[int]:
     """Return the indices of all values but the most frequent one, of equally frequent ones the first."""
     usual = max(values, key=values.count)
     return [index for index, value in enumerate(values) if value != usual]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

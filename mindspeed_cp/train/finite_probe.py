@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.world import World
 
 
@@ -54,7 +55,7 @@ class FiniteProbe:
             return None
         first = min(ranks.values(), key=lambda value: value[0])
         where = [rank for rank, value in ranks.items() if value == first]
-        return f"{first[1]} on {'rank' if len(where) == 1 else 'ranks'} {', '.join(map(str, where))}"
+        return f"{first[1]} on {name_ranks(where)}"
 
     def _keep(self, name: str, value: Tensor) -> None:
         self._names.append(name)
@@ -101,5 +102,4 @@ def nonfinite_ranks(values: Tensor, name: str) -> str | None:
     if not bad:
         return None
     kind = "NaN" if values.isnan().any() else "infinite"
-    ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-    return f"{name} is {kind} on {ranks} of {len(values)}"
+    return f"{name} is {kind} on {name_ranks(bad)} of {len(values)}"

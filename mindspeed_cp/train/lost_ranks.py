@@ -7,6 +7,7 @@ import time
 from torch.distributed import DistError
 
 from mindspeed_cp.errors import PeerError
+from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.local_agent import ended_ranks
 from mindspeed_cp.train.world import World
 
@@ -36,5 +37,6 @@ def name_lost_ranks(world: World, error: BaseException, wait: float = WAIT_SECON
             time.sleep(0.1)
     except (DistError, RuntimeError):  # the store itself is gone, with the rank or the launcher that kept it
         return PeerError(f"rank {world.rank} lost its peers and the store that knows them: {cause}")
-    ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
-    return PeerError(f"rank {world.rank} lost {ranks}: dead, or silent for longer than the time-out ({cause})")
+    return PeerError(
+        f"rank {world.rank} lost {name_ranks(lost)}: dead, or silent for longer than the time-out ({cause})"
+    )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import CorruptionError
 from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.world import World
 
@@ -146,9 +147,9 @@ def _message(
     texts = []
     for wrong, right in differences:
         if right:
-            texts.append(f"{_ranks(wrong, 'differs', 'differ')} from {_ranks(right)}")
+            texts.append(f"{name_ranks(wrong, 'differs', 'differ')} from {name_ranks(right)}")
         else:
-            texts.append(f"{_ranks(wrong)} differ from each other, any of them may be wrong")
+            texts.append(f"{name_ranks(wrong)} differ from each other, any of them may be wrong")
     kept = (
         "checkpoints are whole, since replicas are compared before each save: the same command goes on from "
         f"{checkpoint}"
@@ -159,11 +160,6 @@ def _message(
         f"step {step}: replicas of {name} differ: {'; '.join(texts)}; all agreed at step {agreed}; {kept}; if it "
         "happens again on that rank, take its device or machine out"
     )
-
-
-def _ranks(ranks: Sequence[int], singular: str = "", plural: str = "") -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} {singular if len(ranks) == 1 else plural}".rstrip()
 
 
 def _replicated_tensors(training: TrainingModel) -> Iterator[_Replicated]:

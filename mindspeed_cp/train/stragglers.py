@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindspeed_cp.schema.messages import name_ranks
+
 _SIZES = {"cpu": (192, torch.float32)}  # rows, type: about 0.2 ms
 _DEVICE_SIZE = (2048, torch.bfloat16)  # below 0.1 ms
 
@@ -83,9 +85,9 @@ class StragglerWatch:
         if not new:
             return None
         self._named.update(new)
-        ranks = f"rank {new[0]} is" if len(new) == 1 else f"ranks {', '.join(map(str, new))} are"
         slower = ", ".join(f"{times[rank] / middle:.1f}" for rank in new)
         return (
-            f"{ranks} slow: the same multiplication has taken longer than on the other ranks in {self._steps} steps in "
+            f"{name_ranks(new, 'is', 'are')} slow: "
+            f"the same multiplication has taken longer than on the other ranks in {self._steps} steps in "
             f"a row, {slower} times the median in this one; look for other processes, heat, or a failing device there"
         )
