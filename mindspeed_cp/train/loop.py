@@ -19,9 +19,9 @@ from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, ope
 from mindspeed_cp.errors import ConfigError, DivergenceError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
-from mindspeed_cp.train import checkpoint
 from mindspeed_cp.train.attention_canary import canary_of_step
 from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
+from mindspeed_cp.train.checkpoint_loading import resume
 from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
 from mindspeed_cp.train.comparison import run_comparison
 from mindspeed_cp.train.data_checks import check_same_start
@@ -101,7 +101,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
         training = build_training_model(settings, world)
         _warm_up_connections(settings, world, training)
-        progress, folder, notes = checkpoint.resume(settings, training, world)
+        progress, folder, notes = resume(settings, training, world)
         if folder is not None:
             progress = replace(progress, restarts=progress.restarts + 1)
         if progress.data is not None:
@@ -225,7 +225,7 @@ def _roll_back(run: _Run, policy: BadStepPolicy, progress: Progress, result: Ste
         DivergenceError: there is none, or the run went back to it too often.
     """
     bad, problem = progress.step + 1, result.problem or ""
-    loaded, folder, notes = checkpoint.resume(run.settings, run.training, run.world)
+    loaded, folder, notes = resume(run.settings, run.training, run.world)
     if folder is None:
         raise DivergenceError(f"step {bad}: {problem}; there is no checkpoint to go back to: lower train.lr")
     policy.rolled_back(bad, loaded.step, problem)

@@ -6,6 +6,9 @@ record time spans (:mod:`mindspeed_cp.engine.recorder`); after it a thread write
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -63,6 +66,7 @@ class StepTracer:
         self._folder = files.folder / TRACE_FOLDER
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
+        self._is_incomplete = False
         if world.is_first:
             with disk_errors_for(files.folder):
                 for number, traces in find_trace_files(files.folder).items():
@@ -75,20 +79,15 @@ class StepTracer:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._thread is not None:
             self._thread.shutdown()
-        if kind is None:
-            self._raise_write_errors()
+        self._report_write_errors()
 
     @contextmanager
     def step(self, number: int, batches: Iterator[MicroBatch]) -> Iterator[Iterator[MicroBatch]]:
-        """Trace a step, if the settings name it; yields the iterator over its micro-batches.
-
-        Raises:
-            DiskError: the trace of an earlier step cannot be written.
-        """
+        """Trace a step, if the settings name it; yields the iterator over its micro-batches."""
         if number not in self._steps and not (self._interval and number % self._interval == 0):
             yield batches
             return
-        self._raise_write_errors()
+        self._report_write_errors()
         if self._world.device.type != "cpu":  # finish the step before
             torch.get_device_module(self._world.device).synchronize()
         self._world.barrier()
@@ -109,15 +108,23 @@ class StepTracer:
         self._pending.append(self._thread.submit(self._write, number, metadata, record, peers))
 
     def _write(self, number: int, metadata: dict[str, Any], record: RankTimings, peers: dict[str, list[int]]) -> None:
-        with disk_errors_for(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         events = step_trace_events(record, number, self._world.rank, peers)
         write_text(self._folder / trace_file_name(number, self._world.rank), trace_text(metadata, events))
 
-    def _raise_write_errors(self) -> None:
-        """Raise the errors of files that are done."""
+    def _report_write_errors(self) -> None:
+        """Print the error of the first file of this rank that was not written: no trace may end a run."""
         while self._pending and self._pending[0].done():
-            self._pending.pop(0).result()
+            try:
+                self._pending.pop(0).result()
+            except OSError as error:
+                if not self._is_incomplete:
+                    cause = os.strerror(error.errno or errno.EIO)
+                    text = (
+                        f"rank {self._world.rank}: {self._folder}: traces are left out, one cannot be written ({cause})"
+                    )
+                    print(text, file=sys.stderr, flush=True)
+                self._is_incomplete = True
 
     def _peers(self) -> dict[str, list[int]]:
         """Return by kind of message the ranks of the group in which it is sent."""

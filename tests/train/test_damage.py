@@ -88,8 +88,10 @@ def random_numbers() -> list[float]:
 def save_and_load(text: str) -> dict[str, Any]:
     """In a rank: save and load checkpoints with a model, and return all results that the tests check."""
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
-    from mindspeed_cp.train.checkpoint import Progress, load, resume, save
+    from mindspeed_cp.train.checkpoint import save
+    from mindspeed_cp.train.checkpoint_loading import load, resume
     from mindspeed_cp.train.model import build_training_model
+    from mindspeed_cp.train.progress import Progress
     from mindspeed_cp.train.world import join_ranks
 
     settings = Settings.model_validate_json(text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
+from contextlib import redirect_stderr
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -263,13 +265,23 @@ def test_a_run_that_goes_on_drops_traces_of_steps_that_come_again(
         fresh_ranks.run(1, trace_nothing, settings.model_dump_json(), 2)
 
 
-def test_a_trace_that_cannot_be_written_ends_the_run_with_its_folder(
+def train_and_read_stderr(settings: str) -> tuple[int, str]:
+    """In a rank: train; the number of steps, and what was printed to stderr."""
+    stderr = io.StringIO()
+    with redirect_stderr(stderr):
+        lines = train_here(settings)["lines"]
+    return len(lines), stderr.getvalue()
+
+
+def test_a_trace_that_cannot_be_written_is_left_out_and_the_run_goes_on(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "trace").write_text("a file")
-    settings = tiny(corpus, tmp_path, train__train_iters=2, train__lr_warmup_iters=0, output__trace_steps=[2])
-    with pytest.raises(RankError, match=r"DiskError.*cannot be written: File exists"):
-        fresh_ranks.run(1, train_here, settings.model_dump_json())
+    settings = tiny(corpus, tmp_path, train__train_iters=3, train__lr_warmup_iters=0, output__trace_steps=[1, 2])
+    [(steps, stderr)] = fresh_ranks.run(1, train_and_read_stderr, settings.model_dump_json())
+    assert steps == 3
+    lines = [line for line in stderr.splitlines() if "trace" in line]
+    assert lines == [f"rank 0: {tmp_path}/trace: traces are left out, one cannot be written (File exists)"]
     assert not find_trace_files(tmp_path)
     with pytest.raises(ConfigError, match=r"has no traces of steps; set output.trace_steps"):
         read_traced_steps(tmp_path)
