@@ -63,6 +63,21 @@ def counted(case):
     return list(zip(there, back, forward, backward, strict=True))
 
 
+def assert_planned_bytes_sent(planned, there, back, case):
+    """Assert that a rank sent in both directions, of each kind, the bytes that the plan names."""
+    assert there == {
+        "fetch": planned["fetch_forward"],
+        "reduce": 0,
+        "redistribution": planned["redistribution_forward"],
+    }, case
+    assert back == {
+        "fetch": planned["fetch_backward"],
+        "reduce": planned["reduce"],
+        "redistribution": planned["redistribution_backward"],
+    }, case
+    assert sum(there.values()) + sum(back.values()) == planned["total"], case
+
+
 def check(cases, ranks):
     """Everything agrees to the byte: sent, of each kind, and the most of each kind of buffers that is alive at once. Their
     sum is a bound, as not all kinds need have their most at the same time."""
@@ -73,18 +88,7 @@ def check(cases, ranks):
         limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
         for rank in range(ranks):
             there, back, *peaks = results[rank]
-            rank_result = said[rank]
-            assert there == {
-                "fetch": rank_result["fetch_forward"],
-                "reduce": 0,
-                "redistribution": rank_result["redistribution_forward"],
-            }, case
-            assert back == {
-                "fetch": rank_result["fetch_backward"],
-                "reduce": rank_result["reduce"],
-                "redistribution": rank_result["redistribution_backward"],
-            }
-            assert sum(there.values()) + sum(back.values()) == rank_result["total"]
+            assert_planned_bytes_sent(said[rank], there, back, case)
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in BUFFERS}
                 # Not all parts have their most at once, nor do all tensors that a remap gathers.

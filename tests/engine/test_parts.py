@@ -19,7 +19,7 @@ from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
 from mindspeed_cp.plan import combine, peak_bytes, select_documents, traffic
 from tests.engine.cases import Case, errors, run_here, sizes, worst
 from tests.engine.meters import BUFFERS
-from tests.engine.test_buffers import counted
+from tests.engine.test_buffers import assert_planned_bytes_sent, counted
 from tests.engine.test_dropout import SEEN, matrix_of
 from tests.layout.layouts import equal_tokens
 from tests.plan.parts import mixed_plan, remapped, shuffled
@@ -173,17 +173,7 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(ranks):
         limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
         for rank in range(ranks):
             there, back, *peaks = results[rank]
-            rank_result = said[rank]
-            assert there == {
-                "fetch": rank_result["fetch_forward"],
-                "reduce": 0,
-                "redistribution": rank_result["redistribution_forward"],
-            }, case
-            assert back == {
-                "fetch": rank_result["fetch_backward"],
-                "reduce": rank_result["reduce"],
-                "redistribution": rank_result["redistribution_backward"],
-            }
+            assert_planned_bytes_sent(said[rank], there, back, case)
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in (*BUFFERS, "total")}
                 assert all(actual <= most for actual, most in got.values()), (direction, rank, case, got)

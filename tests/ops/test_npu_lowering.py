@@ -5,7 +5,6 @@ rule of the operator broken, and as few calls as was promised.
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -13,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention.lowering.duplicate_rows import scatter_rows
 from mindspeed_cp.ops.attention.lowering.fused_call import MAX_CALL_ROWS, MAX_SEQUENCES, NO_LIMIT, CallLimits, FusedCall
 from mindspeed_cp.ops.attention.lowering.fused_lowering import lower_to_fused_calls
 from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
-from mindspeed_cp.plan import BAND, CAUSAL, FULL, TILE, Program
+from mindspeed_cp.plan import BAND, CAUSAL, FULL, TILE, Plan, Program
 from tests.plan.problems import choices, problems
 
 DEFAULT = CallLimits()
@@ -219,112 +218,6 @@ def lowered(plan: Plan, rank: int, limits: CallLimits = DEFAULT, direction: str 
     return lower_to_fused_calls(
         program.tiles(rank), int(plan.q_layout_compute.token_counts[rank]), plan.attention, limits
     )
-
-
-def counts(plan: Plan, limits: CallLimits = DEFAULT, direction: str = "forward") -> list[int]:
-    """Calls of each rank."""
-    return [sum(map(len, lowered(plan, rank, limits, direction).values())) for rank in range(plan.ranks)]
-
-
-@pytest.mark.parametrize("tokens", [1 << 15, (1 << 15) + 5])
-def test_ring_with_alibi_needs_fewer_calls_than_one_for_each_square(tokens):
-    """Causal, cp 8, one document. Splitting alone: 3 + 2 (cp - 1) = 17; the target: 2 + 1.5 (cp - 1) = 12.5 on average."""
-    attention = AttentionConfig(8, 8, 64, alibi=True)
-    plan = build_plan(Documents([tokens]), Topology(1, 8), attention, "ring")
-    shared, split = counts(plan), counts(plan, CallLimits(share_calls=False))
-    assert np.mean(shared) <= 12.5
-    assert shared == [2 + 7] * 7 + [1 + 7]  # the two chunks of the last rank follow each other
-    if tokens % 16 == 0:
-        assert split == [3 + 2 * 7] * 7 + [1 + 2 * 7]
-    else:  # chunks differ by a token, which means more squares, and in splitting more calls
-        assert sum(split) > 8 * 17
-
-
-@pytest.mark.parametrize(
-    ("tokens", "share", "forward", "backward"),
-    [
-        (1 << 15, True, 8.9, 10.9),
-        (1 << 15, False, 16.8, 28.8),
-        ((1 << 15) + 5, True, 8.9, 10.9),
-        ((1 << 15) + 5, False, 48.4, 59.4),
-    ],
-)
-def test_calls_of_a_layer_with_alibi_are_those_of_the_table(tokens, share, forward, backward):
-    """The table of docs/ascend.md: a causal ring, cp 8, mean over the ranks."""
-    plan = build_plan(Documents([tokens]), Topology(1, 8), AttentionConfig(8, 8, 64, alibi=True), "ring")
-    means = (np.mean(counts(plan, CallLimits(share_calls=share), direction)) for direction in ("forward", "backward"))
-    assert tuple(round(float(mean), 1) for mean in means) == (forward, backward)
-
-
-@pytest.mark.parametrize("documents", [1, 10, 300, 1000])
-def test_calls_of_a_layer_without_bias_are_those_of_the_table(documents):
-    """One a step in the forward, at most two in the backward, which computes its own block in two halves."""
-    lengths = [1 << 15] if documents == 1 else np.random.default_rng(documents).integers(16, 2000, documents)
-    plan = build_plan(Documents(lengths), Topology(1, 8), AttentionConfig(8, 8, 64), "ring")
-    for rank in range(8):
-        assert [len(calls) for calls in lowered(plan, rank).values()] == [1] * 8
-        backward: dict[int, int] = {}
-        for (step, _), calls in lowered(plan, rank, direction="backward").items():
-            backward[step] = backward.get(step, 0) + len(calls)
-        assert len(backward) >= 8 and max(backward.values()) <= 2
-
-
-@pytest.mark.parametrize("documents", [1, 10, 300, 1000])
-@pytest.mark.parametrize("alibi", [False, True])
-def test_packed_causal_needs_two_calls_for_each_step_whatever_the_documents(documents, alibi):
-    lengths = np.random.default_rng(documents).integers(16, 2000, documents)
-    attention = AttentionConfig(8, 8, 64, alibi=alibi)
-    plan = build_plan(Documents(lengths), Topology(1, 8), attention, "ring")
-    for rank in range(8):
-        calls = lowered(plan, rank)
-        assert len(calls) == 8 and all(len(step_calls) <= 2 for step_calls in calls.values())
-        if not alibi:  # no keys are copied, and queries only where some are left out
-            assert all(isinstance(call.k, slice) for step_calls in calls.values() for call in step_calls)
-
-
-@pytest.mark.parametrize("window", [(4095, 0), (100, 0), (3, 0)])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_packed_windows_need_three_calls_for_each_step(window, layout):
-    lengths = np.random.default_rng(3).integers(16, 9000, 60)
-    for alibi in (False, True):
-        attention = AttentionConfig(8, 8, 64, window=window, alibi=alibi)
-        plan = build_plan(Documents(lengths), Topology(1, 8), attention, "ring", layout=layout)
-        most = max(len(step_calls) for rank in range(8) for step_calls in lowered(plan, rank).values())
-        assert most <= 3
-
-
-def test_full_masks_need_one_call_for_each_step_with_alibi_three():
-    lengths = np.random.default_rng(5).integers(16, 3000, 40)
-    for alibi, most in ((False, 1), (True, 2)):
-        attention = AttentionConfig(8, 8, 64, mask="full", alibi=alibi)
-        plan = build_plan(Documents(lengths), Topology(1, 4), attention, "ring")
-        assert max(len(step_calls) for rank in range(4) for step_calls in lowered(plan, rank).values()) <= most
-
-
-def calls_of_lowering(documents: int, alibi: bool, window: tuple[int, int] | None) -> int:
-    """How many functions, those written in C among them, the lowering of one rank of a ring of 64 calls."""
-    lengths = np.random.default_rng(7).integers(200, 2000, documents)
-    attention = AttentionConfig(8, 8, 64, alibi=alibi, window=window)
-    plan = build_plan(Documents(lengths), Topology(8, 8), attention, "ring")
-    tiles, rows = plan.forward.tiles(40), int(plan.q_layout_compute.token_counts[40])
-    calls = 0
-
-    def count(frame: object, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        lower_to_fused_calls(tiles, rows, attention, DEFAULT)
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-@pytest.mark.parametrize(("alibi", "window"), [(False, None), (True, None), (False, (511, 0))])
-def test_the_work_of_lowering_grows_no_faster_than_the_documents(alibi, window):
-    few, many = (calls_of_lowering(documents, alibi, window) for documents in (125, 1000))
-    assert many < 8 * 1.25 * few
 
 
 def block(q_rows: int, k_rows: int, mask: int = FULL, q_pos: int = 0, k_pos: int = 0) -> np.ndarray:

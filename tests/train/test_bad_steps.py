@@ -20,7 +20,7 @@ from mindspeed_cp.train.bad_steps import (
     with_loss,
 )
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.test_parts import changed
+from tests.train.test_identity import changed
 from tests.train.test_training import curve, tiny, train_here, values
 
 FLAT = (2.0,) * LEAST_HISTORY

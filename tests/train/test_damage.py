@@ -9,7 +9,6 @@ import random
 import re
 import resource
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +21,8 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.checkpoint_digests import DIGESTS, KEY_VARIABLE, file_digest, signing_key, write_digests
 from mindspeed_cp.train.failures import classify_error
-from mindspeed_cp.train.memory import check_memory, machine_memory, minimum_bytes
 from mindspeed_cp.train.resume import checkpoints_to_resume
-from mindspeed_cp.train.run_files import DiskError, RunFiles, read_metrics, truncate_metrics, write_text
+from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.run_identity import identity
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import tiny
@@ -293,102 +291,3 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(KEY_VARIABLE, "/proc/none/key")
     with pytest.raises(ConfigError, match=r"cannot be read or made: .*MINDSPEED_CP_KEY_FILE"):
         signing_key()
-
-
-@pytest.mark.parametrize("line", [b"[1]", b'{"step": 2, "lo', b"\xff", b'{"loss": 1}', b'{"step": "2"}', b""])
-def test_a_damaged_metrics_line_is_told_and_nothing_is_dropped(tmp_path: Path, line: bytes) -> None:
-    settings = with_checkpoint(tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    text = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
-    path.write_bytes(text)
-    for read in (lambda: truncate_metrics(path, 3), lambda: checkpoints_to_resume(settings)):
-        with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is damaged"):
-            read()
-    assert path.read_bytes() == text
-
-
-@pytest.mark.parametrize("last", [b"", b'{"step": 2', b"\0\0\0", b"\xff", b"2"])
-def test_a_last_line_that_a_crash_cut_is_left_out(tmp_path: Path, last: bytes) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + last)
-    assert read_metrics(path) == [{"step": 1}]
-
-
-# the folder
-
-
-@pytest.mark.parametrize("name", ["a\0b", "x" * 300])
-def test_a_folder_that_no_system_takes_is_told(name: str) -> None:
-    settings = Settings(output={"folder": f"/tmp/{name}"})  # type: ignore[arg-type]
-    for use in (lambda: checkpoints_to_resume(settings), lambda: RunFiles(Path(settings.output.folder)).create()):
-        with pytest.raises(ConfigError, match=r"output\.folder = .*/tmp/.*cannot be (created|read): ") as caught:
-            use()
-        assert str(caught.value).isprintable()
-
-
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = RunFiles(tmp_path / "run")
-    files.create()
-    assert [path.name for path in files.folder.rglob("*")] == ["checkpoints"], "the probe leaves nothing"
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write into every folder
-    with pytest.raises(ConfigError, match="run: cannot be written to: Permission denied; give another folder"):
-        files.create()
-
-
-def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert RunFiles(Path("~/run")).metrics == tmp_path / "run" / "metrics.jsonl"
-    assert RunFiles(Path("a/~")).folder == Path("a/~")
-    with pytest.raises(ConfigError, match=r"output\.folder = ~nobody-of-this-name/run"):
-        RunFiles(Path("~nobody-of-this-name/run"))
-
-
-def test_a_file_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
-    with files_of_at_most(0), pytest.raises(DiskError) as caught:
-        write_text(tmp_path / "latest", "new\n")
-    assert list(tmp_path.iterdir()) == []
-    kind, line, _ = classify_error(caught.value)
-    assert kind == "files" and line.startswith(f"{tmp_path}: cannot be written: File too large; make room")
-
-
-# memory
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_distributed_optimizer_is_spread_over_all_ranks(bf16: bool) -> None:
-    plain = Settings(train={"bf16": bf16})  # type: ignore[arg-type]
-    spread = Settings(train={"bf16": bf16, "use_distributed_optimizer": True})  # type: ignore[arg-type]
-    weights = minimum_bytes(plain, 0) / (18 if bf16 else 16)
-    assert minimum_bytes(spread, 0, ranks=1) == minimum_bytes(plain, 0, ranks=8)
-    assert minimum_bytes(spread, 0, ranks=8) == pytest.approx(weights * (6 + 12 / 8 if bf16 else 8 + 8 / 8))
-    available = int(minimum_bytes(plain, 512) * 4 * 0.9)
-    small = {"data": plain.data.model_copy(update={"seq_length": 512})}
-    with pytest.raises(ConfigError, match="does not fit"):
-        check_memory(plain.model_copy(update=small), 4, available)
-    check_memory(spread.model_copy(update=small), 4, available, ranks=8)
-
-
-@pytest.mark.parametrize(
-    ("group", "limits", "expected"),
-    [
-        ("0::/job/step", {"job/memory.max": "4096", "job/step/memory.max": "max"}, 4096),
-        ("0::/", {"memory.max": "8192"}, 8192),
-        ("4:cpu,memory:/job", {"memory/job/memory.limit_in_bytes": "4096"}, 4096),
-        ("4:cpu:/job", {"memory/job/memory.limit_in_bytes": "4096"}, None),
-        ("0::/job", {"job/memory.max": "9" * 25}, None),
-    ],
-)
-def test_a_control_group_limits_memory(
-    tmp_path: Path, group: str, limits: dict[str, str], expected: int | None
-) -> None:
-    (tmp_path / "groups").write_text(group + "\n")
-    for name, text in limits.items():
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_text(text + "\n")
-    machine = machine_memory(tmp_path / "none", tmp_path / "root")
-    assert machine > 2**20
-    assert machine_memory(tmp_path / "groups", tmp_path / "root") == (expected or machine)

@@ -23,7 +23,7 @@ from mindspeed_cp.train.local_agent import local_ranks
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from tests.limits import HANG
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.test_parts import Failed, failure, seen_by_the_agent
+from tests.train.test_failures import Failed, failure, seen_by_the_agent
 from tests.train.test_training import tiny, train_here
 
 
