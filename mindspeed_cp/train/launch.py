@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -64,7 +65,8 @@ def start_local_ranks(
     preflight(settings, ranks, nodes)
     restarts = settings.train.max_restarts
     for attempt in range(restarts + 1):
-        code, line, stop_signal_names = _launch(settings, ranks, nodes, logs, as_json=as_json)
+        node = replace(nodes, attempt=attempt)
+        code, line, stop_signal_names = _launch(settings, ranks, node, logs, as_json=as_json)
         if code == BAD_INPUT:
             raise ConfigError(line)
         if code == OK:

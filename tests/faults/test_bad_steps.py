@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.train.run_files import read_metrics
+from tests.ports import free_port
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_launch import COMMAND, Run, write
 from tests.train.test_training import curve, tiny, values
@@ -31,6 +34,30 @@ if os.environ.get("RANK") == "1" and not Path(__file__).with_name("poisoned").ex
     PackedStream.next_batch = poisoned
 """
 
+CHANGES = {
+    "train__train_iters": 4, "train__lr_warmup_iters": 0, "checkpoint__save_interval": 1,
+    "context_parallel_suite__context_parallel_size": 2,
+}  # fmt: skip
+
+
+def poisoned_settings(corpus: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Settings:
+    """Settings of a run on 2 ranks that fails once in its step 3, and may start again."""
+    (folder / "poison.py").write_text(POISON)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    monkeypatch.syspath_prepend(folder)
+    return tiny(
+        corpus, folder / "run", **CHANGES, **changes, train__max_restarts=1,
+        context_parallel_suite__algorithm_modules=["poison"],
+    )  # fmt: skip
+
+
+def assert_same_numbers(folder: Path, plain: list[dict[str, Any]]) -> None:
+    """Assert that a run went on once, and gave the numbers of the run without a fault."""
+    again = read_metrics(folder / "metrics.jsonl")
+    for key in ("step", "loss", "grad_norm", "lr"):
+        assert values(again, key) == values(plain, key), key
+    assert json.loads((folder / "summary.json").read_text())["restarts"] == 1
+
 
 @pytest.mark.thorough
 @pytest.mark.fault(
@@ -46,23 +73,33 @@ def test_a_transient_nan_costs_a_restart_and_nothing_else(
     start: Callable[..., Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "poison.py").write_text(POISON)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    monkeypatch.syspath_prepend(tmp_path)
-    changes = {
-        "train__train_iters": 4, "train__lr_warmup_iters": 0, "checkpoint__save_interval": 1,
-        "context_parallel_suite__context_parallel_size": 2,
-    }  # fmt: skip
-    plain = curve(fresh_ranks, tiny(corpus, tmp_path / "plain", **changes), 2)
-    settings = tiny(
-        corpus, tmp_path / "run", **changes, train__max_restarts=1,
-        context_parallel_suite__algorithm_modules=["poison"],
-    )  # fmt: skip
+    plain = curve(fresh_ranks, tiny(corpus, tmp_path / "plain", **CHANGES), 2)
+    settings = poisoned_settings(corpus, tmp_path, monkeypatch)
     code, _, errors = start(*COMMAND, write(settings, tmp_path)).end()
     assert code == 0, errors
     (line,) = errors
     assert line.startswith("step 3: the loss is NaN on rank 1 of 2") and line.endswith("again (1 of 1)")
-    again = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    for key in ("step", "loss", "grad_norm", "lr"):
-        assert values(again, key) == values(plain, key), key
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["restarts"] == 1
+    assert_same_numbers(tmp_path / "run", plain)
+
+
+@pytest.mark.thorough
+@pytest.mark.fault(
+    fault="the same on two nodes",
+    happens="each node starts its ranks again, and they meet; the same bits as without the fault",
+    lost="the steps since that checkpoint",
+    printed="on each node what it saw, and the number of the restart",
+)
+def test_two_nodes_start_their_ranks_again(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = curve(fresh_ranks, tiny(corpus, tmp_path / "plain", **CHANGES), 2)
+    settings = write(poisoned_settings(corpus, tmp_path, monkeypatch, context_parallel_suite__nodes=2), tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    where = ["--nproc=1", "--nodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    nodes = [
+        start(*COMMAND, settings, *where, f"--node-rank={node}", f"--log-dir={tmp_path}/logs{node}") for node in (0, 1)
+    ]
+    for code, _, errors in [node.end() for node in nodes]:
+        assert code == 0, errors
+        assert len(errors) == 1 and errors[0].endswith("starting all ranks again (1 of 1)"), errors
+    assert_same_numbers(tmp_path / "run", plain)

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from mindspeed_cp.device.network import interface_addresses
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
-from mindspeed_cp.train.nodes import Nodes, listening_socket
+from mindspeed_cp.train.nodes import ATTEMPT_VARIABLE, Nodes, listening_socket
 from mindspeed_cp.train.rendezvous import open_store
 from tests.faults.test_launcher import wait_until
 from tests.limits import HANG
@@ -91,6 +91,36 @@ def test_two_nodes_train_and_only_their_address_listens(corpus: Path, tmp_path: 
             launcher.wait()
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert set(logs) == {"rank0.log", "rank1.log"} and "stopped by a signal to another rank" in logs["rank0.log"]
+
+
+@pytest.mark.fault(
+    fault="a node starts its ranks again (`train.max_restarts`) while rank 0 still ends the start before",
+    happens="they wait for the next start of rank 0, and the ranks of different starts never meet",
+    lost="nothing more",
+    printed="nothing",
+)
+def test_ranks_of_different_attempts_do_not_meet() -> None:
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with ThreadPoolExecutor(2) as threads:
+        early = threads.submit(open_store, {**environment, ATTEMPT_VARIABLE: "1"}, 1, 2, 1, SECONDS)
+        peer = threads.submit(open_store, environment, 1, 2, 1, SECONDS)
+        store = open_store(environment, 0, 2, 1, SECONDS)
+        store.set("from the first attempt", "here")
+        assert peer.result().get("from the first attempt") == b"here" and not early.done()
+        late = {**environment, ATTEMPT_VARIABLE: "-1"}
+        with pytest.raises(PeerError, match="rank 1 was started again -1 times, and rank 0 0 times already"):
+            open_store(late, 1, 2, 1, SECONDS)
+        del store  # and with it the first attempt
+        store = open_store({**environment, ATTEMPT_VARIABLE: "1"}, 0, 2, 1, SECONDS)
+        store.set("from the second attempt", "here")
+        assert early.result().get("from the second attempt") == b"here"
+        assert not early.result().check(["from the first attempt"])
+
+
+def test_rank_0_names_the_number_of_ranks_that_came() -> None:
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with pytest.raises(PeerError, match=r"rank 0 waited 1 s for all 2 ranks at .* and 1 came"):
+        open_store(environment, 0, 2, 1, timedelta(seconds=1))
 
 
 # names, addresses, ports
