@@ -23,7 +23,7 @@ SMALL = (
     "--device",
     "cpu",
     "--seconds",
-    "0.2",
+    "0.1",
     "--longest",
     "512",
     "--heads",

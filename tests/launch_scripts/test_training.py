@@ -76,6 +76,7 @@ def _takes_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.thorough  # tests/faults sends the launcher a SIGINT by default
 def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     """A terminal sends SIGINT to the launcher and to the ranks, and the launcher another signal to these."""
     words = [*tiny(tmp_path, steps=100000), "--ranks-per-node=2", "--master-port", free_port()]

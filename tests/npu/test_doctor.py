@@ -88,6 +88,7 @@ def test_the_operator_itself_refuses_an_old_cann(monkeypatch: pytest.MonkeyPatch
         attention(x, x, x, [0, 10], [0, 10], backend="npu")
 
 
+@pytest.mark.thorough  # the next tests find every fault, in this process
 def test_a_mask_that_is_ignored_is_found_and_named() -> None:
     code, report, _ = doctor(HOST_CANN_DEVICES="1", HOST_CANN_FAULT=COLUMNS)
     failed = {check["case"] for check in report["checks"] if not check["ok"]}

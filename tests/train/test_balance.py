@@ -118,6 +118,7 @@ def test_a_loss_of_whole_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
         tiny(corpus, tmp_path, **MODELS["experts"], **TIME)
 
 
+@pytest.mark.thorough  # tests/train/test_training.py resumes with another number of ranks by default
 def test_a_resumed_run_goes_on_exactly_and_with_another_number_of_replicas(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:

@@ -79,6 +79,7 @@ def start() -> Iterator[Callable[..., Run]]:
         run.close()
 
 
+@pytest.mark.thorough  # resumes, kills and signals have tests of their own
 def test_kill_then_stop_then_finish_gives_the_curve_of_an_uninterrupted_run(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, start: Callable[..., Run]
 ) -> None:
