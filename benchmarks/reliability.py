@@ -5,8 +5,8 @@
 Each row compares the same work with and without one check, in turn on the same inputs, barrier to barrier, as the
 median of the ratios of neighbours: the speed of shared machines drifts. Such a ratio is no better than the noise of a
 step, so the last columns give what one rank spends in the check itself: the median of its calls, to which all ranks
-come together, times their number in a step. CHECKS lists the checks; a new one is a name, what leaves it out and what
-it calls.
+come together, times their number in a step; in the step of the quick start, that of its micro-batches. CHECKS lists
+the checks; a new one is a name, what leaves it out and what it calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,21 +44,22 @@ class Check(NamedTuple):
 
     name: str
     owner: Any
-    attribute: str
+    attributes: tuple[str, ...]
     without: Callable[..., Any]
     in_step: bool
 
 
 CHECKS = [
-    Check("plans compared in every call", CallAgreement, "check", lambda *given: None, True),
-    Check("contents digested (in the loader's thread)", stream, "rows_digest", lambda rows: 0, False),
+    Check("plans compared in every call", CallAgreement, ("check", "announce"), lambda *given: None, True),
+    Check("contents digested (in the loader's thread)", stream, ("rows_digest",), lambda rows: 0, False),
 ]
 
 
 @contextmanager
 def timed(check: Check, seconds: list[float]) -> Iterator[None]:
     """Record the seconds of each call of a check within the block."""
-    function = getattr(check.owner, check.attribute)
+    name = check.attributes[0]
+    function = getattr(check.owner, name)
 
     def call(*given: Any) -> Any:
         start = time.perf_counter()
@@ -66,7 +67,16 @@ def timed(check: Check, seconds: list[float]) -> Iterator[None]:
         seconds.append(time.perf_counter() - start)
         return result
 
-    with replaced(check.owner, check.attribute, call):
+    with replaced(check.owner, name, call):
+        yield
+
+
+@contextmanager
+def left_out(check: Check) -> Iterator[None]:
+    """Run the block without a check."""
+    with ExitStack() as stack:
+        for name in check.attributes:
+            stack.enter_context(replaced(check.owner, name, check.without))
         yield
 
 
@@ -85,7 +95,7 @@ def compare(check: Check, run: Callable[[], object], repeat: int) -> tuple[list[
     for number in range(repeat):
         times = {}
         for is_on in (True, False) if number % 2 else (False, True):
-            with nullcontext() if is_on else replaced(check.owner, check.attribute, check.without):
+            with nullcontext() if is_on else left_out(check):
                 times[is_on] = barrier_to_barrier(run)
         seconds.append(times[True])
         ratios.append(times[True] / times[False])
@@ -128,6 +138,34 @@ def seconds_together(plan: Any, calls: int = 200) -> list[float]:
     return seconds
 
 
+def seconds_of_micro_batch(plan: Any, calls: int, repeat: int = 60) -> list[float]:
+    """Return the seconds that the comparisons of a micro-batch take: its announcement, and its calls of attention.
+
+    All ranks begin together and compute for some 15 ms before the first call and between calls, as layers do.
+    """
+    agreement = CallAgreement(None, 600.0, torch.device("cpu"))
+    x = torch.randn(512, 512)
+
+    def layer() -> None:
+        until = time.process_time() + 0.015
+        while time.process_time() < until:
+            x @ x
+
+    result = []
+    for _ in range(repeat):
+        dist.barrier()
+        start = time.perf_counter()
+        agreement.announce([plan])
+        seconds = time.perf_counter() - start
+        for _ in range(calls):
+            layer()
+            start = time.perf_counter()
+            agreement.check(plan, torch.float32)
+            seconds += time.perf_counter() - start
+        result.append(seconds)
+    return result
+
+
 def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
     """Run steps of the quick start; each step's micro-batches run with and without each check."""
     environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, STORE_VARIABLE: f"{folder}/store"}
@@ -147,6 +185,7 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
         first = next(batches)
         micro_batches = [first, *(next(batches) for _ in range(first.micro_batches - 1))]
         plans.append(first.params.plan)
+        micro_batches_per_step.append(len(micro_batches))
         for check in CHECKS:
             if check.in_step:
                 for into, values in zip(
@@ -164,6 +203,7 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
 
     steps_seconds: list[float] = []
     calls_per_step: list[int] = []
+    micro_batches_per_step: list[int] = []
     digest_seconds: list[float] = []
     with (
         uncompiled_megatron(),
@@ -173,7 +213,8 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
         join_ranks(settings) as world,
     ):
         loop.train(settings, world)
-        alone = statistics.median(seconds_together(plans[-1])) * statistics.median(calls_per_step)
+        calls = statistics.median(calls_per_step) / micro_batches_per_step[-1]
+        alone = statistics.median(seconds_of_micro_batch(plans[-1], round(calls))) * micro_batches_per_step[-1]
     if rank == 0:
         seconds, ratios, _ = timings[CHECKS[0].name]
         rows = [

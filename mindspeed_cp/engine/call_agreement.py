@@ -7,6 +7,9 @@ soon the result is read depends on the device::
     device, group with gloo   a plan's first call waits; later calls go on, and read it in the backward or the next call
     device library alone      no call waits: the digests cross to the host on a stream of their own, and are read late
 
+Where plans are announced (`CallAgreement.announce`), as Megatron models do at the start of a micro-batch, the first
+call waits for that comparison, which was under way while the model computed, and the calls read their own late.
+
 The backward of a call runs what its forward has compared.
 """
 
@@ -57,7 +60,23 @@ class _Comparison:
     buffers: Sequence[Tensor] = ()
 
 
+@dataclass
+class _Announcement:
+    """Comparison of the plans of the calls to come.
+
+    Attributes:
+        plans: digests of the plans.
+        comparison: the gather.
+        is_agreed: True once a call has waited for it.
+    """
+
+    plans: frozenset[int]
+    comparison: _Comparison
+    is_agreed: bool = False
+
+
 _unread: WeakKeyDictionary[dist.ProcessGroup, deque[_Comparison]] = WeakKeyDictionary()
+_announced: WeakKeyDictionary[dist.ProcessGroup, _Announcement] = WeakKeyDictionary()  # the latest of each group
 
 
 class CallAgreement:
@@ -77,6 +96,17 @@ class CallAgreement:
         self._unread = _unread.setdefault(self._group, deque())
         self._is_agreed = False
 
+    def announce(self, plans: Sequence[Plan]) -> None:
+        """Start to compare the plans of the calls until the next announcement; every rank of the group calls it.
+
+        The first of these calls waits for it. Groups without gloo, whose calls wait for nothing, do nothing.
+        """
+        if not self._has_host_library:
+            return
+        digests = [plan_digest(plan) for plan in plans]
+        comparison = self._start(digest64(" ".join(map(str, digests))), plans[0])
+        _announced[self._group] = _Announcement(frozenset(digests), comparison)
+
     def check(self, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None = None) -> None:
         """Compare this call with those of the other ranks, and read earlier comparisons that have finished.
 
@@ -86,21 +116,37 @@ class CallAgreement:
         """
         self.read_finished()
         comparison = self._start(digest64(f"{plan_digest(plan)} {dtype} {dropout}"), plan)
-        if not self._has_host_library or (self._device.type != "cpu" and self._is_agreed):
+        announced = _announced.get(self._group)
+        if announced is not None and plan_digest(plan) not in announced.plans:
+            announced = None
+        if announced is None:
+            waits = self._device.type == "cpu" or not self._is_agreed
+        else:
+            waits = not announced.is_agreed
+        if not (waits and self._has_host_library):
             self._unread.append(comparison)
             return
+        if announced is not None:
+            self._unread.append(comparison)
+            comparison = announced.comparison
         try:
             with timed_span(COMPARISON):
                 comparison.wait(WAIT_SHARE * self._timeout)
         except RuntimeError:  # read again later, unless the messages of this call fail as well
             self._unread.append(comparison)
+            _announced.pop(self._group, None)
             return
         if not _all_equal(comparison.digests):
+            if announced is not None:  # that of this call differs too
+                self._unread.pop()
+                del _announced[self._group]
             details = {"dtype": str(dtype), "dropout_key": str(dropout)}
             with suppress(PeerError):  # ranks that came long before this one have gone on
                 compare_plans(plan, details, self._group, "cpu", WAIT_SHARE * self._timeout)
             raise ConfigError(self._late_error(comparison))
         self._is_agreed = True
+        if announced is not None:
+            announced.is_agreed = True
 
     def read_finished(self) -> None:
         """Read the comparisons of earlier calls that have finished; more than MAX_UNREAD are waited for.

@@ -6,6 +6,7 @@ import gc
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -116,6 +117,58 @@ def test_a_comparison_that_is_read_late_names_the_ranks_and_the_plan_of_each(wor
         assert text.startswith(f"rank {rank}: ranks ran different plans in the same call of attention: ")
         assert "rank 1 has one; ranks 0, 2 have one" in text
         assert f"this rank ran ring over Documents({'[7, 30, 120]' if rank == 1 else '[30, 7, 120]'}" in text
+
+
+def announced_otherwise(rank: int, group: Any) -> list[str]:
+    """What ranks are told after announcements: of other plans, of another dropout key, of a plan not announced."""
+    first, second = (local(rank, replace(DROPOUT, lengths=lengths)) for lengths in (CASE.lengths, (7, 30, 120)))
+    agreement = CallAgreement(group, 600.0, torch.device("cpu"))
+    texts = []
+
+    def refused(case: Any, key: tuple[int, int]) -> None:
+        plan, leaves, _ = case
+        with pytest.raises(ConfigError) as caught:
+            context_parallel_attention(*leaves, plan, group, dropout_key=key)
+        texts.append(str(caught.value))
+
+    agreement.announce([(second if rank == 1 else first)[0]])
+    refused(second if rank == 1 else first, (1, 2))  # before a message travels
+    agreement.announce([first[0]])
+    plan, leaves, _ = first
+    context_parallel_attention(*leaves, plan, group, dropout_key=(1, 2))
+    agreement.check(plan, torch.float32, (1, rank))  # is read late
+    torch.distributed.barrier(group=group)
+    while not call_agreement._unread[group][-1].is_finished():
+        pass
+    refused(first, (1, 3))
+    agreement.read_finished()
+    refused(second if rank == 1 else (local(rank, FULL)), (1, 2))  # not announced
+    return texts
+
+
+def test_announced_plans_are_compared_before_the_first_call_and_each_call_late(workers: GlooPool) -> None:
+    for rank, texts in enumerate(workers.run(3, announced_otherwise)):
+        assert "documents: rank 1 has Documents([7, 30, 120]" in texts[0]
+        assert texts[1].startswith(f"rank {rank}: ranks ran different plans in the same call of attention: ")
+        assert "attention.mask: rank 1 has 'causal'; ranks 0, 2 have 'full'" in texts[2]
+
+
+def waits_of_announced_calls(rank: int, group: Any) -> list[bool]:
+    """Whether calls wait for ranks that come later: all but the first after an announcement do not."""
+    plan = CASE.plan()
+    agreement = CallAgreement(group, 600.0, torch.device("cpu"))
+    waits = []
+    for number in range(3):
+        if number == 0:
+            agreement.announce([plan])
+        with patch.object(call_agreement, "timed_span", wraps=call_agreement.timed_span) as spans:
+            agreement.check(plan, torch.float32)
+        waits.append(spans.called)
+    return waits
+
+
+def test_only_the_first_call_after_an_announcement_waits(workers: GlooPool) -> None:
+    assert workers.run(2, waits_of_announced_calls) == [[True, False, False]] * 2
 
 
 def unread_comparisons(rank: int, group: Any) -> tuple[int, int]:

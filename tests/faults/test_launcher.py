@@ -31,13 +31,19 @@ def is_gone(process: psutil.Process) -> bool:
     printed="nothing: the launcher is gone",
 )
 def test_ranks_end_with_a_launcher_that_is_killed(corpus: Path, tmp_path: Path, start: Callable[..., Run]) -> None:
-    """Before a rank has read its settings; for a run that trains, see the next test."""
+    """Before a rank has read its settings, so none takes a step; for a run that trains, see the next test."""
     folder = tmp_path / "run"
     size = {"context_parallel_suite__context_parallel_size": 2}
     run = start(*COMMAND, write(tiny(corpus, folder, train__train_iters=100000, **size), tmp_path))
     ranks = run.wait_for(lambda: len(run.ranks()) == 2 and run.ranks(), "two ranks")
+    for rank in ranks:
+        rank.suspend()
     run.process.kill()
+    run.process.wait()
+    for rank in ranks:
+        rank.resume()
     wait_until(lambda: all(map(is_gone, ranks)), "end of the ranks")
+    assert not (folder / "metrics.jsonl").exists()
 
 
 @pytest.mark.fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -176,13 +177,20 @@ class PlannedAttention(MegatronModule):
             params.canary.observe(q, k, v, out, plan, params.rank, dropout_key)
         return params.from_rows(out)
 
+    def announce(self, params: PlannedBatchParams, device: torch.device) -> None:
+        """Start to compare the plans of a micro-batch with those of other ranks, before its first attention."""
+        if self.cp_group.size() > 1:
+            self._agreement(params, device).announce(params.plans)
+
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
         """Raise ConfigError if ranks have different plans, before hidden states move: what travels depends on it."""
-        if self.cp_group.size() == 1:
-            return
+        if self.cp_group.size() > 1:
+            self._agreement(params, hidden.device).check(params.plans[0], hidden.dtype)
+
+    def _agreement(self, params: PlannedBatchParams, device: torch.device) -> CallAgreement:
         if params.agreement is None:
-            params.agreement = CallAgreement(self.cp_group, self.suite.timeout_seconds, hidden.device)
-        params.agreement.check(params.plans[0], hidden.dtype)
+            params.agreement = CallAgreement(self.cp_group, self.suite.timeout_seconds, device)
+        return params.agreement
 
     def _dropout_key(self, params: PlannedBatchParams) -> tuple[int, int] | None:
         """Return the key that, with head, document and positions, decides which attention weights are dropped."""

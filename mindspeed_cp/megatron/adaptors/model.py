@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -14,6 +14,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
 
 ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
@@ -24,8 +25,9 @@ def install_model(model: ModelT) -> ModelT:
     layers have their own layout; call it once for every model built from an installed spec.
 
     Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
-    and puts hooks around every self attention (:class:`mindspeed_cp.megatron.adaptors.hidden.HiddenMove`). Models with
-    learned positions or none need the call too. Calling it again changes nothing.
+    and puts hooks around every self attention (:class:`mindspeed_cp.megatron.adaptors.hidden.HiddenMove`) and before
+    the model, where the plans of a micro-batch begin to be compared over the ranks. Models with learned positions or
+    none need the call too. Calling it again changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
@@ -62,11 +64,24 @@ def _install_chunk(chunk: nn.Module) -> int:
             HiddenMove.install(module)
             if isinstance(module, PlannedMLASelfAttention):
                 latent.append(module)
+    if attentions and not attentions[0].installed:
+        chunk.register_forward_pre_hook(_announce_plans(attentions[0]), with_kwargs=True)
     latent_rotaries = _replace_latent_rotaries(latent)
     rotary = _replace_rotary(chunk)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
     return len(attentions)
+
+
+def _announce_plans(attention: PlannedAttention) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute."""
+
+    def hook(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PlannedBatchParams)), None)
+        if params is not None and params.plans:
+            attention.announce(params, next(model.parameters()).device)
+
+    return hook
 
 
 def _replace_latent_rotaries(layers: Sequence[PlannedMLASelfAttention]) -> dict[int, LatentRotary]:

@@ -50,7 +50,7 @@ class PlannedBatchParams(PackedSeqParams):
             dropped. None without dropout.
         tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
         canary: compares one layer's attention with the reference; None: not in this micro-batch.
-        agreement: comparison of the plan with those of other ranks before hidden states move; None before the first.
+        agreement: comparison of the plans with those of other ranks; None before the first.
     """
 
     plan: Plan | None = None
