@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
@@ -77,6 +77,8 @@ def test_documents_that_change_places_leave_micro_batches_within_the_bound() -> 
 
 @law
 @given(lengths_lists, replica_counts, fixed_times)
+@example([9, 37, 18], 3, 0.5)
+@example([27, 30, 5], 4, 0.0)
 def test_no_replica_is_idle_while_there_are_documents_for_all(lengths: list[int], replicas: int, fixed: float) -> None:
     assignment = assign([n + 1 for n in lengths], square, replicas, token_bound=BOUND + 1, per_micro_batch=fixed)
     assert sum(count > 0 for count in assignment.counts) == min(replicas, len(lengths))
