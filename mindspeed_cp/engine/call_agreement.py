@@ -7,8 +7,9 @@ soon the result is read depends on the device::
     device, group with gloo   a plan's first call waits; later calls go on, and read it in the backward or the next call
     device library alone      no call waits: the digests cross to the host on a stream of their own, and are read late
 
-Where plans are announced (`CallAgreement.announce`), as Megatron models do at the start of a micro-batch, the first
-call waits for that comparison, which was under way while the model computed, and the calls read their own late.
+Where plans are announced (`CallAgreement.announce`), as Megatron models do at the start of a micro-batch, one sum
+serves all its calls: the first one waits for it, which was under way while the model computed, and the next
+announcement compares what the calls ran, with their types and dropout keys.
 
 The backward of a call runs what its forward has compared.
 """
@@ -62,17 +63,19 @@ class _Comparison:
 
 @dataclass
 class _Announcement:
-    """Comparison of the plans of the calls to come.
+    """Comparison of the plans of the calls to come, and of the calls after the announcement before.
 
     Attributes:
         plans: digests of the plans.
         comparison: the gather.
-        is_agreed: True once a call has waited for it.
+        is_awaited: True once a call has waited for it.
+        calls: digest of the plans, types and dropout keys of the calls since then.
     """
 
     plans: frozenset[int]
     comparison: _Comparison
-    is_agreed: bool = False
+    is_awaited: bool = False
+    calls: int = 0
 
 
 _unread: WeakKeyDictionary[dist.ProcessGroup, deque[_Comparison]] = WeakKeyDictionary()
@@ -104,7 +107,9 @@ class CallAgreement:
         if not self._has_host_library:
             return
         digests = [plan_digest(plan) for plan in plans]
-        comparison = self._start(digest64(" ".join(map(str, digests))), plans[0])
+        before = _announced.get(self._group)
+        words = (*digests, "after", before.calls if before is not None else 0)
+        comparison = self._start(digest64(" ".join(map(str, words))), plans[0])
         _announced[self._group] = _Announcement(frozenset(digests), comparison)
 
     def check(self, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None = None) -> None:
@@ -115,38 +120,40 @@ class CallAgreement:
                 waits for the comparison, else the ranks.
         """
         self.read_finished()
-        comparison = self._start(digest64(f"{plan_digest(plan)} {dtype} {dropout}"), plan)
+        call = digest64(f"{plan_digest(plan)} {dtype} {dropout}")
         announced = _announced.get(self._group)
-        if announced is not None and plan_digest(plan) not in announced.plans:
-            announced = None
-        if announced is None:
-            waits = self._device.type == "cpu" or not self._is_agreed
-        else:
-            waits = not announced.is_agreed
-        if not (waits and self._has_host_library):
-            self._unread.append(comparison)
+        if announced is not None and plan_digest(plan) in announced.plans:
+            announced.calls = digest64(f"{announced.calls} {call}")
+            if not announced.is_awaited:
+                announced.is_awaited = True
+                self._wait(announced.comparison, plan, dtype, dropout)
             return
-        if announced is not None:
+        comparison = self._start(call, plan)
+        if self._has_host_library and (self._device.type == "cpu" or not self._is_agreed):
+            self._is_agreed = self._wait(comparison, plan, dtype, dropout)
+        else:
             self._unread.append(comparison)
-            comparison = announced.comparison
+
+    def _wait(self, comparison: _Comparison, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None) -> bool:
+        """Wait until all ranks take part, for a share of the time-out; return False after that: it is read later,
+        unless the messages of this call fail as well.
+
+        Raises:
+            ConfigError: ranks differ.
+        """
         try:
             with timed_span(COMPARISON):
                 comparison.wait(WAIT_SHARE * self._timeout)
-        except RuntimeError:  # read again later, unless the messages of this call fail as well
+        except RuntimeError:
             self._unread.append(comparison)
-            _announced.pop(self._group, None)
-            return
-        if not _all_equal(comparison.digests):
-            if announced is not None:  # that of this call differs too
-                self._unread.pop()
-                del _announced[self._group]
-            details = {"dtype": str(dtype), "dropout_key": str(dropout)}
-            with suppress(PeerError):  # ranks that came long before this one have gone on
-                compare_plans(plan, details, self._group, "cpu", WAIT_SHARE * self._timeout)
-            raise ConfigError(self._late_error(comparison))
-        self._is_agreed = True
-        if announced is not None:
-            announced.is_agreed = True
+            return False
+        if _all_equal(comparison.digests):
+            return True
+        error = self._late_error(comparison)
+        details = {"dtype": str(dtype), "dropout_key": str(dropout)}
+        with suppress(PeerError):  # ranks that came long before this one have gone on
+            compare_plans(plan, details, self._group, "cpu", WAIT_SHARE * self._timeout)
+        raise error
 
     def read_finished(self) -> None:
         """Read the comparisons of earlier calls that have finished; more than MAX_UNREAD are waited for.
@@ -165,16 +172,19 @@ class CallAgreement:
                     f"{self._timeout:g} s ({' '.join(str(error).split())[:160]})"
                 ) from error
             if not _all_equal(comparison.digests):
-                raise ConfigError(self._late_error(comparison))
+                raise self._late_error(comparison)
 
-    def _late_error(self, comparison: _Comparison) -> str:
+    def _late_error(self, comparison: _Comparison) -> ConfigError:
+        announced = _announced.pop(self._group, None)
+        is_announced = announced is not None and announced.comparison is comparison
         ranks_by_digest: dict[int, list[int]] = {}
         for rank, digest in enumerate(comparison.digests.tolist()):
             ranks_by_digest.setdefault(digest, []).append(rank)
         groups = sorted(ranks_by_digest.values(), key=len)
         texts = [f"{name_ranks(ranks, 'has', 'have')} one" for ranks in groups]
-        return (
-            f"rank {self._rank}: ranks ran different plans in the same call of attention: "
+        where = "micro-batch, or in the one before" if is_announced else "call of attention"
+        return ConfigError(
+            f"rank {self._rank}: ranks ran different plans in the same {where}: "
             f"{'; '.join(texts)}; this rank ran {comparison.call}; every rank "
             "calls attention with the same plans, types and dropout keys in the same order (is a rank's data loader a "
             "batch ahead?)"
