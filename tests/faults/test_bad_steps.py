@@ -84,7 +84,7 @@ def test_a_transient_nan_costs_a_restart_and_nothing_else(
 
 @pytest.mark.thorough
 @pytest.mark.fault(
-    fault="the same on two nodes",
+    fault="a NaN in one step of one rank of two nodes, `train.max_restarts` > 0",
     happens="each node starts its ranks again, and they meet; the same bits as without the fault",
     lost="the steps since that checkpoint",
     printed="on each node what it saw, and the number of the restart",
