@@ -13,6 +13,7 @@ HEAD = """\
 
 What can go wrong in a run, what happens then, what is lost, and what is printed. Each row is a test in `tests/faults`
 that makes the fault with real processes or files; `make docs-tables` writes this table from their `fault` marks.
+[performance.md](performance.md) tells what the checks cost.
 
 | fault | what happens | what is lost | what is printed | test |
 |---|---|---|---|---|
