@@ -105,7 +105,7 @@ def measure(
         choice = choose_placement(documents, documents, topology, attention)
         timeline = simulate_plan(plan, cluster)
         busy = timeline.compute + timeline.linear
-        figures["imbalance"].append(float(busy.max() / busy.mean()) - 1)
+        figures["imbalance"].append(float(busy.max() / busy.mean()))
         figures["fraction"].append(choice.bound / timeline.total)
         figures["model"].append(choice.score.total / timeline.total)
         for algorithm_name, (algorithm, algorithm_options) in OTHERS.items() if options.others else ():

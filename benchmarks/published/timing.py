@@ -41,8 +41,8 @@ class Layer:
 
     @property
     def imbalance(self) -> float:
-        """Busy time of the busiest rank over the mean, less one."""
-        return float(self.busy.max() / self.busy.mean()) - 1
+        """Busy time of the busiest rank over the mean; 1 is even."""
+        return float(self.busy.max() / self.busy.mean())
 
 
 @dataclass(frozen=True, eq=False)

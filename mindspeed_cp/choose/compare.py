@@ -61,7 +61,7 @@ class LayerMetrics:
         seconds: until the last rank is done.
         speedup: seconds of the even ring divided by these.
         fraction: lower bound divided by these; 1: perfect balance, whole tiles, no exposed communication.
-        imbalance: busy seconds of the busiest rank divided by the mean, minus 1.
+        imbalance: busy seconds of the busiest rank over the mean; 1 is even.
         attention, linear: kernel seconds.
         exposed: waits for messages that are due.
         late: waits for the slowest rank at the end.

@@ -80,9 +80,9 @@ class Timeline:
 
     @property
     def imbalance(self) -> float:
-        """Busy seconds of the busiest rank divided by the mean, minus 1."""
+        """Busy seconds of the busiest rank over the mean; 1 is even, also for no work."""
         busy = self.compute + self.linear
-        return float(busy.max() / busy.mean()) - 1 if busy.mean() > 0 else 0.0
+        return float(busy.max() / busy.mean()) if busy.mean() > 0 else 1.0
 
     @property
     def exposed(self) -> np.ndarray:

@@ -42,7 +42,7 @@ def simulation_tables(comparison: Comparison) -> list[Table]:
                 comparison.ms(metrics.seconds),
                 f"{metrics.speedup:.2f}",
                 f"{100 * metrics.fraction:.1f} %",
-                f"{100 * metrics.imbalance:.1f} %",
+                f"{metrics.imbalance:.3f}",
                 comparison.ms(metrics.compute),
                 comparison.ms(metrics.exposed),
                 comparison.ms(metrics.hidden),
