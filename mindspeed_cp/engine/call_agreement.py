@@ -9,7 +9,8 @@ soon the result is read depends on the device::
 
 Where plans are announced (`CallAgreement.announce`), as Megatron models do at the start of a micro-batch, one sum
 serves all its calls: the first one waits for it, which was under way while the model computed, and the next
-announcement compares what the calls ran, with their types and dropout keys.
+announcement compares what the calls ran, with their types and dropout keys (`train` does so before each update). A rank
+whose calls are not what it announced itself is then found after its messages have travelled.
 
 The backward of a call runs what its forward has compared.
 """
@@ -82,6 +83,12 @@ _unread: WeakKeyDictionary[dist.ProcessGroup, deque[_Comparison]] = WeakKeyDicti
 _announced: WeakKeyDictionary[dist.ProcessGroup, _Announcement] = WeakKeyDictionary()  # the latest of each group
 
 
+def calls_digest(group: dist.ProcessGroup | None) -> int:
+    """Return 52 bits of a digest of the calls since the last announcement, equal on all ranks that called alike."""
+    announced = _announced.get(resolve_group(group))
+    return 0 if announced is None else announced.calls % 2**52
+
+
 class CallAgreement:
     """Comparison of one plan's calls over a group.
 
@@ -99,17 +106,21 @@ class CallAgreement:
         self._unread = _unread.setdefault(self._group, deque())
         self._is_agreed = False
 
-    def announce(self, plans: Sequence[Plan]) -> None:
+    def announce(self, plans: Sequence[Plan], words: str = "") -> None:
         """Start to compare the plans of the calls until the next announcement; every rank of the group calls it.
 
         The first of these calls waits for it. Groups without gloo, whose calls wait for nothing, do nothing.
+
+        Args:
+            plans: of the calls.
+            words: what else must be equal, such as the type and the dropout seed.
         """
         if not self._has_host_library:
             return
         digests = [plan_digest(plan) for plan in plans]
         before = _announced.get(self._group)
-        words = (*digests, "after", before.calls if before is not None else 0)
-        comparison = self._start(digest64(" ".join(map(str, words))), plans[0])
+        compared = (*digests, words, "after", before.calls if before is not None else 0)
+        comparison = self._start(digest64(" ".join(map(str, compared))), plans[0])
         _announced[self._group] = _Announcement(frozenset(digests), comparison)
 
     def check(self, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None = None) -> None:

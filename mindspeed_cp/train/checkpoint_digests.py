@@ -3,7 +3,8 @@
 A checkpoint holds pickles, and loading a pickle may run any code. digests.json lists the SHA-256 of every other file,
 so that a flipped bit is noticed before anything is loaded, and carries an HMAC-SHA-256 (RFC 2104) of the list and of
 the folder's name, so that a file or a folder that somebody else put there is noticed too. The key is in the user's
-home, not beside the checkpoint: who can write a checkpoint cannot sign it.
+home, not beside the checkpoint: who can write a checkpoint cannot sign it. Digests are taken of files that were
+written, and compared before files are opened to be loaded: nobody else may write in the folder meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.run_files import error_text, write_json
+from mindspeed_cp.train.run_files import error_text, sync_folder, write_json
 
 DIGESTS = "digests.json"
 KEY_VARIABLE = "MINDSPEED_CP_KEY_FILE"
@@ -145,8 +146,11 @@ def _make_key(path: Path) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(secrets.token_bytes(32))
+        file.flush()
+        os.fsync(file.fileno())
     try:
         os.link(partial, path)
+        sync_folder(path.parent)
     except FileExistsError:
         pass
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,25 +81,61 @@ def check_digests(digests: Tensor, step: int, replicas: int) -> None:
     dispatched, contents, sample = digests.T.tolist()
     size = len(dispatched)
     kept = "the step was not kept, and checkpoints are untouched"
-    different = _minority(dispatched)
+    different, is_tie = _suspects(dispatched)
     if different:
         raise ConfigError(
             f"step {step}: {name_ranks(different, 'has', 'have')} assigned documents to replicas differently "
-            f"from the other ranks of {size}; every rank needs the same settings, data.corpus and version of this "
+            f"{_from_whom(is_tie, size)}; every rank needs the same settings, data.corpus and version of this "
             f"package; {kept}"
         )
-    different = _minority(sample)
+    different, is_tie = _suspects(sample)
     per_replica = size // replicas
     for first in range(0, size if not different else 0, per_replica):
-        different += [first + rank for rank in _minority(contents[first : first + per_replica])]
+        of_replica, is_split = _suspects(contents[first : first + per_replica])
+        different += [first + rank for rank in of_replica]
+        is_tie |= is_split
     if different:
         raise ConfigError(
-            f"step {step}: {name_ranks(different)} of {size} read other contents of the same documents than the other "
-            f"ranks; every rank needs the same files in data.corpus; {kept}"
+            f"step {step}: {name_ranks(different)} of {size} read the contents of the same documents differently "
+            f"{_from_whom(is_tie, size)}; every rank needs the same files in data.corpus; {kept}"
         )
+
+
+def check_calls(digests: Tensor, step: int, replicas: int) -> None:
+    """Raise ConfigError, naming the ranks, unless all ranks of a replica have called attention alike.
+
+    Args:
+        digests: fp64 [ranks]: of the plans, types and dropout keys of the calls of the last micro-batch; those before
+            are compared with the announcement of the next one.
+        step: number of the step.
+        replicas: number of data-parallel replicas, each of consecutive ranks.
+    """
+    of_replicas = digests.view(replicas, -1).tolist()
+    suspects = [_suspects(values) for values in of_replicas]
+    per_replica = len(of_replicas[0])
+    different = [first * per_replica + rank for first, (ranks, _) in enumerate(suspects) for rank in ranks]
+    if different:
+        is_tie = any(is_split for _, is_split in suspects)
+        raise ConfigError(
+            f"step {step}: {name_ranks(different)} called attention differently (plans, types or dropout keys) "
+            f"{_from_whom(is_tie, len(digests))}; the step was not kept, and checkpoints are untouched"
+        )
+
+
+def _from_whom(is_tie: bool, size: int) -> str:
+    return "from each other, and any of them may be wrong" if is_tie else f"from the other ranks of {size}"
 
 
 def _minority(values: Sequence[Any]) -> list[int]:
     """Return the indices of all values but the most frequent one, of equally frequent ones the first."""
     usual = max(values, key=values.count)
     return [index for index, value in enumerate(values) if value != usual]
+
+
+def _suspects(values: Sequence[Any]) -> tuple[list[int], bool]:
+    """Return the indices of all values but the most frequent one, and False; if no value is the most frequent one, all
+    indices and True."""
+    counts = Counter(values).most_common(2)
+    if len(counts) == 2 and counts[0][1] == counts[1][1]:
+        return list(range(len(values))), True
+    return _minority(values), False

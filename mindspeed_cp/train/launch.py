@@ -127,6 +127,8 @@ def _launch(
     if sys.platform == "linux" and nodes.count == 1:
         # All ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not {"", os.getcwd()} & set(sys.path):  # nor do ranks look for modules in the working folder (Python 3.11)
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
     arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
     command = [sys.executable, *arguments]
     rank_logs = RankLogs(RunFiles(Path(settings.output.folder)).logs if logs is None else logs)

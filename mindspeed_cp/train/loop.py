@@ -16,7 +16,7 @@ from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, open_corpus
-from mindspeed_cp.errors import ConfigError, DivergenceError
+from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train.attention_canary import canary_of_step
@@ -173,48 +173,54 @@ def _run_steps(
     probe = ComputeProbe(world.device)
     replicas = ReplicaCheck(run.training, world, progress.step)
     replicas_interval = settings.train.check_weight_hash_across_dp_replicas_interval
-    while progress.step < last:
-        step = progress.step + 1
-        with run.hang_watch.step(step), tracer.step(step, batches) as step_batches:
-            began = time.perf_counter()
-            checks = StepChecks(compare_digests, canary_of_step(settings, step), probe.seconds())
-            result = run_step(
-                run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
+    try:
+        while progress.step < last:
+            step = progress.step + 1
+            with run.hang_watch.step(step), tracer.step(step, batches) as step_batches:
+                began = time.perf_counter()
+                checks = StepChecks(compare_digests, canary_of_step(settings, step), probe.seconds())
+                result = run_step(
+                    run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
+                )
+                seconds = time.perf_counter() - began
+            if result.action == "rollback":
+                saver.finish()
+                progress = _roll_back(run, policy, progress, result)
+                saver.newest = run.files.checkpoint(progress.step)
+                replicas.agreed_step = progress.step
+                continue
+            skipped = result.action == "skip"
+            progress = replace(
+                progress,
+                step=step,
+                tokens=progress.tokens + result.tokens,
+                seconds=progress.seconds + seconds,
+                data=result.data,
+                losses=progress.losses if skipped else with_loss(progress.losses, result.loss),
+                spike=result.problem is not None and not skipped,
+                skipped_steps=progress.skipped_steps + skipped,
             )
-            seconds = time.perf_counter() - began
-        if result.action == "rollback":
-            saver.finish()
-            progress = _roll_back(run, policy, progress, result)
-            continue
-        skipped = result.action == "skip"
-        progress = replace(
-            progress,
-            step=step,
-            tokens=progress.tokens + result.tokens,
-            seconds=progress.seconds + seconds,
-            data=result.data,
-            losses=progress.losses if skipped else with_loss(progress.losses, result.loss),
-            spike=result.problem is not None and not skipped,
-            skipped_steps=progress.skipped_steps + skipped,
-        )
-        if writer is not None:
-            writer.step(step, result, seconds)
-        if result.problem is not None:
-            run.note(f"step {step}: {result.problem}{'; its update was left out' if skipped else ''}")
-        saves = result.stop or step == last or (interval and step % interval == 0)
-        if replicas_interval and (saves or step % replicas_interval == 0):
-            replicas(step, saver.newest.name if saver.newest else None)
-        if saves:
-            saver.save(progress)
-            if progress.spike:
-                stays = saver.newest.name if saver.newest else "none"
-                run.note(f"the checkpoint of step {step} is that of a spike: `latest` stays at {stays}")
             if writer is not None:
-                writer.draw()
-        else:
-            saver.finish_if_written()
-        if result.stop and progress.step < last:  # a request in the last step changes nothing
-            return progress, saver.close(), run.stop_request.reason or "a signal to another rank"
+                writer.step(step, result, seconds)
+            if result.problem is not None:
+                run.note(f"step {step}: {result.problem}{'; its update was left out' if skipped else ''}")
+            saves = result.stop or step == last or (interval and step % interval == 0)
+            if replicas_interval and (saves or step % replicas_interval == 0):
+                replicas(step, saver.newest.name if saver.newest else None)
+            if saves:
+                saver.save(progress)
+                if progress.spike:
+                    stays = saver.newest.name if saver.newest else "none"
+                    run.note(f"the checkpoint of step {step} is that of a spike: `latest` stays at {stays}")
+                if writer is not None:
+                    writer.draw()
+            else:
+                saver.finish_if_written()
+            if result.stop and progress.step < last:  # a request in the last step changes nothing
+                return progress, saver.close(), run.stop_request.reason or "a signal to another rank"
+    except (CorruptionError, DivergenceError):  # all ranks raise these, so they can complete what is written
+        saver.finish()
+        raise
     return progress, saver.close(), None
 
 
@@ -225,7 +231,8 @@ def _roll_back(run: _Run, policy: BadStepPolicy, progress: Progress, result: Ste
         DivergenceError: there is none, or the run went back to it too often.
     """
     bad, problem = progress.step + 1, result.problem or ""
-    loaded, folder, notes = resume(run.settings, run.training, run.world)
+    own = run.settings.checkpoint.model_copy(update={"resume": True})  # the run's own, also after --no-resume
+    loaded, folder, notes = resume(run.settings.model_copy(update={"checkpoint": own}), run.training, run.world)
     if folder is None:
         raise DivergenceError(f"step {bad}: {problem}; there is no checkpoint to go back to: lower train.lr")
     policy.rolled_back(bad, loaded.step, problem)

@@ -71,6 +71,11 @@ def listening_socket(name: str, port: int, interface: str | None = None) -> sock
         raise ConfigError(
             f"MASTER_ADDR = {name}: cannot be found ({error.strerror}); give the address itself"
         ) from None
+    if ipaddress.ip_address(address[0]).is_unspecified:
+        raise ConfigError(
+            f"MASTER_ADDR = {name}: means every address of this machine; give the one that the other nodes reach, in a "
+            "network of your own"
+        )
     if name not in ("localhost", address[0]) and ipaddress.ip_address(address[0]).is_loopback:
         addresses = interface_addresses().get(interface or "", [])
         if not addresses:

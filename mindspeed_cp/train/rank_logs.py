@@ -20,7 +20,7 @@ _DRAIN_SECONDS = 1.0  # a process that the rank started may still hold its outpu
 
 
 def open_log(folder: Path, rank: int) -> int:
-    """Return a handle that appends to the log of a rank. The folder is created; a link is not followed.
+    """Return a handle that appends to the log of a rank. The folder is created; a file that is a link is refused.
 
     Raises:
         ConfigError: it cannot be written.

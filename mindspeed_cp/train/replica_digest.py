@@ -3,8 +3,11 @@
 After each step all replicas of a weight, and of its state of Adam, have the same bits: every replica adds the same
 reduced gradient. A rank whose memory or arithmetic failed trains on with other values, and nothing else says so. The
 digest of a tensor is the sum of its elements, read as integers, times fixed odd multipliers of their places, modulo
-2**64: exact, the same in any order of addition, and different after one element has changed in any way or two elements
-have been swapped. Only when digests differ, a second message looks for the tensor.
+2**64: exact, the same in any order of addition, and different after one element has changed in any way; two elements
+that were swapped are found but for a chance of 2**-60. Only when digests differ, a second message looks for the tensor.
+
+What tensor-parallel ranks hold alike (norms, a router) is compared over data- and context-parallel ranks only, and
+buffers are not compared.
 """
 
 from __future__ import annotations
@@ -50,10 +53,13 @@ class ReplicaCheck:
         training: model and optimizer. State that a distributed optimizer shards has no replicas and is left out.
         world: this rank among all.
         step: the step whose weights were loaded or made; they are taken to agree.
+
+    Attributes:
+        agreed_step: the newest step whose weights agree.
     """
 
     def __init__(self, training: TrainingModel, world: World, step: int) -> None:
-        self._training, self._world, self._agreed = training, world, step
+        self._training, self._world, self.agreed_step = training, world, step
 
     def __call__(self, step: int, checkpoint: str | None) -> None:
         """Compare the digests of all ranks after a step; a collective of 32 bytes from each rank.
@@ -72,13 +78,13 @@ class ReplicaCheck:
         parts = [parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()]
         rows = _gather(np.array([*parts, *(_digest_of(digests[experts == e]) for e in (False, True))]), self._world)
         if not any(differing(rows[:, 2 + e], rows[:, e]) for e in (0, 1)):
-            self._agreed = step
+            self.agreed_step = step
             return
         columns = _gather(digests, self._world)
         for index, tensor in enumerate(tensors):
             differences = differing(columns[:, index], rows[:, int(tensor.is_expert)])
             if differences:
-                raise CorruptionError(_message(differences, tensor.name, step, self._agreed, checkpoint))
+                raise CorruptionError(_message(differences, tensor.name, step, self.agreed_step, checkpoint))
         raise CorruptionError(f"step {step}: digests of weights differ between ranks, those of their tensors do not")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_cp.engine.call_agreement import calls_digest
 from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import DivergenceError
@@ -20,7 +21,7 @@ from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
 from mindspeed_cp.train.attention_canary import check_canary
 from mindspeed_cp.train.bad_steps import Action, BadStepPolicy
-from mindspeed_cp.train.data_checks import check_digests
+from mindspeed_cp.train.data_checks import check_calls, check_digests
 from mindspeed_cp.train.finite_probe import gradient_norm, nonfinite_ranks
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
@@ -34,7 +35,17 @@ with megatron_imports():
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds", "plans", "cached_plans")
 #: Columns of the table that ranks gather in a step, one row for each rank.
 _DIGESTS = ("digest", "content_digest", "sample_digest")  # fields of MicroBatch that ranks compare
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", *_DIGESTS, "stop", "gradient", "probe_seconds")
+_COLUMNS = (
+    "loss",
+    "counted",
+    *_SUMMED_FIELDS,
+    "waiting_seconds",
+    *_DIGESTS,
+    "calls",
+    "stop",
+    "gradient",
+    "probe_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -175,12 +186,20 @@ def forward_backward(
     with timed_span("gather"):
         table = world.gather(
             [
-                *(loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests),
+                *(
+                    loss,
+                    counted,
+                    *feed.sums.values(),
+                    feed.waiting_seconds,
+                    *feed.digests,
+                    calls_digest(world.cp_group),
+                ),
                 *(stop_request.reason is not None, gradient_norm(training.ddp_model), checks.probe_seconds),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
     check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, world.replicas)
+    check_calls(ranks["calls"], step, world.replicas)
     nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
     if nonfinite is not None:
         first = training.probe.first_bad(world)

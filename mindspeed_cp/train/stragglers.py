@@ -55,7 +55,8 @@ class ComputeProbe:
 class StragglerWatch:
     """Names a rank once that is slower than the others in many steps in a row.
 
-    Slower means: by more than `deviations` times the median absolute deviation of the ranks, and by more than `least`.
+    Slower means: than the median of the faster half of the ranks, by more than `deviations` times the median absolute
+    deviation of that half, and by more than `least`. Thus half of the ranks may be slow, such as one node of two.
 
     Args:
         deviations: how many median absolute deviations above the median.
@@ -77,8 +78,9 @@ class StragglerWatch:
         times = np.asarray(seconds, dtype=float)
         if len(self._counts) != len(times):
             self._counts = np.zeros(len(times), dtype=int)
-        middle = float(np.median(times))
-        spread = float(np.median(np.abs(times - middle)))
+        faster = np.sort(times)[: (len(times) + 1) // 2]
+        middle = float(np.median(faster))
+        spread = float(np.median(np.abs(faster - middle)))
         limit = middle + max(self._deviations * spread, self._least * middle)
         self._counts = np.where(times > limit, self._counts + 1, 0)
         new = [int(rank) for rank in np.flatnonzero(self._counts >= self._steps) if rank not in self._named]
@@ -89,5 +91,6 @@ class StragglerWatch:
         return (
             f"{name_ranks(new, 'is', 'are')} slow: "
             f"the same multiplication has taken longer than on the other ranks in {self._steps} steps in "
-            f"a row, {slower} times the median in this one; look for other processes, heat, or a failing device there"
+            f"a row, {slower} times the median of the faster half in this one; look for other processes, heat, or a "
+            "failing device there"
         )

@@ -132,5 +132,7 @@ def test_a_rank_that_reads_other_bytes_is_named_in_the_same_step(
     """Of one replica, and of two, of which each reads its own documents and one of the others'."""
     settings = steps(corpus, tmp_path, 2, context_parallel_suite__context_parallel_size=cp)
     for text in fresh_ranks.run(2, read_otherwise, settings.model_dump_json()):
-        assert text.startswith("ConfigError: step 1: rank 1 of 2 read other contents of the same documents")
+        assert text.startswith(
+            "ConfigError: step 1: ranks 0, 1 of 2 read the contents of the same documents differently from each other"
+        )
     assert not list((tmp_path / "checkpoints").glob("iter*"))

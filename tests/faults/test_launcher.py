@@ -80,7 +80,7 @@ def test_no_port_listens_for_the_ranks_to_meet(corpus: Path, tmp_path: Path, sta
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can try it as another user")
 def test_another_user_cannot_open_the_store(tmp_path: Path) -> None:
-    knock = "import os, sys; os.setgid(65534); os.setuid(65534); open(sys.argv[1], 'ab')"
+    knock = "import os, sys; os.setgid(65534); os.setuid(65534); print('changed'); open(sys.argv[1], 'ab')"
     program = "import os, time; open(os.environ['MINDSPEED_CP_STORE'], 'w').close(); time.sleep(1200)"
     with local_ranks([sys.executable, "-c", program], 1) as ranks:
         (process,) = ranks._processes
@@ -88,7 +88,7 @@ def test_another_user_cannot_open_the_store(tmp_path: Path) -> None:
         wait_until(lambda: Path(environment().get("MINDSPEED_CP_STORE", "/none")).exists(), "store")
         store = environment()["MINDSPEED_CP_STORE"]
         done = subprocess.run([sys.executable, "-c", knock, store], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and "PermissionError" in done.stderr
+    assert done.returncode == 1 and done.stdout == "changed\n" and "PermissionError" in done.stderr
     assert not Path(store).parent.exists()
 
 
@@ -170,7 +170,9 @@ def test_a_hang_is_dumped_into_the_log_before_the_time_out_ends_it(
     (first,) = [rank for rank in run.ranks() if rank.environ()["RANK"] == "0"]
     first.suspend()
     run.wait_for(lambda: "the stacks of all threads" in log.read_text(), "the dump")
-    wait_until(lambda: "forward_backward" in log.read_text())
+    wait_until(lambda: "forward_backward" in log.read_text(), "stack in the log")
     assert "48 s, and ranks that wait 60 s for another end" in log.read_text()
     assert "parameters, context" in (folder / "logs" / "rank0.log").read_text()
     assert "parameters, context" not in log.read_text()
+    code, _, errors = run.end()
+    assert code == 1 and len(errors) == 1 and "rank 1 lost rank 0: dead, or silent for longer than" in errors[0], errors

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_cp.train.run_files import read_metrics
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_launch import COMMAND, Run, write
 from tests.train.test_training import curve, tiny
@@ -53,11 +54,13 @@ def test_a_run_stopped_by_sigint_says_sigint(corpus: Path, tmp_path: Path, start
     code, out, errors = run.end()
     assert (code, errors) == (0, []) and "stopped by SIGINT after step " in out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "SIGINT"
+    steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"iter_{steps:07d}\n"
 
 
 @pytest.mark.fault(
     fault="somebody put links at the names of the run's files, and the folder is called $\\frac$",
-    happens="links are replaced or refused, and nothing is written through them",
+    happens="links at names of files are replaced or refused; folders that are links are followed",
     lost="nothing",
     printed="nothing",
 )

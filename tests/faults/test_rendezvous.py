@@ -76,7 +76,7 @@ def test_two_nodes_train_and_only_their_address_listens(corpus: Path, tmp_path: 
     ]
     try:
         metrics = folder / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "step 2")
         family = [psutil.Process(launcher.pid) for launcher in launchers]
         assert all(listening(launcher) == set() for launcher in family)
         ranks = [child for launcher in family for child in launcher.children() if "python" in child.name()]
@@ -148,6 +148,8 @@ def test_a_name_that_is_loop_back_here_takes_the_address_of_the_interface(monkey
     ("name", "says"),
     [
         ("192.0.2.1", "MASTER_ADDR = 192.0.2.1, MASTER_PORT = {port}: rank 0 cannot listen there (Cannot assign"),
+        ("0.0.0.0", "MASTER_ADDR = 0.0.0.0: means every address of this machine; give the one"),
+        ("::", "MASTER_ADDR = ::: means every address of this machine"),
         ("no.such.name.invalid", "MASTER_ADDR = no.such.name.invalid: cannot be found"),
     ],
 )

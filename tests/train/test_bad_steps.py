@@ -111,10 +111,11 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
 
 
 def run(fresh_ranks: FreshRanks, fault: str, corpus: Path, folder: Path, **changes: Any) -> Any:
-    settings = tiny(
-        corpus, folder, train__train_iters=6, train__lr_warmup_iters=0, checkpoint__save_interval=2,
-        context_parallel_suite__context_parallel_size=2, **changes,
-    )  # fmt: skip
+    common = {
+        "train__train_iters": 6, "train__lr_warmup_iters": 0, "checkpoint__save_interval": 2,
+        "context_parallel_suite__context_parallel_size": 2,
+    }  # fmt: skip
+    settings = tiny(corpus, folder, **common | changes)
     return fresh_ranks.run(2, train_with_a_fault, settings.model_dump_json(), fault)
 
 
@@ -127,6 +128,16 @@ def test_rank_and_layer_of_the_first_bad_value_are_named(
         layer = "output of decoder.layers.1" if fault == "forward" else "gradient at the output of decoder.layers.1."
         assert f"(first seen: the {layer}" in line and " on rank 1)" in line and "\n" not in line
     assert (tmp_path / "checkpoints" / "latest").read_text() == "iter_0000002\n"
+
+
+def test_a_checkpoint_that_is_being_written_is_completed_before_all_ranks_end(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    changes = {"checkpoint__async_save": True, "checkpoint__save_interval": 3}
+    for line in run(fresh_ranks, "forward", corpus, tmp_path, **changes):
+        assert line.startswith("step 4: the loss")
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "iter_0000003\n"
+    assert not list((tmp_path / "checkpoints").glob(".saving-*"))
 
 
 def test_a_skipped_step_leaves_the_weights(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
@@ -145,7 +156,8 @@ def test_a_rollback_leaves_the_batches_out(fresh_ranks: FreshRanks, corpus: Path
         tiny(corpus, tmp_path / "plain", train__train_iters=8, train__lr_warmup_iters=0, train__lr_decay_iters=6,
              context_parallel_suite__context_parallel_size=2), 2,
     )  # fmt: skip
-    result, _ = run(fresh_ranks, "forward", corpus, tmp_path / "back", train__nonfinite_policy="rollback")
+    changes = {"train__nonfinite_policy": "rollback", "checkpoint__resume": False}  # --no-resume
+    result, _ = run(fresh_ranks, "forward", corpus, tmp_path / "back", **changes)
     lines = result["lines"]
     assert values(lines, "step") == [1, 2, 3, 4, 5, 6] and result["summary"]["rollbacks"] == 1
     assert values(lines, "documents") == values([*plain[:2], *plain[4:]], "documents"), "batches 3 and 4 are left out"

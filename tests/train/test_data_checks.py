@@ -6,29 +6,42 @@ import pytest
 import torch
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.data_checks import check_digests
+from mindspeed_cp.train.data_checks import check_calls, check_digests
 
 EQUAL = [[5, 7, 9], [5, 7, 9], [5, 8, 9], [5, 8, 9], [5, 6, 9], [5, 6, 9]]  # three replicas of two ranks
 
 
-def told(column: int, *ranks: int, replicas: int = 3) -> str:
-    digests = torch.tensor(EQUAL, dtype=torch.float64)
-    digests[list(ranks), column] += 1
+def told(column: int, *ranks: int, replicas: int = 3, digests: list[list[int]] = EQUAL) -> str:
+    of_ranks = torch.tensor(digests, dtype=torch.float64)
+    of_ranks[list(ranks), column] += 1
     with pytest.raises(ConfigError) as caught:
-        check_digests(digests, 12, replicas)
+        check_digests(of_ranks, 12, replicas)
     return str(caught.value)
 
 
 def test_replicas_read_other_documents_and_their_ranks_the_same() -> None:
     check_digests(torch.tensor(EQUAL, dtype=torch.float64), 12, 3)
-    assert told(1, 3).startswith("step 12: rank 3 of 6 read other contents of the same documents")
-    assert told(1, 1, 5).startswith("step 12: ranks 1, 5 of 6 read other contents")
+    assert told(1, 3).startswith("step 12: ranks 2, 3 of 6 read the contents of the same documents differently")
+    assert "any of them may be wrong" in told(1, 3), "of two ranks nobody knows which"
+    assert told(1, 1, 5).startswith("step 12: ranks 0, 1, 4, 5 of 6 read the contents")
+    three = told(1, 4, replicas=1, digests=[[5, 7, 9]] * 5)
+    assert three.startswith("step 12: rank 4 of 5 read") and "from the other ranks of 5" in three
 
 
 def test_what_all_ranks_read_is_compared_over_replicas() -> None:
-    assert told(2, 4, 5).startswith("step 12: ranks 4, 5 of 6 read other contents of the same documents")
+    assert told(2, 4, 5).startswith("step 12: ranks 4, 5 of 6 read the contents of the same documents")
 
 
 def test_other_documents_are_told_first() -> None:
     assert told(0, 2).startswith("step 12: rank 2 has assigned documents to replicas differently")
     assert told(0, 2, 3).startswith("step 12: ranks 2, 3 have assigned documents to replicas differently")
+
+
+def test_calls_are_compared_in_each_replica() -> None:
+    check_calls(torch.tensor([4.0, 4, 4, 7, 7, 7]), 12, 2)
+    with pytest.raises(
+        ConfigError, match=r"^step 12: rank 4 called attention differently .* from the other ranks of 6"
+    ):
+        check_calls(torch.tensor([4.0, 4, 4, 7, 8, 7]), 12, 2)
+    with pytest.raises(ConfigError, match=r"ranks 2, 3 called attention differently .* any of them may be wrong"):
+        check_calls(torch.tensor([4.0, 4, 7, 8]), 12, 2)

@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_cp.comm import last_wait
 from mindspeed_cp.comm.transport import Transfer
+from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.hang_watch import HangWatch
 from mindspeed_cp.train.stragglers import ComputeProbe, StragglerWatch
 from tests.limits import HANG
@@ -36,6 +37,18 @@ def test_noise_hiccups_and_small_differences_name_nobody(spread: float) -> None:
         times[2] *= 1.1  # for ever, but little
         times[5] *= 30.0 if step % 20 else 1.0  # much, but not long enough
         assert watch.add(times) is None
+
+
+@pytest.mark.parametrize(("ranks", "slow"), [(2, (0,)), (2, (1,)), (4, (2, 3)), (5, (0, 1))])
+def test_half_of_the_ranks_may_be_slow(ranks: int, slow: tuple[int, ...]) -> None:
+    """As one node of two, or one rank of two."""
+    watch, random = StragglerWatch(steps=5), np.random.default_rng(2)
+    told = []
+    for _ in range(5):
+        times = random.normal(1.0, 0.01, ranks)
+        times[list(slow)] *= 2.0
+        told.append(watch.add(times))
+    assert told[:4] == [None] * 4 and f"{name_ranks(slow, 'is', 'are')} slow" in str(told[4])
 
 
 def test_a_single_rank_is_never_slow() -> None:

@@ -177,10 +177,12 @@ class PlannedAttention(MegatronModule):
             params.canary.observe(q, k, v, out, plan, params.rank, dropout_key)
         return params.from_rows(out)
 
-    def announce(self, params: PlannedBatchParams, device: torch.device) -> None:
-        """Start to compare the plans of a micro-batch with those of other ranks, before its first attention."""
+    def announce(self, params: PlannedBatchParams, weight: Tensor) -> None:
+        """Start to compare the plans of a micro-batch with those of other ranks, before its first attention; also the
+        type of the weights, the dropout seed, and whether the model is trained."""
         if self.cp_group.size() > 1:
-            self._agreement(params, device).announce(params.plans)
+            words = f"{weight.dtype} {params.dropout_seed} {self.training}"
+            self._agreement(params, weight.device).announce(params.plans, words)
 
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
         """Raise ConfigError if ranks have different plans, before hidden states move: what travels depends on it."""

@@ -64,10 +64,10 @@ def _install_chunk(chunk: nn.Module) -> int:
             HiddenMove.install(module)
             if isinstance(module, PlannedMLASelfAttention):
                 latent.append(module)
-    if attentions and not attentions[0].installed:
-        chunk.register_forward_pre_hook(_announce_plans(attentions[0]), with_kwargs=True)
     latent_rotaries = _replace_latent_rotaries(latent)
     rotary = _replace_rotary(chunk)
+    if attentions and not attentions[0].installed:
+        chunk.register_forward_pre_hook(_announce_plans(attentions[0]), with_kwargs=True)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
     return len(attentions)
@@ -79,7 +79,7 @@ def _announce_plans(attention: PlannedAttention) -> Callable[[nn.Module, tuple[A
     def hook(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PlannedBatchParams)), None)
         if params is not None and params.plans:
-            attention.announce(params, next(model.parameters()).device)
+            attention.announce(params, next(model.parameters()))
 
     return hook
 
