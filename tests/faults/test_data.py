@@ -136,3 +136,31 @@ def test_a_rank_that_reads_other_bytes_is_named_in_the_same_step(
             "ConfigError: step 1: ranks 0, 1 of 2 read the contents of the same documents differently from each other"
         )
     assert not list((tmp_path / "checkpoints").glob("iter*"))
+
+
+def call_otherwise(settings: str) -> str:
+    """In a rank: rank 1 calls attention with dropout keys of other layers, by a fault of the program."""
+    from mindspeed_cp.megatron import PlannedAttention
+
+    key = PlannedAttention._dropout_key
+    if os.environ["RANK"] == "1":
+        PlannedAttention._dropout_key = lambda self, params: (key(self, params)[0], 7)  # type: ignore[index,method-assign]
+    with pytest.raises(Exception) as caught:
+        train_here(settings)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.fault(
+    fault="one rank drops other attention weights than the others",
+    happens="the step ends without an update",
+    lost="the steps since the newest checkpoint",
+    printed="the step and the ranks",
+)
+def test_a_rank_that_drops_otherwise_is_told_before_the_update(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    changes = {"model__attention_dropout": 0.1, "train__global_batch_size": 1}
+    settings = steps(corpus, tmp_path, 2, context_parallel_suite__context_parallel_size=2, **changes)
+    for text in fresh_ranks.run(2, call_otherwise, settings.model_dump_json()):
+        assert text.startswith("ConfigError: step 1: ranks 0, 1 called attention differently (plans, types or dropout")
+    assert not list((tmp_path / "checkpoints").glob("iter*"))
