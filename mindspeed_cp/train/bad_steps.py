@@ -21,10 +21,7 @@ ROLLBACKS_TO_A_CHECKPOINT = 3
 
 Action = Literal["keep", "skip", "rollback"]
 
-_ADVICE = (
-    "lower train.lr or clip more (train.clip_grad), which a resumed run may, or set train.nonfinite_policy or "
-    "train.spike_policy to skip or rollback; the step was not kept, and checkpoints are untouched"
-)
+_ADVICE = "lower train.lr or clip more (train.clip_grad), which a resumed run may"
 
 
 def spike_limit(losses: Sequence[float], mads: float) -> float:
@@ -87,10 +84,14 @@ class BadStepPolicy:
                 f"{self.mads:g} MAD"
             )
         if policy == "stop":
-            raise DivergenceError(f"step {step}: {problem}; {_ADVICE}")
+            key = "spike_policy" if nonfinite is None else "nonfinite_policy"
+            raise DivergenceError(
+                f"step {step}: {problem}; {_ADVICE}, or set train.{key} to skip or rollback; the step was not kept, "
+                "and checkpoints are untouched"
+            )
         self._skips = self._skips + 1 if policy == "skip" else 0
         if self._skips > SKIPS_IN_A_ROW:
-            raise DivergenceError(f"step {step}: {problem}, after {SKIPS_IN_A_ROW} skipped steps; {_ADVICE}")
+            raise DivergenceError(f"step {step}: {problem}, after {SKIPS_IN_A_ROW} skipped steps in a row; {_ADVICE}")
         return cast("Action", policy), problem
 
     def rolled_back(self, step: int, to: int, problem: str) -> None:

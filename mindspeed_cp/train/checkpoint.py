@@ -128,6 +128,7 @@ class BegunSave:
                 **vars(progress),
                 "ranks": world.size,
                 "identity": identity(settings),
+                "settings": settings.model_dump(mode="json"),
             }
             with disk_errors_for(files.checkpoints):
                 write_json(partial / "run.json", run)

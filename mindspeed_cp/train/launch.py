@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
@@ -29,7 +29,7 @@ from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.nodes import Nodes
 from mindspeed_cp.train.rank_logs import RankLogs
 from mindspeed_cp.train.resume import checkpoints_to_resume
-from mindspeed_cp.train.run_files import RunFiles
+from mindspeed_cp.train.run_files import RunFiles, open_no_link
 from mindspeed_cp.train.stop_request import stop_signals
 from mindspeed_cp.train.tensorboard_writer import check_tensorboard
 from mindspeed_cp.train.worker import run_rank
@@ -65,8 +65,9 @@ def start_local_ranks(
     preflight(settings, ranks, nodes)
     restarts = settings.train.max_restarts
     for attempt in range(restarts + 1):
-        node = replace(nodes, attempt=attempt)
-        code, line, stop_signal_names = _launch(settings, ranks, node, logs, as_json=as_json)
+        code, line, stop_signal_names = _launch(settings, ranks, nodes, logs, as_json=as_json)
+        if line:
+            _note_end(settings, nodes, logs, line)
         if code == BAD_INPUT:
             raise ConfigError(line)
         if code == OK:
@@ -81,6 +82,14 @@ def start_local_ranks(
             settings = settings.model_copy(update={"checkpoint": resumed})
     print(f"error: {line}", file=sys.stderr)
     return FAILED
+
+
+def _note_end(settings: Settings, nodes: Nodes, logs: Path | None, line: str) -> None:
+    """Append a line and its time to launcher.log beside the logs of the ranks: how a start of the ranks ended."""
+    folder = RunFiles(Path(settings.output.folder)).logs if logs is None else logs
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with suppress(OSError), open_no_link(folder / f"launcher{nodes.rank}.log") as file:
+        file.write(f"{now} {line}\n")
 
 
 def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:

@@ -16,9 +16,10 @@ from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, open_corpus
-from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError
+from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError, PeerError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
+from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.attention_canary import canary_of_step
 from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
 from mindspeed_cp.train.checkpoint_loading import resume
@@ -217,7 +218,13 @@ def _run_steps(
             else:
                 saver.finish_if_written()
             if result.stop and progress.step < last:  # a request in the last step changes nothing
-                return progress, saver.close(), run.stop_request.reason or "a signal to another rank"
+                saved = saver.close()
+                if result.orphans and run.stop_request.reason is None:
+                    raise PeerError(
+                        f"rank {world.rank}: the launcher of {name_ranks(result.orphans)} was killed; all ranks "
+                        f"stopped after step {step}, and {saved.name if saved else 'nothing'} is the newest checkpoint"
+                    )
+                return progress, saved, run.stop_request.reason or "a signal to another rank"
     except (CorruptionError, DivergenceError):  # all ranks raise these, so they can complete what is written
         saver.finish()
         raise

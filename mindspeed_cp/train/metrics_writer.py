@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -13,17 +15,35 @@ import torch
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.yaml_file import read_settings_file
+from mindspeed_cp.train.checkpoint_digests import DamagedCheckpointError
 from mindspeed_cp.train.comparison import comparison_text
 from mindspeed_cp.train.loss_curve import LossCurve
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.progress_display import open_display
 from mindspeed_cp.train.rank_logs import open_own_log
+from mindspeed_cp.train.resume import read_run_json
 from mindspeed_cp.train.run_files import RunFiles, open_no_link, truncate_metrics, write_json, write_text
 from mindspeed_cp.train.run_identity import changed_settings, run_complete_note
 from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.stragglers import StragglerWatch
 from mindspeed_cp.train.tensorboard_writer import TensorBoardWriter
 from mindspeed_cp.train.world import unused_accelerator
+
+
+def settings_before(files: RunFiles, step: int) -> Mapping[str, Any]:
+    """Return the settings with which the checkpoint of a step was written; empty if they are not known.
+
+    Checkpoints of older versions have none: those of settings.yaml count, which the last start wrote after its first
+    step.
+    """
+    if not step:
+        return {}
+    try:
+        saved = read_run_json(files.checkpoint(step)).get("settings")
+        return saved if isinstance(saved, dict) else read_settings_file(files.settings).data
+    except (ConfigError, DamagedCheckpointError):
+        return {}
 
 
 class MetricsWriter:
@@ -44,7 +64,7 @@ class MetricsWriter:
         self._stragglers = StragglerWatch()
         self._tensorboard = TensorBoardWriter(files.tensorboard, progress.step) if settings.output.tensorboard else None
         self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
-        self._changed = changed_settings(files.settings, settings) if progress.step else []
+        self._changed = changed_settings(settings_before(files, progress.step), settings)
         self._display = open_display(
             settings.output.progress, progress.step, settings.train.train_iters, settings.output.log_interval,
             open_own_log(files.logs),
@@ -69,6 +89,7 @@ class MetricsWriter:
         """Write and show one step."""
         line: dict[str, Any] = {
             "step": step,
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from mindspeed_cp.device.network import interface_addresses
 from mindspeed_cp.errors import ConfigError
 
-ATTEMPT_VARIABLE = "MINDSPEED_CP_ATTEMPT"  # how often the ranks were started again
-
 
 @dataclass(frozen=True)
 class Nodes:
@@ -20,7 +18,6 @@ class Nodes:
         count: number of nodes.
         rank: this node, 0 to count - 1.
         address, port: where rank 0 listens for the others, if there are many nodes; a name or an address of node 0.
-        attempt: how often this node has started its ranks before; ranks of different attempts do not meet.
 
     Raises:
         ConfigError: A value is missing or out of range.
@@ -30,7 +27,6 @@ class Nodes:
     rank: int = 0
     address: str = ""
     port: int = 29500
-    attempt: int = 0
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -44,13 +40,7 @@ class Nodes:
 
     def environment(self) -> dict[str, str]:
         """Return the variables that tell ranks of many nodes where they meet."""
-        if self.count == 1:
-            return {}
-        return {
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-            ATTEMPT_VARIABLE: str(self.attempt),
-        }
+        return {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)} if self.count > 1 else {}
 
 
 def listening_socket(name: str, port: int, interface: str | None = None) -> socket.socket:

@@ -7,6 +7,7 @@ torchrun started share the store of its agent. No rank unpickles what a store ho
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,9 +16,11 @@ import torch.distributed as dist
 
 from mindspeed_cp.errors import PeerError
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
-from mindspeed_cp.train.nodes import ATTEMPT_VARIABLE, listening_socket
+from mindspeed_cp.train.nodes import listening_socket
 
 _RETRY_SECONDS = 0.2
+_TELL_SECONDS = 10.0  # after so long rank 0 says for whom it waits
+_COMPLETE = "all ranks came"
 
 
 def open_store(environment: Mapping[str, str], rank: int, size: int, local_size: int, timeout: timedelta) -> dist.Store:
@@ -52,54 +55,89 @@ def open_store(environment: Mapping[str, str], rank: int, size: int, local_size:
 
 
 def _join_on_rank_0(environment: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return the store of rank 0 as soon as all ranks of the same attempt share it.
+    """Return the store of rank 0 as soon as all ranks share it.
 
-    Every node starts its ranks again by itself (train.max_restarts), so one may come while rank 0 still ends the
-    attempt before: it waits for the store of its own.
+    Nodes start their ranks by themselves, again after a failure (train.max_restarts) or by hand after a reboot. So a
+    rank may find the store of a start that is ending, to which all ranks had come: it waits for that of the next one.
 
     Raises:
         ConfigError: Rank 0 cannot listen on MASTER_ADDR and MASTER_PORT.
-        PeerError: Rank 0 is in a later attempt, or other ranks do not come.
+        PeerError: Other ranks do not come.
         DistError: This rank does not find rank 0.
     """
-    name, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    attempt, deadline = int(environment.get(ATTEMPT_VARIABLE, "0")), time.monotonic() + timeout.total_seconds()
+    name, port, deadline = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), _Deadline(timeout)
     if rank == 0:
         listener = listening_socket(name, port, environment.get("GLOO_SOCKET_IFNAME"))
         address, bound = listener.getsockname()[:2]
         store = dist.TCPStore(
             address, bound, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        store.set("attempt", str(attempt))
-    while rank > 0:
-        left = timedelta(seconds=max(deadline - time.monotonic(), _RETRY_SECONDS))
+        _wait_for_others(store, size, f"{address}:{bound}", deadline)
+        store.set(_COMPLETE, "")
+        return store
+    while True:
         try:
-            store = dist.TCPStore(name, port, size, False, left, wait_for_workers=False)
-            current = int(store.get("attempt"))
-        except dist.DistError:
-            if time.monotonic() >= deadline:
+            store = dist.TCPStore(name, port, size, False, deadline.left, wait_for_workers=False)
+            if not store.check([_COMPLETE]):
+                store.set(f"rank {rank}", "")
+                store.wait([_COMPLETE], deadline.left)
+                store.set_timeout(timeout)
+                return store
+            problem = "rank 0 trains, or ends, with all ranks that it waited for"
+        except dist.DistStoreError:  # the time is over
+            problem = "not all ranks came"
+        except dist.DistNetworkError:  # rank 0 has not started, or ended meanwhile
+            if deadline.is_over:
                 raise
-            current = -1  # it ended meanwhile
-        if current > attempt:
-            raise PeerError(f"rank {rank} was started again {attempt} times, and rank 0 {current} times already")
-        if current == attempt:
-            break
+            problem = "rank 0 ended"
+        if deadline.is_over:
+            raise PeerError(
+                f"rank {rank} waited {deadline.seconds:g} s at MASTER_ADDR = {name} and MASTER_PORT = {port}, and "
+                f"{problem}; are all nodes started, with the same settings?"
+            )
         time.sleep(_RETRY_SECONDS)
-    store.set_timeout(timeout)
-    if store.add("joined", 1) == size:
-        store.set("complete", "")
-    try:
-        store.wait(["complete"], timedelta(seconds=max(deadline - time.monotonic(), _RETRY_SECONDS)))
-    except dist.DistError:
-        raise PeerError(
-            f"rank {rank} waited {timeout.total_seconds():g} s for all {size} ranks at MASTER_ADDR = {name} and "
-            f"MASTER_PORT = {port}, and {_joined(store)} came; are all nodes started, with the same settings?"
-        ) from None
-    return store
 
 
-def _joined(store: dist.Store) -> str:
-    try:
-        return str(store.add("joined", 0))
-    except dist.DistError:  # rank 0 has gone
-        return "not all"
+def _wait_for_others(store: dist.Store, size: int, place: str, deadline: _Deadline) -> None:
+    """Wait in rank 0 until all ranks have come; say so once.
+
+    Raises:
+        PeerError: They do not come in time; tells how many did.
+    """
+    missing, is_told, seconds = set(range(1, size)), False, deadline.seconds
+    while True:
+        missing = {rank for rank in missing if not store.check([f"rank {rank}"])}
+        if not missing:
+            return
+        came = f"{size - len(missing)} of {size} ranks"
+        if deadline.is_over:
+            raise PeerError(
+                f"rank 0 waited {seconds:g} s at {place}, and {came} came; are all nodes started, with the same "
+                "settings?"
+            )
+        if not is_told and deadline.passed > _TELL_SECONDS:
+            print(f"rank 0 waits at {place} up to {seconds:g} s; {came} are there", file=sys.stderr, flush=True)
+            is_told = True
+        time.sleep(_RETRY_SECONDS)
+
+
+class _Deadline:
+    """An end of waiting."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.seconds, self._start = timeout.total_seconds(), time.monotonic()
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    @property
+    def is_over(self) -> bool:
+        """True if the time has passed."""
+        return self.passed >= self.seconds
+
+    @property
+    def left(self) -> timedelta:
+        """The time that is left, at least _RETRY_SECONDS."""
+        return timedelta(seconds=max(self.seconds - self.passed, _RETRY_SECONDS))

@@ -66,7 +66,8 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
             notes.append(f"{folder}: is damaged ({error})")
             continue
         if not complete and not spikes:
-            check_same_run(settings, run["identity"], str(folder))
+            knows_contents = "contents" in (run["data"] or {})
+            check_same_run(settings, run["identity"], str(folder), knows_contents=knows_contents)
             saved_identity = run["identity"]
         if run["identity"] == saved_identity:
             (spikes if run.get("spike") else complete)[folder] = digests

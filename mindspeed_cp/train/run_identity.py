@@ -7,13 +7,12 @@ change on resume, as a run whose loss diverges needs; the change is told and wri
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
-from mindspeed_cp.schema.yaml_file import read_settings_file
 from mindspeed_cp.train.run_files import RunFiles
 
 _NOT_MODEL = {"recompute_granularity"}
@@ -46,9 +45,18 @@ def identity(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -> None:
-    """Raise ConfigError, naming the settings, unless a checkpoint belongs to these settings."""
+def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str, *, knows_contents: bool = False) -> None:
+    """Raise ConfigError, naming the settings, unless a checkpoint belongs to these settings.
+
+    Args:
+        settings: the present settings.
+        saved: the identity that the checkpoint has.
+        checkpoint: its folder.
+        knows_contents: True if it has digests of its corpus, which may then have been moved.
+    """
     now = identity(settings)
+    if knows_contents:
+        saved = saved | {"data.corpus": now["data.corpus"]}
     # An older version that did not know a setting had no other value than the default.
     saved = {key: value for key, value in _defaults().items() if key in now} | saved
     saved = {key: value for key, value in saved.items() if key not in {f"train.{rate}" for rate in OPTIMIZER_RATES}}
@@ -73,19 +81,14 @@ def _defaults() -> dict[str, Any]:
     return model | {"data.balance": Settings().data.balance}
 
 
-def changed_settings(path: Path, settings: Settings) -> list[str]:
-    """Return the settings that differ from those of the last start, without the length of the run, files and display:
+def changed_settings(before: Mapping[str, Any], settings: Settings) -> list[str]:
+    """Return the settings that differ from earlier ones, without the length of the run, files and display:
     'context_parallel_suite.algorithm was "ring" and is "direct"'.
 
     Args:
-        path: settings.yaml of the run, which its last start wrote after its first step; if it cannot be read, the
-            result is empty.
+        before: sections of the earlier settings; empty: they are not known.
         settings: the present settings.
     """
-    try:
-        before = read_settings_file(path).data
-    except ConfigError:
-        return []
     changes = []
     for name in ("model", "data", "context_parallel_suite", "train"):
         old = before.get(name)

@@ -77,6 +77,7 @@ class StepSums:
         plans, cached_plans: number of plans of all replicas, and how many of them were in the cache.
         algorithms: number of this replica's rows by algorithm.
         stop: True if any rank was asked to stop.
+        orphans: ranks whose launcher was killed.
         probe_seconds: time of the same computation on each rank (train/stragglers.py).
         data: state of the data stream behind the step's last row.
         nonfinite: what is not finite in loss or gradients, on which rank and in which layer first; None: nothing.
@@ -93,6 +94,7 @@ class StepSums:
     cached_plans: int
     algorithms: dict[str, int]
     stop: bool
+    orphans: list[int]
     probe_seconds: tuple[float, ...]
     data: dict[str, Any]
     nonfinite: str | None
@@ -194,7 +196,7 @@ def forward_backward(
                     *feed.digests,
                     calls_digest(world.cp_group),
                 ),
-                *(stop_request.reason is not None, gradient_norm(training.ddp_model), checks.probe_seconds),
+                *(stop_request.level, gradient_norm(training.ddp_model), checks.probe_seconds),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
@@ -230,6 +232,7 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
         cached_plans=total("cached_plans"),
         algorithms=dict(feed.algorithms),
         stop=bool(torch.any(ranks["stop"] > 0)),
+        orphans=(ranks["stop"] > 1).nonzero().flatten().tolist(),
         probe_seconds=tuple(ranks["probe_seconds"].tolist()),
         data=feed.state,
         nonfinite=nonfinite,

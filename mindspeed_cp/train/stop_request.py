@@ -9,6 +9,8 @@ from typing import Any
 
 from mindspeed_cp.train.local_agent import asked_by, launcher_is_gone
 
+LAUNCHER_DEATH = "the death of the launcher"
+
 
 class Stopped(Exception):
     """A rank was asked to stop and cannot finish its step; carries one line."""
@@ -43,13 +45,18 @@ class StopRequest:
     def reason(self) -> str | None:
         """Source of the request, as in "stopped by ...", or None."""
         if self._reason is None and launcher_is_gone(self._parent):
-            self._reason = "the death of the launcher"
+            self._reason = LAUNCHER_DEATH
         if self._reason == signal.SIGTERM.name:  # as which the launcher hands on what it got
             self._reason = asked_by() or self._reason
         return self._reason
+
+    @property
+    def level(self) -> int:
+        """0: no request; 1: a person or a program asked to stop; 2: the launcher of this rank was killed, a fault."""
+        return 0 if self.reason is None else 2 if self.reason == LAUNCHER_DEATH else 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         gone = number == signal.SIGTERM and launcher_is_gone(self._parent)
-        self._reason = "the death of the launcher" if gone else signal.Signals(number).name
+        self._reason = LAUNCHER_DEATH if gone else signal.Signals(number).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,42 @@ def test_two_nodes_start_their_ranks_again(
         assert code == 0, errors
         assert len(errors) == 1 and errors[0].endswith("starting all ranks again (1 of 1)"), errors
     assert_same_numbers(tmp_path / "run", plain)
+
+
+@pytest.mark.thorough
+@pytest.mark.fault(
+    fault="the launcher of one of two nodes is killed",
+    happens="all ranks save a checkpoint after their step; the other node fails, or starts its ranks again and waits",
+    lost="nothing",
+    printed="the ranks whose launcher was killed, the step, and the checkpoint",
+)
+def test_a_launcher_killed_on_another_node_is_a_fault(
+    corpus: Path, tmp_path: Path, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the command of that node, given again, goes on with the others."""
+    folder = tmp_path / "run"
+    changes = CHANGES | {"train__train_iters": 100000, "context_parallel_suite__nodes": 2, "train__max_restarts": 1}
+    settings = write(tiny(corpus, folder, **changes), tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    where = ["--nproc=1", "--nodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    commands = [
+        [*COMMAND, settings, *where, f"--node-rank={node}", f"--log-dir={tmp_path}/logs{node}"] for node in (0, 1)
+    ]
+    nodes = [start(*command) for command in commands]
+
+    def steps() -> int:
+        return len(read_metrics(folder / "metrics.jsonl"))
+
+    nodes[0].wait_for(lambda: (folder / "metrics.jsonl").exists() and steps() >= 2, "step 2")
+    nodes[1].process.kill()
+    log = tmp_path / "logs0" / "launcher0.log"
+    line = nodes[0].wait_for(lambda: log.exists() and log.read_text(), "the end of the first start")
+    assert re.search(
+        r"^\S+T\S+ rank 0 lost rank 1: .* launcher of rank 1 was killed; all ranks stopped after step \d+, and iter_",
+        line,
+    )
+    before = steps()
+    nodes[1] = start(*commands[1])
+    nodes[0].wait_for(lambda: steps() >= before + 2, "two steps more")
+    nodes[0].process.terminate()
+    assert [node.end()[0] for node in nodes] == [0, 0]

@@ -46,8 +46,9 @@ def test_a_corpus_with_other_contents_is_not_resumed(fresh_ranks: FreshRanks, ow
     own_corpus.write_bytes(with_other_words(before))
     with pytest.raises(RankError, match=r"data\.corpus: has other contents .* among documents \d+ to 299 of 300"):
         curve(fresh_ranks, steps(own_corpus, tmp_path / "run", 4), 1)
-    own_corpus.write_bytes(before)  # also with another time of change
-    assert curve(fresh_ranks, steps(own_corpus, tmp_path / "run", 4), 1)[:2] == first
+    moved = tmp_path / "moved.jsonl"  # another path, and another time of change
+    moved.write_bytes(before)
+    assert curve(fresh_ranks, steps(moved, tmp_path / "run", 4), 1)[:2] == first
 
 
 def train_as_older_version(settings: str) -> dict[str, Any]:

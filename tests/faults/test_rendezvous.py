@@ -16,7 +16,7 @@ import pytest
 from mindspeed_cp.device.network import interface_addresses
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
-from mindspeed_cp.train.nodes import ATTEMPT_VARIABLE, Nodes, listening_socket
+from mindspeed_cp.train.nodes import Nodes, listening_socket
 from mindspeed_cp.train.rendezvous import open_store
 from tests.faults.test_launcher import wait_until
 from tests.limits import HANG
@@ -99,27 +99,40 @@ def test_two_nodes_train_and_only_their_address_listens(corpus: Path, tmp_path: 
     lost="nothing more",
     printed="nothing",
 )
-def test_ranks_of_different_attempts_do_not_meet() -> None:
+def test_ranks_of_different_starts_do_not_meet() -> None:
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ThreadPoolExecutor(2) as threads:
-        early = threads.submit(open_store, {**environment, ATTEMPT_VARIABLE: "1"}, 1, 2, 1, SECONDS)
         peer = threads.submit(open_store, environment, 1, 2, 1, SECONDS)
         store = open_store(environment, 0, 2, 1, SECONDS)
-        store.set("from the first attempt", "here")
-        assert peer.result().get("from the first attempt") == b"here" and not early.done()
-        late = {**environment, ATTEMPT_VARIABLE: "-1"}
-        with pytest.raises(PeerError, match="rank 1 was started again -1 times, and rank 0 0 times already"):
-            open_store(late, 1, 2, 1, SECONDS)
-        del store  # and with it the first attempt
-        store = open_store({**environment, ATTEMPT_VARIABLE: "1"}, 0, 2, 1, SECONDS)
-        store.set("from the second attempt", "here")
-        assert early.result().get("from the second attempt") == b"here"
-        assert not early.result().check(["from the first attempt"])
+        store.set("from the first start", "here")
+        assert peer.result().get("from the first start") == b"here"
+        early = threads.submit(open_store, environment, 1, 2, 1, SECONDS)
+        with pytest.raises(PeerError, match=r"rank 1 waited 1 s at .*, and rank 0 trains, or ends, with all ranks"):
+            open_store(environment, 1, 2, 1, timedelta(seconds=1))
+        assert not early.done()
+        del store  # and with it the first start
+        store = open_store(environment, 0, 2, 1, SECONDS)
+        store.set("from the second start", "here")
+        assert early.result().get("from the second start") == b"here"
+        assert not early.result().check(["from the first start"])
+
+
+def test_a_rank_that_ended_while_others_were_missing_may_come_again() -> None:
+    """As after a node's launcher was stopped and started by hand."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(open_store, environment, 0, 3, 1, SECONDS)
+        for _ in range(2):
+            with pytest.raises(PeerError, match=r"rank 1 waited 1 s at .*, and not all ranks came"):
+                open_store(environment, 1, 3, 1, timedelta(seconds=1))
+        again = [threads.submit(open_store, environment, rank, 3, 1, SECONDS) for rank in (1, 2)]
+        first.result().set("from rank 0", "here")
+        assert [rank.result().get("from rank 0") for rank in again] == [b"here"] * 2
 
 
 def test_rank_0_names_the_number_of_ranks_that_came() -> None:
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    with pytest.raises(PeerError, match=r"rank 0 waited 1 s for all 2 ranks at .* and 1 came"):
+    with pytest.raises(PeerError, match=r"rank 0 waited 1 s at .*, and 1 of 2 ranks came"):
         open_store(environment, 0, 2, 1, timedelta(seconds=1))
 
 

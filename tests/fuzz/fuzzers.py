@@ -26,8 +26,9 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
 from mindspeed_cp.train import launch
+from mindspeed_cp.train.metrics_writer import settings_before
 from mindspeed_cp.train.resume import checkpoints_to_resume, read_run_json
-from mindspeed_cp.train.run_files import read_metrics
+from mindspeed_cp.train.run_files import RunFiles, read_metrics
 from mindspeed_cp.train.run_identity import changed_settings
 from tests.cli.test_report import leave
 from tests.fuzz import mutations
@@ -195,7 +196,7 @@ def checkpoints(generator: random.Random, folder: Path) -> None:
         damage = mutations.content(generator, mutations.text(generator, whole.decode()).encode("utf-8", "replace"))
     files[name].write_bytes(damage)
     try:
-        changed_settings(files["settings.yaml"], made)
+        changed_settings(settings_before(RunFiles(files["settings.yaml"].parent), 3), made)
         folders, _ = checkpoints_to_resume(trusting if generator.random() < 0.7 else made)
         read_metrics(files["metrics.jsonl"])
         for path in folders:

@@ -186,6 +186,7 @@ def with_checkpoint(folder: Path, **run: Any) -> Settings:
     files = RunFiles(folder)
     files.create()
     good = {"step": 3, "tokens": 9, "seconds": 1.0, "data": None, "ranks": 1, "identity": identity(settings)}
+    good["settings"] = settings.model_dump(mode="json")
     for step, values in ((2, good | {"step": 2}), (3, good | run)):
         files.checkpoint(step).mkdir()
         path = files.checkpoint(step) / "run.json"

@@ -12,6 +12,7 @@ import yaml
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError, DivergenceError
+from mindspeed_cp.train.metrics_writer import settings_before
 from mindspeed_cp.train.run_files import RunFiles, read_metrics
 from mindspeed_cp.train.run_identity import changed_settings, run_complete_note
 from tests.limits import HANG
@@ -187,7 +188,8 @@ def test_a_finished_run_does_nothing_and_keeps_its_settings(
     files = RunFiles(Path(ring.output.folder))
     before = files.settings.read_text()
     assert Settings(**yaml.safe_load(before)) == ring
-    assert changed_settings(files.settings, direct) == ['context_parallel_suite.algorithm was "ring" and is "direct"']
+    changed = changed_settings(settings_before(files, 2), direct)
+    assert changed == ['context_parallel_suite.algorithm was "ring" and is "direct"']
     [again] = fresh_ranks.run(1, train_here, direct.model_dump_json())
     assert again["lines"] == lines and again["summary"]["step"] == 2
     assert again["summary"]["tokens_per_s"] > 0 and again["summary"]["imbalance"] >= 1
@@ -223,10 +225,11 @@ def test_settings_are_those_of_the_last_start_that_finished_a_step(
     fresh_ranks.run(1, fails_at_once, ring.model_dump_json())
     assert not files.settings.exists(), "nothing was done"
     curve(fresh_ranks, ring, 1)
-    assert changed_settings(files.settings, ring) == []
+    assert changed_settings(settings_before(files, 1), ring) == []
     fresh_ranks.run(1, fails_at_once, direct.model_dump_json())
     assert Settings(**yaml.safe_load(files.settings.read_text())) == ring
-    assert changed_settings(files.settings, direct) == ['context_parallel_suite.algorithm was "ring" and is "direct"']
+    changed = changed_settings(settings_before(files, 1), direct)
+    assert changed == ['context_parallel_suite.algorithm was "ring" and is "direct"']
     curve(fresh_ranks, direct, 1)
     assert Settings(**yaml.safe_load(files.settings.read_text())) == direct
 
