@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_cp.config.settings import Settings
@@ -101,24 +102,25 @@ def check_digests(digests: Tensor, step: int, replicas: int) -> None:
         )
 
 
-def check_calls(digests: Tensor, step: int, replicas: int) -> None:
-    """Raise ConfigError, naming the ranks, unless all ranks of a replica have called attention alike.
+def check_calls(digests: Tensor, step: int, world: World) -> None:
+    """Raise ConfigError, naming the ranks, unless all ranks of each context-parallel group have called attention alike.
 
     Args:
         digests: fp64 [ranks]: of the plans, types and dropout keys of the calls of the last micro-batch; those before
             are compared with the announcement of the next one.
         step: number of the step.
-        replicas: number of data-parallel replicas, each of consecutive ranks.
+        world: this rank among all.
     """
-    of_replicas = digests.view(replicas, -1).tolist()
-    suspects = [_suspects(values) for values in of_replicas]
-    per_replica = len(of_replicas[0])
-    different = [first * per_replica + rank for first, (ranks, _) in enumerate(suspects) for rank in ranks]
+    ranks = torch.arange(world.size).view(world.replicas, world.cp_size, world.tp_size).mT.reshape(-1, world.cp_size)
+    different, is_tie = [], False
+    for group in ranks.tolist():
+        suspects, is_split = _suspects(digests[group].tolist())
+        different += [group[index] for index in suspects]
+        is_tie |= is_split
     if different:
-        is_tie = any(is_split for _, is_split in suspects)
         raise ConfigError(
-            f"step {step}: {name_ranks(different)} called attention differently (plans, types or dropout keys) "
-            f"{_from_whom(is_tie, len(digests))}; the step was not kept, and checkpoints are untouched"
+            f"step {step}: {name_ranks(sorted(different))} called attention differently (plans, types or dropout keys) "
+            f"{_from_whom(is_tie, world.size)}; the step was not kept, and checkpoints are untouched"
         )
 
 

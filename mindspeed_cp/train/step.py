@@ -201,7 +201,7 @@ def forward_backward(
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
     check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, world.replicas)
-    check_calls(ranks["calls"], step, world.replicas)
+    check_calls(ranks["calls"], step, world)
     nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
     if nonfinite is not None:
         first = training.probe.first_bad(world)

@@ -47,13 +47,13 @@ def train_late(settings: str) -> None:
     is_late = os.environ["RANK"] == "1"
     announced = 0
 
-    def counted(agreement: CallAgreement, plans: Any) -> None:
+    def counted(agreement: CallAgreement, *arguments: Any) -> None:
         nonlocal announced
         announced += 1
         if is_late:
             _get_default_store().wait([f"rank 0 waits in micro-batch {announced}"], timedelta(seconds=HANG))
             time.sleep(LATE)
-        announce(agreement, plans)
+        announce(agreement, *arguments)
 
     def begun(*arguments: Any) -> Any:
         comparison = begin(*arguments)
