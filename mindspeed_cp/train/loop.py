@@ -245,12 +245,13 @@ def _roll_back(run: _Run, policy: BadStepPolicy, progress: Progress, result: Ste
     policy.rolled_back(bad, loaded.step, problem)
     for note in notes:
         run.note(note)
-    if run.writer is not None:
-        run.writer.roll_back(loaded.step)
-    run.note(
+    text = (
         f"step {bad}: {problem}; went back to {folder.name}, and the batches of steps {loaded.step + 1} to {bad} are "
         "left out"
     )
+    if run.writer is not None:
+        run.writer.roll_back(loaded.step, text)
+    run.note(text)
     return replace(
         loaded,
         data=result.data,

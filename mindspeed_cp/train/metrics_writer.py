@@ -62,6 +62,7 @@ class MetricsWriter:
         self._curve = LossCurve(files) if settings.output.loss_png else None
         self._file = open_no_link(files.metrics)
         self._stragglers = StragglerWatch()
+        self._rolled_back: list[str] = []
         self._tensorboard = TensorBoardWriter(files.tensorboard, progress.step) if settings.output.tensorboard else None
         self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
         self._changed = changed_settings(settings_before(files, progress.step), settings)
@@ -109,6 +110,8 @@ class MetricsWriter:
             line["problem"] = result.problem
         for key in ("loss", "grad_norm"):  # JSON has no NaN
             line[key] = line[key] if math.isfinite(line[key]) else None
+        if self._rolled_back:
+            line["rolled_back"], self._rolled_back = self._rolled_back, []
         if self._changed:
             line["changed_settings"], self._changed = self._changed, []
         if self._settings.context_parallel_suite.row_candidates:
@@ -127,8 +130,9 @@ class MetricsWriter:
             self._has_settings = True
         self._display.step(line)
 
-    def roll_back(self, last_step: int) -> None:
-        """Remove the lines after a step, to which the run goes back."""
+    def roll_back(self, last_step: int, text: str) -> None:
+        """Remove the lines after a step, to which the run goes back; the next line tells it, as `rolled_back`."""
+        self._rolled_back.append(text)
         self._file.close()
         truncate_metrics(self._files.metrics, last_step)
         self._file = open_no_link(self._files.metrics)

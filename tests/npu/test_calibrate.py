@@ -16,7 +16,7 @@ import pytest
 from mindspeed_cp.cluster import load_cluster
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SMALL = ("--seconds", "0.1", "--longest", "512", "--heads", "4", "--head-dim", "64")
+SMALL = ("--seconds", "0.05", "--longest", "256", "--heads", "4", "--head-dim", "64")
 
 
 def calibrate(out: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:

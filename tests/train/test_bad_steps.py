@@ -162,6 +162,8 @@ def test_a_rollback_leaves_the_batches_out(fresh_ranks: FreshRanks, corpus: Path
     assert values(lines, "step") == [1, 2, 3, 4, 5, 6] and result["summary"]["rollbacks"] == 1
     assert values(lines, "documents") == values([*plain[:2], *plain[4:]], "documents"), "batches 3 and 4 are left out"
     assert values(lines, "lr") == values(plain[:6], "lr"), "the schedule went back too"
+    [text] = lines[2]["rolled_back"]
+    assert text.startswith("step 4: the loss is NaN") and "the batches of steps 3 to 4 are left out" in text
     assert values(lines[:2]) == values(plain[:2]) and lines[2]["loss"] != plain[2]["loss"]
     saved = json.loads((tmp_path / "back" / "checkpoints" / "iter_0000006" / "run.json").read_text())
     assert (saved["rollbacks"], saved["restarts"], len(saved["losses"])) == (1, 0, 6)
