@@ -23,7 +23,7 @@ SMALL = (
     "--device",
     "cpu",
     "--seconds",
-    "0.1",
+    "0.2",
     "--longest",
     "512",
     "--heads",
