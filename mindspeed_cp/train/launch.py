@@ -85,7 +85,7 @@ def start_local_ranks(
 
 
 def _note_end(settings: Settings, nodes: Nodes, logs: Path | None, line: str) -> None:
-    """Append a line and its time to launcher.log beside the logs of the ranks: how a start of the ranks ended."""
+    """Append a line and its time to launcherN.log beside the logs of the ranks: how a start of the ranks ended."""
     folder = RunFiles(Path(settings.output.folder)).logs if logs is None else logs
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with suppress(OSError), open_no_link(folder / f"launcher{nodes.rank}.log") as file:

@@ -52,6 +52,13 @@ def poisoned_settings(corpus: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
     )  # fmt: skip
 
 
+def commands_of_two_nodes(settings: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
+    """The commands of two nodes with a rank each, on this machine; their logs are in logs0 and logs1 of the folder."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    where = ["--nproc=1", "--nodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    return [[*COMMAND, settings, *where, f"--node-rank={node}", f"--log-dir={folder}/logs{node}"] for node in (0, 1)]
+
+
 def assert_same_numbers(folder: Path, plain: list[dict[str, Any]]) -> None:
     """Assert that a run went on once, and gave the numbers of the run without a fault."""
     again = read_metrics(folder / "metrics.jsonl")
@@ -95,11 +102,7 @@ def test_two_nodes_start_their_ranks_again(
 ) -> None:
     plain = curve(fresh_ranks, tiny(corpus, tmp_path / "plain", **CHANGES), 2)
     settings = write(poisoned_settings(corpus, tmp_path, monkeypatch, context_parallel_suite__nodes=2), tmp_path)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    where = ["--nproc=1", "--nodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    nodes = [
-        start(*COMMAND, settings, *where, f"--node-rank={node}", f"--log-dir={tmp_path}/logs{node}") for node in (0, 1)
-    ]
+    nodes = [start(*command) for command in commands_of_two_nodes(settings, tmp_path, monkeypatch)]
     for code, _, errors in [node.end() for node in nodes]:
         assert code == 0, errors
         assert len(errors) == 1 and errors[0].endswith("starting all ranks again (1 of 1)"), errors
@@ -120,11 +123,7 @@ def test_a_launcher_killed_on_another_node_is_a_fault(
     folder = tmp_path / "run"
     changes = CHANGES | {"train__train_iters": 100000, "context_parallel_suite__nodes": 2, "train__max_restarts": 1}
     settings = write(tiny(corpus, folder, **changes), tmp_path)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    where = ["--nproc=1", "--nodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    commands = [
-        [*COMMAND, settings, *where, f"--node-rank={node}", f"--log-dir={tmp_path}/logs{node}"] for node in (0, 1)
-    ]
+    commands = commands_of_two_nodes(settings, tmp_path, monkeypatch)
     nodes = [start(*command) for command in commands]
 
     def steps() -> int:
