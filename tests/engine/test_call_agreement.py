@@ -176,11 +176,12 @@ def unread_comparisons(rank: int, group: Any) -> tuple[int, int]:
     agreement = CallAgreement(group, 600.0, torch.device("cuda"))
     agreement.check(plan, torch.float32)
     if rank == 2:
-        torch.distributed.recv(torch.zeros(1), 0, group)
+        for earlier in range(2):
+            torch.distributed.recv(torch.zeros(1), earlier, group)
     for _ in range(10):
         agreement.check(plan, torch.float32)
     unread = len(call_agreement._unread[group])
-    if rank == 0:
+    if rank != 2:
         torch.distributed.send(torch.zeros(1), 2, group)
     torch.distributed.barrier(group=group)
     for _ in range(call_agreement.MAX_UNREAD + 5):
