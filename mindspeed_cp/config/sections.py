@@ -152,7 +152,7 @@ class CheckpointSettings(Section):
     trust_unsigned: bool = Field(
         default=False,
         description="also load a checkpoint that was not signed with this user's key (another user's, another "
-        "machine's, an older version's); it can run any code",
+        "machine's, an older version's), or that others can change; it can run any code",
     )
 
 

@@ -26,6 +26,7 @@ from mindspeed_cp.train.checkpoint_digests import (
 )
 from mindspeed_cp.train.checkpoint_state import first_cause, sharded_random_state, sharded_state
 from mindspeed_cp.train.checkpoint_writer import Copies, InProcessSave
+from mindspeed_cp.train.held_folder import HeldFolder
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.resume import (
@@ -87,13 +88,15 @@ def begin_save(
     if world.is_first:
         with disk_errors_for(files.checkpoints):
             remove_hidden(files)
-            partial.mkdir(parents=True)
+            partial.mkdir(0o755, parents=True)
     world.barrier()
+    with disk_errors_for(files.checkpoints):
+        held = HeldFolder(partial, owned=not settings.checkpoint.trust_unsigned)
     state = {**sharded_state(training, is_loading=False), "rng": sharded_random_state(world)}
-    shards = InProcessSave(copies, {buffer.untyped_storage().data_ptr() for buffer in training.gpt.buffers()})
+    shards = InProcessSave(held, copies, {buffer.untyped_storage().data_ptr() for buffer in training.gpt.buffers()})
     with _shard_errors_for(files.checkpoints):
-        dist_checkpointing.save(state, str(partial), sharded_strategy=shards)
-    return BegunSave(files, progress, settings, world, shards)
+        dist_checkpointing.save(state, str(held.path), sharded_strategy=shards)
+    return BegunSave(files, progress, settings, world, held, shards)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class BegunSave:
     progress: Progress
     settings: Settings
     world: World
+    held: HeldFolder
     shards: InProcessSave
 
     def finish(self) -> Path:
@@ -119,8 +123,7 @@ class BegunSave:
             DiskError: It cannot be written; the newest checkpoint before it stays the newest.
         """
         files, progress, settings, world = self.files, self.progress, self.settings, self.world
-        final = files.checkpoint(progress.step)
-        partial = _partial(final)
+        final, held = files.checkpoint(progress.step), self.held
         with _shard_errors_for(files.checkpoints):
             digests = self.shards.finish()
         if world.is_first:
@@ -131,18 +134,21 @@ class BegunSave:
                 "settings": settings.model_dump(mode="json"),
             }
             with disk_errors_for(files.checkpoints):
-                write_json(partial / "run.json", run)
-                others = {path.name for path in partial.iterdir()} - digests.keys()
-                digests |= {name: file_digest(partial / name) for name in others}
-                write_digests(partial, final.name, digests)
-                _make_durable(partial)
+                write_json(held.path / "run.json", run)
+                others = {path.name for path in held.path.iterdir()} - digests.keys()
+                digests |= {name: file_digest(held.open(name)) for name in others}
+                write_digests(held.path, final.name, digests)
+                _make_durable(held.path)
                 if final.exists():
                     _hide(final)
-                os.replace(partial, final)
+                os.replace(_partial(final), final)
+                if not held.is_at(final):
+                    raise OSError(errno.ESTALE, "somebody put another folder in the place of the checkpoint")
                 sync_folder(files.checkpoints)
                 if not progress.spike:
                     write_text(files.latest, final.name + "\n")
                 _prune(files, settings.checkpoint.keep, progress)
+        held.close()
         world.barrier()
         return final
 

@@ -4,7 +4,7 @@ A checkpoint holds pickles, and loading a pickle may run any code. digests.json 
 so that a flipped bit is noticed before anything is loaded, and carries an HMAC-SHA-256 (RFC 2104) of the list and of
 the folder's name, so that a file or a folder that somebody else put there is noticed too. The key is in the user's
 home, not beside the checkpoint: who can write a checkpoint cannot sign it. Digests are taken of files that were
-written, and compared before files are opened to be loaded: nobody else may write in the folder meanwhile.
+written, and compared before these are loaded; `held_folder` sees to it that nobody else writes in them meanwhile.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.held_folder import SWITCH, HeldFolder
 from mindspeed_cp.train.run_files import error_text, sync_folder, write_json
 
 DIGESTS = "digests.json"
 KEY_VARIABLE = "MINDSPEED_CP_KEY_FILE"
-SWITCH = "checkpoint.trust_unsigned"
 _BLOCK_BYTES = 2**20
 
 
@@ -34,10 +35,10 @@ class UnsignedCheckpointError(ConfigError):
     """A checkpoint was not signed with the key of this user."""
 
 
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, hexadecimal."""
+def file_digest(file: BinaryIO) -> str:
+    """Read a file to its end, close it, and return its SHA-256, hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
@@ -94,11 +95,15 @@ def read_digests(folder: Path, *, trust_unsigned: bool) -> dict[str, str] | None
     return files
 
 
-def find_damage(folder: Path, digests: Mapping[str, str], share: int = 0, shares: int = 1) -> str | None:
-    """Compare files with their digests, in one share of all files; return what is wrong with the first bad one."""
+def find_damage(held: HeldFolder, digests: Mapping[str, str], share: int = 0, shares: int = 1) -> str | None:
+    """Compare files with their digests, in one share of all files; return what is wrong with the first bad one.
+
+    Raises:
+        ConfigError: others can change a file.
+    """
     for name in sorted(digests)[share::shares]:
         try:
-            if file_digest(folder / name) != digests[name]:
+            if file_digest(held.open(name)) != digests[name]:
                 return f"{name} was changed"
         except OSError as error:
             return f"{name}: {error_text(error)}"

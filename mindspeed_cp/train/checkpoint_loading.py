@@ -17,13 +17,14 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.train import optimizer_state
-from mindspeed_cp.train.checkpoint_digests import find_damage, signing_key
+from mindspeed_cp.train.checkpoint_digests import find_damage
 from mindspeed_cp.train.checkpoint_state import first_cause, sharded_random_state, sharded_state
 from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
+from mindspeed_cp.train.held_folder import HeldFolder
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.random_state import set_random_state
-from mindspeed_cp.train.resume import checkpoints_to_resume, read_run_json
+from mindspeed_cp.train.resume import check_checkpoints_are_safe, checkpoint_step, checkpoints_to_resume, read_run_json
 from mindspeed_cp.train.run_files import error_text
 from mindspeed_cp.train.world import World
 
@@ -53,13 +54,15 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
         raise ConfigError(chosen["error"])
     notes: list[str] = chosen["notes"]
     for folder, digests in ((Path(text), digests) for text, digests in chosen["digests"].items()):
-        damage = next(filter(None, world.gather_json(find_damage(folder, digests, world.rank, world.size))), None)
-        if damage is not None:
+        held, damage = _hold_whole(folder, digests, settings, world)
+        if held is None or damage is not None:
             notes.append(f"{folder}: is damaged ({damage})")
             continue
         if notes:
             notes[-1] += f"; going on from {folder.name}"
-        return load(folder, settings, training, world), folder, notes
+        progress = load(folder, held, settings, training, world)
+        held.close()
+        return progress, folder, notes
     if chosen["digests"]:
         raise ConfigError(
             f"{'; '.join(notes)}; no whole checkpoint is left: restore one, or give another output.folder"
@@ -70,22 +73,58 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
 def _choose(settings: Settings) -> dict[str, Any]:
     """Return the checkpoints to try, with the digests of their files; called on the first rank, whose key counts."""
     try:
-        signing_key()
+        check_checkpoints_are_safe(settings)
         folders, notes = checkpoints_to_resume(settings)
     except ConfigError as error:
         return {"error": str(error)}
     return {"digests": {str(folder): digests for folder, digests in folders.items()}, "notes": notes}
 
 
-def load(folder: Path, settings: Settings, training: TrainingModel, world: World) -> Progress:
+def _hold_whole(
+    folder: Path, digests: dict[str, str], settings: Settings, world: World
+) -> tuple[HeldFolder | None, str | None]:
+    """Hold the folder and compare its files with their digests; return it, or what is damaged, on all ranks alike.
+
+    Ranks share out the files of one folder; where nodes have folders of their own, the ranks of each do.
+
+    Raises:
+        ConfigError: others can change the folder or a file.
+    """
+    held, error, damage = None, None, None
+    try:
+        held = HeldFolder(folder, owned=not settings.checkpoint.trust_unsigned)
+    except OSError as caught:
+        damage = error_text(caught)
+    except ConfigError as caught:
+        error = str(caught)
+    identities = world.gather_json(held.identity if held is not None else None)
+    if held is not None:
+        same = [rank for rank, identity in enumerate(identities) if identity == identities[world.rank]]
+        try:
+            damage = find_damage(held, digests, same.index(world.rank), len(same))
+        except ConfigError as caught:
+            error = str(caught)
+    outcomes = world.gather_json([error, damage])
+    for error, _ in outcomes:
+        if error is not None:
+            raise ConfigError(error)
+    return held, next((damage for _, damage in outcomes if damage is not None), None)
+
+
+def load(folder: Path, held: HeldFolder, settings: Settings, training: TrainingModel, world: World) -> Progress:
     """Fill model, optimizer, schedule and random state from a whole checkpoint; every rank calls it.
 
     The number of ranks may differ from that of the run that wrote it; random states then stay those of the seed.
 
+    Args:
+        folder: path of the checkpoint, for messages.
+        held: its folder.
+        settings, training, world: of this run.
+
     Raises:
         ConfigError: It cannot be loaded.
     """
-    run = read_run_json(folder)
+    run = read_run_json(held.path, checkpoint_step(folder))
     optimizer_state.prepare_to_load(training.optimizer)
     state = sharded_state(training, is_loading=True)
     if run["ranks"] == world.size:
@@ -94,12 +133,12 @@ def load(folder: Path, settings: Settings, training: TrainingModel, world: World
     logger.addFilter(_is_not_noise)
     try:
         # Megatron's own error names another cause. 0.19 has no such file, but reads those of older versions.
-        if _HAS_COMMON_FILE and not (folder / "common.pt").exists():
+        if _HAS_COMMON_FILE and not (held.path / "common.pt").exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "common.pt"))
         with warnings.catch_warnings():
             for text in _KNOWN_NOISE:
                 warnings.filterwarnings("ignore", message=text, category=FutureWarning)
-            loaded = dist_checkpointing.load(state, str(folder))
+            loaded = dist_checkpointing.load(state, str(held.path))
     except (Exception, CheckpointException) as error:  # pickle may raise anything for a file that is cut short
         cause = first_cause(error)
         if not isinstance(cause, Exception) or is_lost_rank_error(cause) or is_out_of_memory(cause):

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.train.checkpoint_digests import file_digest
+from mindspeed_cp.train.held_folder import HeldFolder
 
 with megatron_imports():
     from megatron.core.dist_checkpointing.strategies.torch import (
@@ -40,6 +41,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
     """Megatron's "torch_dist" format, version 1, without other processes.
 
     Args:
+        held: the folder of the checkpoint.
         copies: where `copy` puts the shards, so that `write` does not read weights that training goes on to change;
             None: `write` comes before the next step.
         changing: storages of tensors that a forward or backward changes; `save` copies these itself.
@@ -48,9 +50,9 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         copied: set after `copy`; weights and optimizer state must not be changed before.
     """
 
-    def __init__(self, copies: Copies | None = None, changing: Collection[int] = ()) -> None:
+    def __init__(self, held: HeldFolder, copies: Copies | None = None, changing: Collection[int] = ()) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        self._copies, self._changing = copies, changing
+        self._held, self._copies, self._changing = held, copies, changing
         self.copied = threading.Event()
         self._ranks = _DistWrapper(None, True, 0)
         self._metadata: Metadata | None = None  # on the first rank
@@ -95,8 +97,8 @@ class InProcessSave(TorchDistSaveShardedStrategy):
             return
         try:
             results = self._writer.write_data(self._plan, self._planner).wait()
-            files = Path(self._writer.path).glob(f"{self._plan.storage_data.prefix}*")
-            self._outcome = results, {path.name: file_digest(path) for path in files}
+            names = [path.name for path in self._held.path.glob(f"{self._plan.storage_data.prefix}*")]
+            self._outcome = results, {name: file_digest(self._held.open(name)) for name in names}
         except BaseException as error:
             self._outcome = error
 

@@ -10,7 +10,13 @@ from typing import Any
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
-from mindspeed_cp.train.checkpoint_digests import DamagedCheckpointError, UnsignedCheckpointError, read_digests
+from mindspeed_cp.train.checkpoint_digests import (
+    DamagedCheckpointError,
+    UnsignedCheckpointError,
+    read_digests,
+    signing_key,
+)
+from mindspeed_cp.train.held_folder import check_can_be_owned
 from mindspeed_cp.train.run_files import RunFiles, describe_folder, error_text, iter_metrics
 from mindspeed_cp.train.run_identity import check_same_run
 
@@ -80,8 +86,19 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
     return complete, notes
 
 
-def read_run_json(folder: Path) -> dict[str, Any]:
+def check_checkpoints_are_safe(settings: Settings) -> None:
+    """Raise ConfigError if checkpoints of a run cannot be signed, or if others can change them."""
+    signing_key()
+    if not settings.checkpoint.trust_unsigned:
+        check_can_be_owned(RunFiles(Path(settings.output.folder)).checkpoints)
+
+
+def read_run_json(folder: Path, step: int | None = None) -> dict[str, Any]:
     """Return run.json of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        step: of the checkpoint; None: that of the folder's name.
 
     Raises:
         DamagedCheckpointError: it is missing or damaged, or of another step than the folder.
@@ -99,7 +116,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
     for key in ("tokens", "seconds", "ranks"):
         if not (key == "ranks") <= run[key] < LARGEST:
             raise DamagedCheckpointError(f"run.json is damaged: {key} is {format_value(run[key])}")
-    if run["step"] != checkpoint_step(folder):
+    if run["step"] != (checkpoint_step(folder) if step is None else step):
         raise DamagedCheckpointError(f"run.json is of step {format_value(run['step'])}")
     return run
 

@@ -23,6 +23,7 @@ from mindspeed_cp.train.failures import (
     lost_over_hccl,
     out_of_memory_error,
 )
+from mindspeed_cp.train.held_folder import keep_files_owned
 from mindspeed_cp.train.local_agent import end_with_launcher
 from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
@@ -37,6 +38,7 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     """
     faulthandler.enable(2)  # a crash in a library leaves its stacks on standard error
     open_files.raise_limit()
+    keep_files_owned()
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
         from mindspeed_cp.train.loop import train

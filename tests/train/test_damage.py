@@ -88,6 +88,7 @@ def save_and_load(text: str) -> dict[str, Any]:
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
     from mindspeed_cp.train.checkpoint import save
     from mindspeed_cp.train.checkpoint_loading import load, resume
+    from mindspeed_cp.train.held_folder import HeldFolder
     from mindspeed_cp.train.model import build_training_model
     from mindspeed_cp.train.progress import Progress
     from mindspeed_cp.train.world import join_ranks
@@ -110,7 +111,7 @@ def save_and_load(text: str) -> dict[str, Any]:
             names_after(step, keep=2)
         newest, kept = files.checkpoint(80), files.folder / "kept"
         drawn = random_numbers()
-        assert load(files.checkpoint(60), settings, training, world).step == 60
+        assert load(files.checkpoint(60), HeldFolder(files.checkpoint(60)), settings, training, world).step == 60
         results["random numbers"] = drawn, random_numbers()
         shutil.copytree(newest, kept)
         for how in DAMAGES:
@@ -191,7 +192,7 @@ def with_checkpoint(folder: Path, **run: Any) -> Settings:
         files.checkpoint(step).mkdir()
         path = files.checkpoint(step) / "run.json"
         path.write_text(json.dumps(values))
-        write_digests(path.parent, path.parent.name, {"run.json": file_digest(path)})
+        write_digests(path.parent, path.parent.name, {"run.json": file_digest(path.open("rb"))})
     files.latest.write_text("iter_0000003\n")
     return settings
 

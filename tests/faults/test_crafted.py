@@ -1,0 +1,157 @@
+"""Crafted checkpoints, folders and messages: code of somebody else is never run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_checkpoints import same_curve, steps
+from tests.processes import RankError
+from tests.train.fresh_ranks import FreshRanks
+from tests.train.test_training import curve, train_here, values
+
+
+class Crafted:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.fault(
+    fault="somebody put a crafted pickle into a checkpoint",
+    happens="it is not loaded: its digest differs, or its signature is not this user's",
+    lost="nothing",
+    printed="the file, or checkpoint.trust_unsigned",
+)
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_crafted_pickle_is_never_loaded(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, name: str) -> None:
+    """In a checkpoint of this run, and in one that comes from elsewhere whole."""
+    run, mark = tmp_path / "run", tmp_path / "code was run"
+    curve(fresh_ranks, steps(corpus, run, 2), 1)
+    crafted = run / "checkpoints" / "iter_0000002" / name
+    crafted.write_bytes(pickle.dumps(Crafted(mark)))
+    with pytest.raises(RankError, match=rf"is damaged \({name} was changed\).*no whole checkpoint is left"):
+        curve(fresh_ranks, steps(corpus, run, 4), 1)
+    (crafted.parent / "digests.json").unlink()
+    with pytest.raises(RankError, match=r"loading it can run code; .*trust_unsigned"):
+        curve(fresh_ranks, steps(corpus, run, 4), 1)
+    assert not mark.exists()
+
+
+def train_where_folders_are_exchanged(settings: str, folder: str, when: str) -> dict[str, Any]:
+    """In a rank: train. Somebody who may write in the folder of the checkpoints puts a crafted one in the place of
+    iter_0000002: after its files were compared with their digests, or while its shards are written."""
+    from mindspeed_cp.train import checkpoint, checkpoint_loading
+
+    owner = {"loaded": checkpoint_loading, "written": checkpoint}[when]
+    name = {"loaded": "iter_0000002", "written": ".saving-iter_0000002"}[when]
+    place, original = (
+        Path(folder, "checkpoints", name),
+        getattr(owner, {"loaded": "load", "written": "BegunSave"}[when]),
+    )
+
+    def exchange(*args: Any) -> Any:
+        if place.exists():
+            aside = place.with_name("aside")
+            place.rename(aside)
+            place.mkdir()
+            for file in aside.iterdir():
+                (place / file.name).write_bytes(pickle.dumps(Crafted(Path(folder, "code was run"))))
+        return original(*args)
+
+    setattr(owner, original.__name__, exchange)
+    return train_here(settings)
+
+
+@pytest.mark.fault(
+    fault="somebody exchanges the folder of a checkpoint while it is loaded",
+    happens="what was compared with its digests is loaded, from the folder that is held open",
+    lost="nothing",
+    printed="nothing",
+)
+def test_a_folder_that_is_exchanged_while_it_is_loaded_is_not_looked_at(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    before = curve(fresh_ranks, steps(corpus, tmp_path / "before", 4), 1)
+    run = tmp_path / "run"
+    curve(fresh_ranks, steps(corpus, run, 2), 1)
+    settings = steps(corpus, run, 4)
+    results = fresh_ranks.run(1, train_where_folders_are_exchanged, settings.model_dump_json(), str(run), "loaded")
+    assert same_curve(results[0]["lines"], before)
+    assert (run / "checkpoints" / "aside").is_dir()
+    assert not (run / "code was run").exists()
+
+
+@pytest.mark.fault(
+    fault="somebody exchanges the folder of a checkpoint while it is written",
+    happens="the run ends before `latest` names it; what was put there is never loaded",
+    lost="the steps since the checkpoint before",
+    printed="somebody put another folder in the place of the checkpoint",
+)
+def test_a_folder_that_is_exchanged_while_it_is_written_ends_the_run(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    settings = steps(corpus, tmp_path, 4)
+    with pytest.raises(RankError, match="somebody put another folder in the place of the checkpoint"):
+        fresh_ranks.run(1, train_where_folders_are_exchanged, settings.model_dump_json(), str(tmp_path), "written")
+    assert not (tmp_path / "checkpoints" / "latest").exists()
+    with pytest.raises(RankError, match="no whole checkpoint is left"):
+        curve(fresh_ranks, settings, 1)
+    assert not (tmp_path / "code was run").exists()
+
+
+@pytest.mark.fault(
+    fault="others can write in a checkpoint, by its mode or its owner",
+    happens="it is not loaded, unless checkpoint.trust_unsigned is set",
+    lost="nothing",
+    printed="the file or folder, its mode or owner, chmod and chown, and checkpoint.trust_unsigned",
+)
+def test_a_checkpoint_that_others_can_change_is_not_loaded(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    size = {"context_parallel_suite__context_parallel_size": 2}
+    curve(fresh_ranks, steps(corpus, tmp_path, 2, **size), 2)
+    checkpoint = tmp_path / "checkpoints" / "iter_0000002"
+    for path, mode in ((checkpoint, 0o775), (checkpoint / "__1_0.distcp", 0o666)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(RankError, match=rf"{path.name}: others can change it \(its mode is {mode:04o}\).*chmod"):
+            curve(fresh_ranks, steps(corpus, tmp_path, 4, **size), 2)
+        path.chmod(before)
+    checkpoint.chmod(0o777)
+    lines = curve(fresh_ranks, steps(corpus, tmp_path, 4, checkpoint__trust_unsigned=True, **size), 2)
+    assert values(lines, "step") == [1, 2, 3, 4]
+
+
+def train_among_posers(settings: str, mark: str) -> dict[str, Any]:
+    """In a rank: train, where rank 1 sends a crafted pickle instead of its part of a checkpoint."""
+    from torch.distributed import distributed_c10d
+
+    class Pickler(pickle.Pickler):
+        def dump(self, message: Any) -> None:
+            super().dump(Crafted(Path(mark)))
+
+    if os.environ["RANK"] == "1":
+        distributed_c10d._pickler = Pickler
+    return train_here(settings)
+
+
+@pytest.mark.fault(
+    fault="somebody poses as a rank, and sends a crafted pickle",
+    happens="it is not read: ranks read plain data, records of checkpoints and errors; the run ends",
+    lost="the steps since the newest checkpoint",
+    printed="what the message names",
+)
+def test_a_crafted_message_of_a_rank_is_never_read(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
+    settings = steps(corpus, tmp_path / "run", 2, context_parallel_suite__context_parallel_size=2)
+    with pytest.raises(RankError, match=r"a message of another rank names posix\.mkdir"):
+        fresh_ranks.run(2, train_among_posers, settings.model_dump_json(), str(tmp_path / "code was run"))
+    assert not (tmp_path / "code was run").exists()
