@@ -24,6 +24,7 @@ from mindspeed_cp.train.checkpoint_digests import (
     file_digest,
     write_digests,
 )
+from mindspeed_cp.train.checkpoint_folder import hold_new
 from mindspeed_cp.train.checkpoint_state import first_cause, sharded_random_state, sharded_state
 from mindspeed_cp.train.checkpoint_writer import Copies, InProcessSave
 from mindspeed_cp.train.held_folder import HeldFolder
@@ -90,8 +91,7 @@ def begin_save(
             remove_hidden(files)
             partial.mkdir(0o755, parents=True)
     world.barrier()
-    with disk_errors_for(files.checkpoints):
-        held = HeldFolder(partial, owned=not settings.checkpoint.trust_unsigned)
+    held = hold_new(partial, settings, world)
     state = {**sharded_state(training, is_loading=False), "rng": sharded_random_state(world)}
     shards = InProcessSave(held, copies, {buffer.untyped_storage().data_ptr() for buffer in training.gpt.buffers()})
     with _shard_errors_for(files.checkpoints):
@@ -137,7 +137,7 @@ class BegunSave:
                 write_json(held.path / "run.json", run)
                 others = {path.name for path in held.path.iterdir()} - digests.keys()
                 digests |= {name: file_digest(held.open(name)) for name in others}
-                write_digests(held.path, final.name, digests)
+                write_digests(held, final.name, digests)
                 _make_durable(held.path)
                 if final.exists():
                     _hide(final)

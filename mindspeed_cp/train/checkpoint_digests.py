@@ -44,24 +44,25 @@ def file_digest(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def write_digests(folder: Path, name: str, digests: Mapping[str, str]) -> None:
-    """Write digests.json.
+def write_digests(held: HeldFolder, name: str, digests: Mapping[str, str]) -> None:
+    """Write digests.json; signed, if nobody else could change the files.
 
     Args:
-        folder: the folder of the checkpoint, under any name.
+        held: the folder of the checkpoint, under any name.
         name: the name that the folder will have.
         digests: the digest of each file, by its name.
     """
     files = dict(sorted(digests.items()))
-    write_json(folder / DIGESTS, {"files": files, "signature": _signature(name, files)})
+    write_json(held.path / DIGESTS, {"files": files, "signature": _signature(name, files) if held.is_owned else ""})
 
 
-def read_digests(folder: Path, *, trust_unsigned: bool) -> dict[str, str] | None:
+def read_digests(folder: Path, *, trust_unsigned: bool, name: str | None = None) -> dict[str, str] | None:
     """Return the digest of each file of a checkpoint, by its name.
 
     Args:
         folder: the checkpoint.
         trust_unsigned: accept a missing or foreign signature.
+        name: of the folder; None: that of its path.
 
     Returns:
         None if there is no digests.json and trust_unsigned is set.
@@ -87,12 +88,17 @@ def read_digests(folder: Path, *, trust_unsigned: bool) -> dict[str, str] | None
         raise DamagedCheckpointError(f"{DIGESTS}: {error_text(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedCheckpointError(f"{DIGESTS} is damaged") from None
-    if not trust_unsigned and not hmac.compare_digest(signature, _signature(folder.name, files)):
+    if not trust_unsigned and not hmac.compare_digest(signature, _signature(name or folder.name, files)):
         raise _unsigned(folder, "the signature is not of this user's key")
-    unknown = sorted(path.name for path in folder.iterdir() if path.name not in files and path.name != DIGESTS)
-    if unknown:
-        raise DamagedCheckpointError(f"{unknown[0]} is not one of its files")
+    unknown = _unknown_file(folder, files)
+    if unknown is not None:
+        raise DamagedCheckpointError(unknown)
     return files
+
+
+def _unknown_file(folder: Path, digests: Mapping[str, str]) -> str | None:
+    unknown = sorted(path.name for path in folder.iterdir() if path.name not in digests and path.name != DIGESTS)
+    return f"{unknown[0]} is not one of its files" if unknown else None
 
 
 def find_damage(held: HeldFolder, digests: Mapping[str, str], share: int = 0, shares: int = 1) -> str | None:
@@ -101,6 +107,9 @@ def find_damage(held: HeldFolder, digests: Mapping[str, str], share: int = 0, sh
     Raises:
         ConfigError: others can change a file.
     """
+    unknown = _unknown_file(held.path, digests) if digests else None
+    if unknown is not None:
+        return unknown
     for name in sorted(digests)[share::shares]:
         try:
             if file_digest(held.open(name)) != digests[name]:

@@ -17,15 +17,21 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.train import optimizer_state
-from mindspeed_cp.train.checkpoint_digests import find_damage
+from mindspeed_cp.train.checkpoint_folder import hold_whole
 from mindspeed_cp.train.checkpoint_state import first_cause, sharded_random_state, sharded_state
 from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.held_folder import HeldFolder
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.random_state import set_random_state
-from mindspeed_cp.train.resume import check_checkpoints_are_safe, checkpoint_step, checkpoints_to_resume, read_run_json
-from mindspeed_cp.train.run_files import error_text
+from mindspeed_cp.train.resume import (
+    check_checkpoints_are_safe,
+    checkpoint_name,
+    checkpoint_step,
+    checkpoints_to_resume,
+    read_run_json,
+)
+from mindspeed_cp.train.run_files import RunFiles, error_text
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
@@ -53,8 +59,10 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
     if "error" in chosen:
         raise ConfigError(chosen["error"])
     notes: list[str] = chosen["notes"]
-    for folder, digests in ((Path(text), digests) for text, digests in chosen["digests"].items()):
-        held, damage = _hold_whole(folder, digests, settings, world)
+    checkpoints = RunFiles(Path(settings.output.folder)).checkpoints
+    for name, digests in chosen["digests"].items():
+        folder = checkpoints / checkpoint_name(name)
+        held, damage = hold_whole(folder, digests, settings, world)
         if held is None or damage is not None:
             notes.append(f"{folder}: is damaged ({damage})")
             continue
@@ -77,38 +85,7 @@ def _choose(settings: Settings) -> dict[str, Any]:
         folders, notes = checkpoints_to_resume(settings)
     except ConfigError as error:
         return {"error": str(error)}
-    return {"digests": {str(folder): digests for folder, digests in folders.items()}, "notes": notes}
-
-
-def _hold_whole(
-    folder: Path, digests: dict[str, str], settings: Settings, world: World
-) -> tuple[HeldFolder | None, str | None]:
-    """Hold the folder and compare its files with their digests; return it, or what is damaged, on all ranks alike.
-
-    Ranks share out the files of one folder; where nodes have folders of their own, the ranks of each do.
-
-    Raises:
-        ConfigError: others can change the folder or a file.
-    """
-    held, error, damage = None, None, None
-    try:
-        held = HeldFolder(folder, owned=not settings.checkpoint.trust_unsigned)
-    except OSError as caught:
-        damage = error_text(caught)
-    except ConfigError as caught:
-        error = str(caught)
-    identities = world.gather_json(held.identity if held is not None else None)
-    if held is not None:
-        same = [rank for rank, identity in enumerate(identities) if identity == identities[world.rank]]
-        try:
-            damage = find_damage(held, digests, same.index(world.rank), len(same))
-        except ConfigError as caught:
-            error = str(caught)
-    outcomes = world.gather_json([error, damage])
-    for error, _ in outcomes:
-        if error is not None:
-            raise ConfigError(error)
-    return held, next((damage for _, damage in outcomes if damage is not None), None)
+    return {"digests": {folder.name: digests for folder, digests in folders.items()}, "notes": notes}
 
 
 def load(folder: Path, held: HeldFolder, settings: Settings, training: TrainingModel, world: World) -> Progress:

@@ -5,10 +5,14 @@ lives.  A fork while other threads run (one makes batches) may inherit a lock th
 outlives a rank that is killed. This one writes the same files by torch's own writer. Ranks talk in `save` and `finish`;
 `copy` and `write` between them do not, and may run in another thread: `copy` during the next forward and backward,
 which leave weights and optimizer state as they are, and `write` during the steps behind.
+
+Another program may pose as a rank to gloo. So what decides which bytes are loaded, places in files and digests, travels
+through files of the checkpoint's folder, in which nobody else can write; and a rank writes what its own plan says.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -18,12 +22,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from mindspeed_cp.errors import PeerError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.train.checkpoint_digests import file_digest
 from mindspeed_cp.train.held_folder import HeldFolder
+from mindspeed_cp.train.rank_messages import MessageReader, MessageWriter
 
 with megatron_imports():
     from megatron.core.dist_checkpointing.strategies.torch import (
@@ -33,6 +38,7 @@ with megatron_imports():
         mcore_to_pyt_state_dict,
     )
 
+_RESULTS = ".written-by-{rank}"  # until the metadata are written
 #: Copies of a rank's shards in host memory, by their place in the checkpoint; every save writes into the same ones.
 Copies = dict[Any, torch.Tensor]
 
@@ -56,7 +62,8 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         self.copied = threading.Event()
         self._ranks = _DistWrapper(None, True, 0)
         self._metadata: Metadata | None = None  # on the first rank
-        self._outcome: tuple[list[WriteResult], dict[str, str]] | BaseException | None = None
+        self._outcome: BaseException | None = None  # of `copy` or `write`
+        self._is_written = False
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Agree on who writes what; Megatron calls it on every rank."""
@@ -71,16 +78,29 @@ class InProcessSave(TorchDistSaveShardedStrategy):
                 mcore_to_pyt_state_dict(renamed, False), writer.storage_meta(), self._ranks.is_coordinator
             )
             writer.set_up_storage_writer(self._ranks.is_coordinator)
-            return writer.prepare_local_plan(planner.create_local_plan())
+            self._plan = writer.prepare_local_plan(planner.create_local_plan())
+            return self._plan
 
         def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
             plans, self._metadata = planner.create_global_plan(plans)
             return writer.prepare_global_plan(plans)
 
-        plan = planner.finish_plan(self._ranks.reduce_scatter("plan", local_plan, global_plan))
+        plan = planner.finish_plan(self._own_part(self._ranks.reduce_scatter("plan", local_plan, global_plan)))
         if self._copies is not None:
             planner.begin_copy(plan, self._copies, self._changing)
         self._writer, self._planner, self._plan = writer, planner, plan
+
+    def _own_part(self, plan: SavePlan) -> SavePlan:
+        """Return the plan that the first rank sent, which leaves out of this rank's what others write."""
+        own = {item.index: item for item in self._plan.items}
+        prefix = getattr(plan.storage_data, "prefix", None)
+        if prefix != self._prefix(self._ranks.rank) or any(item != own.get(item.index) for item in plan.items):
+            raise PeerError(f"rank {self._ranks.rank}: was told to write what is not its part of a checkpoint")
+        return plan
+
+    @staticmethod
+    def _prefix(rank: int) -> str:
+        return f"__{rank}_"  # torch's, of the files of a rank
 
     def copy(self) -> None:
         """Copy this rank's shards to host memory; `finish` tells errors."""
@@ -97,8 +117,13 @@ class InProcessSave(TorchDistSaveShardedStrategy):
             return
         try:
             results = self._writer.write_data(self._plan, self._planner).wait()
-            names = [path.name for path in self._held.path.glob(f"{self._plan.storage_data.prefix}*")]
-            self._outcome = results, {name: file_digest(self._held.open(name)) for name in names}
+            names = [path.name for path in self._held.path.glob(f"{self._prefix(self._ranks.rank)}*")]
+            digests = {name: file_digest(self._held.open(name)) for name in names}
+            with open(self._held.path / _RESULTS.format(rank=self._ranks.rank), "xb") as file:
+                MessageWriter(file).dump((results, digests))
+                file.flush()
+                os.fsync(file.fileno())
+            self._is_written = True
         except BaseException as error:
             self._outcome = error
 
@@ -106,24 +131,32 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         """Write the metadata, on the first rank; every rank calls it, after its `write`.
 
         Returns:
-            The digests of all ranks' files, by name.
+            The digests of all ranks' files, by name; on the first rank.
 
         Raises:
             CheckpointException: a rank could not write its shards; raised on all ranks.
         """
+        digests: dict[str, str] = {}
 
-        def own() -> tuple[list[WriteResult], dict[str, str]]:
-            assert self._outcome is not None, "finish comes after write"
-            if isinstance(self._outcome, BaseException):
+        def own() -> None:
+            if self._outcome is not None:
                 raise self._outcome
-            return self._outcome
+            assert self._is_written, "finish comes after write"
 
-        def complete(outcomes: list[tuple[list[WriteResult], dict[str, str]]]) -> dict[str, str]:
+        def complete(_: list[None]) -> None:
             assert self._metadata is not None
-            self._writer.finish(self._metadata, [results for results, _ in outcomes])
-            return {name: digest for _, digests in outcomes for name, digest in digests.items()}
+            all_results = []
+            for rank in range(self._ranks.get_world_size()):
+                name = _RESULTS.format(rank=rank)
+                with self._held.open(name) as file:
+                    results, own_digests = MessageReader(file).load()
+                (self._held.path / name).unlink()
+                all_results.append(results)
+                digests.update(own_digests)
+            self._writer.finish(self._metadata, all_results)
 
-        return self._ranks.all_reduce("write", own, complete)
+        self._ranks.all_reduce("write", own, complete)
+        return digests
 
 
 class _CopyingPlanner(MCoreSavePlanner):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
 from typing import BinaryIO
 from weakref import finalize
@@ -32,6 +33,7 @@ class HeldFolder:
         path: leads to this folder in this process, also when another one has taken its name (on Linux; elsewhere it is
             the path of the folder).
         identity: inode and time of the last change, equal in all processes that hold the same folder.
+        is_owned: False if others can change the folder, or a file that was opened.
 
     Raises:
         ConfigError: others can change it.
@@ -40,27 +42,36 @@ class HeldFolder:
 
     def __init__(self, folder: Path, *, owned: bool = True) -> None:
         self._folder, self._owned = folder, owned
+        self.is_owned = True
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         self.close = finalize(self, os.close, descriptor)
         status = os.fstat(descriptor)
         self._check(status, folder)
         self.identity = (status.st_ino, status.st_ctime_ns)
-        by_descriptor = Path(f"/proc/self/fd/{descriptor}")
-        self.path = by_descriptor if by_descriptor.exists() else folder
+        self.path = Path(f"/proc/self/fd/{descriptor}")
+        if sys.platform != "linux" or (not self.path.exists() and not owned):
+            self.path = folder
+        elif not self.path.exists():
+            raise ConfigError(
+                f"{folder}: cannot be held open, since /proc is not mounted; mount it, or set {SWITCH} = true if "
+                "nobody else can write here"
+            )
 
     def is_at(self, path: Path) -> bool:
         """Return True if a path leads to this folder."""
         return os.path.samestat(os.stat(self.path), os.stat(path, follow_symlinks=False))
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file of the folder, not a link, to read it; raises as the class does."""
-        file = os.fdopen(os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0)
+        """Open a file of the folder to read it; raises as the class does, also for a link if `owned`."""
+        flags = os.O_RDONLY | (os.O_NOFOLLOW if self._owned else 0)
+        file = os.fdopen(os.open(self.path / name, flags), "rb", buffering=0)
         self._check(os.fstat(file.fileno()), self._folder / name)
         return file
 
     def _check(self, status: os.stat_result, path: Path) -> None:
-        problem = _change_by_others(status) if self._owned else None
-        if problem is not None:
+        problem = _change_by_others(status)
+        self.is_owned = self.is_owned and problem is None
+        if problem is not None and self._owned:
             raise ConfigError(
                 f"{path}: others can change it ({problem}), and so run code while it is loaded; make it yours alone "
                 f"(chown, chmod -R go-w), or set {SWITCH} = true if you trust all of them"

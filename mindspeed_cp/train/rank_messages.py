@@ -1,80 +1,248 @@
-"""Messages between ranks that are Python objects: the plans of checkpoints, and errors.
+"""Messages between ranks that are Python objects: the plans of checkpoints, and errors; as JSON, never as pickles.
 
-torch and Megatron-core exchange them as pickles when a checkpoint is written or loaded. Gloo, which carries them, asks
-nobody for a password, and a pickle can have any function called. So ranks read only plain data, the records of which
-these messages consist, and errors.
+torch and Megatron-core exchange such objects when a checkpoint is written or loaded, and pickle them. Gloo, which
+carries them, asks nobody for a password, and a pickle can have any function called. So ranks write and read plain data,
+tensors, errors, and the records (dataclasses and enums) of the two checkpoint packages. To read a message calls no
+constructor of a class that it names and imports nothing.
+
+A value is JSON's own (null, true, number, string), or a list of a tag and what makes up the value::
+
+    ["list", 1, 2]   ["dict", key, value, key, value]   ["bytes", "base64"]   ["dtype", "float32"]
+    ["record", "torch.distributed.checkpoint.metadata", "MetadataIndex", ["fqn", "weight"], ["offset", null], ...]
+    ["error", "RuntimeError", "text"]
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import io
-import pickle
+import json
 import sys
-from collections.abc import Iterator
+import traceback
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
-from torch.distributed import distributed_c10d
+from torch.distributed import DistError, distributed_c10d
+from torch.distributed.checkpoint import CheckpointException
 
+from mindspeed_cp import errors
 from mindspeed_cp.megatron.patches.swap import replaced
 
-#: What makes values of values, and does nothing else.
-_CONSTRUCTORS = {
-    ("builtins", "complex"),
-    ("builtins", "frozenset"),
-    ("builtins", "object"),
-    ("builtins", "set"),
-    ("builtins", "slice"),
-    ("collections", "OrderedDict"),
-    ("copyreg", "_reconstructor"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch.serialization", "_get_layout"),
-    ("traceback", "FrameSummary"),
-    ("traceback", "StackSummary"),
-}
 _RECORDS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
-_ERRORS = ("builtins", "torch", "megatron.", "mindspeed_cp.")
+#: An error arrives as the first of its classes that is here; one of another class as a RuntimeError that names it.
+_ERRORS: dict[str, type[BaseException]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.ConfigError,
+        errors.PeerError,
+        errors.DivergenceError,
+        errors.CorruptionError,
+        errors.OperatorError,
+        errors.PlanError,
+        DistError,
+        torch.OutOfMemoryError,
+        MemoryError,
+        AssertionError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    )
+}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+_TAGS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
 
 
-class RankUnpickler(pickle.Unpickler):
-    """Reads a message of another rank; raises UnpicklingError for one that names anything else."""
+class MessageWriter:
+    """Writes messages to a file, in place of pickle.Pickler."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what a message names; nothing is imported for it, and no attribute of a class is looked up."""
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _load_storage
-        named = getattr(sys.modules.get(module), name, None)
-        if (module, name) in _CONSTRUCTORS or isinstance(named, torch.dtype) or _is_record_or_error(named, module):
-            return named
-        raise pickle.UnpicklingError(
-            f"a message of another rank names {module}.{name}, which is no plain data, record of checkpoints or error"
-        )
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def dump(self, message: Any) -> None:
+        """Write a message; raise TypeError for what ranks do not send."""
+        self._file.write(json.dumps(_encode(message), separators=(",", ":")).encode())
 
 
-def _is_record_or_error(named: Any, module: str) -> bool:
-    if not isinstance(named, type) or named.__module__ != module:  # else what a module imports could be named
-        return False
-    if issubclass(named, BaseException):
-        return module.startswith(_ERRORS)
-    is_named_tuple = issubclass(named, tuple) and hasattr(named, "_fields")
-    is_record = dataclasses.is_dataclass(named) or is_named_tuple or issubclass(named, enum.Enum)
-    return is_record and module.startswith(_RECORDS)
+class MessageReader:
+    """Reads messages from a file, in place of pickle.Unpickler."""
 
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
 
-def _load_storage(content: bytes) -> Any:
-    """Return the storage of a tensor; torch's own function of that name would unpickle anything."""
-    return torch.load(io.BytesIO(content), weights_only=True)
+    def load(self) -> Any:
+        """Return the message; raise ValueError for what no rank writes."""
+        try:
+            return _decode(json.loads(self._file.read()))
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+            text = " ".join(str(error).split())[:200]
+            raise ValueError(f"a message of another rank is not one that ranks write ({text})") from None
 
 
 @contextmanager
-def only_records_between_ranks() -> Iterator[None]:
-    """Read messages of other ranks by `RankUnpickler` within the block."""
-    if not hasattr(distributed_c10d, "_unpickler"):
+def without_pickles_between_ranks() -> Iterator[None]:
+    """Let torch's collectives of objects use `MessageWriter` and `MessageReader` within the block."""
+    if not (hasattr(distributed_c10d, "_pickler") and hasattr(distributed_c10d, "_unpickler")):
         raise NotImplementedError(f"torch {torch.__version__} reads the messages of ranks in another way")
-    with replaced(distributed_c10d, "_unpickler", RankUnpickler):
+    with (
+        replaced(distributed_c10d, "_pickler", MessageWriter),
+        replaced(distributed_c10d, "_unpickler", MessageReader),
+    ):
         yield
+
+
+def _encode(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind in _TAGS:
+        return [_TAGS[kind], *map(_encode, value)]
+    if isinstance(value, dict):
+        return ["dict", *(_encode(part) for item in value.items() for part in item)]
+    if kind is bytes:
+        return ["bytes", b64encode(value).decode()]
+    if kind is slice:
+        return ["slice", *map(_encode, (value.start, value.stop, value.step))]
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return ["tensor", _name(value.dtype), list(value.shape), b64encode(content).decode()]
+    if kind in (torch.dtype, torch.layout, torch.memory_format):
+        return [kind.__name__, _name(value)]
+    if isinstance(value, Path):
+        return ["path", str(value)]
+    if isinstance(value, traceback.StackSummary):  # lines of files are not for others
+        return ["stack"]
+    if isinstance(value, BaseException):
+        return _encode_error(value)
+    if _is_record(kind):
+        names = [field.name for field in dataclasses.fields(value)]
+        more = vars(value).keys() - names
+        if more:
+            raise TypeError(f"ranks do not send {kind.__name__} with {', '.join(sorted(more))}")
+        fields = ([name, _encode(getattr(value, name))] for name in names)
+        return ["record", kind.__module__, kind.__name__, *fields]
+    if _is_enum(kind):
+        return ["enum", kind.__module__, kind.__name__, value.name]
+    raise TypeError(f"ranks do not send values of type {kind.__module__}.{kind.__name__}")
+
+
+def _encode_error(error: BaseException) -> list[Any]:
+    if isinstance(error, CheckpointException):
+        return ["failures", str(error), _encode(error.failures)]
+    if isinstance(error, OSError) and error.errno is not None:
+        filename = None if error.filename is None else str(error.filename)
+        return ["os error", error.errno, str(error.strerror), filename]
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    for kind in type(error).__mro__:
+        if kind in _ERRORS.values():
+            return ["error", kind.__name__, text]
+    return ["error", "RuntimeError", f"{type(error).__name__}: {text}"]
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, list):
+        if isinstance(value, dict):
+            raise ValueError("a mapping without a tag")
+        return value
+    tag, *parts = value
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag]([_decode(part) for part in parts])
+    return _DECODERS[tag](*parts)
+
+
+def _decode_dict(*parts: Any) -> dict[Any, Any]:
+    values = [_decode(part) for part in parts]
+    return dict(zip(values[::2], values[1::2], strict=True))
+
+
+def _decode_tensor(dtype: str, shape: list[int], content: str) -> torch.Tensor:
+    buffer = bytearray(b64decode(content, validate=True))
+    flat = torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+    return flat.view(_constant(torch.dtype, dtype)).reshape(shape)
+
+
+def _decode_failures(text: str, failures: Any) -> CheckpointException:
+    return CheckpointException(text, _decode(failures))
+
+
+def _decode_error(name: str, text: str) -> BaseException:
+    return _ERRORS[name](text)
+
+
+def _decode_os_error(number: int, text: str, filename: str | None) -> OSError:
+    return OSError(number, text) if filename is None else OSError(number, text, filename)
+
+
+def _decode_record(module: str, name: str, *fields: Any) -> Any:
+    kind = _class(module, name)
+    if not _is_record(kind):
+        raise ValueError(f"{module}.{name} is no record of checkpoints")
+    record = object.__new__(kind)
+    names = {field.name for field in dataclasses.fields(kind)}
+    for field, value in fields:
+        if field not in names:
+            raise ValueError(f"{name} has no field {field}")
+        object.__setattr__(record, field, _decode(value))
+    return record
+
+
+def _decode_enum(module: str, name: str, member: str) -> enum.Enum:
+    kind = _class(module, name)
+    if not _is_enum(kind):
+        raise ValueError(f"{module}.{name} is no enum of checkpoints")
+    return kind.__members__[member]
+
+
+def _class(module: str, name: str) -> Any:
+    """Return the class that an imported module defines, not one that it imports."""
+    kind = vars(sys.modules[module]).get(name)
+    if not isinstance(kind, type) or (kind.__module__, kind.__name__) != (module, name):
+        raise ValueError(f"{module}.{name} is no class of that module")
+    return kind
+
+
+def _constant(kind: type, name: str) -> Any:
+    value = vars(torch).get(name)
+    if not isinstance(value, kind):
+        raise ValueError(f"torch.{name} is no {kind.__name__}")
+    return value
+
+
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "dict": _decode_dict,
+    "bytes": lambda text: b64decode(text, validate=True),
+    "slice": lambda *parts: slice(*map(_decode, parts)),
+    "tensor": _decode_tensor,
+    "dtype": lambda name: _constant(torch.dtype, name),
+    "layout": lambda name: _constant(torch.layout, name),
+    "memory_format": lambda name: _constant(torch.memory_format, name),
+    "path": Path,
+    "stack": traceback.StackSummary,
+    "failures": _decode_failures,
+    "error": _decode_error,
+    "os error": _decode_os_error,
+    "record": _decode_record,
+    "enum": _decode_enum,
+}
+
+
+def _name(constant: torch.dtype | torch.layout | torch.memory_format) -> str:
+    return str(constant).removeprefix("torch.")
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__.startswith(_RECORDS)
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum) and f"{kind.__module__}.".startswith(_RECORDS)

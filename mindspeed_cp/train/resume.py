@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.train.checkpoint_digests import (
     DamagedCheckpointError,
@@ -128,6 +128,13 @@ def _refuse_constant(text: str) -> float:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, complete or not, oldest first."""
     return sorted((path for path in folder.glob("iter_*") if _NAME.fullmatch(path.name)), key=checkpoint_step)
+
+
+def checkpoint_name(text: str) -> str:
+    """Return the name of a checkpoint that another rank sent; raise PeerError if it is none."""
+    if not _NAME.fullmatch(text):
+        raise PeerError(f"the first rank names {format_value(text)}, which is no checkpoint")
+    return text
 
 
 def checkpoint_step(folder: Path) -> int:

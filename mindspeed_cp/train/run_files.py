@@ -152,7 +152,8 @@ def write_text(path: Path, text: str) -> None:
     """
 
     def write(new: Path) -> None:
-        with open(new, "w", encoding="utf-8") as file:
+        # Whoever may write in the folder may have put a link here: its target would be overwritten.
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

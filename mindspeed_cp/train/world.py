@@ -28,7 +28,7 @@ from mindspeed_cp.train.device import npu_memory, pick_device
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.process_groups import megatron_groups_with
-from mindspeed_cp.train.rank_messages import only_records_between_ranks
+from mindspeed_cp.train.rank_messages import without_pickles_between_ranks
 from mindspeed_cp.train.rendezvous import open_store
 
 with megatron_imports():
@@ -146,7 +146,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     store = open_store(environment, rank, size, local_size, joining)
     _init_process_group(store, rank, size, device, timeout, library, options)
     with ExitStack() as stack:
-        stack.enter_context(only_records_between_ranks())
+        stack.enter_context(without_pickles_between_ranks())
         if device.type == "cpu":
             stack.callback(dist.destroy_process_group)
         else:

@@ -86,11 +86,11 @@ def test_the_key_of_the_first_ranks_machine_counts(
 
 def train_with_own_folder(settings: str, folder: str) -> dict[str, Any]:
     """In a rank: train, where rank 1 reads the checkpoint from a disk of its own."""
-    from mindspeed_cp.train import checkpoint_loading
+    from mindspeed_cp.train import checkpoint_folder
     from mindspeed_cp.train.held_folder import HeldFolder
 
     if os.environ["RANK"] == "1":
-        checkpoint_loading.HeldFolder = lambda path, owned: HeldFolder(Path(folder, path.name))  # type: ignore
+        checkpoint_folder.HeldFolder = lambda path, owned: HeldFolder(Path(folder, path.name))  # type: ignore
     return train_here(settings)
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mindspeed_cp.errors import PeerError
+from mindspeed_cp.train.checkpoint_folder import check_sent_digests
+from mindspeed_cp.train.held_folder import HeldFolder
+from mindspeed_cp.train.resume import checkpoint_name
 from tests.faults.test_checkpoints import same_curve, steps
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
@@ -131,27 +137,58 @@ def test_a_checkpoint_that_others_can_change_is_not_loaded(
     assert values(lines, "step") == [1, 2, 3, 4]
 
 
-def train_among_posers(settings: str, mark: str) -> dict[str, Any]:
-    """In a rank: train, where rank 1 sends a crafted pickle instead of its part of a checkpoint."""
-    from torch.distributed import distributed_c10d
+def train_among_posers(settings: str, poser: int, mark: str) -> dict[str, Any]:
+    """In a rank: train, where somebody poses as rank 1, and sends a pickle instead of its part of a checkpoint, or as
+    rank 0, and tells rank 1 to write elsewhere."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
-    class Pickler(pickle.Pickler):
-        def dump(self, message: Any) -> None:
-            super().dump(Crafted(Path(mark)))
+    from mindspeed_cp.train.rank_messages import MessageWriter
 
-    if os.environ["RANK"] == "1":
-        distributed_c10d._pickler = Pickler
+    prepare_global_plan = FileSystemWriter.prepare_global_plan
+
+    def crafted_plans(self: FileSystemWriter, plans: list[Any]) -> list[Any]:
+        first, second = prepare_global_plan(self, plans)
+        return [first, replace(second, storage_data=_StoragePrefix(mark))]
+
+    if poser == 0:
+        FileSystemWriter.prepare_global_plan = crafted_plans  # type: ignore[method-assign]
+    elif os.environ["RANK"] == "1":
+        MessageWriter.dump = lambda self, _: self._file.write(pickle.dumps(Crafted(Path(mark))))  # type: ignore
     return train_here(settings)
 
 
 @pytest.mark.fault(
-    fault="somebody poses as a rank, and sends a crafted pickle",
-    happens="it is not read: ranks read plain data, records of checkpoints and errors; the run ends",
+    fault="somebody poses as a rank, and sends a crafted pickle, or tells another where to write",
+    happens="ranks read no pickles from each other, and write their own part of a checkpoint only; the run ends",
     lost="the steps since the newest checkpoint",
-    printed="what the message names",
+    printed="that a message is not one of ranks, or not of this rank's part",
 )
-def test_a_crafted_message_of_a_rank_is_never_read(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("poser", "error"),
+    [
+        (1, "a message of another rank is not one that ranks write"),
+        (0, "rank 1: was told to write what is not its part of a checkpoint"),
+    ],
+)
+def test_somebody_who_poses_as_a_rank_runs_and_writes_nothing(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, poser: int, error: str
+) -> None:
     settings = steps(corpus, tmp_path / "run", 2, context_parallel_suite__context_parallel_size=2)
-    with pytest.raises(RankError, match=r"a message of another rank names posix\.mkdir"):
-        fresh_ranks.run(2, train_among_posers, settings.model_dump_json(), str(tmp_path / "code was run"))
-    assert not (tmp_path / "code was run").exists()
+    with pytest.raises(RankError, match=error):
+        fresh_ranks.run(2, train_among_posers, settings.model_dump_json(), poser, str(tmp_path / "mark"))
+    assert not list(tmp_path.glob("mark*"))
+
+
+def test_digests_that_another_rank_sends_are_those_that_are_signed(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    curve(fresh_ranks, steps(corpus, tmp_path, 2), 1)
+    folder = tmp_path / "checkpoints" / "iter_0000002"
+    held = HeldFolder(folder)
+    digests = json.loads((folder / "digests.json").read_text())["files"]
+    check_sent_digests(held, folder.name, digests)
+    with pytest.raises(PeerError, match="iter_0000002: the first rank sent other digests"):
+        check_sent_digests(held, folder.name, digests | {"common.pt": "0" * 64})
+    with pytest.raises(PeerError, match=r"names '?\"?\.\./\.\./else'?\"?, which is no checkpoint"):
+        checkpoint_name("../../else")

@@ -21,6 +21,7 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.checkpoint_digests import DIGESTS, KEY_VARIABLE, file_digest, signing_key, write_digests
 from mindspeed_cp.train.failures import classify_error
+from mindspeed_cp.train.held_folder import HeldFolder
 from mindspeed_cp.train.resume import checkpoints_to_resume
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.run_identity import identity
@@ -88,7 +89,6 @@ def save_and_load(text: str) -> dict[str, Any]:
     from mindspeed_cp.megatron import megatron_compat, megatron_on_cpu
     from mindspeed_cp.train.checkpoint import save
     from mindspeed_cp.train.checkpoint_loading import load, resume
-    from mindspeed_cp.train.held_folder import HeldFolder
     from mindspeed_cp.train.model import build_training_model
     from mindspeed_cp.train.progress import Progress
     from mindspeed_cp.train.world import join_ranks
@@ -192,7 +192,7 @@ def with_checkpoint(folder: Path, **run: Any) -> Settings:
         files.checkpoint(step).mkdir()
         path = files.checkpoint(step) / "run.json"
         path.write_text(json.dumps(values))
-        write_digests(path.parent, path.parent.name, {"run.json": file_digest(path.open("rb"))})
+        write_digests(HeldFolder(path.parent), path.parent.name, {"run.json": file_digest(path.open("rb"))})
     files.latest.write_text("iter_0000003\n")
     return settings
 

@@ -48,6 +48,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
         HeldFolder(tmp_path / "link")
     with pytest.raises(OSError):
         HeldFolder(tmp_path / "folder").open("link")
+    HeldFolder(tmp_path / "folder", owned=False).open("link").close()
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
@@ -57,7 +58,7 @@ def test_what_others_can_change_is_refused(tmp_path: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(ConfigError, match=rf"folder: others can change it \(its mode is {mode:04o}\).*trust_unsigned"):
         HeldFolder(folder)
-    HeldFolder(folder, owned=False)
+    assert not HeldFolder(folder, owned=False).is_owned
 
 
 def test_what_belongs_to_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +68,14 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path, monkeypatch: py
         os.chown(tmp_path, 12345, -1)
     with pytest.raises(ConfigError, match=r"others can change it \(it belongs to user \d+\)"):
         HeldFolder(tmp_path)
+
+
+def test_without_proc_a_folder_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: not str(self).startswith("/proc") and exists(self))
+    with pytest.raises(ConfigError, match=r"/proc is not mounted"):
+        HeldFolder(tmp_path)
+    assert HeldFolder(tmp_path, owned=False).path == tmp_path
 
 
 def test_a_place_where_new_files_are_given_to_others_is_told_before_a_run(tmp_path: Path, umask: None) -> None:
