@@ -8,10 +8,36 @@ from pathlib import Path
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.train.checkpoint_digests import find_damage, read_digests
-from mindspeed_cp.train.held_folder import HeldFolder
+from mindspeed_cp.train.held_folder import HeldFolder, check_can_be_owned
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
-from mindspeed_cp.train.run_files import error_text
+from mindspeed_cp.train.run_files import RunFiles, error_text
 from mindspeed_cp.train.world import World
+
+
+def check_place(settings: Settings, world: World) -> None:
+    """Raise ConfigError on all ranks if they see different folders of checkpoints, or if others can change what one of
+    them writes there, unless checkpoint.trust_unsigned is set; every rank calls it."""
+    if settings.checkpoint.trust_unsigned:
+        return
+    folder = RunFiles(Path(settings.output.folder)).checkpoints
+    error, inode = None, None
+    try:
+        check_can_be_owned(folder)
+        inode = folder.stat().st_ino
+    except (ConfigError, OSError) as caught:
+        error = f"rank {world.rank}: {caught}"
+    _check_same(folder, world.gather_json([error, inode]))
+
+
+def _check_same(folder: Path, outcomes: list[tuple[str | None, int | None]]) -> None:
+    for error, _ in outcomes:
+        if error is not None:
+            raise ConfigError(error)
+    if len({inode for _, inode in outcomes}) > 1:
+        raise ConfigError(
+            f"{folder}: ranks see different folders of that name; give an output.folder that all nodes see as one, or "
+            "set checkpoint.trust_unsigned = true if its file system has no inode numbers of its own"
+        )
 
 
 def hold_new(folder: Path, settings: Settings, world: World) -> HeldFolder:
@@ -20,21 +46,18 @@ def hold_new(folder: Path, settings: Settings, world: World) -> HeldFolder:
     Raises:
         ConfigError: ranks do not see the same folder, it is not empty, or others can change it; on all ranks.
     """
-    held, error = None, None
+    held, error, inode = None, None, None
     try:
         held = HeldFolder(folder, owned=not settings.checkpoint.trust_unsigned)
+        if not settings.checkpoint.trust_unsigned:
+            inode = held.identity[0]
         if any(held.path.iterdir()):
             error = f"{folder}: is not empty, though it was made for a new checkpoint"
     except OSError as caught:
         error = f"{folder}: rank {world.rank} cannot open it ({error_text(caught)}); all nodes must see output.folder"
     except ConfigError as caught:
         error = str(caught)
-    outcomes = world.gather_json([error, held.identity[0] if held is not None else None])
-    for error, _ in outcomes:
-        if error is not None:
-            raise ConfigError(error)
-    if len({inode for _, inode in outcomes}) > 1:
-        raise ConfigError(f"{folder}: ranks see different folders of that name; all nodes must see output.folder")
+    _check_same(folder, world.gather_json([error, inode]))
     assert held is not None
     return held
 

@@ -17,7 +17,8 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.train import optimizer_state
-from mindspeed_cp.train.checkpoint_folder import hold_whole
+from mindspeed_cp.train.checkpoint_digests import signing_key
+from mindspeed_cp.train.checkpoint_folder import check_place, hold_whole
 from mindspeed_cp.train.checkpoint_state import first_cause, sharded_random_state, sharded_state
 from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.held_folder import HeldFolder
@@ -25,7 +26,6 @@ from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.random_state import set_random_state
 from mindspeed_cp.train.resume import (
-    check_checkpoints_are_safe,
     checkpoint_name,
     checkpoint_step,
     checkpoints_to_resume,
@@ -55,6 +55,7 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
     Raises:
         ConfigError: there are checkpoints, and none can be resumed.
     """
+    check_place(settings, world)
     chosen = world.broadcast_json(_choose(settings) if world.is_first else None)
     if "error" in chosen:
         raise ConfigError(chosen["error"])
@@ -81,7 +82,7 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
 def _choose(settings: Settings) -> dict[str, Any]:
     """Return the checkpoints to try, with the digests of their files; called on the first rank, whose key counts."""
     try:
-        check_checkpoints_are_safe(settings)
+        signing_key()
         folders, notes = checkpoints_to_resume(settings)
     except ConfigError as error:
         return {"error": str(error)}

@@ -21,14 +21,15 @@ from mindspeed_cp.data import open_corpus
 from mindspeed_cp.device.npu_errors import TIMEOUTS
 from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.checkpoint_digests import signing_key
 from mindspeed_cp.train.exit_note import EXIT_NOTE, exit_process, write_exit_note
 from mindspeed_cp.train.failures import BAD_INPUT, FAILED, OK, classify_error
-from mindspeed_cp.train.held_folder import keep_files_owned
+from mindspeed_cp.train.held_folder import check_can_be_owned, keep_files_owned
 from mindspeed_cp.train.local_agent import RankFailure, RankProcesses, local_ranks
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.nodes import Nodes
 from mindspeed_cp.train.rank_logs import RankLogs
-from mindspeed_cp.train.resume import check_checkpoints_are_safe, checkpoints_to_resume
+from mindspeed_cp.train.resume import checkpoints_to_resume
 from mindspeed_cp.train.run_files import RunFiles, open_no_link
 from mindspeed_cp.train.stop_request import stop_signals
 from mindspeed_cp.train.tensorboard_writer import check_tensorboard
@@ -107,10 +108,13 @@ def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
     check_tensorboard(settings)
     check_open_files(all_ranks)
     open_corpus(settings.data.corpus)
-    RunFiles(Path(settings.output.folder)).create()
+    files = RunFiles(Path(settings.output.folder))
+    files.create()
+    if not settings.checkpoint.trust_unsigned:
+        check_can_be_owned(files.checkpoints)
     if nodes.rank == 0:
         checkpoints_to_resume(settings)
-        check_checkpoints_are_safe(settings)
+        signing_key()
 
 
 def run_under_launcher(settings: Settings, *, as_json: bool) -> int:

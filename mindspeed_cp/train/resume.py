@@ -10,13 +10,7 @@ from typing import Any
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.schema.messages import format_value
-from mindspeed_cp.train.checkpoint_digests import (
-    DamagedCheckpointError,
-    UnsignedCheckpointError,
-    read_digests,
-    signing_key,
-)
-from mindspeed_cp.train.held_folder import check_can_be_owned
+from mindspeed_cp.train.checkpoint_digests import DamagedCheckpointError, UnsignedCheckpointError, read_digests
 from mindspeed_cp.train.run_files import RunFiles, describe_folder, error_text, iter_metrics
 from mindspeed_cp.train.run_identity import check_same_run
 
@@ -84,13 +78,6 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[Path, dict[str, str]
             "output.folder"
         )
     return complete, notes
-
-
-def check_checkpoints_are_safe(settings: Settings) -> None:
-    """Raise ConfigError if checkpoints of a run cannot be signed, or if others can change them."""
-    signing_key()
-    if not settings.checkpoint.trust_unsigned:
-        check_can_be_owned(RunFiles(Path(settings.output.folder)).checkpoints)
 
 
 def read_run_json(folder: Path, step: int | None = None) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from mindspeed_cp.errors import PeerError
+from mindspeed_cp.train import checkpoint_folder
 from mindspeed_cp.train.checkpoint_folder import check_sent_digests
 from mindspeed_cp.train.held_folder import HeldFolder
 from mindspeed_cp.train.resume import checkpoint_name
+from mindspeed_cp.train.run_files import RunFiles
 from tests.faults.test_checkpoints import same_curve, steps
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
@@ -135,6 +137,29 @@ def test_a_checkpoint_that_others_can_change_is_not_loaded(
     checkpoint.chmod(0o777)
     lines = curve(fresh_ranks, steps(corpus, tmp_path, 4, checkpoint__trust_unsigned=True, **size), 2)
     assert values(lines, "step") == [1, 2, 3, 4]
+
+
+def train_with_checkpoints_elsewhere(settings: str, folder: str) -> dict[str, Any]:
+    """In a rank: train, where rank 1 sees another folder under the name of the output folder."""
+    if os.environ["RANK"] == "1":
+        RunFiles(Path(folder)).create()
+        checkpoint_folder.RunFiles = lambda _: RunFiles(Path(folder))  # type: ignore
+    return train_here(settings)
+
+
+@pytest.mark.fault(
+    fault="nodes see different folders under the name of output.folder",
+    happens="it is bad input before the first step, not at the first checkpoint",
+    lost="nothing",
+    printed="the folder, and what to give",
+)
+def test_nodes_that_do_not_share_the_output_folder_are_told(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    settings = steps(corpus, tmp_path / "run", 2, context_parallel_suite__context_parallel_size=2)
+    with pytest.raises(RankError, match=r"ranks see different folders of that name; give an output\.folder"):
+        fresh_ranks.run(2, train_with_checkpoints_elsewhere, settings.model_dump_json(), str(tmp_path / "other"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def train_among_posers(settings: str, poser: int, mark: str) -> dict[str, Any]:
