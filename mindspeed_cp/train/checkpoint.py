@@ -8,6 +8,7 @@ shards holds everything that is not a tensor, readable without torch.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -41,7 +42,6 @@ from mindspeed_cp.train.run_files import (
     disk_error,
     disk_errors_for,
     sync_folder,
-    write_json,
     write_text,
 )
 from mindspeed_cp.train.run_identity import identity
@@ -89,8 +89,6 @@ def begin_save(
     if world.is_first:
         with disk_errors_for(files.checkpoints):
             remove_hidden(files)
-            partial.mkdir(0o755, parents=True)
-    world.barrier()
     held = hold_new(partial, settings, world)
     state = {**sharded_state(training, is_loading=False), "rng": sharded_random_state(world)}
     shards = InProcessSave(held, copies, {buffer.untyped_storage().data_ptr() for buffer in training.gpt.buffers()})
@@ -134,7 +132,7 @@ class BegunSave:
                 "settings": settings.model_dump(mode="json"),
             }
             with disk_errors_for(files.checkpoints):
-                write_json(held.path / "run.json", run)
+                (held.path / "run.json").write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
                 others = {path.name for path in held.path.iterdir()} - digests.keys()
                 digests |= {name: file_digest(held.open(name)) for name in others}
                 write_digests(held, final.name, digests)

@@ -14,13 +14,13 @@ import hmac
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.held_folder import SWITCH, HeldFolder
-from mindspeed_cp.train.run_files import error_text, sync_folder, write_json
+from mindspeed_cp.train.run_files import error_text, sync_folder
 
 DIGESTS = "digests.json"
 KEY_VARIABLE = "MINDSPEED_CP_KEY_FILE"
@@ -53,7 +53,8 @@ def write_digests(held: HeldFolder, name: str, digests: Mapping[str, str]) -> No
         digests: the digest of each file, by its name.
     """
     files = dict(sorted(digests.items()))
-    write_json(held.path / DIGESTS, {"files": files, "signature": _signature(name, files) if held.is_owned else ""})
+    signed = {"files": files, "signature": _signature(name, files) if held.is_owned else ""}
+    (held.path / DIGESTS).write_text(json.dumps(signed, indent=1) + "\n", encoding="utf-8")
 
 
 def read_digests(folder: Path, *, trust_unsigned: bool, name: str | None = None) -> dict[str, str] | None:
@@ -101,8 +102,16 @@ def _unknown_file(folder: Path, digests: Mapping[str, str]) -> str | None:
     return f"{unknown[0]} is not one of its files" if unknown else None
 
 
-def find_damage(held: HeldFolder, digests: Mapping[str, str], share: int = 0, shares: int = 1) -> str | None:
+def find_damage(
+    held: HeldFolder, digests: Mapping[str, str], share: int = 0, shares: int = 1, always: Sequence[str] = ()
+) -> str | None:
     """Compare files with their digests, in one share of all files; return what is wrong with the first bad one.
+
+    Args:
+        held: the folder of the checkpoint.
+        digests: of its files.
+        share, shares: number of this share, and of all.
+        always: names of files that belong to every share.
 
     Raises:
         ConfigError: others can change a file.
@@ -110,13 +119,19 @@ def find_damage(held: HeldFolder, digests: Mapping[str, str], share: int = 0, sh
     unknown = _unknown_file(held.path, digests) if digests else None
     if unknown is not None:
         return unknown
-    for name in sorted(digests)[share::shares]:
+    names = sorted(digests)
+    for name in dict.fromkeys([*(name for name in always if name in digests), *names[share::shares]]):
         try:
             if file_digest(held.open(name)) != digests[name]:
                 return f"{name} was changed"
         except OSError as error:
             return f"{name}: {error_text(error)}"
     return None
+
+
+def has_signing_key() -> bool:
+    """Return True if this user has a key on this machine."""
+    return _key_path().exists()
 
 
 def signing_key() -> bytes:

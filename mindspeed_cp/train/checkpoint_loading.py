@@ -18,7 +18,7 @@ from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.train import optimizer_state
 from mindspeed_cp.train.checkpoint_digests import signing_key
-from mindspeed_cp.train.checkpoint_folder import check_place, hold_whole
+from mindspeed_cp.train.checkpoint_folder import hold_whole
 from mindspeed_cp.train.checkpoint_state import first_cause, sharded_random_state, sharded_state
 from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.held_folder import HeldFolder
@@ -55,7 +55,6 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
     Raises:
         ConfigError: there are checkpoints, and none can be resumed.
     """
-    check_place(settings, world)
     chosen = world.broadcast_json(_choose(settings) if world.is_first else None)
     if "error" in chosen:
         raise ConfigError(chosen["error"])

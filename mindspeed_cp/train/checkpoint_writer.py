@@ -83,6 +83,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
         def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
             plans, self._metadata = planner.create_global_plan(plans)
+            self._planned = {item.index for plan in plans for item in plan.items}
             return writer.prepare_global_plan(plans)
 
         plan = planner.finish_plan(self._own_part(self._ranks.reduce_scatter("plan", local_plan, global_plan)))
@@ -153,6 +154,8 @@ class InProcessSave(TorchDistSaveShardedStrategy):
                 (self._held.path / name).unlink()
                 all_results.append(results)
                 digests.update(own_digests)
+            if {result.index for results in all_results for result in results} != self._planned:
+                raise PeerError("ranks wrote other parts of the checkpoint than was planned")
             self._writer.finish(self._metadata, all_results)
 
         self._ranks.all_reduce("write", own, complete)

@@ -32,7 +32,6 @@ class HeldFolder:
     Attributes:
         path: leads to this folder in this process, also when another one has taken its name (on Linux; elsewhere it is
             the path of the folder).
-        identity: inode and time of the last change, equal in all processes that hold the same folder.
         is_owned: False if others can change the folder, or a file that was opened.
 
     Raises:
@@ -43,12 +42,10 @@ class HeldFolder:
     def __init__(self, folder: Path, *, owned: bool = True) -> None:
         self._folder, self._owned = folder, owned
         self.is_owned = True
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        self.close = finalize(self, os.close, descriptor)
-        status = os.fstat(descriptor)
-        self._check(status, folder)
-        self.identity = (status.st_ino, status.st_ctime_ns)
-        self.path = Path(f"/proc/self/fd/{descriptor}")
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        self.close = finalize(self, os.close, self._descriptor)
+        self._check(os.fstat(self._descriptor), folder)
+        self.path = Path(f"/proc/self/fd/{self._descriptor}")
         if sys.platform != "linux" or (not self.path.exists() and not owned):
             self.path = folder
         elif not self.path.exists():
@@ -59,7 +56,7 @@ class HeldFolder:
 
     def is_at(self, path: Path) -> bool:
         """Return True if a path leads to this folder."""
-        return os.path.samestat(os.stat(self.path), os.stat(path, follow_symlinks=False))
+        return os.path.samestat(os.fstat(self._descriptor), os.stat(path, follow_symlinks=False))
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of the folder to read it; raises as the class does, also for a link if `owned`."""

@@ -22,6 +22,7 @@ from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.attention_canary import canary_of_step
 from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
+from mindspeed_cp.train.checkpoint_folder import check_place
 from mindspeed_cp.train.checkpoint_loading import resume
 from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
 from mindspeed_cp.train.comparison import run_comparison
@@ -102,6 +103,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
         training = build_training_model(settings, world)
         _warm_up_connections(settings, world, training)
+        check_place(settings, world)
         progress, folder, notes = resume(settings, training, world)
         if folder is not None:
             progress = replace(progress, restarts=progress.restarts + 1)

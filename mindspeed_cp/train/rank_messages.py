@@ -8,7 +8,7 @@ constructor of a class that it names and imports nothing.
 A value is JSON's own (null, true, number, string), or a list of a tag and what makes up the value::
 
     ["list", 1, 2]   ["dict", key, value, key, value]   ["bytes", "base64"]   ["dtype", "float32"]
-    ["record", "torch.distributed.checkpoint.metadata", "MetadataIndex", ["fqn", "weight"], ["offset", null], ...]
+    ["record", "torch.distributed.checkpoint.metadata", "MetadataIndex", "weight", ["size", 0], 1]
     ["error", "RuntimeError", "text"]
 """
 
@@ -120,17 +120,16 @@ def _encode(value: Any) -> Any:
         return [kind.__name__, _name(value)]
     if isinstance(value, Path):
         return ["path", str(value)]
-    if isinstance(value, traceback.StackSummary):  # lines of files are not for others
+    if isinstance(value, traceback.StackSummary):
         return ["stack"]
     if isinstance(value, BaseException):
         return _encode_error(value)
     if _is_record(kind):
-        names = [field.name for field in dataclasses.fields(value)]
-        more = vars(value).keys() - names
-        if more:
-            raise TypeError(f"ranks do not send {kind.__name__} with {', '.join(sorted(more))}")
-        fields = ([name, _encode(getattr(value, name))] for name in names)
-        return ["record", kind.__module__, kind.__name__, *fields]
+        names = _field_names(kind)
+        for name in vars(value):
+            if name not in names:
+                raise TypeError(f"ranks do not send the attribute {name} of a {kind.__name__}, which is no field of it")
+        return ["record", kind.__module__, kind.__name__, *(_encode(getattr(value, name)) for name in names)]
     if _is_enum(kind):
         return ["enum", kind.__module__, kind.__name__, value.name]
     raise TypeError(f"ranks do not send values of type {kind.__module__}.{kind.__name__}")
@@ -138,7 +137,7 @@ def _encode(value: Any) -> Any:
 
 def _encode_error(error: BaseException) -> list[Any]:
     if isinstance(error, CheckpointException):
-        return ["failures", str(error), _encode(error.failures)]
+        return ["failures", str(error.args[0]), _encode(error.failures)]  # its str() holds lines of files
     if isinstance(error, OSError) and error.errno is not None:
         filename = None if error.filename is None else str(error.filename)
         return ["os error", error.errno, str(error.strerror), filename]
@@ -183,17 +182,22 @@ def _decode_os_error(number: int, text: str, filename: str | None) -> OSError:
     return OSError(number, text) if filename is None else OSError(number, text, filename)
 
 
-def _decode_record(module: str, name: str, *fields: Any) -> Any:
+def _decode_record(module: str, name: str, *values: Any) -> Any:
     kind = _class(module, name)
     if not _is_record(kind):
         raise ValueError(f"{module}.{name} is no record of checkpoints")
     record = object.__new__(kind)
-    names = {field.name for field in dataclasses.fields(kind)}
-    for field, value in fields:
-        if field not in names:
-            raise ValueError(f"{name} has no field {field}")
-        object.__setattr__(record, field, _decode(value))
+    vars(record).update(zip(_field_names(kind), map(_decode, values), strict=True))
     return record
+
+
+_fields: dict[type, tuple[str, ...]] = {}
+
+
+def _field_names(kind: Any) -> tuple[str, ...]:
+    if kind not in _fields:
+        _fields[kind] = tuple(field.name for field in dataclasses.fields(kind))
+    return _fields[kind]
 
 
 def _decode_enum(module: str, name: str, member: str) -> enum.Enum:
@@ -227,7 +231,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "layout": lambda name: _constant(torch.layout, name),
     "memory_format": lambda name: _constant(torch.memory_format, name),
     "path": Path,
-    "stack": traceback.StackSummary,
+    "stack": lambda: traceback.StackSummary(),  # empty: frames would be filled with lines of any file that they name
     "failures": _decode_failures,
     "error": _decode_error,
     "os error": _decode_os_error,

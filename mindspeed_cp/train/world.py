@@ -48,6 +48,7 @@ class World:
         device: its device.
         replicas, replica: number of data-parallel replicas, and its replica.
         cp_size, cp_rank: number of context-parallel ranks, and its number among them.
+        local_size: number of ranks on this machine, as its launcher says.
         tp_size: number of tensor-parallel ranks; ranks with the same rank // tp_size hold the same tokens.
         store: the key-value store through which the ranks found each other.
     """
@@ -59,6 +60,7 @@ class World:
     replica: int
     cp_size: int
     cp_rank: int
+    local_size: int
     tp_size: int
     store: dist.Store
 
@@ -171,6 +173,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
             replica=parallel_state.get_data_parallel_rank(),
             cp_size=cp,
             cp_rank=parallel_state.get_context_parallel_rank(),
+            local_size=local_size,
             tp_size=train.tensor_model_parallel_size,
             store=store,
         )

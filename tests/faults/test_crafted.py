@@ -13,6 +13,7 @@ import pytest
 
 from mindspeed_cp.errors import PeerError
 from mindspeed_cp.train import checkpoint_folder
+from mindspeed_cp.train.checkpoint_digests import KEY_VARIABLE, UnsignedCheckpointError, signing_key
 from mindspeed_cp.train.checkpoint_folder import check_sent_digests
 from mindspeed_cp.train.held_folder import HeldFolder
 from mindspeed_cp.train.resume import checkpoint_name
@@ -143,6 +144,7 @@ def train_with_checkpoints_elsewhere(settings: str, folder: str) -> dict[str, An
     """In a rank: train, where rank 1 sees another folder under the name of the output folder."""
     if os.environ["RANK"] == "1":
         RunFiles(Path(folder)).create()
+        checkpoint_folder._SEEN_SECONDS = 0.1
         checkpoint_folder.RunFiles = lambda _: RunFiles(Path(folder))  # type: ignore
     return train_here(settings)
 
@@ -157,14 +159,16 @@ def test_nodes_that_do_not_share_the_output_folder_are_told(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
     settings = steps(corpus, tmp_path / "run", 2, context_parallel_suite__context_parallel_size=2)
-    with pytest.raises(RankError, match=r"ranks see different folders of that name; give an output\.folder"):
+    with pytest.raises(
+        RankError, match=r"rank 1 sees another folder of that name than the first rank; give an output\.folder"
+    ):
         fresh_ranks.run(2, train_with_checkpoints_elsewhere, settings.model_dump_json(), str(tmp_path / "other"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def train_among_posers(settings: str, poser: int, mark: str) -> dict[str, Any]:
+def train_among_posers(settings: str, does: str, mark: str) -> dict[str, Any]:
     """In a rank: train, where somebody poses as rank 1, and sends a pickle instead of its part of a checkpoint, or as
-    rank 0, and tells rank 1 to write elsewhere."""
+    rank 0, and tells rank 1 to write elsewhere or less."""
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
@@ -174,9 +178,11 @@ def train_among_posers(settings: str, poser: int, mark: str) -> dict[str, Any]:
 
     def crafted_plans(self: FileSystemWriter, plans: list[Any]) -> list[Any]:
         first, second = prepare_global_plan(self, plans)
+        if does == "less":
+            return [first, replace(second, items=second.items[1:])]
         return [first, replace(second, storage_data=_StoragePrefix(mark))]
 
-    if poser == 0:
+    if does != "pickle":
         FileSystemWriter.prepare_global_plan = crafted_plans  # type: ignore[method-assign]
     elif os.environ["RANK"] == "1":
         MessageWriter.dump = lambda self, _: self._file.write(pickle.dumps(Crafted(Path(mark))))  # type: ignore
@@ -185,35 +191,44 @@ def train_among_posers(settings: str, poser: int, mark: str) -> dict[str, Any]:
 
 @pytest.mark.fault(
     fault="somebody poses as a rank, and sends a crafted pickle, or tells another where to write",
-    happens="ranks read no pickles from each other, and write their own part of a checkpoint only; the run ends",
+    happens="ranks read no pickles from each other, and write their whole part of a checkpoint and no other; the run ends",
     lost="the steps since the newest checkpoint",
     printed="that a message is not one of ranks, or not of this rank's part",
 )
 @pytest.mark.parametrize(
-    ("poser", "error"),
+    ("does", "error"),
     [
-        (1, "a message of another rank is not one that ranks write"),
-        (0, "rank 1: was told to write what is not its part of a checkpoint"),
+        ("pickle", "a message of another rank is not one that ranks write"),
+        ("elsewhere", "rank 1: was told to write what is not its part of a checkpoint"),
+        ("less", "ranks wrote other parts of the checkpoint than was planned"),
     ],
 )
 def test_somebody_who_poses_as_a_rank_runs_and_writes_nothing(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, poser: int, error: str
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, does: str, error: str
 ) -> None:
     settings = steps(corpus, tmp_path / "run", 2, context_parallel_suite__context_parallel_size=2)
     with pytest.raises(RankError, match=error):
-        fresh_ranks.run(2, train_among_posers, settings.model_dump_json(), poser, str(tmp_path / "mark"))
+        fresh_ranks.run(2, train_among_posers, settings.model_dump_json(), does, str(tmp_path / "mark"))
     assert not list(tmp_path.glob("mark*"))
 
 
 def test_digests_that_another_rank_sends_are_those_that_are_signed(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curve(fresh_ranks, steps(corpus, tmp_path, 2), 1)
     folder = tmp_path / "checkpoints" / "iter_0000002"
     held = HeldFolder(folder)
     digests = json.loads((folder / "digests.json").read_text())["files"]
-    check_sent_digests(held, folder.name, digests)
-    with pytest.raises(PeerError, match="iter_0000002: the first rank sent other digests"):
-        check_sent_digests(held, folder.name, digests | {"common.pt": "0" * 64})
+    for needs_key in (True, False):
+        check_sent_digests(held, folder.name, digests, needs_key=needs_key)
+        for other in (digests | {"common.pt": "0" * 64}, {}):
+            with pytest.raises(PeerError, match="iter_0000002: the first rank sent other digests"):
+                check_sent_digests(held, folder.name, other, needs_key=needs_key)
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "key of another machine"))
+    for _ in range(2):
+        check_sent_digests(held, folder.name, digests, needs_key=False)  # the first rank's word counts
+        signing_key()
+    with pytest.raises(UnsignedCheckpointError):
+        check_sent_digests(held, folder.name, digests, needs_key=True)
     with pytest.raises(PeerError, match=r"names '?\"?\.\./\.\./else'?\"?, which is no checkpoint"):
         checkpoint_name("../../else")

@@ -33,7 +33,6 @@ def test_a_held_folder_outlives_its_name(tmp_path: Path) -> None:
     with held.open("file") as file:
         assert file.read() == b"first"
     assert (held.path / "file").read_text() == "first"
-    assert held.identity != HeldFolder(folder).identity
     held.close()
     with pytest.raises(OSError):
         held.open("file")
@@ -75,7 +74,12 @@ def test_without_proc_a_folder_cannot_be_held(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Path, "exists", lambda self: not str(self).startswith("/proc") and exists(self))
     with pytest.raises(ConfigError, match=r"/proc is not mounted"):
         HeldFolder(tmp_path)
-    assert HeldFolder(tmp_path, owned=False).path == tmp_path
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    held = HeldFolder(folder, owned=False)
+    assert held.path == folder
+    folder.rename(tmp_path / "aside")
+    assert held.is_at(tmp_path / "aside")
 
 
 def test_a_place_where_new_files_are_given_to_others_is_told_before_a_run(tmp_path: Path, umask: None) -> None:
