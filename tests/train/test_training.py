@@ -287,16 +287,16 @@ def dies_while_saving(settings: str) -> str:
     """In a rank: the second checkpoint fails half-way."""
     from mindspeed_cp.train import checkpoint
 
-    write = checkpoint.write_json
+    write = checkpoint.write_digests
     calls = []
 
-    def failing(path: Path, value: Any) -> None:
-        calls.append(path)
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        write(path, value)
+        write(*arguments)
 
-    checkpoint.write_json = failing
+    checkpoint.write_digests = failing
     with pytest.raises(OSError, match="No space left"):
         train_here(settings)
     return "failed as it should"
