@@ -15,7 +15,7 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping
-from tests.engine.cases import SIZES, Case, errors, run_here, sizes, worst
+from tests.engine.cases import SIZES, Case, errors, run_here, worst
 from tests.engine.draw import cell_of, problem
 
 CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cpu"]
@@ -32,8 +32,15 @@ def drawn(cell: capabilities.Cell, turn: int = 0) -> Case:
 CASES = [drawn(cell) for cell in EXACT]
 
 
-@sizes(default=(3, 5))
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"),
+    [
+        pytest.param(algorithm, ranks, marks=() if default else pytest.mark.thorough)
+        for algorithm in ALGORITHMS
+        for ranks in SIZES
+        for default in [ranks == 3 or (ranks == 5 and algorithm in ("ring", "direct"))]
+    ],
+)
 def test_every_cell_agrees_with_fp64(algorithm, ranks):
     """out, dq, dk and dv of one problem of every cell; each cell has one number of ranks, drawn with the problem."""
     cases = [case for case in CASES if (case.algorithm, case.ranks) == (algorithm, ranks)]

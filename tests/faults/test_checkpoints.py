@@ -68,6 +68,7 @@ def train_with_own_key(settings: str, folder: str) -> dict[str, Any]:
     return train_here(settings)
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(
     fault="the key of checkpoints is on the first rank's machine alone",
     happens="the first rank chooses the checkpoint for all",

@@ -14,7 +14,7 @@ from tests.fuzz.fuzzers import FUZZERS
 from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
-DEFAULT_SHARE = 200  # one of so many
+DEFAULT_SHARE = 400  # one of so many
 
 
 def faults(wanted: dict[str, int]) -> dict[str, str]:

@@ -102,7 +102,8 @@ def test_losses_are_those_of_the_cpu(
     assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
 
 
-@pytest.mark.parametrize("remap", [pytest.param("qkv", marks=pytest.mark.thorough), "hidden"])
+@pytest.mark.thorough  # tests/npu/test_table.py has hierarchical plans, tests/train/test_beside.py such a training
+@pytest.mark.parametrize("remap", ["qkv", "hidden"])
 def test_hierarchical_on_two_supposed_nodes_with_replicas_balanced_by_time(
     remap: str, corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:

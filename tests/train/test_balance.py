@@ -93,7 +93,7 @@ def test_what_dropout_drops_does_not_depend_on_the_number_of_replicas(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     """With windows, biases and dropout; documents keep the numbers that they have in the global batch."""
-    changes = {**COMMON, **MODELS["biased"], **TIME}
+    changes = {**COMMON, **MODELS["biased"], **TIME, "train__train_iters": 3}
     alone = fresh_ranks.run(1, by_square, tiny(corpus, tmp_path / "one", **changes).model_dump_json())[0]["lines"]
     settings = tiny(corpus, tmp_path / "replicas", **changes, **more)
     assert_same_curve(fresh_ranks.run(4, by_square, settings.model_dump_json())[0]["lines"], alone)
@@ -105,7 +105,7 @@ def test_replicas_that_share_experts_have_equally_many_micro_batches(
 ) -> None:
     """With 4 expert-parallel ranks a group spans both replicas, which then wait for each other in every layer."""
     model = {**MODELS["experts"], "model__moe_aux_loss_coeff": 0.0}
-    changes = {**COMMON, **CP2, **model, "train__expert_model_parallel_size": experts}
+    changes = {**COMMON, **CP2, **model, "train__expert_model_parallel_size": experts, "train__train_iters": 3}
     off = curve(fresh_ranks, tiny(corpus, tmp_path / "off", **changes), 4)
     ranks = fresh_ranks.run(4, by_square, tiny(corpus, tmp_path / "on", **changes, **TIME).model_dump_json())
     assert_same_curve(ranks[0]["lines"], off)
