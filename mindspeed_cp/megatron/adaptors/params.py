@@ -127,6 +127,8 @@ class PlannedBatchParams(PackedSeqParams):
         """
         length = self.length
         expected = [length + self.padding] if self.qkv_format == "thd" else [length + self.padding, self.batch_size]
+        if self.qkv_format == "sbhd" and self.batch_size == 1 and x.dim() == 3:
+            x = x.unsqueeze(1)  # Megatron before 0.16 drops the dimension of one sequence
         if list(x.shape[:-2]) != expected:
             shape = ", ".join([*map(str, expected), "heads", "dim"])
             raise ConfigError(

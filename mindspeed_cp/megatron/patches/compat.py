@@ -53,7 +53,7 @@ from mindspeed_cp.megatron.patches.swap import ABSENT, replaced
 
 _ALL = ((0, 0), (10**6, 0))
 _0_16 = ((0, 16), (0, 17))
-_TO_0_16 = ((0, 0), (0, 17))
+_TO_0_16 = ((0, 15), (0, 17))
 
 
 @dataclass(frozen=True)
