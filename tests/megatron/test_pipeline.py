@@ -17,11 +17,11 @@ from mindspeed_cp.megatron import (
     megatron_imports,
     megatron_on_cpu,
 )
-from tests.megatron.gpt import Case, Suite, build, forward_step, layer_spec, transformer_config
+from tests.megatron.gpt import Case, Suite, build, forward_step, layer_spec, seed_generators, transformer_config
 from tests.megatron.ranks import MegatronRanks
 
 with megatron_imports():
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -37,7 +37,7 @@ def run_stage(rank: int, group: None, cp: int, stages: int) -> tuple[bool, float
     with megatron_on_cpu(), megatron_compat():
         parallel_state.initialize_model_parallel(context_parallel_size=cp, pipeline_model_parallel_size=stages)
         try:
-            tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+            seed_generators()
             config = transformer_config(
                 cp=cp,
                 pipeline_model_parallel_size=stages,

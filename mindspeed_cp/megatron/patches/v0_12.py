@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.mlp import MLP
+from torch import Tensor
 
 #: Argument by which modules are given process groups; None: there is none.
 GROUPS: str | None = None
@@ -25,3 +28,12 @@ def latent_rows(batch_size: int) -> str | None:
     if batch_size == 1:
         return None
     return "its multi-latent attention joins the sequences of a batch that has packed_seq_params, whatever their format"
+
+
+def counted_tokens(count: Tensor) -> Tensor:
+    """Return the second value of a loss function: Megatron adds it up over data-parallel ranks alone, and would divide
+    the gradients of all context-parallel ranks by the count of one."""
+    group = parallel_state.get_context_parallel_group(check_initialized=False)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(count, group=group)
+    return count
