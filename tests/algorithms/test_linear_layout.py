@@ -76,7 +76,9 @@ def test_a_layout_of_something_else_is_refused() -> None:
         zigzag(Documents(LENGTHS[::-1]), 4),
         zigzag(Documents(LENGTHS), 4).with_heads(np.array([[0, 2], [2, 4], [4, 6], [6, 8]])),
     ):
-        with pytest.raises(ConfigError, match=r"layout is of Documents.* valid: whole tokens of Documents.* on 4 ranks"):
+        with pytest.raises(
+            ConfigError, match=r"layout is of Documents.* valid: whole tokens of Documents.* on 4 ranks"
+        ):
             with_caller_layout(plan, layout)
 
 

@@ -67,7 +67,10 @@ def test_a_row_ends_a_document(rows: int, width: int, data: st.DataObject) -> No
     [
         (lambda: Documents.from_cu_seqlens([]), "cu_seqlens is empty; valid: 0, then the end of each document"),
         (lambda: Documents.from_cu_seqlens([3, 7]), "cu_seqlens starts at 3; valid: 0"),
-        (lambda: Documents.from_cu_seqlens([0, 7, 3, 9]), r"cu_seqlens\[2\] is 3 after 7; valid: 7 or more, the end of"),
+        (
+            lambda: Documents.from_cu_seqlens([0, 7, 3, 9]),
+            r"cu_seqlens\[2\] is 3 after 7; valid: 7 or more, the end of",
+        ),
         (lambda: Documents.from_cu_seqlens([[0, 7]]), r"cu_seqlens is int64 of shape \[1, 2\]; valid: integers of one"),
         (lambda: Documents.from_cu_seqlens([0.0, 7.0]), "cu_seqlens is float64"),
         (lambda: Documents.from_cu_seqlens(7), r"cu_seqlens is int64 of shape \[\]"),
@@ -76,10 +79,16 @@ def test_a_row_ends_a_document(rows: int, width: int, data: st.DataObject) -> No
         (lambda: Documents.from_lengths([[3], [1, 2]]), "lengths is a list that NumPy cannot read"),
         (lambda: Documents.from_lengths(torch.empty(3, device="meta")), "lengths is a Tensor that NumPy cannot read"),
         (lambda: Documents.from_eod([1, 2], 0.5), "eod is 0.5; valid: the number of the end-of-document token"),
-        (lambda: Documents.from_eod(np.zeros((2, 2, 2), int), 0), r"tokens is int64 of shape \[2, 2, 2\]; valid: .*row"),
+        (
+            lambda: Documents.from_eod(np.zeros((2, 2, 2), int), 0),
+            r"tokens is int64 of shape \[2, 2, 2\]; valid: .*row",
+        ),
         (lambda: Documents.from_eod([True], 1), "tokens is bool"),
         (lambda: Documents.from_position_ids([1, 2]), r"position_ids\[0\] is 1, the first of a row; valid: 0"),
-        (lambda: Documents.from_position_ids([0, 1, 3]), r"position_ids\[2\] is 3 after 1; valid: 2, the next of its do"),
+        (
+            lambda: Documents.from_position_ids([0, 1, 3]),
+            r"position_ids\[2\] is 3 after 1; valid: 2, the next of its do",
+        ),
         (lambda: Documents.from_position_ids([0, -1]), r"position_ids\[1\] is -1 after 0; valid: 1"),
         (lambda: Documents.from_position_ids([[0, 1], [2, 3]]), r"position_ids\[1, 0\] is 2, the first of a row; v"),
         (lambda: Documents.from_position_ids([[0, 1], [0, 2]]), r"position_ids\[1, 1\] is 2 after 0; valid: 1"),

@@ -97,8 +97,8 @@ class PackedPlanner:
         own_group = getattr(given, "cp_group", None)
         if local not in (None, group.size()) or not (own_group is None or own_group is group):
             raise ConfigError(
-                f"packed_seq_params has local_cp_size {local} and a cp_group of its own; valid: the context-parallel "
-                f"group of the model, {group.size()} ranks, since a plan already gives each document the ranks it "
+                f"packed_seq_params has a context-parallel group of its own (local_cp_size {local}); valid: None, or "
+                f"that of the model with {group.size()} ranks, since a plan already gives each document the ranks it "
                 "needs; switch hybrid or dynamic context parallelism off"
             )
         if suite.candidates:
