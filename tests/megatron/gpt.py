@@ -35,7 +35,7 @@ from mindspeed_cp.megatron import (
     shift_labels,
 )
 from tests.limits import HANG
-from tests.megatron.packed import cut_batch, plan_whole
+from tests.megatron.packed import cut_batch, cut_of, plan_whole
 
 with megatron_imports():
     from megatron.core import parallel_state, tensor_parallel
@@ -193,7 +193,8 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     config = transformer_config(tp, cp, ep, **case.config)
     suite = Suite(context_parallel_size=cp, algorithm=case.algorithm, options=case.options)
     arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
-    model: torch.nn.Module = build(config, install_case(layer_spec(config), suite, case), **arguments)
+    spec = install(layer_spec(config), suite, alibi=case.alibi, packed_cut=cut_of(case.packed))
+    model: torch.nn.Module = build(config, spec, **arguments)
     if config.bf16:
         model = Float16Module(config, model)
     install_model(model)
@@ -230,11 +231,6 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
         local = p.detach() if optimizer is not None else p.main_grad
         tensors |= _whole(name.removeprefix("module."), p, local, config.num_moe_experts or 0)
     return Outcome(loss.mean, loss.tokens, tensors, tuple(norms))
-
-
-def install_case(spec: Any, suite: SuiteSettings, case: Case) -> Any:
-    """The spec with planned attention."""
-    return install(spec, suite, alibi=case.alibi, packed_cut="row" if case.packed == "row" else "document")
 
 
 def forward_step(

@@ -207,7 +207,7 @@ def test_settings_of_plans_that_rows_of_a_loader_exclude_are_refused(alone: None
         module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
     module = attention(attention_dropout=0.5)
     with pytest.raises(
-        ConfigError, match="no dropout_seed; pass planned_batch or planned_batch_from.* plain PackedSeq"
+        ConfigError, match=r"no dropout_seed; pass planned_batch or planned_batch_from.* plain PackedSeq"
     ):
         module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
     module.eval()
