@@ -1,4 +1,7 @@
-"""A GPT that gets Megatron's plain PackedSeqParams: the same loss and gradients as with every document alone."""
+"""A GPT that gets Megatron's plain PackedSeqParams, or planned_batch_from's batches, on ranks.
+
+It has the same loss and gradients as with every document alone, and tells what is out of step.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,26 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
-from tests.megatron.gpt import Case, Outcome, on_ranks, one_rank, planned
+from mindspeed_cp import ConfigError
+from mindspeed_cp.megatron import install, install_model
+from tests.megatron.gpt import (
+    VOCABULARY,
+    Case,
+    Outcome,
+    Suite,
+    build,
+    layer_spec,
+    megatron,
+    on_ranks,
+    one_rank,
+    planned,
+    transformer_config,
+)
 from tests.megatron.models import FULL, LATENT, SELECTIVE
 from tests.megatron.oracle import plain
+from tests.megatron.packed import cut_batch, plain_params
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.test_gpt import MORE, RAGGED, assert_equal, has_oracle
 from tests.processes import RankError
@@ -81,7 +100,7 @@ def test_one_rank_equals_documents_alone(name: str, reference: dict[str, Outcome
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("cp", [2, pytest.param(3, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("cp", [*(pytest.param(cp, marks=pytest.mark.thorough) for cp in (2, 3)), 4])
 def test_any_number_of_ranks_equals_one(
     cp: int, name: str, parallel: Callable[[int], list[dict[str, Outcome]]], reference: dict[str, Outcome]
 ) -> None:
@@ -103,3 +122,72 @@ def test_the_cases_can_tell_ways_to_cut_apart(reference: dict[str, Outcome]) -> 
     with one_rank():
         merged = planned(Case(tuple((sum(lengths),) for lengths in EQUAL)))
     assert abs(merged.loss - reference["documents"].loss) > 1e-3
+
+
+def interleaved(rank: int, group: None, cp: int, sizes: list[list[int]], recompute: bool) -> list[bool]:
+    """Two micro-batches in flight at once, then each alone: are gradients the same, bit for bit?"""
+    with megatron(cp=cp):
+        config = transformer_config(cp=cp, **(FULL if recompute else {}))
+        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=cp))))
+        batches = []
+        for number, lengths in enumerate(sizes):
+            tokens = torch.randint(0, VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(number))
+            batches.append(cut_batch({"tokens": tokens, "labels": tokens}, lengths, "document", cp, rank))
+
+        def loss(number: int) -> torch.Tensor:
+            batch, params = batches[number]
+            out: torch.Tensor = model(
+                batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
+            )
+            return out.sum()
+
+        def gradients(*numbers: int) -> list[torch.Tensor]:
+            for number in numbers:
+                model.zero_grad()
+                (in_flight[number] if number in in_flight else loss(number)).backward()
+                results[number] = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+            return [grad for number in sorted(results) for grad in results[number]]
+
+        results: dict[int, list[torch.Tensor]] = {}
+        in_flight = {0: loss(0), 1: loss(1)}
+        together = gradients(0, 1)
+        in_flight.clear()
+        apart = gradients(1, 0)
+        return [torch.equal(a, b) and bool(a.any()) for a, b in zip(together, apart, strict=True)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_micro_batches_in_flight_keep_their_documents(ranks: MegatronRanks, recompute: bool) -> None:
+    for same in ranks.run(2, interleaved, 2, [[16, 8, 4], [4, 12, 4, 8]], recompute):
+        assert same and all(same)
+
+
+def out_of_step(rank: int, group: None) -> str:
+    """Rank 1 is a batch ahead, with as many tokens."""
+    with megatron(cp=2):
+        config = transformer_config(cp=2)
+        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=2))))
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        with pytest.raises(ConfigError) as error:
+            model(tokens, None, None, labels=tokens, packed_seq_params=plain_params([[20, 12], [12, 20]][rank]))
+        return str(error.value)
+
+
+def test_a_data_loader_out_of_step_is_found(ranks: MegatronRanks) -> None:
+    for text in ranks.run(2, out_of_step):
+        assert "documents: rank 0 has Documents([20, 12], tokens=32); rank 1 has" in text
+
+
+def cut_otherwise(rank: int, group: None) -> str:
+    with megatron(cp=2):
+        config = transformer_config(cp=2)
+        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=2))))
+        batch, params = cut_batch({"tokens": torch.zeros(32, dtype=torch.int64)}, [8, 24], "row", 2, rank)
+        with pytest.raises(ConfigError) as error:
+            model(batch["tokens"], batch["position_ids"], None, labels=batch["tokens"], packed_seq_params=params)
+        return str(error.value)
+
+
+def test_a_model_looks_at_its_positions(ranks: MegatronRanks) -> None:
+    for text in ranks.run(2, cut_otherwise):
+        assert text.startswith("packed_cut is 'document', but position_ids are those of a batch cut by row")
