@@ -5,6 +5,7 @@ It has the same loss and gradients as with every document alone, and tells what 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.megatron import install, install_model
+from mindspeed_cp.megatron import install, install_model, megatron_imports
 from tests.megatron.gpt import (
     VOCABULARY,
     Case,
@@ -28,10 +29,14 @@ from tests.megatron.gpt import (
 )
 from tests.megatron.models import FULL, LATENT, SELECTIVE
 from tests.megatron.oracle import plain
-from tests.megatron.packed import cut_batch, plain_params
+from tests.megatron.packed import cut_batch, plain_params, zigzag_rows
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.test_gpt import MORE, RAGGED, assert_equal, has_oracle
 from tests.processes import RankError
+
+with megatron_imports():
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
 EQUAL = ((48, 24, 0, 72), (24, 24, 48))  # each sequence divides by 2 * cp, for cp 2, 3 and 4
 ANY = ((37, 0, 5, 1, 64, 2, 35), (3, 50, 1, 1, 0, 41))  # the row does
@@ -191,3 +196,19 @@ def cut_otherwise(rank: int, group: None) -> str:
 def test_a_model_looks_at_its_positions(ranks: MegatronRanks) -> None:
     for text in ranks.run(2, cut_otherwise):
         assert text.startswith("packed_cut is 'document', but position_ids are those of a batch cut by row")
+
+
+def megatrons_rows(rank: int, group: None) -> list[int]:
+    """Rows that Megatron itself gives a rank, without sequences: those of a document need Transformer Engine."""
+    with megatron(cp=2):
+        others = {"cp_group": parallel_state.get_context_parallel_group()}
+        if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
+            others["is_hybrid_cp"] = False
+        batch = get_batch_on_this_cp_rank({"tokens": torch.arange(32)[None]}, **others)
+        rows: list[int] = batch["tokens"][0].tolist()
+        return rows
+
+
+def test_the_rows_of_these_tests_are_megatrons(ranks: MegatronRanks) -> None:
+    for rank, rows in enumerate(ranks.run(2, megatrons_rows)):
+        assert rows == zigzag_rows(0, 32, 2, rank)
