@@ -39,6 +39,7 @@ from mindspeed_cp.megatron import (
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.megatron.patches.spans import SPAN
 from tests.limits import HANG
+from tests.megatron.packed import cut_batch, cut_of, plan_whole
 
 with megatron_imports():
     from megatron.core import __version__ as VERSION
@@ -75,6 +76,7 @@ class Case:
         optimizer: "float32" or "distributed" to take steps; None to stop at the gradients.
         steps: how many times the batches are trained on.
         algorithm, options: of the plans.
+        packed: how a data loader without plans cuts the batch (tests.megatron.packed); None: planned_batch does.
         remap: "qkv" or "hidden": linear layers on equal-token layouts; None: on the layout of the plans.
         alibi: linear biases in place of rotary positions.
         model: arguments of GPTModel (rotary_base and the like).
@@ -84,6 +86,7 @@ class Case:
     batches: tuple[tuple[int, ...], ...]
     qkv_format: str = "thd"
     carried: bool = True
+    packed: str | None = None
     masked: float = 0.0
     optimizer: str | None = None
     steps: int = 1
@@ -200,9 +203,9 @@ def transformer_config(tp: int = 1, cp: int = 1, ep: int = 1, **changes: Any) ->
     if lacking is not None:
         raise LackingSetting(lacking)
     yarn = {name: changes.pop(name) for name in list(changes) if name.startswith("yarn_")}
-    if "original_max_position_embeddings" not in MLATransformerConfig.__dataclass_fields__:  # before 0.14
-        if "original_max_position_embeddings" in changes:
-            changes["max_position_embeddings"] = changes.pop("original_max_position_embeddings")
+    name = "original_max_position_embeddings"
+    if name in changes and name not in MLATransformerConfig.__dataclass_fields__:  # before 0.14
+        changes["max_position_embeddings"] = changes.pop(name)
     config = kind(**{**settings, **changes})
     for name, value in yarn.items():  # Megatron reads them from its config, which has no such fields
         setattr(config, name, value)
@@ -241,7 +244,8 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     config = transformer_config(tp, cp, ep, **case.config)
     suite = Suite(context_parallel_size=cp, algorithm=case.algorithm, options=case.options)
     arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
-    model: torch.nn.Module = build(config, install(layer_spec(config), suite, alibi=case.alibi), **arguments)
+    spec = install(layer_spec(config), suite, alibi=case.alibi, packed_cut=cut_of(case.packed))
+    model: torch.nn.Module = build(config, spec, **arguments)
     if config.bf16:
         model = Float16Module(config, model)
     install_model(model)
@@ -287,6 +291,15 @@ def forward_step(
     index = next(batches)
     documents, whole = data(case, index)
     cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if case.packed is not None:
+        lengths, seed = documents.lengths.tolist(), micro_batch_seed(1, step * len(case.batches) + index)
+        batch, given = (
+            plan_whole(whole, lengths, config, Suite(context_parallel_size=cp, algorithm=case.algorithm), seed)
+            if case.packed == "whole"
+            else cut_batch(whole, lengths, case.packed, cp, rank)
+        )
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=given)
+        return losses, partial(loss_function, batch["loss_mask"])
     plans = [
         build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
         for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))

@@ -112,9 +112,7 @@ def assert_equal(actual: Outcome, expected: Outcome) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "name", named({name: case for name, case in ALL_CASES.items() if has_oracle(case)})
-)
+@pytest.mark.parametrize("name", named({name: case for name, case in ALL_CASES.items() if has_oracle(case)}))
 def test_one_rank_equals_megatrons_own_attention(
     name: str, reference: dict[str, Outcome], oracle: dict[str, Outcome]
 ) -> None:

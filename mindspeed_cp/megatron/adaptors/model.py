@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from torch import nn
 
@@ -26,8 +27,8 @@ def install_model(model: ModelT) -> ModelT:
 
     Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
     and puts hooks around every self attention (:class:`mindspeed_cp.megatron.adaptors.hidden.HiddenMove`) and before
-    the model, where the plans of a micro-batch begin to be compared over the ranks. Models with learned positions or
-    none need the call too. Calling it again changes nothing.
+    the model, where plain PackedSeqParams get their plans, and the plans of a micro-batch begin to be compared over the
+    ranks. Models with learned positions or none need the call too. Calling it again changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
@@ -67,6 +68,9 @@ def _install_chunk(chunk: nn.Module) -> int:
     latent_rotaries = _replace_latent_rotaries(latent)
     rotary = _replace_rotary(chunk)
     if attentions and not attentions[0].installed:
+        planner = attentions[0].packed.shared(attention.attention for attention in attentions)
+        for attention in attentions:
+            attention.packed = planner
         chunk.register_forward_pre_hook(_announce_plans(attentions[0]), with_kwargs=True)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
@@ -74,10 +78,15 @@ def _install_chunk(chunk: nn.Module) -> int:
 
 
 def _announce_plans(attention: PlannedAttention) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute."""
+    """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute; before,
+    it makes those of plain PackedSeqParams."""
 
     def hook(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PlannedBatchParams)), None)
+        params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PackedSeqParams)), None)
+        if params is not None and not isinstance(params, PlannedBatchParams):
+            params = attention.packed.planned(params, attention.cp_group)
+            second = arguments[1] if len(arguments) > 1 else None  # of GPTModel.forward
+            attention.packed.check_positions(params, keywords.get("position_ids", second))
         if params is not None and params.plans:
             attention.announce(params, next(model.parameters()))
 
