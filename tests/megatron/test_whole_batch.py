@@ -125,7 +125,7 @@ def test_tensors_with_further_dimensions_are_cut_and_others_passed_through() -> 
 
 
 def test_rows_are_padded_for_sequence_parallelism() -> None:
-    config = transformer_config(tp=4, cp=2, sequence_parallel=True)
+    config = transformer_config(tp=4, cp=2, sequence_parallel=True, num_query_groups=4)
     batch, params = planned_batch_from({"tokens": torch.arange(1, 19)}, config, Suite(context_parallel_size=2), 0)
     assert batch["tokens"].shape == (1, 12) and batch["tokens"][0, -3:].tolist() == [0, 0, 0]
     assert params.linear_padding == 3
