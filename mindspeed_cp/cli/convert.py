@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mindspeed_cp.convert import Conversion
 
 DEFAULT_OUTPUT = "suite.yaml"
+_LABELS = {"refused": "instead", "unresolved": "instead", "by hand": "to do", "left out, by hand": "to do"}
 
 
 def convert(

@@ -25,10 +25,11 @@ def nodes_change(launcher: Sequence[Token], given: Given) -> Change | None:
     flag = next((flag for flag in flags if flag.name in PROCESS_FLAGS and len(flag.values) == 1), None)
     if flag is None or not flag.values[0].isdigit() or len(flag.values[0]) > 9:
         return None
-    ranks, processes = given.number("--context-parallel-size", 1), int(flag.values[0])
-    span = ranks * given.number("--tensor-model-parallel-size", 1)
-    if processes == 0 or span <= processes:
+    ranks, tensor_ranks = given.number("--context-parallel-size", 1), given.number("--tensor-model-parallel-size", 1)
+    processes = int(flag.values[0])
+    if not (ranks and tensor_ranks and processes) or ranks * tensor_ranks <= processes:
         return None
+    span = ranks * tensor_ranks
     nodes = span // processes
     product = f"tensor- and context-parallel ranks are {span} in a row"
     if span % processes or ranks % nodes:

@@ -17,7 +17,7 @@ from mindspeed_cp.errors import ConfigError
 
 _GAP = re.compile(r"(?:[ \t\n=]|\\\n)*")
 _QUOTES = ("'", '"')
-_CHANGED = (Outcome.SETTING, Outcome.REMOVED, Outcome.REPLACED)
+_CHANGED = (Outcome.SETTING, Outcome.REMOVED, Outcome.REMOVED_BY_HAND, Outcome.REPLACED)
 
 
 def rewrite_script(
@@ -41,22 +41,34 @@ def rewrite_script(
     }
     if launch.entry is None or not launch.entry.pieces:
         raise _not_exact(launch, "the command names no training script (.py or -m) to put the new flags behind")
+    for site in reversed(launch.entry.pieces[-1].sites):  # where the command names it, then where its text stands
+        text = _edited(source, edits, _word_end(source, site), conversion.added)
+        if _hands_over(text, launch, conversion, defined):
+            return text
+    raise _not_exact(launch, "its flags cannot be replaced without changing others")
+
+
+def _edited(source: str, edits: set[tuple[int, int, str]], place: int, added: tuple[str, ...]) -> str:
+    """Return the script with the edits, and with the added words at a place."""
     text = source
-    inserted = _word_end(source, launch.entry.pieces[-1].sites[-1])
-    words = " ".join(map(shlex.quote, conversion.added))
-    for start, stop, new in sorted({*edits, (inserted, inserted, f" {words}")}, reverse=True):
+    for start, stop, new in sorted({*edits, (place, place, f" {' '.join(map(shlex.quote, added))}")}, reverse=True):
         text = text[:start] + new + text[stop:] if new else _without(text, start, stop)
-    flags = {*ARITIES, PLAN_WORDS[0]}
-    try:
-        tokens = [token.text for token in find_launch(text, str(launch.name), flags, defined).tokens]
-    except ConfigError:
-        tokens = []
-    count = len(conversion.added)
-    starts = (start for start in range(len(tokens)) if tuple(tokens[start : start + count]) == conversion.added)
-    start = next(starts, None)
-    if start is None or (*tokens[:start], *tokens[start + count :]) != conversion.kept:
-        raise _not_exact(launch, "its flags cannot be replaced without changing others")
     return text
+
+
+def _hands_over(text: str, launch: Launch, conversion: Conversion, defined: Mapping[str, str] | None) -> bool:
+    """Return True if a script hands over the flags of a conversion, the added ones in one place."""
+    try:
+        tokens = [
+            token.text for token in find_launch(text, str(launch.name), {*ARITIES, PLAN_WORDS[0]}, defined).tokens
+        ]
+    except ConfigError:
+        return False
+    added, count = conversion.added, len(conversion.added)
+    return any(
+        tuple(tokens[place : place + count]) == added and (*tokens[:place], *tokens[place + count :]) == conversion.kept
+        for place in range(len(tokens) - count + 1)
+    )
 
 
 def _not_exact(launch: Launch, problem: str) -> ConfigError:

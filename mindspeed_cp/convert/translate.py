@@ -12,9 +12,9 @@ from mindspeed_cp.convert.command_line import Flag, read_flags
 from mindspeed_cp.convert.conversion import Change, Conversion
 from mindspeed_cp.convert.launch import Launch
 from mindspeed_cp.convert.nodes import nodes_change
+from mindspeed_cp.convert.notes import unknown_notes
 from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, RULES, FlagRule, Given, Outcome
 from mindspeed_cp.convert.rules.parallel import SUITE_FILE
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_file_location
 
@@ -42,7 +42,7 @@ def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = 
         work.convert(flag, counts=last[flag.name] == number)
     work.add_defaults(launch)
     work.add_flags(output)
-    notes = _notes(launch)
+    notes = unknown_notes(launch)
     problems = any(change.outcome in (Outcome.REFUSED, Outcome.UNRESOLVED) for change in work.changes)
     suite = None if problems else work.suite(launch.name)
     return Conversion(
@@ -84,7 +84,7 @@ class _Work:
             return
         named = [candidate for candidate in RULES if candidate.flag == flag.name]
         needs_value = rule.arity != 0 and (
-            any(candidate.value is not None for candidate in named) or rule.outcome in _NEEDS_VALUE
+            rule.is_read or any(candidate.value is not None for candidate in named) or rule.outcome in _NEEDS_VALUE
         )
         if flag.unknowns and needs_value:
             self._unresolved(flag)
@@ -191,26 +191,3 @@ def _read_value(flag: Flag) -> Any:
 def _is_number(text: str) -> bool:
     digits = text.removeprefix("-")
     return digits.isascii() and digits.isdigit() and len(digits) < 19
-
-
-def _notes(launch: Launch) -> tuple[str, ...]:
-    """Return remarks on words that may hold flags and are not known."""
-    names: dict[str, None] = {}
-    hidden: dict[str, None] = {}
-    for token in launch.tokens:
-        for piece in token.pieces:
-            if piece.unknown is None or piece.quoted:
-                continue
-            names[f"{piece.unknown.name} (line {piece.unknown.line})"] = None
-            for text in piece.unknown.texts:
-                hidden |= {word.partition("=")[0]: None for word in text.split() if word.partition("=")[0] in ARITIES}
-    notes = []
-    if hidden:
-        raise ConfigError(
-            f"{launch.name}: {', '.join(hidden)} is given in a branch of the script, and depends on how it runs; give "
-            f"--define with the value of the variable: {', '.join(names)}"
-        )
-    if names:
-        notes.append(f"not known before the script runs, and kept as they are: {', '.join(names)}")
-        notes.append("flags that they hold are not converted; --define NAME=VALUE gives a value")
-    return tuple(notes)

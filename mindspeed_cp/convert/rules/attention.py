@@ -47,6 +47,10 @@ ATTENTION_RULES = (
     FlagRule("--log-max-attention-logit", 0, REFUSED, "the largest logit is not reported", becomes=_WITHOUT),
     FlagRule("--fp8-dot-product-attention", 0, REFUSED, "attention runs in the dtype of q, k and v", becomes=_WITHOUT),
     FlagRule("--fp8-multi-head-attention", 0, REFUSED, "attention runs in the dtype of q, k and v", becomes=_WITHOUT),
+    FlagRule("--mla-down-proj-fusion", 0, REFUSED, "it rotates in a projection that is not replaced", becomes=_WITHOUT),
+    FlagRule(
+        "--tp-comm-overlap", 0, REFUSED, "its buffers have the same number of rows on all ranks", becomes=_WITHOUT
+    ),
     FlagRule("--experimental-attention-variant", 1, REFUSED, _SOFTMAX_ONLY, becomes=_WITHOUT),
     *(
         FlagRule(flag, arity, REFUSED, _STATE, becomes="a model of softmax attention in every layer")
@@ -69,6 +73,7 @@ ATTENTION_RULES = (
         "multi-token prediction shifts tokens across ranks by Megatron's zig-zag",
         becomes="leave it out, with --mtp-loss-scaling-factor",
         when=Condition("not 0", lambda given: given.value("--mtp-num-layers") != "0"),
+        is_read=True,
     ),
     *(
         FlagRule(flag, 0, REFUSED, "every micro-batch has its own plan and cannot be replayed", becomes=_WITHOUT)

@@ -7,9 +7,15 @@ from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Given, Out
 
 STAYS, REMOVED, BY_HAND, REFUSED = Outcome.STAYS, Outcome.REMOVED, Outcome.BY_HAND, Outcome.REFUSED
 
-_FROM_PLAN = "documents come from the plan: attention stays inside them and positions restart, without a dense mask"
+_FROM_PLAN = "documents come from the plan, which is made where positions restart; attention stays inside them"
+_MINDSPEED_PATCHES = (
+    "MindSpeed's patches for it replace Megatron's attention and must be off; documents come from the plan"
+)
+_OWN_DOCUMENTS = (
+    "give the documents in get_batch: Documents.from_eod(tokens, eod) and planned_batch_from (docs/megatron.md)"
+)
 _MASK = "the plan's mask is causal inside each document, and no dense mask is read"
-_LLM_DATA = "MindSpeed-LLM's data sets read it"
+_LLM_DATA = "MindSpeed-LLM's data sets read it, and its trainer makes the batch"
 _LLM_BATCH = (
     "give the batch of your trainer a plan: Documents.from_cu_seqlens, from_lengths or from_position_ids, build_plan, "
     "planned_batch (docs/megatron.md)"
@@ -17,12 +23,40 @@ _LLM_BATCH = (
 
 
 def _shows_fewer_keys(given: Given) -> bool:
-    return given.number("--pre-tockens", 0) < given.number("--seq-length", 65536)
+    left, tokens = given.number("--pre-tockens", 0), given.number("--seq-length", 65536)
+    return left is None or tokens is None or left < tokens
 
+
+#: Flags that MindSpeed alone has, and which launches beside it give.
+MINDSPEED_FLAGS = (
+    *("--context-parallel-algo", "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb"),
+    *("--use-cp-send-recv-overlap", "--cp-window-size", "--attention-mask-type", "--reuse-fp32-param"),
+)
+MINDSPEED = Condition("beside MindSpeed", lambda given: any(map(given.has, MINDSPEED_FLAGS)))
 
 DOCUMENT_RULES = (
-    FlagRule("--reset-attention-mask", 0, REMOVED, _FROM_PLAN),
-    FlagRule("--reset-position-ids", 0, REMOVED, _FROM_PLAN),
+    FlagRule(
+        "--reset-attention-mask",
+        0,
+        Outcome.REMOVED_BY_HAND,
+        _MINDSPEED_PATCHES,
+        becomes=_OWN_DOCUMENTS,
+        when=MINDSPEED,
+    ),
+    FlagRule("--reset-attention-mask", 0, STAYS, _FROM_PLAN),
+    FlagRule(
+        "--reset-position-ids",
+        0,
+        REFUSED,
+        "attention stays inside the documents whose positions restart, and would cross them here",
+        becomes="--reset-attention-mask with it, or neither",
+        when=Condition(
+            "without `--reset-attention-mask`",
+            lambda given: not (given.has("--reset-attention-mask") or given.has("--dataloader-inter-document-masking")),
+        ),
+    ),
+    FlagRule("--reset-position-ids", 0, REMOVED, _MINDSPEED_PATCHES, when=MINDSPEED),
+    FlagRule("--reset-position-ids", 0, STAYS, _FROM_PLAN),
     FlagRule("--eod-mask-loss", 0, STAYS, "it masks the loss of end-of-document tokens, not attention"),
     FlagRule(
         "--fix-sub-seq-length",
@@ -101,6 +135,7 @@ DOCUMENT_RULES = (
         "it hides keys further back, which MindSpeed's kernels read and a plan does not",
         becomes="--window-size LEFT,0, from which plans are made",
         when=Condition("less than `--seq-length`", _shows_fewer_keys),
+        is_read=True,
     ),
     FlagRule("--pre-tockens", 1, REMOVED, "it hides nothing: it is not less than --seq-length"),
     FlagRule("--next-tockens", 1, REMOVED, "a token sees no later one", value="0"),

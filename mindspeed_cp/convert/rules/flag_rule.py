@@ -16,6 +16,7 @@ class Outcome(Enum):
     REMOVED = "left out"
     REPLACED = "replaced"
     BY_HAND = "by hand"  # it stays, and the user has to do something that no flag does
+    REMOVED_BY_HAND = "left out, by hand"  # the user has to do something in its place
     REFUSED = "refused"
     ADDED = "added"
     UNRESOLVED = "unresolved"  # its value is not known before the script runs
@@ -46,10 +47,15 @@ class Given:
         """Return the values of a flag with blanks between them."""
         return " ".join(self.values[flag]) if flag in self.values else default
 
-    def number(self, flag: str, default: int) -> int:
-        """Return the value of a flag as a whole number; the default if it is none."""
-        text = self.value(flag)
-        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else default
+    def number(self, flag: str, default: int) -> int | None:
+        """Return the value of a flag as a whole number, None if it is none; the default without the flag."""
+        text = self.value(flag, str(default))
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+    def is_above(self, flag: str, bound: int, default: int = 0) -> bool:
+        """Return True if the value of a flag is a whole number above a bound."""
+        number = self.number(flag, default)
+        return number is not None and number > bound
 
     @property
     def algorithm(self) -> str:
@@ -88,8 +94,9 @@ class FlagRule:
         reason: why, as a sentence without a point.
         value: value for which the rule is; None: any.
         settings: keys of context_parallel_suite with their values; None: the value of the flag.
-        becomes: REPLACED: new value; REFUSED: the alternative; BY_HAND: what to do.
+        becomes: REPLACED: new value; REFUSED: the alternative; by hand: what to do.
         when: condition on the other flags; None: always.
+        is_read: True if conditions of other rules need the value.
         key: REFUSED: key of context_parallel_suite that, given by --set, decides in place of the flag.
     """
 
@@ -102,6 +109,7 @@ class FlagRule:
     becomes: str = ""
     when: Condition | None = None
     key: str = ""
+    is_read: bool = False
 
     def fits(self, values: tuple[str, ...], given: Given) -> bool:
         """Return True if the rule is for these values of the flag beside the other flags."""

@@ -12,13 +12,15 @@ _EXPERTS = "experts are laid over context- and data-parallel ranks, as before"
 _RECOMPUTED = "a recomputed layer runs its plan again"
 _OWN_COUNT = "ranks hold unequal numbers of tokens, and each would count by its own: results would depend on the ranks"
 
+EXPERT_PARALLEL = Condition("expert parallelism", lambda given: given.is_above("--expert-model-parallel-size", 1))
+
 MODEL_RULES = (
     FlagRule("--multi-latent-attention", 0, STAYS, _LATENT),
     FlagRule("--multi-head-latent-attention", 0, STAYS, _LATENT),
     FlagRule("--kv-lora-rank", 1, STAYS, _LATENT),
     FlagRule("--q-lora-rank", 1, STAYS, _LATENT),
     FlagRule("--num-experts", 1, STAYS, _EXPERTS),
-    FlagRule("--expert-model-parallel-size", 1, STAYS, _EXPERTS),
+    FlagRule("--expert-model-parallel-size", 1, STAYS, _EXPERTS, is_read=True),
     FlagRule(
         "--moe-token-dispatcher-type",
         1,
@@ -26,7 +28,7 @@ MODEL_RULES = (
         "ranks hold unequal numbers of tokens, which allgather cannot gather",
         value="allgather",
         becomes="alltoall",
-        when=Condition("expert parallelism", lambda given: given.number("--expert-model-parallel-size", 1) > 1),
+        when=EXPERT_PARALLEL,
     ),
     FlagRule("--moe-token-dispatcher-type", 1, STAYS, "it takes unequal numbers of tokens"),
     FlagRule("--moe-expert-capacity-factor", 1, REFUSED, _OWN_COUNT, becomes="leave the flag out: no token is dropped"),

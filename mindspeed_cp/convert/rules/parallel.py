@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from mindspeed_cp.convert.command_line import MANY
+from mindspeed_cp.convert.rules.documents import MINDSPEED
 from mindspeed_cp.convert.rules.flag_rule import Added, Condition, FlagRule, Given, Outcome
+from mindspeed_cp.convert.rules.model import EXPERT_PARALLEL
 
 SETTING, STAYS, REMOVED, REFUSED = Outcome.SETTING, Outcome.STAYS, Outcome.REMOVED, Outcome.REFUSED
 
@@ -21,10 +23,6 @@ def _has_windows(given: Given) -> bool:
 def _rope(given: Given) -> bool:
     kind = given.value("--position-embedding-type", "learned_absolute")
     return kind == "rope" or given.has("--use-rotary-position-embeddings") or given.has("--multi-latent-attention")
-
-
-def _splits_experts(given: Given) -> bool:
-    return given.number("--expert-model-parallel-size", 1) > 1
 
 
 RING_WINDOWS = Condition("ring, `--cp-window-size` above 1", lambda given: given.is_ring and _has_windows(given))
@@ -242,7 +240,19 @@ ADDED_FLAGS = (
     Added(
         ("--moe-token-dispatcher-type", "alltoall"),
         "ranks hold unequal numbers of tokens, which Megatron's default, allgather, cannot gather",
-        Condition("expert parallelism", _splits_experts),
+        EXPERT_PARALLEL,
+    ),
+    Added(
+        ("--no-create-attention-mask-in-dataloader",),
+        "a mask of the whole context for every row, which nothing would read",
+    ),
+    Added(
+        ("--reset-position-ids",),
+        "positions that restart say where documents begin",
+        Condition(
+            "`--reset-attention-mask` without MindSpeed",
+            lambda given: given.has("--reset-attention-mask") and not MINDSPEED.holds(given),
+        ),
     ),
     Added(SPEC_WORDS, "layers with planned attention", OWN_SPEC),
     Added(
@@ -252,5 +262,9 @@ ADDED_FLAGS = (
         by_hand="in a module of yours, spec = mindspeed_cp.megatron.install(YOUR_SPEC, suite, alibi=True); give --spec "
         "that module",
     ),
-    Added(PLAN_WORDS, "the settings"),
+    Added(
+        PLAN_WORDS,
+        "the settings; the training script takes get_batch and forward_step from mindspeed_cp.megatron.pretrain "
+        "(docs/megatron.md)",
+    ),
 )

@@ -31,8 +31,8 @@ from mindspeed_cp.convert.shell.words import (
 )
 from mindspeed_cp.errors import ConfigError, shortened
 
-MAX_PIECES = 200_000  # that expansions may make; a launch script makes some hundreds
-MAX_LETTERS = 10_000_000
+MAX_PIECES = 100_000  # that expansions may make; a launch script makes some hundreds
+MAX_LETTERS = 5_000_000
 
 _IFS = re.compile(r"[ \t\n]+")
 _SHOWN = 30  # letters of an expression in a message
@@ -171,16 +171,19 @@ class _Evaluator:
         if len(set(texts)) == 1:
             return values[0]
         known = [value for value in values if value is not None]
-        shortest = min(known, key=len)
-        size = len(shortest) if len(known) == len(values) else 0
-        if any(value[:size] != shortest for value in known):
-            size = 0
-        rest = tuple(text for value in known if (text := _value_text(value[size:])))
+        lists = all(isinstance(value, list) for value in known)
+        contents = [_contents(value, lists) for value in known]
+        base, content = min(zip(known, contents, strict=True), key=lambda pair: len(pair[1]))
+        if len(known) < len(values) or any(other[: len(content)] != content for other in contents):
+            base, content = ([] if lists else ()), content[:0]
+        ends = [other[len(content) :] for other in contents]
+        rest = tuple(end if isinstance(end, str) else " ".join(end) for end in ends if end)
         unknown = Unknown(name, line, "is set in a branch of the script", rest)
         piece = Piece(f"${{{name}}}", _NOWHERE, (_NOWHERE,), unknown)
-        if isinstance(shortest, list):
-            return [*shortest[:size], (piece,)]
-        return (*shortest[:size], piece)
+        if isinstance(base, list):
+            return [*base, (piece,)]
+        blank = (_BLANK,) if base and all(_IFS.match(text) for text in rest) else ()
+        return (*base, *blank, piece)
 
     def joined(self, word: Word) -> Field:
         """Return the pieces of a word that is not split, as in an assignment."""
@@ -192,7 +195,15 @@ class _Evaluator:
                     pieces += [_BLANK] * bool(number) + list(entry)
             else:
                 pieces += value
-        return self.count(tuple(pieces))
+        return self.count(tuple(replace(piece, quoted=False) if piece.unknown is None else piece for piece in pieces))
+
+    def operand(self, word: Word) -> Field:
+        """Return the pieces of a default, of which those in quotes are not split."""
+        pieces = []
+        for part in word:
+            quoted = part.quoted
+            pieces += [replace(piece, quoted=piece.quoted or quoted) for piece in self.joined((part,))]
+        return tuple(pieces)
 
     def split(self, word: Word) -> list[Field]:
         """Return the words that a word becomes: values outside of quotes are split at blanks."""
@@ -232,7 +243,7 @@ class _Evaluator:
     @staticmethod
     def _split_piece(piece: Piece, pieces: list[Piece], fields: list[Field], begun: bool) -> bool:
         """Add a piece to `pieces`, and to `fields` every word that ends in it."""
-        if piece.unknown is not None:
+        if piece.unknown is not None or piece.quoted:
             pieces.append(piece)
             return begun
         position = 0
@@ -287,14 +298,16 @@ class _Evaluator:
         if part.operator:
             missing = value is None or (empty and part.operator.startswith(":"))
             if part.operator.endswith("+"):
-                return () if missing else self._referred(self.joined(part.operand), part.span)
+                return () if missing else self._referred(self.operand(part.operand), part.span)
             if missing:
-                default = self.joined(part.operand)
                 line = self.line(start)
+                default = self.operand(part.operand)
                 default = tuple(replace(piece, from_default=piece.from_default or line) for piece in default)
                 if part.operator.endswith("=") and part.name.isidentifier():
-                    self.set(part.name, default, line)
+                    self.set(part.name, tuple(replace(piece, quoted=False) for piece in default), line)
                 return self._referred(default, part.span)
+        if value is None and part.name in self.values:  # an element that the array lacks
+            return ()
         if value is None:
             name = f"${part.name}" if not part.name.isidentifier() else part.name
             many = part.name in ("@", "*")
@@ -316,6 +329,11 @@ class _Evaluator:
                 f"{self.name}: its variables expand to more text than a launch script has; give the flags behind --"
             )
         return value
+
+
+def _contents(value: Value, as_words: bool) -> str | tuple[str, ...]:
+    """Return the words of an array, or a text."""
+    return tuple(map(field_text, value)) if isinstance(value, list) and as_words else _value_text(value) or ""
 
 
 def _value_text(value: Value | None) -> str | None:

@@ -130,7 +130,7 @@ class Piece:
         span: place in the script; as long as the text if it stands there letter by letter.
         references: spans of the references (`$name`) through which it came, innermost first.
         unknown: cause why the text is not known, or None.
-        quoted: True if an unknown value is one word, whatever it holds.
+        quoted: True if it is not split into words: inside quotes of a default, or an unknown value that is one word.
         from_default: line of the default (`${name:-default}`) from which the text comes, or None.
     """
 
