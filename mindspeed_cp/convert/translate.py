@@ -15,6 +15,7 @@ from mindspeed_cp.convert.nodes import nodes_change
 from mindspeed_cp.convert.notes import unknown_notes
 from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, RULES, FlagRule, Given, Outcome
 from mindspeed_cp.convert.rules.parallel import SUITE_FILE
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_file_location
 
@@ -127,6 +128,9 @@ class _Work:
 
     def add_defaults(self, launch: Launch) -> None:
         """Add what the flags mean by being left out: the algorithm, and the nodes of the launcher."""
+        if not self.given.has("--context-parallel-size"):
+            reason = "--context-parallel-size is not given: Megatron's default is one rank"
+            self.changes.append(Change("context_parallel_size", Outcome.SETTING, "context_parallel_size: 1", reason))
         named = any(map(self.given.has, ("--context-parallel-algo", "--cp-comm-type")))
         if not named and "algorithm" not in {*self.settings, *self.overrides.data[SUITE_SECTION]}:
             self.settings["algorithm"] = ("ring", "the default of --cp-comm-type")
@@ -156,10 +160,6 @@ class _Work:
         values = {"context_parallel_size": (1, "the default of --context-parallel-size")} | self.settings
         for key in self.overrides.data[SUITE_SECTION]:
             values.pop(key, None)
-        algorithm = self.overrides.data[SUITE_SECTION].get("algorithm")
-        if algorithm is not None:  # the options of another algorithm do not fit
-            for key in ("ulysses_degree", "hierarchical_context_parallel_sizes", "cp_window_size"):
-                values.pop(key, None)
         section = {key: value for key, (value, _) in values.items()} | self.overrides.data[SUITE_SECTION]
         place = "" if name is None else f"{name}: "
         lines: dict[str, int | str] = {f"{SUITE_SECTION}.{key}": f"{place}{flag}" for key, (_, flag) in values.items()}
@@ -171,7 +171,10 @@ def _override_file(overrides: Iterable[str]) -> SettingsFile:
     """Return the overrides of the section, whose keys may lack the section's name."""
     prefix = f"{SUITE_SECTION}."
     named = (text if text.strip().startswith(prefix) else prefix + text for text in overrides)
-    return apply_overrides(SettingsFile("--set", {SUITE_SECTION: {}}), named)
+    file = apply_overrides(SettingsFile("--set", {SUITE_SECTION: {}}), named)
+    if "context_parallel_size" in file.data[SUITE_SECTION]:
+        raise ConfigError("--set context_parallel_size: Megatron needs the same number; change --context-parallel-size")
+    return file
 
 
 def _section(suite: SuiteSettings) -> dict[str, Any]:

@@ -20,12 +20,16 @@ def _has_windows(given: Given) -> bool:
     return given.value("--cp-window-size", "1") not in ("0", "1")
 
 
+def _is_double_ring(given: Given) -> bool:
+    return given.is_ring and _has_windows(given) and given.settings.get("algorithm") != "ring"
+
+
 def _rope(given: Given) -> bool:
     kind = given.value("--position-embedding-type", "learned_absolute")
     return kind == "rope" or given.has("--use-rotary-position-embeddings") or given.has("--multi-latent-attention")
 
 
-RING_WINDOWS = Condition("ring, `--cp-window-size` above 1", lambda given: given.is_ring and _has_windows(given))
+RING_WINDOWS = Condition("ring, `--cp-window-size` above 1", _is_double_ring)
 HYBRID_WINDOWS = Condition("hybrid, above 1", lambda given: given.is_hybrid and _has_windows(given))
 HYBRID = Condition("hybrid", lambda given: given.is_hybrid)
 ALIBI = Condition("ALiBi", lambda given: given.value("--position-embedding-type") == "alibi")

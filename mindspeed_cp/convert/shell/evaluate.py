@@ -31,7 +31,7 @@ from mindspeed_cp.convert.shell.words import (
 )
 from mindspeed_cp.errors import ConfigError, shortened
 
-MAX_PIECES = 100_000  # that expansions may make; a launch script makes some hundreds
+MAX_PIECES = 50_000  # that expansions may make; a launch script makes some hundreds
 MAX_LETTERS = 5_000_000
 
 _IFS = re.compile(r"[ \t\n]+")
