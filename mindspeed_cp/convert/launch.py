@@ -13,7 +13,7 @@ from mindspeed_cp.convert.shell import Piece, ScriptCommand, read_script
 from mindspeed_cp.convert.shell.words import Field, field_text
 from mindspeed_cp.errors import ConfigError
 
-MAX_SCRIPT_BYTES = 2**18  # a launch script has some kilobytes
+MAX_SCRIPT_BYTES = 2**17  # a launch script has some kilobytes
 
 _PRINTERS = frozenset({"echo", "printf", ":", "cat"})
 _SHELLS = frozenset({"sh", "bash", "zsh"})

@@ -17,6 +17,8 @@ _WITHOUT = "leave the flag out"
 _WINDOW = "plans are made for the window of each layer"
 _WIDTHS = "values may be narrower than keys, and nothing is padded"
 
+ALIBI = Condition("ALiBi", lambda given: given.value("--position-embedding-type") == "alibi")
+
 ATTENTION_RULES = (
     FlagRule("--attention-backend", 1, REMOVED, _BACKEND),
     FlagRule("--flash-attention-version", 1, REMOVED, _BACKEND),
@@ -25,6 +27,15 @@ ATTENTION_RULES = (
     FlagRule("--shape-order", 1, REMOVED, "attention takes packed rows (TND)"),
     FlagRule("--mla-fa-without-pad", 0, REMOVED, _WIDTHS),
     FlagRule("--use-kitchen-attention", 0, REFUSED, "it replaces the attention operator", becomes=_WITHOUT),
+    FlagRule(
+        "--spec",
+        MANY,
+        BY_HAND,
+        "Megatron takes one spec, and this one is not ours; ALiBi comes with the spec",
+        becomes="in a module of yours, spec = mindspeed_cp.megatron.install(YOUR_SPEC, suite, alibi=True); give --spec "
+        "that module",
+        when=ALIBI,
+    ),
     FlagRule(
         "--spec",
         MANY,

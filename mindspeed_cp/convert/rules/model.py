@@ -32,8 +32,11 @@ MODEL_RULES = (
     ),
     FlagRule("--moe-token-dispatcher-type", 1, STAYS, "it takes unequal numbers of tokens"),
     FlagRule("--moe-expert-capacity-factor", 1, REFUSED, _OWN_COUNT, becomes="leave the flag out: no token is dropped"),
-    FlagRule(
-        "--moe-router-load-balancing-type", MANY, REFUSED, _OWN_COUNT, "sinkhorn", becomes="aux_loss or seq_aux_loss"
+    *(
+        FlagRule(
+            "--moe-router-load-balancing-type", MANY, REFUSED, _OWN_COUNT, value, becomes="aux_loss or seq_aux_loss"
+        )
+        for value in ("sinkhorn", "quantile_balancing")
     ),
     FlagRule("--moe-router-load-balancing-type", MANY, STAYS, "losses are summed over all ranks"),
     FlagRule("--recompute-granularity", 1, STAYS, _RECOMPUTED),

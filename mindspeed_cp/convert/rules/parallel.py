@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_cp.convert.command_line import MANY
+from mindspeed_cp.convert.rules.attention import ALIBI
 from mindspeed_cp.convert.rules.documents import MINDSPEED
 from mindspeed_cp.convert.rules.flag_rule import Added, Condition, FlagRule, Given, Outcome
 from mindspeed_cp.convert.rules.model import EXPERT_PARALLEL
@@ -32,7 +33,6 @@ def _rope(given: Given) -> bool:
 RING_WINDOWS = Condition("ring, `--cp-window-size` above 1", _is_double_ring)
 HYBRID_WINDOWS = Condition("hybrid, above 1", lambda given: given.is_hybrid and _has_windows(given))
 HYBRID = Condition("hybrid", lambda given: given.is_hybrid)
-ALIBI = Condition("ALiBi", lambda given: given.value("--position-embedding-type") == "alibi")
 OWN_SPEC = Condition("no other `--spec`, no ALiBi", lambda given: not given.has("--spec") and not ALIBI.holds(given))
 PLACES_DOCUMENTS = Condition(
     "`--set algorithm=hierarchical`", lambda given: given.settings.get("algorithm") in ("hierarchical", "auto")

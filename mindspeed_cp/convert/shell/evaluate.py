@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 
 from mindspeed_cp.convert.shell.arithmetic import Unsolved, solve
+from mindspeed_cp.convert.shell.branches import BLANK, BLANKS, NOWHERE, Choice, Value, merge_values
 from mindspeed_cp.convert.shell.parser import parse_script
 from mindspeed_cp.convert.shell.words import (
     Arithmetic,
@@ -34,13 +34,7 @@ from mindspeed_cp.errors import ConfigError, shortened
 MAX_PIECES = 50_000  # that expansions may make; a launch script makes some hundreds
 MAX_LETTERS = 5_000_000
 
-_IFS = re.compile(r"[ \t\n]+")
 _SHOWN = 30  # letters of an expression in a message
-_NOWHERE = (0, 0)  # place of text that does not stand in the script
-_BLANK = Piece(" ", _NOWHERE, (_NOWHERE,))
-
-#: A variable's value: one text, or the words of an array.
-Value: TypeAlias = "Field | list[Field]"
 
 
 @dataclass(frozen=True)
@@ -56,23 +50,6 @@ class ScriptCommand:
     fields: tuple[Field, ...]
     start: int
     line: int
-
-
-@dataclass
-class _Choice:
-    """The branches of one choice that were read so far.
-
-    Attributes:
-        before: values of the variables that the present branch changed, from before it; None: not set.
-        values: for each variable that a branch changed, its value at the end of each of these branches.
-        lines: for each such variable, the line of its last assignment.
-        branches: number of branches that were read.
-    """
-
-    before: dict[str, Value | None] = field(default_factory=dict)
-    values: dict[str, list[Value | None]] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict)
-    branches: int = 0
 
 
 def read_script(source: str, name: str, defined: Mapping[str, str] | None = None) -> Iterator[ScriptCommand]:
@@ -100,8 +77,8 @@ class _Evaluator:
     def __init__(self, source: str, name: str, defined: Mapping[str, str]) -> None:
         self.source, self.name = source, name
         self.defined = frozenset(defined)
-        self.values: dict[str, Value] = {key: (Piece(text, _NOWHERE, (_NOWHERE,)),) for key, text in defined.items()}
-        self.choices: list[_Choice] = []
+        self.values: dict[str, Value] = {key: (Piece(text, NOWHERE, (NOWHERE,)),) for key, text in defined.items()}
+        self.choices: list[Choice] = []
         self.pieces = self.letters = 0
         self.line_ends = [match.start() for match in re.finditer("\n", source)]
 
@@ -143,7 +120,7 @@ class _Evaluator:
 
     def branch(self, branch: Branch) -> None:
         if branch.border == "enter":
-            self.choices.append(_Choice())
+            self.choices.append(Choice())
             return
         choice = self.choices[-1]
         for name in choice.before:
@@ -155,9 +132,9 @@ class _Evaluator:
             for name, values in choice.values.items():
                 if not branch.complete or len(values) < choice.branches:
                     values.append(self.values.get(name))  # a branch that leaves it as it is
-                self.set(name, self._either(name, values, choice.lines[name]), choice.lines[name])
+                self.set(name, self.merged(name, values, choice.lines[name]), choice.lines[name])
 
-    def _restore(self, choice: _Choice) -> None:
+    def _restore(self, choice: Choice) -> None:
         for name, value in choice.before.items():
             if value is None:
                 self.values.pop(name, None)
@@ -165,25 +142,11 @@ class _Evaluator:
                 self.values[name] = value
         choice.before = {}
 
-    def _either(self, name: str, values: list[Value | None], line: int) -> Value | None:
-        """Return the value after branches that end with these: what all have in common, and an unknown rest."""
-        texts = [_value_text(value) for value in values]
-        if len(set(texts)) == 1:
-            return values[0]
-        known = [value for value in values if value is not None]
-        lists = all(isinstance(value, list) for value in known)
-        contents = [_contents(value, lists) for value in known]
-        base, content = min(zip(known, contents, strict=True), key=lambda pair: len(pair[1]))
-        if len(known) < len(values) or any(other[: len(content)] != content for other in contents):
-            base, content = ([] if lists else ()), content[:0]
-        ends = [other[len(content) :] for other in contents]
-        rest = tuple(end if isinstance(end, str) else " ".join(end) for end in ends if end)
-        unknown = Unknown(name, line, "is set in a branch of the script", rest)
-        piece = Piece(f"${{{name}}}", _NOWHERE, (_NOWHERE,), unknown)
-        if isinstance(base, list):
-            return [*base, (piece,)]
-        blank = (_BLANK,) if base and all(_IFS.match(text) for text in rest) else ()
-        return (*base, *blank, piece)
+    def merged(self, name: str, values: list[Value | None], line: int) -> Value | None:
+        """Return the value of a variable after branches that end with these."""
+        for value in values:
+            self.count(tuple(piece for entry in value for piece in entry) if isinstance(value, list) else value or ())
+        return merge_values(name, values, line)
 
     def joined(self, word: Word) -> Field:
         """Return the pieces of a word that is not split, as in an assignment."""
@@ -192,7 +155,7 @@ class _Evaluator:
             value = self.part(part)
             if isinstance(value, list):
                 for number, entry in enumerate(value):
-                    pieces += [_BLANK] * bool(number) + list(entry)
+                    pieces += [BLANK] * bool(number) + list(entry)
             else:
                 pieces += value
         return self.count(tuple(replace(piece, quoted=False) if piece.unknown is None else piece for piece in pieces))
@@ -227,7 +190,7 @@ class _Evaluator:
                         fields.append(tuple(pieces))
                     pieces, begun = [], quoted
                 elif number:
-                    pieces.append(_BLANK)
+                    pieces.append(BLANK)
                 if quoted:
                     pieces += element
                     begun = begun or not isinstance(value, list) or bool(element)
@@ -247,7 +210,7 @@ class _Evaluator:
             pieces.append(piece)
             return begun
         position = 0
-        for blank in [*_IFS.finditer(piece.text), None]:
+        for blank in [*BLANKS.finditer(piece.text), None]:
             stop = blank.start() if blank else len(piece.text)
             if stop > position:
                 pieces.append(piece.part(position, stop))
@@ -329,14 +292,3 @@ class _Evaluator:
                 f"{self.name}: its variables expand to more text than a launch script has; give the flags behind --"
             )
         return value
-
-
-def _contents(value: Value, as_words: bool) -> str | tuple[str, ...]:
-    """Return the words of an array, or a text."""
-    return tuple(map(field_text, value)) if isinstance(value, list) and as_words else _value_text(value) or ""
-
-
-def _value_text(value: Value | None) -> str | None:
-    if value is None:
-        return None
-    return " ".join(map(field_text, value)) if isinstance(value, list) else field_text(value)

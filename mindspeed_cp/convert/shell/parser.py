@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 
+from mindspeed_cp.convert.shell.commands import read_command
 from mindspeed_cp.convert.shell.reader import Reader
-from mindspeed_cp.convert.shell.words import Assignment, Branch, Command, Opaque, Statement, Text, Word
+from mindspeed_cp.convert.shell.words import Assignment, Branch, Opaque, Statement, Text
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]\s]*\])?(\+?)=", re.ASCII)
 _FUNCTION = re.compile(r"[\w.:-]+[ \t]*\([ \t]*\)", re.ASCII)
-_REDIRECTION = re.compile(r"[0-9]*(?:<<<|<<-?|>>|<>|>\||&>>?|[<>]&?)")
 _KEYWORD = re.compile(r"[A-Za-z]+(?=[\s;&|()]|$)|[{}](?=[\s;&|()]|$)|!(?=\s)|\[\[(?=\s)")
 _IN = re.compile(r"in\b")
 _ESAC = re.compile(r"esac\b")
-_CONTINUED = re.compile(r"(?:[ \t]|\\\n)*")
-_DECLARATIONS = frozenset({"export", "readonly", "declare", "typeset", "local"})
-_SETTERS = frozenset({"read", "mapfile", "readarray", "getopts"})
+_KEYWORDS = frozenset(re.findall(r"\S+", "if then elif else fi for select while until do done case esac in { } ! time"))
 
 
 def parse_script(source: str, name: str) -> list[Statement]:
@@ -41,7 +38,7 @@ class _Parser:
 
     def run(self) -> None:
         reader = self.reader
-        self._blanks()
+        self.reader.blanks()
         while reader.letter:
             start = reader.position
             in_case = bool(self.open) and self.open[-1] == "case"
@@ -71,17 +68,7 @@ class _Parser:
                 self._statement()
             if reader.position == start:  # a letter that begins nothing
                 reader.position += 1
-            self._blanks()
-
-    def _blanks(self) -> None:
-        """Skip blanks, continued lines and a comment."""
-        reader = self.reader
-        match = _CONTINUED.match(reader.source, reader.position)
-        assert match is not None
-        reader.position = match.end()
-        if reader.letter == "#":
-            end = reader.source.find("\n", reader.position)
-            reader.position = end if end >= 0 else len(reader.source)
+            self.reader.blanks()
 
     def _separator(self) -> None:
         reader = self.reader
@@ -128,7 +115,7 @@ class _Parser:
         guarded, self.guarded = self.guarded, False
         if guarded:
             self.statements.append(Branch("enter"))
-        self._command(start)
+        self.statements += read_command(self.reader, self.here_documents)
         if guarded:
             self.statements.append(Branch("leave"))
 
@@ -137,9 +124,9 @@ class _Parser:
         reader, is_function = self.reader, bool(self.open) and self.open[-1] == "function"
         if word == "function":
             reader.position += len(word)
-            self._blanks()
+            self.reader.blanks()
             reader.word()
-            self._blanks()
+            self.reader.blanks()
             if reader.starts("()"):
                 reader.position += 2
             self.open.append("function")
@@ -175,11 +162,11 @@ class _Parser:
         elif word in ("for", "select"):
             self._loop()
         elif word == "case":
-            self._blanks()
+            self.reader.blanks()
             reader.word()
             self.open.append("case")
             self.statements.append(Branch("enter"))
-            self._blanks()
+            self.reader.blanks()
             if _IN.match(reader.source, reader.position):
                 reader.position += 2
         elif word == "esac":
@@ -193,14 +180,14 @@ class _Parser:
     def _loop(self) -> None:
         """Read `for name in words`, or `for ((...))`."""
         reader = self.reader
-        self._blanks()
+        self.reader.blanks()
         if reader.starts("((") and self._skip_brackets("((", "))"):
             return
         start = reader.position
         name = "".join(part.text for part in reader.word() if isinstance(part, Text))
         self.statements.append(Assignment(name, ((Opaque((start, reader.position), True),),), False, False, start))
         while reader.letter and reader.letter not in "\n;":
-            self._blanks()
+            self.reader.blanks()
             if not reader.word() and reader.letter not in ("\n", ";"):
                 reader.position += 1
 
@@ -225,84 +212,3 @@ class _Parser:
             word = self.open.pop()
             if word != "pattern":  # its case goes on
                 self.statements.append(Branch("leave", complete=word == "else"))
-
-    def _command(self, start: int) -> None:
-        reader = self.reader
-        assignments: list[Assignment] = []
-        words: list[Word] = []
-        while True:
-            self._blanks()
-            redirection = _REDIRECTION.match(reader.source, reader.position)
-            if redirection and not (reader.starts("<(") or reader.starts(">(")):
-                self._redirect(redirection)
-                continue
-            if not reader.letter or reader.letter in "\n;|&()":
-                break
-            declares = bool(words) and _plain(words[0]) in _DECLARATIONS
-            assignment = _ASSIGNMENT.match(reader.source, reader.position) if not words or declares else None
-            if assignment:
-                assignments.append(self._assignment(assignment))
-                continue
-            before = reader.position
-            word = reader.word()
-            if reader.position == before:
-                break
-            words.append(word)
-        if not words or _plain(words[0]) in _DECLARATIONS:
-            self.statements += assignments
-        if not words:
-            return
-        first = _plain(words[0])
-        if first in _SETTERS or first == "unset":
-            span = (start, reader.position)
-            names = (_plain(word) for word in words[1:])
-            unknown = (Opaque(span, True),)
-            self.statements += [Assignment(n, (unknown,), False, False, start) for n in names if n.isidentifier()]
-        elif first not in _DECLARATIONS:
-            self.statements.append(Command(tuple(words), start))
-
-    def _assignment(self, match: re.Match[str]) -> Assignment:
-        reader, start = self.reader, match.start()
-        name, subscript, appends = match.groups()
-        reader.position = match.end()
-        if reader.letter != "(":
-            word = reader.word()
-            if subscript:  # one element: the others are kept, so the whole is not known
-                word = (Opaque((start, reader.position), True),)
-            return Assignment(name, (word,), False, bool(appends) and not subscript, start)
-        reader.position += 1
-        words: list[Word] = []
-        while reader.letter != ")":
-            self._blanks()
-            if not reader.letter:
-                raise reader.error(start, f"{name}=( is not closed")
-            word = reader.word()
-            if word:
-                words.append(word)
-            elif reader.letter != ")":
-                reader.position += 1
-        reader.position += 1
-        return Assignment(name, tuple(words), True, bool(appends), start)
-
-    def _redirect(self, match: re.Match[str]) -> None:
-        reader = self.reader
-        reader.position = match.end()
-        self._blanks()
-        before = reader.position
-        word = reader.word()
-        if match[0].lstrip("0123456789") in ("<<", "<<-"):
-            self.here_documents.append((_plain(word) or "", match[0].endswith("-")))
-        if reader.position == before and reader.letter in ("&", "-"):
-            reader.position += 1
-
-
-_KEYWORDS = frozenset(re.findall(r"\S+", "if then elif else fi for select while until do done case esac in { } ! time"))
-
-
-def _plain(word: Word) -> str:
-    """Return the text of a word without expansions; empty for others."""
-    return (
-        "".join(part.text for part in word if isinstance(part, Text))
-        if all(isinstance(part, Text) for part in word)
-        else ""
-    )

@@ -16,6 +16,7 @@ _BRACED = re.compile(r"\{([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([@*]|[0-9]{1,9})\]
 _PLAIN = re.compile(r"[^\s;|&()<>\\'\"$`]+")
 _PLAIN_QUOTED = re.compile(r"[^\\\"$`]+")
 _PLAIN_OPERAND = re.compile(r"[^\\'\"$`}]+")
+_CONTINUED = re.compile(r"(?:[ \t]|\\\n)*")
 _CLOSING = {"(": ")", "{": "}"}
 
 
@@ -45,6 +46,15 @@ class Reader:
     def error(self, start: int, problem: str) -> ConfigError:
         """Return the error of a place."""
         return ConfigError(f"{self.name}:{self.source.count(chr(10), 0, start) + 1}: {problem}")
+
+    def blanks(self) -> None:
+        """Skip blanks, continued lines and a comment."""
+        match = _CONTINUED.match(self.source, self.position)
+        assert match is not None
+        self.position = match.end()
+        if self.letter == "#":
+            end = self.source.find("\n", self.position)
+            self.position = end if end >= 0 else len(self.source)
 
     def word(self) -> Word:
         """Read a word; empty if none stands at the place."""
