@@ -91,30 +91,29 @@ def read_flags(tokens: Sequence[Token], arities: Mapping[str, int]) -> tuple[lis
     """
     words: list[Token] = []
     flags: list[Flag] = []
+    rests: list[list[Token]] = []
     position = 0
     while position < len(tokens):
         token = tokens[position]
         position += 1
         if not token.is_flag:
-            if flags:
-                flags[-1] = replace(flags[-1], rest=(*flags[-1].rest, token))
-            else:
-                words.append(token)
+            (rests[-1] if rests else words).append(token)
             continue
         name, equals, value = token.text.partition("=")
         arity = arities.get(name, MANY)
         end = position
-        while end < len(tokens) and not tokens[end].is_flag and (arity == MANY or end - position < arity):
+        while (
+            not equals and end < len(tokens) and not tokens[end].is_flag and (arity == MANY or end - position < arity)
+        ):
             end += 1
-        if equals:
-            flags.append(Flag(name, (value,), (token,)))
-            continue
-        values = tuple(tokens[position:end])
-        if name in arities and arity != 0 and len(values) < max(arity, 1):
+        values = tokens[position:end]
+        if name in arities and not equals and len(values) < abs(arity):
             raise ConfigError(f"{flag_location(token.line)}{name}: has no value; give one, or leave the flag out")
-        flags.append(Flag(name, tuple(entry.text for entry in values), (token, *values)))
+        texts = (value,) if equals else tuple(entry.text for entry in values)
+        flags.append(Flag(name, texts, (token, *values)))
+        rests.append([])
         position = end
-    return words, flags
+    return words, [replace(flag, rest=tuple(rest)) for flag, rest in zip(flags, rests, strict=True)]
 
 
 def flag_location(line: int | None) -> str:

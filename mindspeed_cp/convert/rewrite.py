@@ -51,9 +51,21 @@ def rewrite_script(
 def _edited(source: str, edits: set[tuple[int, int, str]], place: int, added: tuple[str, ...]) -> str:
     """Return the script with the edits, and with the added words at a place."""
     text = source
-    for start, stop, new in sorted({*edits, (place, place, f" {' '.join(map(shlex.quote, added))}")}, reverse=True):
+    for start, stop, new in sorted({*edits, (place, place, _added_text(source, place, added))}, reverse=True):
         text = text[:start] + new + text[stop:] if new else _without(text, start, stop)
     return text
+
+
+def _added_text(source: str, place: int, words: tuple[str, ...]) -> str:
+    """Return the added words as they stand in the script: a line for each flag where the command goes over lines."""
+    continued = re.compile(r"[ \t]*\\\n([ \t]*)").match(source, place)
+    flags: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            flags.append([])
+        flags[-1].append(shlex.quote(word))
+    border = f" \\\n{continued[1] or '    '}" if continued else " "
+    return "".join(border + " ".join(flag) for flag in flags)
 
 
 def _hands_over(text: str, launch: Launch, conversion: Conversion, defined: Mapping[str, str] | None) -> bool:

@@ -34,6 +34,7 @@ class _Parser:
         self.statements: list[Statement] = []
         self.open: list[str] = []  # words that open what is not closed yet
         self.here_documents: list[tuple[str, bool]] = []  # ends of here-documents that begin on this line
+        self.missing: set[str] = set()  # closing brackets that the rest of the script lacks
         self.guarded = False  # True if the next command stands behind && or ||
 
     def run(self) -> None:
@@ -77,8 +78,11 @@ class _Parser:
         self.guarded = double
 
     def _skip_brackets(self, opening: str, closing: str) -> bool:
-        end = self.reader.source.find(closing, self.reader.position + len(opening))
+        end = -1
+        if closing not in self.missing:
+            end = self.reader.source.find(closing, self.reader.position + len(opening))
         if end < 0:
+            self.missing.add(closing)
             return False
         self.reader.position = end + len(closing)
         return True
