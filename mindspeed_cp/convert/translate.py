@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.convert.command_line import Flag, read_flags
@@ -174,6 +175,11 @@ def _override_file(overrides: Iterable[str]) -> SettingsFile:
     file = apply_overrides(SettingsFile("--set", {SUITE_SECTION: {}}), named)
     if "context_parallel_size" in file.data[SUITE_SECTION]:
         raise ConfigError("--set context_parallel_size: Megatron needs the same number; change --context-parallel-size")
+    if file.data[SUITE_SECTION].get("algorithm") == AUTO or "candidates" in file.data[SUITE_SECTION]:
+        raise ConfigError(
+            "--set: algorithm auto and candidates are not in Megatron's own scripts; name the algorithm that "
+            "`mindspeed-cp simulate --choose` finds for the lengths of your documents"
+        )
     return file
 
 

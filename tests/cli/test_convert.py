@@ -115,6 +115,7 @@ def test_several_launches_need_a_line(capsys: pytest.CaptureFixture[str], tmp_pa
         ([str(HYBRID), "--define", "A"], "must be NAME=VALUE"),
         ([str(HYBRID), "--define", "A-B=1"], "must be NAME=VALUE"),
         ([str(HYBRID), "--line", "3"], "no flag of context parallelism in a command at line 3"),
+        ([str(HYBRID), "--set", "algorithm=auto"], "mindspeed-cp simulate --choose"),
         ([str(HYBRID), "--set", "no_key=1"], "unknown key"),
         ([str(HYBRID), "--set", "context_parallel_size=4"], "change --context-parallel-size"),
         (["--", "--context-parallel-size", "x"], "must be an integer"),

@@ -127,7 +127,6 @@ REFUSED = {
 #: Settings by which a user takes the alternative of a refusal, and the algorithm and options that come of it.
 ALTERNATIVES: dict[tuple[str, str], dict[str, Any]] = {
     ("adaptive", "algorithm=direct"): {"context_parallel_size": 4, "algorithm": "direct"},
-    ("adaptive", "algorithm=auto"): {"context_parallel_size": 4, "algorithm": "auto"},
     ("megatron_hybrid_cp", "algorithm=hierarchical"): {
         "context_parallel_size": 4, "algorithm": "hierarchical", "max_seqlen_per_dp_cp_rank": 2048,
     },
@@ -174,8 +173,7 @@ def check_plan(path: Path, flags: tuple[str, ...]) -> None:
     window = (int(values["--window-size"].split(",")[0]) // 16, 0) if "--window-size" in values else None
     attention = AttentionConfig(heads, int(values.get("--num-query-groups", heads)), 8, window=window)
     documents = Documents([70, 3, 0, 155, 41])
-    algorithm = "ring" if suite.algorithm == "auto" else suite.algorithm
-    plan = build_plan(documents, suite.topology, attention, algorithm, **suite.options)
+    plan = build_plan(documents, suite.topology, attention, suite.algorithm, **suite.options)
     verify_plan(plan)
     assert plan.ranks == suite.context_parallel_size == int(values["--context-parallel-size"])
 

@@ -11,14 +11,12 @@ _FROM_PLAN = "documents come from the plan, which is made where positions restar
 _MINDSPEED_PATCHES = (
     "MindSpeed's patches for it replace Megatron's attention and must be off; documents come from the plan"
 )
-_OWN_DOCUMENTS = (
-    "give the documents in get_batch: Documents.from_eod(tokens, eod) and planned_batch_from (docs/megatron.md)"
-)
+_OWN_DOCUMENTS = "in a get_batch of yours, planned_batch_from(batch, config, suite, eod=TOKEN) (docs/megatron.md)"
 _MASK = "the plan's mask is causal inside each document, and no dense mask is read"
 _LLM_DATA = "MindSpeed-LLM's data sets read it, and its trainer makes the batch"
 _LLM_BATCH = (
-    "give the batch of your trainer a plan: Documents.from_cu_seqlens, from_lengths or from_position_ids, build_plan, "
-    "planned_batch (docs/megatron.md)"
+    "in a get_batch of yours, planned_batch_from(batch, config, suite) with cu_seqlens or position_ids of your data "
+    "(docs/megatron.md)"
 )
 
 

@@ -35,7 +35,7 @@ HYBRID_WINDOWS = Condition("hybrid, above 1", lambda given: given.is_hybrid and 
 HYBRID = Condition("hybrid", lambda given: given.is_hybrid)
 OWN_SPEC = Condition("no other `--spec`, no ALiBi", lambda given: not given.has("--spec") and not ALIBI.holds(given))
 PLACES_DOCUMENTS = Condition(
-    "`--set algorithm=hierarchical`", lambda given: given.settings.get("algorithm") in ("hierarchical", "auto")
+    "`--set algorithm=hierarchical`", lambda given: given.settings.get("algorithm") == "hierarchical"
 )
 
 _ALGORITHM = "the algorithm is a key of the settings; MindSpeed's own wrappers of attention must be off"
@@ -43,8 +43,8 @@ _ADAPTIVE = (
     "adaptive CP reorders tokens by the mask of the batch; it is not in this version, and MindSpeed retired it in 0.18"
 )
 _ADAPTIVE_INSTEAD = (
-    "--set algorithm=direct, which sends only what the documents let other ranks see, or --set algorithm=auto, which "
-    "simulates all algorithms on the lengths of the documents"
+    "--set algorithm=direct, which sends only what the documents let other ranks see, or the algorithm that "
+    "`mindspeed-cp simulate --choose` finds for the lengths of your documents"
 )
 _CACHE = "keys and values are sent again in the backward, behind its computation"
 _COMM = "Megatron's name of an algorithm, which is a key of the settings"
@@ -54,6 +54,7 @@ _BY_DOCUMENT = (
 _HIERARCHICAL = "--set algorithm=hierarchical, which gives each document the ranks it needs by its cost"
 _HIERARCHY = "the settings' algorithm makes its own groups"
 _STAGES = "each stage of the pipeline gets the plan of its micro-batch"
+_SHARDED = "gradients of sharded weights have not been compared with those of one rank"
 _ONE_ALGORITHM = "one algorithm for each layer is not in this version: all layers run one plan"
 
 
@@ -219,6 +220,17 @@ PARALLEL_RULES = (
         "MindSpeed's 2-D tensor parallelism runs context parallelism over other groups of ranks than Megatron's",
         becomes="1-D tensor parallelism: leave out --tp-2d, --tp-x and --tp-y",
     ),
+    *(
+        FlagRule(flag, 0, REFUSED, _SHARDED, becomes="--use-distributed-optimizer")
+        for flag in ("--use-custom-fsdp", "--use-megatron-fsdp", "--use-torch-fsdp2")
+    ),
+    FlagRule(
+        "--overlap-moe-expert-parallel-comm",
+        0,
+        REFUSED,
+        "its schedule of half layers carries no plan",
+        becomes="leave the flag out",
+    ),
     FlagRule("--pipeline-model-parallel-size", 1, STAYS, _STAGES),
     FlagRule("--num-layers-per-virtual-pipeline-stage", 1, STAYS, _STAGES),
     FlagRule("--num-virtual-stages-per-pipeline-rank", 1, STAYS, _STAGES),
@@ -268,7 +280,7 @@ ADDED_FLAGS = (
     ),
     Added(
         PLAN_WORDS,
-        "the settings; the training script takes get_batch and forward_step from mindspeed_cp.megatron.pretrain "
-        "(docs/megatron.md)",
+        "the settings, for the arguments and the forward step that the training script takes from "
+        "mindspeed_cp.megatron.pretrain (docs/megatron.md)",
     ),
 )
