@@ -12,7 +12,10 @@ _FUNCTION = re.compile(r"[\w.:-]+[ \t]*\([ \t]*\)", re.ASCII)
 _KEYWORD = re.compile(r"[A-Za-z]+(?=[\s;&|()]|$)|[{}](?=[\s;&|()]|$)|!(?=\s)|\[\[(?=\s)")
 _IN = re.compile(r"in\b")
 _ESAC = re.compile(r"esac\b")
-_KEYWORDS = frozenset(re.findall(r"\S+", "if then elif else fi for select while until do done case esac in { } ! time"))
+_KEYWORDS = frozenset(
+    {"if", "then", "elif", "else", "fi", "for", "select", "while", "until", "do", "done"}
+    | {"case", "esac", "in", "{", "}", "!", "time"}
+)
 
 
 def parse_script(source: str, name: str) -> list[Statement]:
