@@ -15,7 +15,7 @@ from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.report.plan.summary import summarize_plan
-from tools import glossary, reliability
+from tools import convert_table, glossary, reliability
 
 ROOT = Path(__file__).parent.parent
 OPTIONS_HEAD = "| algorithm | Megatron, MindSpeed | options (defaults) | use it for |\n|---|---|---|---|\n"
@@ -73,6 +73,11 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.zh.md": lambda page: readme_page(page, "、"),
     "configs/reference.yaml": lambda _: reference_yaml(),
     "docs/algorithms.md": algorithms_page,
+    "docs/convert.md": lambda page: _with_rows(
+        _with_rows(page, convert_table.FLAGS_HEAD, convert_table.flag_rows()),
+        convert_table.ADDED_HEAD,
+        convert_table.added_rows(),
+    ),
     "docs/capabilities.md": lambda _: capabilities_md(),
     "docs/glossary.md": lambda _: glossary.page(),
     "docs/reliability.md": lambda _: reliability.page(),

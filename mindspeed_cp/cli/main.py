@@ -1,4 +1,4 @@
-"""The command line: mindspeed-cp train | report | plan | simulate | calibrate | doctor.
+"""The command line: mindspeed-cp train | report | plan | simulate | calibrate | convert | doctor.
 
 Invalid input prints one line on standard error and exits with code 2; a run that fails for another reason exits with 1.
 Commands import their modules when they are called: `--help` and `plan` never import torch.
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from mindspeed_cp.cli.calibrate import calibrate
+from mindspeed_cp.cli.convert import convert
 from mindspeed_cp.cli.doctor import doctor
 from mindspeed_cp.cli.plan import plan
 from mindspeed_cp.cli.report import report
@@ -56,6 +57,7 @@ app.command()(plan)
 app.command()(calibrate)
 app.command()(simulate)
 app.command()(report)
+app.command()(convert)
 app.command()(doctor)
 
 

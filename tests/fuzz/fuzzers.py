@@ -21,6 +21,9 @@ from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options, build_plan
 from mindspeed_cp.cli import main as cli
 from mindspeed_cp.cli.lengths import draw_batches, read_lengths
 from mindspeed_cp.config.settings import Settings, load_settings
+from mindspeed_cp.convert import convert_script
+from mindspeed_cp.convert.launch import MAX_SCRIPT_BYTES
+from mindspeed_cp.convert.rewrite import rewrite_script
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -36,12 +39,18 @@ from tests.report.test_damaged_traces import report
 from tests.train.test_damage import with_checkpoint
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+LAUNCHES = sorted((Path(__file__).parents[1] / "convert" / "launches").glob("*.sh"))
 KEYS = [f"{name}.{key}" for name, info in Settings.model_fields.items() for key in info.annotation.key_names()]  # type: ignore[union-attr]
 
 
 @cache
 def texts() -> list[str]:
     return [path.read_text() for path in CONFIGS]
+
+
+@cache
+def launches() -> list[str]:
+    return [path.read_text() for path in LAUNCHES]
 
 
 def overrides(generator: random.Random) -> list[str]:
@@ -57,6 +66,21 @@ def settings(generator: random.Random, folder: Path) -> None:
     content = text.encode("utf-8", "surrogatepass" if generator.random() < 0.1 else "replace")
     path.write_bytes(mutations.content(generator, content) if generator.random() < 0.2 else content)
     load_settings(path, overrides(generator))
+
+
+def scripts(generator: random.Random, folder: Path) -> None:
+    """A launch script with damage, converted and rewritten."""
+    path = folder / "launch.sh"
+    text = mutations.text(generator, generator.choice(launches()))
+    if generator.random() < 0.02:
+        begin = generator.randint(0, len(text))
+        part = text[begin : begin + generator.randint(1, 60)]
+        text += part * (MAX_SCRIPT_BYTES // 2 // max(1, len(part)))
+    content = text.encode("utf-8", "replace")
+    path.write_bytes(mutations.content(generator, content) if generator.random() < 0.2 else content)
+    source, launch_words, conversion = convert_script(path)
+    if conversion.suite is not None:
+        rewrite_script(source, launch_words, conversion)
 
 
 def lengths(generator: random.Random, folder: Path) -> None:
@@ -285,5 +309,5 @@ def arguments(generator: random.Random, folder: Path) -> None:
 
 #: How many of 100,000 inputs are of each kind.
 FUZZERS: dict[Callable[[random.Random, Path], None], int] = {
-    settings: 30_000, lengths: 25_000, plans: 5_000, traces: 10_000, checkpoints: 10_000, corpora: 15_000, arguments: 5_000,
+    settings: 30_000, lengths: 20_000, scripts: 5_000, plans: 5_000, traces: 10_000, checkpoints: 10_000, corpora: 15_000, arguments: 5_000,
 }  # fmt: skip

@@ -1,0 +1,158 @@
+"""Flags of documents, masks, positions and batches."""
+
+from __future__ import annotations
+
+from mindspeed_cp.convert.command_line import MANY
+from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Given, Outcome
+
+STAYS, REMOVED, BY_HAND, REFUSED = Outcome.STAYS, Outcome.REMOVED, Outcome.BY_HAND, Outcome.REFUSED
+
+_FROM_PLAN = "documents come from the plan, which is made where positions restart; attention stays inside them"
+_MINDSPEED_PATCHES = (
+    "MindSpeed's patches for it replace Megatron's attention and must be off; documents come from the plan"
+)
+_OWN_DOCUMENTS = "in a get_batch of yours, planned_batch_from(batch, config, suite, eod=TOKEN) (docs/megatron.md)"
+_MASK = "the plan's mask is causal inside each document, and no dense mask is read"
+_LLM_DATA = "MindSpeed-LLM's data sets read it, and its trainer makes the batch"
+_LLM_BATCH = (
+    "in a get_batch of yours, planned_batch_from(batch, config, suite) with cu_seqlens or position_ids of your data "
+    "(docs/megatron.md)"
+)
+
+
+def _shows_fewer_keys(given: Given) -> bool:
+    left, tokens = given.number("--pre-tockens", 0), given.number("--seq-length", 65536)
+    return left is None or tokens is None or left < tokens
+
+
+#: Flags that MindSpeed alone has, and which launches beside it give.
+MINDSPEED_FLAGS = (
+    *("--context-parallel-algo", "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb"),
+    *("--use-cp-send-recv-overlap", "--cp-window-size", "--attention-mask-type", "--reuse-fp32-param"),
+)
+MINDSPEED = Condition("beside MindSpeed", lambda given: any(map(given.has, MINDSPEED_FLAGS)))
+
+DOCUMENT_RULES = (
+    FlagRule(
+        "--reset-attention-mask",
+        0,
+        Outcome.REMOVED_BY_HAND,
+        _MINDSPEED_PATCHES,
+        becomes=_OWN_DOCUMENTS,
+        when=MINDSPEED,
+    ),
+    FlagRule("--reset-attention-mask", 0, STAYS, _FROM_PLAN),
+    FlagRule(
+        "--reset-position-ids",
+        0,
+        REFUSED,
+        "attention stays inside the documents whose positions restart, and would cross them here",
+        becomes="--reset-attention-mask with it, or neither",
+        when=Condition(
+            "without `--reset-attention-mask`",
+            lambda given: not (given.has("--reset-attention-mask") or given.has("--dataloader-inter-document-masking")),
+        ),
+    ),
+    FlagRule("--reset-position-ids", 0, REMOVED, _MINDSPEED_PATCHES, when=MINDSPEED),
+    FlagRule("--reset-position-ids", 0, STAYS, _FROM_PLAN),
+    FlagRule("--eod-mask-loss", 0, STAYS, "it masks the loss of end-of-document tokens, not attention"),
+    FlagRule(
+        "--fix-sub-seq-length",
+        1,
+        REMOVED,
+        "-1 keeps the documents whole",
+        value="-1",
+    ),
+    FlagRule(
+        "--fix-sub-seq-length",
+        1,
+        REFUSED,
+        "documents are not cut into parts of one length",
+        becomes="leave the flag out, and cut them in the data or in the lengths that you give to Documents",
+    ),
+    FlagRule("--attention-mask-type", 1, REMOVED, _MASK),
+    FlagRule("--cp-attention-mask-type", 1, REMOVED, _MASK),
+    FlagRule("--no-create-attention-mask-in-dataloader", 0, STAYS, "plans need no dense mask"),
+    FlagRule("--dataloader-inter-document-masking", 0, STAYS, "its cu_seqlens give the documents"),
+    FlagRule("--sft", 0, STAYS, "the cu_seqlens of its packed batches give the documents"),
+    FlagRule("--variable-seq-lengths", 0, STAYS, "stages of a pipeline tell each other the numbers of their rows"),
+    FlagRule("--pack", 0, BY_HAND, _LLM_DATA, becomes=_LLM_BATCH),
+    FlagRule("--neat-pack", 0, BY_HAND, _LLM_DATA, becomes=_LLM_BATCH),
+    FlagRule("--is-instruction-dataset", 0, BY_HAND, _LLM_DATA, becomes=_LLM_BATCH),
+    FlagRule(
+        "--yaml-cfg",
+        1,
+        BY_HAND,
+        "Megatron reads its flags from this file, which is not converted",
+        becomes="convert its flags by giving them behind --; the section context_parallel_suite may stand in the file",
+    ),
+    FlagRule(
+        "--position-embedding-type",
+        1,
+        Outcome.REPLACED,
+        "Megatron has no ALiBi: the biases come with the spec",
+        value="alibi",
+        becomes="none",
+    ),
+    FlagRule(
+        "--position-embedding-type",
+        1,
+        REFUSED,
+        "positions of several dimensions are not in this version",
+        value="mrope",
+        becomes="rope",
+    ),
+    FlagRule(
+        "--position-embedding-type",
+        1,
+        REFUSED,
+        "relative position biases, of T5, are not in this version",
+        value="relative",
+        becomes="rope, alibi by install(spec, suite, alibi=True), or none",
+    ),
+    FlagRule("--position-embedding-type", 1, STAYS, "positions are counted from 0 in each document"),
+    FlagRule(
+        "--mrope-section",
+        MANY,
+        REFUSED,
+        "positions of several dimensions are not in this version",
+        becomes="--position-embedding-type rope",
+    ),
+    FlagRule("--use-fused-rotary-pos-emb", 0, REMOVED, "rotary positions come from the plan and are applied with it"),
+    FlagRule("--no-rope-fusion", 0, STAYS, "rotary positions come from the plan"),
+    FlagRule(
+        "--alibi-fusion-attn-type", 1, REMOVED, "the NPU backend gives the kernel slopes and positions (npu_alibi)"
+    ),
+    FlagRule("--square-alibi-mask", 0, REMOVED, "biases are computed from positions, not read from a tensor"),
+    FlagRule("--fill-neg-inf", 0, REMOVED, "the plan masks later tokens"),
+    FlagRule("--alibi-diagonal-opposite", 0, REMOVED, "it changes biases of later tokens alone, which the plan masks"),
+    FlagRule(
+        "--pre-tockens",
+        1,
+        REFUSED,
+        "it hides keys further back, which MindSpeed's kernels read and a plan does not",
+        becomes="--window-size LEFT,0, from which plans are made",
+        when=Condition("less than `--seq-length`", _shows_fewer_keys),
+        is_read=True,
+    ),
+    FlagRule("--pre-tockens", 1, REMOVED, "it hides nothing: it is not less than --seq-length"),
+    FlagRule("--next-tockens", 1, REMOVED, "a token sees no later one", value="0"),
+    FlagRule(
+        "--next-tockens",
+        1,
+        REFUSED,
+        "it shows later tokens, and the mask of a GPT is causal",
+        becomes="0, or leave it out",
+    ),
+    *(
+        FlagRule("--sparse-mode", 1, REMOVED, "the backend chooses the kernel's mask for each tile", value=value)
+        for value in ("0", "2", "3")
+    ),
+    FlagRule(
+        "--sparse-mode",
+        1,
+        REFUSED,
+        "it is not a causal mask",
+        becomes="leave it out; for a window --window-size LEFT,0",
+    ),
+)

@@ -1,0 +1,202 @@
+"""Flags of Megatron and MindSpeed to settings and remaining flags, by the table of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_cp.algorithms import AUTO
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.config.candidates import SUITE_SECTION
+from mindspeed_cp.convert.command_line import Flag, read_flags
+from mindspeed_cp.convert.conversion import Change, Conversion
+from mindspeed_cp.convert.launch import Launch
+from mindspeed_cp.convert.nodes import nodes_change
+from mindspeed_cp.convert.notes import unknown_notes
+from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, RULES, FlagRule, Given, Outcome
+from mindspeed_cp.convert.rules.parallel import SUITE_FILE
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.messages import format_value
+from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_file_location
+
+#: Outcomes that need the value of the flag.
+_NEEDS_VALUE = (Outcome.SETTING, Outcome.STAYS_AS_SETTING, Outcome.REPLACED)
+
+
+def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
+    """Convert the flags of a launch.
+
+    Args:
+        launch: the flags, of a script or given one by one.
+        overrides: settings `key=value` that take precedence over flags.
+        output: path of the settings, for the flag that names it.
+
+    Raises:
+        ConfigError: a flag lacks its value, or has one that the settings do not take; names the flag.
+    """
+    override_file = _override_file(overrides)
+    words, flags = read_flags(launch.tokens, ARITIES)
+    given = Given({flag.name: flag.values for flag in flags}, override_file.data[SUITE_SECTION])
+    work = _Work(given, override_file)
+    last = {flag.name: number for number, flag in enumerate(flags)}
+    for number, flag in enumerate(flags):
+        work.convert(flag, counts=last[flag.name] == number)
+    work.add_defaults(launch)
+    work.add_flags(output)
+    notes = unknown_notes(launch)
+    problems = any(change.outcome in (Outcome.REFUSED, Outcome.UNRESOLVED) for change in work.changes)
+    suite = None if problems else work.suite(launch.name)
+    return Conversion(
+        None if suite is None else _section(suite),
+        (*(token.text for token in words), *work.remaining),
+        tuple(work.added),
+        tuple(work.changes),
+        notes,
+        suite,
+    )
+
+
+@dataclass
+class _Work:
+    """A conversion at work.
+
+    Attributes:
+        given: the flags as conditions read them.
+        overrides: settings of the user.
+        settings: keys of the settings, with value and the flag that gave it.
+        remaining: words of the remaining command line.
+        added: words that are added to it.
+        changes: rows so far.
+    """
+
+    given: Given
+    overrides: SettingsFile
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    remaining: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+    def convert(self, flag: Flag, counts: bool) -> None:
+        """Convert a flag; `counts` is False if a later flag of the same name takes precedence."""
+        values = flag.values
+        rule = next((rule for rule in RULES if rule.flag == flag.name and rule.fits(values, self.given)), None)
+        if rule is None:
+            self.remaining += [token.text for token in (*flag.tokens, *flag.rest)]
+            return
+        named = [candidate for candidate in RULES if candidate.flag == flag.name]
+        needs_value = rule.arity != 0 and (
+            rule.is_read or any(candidate.value is not None for candidate in named) or rule.outcome in _NEEDS_VALUE
+        )
+        if flag.unknowns and needs_value:
+            self._unresolved(flag)
+            return
+        if not counts and rule.outcome is not Outcome.STAYS:
+            self._row(
+                flag, Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED, "", "a later one takes precedence"
+            )
+        elif rule.key and rule.key in self.overrides.data[SUITE_SECTION]:
+            value = format_value(self.overrides.data[SUITE_SECTION][rule.key])
+            self._row(flag, Outcome.REMOVED, "", f"--set {rule.key}={value.strip(chr(34))} takes its place")
+        else:
+            self._apply(rule, flag)
+
+    def _apply(self, rule: FlagRule, flag: Flag) -> None:
+        became = rule.becomes
+        if rule.settings:
+            settings = {key: _read_value(flag) if value is None else value for key, value in rule.settings}
+            self.settings |= {key: (value, flag.text) for key, value in settings.items()}
+            became = ", ".join(f"{key}: {format_value(value).strip(chr(34))}" for key, value in settings.items())
+        if rule.outcome is Outcome.REPLACED:
+            became = f"{flag.name} {rule.becomes}"
+            self.remaining += [flag.name, rule.becomes]
+        self._row(flag, rule.outcome, became, rule.reason)
+
+    def _row(self, flag: Flag, outcome: Outcome, became: str, reason: str) -> None:
+        line = next((token.default_line for token in flag.tokens if token.default_line is not None), None)
+        if line is not None and outcome is not Outcome.STAYS:
+            reason += f"; the value is the default of line {line}, unless the environment has another"
+        self.changes.append(Change(flag.text, outcome, became, reason, flag.line, flag))
+        self.remaining += [token.text for token in (*(flag.tokens if outcome.stays else ()), *flag.rest)]
+
+    def _unresolved(self, flag: Flag) -> None:
+        names = "; ".join(dict.fromkeys(map(str, flag.unknowns)))
+        variable = flag.unknowns[0].name.lstrip("${").rstrip("}")
+        instead = (
+            f"--define {variable}=VALUE" if variable.isidentifier() or variable.isdigit() else "a value in its place"
+        )
+        self._row(flag, Outcome.UNRESOLVED, f"give {instead}", names)
+
+    def add_defaults(self, launch: Launch) -> None:
+        """Add what the flags mean by being left out: the algorithm, and the nodes of the launcher."""
+        if not self.given.has("--context-parallel-size"):
+            reason = "--context-parallel-size is not given: Megatron's default is one rank"
+            self.changes.append(Change("context_parallel_size", Outcome.SETTING, "context_parallel_size: 1", reason))
+        named = any(map(self.given.has, ("--context-parallel-algo", "--cp-comm-type")))
+        if not named and "algorithm" not in {*self.settings, *self.overrides.data[SUITE_SECTION]}:
+            self.settings["algorithm"] = ("ring", "the default of --cp-comm-type")
+            reason = "neither --context-parallel-algo nor --cp-comm-type is given: Megatron's default is the ring"
+            self.changes.append(Change("algorithm", Outcome.SETTING, "algorithm: ring", reason))
+        if "nodes" not in self.overrides.data[SUITE_SECTION]:
+            change = nodes_change(launch.launcher, self.given)
+            if change is not None:
+                self.changes.append(change)
+                if change.outcome is Outcome.STAYS_AS_SETTING:
+                    self.settings["nodes"] = (int(change.became.split()[-1]), change.flag)
+
+    def add_flags(self, output: str) -> None:
+        """Add the flags that planned attention needs."""
+        for added in ADDED_FLAGS:
+            if self.given.has(added.words[0]) or not (added.when is None or added.when.holds(self.given)):
+                continue
+            words = [output if word == SUITE_FILE else word for word in added.words]
+            if added.by_hand:
+                self.changes.append(Change(" ".join(words), Outcome.BY_HAND, added.by_hand, added.reason))
+            else:
+                self.changes.append(Change(" ".join(words), Outcome.ADDED, "", added.reason))
+                self.added += words
+
+    def suite(self, name: str | None) -> SuiteSettings:
+        """Return the settings, checked; an error names the flag that gave the value."""
+        values = {"context_parallel_size": (1, "the default of --context-parallel-size")} | self.settings
+        for key in self.overrides.data[SUITE_SECTION]:
+            values.pop(key, None)
+        section = {key: value for key, (value, _) in values.items()} | self.overrides.data[SUITE_SECTION]
+        place = "" if name is None else f"{name}: "
+        lines: dict[str, int | str] = {f"{SUITE_SECTION}.{key}": f"{place}{flag}" for key, (_, flag) in values.items()}
+        file = SettingsFile(name or "flags", {SUITE_SECTION: section}, {**self.overrides.lines, **lines})
+        return with_file_location(file, f"{SUITE_SECTION}.", lambda: SuiteSettings(**section))
+
+
+def _override_file(overrides: Iterable[str]) -> SettingsFile:
+    """Return the overrides of the section, whose keys may lack the section's name."""
+    prefix = f"{SUITE_SECTION}."
+    named = (text if text.strip().startswith(prefix) else prefix + text for text in overrides)
+    file = apply_overrides(SettingsFile("--set", {SUITE_SECTION: {}}), named)
+    if "context_parallel_size" in file.data[SUITE_SECTION]:
+        raise ConfigError("--set context_parallel_size: Megatron needs the same number; change --context-parallel-size")
+    if file.data[SUITE_SECTION].get("algorithm") == AUTO or "candidates" in file.data[SUITE_SECTION]:
+        raise ConfigError(
+            "--set: algorithm auto and candidates are not in Megatron's own scripts; name the algorithm that "
+            "`mindspeed-cp simulate --choose` finds for the lengths of your documents"
+        )
+    return file
+
+
+def _section(suite: SuiteSettings) -> dict[str, Any]:
+    """Return the given keys of the settings, the ranks and the algorithm first."""
+    given = {key: value for key, value in suite.model_dump(exclude_unset=True).items() if key not in suite.options}
+    first = ("context_parallel_size", "nodes", "algorithm")
+    ordered = {key: given[key] for key in first if key in given}
+    return ordered | suite.options | {key: value for key, value in given.items() if key not in first}
+
+
+def _read_value(flag: Flag) -> Any:
+    """Return the value of a flag: a whole number, a list of these, or text."""
+    values = [int(text) if _is_number(text) else text for text in flag.values]
+    return values if ARITIES[flag.name] != 1 else values[0]
+
+
+def _is_number(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdigit() and len(digits) < 19

@@ -1,0 +1,250 @@
+"""Launch scripts in the manner of real ones: settings and remaining flags, and that both run."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_cp import AttentionConfig, Documents, build_plan, verify_plan
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.convert import convert_flags, convert_script
+from mindspeed_cp.convert.launch import find_launch
+from mindspeed_cp.convert.rewrite import rewrite_script
+from mindspeed_cp.convert.rules import ARITIES, Outcome
+from tests.convert.bash import needs_bash, words_by_bash
+
+LAUNCHES = Path(__file__).parent / "launches"
+
+#: Script -> section context_parallel_suite, remaining flags.
+CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
+    "alibi_ring": (
+        {"context_parallel_size": 4, "algorithm": "ring"},
+        """
+        --context-parallel-size 4 --position-embedding-type none --num-attention-heads 12 --calculate-per-token-loss
+        --no-create-attention-mask-in-dataloader --cp-plan suite.yaml""",
+    ),
+    "default_ring": (
+        {"context_parallel_size": 4, "algorithm": "ring"},
+        """
+        --context-parallel-size 2 --num-attention-heads 4 --context-parallel-size 4 --softmax-type vanilla
+        --calculate-per-token-loss --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec
+        --cp-plan suite.yaml""",
+    ),
+    "double_ring": (
+        {"context_parallel_size": 8, "algorithm": "double_ring", "cp_window_size": 4},
+        """
+        --context-parallel-size 8 --num-attention-heads 4 --calculate-per-token-loss
+        --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+    "hybrid_two_nodes": (
+        {"context_parallel_size": 8, "nodes": 2, "algorithm": "hybrid", "ulysses_degree": 4},
+        """
+        --num-attention-heads 16 --num-query-groups 4 --position-embedding-type rope --tensor-model-parallel-size 2
+        --context-parallel-size 8 --bf16 --calculate-per-token-loss --no-rope-fusion
+        --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+    "kvallgather_eod": (
+        {"context_parallel_size": 4, "algorithm": "all_gather"},
+        """
+        --transformer-impl transformer_engine --context-parallel-size 4 --eod-mask-loss --variable-seq-lengths
+        --num-attention-heads 8 --load 'some folder/ckpt' --save 'some folder/ckpt' --calculate-per-token-loss
+        --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+    "megatron_016_p2p": (
+        {"context_parallel_size": 4, "algorithm": "ring"},
+        """
+        --use-mcore-models --num-layers 32 --num-attention-heads 32 --group-query-attention --num-query-groups 8
+        --kv-channels 128 --seq-length 32768 --position-embedding-type rope --tensor-model-parallel-size 2
+        --context-parallel-size 4 --sequence-parallel --mock-data --reset-position-ids --reset-attention-mask
+        --save checkpoints/llama --calculate-per-token-loss --no-rope-fusion --no-create-attention-mask-in-dataloader
+        --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+    "megatron_019_a2a_sft": (
+        {"context_parallel_size": 2, "algorithm": "ulysses"},
+        """
+        --context-parallel-size 2 --sft --micro-batch-size 1 --num-attention-heads 8 --position-embedding-type none
+        --num-experts 8 --expert-model-parallel-size 2 ${ARGS} --calculate-per-token-loss
+        --moe-token-dispatcher-type alltoall --no-create-attention-mask-in-dataloader
+        --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+    "megatron_019_hierarchical": (
+        {"context_parallel_size": 8, "algorithm": "hybrid", "ulysses_degree": 2},
+        """
+        --context-parallel-size 8 --dataloader-inter-document-masking --no-rope-fusion --calculate-per-token-loss
+        --num-attention-heads 8 --position-embedding-type rope --window-size 1024,0 --recompute-granularity selective
+        --recompute-modules core_attn mlp --no-create-attention-mask-in-dataloader
+        --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+    "ring_mindspeed_012": (
+        {"context_parallel_size": 8, "algorithm": "ring", "npu_merge": "ring_update"},
+        """
+        --tensor-model-parallel-size 1 --context-parallel-size 8 --use-flash-attn --num-attention-heads 32
+        --group-query-attention --num-query-groups 8 --seq-length 65536 --max-position-embeddings 65536
+        --position-embedding-type rope --recompute-granularity full --recompute-method block --recompute-num-layers 2
+        --bf16 --distributed-backend nccl --calculate-per-token-loss --no-rope-fusion
+        --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+    "slurm_function": (
+        {"context_parallel_size": 8, "nodes": 2, "algorithm": "all_gather"},
+        """
+        --context-parallel-size 8 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 4 --num-experts 8
+        --num-attention-heads 6 --train-samples 1_000 --data-path 0.5 'data/a b' 0.5 data/c --calculate-per-token-loss
+        --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+    "ulysses_mla_moe": (
+        {"context_parallel_size": 4, "algorithm": "ulysses"},
+        """
+        --spec my_team.specs.latent layer_spec --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
+        --num-layers-per-virtual-pipeline-stage 2 --context-parallel-size 4 --num-attention-heads 16
+        --position-embedding-type rope --use-fused-rmsnorm --swap-attention --multi-latent-attention
+        --qk-pos-emb-head-dim 64 --qk-head-dim 128 --q-lora-rank 1536 --kv-lora-rank 512 --v-head-dim 128
+        --moe-grouped-gemm --moe-token-dispatcher-type alltoall --num-experts 64 --expert-model-parallel-size 16
+        --moe-router-topk 6 --moe-router-load-balancing-type aux_loss --calculate-per-token-loss --no-rope-fusion
+        --no-create-attention-mask-in-dataloader --cp-plan suite.yaml""",
+    ),
+    "ulysses_tune_pack": (
+        {"context_parallel_size": 2, "algorithm": "ulysses"},
+        """
+        --stage sft --is-instruction-dataset --neat-pack --padded-samples --no-pad-to-seq-lengths
+        --tensor-model-parallel-size 4 --context-parallel-size 2 --num-attention-heads 32 --seq-length 32768
+        --num-query-groups 8 --load $CKPT_LOAD_DIR --calculate-per-token-loss --no-create-attention-mask-in-dataloader
+        --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+    ),
+}
+
+#: Script -> the flags that are refused.
+REFUSED = {
+    "adaptive": ["--context-parallel-algo adaptive_cp_algo"],
+    "megatron_hybrid_cp": ["--hybrid-context-parallel"],
+}
+
+#: Settings by which a user takes the alternative of a refusal, and the algorithm and options that come of it.
+ALTERNATIVES: dict[tuple[str, str], dict[str, Any]] = {
+    ("adaptive", "algorithm=direct"): {"context_parallel_size": 4, "algorithm": "direct"},
+    ("megatron_hybrid_cp", "algorithm=hierarchical"): {
+        "context_parallel_size": 4, "algorithm": "hierarchical", "max_seqlen_per_dp_cp_rank": 2048,
+    },
+    ("hybrid_two_nodes", "algorithm=ring"): {"context_parallel_size": 8, "nodes": 2, "algorithm": "ring"},
+    ("hybrid_two_nodes", "nodes=1"): {
+        "context_parallel_size": 8, "nodes": 1, "algorithm": "hybrid", "ulysses_degree": 4,
+    },
+}  # fmt: skip
+
+#: What the environment of a script may set, and a conversion is then told.
+ENVIRONMENT = {"CKPT_LOAD_DIR": "ckpt", "IMAGE": "image", "SLURM_NODEID": "0"}
+
+
+def test_every_script_is_a_case() -> None:
+    assert {path.stem for path in LAUNCHES.glob("*.sh")} == {*CONVERTED, *REFUSED}
+    assert len(CONVERTED) >= 12
+    assert {settings["algorithm"] for settings, _ in CONVERTED.values()} == {*ALGORITHMS} - {"direct", "hierarchical"}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_script_becomes_settings_and_flags(name: str) -> None:
+    settings, flags = CONVERTED[name]
+    _, _, conversion = convert_script(LAUNCHES / f"{name}.sh")
+    assert conversion.settings == settings
+    assert list(conversion.flags) == shlex.split(flags)
+    assert not conversion.problems
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_names_an_alternative_and_gives_no_settings(name: str) -> None:
+    _, _, conversion = convert_script(LAUNCHES / f"{name}.sh")
+    assert [change.flag for change in conversion.problems] == REFUSED[name]
+    assert all(
+        change.outcome is Outcome.REFUSED and "--set algorithm=" in change.became for change in conversion.problems
+    )
+    assert conversion.settings is None and conversion.suite is None
+
+
+def check_plan(path: Path, flags: tuple[str, ...]) -> None:
+    """Build and prove a plan of the settings in a file, for heads of the flags."""
+    suite = SuiteSettings.from_yaml(path)
+    values = {flag: value for flag, value in pairwise(flags) if flag.startswith("--")}
+    heads = int(values["--num-attention-heads"])
+    window = (int(values["--window-size"].split(",")[0]) // 16, 0) if "--window-size" in values else None
+    attention = AttentionConfig(heads, int(values.get("--num-query-groups", heads)), 8, window=window)
+    documents = Documents([70, 3, 0, 155, 41])
+    plan = build_plan(documents, suite.topology, attention, suite.algorithm, **suite.options)
+    verify_plan(plan)
+    assert plan.ranks == suite.context_parallel_size == int(values["--context-parallel-size"])
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_settings_build_a_plan_that_is_proved(name: str, tmp_path: Path) -> None:
+    _, _, conversion = convert_script(LAUNCHES / f"{name}.sh")
+    (tmp_path / "suite.yaml").write_text(conversion.yaml())
+    check_plan(tmp_path / "suite.yaml", conversion.flags)
+
+
+@pytest.mark.parametrize(("name", "override"), ALTERNATIVES)
+def test_a_user_takes_an_alternative_by_a_setting(name: str, override: str, tmp_path: Path) -> None:
+    _, _, conversion = convert_script(LAUNCHES / f"{name}.sh", [override])
+    assert conversion.settings == ALTERNATIVES[name, override]
+    (tmp_path / "suite.yaml").write_text(conversion.yaml())
+    check_plan(tmp_path / "suite.yaml", conversion.flags)
+
+
+def expand(words: list[str]) -> list[str]:
+    """Return words with the variables of ENVIRONMENT in them."""
+    for name, value in ENVIRONMENT.items():
+        words = [word.replace(f"${{{name}}}", value).replace(f"${name}", value) for word in words]
+    return words
+
+
+@needs_bash
+@pytest.mark.parametrize("name", [*CONVERTED, *REFUSED])
+def test_a_launch_has_the_words_that_bash_gives_it(name: str, tmp_path: Path) -> None:
+    path = LAUNCHES / f"{name}.sh"
+    launch = find_launch(path.read_text(), name, ARITIES, ENVIRONMENT)
+    ours = [token.text for token in launch.tokens if token.text != "${ARGS}"]  # a branch that does not run
+    theirs = words_by_bash(path, tmp_path, ENVIRONMENT)
+    assert launch.entry is not None and theirs[-len(ours) :] == ours
+    if name != "megatron_019_hierarchical":  # its entry is found by $(pwd)
+        assert theirs[-len(ours) - 1] == launch.entry.text
+
+
+@needs_bash
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_rewritten_script_hands_over_the_remaining_flags(name: str, tmp_path: Path) -> None:
+    source, launch, conversion = convert_script(LAUNCHES / f"{name}.sh")
+    text = rewrite_script(source, launch, conversion)
+    (tmp_path / "new.sh").write_text(text)
+    words = words_by_bash(tmp_path / "new.sh", tmp_path / "run", ENVIRONMENT)
+    kept = [word for word in expand(list(conversion.kept)) if word != "${ARGS}"]
+    assert words[-len(kept) - len(conversion.added) :] == [*conversion.added, *kept]
+    theirs = text.splitlines()
+    assert [line for line in source.splitlines() if line.lstrip().startswith("#")] == [
+        line for line in theirs if line.lstrip().startswith("#")
+    ]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_rewritten_script_is_refused_a_second_conversion(name: str, tmp_path: Path) -> None:
+    source, launch, conversion = convert_script(LAUNCHES / f"{name}.sh")
+    (tmp_path / "new.sh").write_text(rewrite_script(source, launch, conversion))
+    _, _, again = convert_script(tmp_path / "new.sh")
+    assert [change.flag for change in again.problems] == ["--cp-plan suite.yaml"]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_flags_and_scripts_convert_alike(name: str) -> None:
+    _, launch, of_script = convert_script(LAUNCHES / f"{name}.sh")
+    of_flags = convert_flags([token.text for token in launch.tokens])
+    assert of_flags.flags == of_script.flags
+
+    def rows(conversion: Any) -> list[Any]:
+        return [replace(change, line=None, source=None, reason="") for change in conversion.changes]
+
+    nodes = [row for row in rows(of_script) if row.became.startswith("nodes")]
+    assert [row for row in rows(of_script) if row not in nodes] == rows(of_flags)
+    assert of_flags.settings is not None
+    assert of_flags.settings | ({"nodes": 2} if nodes else {}) == of_script.settings

@@ -1,0 +1,202 @@
+"""The table of flags agrees with the rest of the package, and every row of it can apply."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp.algorithms import ALIASES
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.config.aliases import read_algorithm
+from mindspeed_cp.convert import convert_flags
+from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, RULES, Outcome
+from mindspeed_cp.convert.rules.flag_rule import Given
+from mindspeed_cp.convert.rules.parallel import PLAN_WORDS
+from mindspeed_cp.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+BASE = ["--context-parallel-size", "8"]
+
+
+def outcome(flag: str, *flags: str, overrides: tuple[str, ...] = ()) -> tuple[Outcome, str]:
+    """Convert flags, and return the outcome of one of them and what it became."""
+    conversion = convert_flags([*BASE, *flags], overrides)
+    (change,) = (change for change in conversion.changes if change.flag.split()[0].partition("=")[0] == flag)
+    return change.outcome, change.became
+
+
+@pytest.mark.parametrize("flag", ["--context-parallel-algo", "--cp-comm-type"])
+def test_algorithms_are_those_of_the_settings(flag: str) -> None:
+    names = {
+        rule.value: dict(rule.settings)["algorithm"]
+        for rule in RULES
+        if rule.flag == flag and rule.settings and rule.when is None
+    }
+    assert names == {value: read_algorithm("algorithm", value) for value in names}
+    refused = {rule.value for rule in RULES if rule.flag == flag and rule.outcome is Outcome.REFUSED}
+    known = {*ALIASES} if flag == "--context-parallel-algo" else set()
+    assert {name for name in known if name.endswith("_cp_algo")} <= {*names, *refused}
+
+
+def test_settings_are_keys_of_the_section() -> None:
+    keys = {key for rule in RULES for key, _ in rule.settings} | {rule.key for rule in RULES if rule.key}
+    assert keys <= set(SuiteSettings.key_names()) and len(keys) > 5
+
+
+def test_rows_are_sentences_and_refusals_have_an_alternative() -> None:
+    for rule in RULES:
+        assert rule.reason and not rule.reason.endswith("."), rule
+        assert bool(rule.becomes) == (
+            rule.outcome in (Outcome.REFUSED, Outcome.REPLACED, Outcome.BY_HAND, Outcome.REMOVED_BY_HAND)
+        ), rule
+        assert rule.flag.startswith("--")
+    assert len({(rule.flag, rule.arity) for rule in RULES}) == len(ARITIES)
+
+
+def test_no_row_hides_a_later_one() -> None:
+    """A row without value and condition is the last of its flag, and no two rows are for the same."""
+    for flag in ARITIES:
+        rows = [rule for rule in RULES if rule.flag == flag]
+        keys = [(rule.value, rule.when.text if rule.when else None) for rule in rows]
+        assert len(set(keys)) == len(keys), flag
+        general = [number for number, key in enumerate(keys) if key == (None, None)]
+        assert general in ([], [len(rows) - 1]), flag
+
+
+#: Refused flags that are fields of TransformerConfig.
+MODEL_FIELDS = {
+    "softmax_type", "qk_clip", "log_max_attention_logit", "experimental_attention_variant", "is_hybrid_model",
+    "mtp_num_layers", "mrope_section", "hybrid_context_parallel", "dynamic_context_parallel", "cuda_graph_impl",
+    "fp8_dot_product_attention", "fp8_multi_head_attention", "use_kitchen_attention", "enable_cuda_graph",
+    "external_cuda_graph", "flash_decode", "cache_mla_latents", "moe_expert_capacity_factor",
+    "moe_router_load_balancing_type",
+}  # fmt: skip
+
+
+def test_what_is_refused_of_a_model_is_refused_when_it_is_built() -> None:
+    """A feature that models get must leave the table of refused flags, too."""
+    refused = {rule.flag.removeprefix("--").replace("-", "_") for rule in RULES if rule.outcome is Outcome.REFUSED}
+    source = (ROOT / "mindspeed_cp" / "megatron" / "adaptors" / "rules.py").read_text("utf-8")
+    assert refused >= MODEL_FIELDS
+    assert set(re.findall(r'Rule\(\s*"(\w+)"', source)) >= MODEL_FIELDS
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "expected"),
+    [
+        (["--cp-window-size", "4"], "--cp-window-size", "algorithm: double_ring, cp_window_size: 4"),
+        (["--cp-window-size", "4", "--cp-comm-type", "p2p"], "--cp-comm-type", "algorithm: double_ring"),
+        (["--cp-window-size", "1"], "--cp-window-size", Outcome.REMOVED),
+        (["--cp-window-size", "4", "--cp-comm-type", "a2a"], "--cp-window-size", Outcome.REMOVED),
+        (["--cp-window-size", "2", "--cp-comm-type", "a2a+p2p"], "--cp-window-size", Outcome.REFUSED),
+        (["--cp-comm-type", "a2a", "a2a"], "--cp-comm-type", "algorithm: ulysses"),
+        (["--cp-comm-type", "a2a", "p2p"], "--cp-comm-type", Outcome.REFUSED),
+        (["--cp-comm-type", "p2p", "--context-parallel-algo", "ulysses_cp_algo"], "--cp-comm-type", Outcome.REMOVED),
+        (["--context-parallel-algo", "other"], "--context-parallel-algo", Outcome.REFUSED),
+        (["--ulysses-degree-in-cp", "2"], "--ulysses-degree-in-cp", Outcome.REMOVED),
+        (["--hierarchical-context-parallel-sizes", "2", "4"], "--hierarchical-context-parallel-sizes", Outcome.REMOVED),
+        (["--max-seqlen-per-dp-cp-rank", "9"], "--max-seqlen-per-dp-cp-rank", Outcome.REMOVED),
+        (["--reset-position-ids"], "--reset-position-ids", Outcome.REFUSED),
+        (["--reset-position-ids", "--reset-attention-mask"], "--reset-position-ids", Outcome.STAYS),
+        (["--reset-attention-mask"], "--reset-position-ids", Outcome.ADDED),
+        (["--reset-attention-mask", "--use-fused-rmsnorm"], "--reset-attention-mask", Outcome.REMOVED_BY_HAND),
+        (["--dataloader-inter-document-masking", "--reset-position-ids"], "--reset-position-ids", Outcome.STAYS),
+        (["--position-embedding-type", "alibi"], "--spec", Outcome.BY_HAND),
+        (["--position-embedding-type", "mrope"], "--position-embedding-type", Outcome.REFUSED),
+        (["--position-embedding-type", "rope"], "--no-rope-fusion", Outcome.ADDED),
+        (["--position-embedding-type", "rope", "--no-rope-fusion"], "--no-rope-fusion", Outcome.STAYS),
+        (["--pre-tockens", "100", "--seq-length", "200"], "--pre-tockens", Outcome.REFUSED),
+        (["--pre-tockens", "200", "--seq-length", "200"], "--pre-tockens", Outcome.REMOVED),
+        (["--next-tockens", "0"], "--next-tockens", Outcome.REMOVED),
+        (["--next-tockens", "1"], "--next-tockens", Outcome.REFUSED),
+        (["--sparse-mode", "2"], "--sparse-mode", Outcome.REMOVED),
+        (["--sparse-mode", "4"], "--sparse-mode", Outcome.REFUSED),
+        (["--moe-token-dispatcher-type", "allgather"], "--moe-token-dispatcher-type", Outcome.STAYS),
+        (["--expert-model-parallel-size", "2"], "--moe-token-dispatcher-type", Outcome.ADDED),
+        (["--mtp-num-layers", "0"], "--mtp-num-layers", None),
+        (["--mtp-num-layers", "1"], "--mtp-num-layers", Outcome.REFUSED),
+        (["--softmax-type", "learnable"], "--softmax-type", Outcome.REFUSED),
+        (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
+        (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),
+        (["--hybrid-context-parallel"], "--hybrid-context-parallel", Outcome.REFUSED),
+        (["--fix-sub-seq-length", "-1"], "--fix-sub-seq-length", Outcome.REMOVED),
+        (["--fix-sub-seq-length", "512"], "--fix-sub-seq-length", Outcome.REFUSED),
+    ],
+)
+def test_what_becomes_of_a_flag_beside_others(flags: list[str], flag: str, expected: Outcome | str | None) -> None:
+    if expected is None:
+        conversion = convert_flags([*BASE, *flags])
+        assert flag in conversion.kept and not any(change.flag.startswith(flag) for change in conversion.changes)
+        return
+    result, became = outcome(flag, *flags)
+    assert expected == (became if isinstance(expected, str) else result)
+
+
+@pytest.mark.parametrize(
+    ("override", "flags", "expected"),
+    [
+        ("algorithm=ring", ["--cp-window-size", "4"], {"algorithm": "ring"}),
+        ("algorithm=double_ring", ["--cp-window-size", "2", "--cp-comm-type", "a2a+p2p"], {"algorithm": "double_ring", "cp_window_size": 2}),
+        ("algorithm=hybrid", ["--ulysses-degree-in-cp", "2"], {"algorithm": "hybrid", "ulysses_degree": 2}),
+        ("context_parallel_suite.layout=balanced", [], {"algorithm": "ring", "layout": "balanced"}),
+        ("algorithm=hierarchical", ["--hybrid-context-parallel"], {"algorithm": "hierarchical"}),
+    ],
+)  # fmt: skip
+def test_settings_take_precedence(override: str, flags: list[str], expected: dict[str, object]) -> None:
+    conversion = convert_flags([*BASE, *flags], [override])
+    assert conversion.settings == {"context_parallel_size": 8, **expected}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--context-parallel-size", "eight"], '--context-parallel-size eight: context_parallel_suite.context_parallel_size = "eight": must be an integer'),
+        (["--context-parallel-size"], "--context-parallel-size: has no value"),
+        ([*BASE, "--cp-window-size", "3"], "--cp-window-size 3: context_parallel_suite.cp_window_size = 3"),
+        ([*BASE, "--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "3", "2"], "--hierarchical-context-parallel-sizes 3 2: "),
+        ([*BASE, "--context-parallel-algo", "hybrid_cp_algo", "--ulysses-degree-in-cp", "3"], "--ulysses-degree-in-cp 3: "),
+        (["--bf16"], "no flag of context parallelism"),
+    ],
+)  # fmt: skip
+def test_an_invalid_value_is_named_with_its_flag(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert_flags(flags)
+    assert str(caught.value).startswith(message)
+
+
+def test_added_flags_end_with_the_settings() -> None:
+    assert ADDED_FLAGS[-1].words == PLAN_WORDS
+    conversion = convert_flags(BASE, output="my suite.yaml")
+    assert conversion.added[-2:] == ("--cp-plan", "my suite.yaml")
+
+
+WORDS = [*ARITIES, *(rule.value for rule in RULES if rule.value), "4", "2", "-1", "0", "x", "", "--", "-", "--a=b", "é", "1" * 30,
+         "--cp-comm-type=a2a", "--context-parallel-size=4", "--context-parallel-size", "a b", "\n", "--set", "1e9"]  # fmt: skip
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(WORDS) | st.text(max_size=5), max_size=20))
+def test_any_words_give_a_result_or_a_line(words: list[str]) -> None:
+    try:
+        conversion = convert_flags(words)
+    except ConfigError as error:
+        assert "\n" not in str(error) or "\n" in "".join(words)
+        return
+    assert (conversion.settings is None) == bool(conversion.problems)
+    if conversion.suite is not None:
+        assert SuiteSettings(**(conversion.settings or {})) == conversion.suite
+    kept = list(conversion.kept)
+    for word in words:  # what is unknown stays, and in its order
+        if word.startswith("--") and word.partition("=")[0] not in ARITIES:
+            assert word in kept
+
+
+def test_conditions_hold_without_flags() -> None:
+    """Conditions read flags that may be missing."""
+    nothing = Given({}, {})
+    results = [condition.holds(nothing) for row in (*RULES, *ADDED_FLAGS) if (condition := row.when)]
+    assert set(results) == {True, False}

@@ -1,0 +1,182 @@
+"""Scripts are read as bash reads them, as far as they can be without running; the reference is bash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp.convert.shell import ScriptCommand, read_script
+from mindspeed_cp.convert.shell.arithmetic import Unsolved, solve
+from mindspeed_cp.convert.shell.words import field_text
+from mindspeed_cp.errors import ConfigError
+from tests.convert.bash import needs_bash, words_by_bash
+
+
+def last_record(source: str) -> ScriptCommand:
+    """Return the last command of a script that begins with `record`."""
+    commands = [c for c in read_script(source, "script") if c.fields and field_text(c.fields[0]) == "record"]
+    return commands[-1]
+
+
+def words(source: str) -> list[str]:
+    """Return the words of the last `record`, which must all be known."""
+    command = last_record(source)
+    assert not [piece.unknown for field in command.fields for piece in field if piece.unknown]
+    return list(map(field_text, command.fields))
+
+
+KNOWN = [
+    "A=1; record $A ${A} \"$A\" '$A' \\$A x$A\"y\"'z'",
+    'A=" --x 1 \\\n   --y \'2 3\' \\\n "; record $A "$A"',
+    'A="a b"; B="$A c"; record ${B}d "${B}d" x$B',
+    'H=; A=(1 "2 3" $((1+1))); A+=(--w "$H"x); record ${A[@]} "${A[@]}" "${A[*]}" ${A[1]} "${A[1]}" $A',
+    'M=; A=(); record x "${A[@]}" ${A[@]} y "" "$M"z',
+    "A=(  # comment\n  --one 1 # ( ' \"\n  --two)\nrecord ${A[@]}  # rest",
+    "record ${NONE:-8} ${NONE-9} ${NONE:-'a b'} \"${NONE:-a b}\" ${NONE:-a b} ${NONE:+x}y",
+    'A=4; record ${A:-8} ${A:+set} ${A-9}; B=; record "${B:-x}" ${B-y}z ${B:+n}',
+    ": ${CP:=4}; record $CP ${CP}",
+    "A=3 B=4; record $((A*B)) $((${A} + $B*2)) $(( (A+B) % 4 - -1 )) $((-7/2)) $((-7%2)) \"$(( A / 2 ))\"",
+    "A=3; A+=4; record $A; export B=$A C=x; declare -a D=(1 2); readonly E=\"a b\"; record $B $C ${D[1]} $E",
+    "A=1\nif true; then A=1; else A=1; fi\nrecord $A",
+    "A=x; record a b | tee /dev/null\nrecord $A >out 2>&1 <in a\\ b &>/dev/null &\nwait",
+    "cat <<'EOF' >/dev/null\nrecord no \"\nEOF\nrecord yes",
+    "cat <<-A <<B >/dev/null\n\trecord 1\n\tA\nrecord 2\nB\nrecord <<< here yes",
+    "f() { record $X in; }\nX=1; record out; # record f\n",
+    "case x in a|b) record 1;; (x) record 2 ;; esac; record 3",
+    "for i in 1 2; do record $i; done; record end",
+    "[ -z \"$NONE\" ] && A=5; [[ a < b && (c > d) ]] || true; record ok",
+    "X=5 record a; X=6; record b$X",
+    "{ A=1; record $A; }; (A=2; record $A); record last",
+    "record a#b '#' \\# \"a\"'b'  #c",
+    "record --x=${NONE:-1}--y $'plain' \"$\" a$ ~x",
+    "function g { A=1; }\nrecord 1",
+    "A='--x\n--y  2'; record $A \"$A\"",
+    "if [ 1 = 1 ]; then\n  if false; then :; fi\nelif true; then A=3; else A=4; fi; record done",
+    "while read -r L; do A=1; done </dev/null; record fine; ((A++)); record $(( 1 )) fine",
+    "A=\"a\\\"b\\\\c\\$d\\`e\\x\"; record \"$A\"",
+    "time record x; ! record y; record z",
+]  # fmt: skip
+
+
+@needs_bash
+@pytest.mark.parametrize("source", KNOWN)
+def test_words_are_those_of_bash(source: str, tmp_path: Path) -> None:
+    (tmp_path / "script.sh").write_text(source)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "in").write_text("")
+    assert words(source) == words_by_bash(tmp_path / "script.sh", tmp_path / "run")
+
+
+UNKNOWN = [
+    ("record $A", "A", 1, "not set"),
+    ("\nrecord x $1", "$1", 2, "not set"),
+    ('record "$@"', "$@", 1, "not set"),
+    ("A=$(date)\nrecord $A", "$(date)", 1, "when the script runs"),
+    ("A=`date +%s`; record $A", "`date +%s`", 1, "when the script runs"),
+    ("A=2; B=${A%x}; record $B", "${A%x}", 1, "when the script runs"),
+    ("B=$((A * 2)); record $B", "$((A * 2))", 1, "needs A"),
+    ("B=$((1 << 2)); record $B", "$((1 << 2))", 1, "not computed"),
+    ("B=010; record $((B))", "$((B))", 1, "needs B"),
+    ("A=1\nif x; then\nA=2\nfi\nrecord $A", "A", 3, "in a branch"),
+    ("if x; then\nA=2; else A=3\nfi\nrecord $A", "A", 2, "in a branch"),
+    ("case $x in\n1) A=1;;\n*) A=2;;\nesac\nrecord $A", "A", 3, "in a branch"),
+    ("[ -z $X ] && A=4\nrecord $A", "A", 1, "in a branch"),
+    ("for A in 1 2; do :; done; record $A", "1 2", 1, "when the script runs"),
+    ("read -r A; record $A", "read -r A", 1, "when the script runs"),
+    ("A=1; unset A; record $A", "unset A", 1, "when the script runs"),
+    ("f() {\nA=1\n}\nf\nrecord $A", "A", 2, "in a branch"),
+    ("(A=1); record $A", "A", 1, "in a branch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "name", "line", "cause"), UNKNOWN)
+def test_what_is_not_known_says_its_name_and_line(source: str, name: str, line: int, cause: str) -> None:
+    unknowns = [piece.unknown for field in last_record(source).fields for piece in field if piece.unknown]
+    (unknown,) = unknowns
+    assert name in unknown.name or name == "1 2", unknown
+    assert unknown.line == line and cause in unknown.cause
+
+
+def test_a_branch_keeps_what_comes_before_it() -> None:
+    command = last_record('A="--x 1"\nif y; then A="$A --z"; fi\nB=(1); if y; then B+=(2); fi; record $A ${B[@]}')
+    texts = list(map(field_text, command.fields))
+    assert texts == ["record", "--x", "1", "${A}", "1", "${B}"]
+    assert [piece.unknown.texts for field in command.fields for piece in field if piece.unknown] == [(" --z",), ("2",)]
+
+
+def test_defined_values_take_precedence() -> None:
+    source = "CP=4; if x; then CP=8; fi; record $CP ${1:-9} $((CP * 2))"
+    (command,) = (
+        c for c in read_script(source, "script", {"CP": "2", "1": "5"}) if field_text(c.fields[0]) == "record"
+    )
+    assert list(map(field_text, command.fields)) == ["record", "2", "5", "4"]
+
+
+def test_pieces_stand_where_they_say() -> None:
+    source = 'CP=8\nARGS="--x ${CP} \\\n --y"\nrecord $ARGS \'q r\'"s"'
+    for field in last_record(source).fields:
+        for piece in field:
+            start, stop = piece.span
+            assert source[start:stop] == piece.text
+            assert all(source[first] == "$" for first, _ in piece.references)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [("\n'a", 2), ('x "a\nb', 1), ("A=(1\n2", 1), ("$(a", 1), ("\n\n${a", 3), ("`x", 1), ("${A:-${B:-" * 12, 1)],
+)
+def test_what_is_not_closed_is_an_error_with_its_line(source: str, line: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^script:{line}: "):
+        list(read_script(source, "script"))
+
+
+@pytest.mark.parametrize("doubling", ['A="$A$A"', "A+=$A", "A=(${A[@]} ${A[@]})"])
+def test_variables_that_double_are_refused(doubling: str) -> None:
+    with pytest.raises(ConfigError, match="more text than a launch script"):
+        list(read_script("A='x y'\n" + f"{doubling}\n" * 60 + "record $A", "script"))
+
+
+def test_expressions_end() -> None:
+    for expression in ("(" * 60, "1" + "+1" * 200, "9" * 40, "9**9**9", "1/0", "1%0", "", "1 2", "a"):
+        with pytest.raises(Unsolved):
+            solve(expression, lambda name: None)
+    assert solve("-" * 90 + "1", lambda name: None) == 1
+
+
+TOKENS = ["A=1", "A=", "A+=2", "B=(1 2)", "$A", "${A}", '"$A"', "${B[@]}", '"${B[@]}"', "${N:-3}", "x", "'y z'", " ", " ",
+          ";", "\n", "\\\n", "$((A+1))", "#c\n", '"', "'", "(", ")", "{", "}", "if ", "then ", "else ", "fi", "case ",
+          " in ", "esac", ";;", "&&", "||", "|", "<<E\n", "E\n", "$(", "`", "${", "[[ ", "]]", "f()", "for ", "do ",
+          "done", "record ", "\\", "$", "<(", ">", "--x ", "é", "\x00", "((", "))"]  # fmt: skip
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(TOKENS), max_size=40).map("".join))
+def test_any_text_gives_commands_or_a_line(source: str) -> None:
+    try:
+        commands = list(read_script(source, "script"))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    for command in commands:
+        for field in command.fields:
+            for piece in field:
+                assert piece.unknown or piece.span == (0, 0) or piece.text in source or piece.text.lstrip("-").isdigit()
+
+
+SAFE = ["A=1; ", 'A="$A b"; ', "B=(1 \"2 3\"); ", "B+=($A); ", "C=$((2+3)); ", 'D="${B[*]} ${N:-n}"; ', "A=${B[1]}; ",
+        "E='--x\n --y'; ", 'A+="c "; ', "B=(\"${B[@]}\" z); ", 'C="$C"; ']  # fmt: skip
+
+
+@needs_bash
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(statements=st.lists(st.sampled_from(SAFE), max_size=8), number=st.integers(0, 10**12))
+def test_assignments_in_any_order_are_those_of_bash(statements: list[str], number: int, tmp_path: Path) -> None:
+    start = "A=0; B=(0); C=; D=d; E=e; "
+    source = start + "".join(statements) + 'record $A "$A" ${B[@]} "${B[@]}" "${B[*]}" $B $C "$D" $E "$E"x'
+    folder = tmp_path / f"{number}_{abs(hash(source))}"
+    folder.mkdir(exist_ok=True)
+    (folder / "script.sh").write_text(source)
+    assert words(source) == words_by_bash(folder / "script.sh", folder / "run")
