@@ -44,7 +44,7 @@ THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
 # test-all sets this: the tests marked `thorough` run too, and hypothesis draws more examples.
 FULL ?=
 
-.PHONY: help train soak test test-all test-npu test-triton test-cuda lint docs-tables lock format bench environment clean
+.PHONY: help train soak test test-all test-versions test-npu test-triton test-cuda lint docs-tables lock format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -69,6 +69,9 @@ test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpre
 
 test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where there are fewer than GPUS
 	$(VENV)-cuda/bin/python -m pytest --require-cuda $(GPUS) -m cuda tests/cuda $(ARGS)
+
+test-versions: $(INSTALLED) ## the tests on older and newer Python, torch, NumPy and Megatron-core (requirements/versions.json)
+	$(RUN)/python -m tools.test_versions $(ARGS)
 
 soak: $(INSTALLED) ## train 2,000 steps of a tiny model; fails if the memory or the open files of a rank grow
 	PYTHONPATH=. nice $(RUN)/python -m tests.soak $(ARGS)

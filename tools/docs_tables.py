@@ -14,6 +14,7 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
+from mindspeed_cp.device.versions import versions_md
 from mindspeed_cp.report.plan.summary import summarize_plan
 from tools import convert_table, glossary, reliability
 
@@ -68,7 +69,16 @@ def readme_page(page: str, comma: str) -> str:
 
 
 #: File -> the function that returns its new text from its present one.
+def versions_page(page: str) -> str:
+    """Return docs/versions.md with the tables of tested versions and of limits."""
+    before, mark, after = page.partition("<!-- make docs-tables -->\n")
+    _, heading, rest = after.partition("\n## ")
+    assert mark and heading
+    return f"{before}{mark}{versions_md()}{heading}{rest}"
+
+
 PAGES: dict[str, Callable[[str], str]] = {
+    "docs/versions.md": versions_page,
     "README.md": lambda page: readme_page(page, ", "),
     "README.zh.md": lambda page: readme_page(page, "、"),
     "configs/reference.yaml": lambda _: reference_yaml(),

@@ -23,8 +23,30 @@ def doctor(
         raise ConfigError(f"--device {device}: cannot be checked; valid: auto, cpu, cuda, npu")
     if link_seconds is not None and not link_seconds > 0:
         raise ConfigError(f"--link-seconds {link_seconds:g}: must be more than 0, or left out")
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        return _versions_alone(as_json)
     from mindspeed_cp.doctor import run_checks, write_report
 
     report = run_checks(device, link_seconds=link_seconds)
     write_report(report, as_json=as_json)
     return 0 if report["ok"] else 1
+
+
+def _versions_alone(as_json: bool) -> int:
+    """Without torch: the versions, and what can be done with these."""
+    import json
+    from dataclasses import asdict
+
+    from mindspeed_cp.device.versions import version_report
+    from mindspeed_cp.report.text import Table, print_tables
+
+    report = version_report()
+    if as_json:
+        print(json.dumps({"ok": False, "version_status": [asdict(status) for status in report]}))
+        return 1
+    rows = tuple((status.package, status.version or "-", status.status, status.reason) for status in report)
+    print_tables([Table("Versions", ("package", "version", "", "why"), rows)])
+    print("FAILED: torch is not installed, so no operator was checked; plan, simulate and convert work without it")
+    return 1

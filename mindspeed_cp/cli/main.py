@@ -25,6 +25,18 @@ from mindspeed_cp.errors import MESSAGE_LIMIT, ConfigError, OperatorError, PeerE
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
 
+#: What to say where a package is missing that is the user's own to choose (docs/versions.md).
+_TRAINING = (
+    "{} is not installed, which training needs; pip install 'mindspeed-cp[megatron]', or the release that you use"
+)
+NOT_INSTALLED = {
+    "torch": "torch is not installed; pip install 'mindspeed-cp[torch]', or your release. Without it: plan, "
+    "simulate, convert, and report of finished runs",
+    "megatron": _TRAINING.format("megatron-core"),
+    "psutil": _TRAINING.format("psutil"),
+    "einops": _TRAINING.format("einops"),
+}
+
 app = typer.Typer(
     name="mindspeed-cp",
     help="Context parallelism for long, packed sequences in Megatron-core: train, inspect plans, check a machine.",
@@ -77,6 +89,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _print_error(str(error), BAD_INPUT)
     except (PeerError, OperatorError) as error:
         return _print_error(str(error), FAILED)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in NOT_INSTALLED:
+            raise
+        return _print_error(NOT_INSTALLED[package], BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return _print_error("stopped", STOPPED)
     except BrokenPipeError:  # the reader of the output ended, as in `mindspeed-cp plan ... | head`

@@ -7,11 +7,13 @@ with dense attention in fp64.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
 from mindspeed_cp.device.select import load_npu
+from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.doctor.cuda_kernels import kernel_table
 from mindspeed_cp.doctor.exposure import exposure
 from mindspeed_cp.doctor.links import check_links
@@ -38,9 +40,9 @@ def run_checks(
         link_seconds: time limit for the links; None: depends on the number of NPUs.
 
     Returns:
-        {"ok", "requirements", "versions", "machine", "devices", "backends", "communication", "network", "kernels",
-        "checks", "links"}, plain data. "ok" is True if at least one backend runs, no check exceeds its limit, all links
-        work and no version is too old.
+        {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
+        "network", "kernels", "checks", "links"}, plain data. "ok" is True if at least one backend runs, no check
+        exceeds its limit, all links work and no version is too old.
 
     Raises:
         ConfigError: the requested device cannot be used; names the cause and the remedy.
@@ -65,10 +67,12 @@ def run_checks(
         if (dtype != "fp16" or case.plan is None) and applies(name, dtype, case)  # plans do not depend on the type
     ]
     links = check_links(devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in checked else []
+    refused = [status for status in version_report() if status.status == "refused"]
     return {
-        "ok": bool(checks) and all(row["ok"] for row in (*checks, *links, *requirement_rows)),
+        "ok": bool(checks) and not refused and all(row["ok"] for row in (*checks, *links, *requirement_rows)),
         "requirements": requirement_rows,
         "versions": versions(bool(requirement_rows)),
+        "version_status": [asdict(status) for status in version_report()],
         "machine": machine_status(),
         "devices": devices,
         "backends": backends,
@@ -95,6 +99,9 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
             print(f"FAILED: {row['error']}; nothing was run on the NPUs")
         elif "note" in row:
             print(f"note: {row['note']}")
+    for row in report["version_status"]:
+        if row["status"] == "refused":
+            print(f"FAILED: {row['package']} is {row['version']}: {row['reason']}")
     if report["network"]["note"]:
         print(f"note: {report['network']['note']}")
     failed = sum(not check["ok"] for check in report["checks"])

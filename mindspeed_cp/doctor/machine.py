@@ -13,6 +13,7 @@ import torch
 import mindspeed_cp
 from mindspeed_cp.device import open_files
 from mindspeed_cp.device.select import cann_problem, cann_version, load_npu, unknown_cann_note
+from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
 
@@ -41,6 +42,7 @@ def versions(npu: bool) -> dict[str, str | None]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
+    versions |= {status.package: status.version for status in version_report()}  # also of source trees
     return {**versions, **(npu_versions() if npu else {})}
 
 

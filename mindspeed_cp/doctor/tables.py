@@ -12,7 +12,8 @@ from mindspeed_cp.report.text import Table
 def report_tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables: versions, devices, checks of the operator, rings between NPUs, the network."""
     machine = report["machine"]
-    versions = [(name, version or "not installed") for name, version in report["versions"].items()]
+    known = {row["package"]: row for row in report.get("version_status", ())}
+    versions = [(name, _version(version, known.get(name))) for name, version in report["versions"].items()]
     cores, threads = _count(machine["cores"], "core"), _count(machine["threads"], "thread")
     versions.append(("machine", f"{machine['system']}, {cores}, {threads}"))
     versions.append(("open files", _open_files(machine["open_files"])))
@@ -67,6 +68,13 @@ def _network(network: dict[str, Any]) -> list[Table]:
         Table("Many nodes", ("started by", "listens", "who connects can"), launchers),
         Table("Addresses of this machine", ("network device", "address", "reached from"), addresses),
     ]
+
+
+def _version(version: str | None, status: dict[str, Any] | None) -> str:
+    if status is None or status["status"] == "missing":
+        return version or "not installed"
+    reason = f" ({status['reason']})" if status["reason"] else ""
+    return f"{version}: {status['status']}{reason}"
 
 
 def _open_files(limit: int | None) -> str:

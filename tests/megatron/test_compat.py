@@ -33,7 +33,8 @@ def test_patches_are_applied_on_call_and_undone() -> None:
     with megatron_compat() as outer, megatron_compat() as inner:
         assert set(inner) <= set(outer)
         if IS_0_16:
-            assert outer == [f"{patch.module}.{patch.name}" for patch in PATCHES]
+            needed = [patch for patch in PATCHES if patch.versions[0] <= (0, 16) < patch.versions[1]]
+            assert len(needed) == 3 and outer == [f"{patch.module}.{patch.name}" for patch in needed]
             assert moe_utils.te_general_gemm is None and multi_latent_attention.HAVE_TE is False
         sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)
         assert sizes.tolist() == [1, 2] and not isinstance(sizes, torch.Tensor)
@@ -93,4 +94,6 @@ import torch.distributed
 assert not torch.distributed.is_initialized()
 """
     done = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # A build of torch for CUDA tells of a machine without its driver and with its compiler.
+    errors = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (done.returncode, done.stdout, errors) == (0, "", [])

@@ -1,0 +1,170 @@
+"""Which versions of torch, NumPy, Megatron-core and torch-npu are tested, allowed or refused. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_cp.device.select import min_cann
+
+#: Rows of versions that were tested together, written by `make test-versions`.
+TESTED_FILE = Path(__file__).parent / "tested_versions.json"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The versions of a package that may be used.
+
+    Attributes:
+        package: its name on the package index.
+        module: what is imported.
+        first: oldest version, as numbers.
+        why: what older ones lack.
+        end: first version that is refused again, or None.
+        needed_for: what runs only with it.
+    """
+
+    package: str
+    module: str
+    first: tuple[int, ...]
+    why: str
+    end: tuple[int, ...] | None
+    needed_for: str
+
+
+LIMITS = (
+    Limit("python", "", (3, 10), "the syntax of type annotations", None, "everything"),
+    Limit("numpy", "numpy", (1, 26), "no older one was tested", None, "everything"),
+    Limit("torch", "torch", (2, 7), "no older one was tested", None, "attention, training, doctor"),
+    Limit(
+        "megatron-core", "megatron.core", (0, 12), "no older one was tested", None, "mindspeed_cp.megatron, training"
+    ),
+    Limit("torch-npu", "torch_npu", (2, 7), "no older one was tested", None, "NPUs; of torch's own release"),
+)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of an installed version.
+
+    Attributes:
+        package: name.
+        version: installed version; None: not installed, or without metadata.
+        status: "tested", "allowed", "refused" or "missing".
+        reason: one line.
+    """
+
+    package: str
+    version: str | None
+    status: str
+    reason: str
+
+
+def tested_rows(path: Path = TESTED_FILE) -> list[dict[str, Any]]:
+    """Return the rows of versions that were tested together: {package: version, ..., "suites": {suite: tests}}."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["rows"]
+    return rows
+
+
+def installed_version(limit: Limit) -> str | None:
+    """Return the version of a package; of a source tree without metadata, "unknown"; None if it cannot be imported."""
+    if limit.package == "python":
+        return platform.python_version()
+    try:
+        return importlib.metadata.version(limit.package)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        spec = importlib.util.find_spec(limit.module)
+    except ModuleNotFoundError:  # the package above it is missing
+        return None
+    return None if spec is None else _version_in_source(spec.origin) or "unknown"
+
+
+def version_status(limit: Limit, version: str | None) -> Status:
+    """Return whether a version is tested, allowed or refused."""
+    if version is None:
+        return Status(limit.package, None, "missing", f"needed for {limit.needed_for}")
+    release = _numbers(version)
+    if release is None:
+        return Status(limit.package, version, "allowed", "a source tree whose version is unknown")
+    if release < limit.first:
+        oldest = ".".join(map(str, limit.first))
+        return Status(limit.package, version, "refused", f"needed is {oldest} or later: {limit.why}")
+    tested = sorted({str(row[limit.package]) for row in tested_rows() if row.get(limit.package)}, key=_key)
+    short = 2 if limit.package == "python" else 3
+    if any((_numbers(known) or ())[:short] == release[:short] for known in tested):
+        return Status(limit.package, version, "tested", "")
+    return Status(limit.package, version, "allowed", f"tested: {', '.join(tested) or 'none'}")
+
+
+def version_report() -> list[Status]:
+    """Return the status of every package of LIMITS, and of torch-npu beside another release of torch."""
+    versions = {limit.package: installed_version(limit) for limit in LIMITS}
+    report = [version_status(limit, versions[limit.package]) for limit in LIMITS]
+    torch, npu = versions["torch"], versions["torch-npu"]
+    if torch and npu and (_numbers(torch) or ())[:3] != (_numbers(npu) or ())[:3]:
+        reason = f"torch is {torch}; they must be of one release"
+        report = [
+            Status("torch-npu", npu, "refused", reason) if status.package == "torch-npu" else status
+            for status in report
+        ]
+    return report
+
+
+def tested_together() -> bool:
+    """Return True if a tested row has exactly the installed releases of Python, torch, NumPy and Megatron-core."""
+    installed = {limit.package: installed_version(limit) for limit in LIMITS[:4]}
+    return any(
+        all(
+            (_numbers(str(row.get(name))) or ())[:2] == (_numbers(str(installed[name])) or (0,))[:2]
+            for name in installed
+        )
+        for row in tested_rows()
+    )
+
+
+def versions_md() -> str:
+    """Return the tables of docs/versions.md."""
+    head = "| Python | torch | torch-npu | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|---|\n"
+    names = ("python", "torch", "torch-npu", "numpy", "megatron-core")
+    rows = "".join(
+        "| "
+        + " | ".join(str(row.get(name) or "-") for name in names)
+        + " | "
+        + ", ".join(f"{suite} {count:,}" for suite, count in row["suites"].items())
+        + " |\n"
+        for row in tested_rows()
+    )
+    limits = "| package | oldest | refused below, because | needed for |\n|---|---|---|---|\n" + "".join(
+        f"| {limit.package} | {'.'.join(map(str, limit.first))} | {limit.why} | {limit.needed_for} |\n"
+        for limit in LIMITS
+    )
+    cann = "| torch-npu | oldest CANN |\n|---|---|\n" + "".join(
+        f"| {release} | {min_cann(release.split(' ')[0])} |\n" for release in ("2.7.1 and 2.8.0", "2.9.0 and later")
+    )
+    return f"{head}{rows}\n{limits}\n{cann}"
+
+
+def _version_in_source(origin: str | None) -> str | None:
+    """Return the version that megatron/core/package_info.py states, for a source tree without metadata."""
+    info = Path(origin or "").with_name("package_info.py")
+    if not origin or not info.is_file():
+        return None
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info.read_text("utf-8"), re.MULTILINE))
+    return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH")) if len(parts) == 3 else None
+
+
+def _numbers(version: str) -> tuple[int, ...] | None:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else None
+
+
+def _key(version: str) -> tuple[int, ...]:
+    return _numbers(version) or ()

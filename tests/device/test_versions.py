@@ -1,0 +1,120 @@
+"""Versions: tested, allowed, refused or missing; and what works where torch and Megatron-core are not installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_cp.device import versions
+from mindspeed_cp.device.versions import LIMITS, installed_version, tested_rows, version_report, version_status
+
+LIMIT = {limit.package: limit for limit in LIMITS}
+ROWS = [{"python": "3.10.13", "torch": "2.7.1", "numpy": "1.26.4", "megatron-core": "0.12.1", "suites": {"ops": 3}}]
+
+
+@pytest.fixture(autouse=True)
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "tested_rows", lambda: ROWS)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "status", "reason"),
+    [
+        ("torch", "2.7.1+cpu", "tested", ""),
+        ("torch", "2.7.0", "allowed", "tested: 2.7.1"),
+        ("torch", "2.6.0", "refused", "needed is 2.7 or later"),
+        ("python", "3.10.2", "tested", ""),
+        ("python", "3.13.0", "allowed", "tested: 3.10.13"),
+        ("numpy", "1.25.2", "refused", "needed is 1.26 or later"),
+        ("megatron-core", "0.12.1", "tested", ""),
+        ("megatron-core", "0.11.0", "refused", "needed is 0.12 or later"),
+        ("megatron-core", "0.20.0rc0", "allowed", "tested: 0.12.1"),
+        ("megatron-core", "unknown", "allowed", "a source tree"),
+        ("torch-npu", "2.9.0", "allowed", "tested: none"),
+        ("torch-npu", None, "missing", "needed for NPUs"),
+    ],
+)
+def test_each_version_has_a_status_and_a_reason(package: str, version: str | None, status: str, reason: str) -> None:
+    given = version_status(LIMIT[package], version)
+    assert (given.status, given.version) == (status, version) and given.reason.startswith(reason)
+
+
+def test_torch_npu_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.13.0+cpu", "torch-npu": "2.7.1.post11"}
+    monkeypatch.setattr(versions, "installed_version", lambda limit: installed.get(limit.package))
+    [npu] = [status for status in version_report() if status.package == "torch-npu"]
+    assert npu.status == "refused" and npu.reason == "torch is 2.13.0+cpu; they must be of one release"
+    installed["torch-npu"] = "2.13.0.post2"
+    assert "refused" not in {status.status for status in version_report()}
+
+
+def test_the_version_of_a_source_tree_is_that_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tmp_path / "tree_of_megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 1\nPRE_RELEASE = ''\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    limit = versions.Limit("no-such-package", "tree_of_megatron.core", (0, 12), "", None, "")
+    assert installed_version(limit) == "0.12.1"
+    (core / "package_info.py").unlink()
+    assert installed_version(limit) == "unknown"
+    assert installed_version(versions.Limit("no-such-package", "no_such.core", (0,), "", None, "")) is None
+
+
+def test_the_tested_rows_name_versions_and_tests() -> None:
+    for row in tested_rows():
+        assert {"python", "torch", "numpy", "megatron-core", "suites"} <= row.keys()
+        assert all(count > 0 for count in row["suites"].values())
+
+
+#: Runs the command line where torch, Megatron-core and psutil are not installed.
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "megatron", "psutil", "torch_npu"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import importlib.util, importlib.metadata
+find, version = importlib.util.find_spec, importlib.metadata.version
+def find_spec(name, package=None):
+    return None if name.split(".")[0] in ("torch", "torch_npu") else find(name, package)
+def metadata_version(name):
+    if name in ("torch", "torch-npu", "megatron-core"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.util.find_spec, importlib.metadata.version = find_spec, metadata_version
+from mindspeed_cp.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", WITHOUT, *arguments], capture_output=True, text=True)
+
+
+def test_plans_pictures_and_the_simulator_need_no_torch(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    size = ("--lengths", "500,37,1200", "--cp", "4")
+    done = without_torch("plan", *size, "--png", str(picture))
+    assert done.returncode == 0 and picture.read_bytes().startswith(b"\x89PNG"), done.stderr
+    done = without_torch("simulate", *size)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_doctor_without_torch_tells_the_versions() -> None:
+    done = without_torch("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and {row["package"] for row in report["version_status"]} == set(LIMIT)
+    assert {row["package"]: row["status"] for row in report["version_status"]}["torch"] == "missing"
+    assert "torch is not installed" in without_torch("doctor").stdout
+
+
+def test_training_without_torch_is_one_line() -> None:
+    done = without_torch("train")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1 and "mindspeed-cp[" in done.stderr, done.stderr
