@@ -15,7 +15,7 @@ from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.report.plan.summary import summarize_plan
-from tools import glossary, reliability
+from tools import glossary, megatron_arguments, reliability
 
 ROOT = Path(__file__).parent.parent
 OPTIONS_HEAD = "| algorithm | Megatron, MindSpeed | options (defaults) | use it for |\n|---|---|---|---|\n"
@@ -75,6 +75,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/algorithms.md": algorithms_page,
     "docs/capabilities.md": lambda _: capabilities_md(),
     "docs/glossary.md": lambda _: glossary.page(),
+    "docs/megatron_arguments.md": lambda _: megatron_arguments.page(),
     "docs/reliability.md": lambda _: reliability.page(),
 }
 

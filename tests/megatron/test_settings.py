@@ -50,7 +50,7 @@ SUITE = Suite()
         ("cuda_graph_impl", "local", "own plan"),
         ("flash_decode", True, "original spec"),
         ("context_parallel_size", 2, "give both the same number"),
-        ("cp_comm_type", "a2a", "leave cp_comm_type at None"),
+        ("cp_comm_type", "a2a", "leave cp_comm_type at its default"),
         ("cp_comm_type", ["p2p", "p2p"], "one algorithm|for all layers"),
     ],
 )
