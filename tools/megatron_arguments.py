@@ -10,12 +10,12 @@ from mindspeed_cp.megatron.arguments.entry import write_span
 HEAD = """<!-- make docs-tables -->
 # Megatron's arguments
 
-Every argument of Megatron's training scripts, and every field of its `TransformerConfig`, that touches attention, positions, loss or
-batches, in Megatron {versions}. Names are those of the parsed arguments: `--apply-rope-fusion` and `--no-rope-fusion` both set
-`apply_rope_fusion`. A span such as "0.16-" stands behind an argument that not all of these versions have. `check_arguments(get_args())`, which
-the hooks of [`mindspeed_cp.megatron.pretrain`](megatron.md) call, refuses the values of the first table before a model is built;
-`check_model_config` refuses those that reach `TransformerConfig`. A test reads the parser of the Megatron at hand and fails by name
-if the table lacks an argument.
+Every argument of Megatron's training scripts, and every field of its `TransformerConfig`, that touches attention,
+positions, loss or batches, in Megatron {versions}. Names are those of the parsed arguments: `--no-rope-fusion` sets
+`apply_rope_fusion`. A span such as "0.16-" stands behind an argument that not all of these versions have.
+`check_arguments(get_args())`, which the hooks of [`mindspeed_cp.megatron.pretrain`](megatron.md) call, refuses the
+values of the first table before a model is built; `check_model_config` refuses those that reach `TransformerConfig`.
+A test reads the parser of the Megatron at hand and fails by name if the table lacks an argument.
 
 Groups of arguments that touch none of these, and are not listed: {groups}.
 """

@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from torch import nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.documents_without_plan import refuse_documents_without_plan
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
@@ -67,19 +69,23 @@ def _install_chunk(chunk: nn.Module) -> int:
     latent_rotaries = _replace_latent_rotaries(latent)
     rotary = _replace_rotary(chunk)
     if attentions and not attentions[0].installed:
-        chunk.register_forward_pre_hook(_announce_plans(attentions[0]), with_kwargs=True)
+        chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
     return len(attentions)
 
 
-def _announce_plans(attention: PlannedAttention) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute."""
+def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute, and
+    refuses a micro-batch that has documents and no plan."""
 
     def hook(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PlannedBatchParams)), None)
-        if params is not None and params.plans:
+        params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PackedSeqParams)), None)
+        if isinstance(params, PlannedBatchParams) and params.plans:
             attention.announce(params, next(model.parameters()))
+        elif params is None:
+            names = dict(zip(("input_ids", "position_ids"), arguments, strict=False)) | keywords
+            refuse_documents_without_plan(names.get("position_ids"), attention.cp_group)
 
     return hook
 
