@@ -59,6 +59,38 @@ def with_linear_layout(plan: Plan, mode: str = "qkv") -> Plan:
     kv_layout_in = layout if is_self_attention else equal_token_layout(plan.kv_layout_in, ranks_per_node)
     if layout is plan.layout and (is_self_attention or kv_layout_in is plan.kv_layout_in):
         return plan
+    return _with_layouts(plan, layout, kv_layout_in)
+
+
+def with_caller_layout(plan: Plan, layout: Layout) -> Plan:
+    """Let the caller hold the rows of a given layout, such as those that another program has cut.
+
+    The computation of attention and its messages stay the same. The engine redistributes q, k, v and the output between
+    these rows and those of the computation, where they differ. The linear layers have the rows of the caller, so that a
+    `linear_layout` of the plan is dropped.
+
+    Args:
+        plan: plan of self-attention, with or without parts.
+        layout: rows of the caller, for the documents and ranks of the plan, all heads on every rank.
+
+    Raises:
+        ConfigError: the layout is of other documents or ranks or splits heads, or the plan is of cross-attention.
+    """
+    if not plan.kv_layout_in.same_as(plan.layout):
+        raise ConfigError("the plan is of cross-attention; valid with a layout of the caller: self-attention")
+    if layout.documents != plan.documents or layout.ranks != plan.ranks or layout.heads is not None:
+        heads = "" if layout.heads is None else ", heads split"
+        raise ConfigError(
+            f"layout is of {layout.documents!r} on {layout.ranks} ranks{heads}; valid: whole tokens of "
+            f"{plan.documents!r} on {plan.ranks} ranks, as the plan has"
+        )
+    if plan.linear_layout is not None:
+        plan = replace(plan, linear_layout=None)
+    return plan if layout.same_as(plan.layout) else _with_layouts(plan, layout, layout)
+
+
+def _with_layouts(plan: Plan, layout: Layout, kv_layout_in: Layout) -> Plan:
+    """Return the plan with other rows of the caller."""
     if not plan.parts:
         return replace(plan, layout=layout, kv_layout_in=kv_layout_in)
     parts = [_with_rows_of(part, layout, kv_layout_in) for part in plan.parts]

@@ -6,7 +6,7 @@ from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, TokenSpan
 from mindspeed_cp.layout.least_loaded import assign_to_least_loaded
 from mindspeed_cp.layout.redistribution import RANK_PAIR, Redistribution
 from mindspeed_cp.layout.runs import ROW_RUN, intersect_runs, join_runs, ragged_arange, union_of_runs
-from mindspeed_cp.layout.sharding import contiguous, from_spans, weighted, zigzag
+from mindspeed_cp.layout.sharding import contiguous, from_spans, row_zigzag, weighted, zigzag
 
 __all__ = [
     "RANK_PAIR",
@@ -24,6 +24,7 @@ __all__ = [
     "join_runs",
     "padding_rows",
     "ragged_arange",
+    "row_zigzag",
     "sequence_parallel_layout",
     "union_of_runs",
     "weighted",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.numbers import is_int
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
 
@@ -22,6 +24,9 @@ class Documents:
         offsets   0     5000  5037   6237
 
     Objects with equal lengths are equal and have equal hashes, so a cache of plans can use them as keys.
+
+    What a program has instead of lengths is converted by :meth:`from_cu_seqlens`, :meth:`from_eod` and
+    :meth:`from_position_ids`. These take NumPy arrays, lists, and tensors on the host (anything with ``__array__``).
 
     Args:
         lengths: token count of each document; documents of length 0 and empty batches are allowed.
@@ -49,6 +54,103 @@ class Documents:
             raise ConfigError(f"the batch has {values.sum()} tokens; valid: at most {MAX_TOKENS}; split the batch")
         values.setflags(write=False)
         self._lengths = values
+
+    @classmethod
+    def from_lengths(cls, lengths: Any) -> Documents:
+        """Make documents from token counts: ``Documents(lengths)``, for tensors too.
+
+        >>> Documents.from_lengths([3, 0, 4])
+        Documents([3, 0, 4], tokens=7)
+
+        Args:
+            lengths: token count of each document, [documents].
+
+        Raises:
+            ConfigError: not integers of this shape, or a length is negative.
+        """
+        return cls(_integers("lengths", lengths, 1))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any) -> Documents:
+        """Make documents from cumulative lengths, as FlashAttention and Megatron's PackedSeqParams have them.
+
+        >>> Documents.from_cu_seqlens([0, 3, 3, 7])
+        Documents([3, 0, 4], tokens=7)
+
+        Args:
+            cu_seqlens: 0, then the end of each document, [documents + 1]; :attr:`offsets` is the inverse.
+
+        Raises:
+            ConfigError: not integers of this shape, or they do not start at 0, or decrease.
+        """
+        ends = _integers("cu_seqlens", cu_seqlens, 1)
+        if not len(ends):
+            raise ConfigError("cu_seqlens is empty; valid: 0, then the end of each document")
+        if ends[0] != 0:
+            raise ConfigError(f"cu_seqlens starts at {ends[0]}; valid: 0, then the end of each document")
+        falls = np.flatnonzero(ends[1:] < ends[:-1])
+        if len(falls):
+            i = int(falls[0])
+            raise ConfigError(
+                f"cu_seqlens[{i + 1}] is {ends[i + 1]} after {ends[i]}; valid: {ends[i]} or more, the end of document "
+                f"{i} in the whole row (for lengths use Documents.from_lengths)"
+            )
+        return cls(np.diff(ends))
+
+    @classmethod
+    def from_eod(cls, tokens: Any, eod: int) -> Documents:
+        """Make documents that end with their end-of-document token, as Megatron's ``--reset-attention-mask`` does.
+
+        The token belongs to the document before it, so each of several in a row is a document of one token. Tokens
+        after the last one are a document too, and so is the end of each row:
+
+        >>> Documents.from_eod([5, 6, 0, 0, 7], eod=0)
+        Documents([3, 1, 1], tokens=5)
+        >>> Documents.from_eod([[5, 6, 0], [7, 8, 9]], eod=0)
+        Documents([3, 3], tokens=6)
+
+        Args:
+            tokens: token numbers, [tokens] or [rows, tokens].
+            eod: number of the end-of-document token.
+
+        Raises:
+            ConfigError: not integers of these shapes.
+        """
+        if not is_int(eod):
+            raise ConfigError(f"eod is {eod!r}; valid: the number of the end-of-document token")
+        is_end = np.atleast_2d(_integers("tokens", tokens, 2)) == eod
+        is_end[:, -1:] = True
+        return cls(np.diff(np.flatnonzero(is_end), prepend=-1))
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Any) -> Documents:
+        """Make documents from positions that restart at 0 in each document and rise by one inside it.
+
+        Documents without tokens leave no trace in positions, and a row ends a document:
+
+        >>> Documents.from_position_ids([0, 1, 2, 0, 0, 1])
+        Documents([3, 1, 2], tokens=6)
+
+        Args:
+            position_ids: positions, [tokens] or [rows, tokens].
+
+        Raises:
+            ConfigError: not integers of these shapes, or a position neither follows the one before nor is 0; names its
+                index.
+        """
+        array = _integers("position_ids", position_ids, 2)
+        rows = np.atleast_2d(array)
+        is_start = rows == 0
+        follows = np.zeros(rows.shape, bool)
+        follows[:, 1:] = rows[:, 1:] == rows[:, :-1] + 1
+        wrong = np.argwhere(~(is_start | follows))
+        if len(wrong):
+            row, i = map(int, wrong[0])
+            index = f"{i}" if array.ndim == 1 else f"{row}, {i}"
+            valid = f"{rows[row, i - 1] + 1}, the next of its document, or 0, the first of another" if i else "0"
+            after = f" after {rows[row, i - 1]}" if i else ", the first of a row"
+            raise ConfigError(f"position_ids[{index}] is {rows[row, i]}{after}; valid: {valid}")
+        return cls(np.diff(np.append(np.flatnonzero(is_start), rows.size)))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -84,3 +186,19 @@ class Documents:
         shown = ", ".join(map(str, self._lengths[:6]))
         more = f", ... {len(self)} in all" if len(self) > 6 else ""
         return f"Documents([{shown}{more}], tokens={self.tokens})"
+
+
+def _integers(name: str, values: Any, dims: int) -> np.ndarray:
+    """Convert to int64 with 1 to `dims` dimensions, or raise ConfigError."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{name} is a {type(values).__name__} that NumPy cannot read ({' '.join(str(error).split())}); valid: "
+            "integers on the host: an array, a list, or tensor.cpu()"
+        ) from None
+    is_integer = np.issubdtype(array.dtype, np.integer) or array.size == 0
+    if not is_integer or not 1 <= array.ndim <= dims:
+        shapes = "one dimension" if dims == 1 else "shape [tokens] or [rows, tokens]"
+        raise ConfigError(f"{name} is {array.dtype} of shape {list(array.shape)}; valid: integers of {shapes}")
+    return array.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Builders of layouts: zig-zag, contiguous, weighted shares, and any given spans."""
+"""Builders of layouts: zig-zag of documents or of the row, contiguous, weighted shares, and any given spans."""
 
 from __future__ import annotations
 
@@ -55,6 +55,35 @@ def contiguous(documents: Documents, ranks: int, doc_ranks: DocRanks | None = No
         return _on_all_ranks(documents, np.arange(ranks)[:, None])
     doc, member, size, rank = _members(documents, ranks, doc_ranks)
     return _from_chunks(documents, ranks, rank, doc, member[None], size)
+
+
+def row_zigzag(documents: Documents, ranks: int) -> Layout:
+    """Cut the whole packed row into 2G chunks, wherever documents end; rank i of G takes chunks i and 2G-1-i.
+
+    Tokens are balanced, but work is not: a rank has the long documents that lie in its chunks. Two ranks, documents of
+    5, 1 and 2 tokens::
+
+        document  a a a a a b c c
+        rank      0 0 1 1 1 1 0 0
+
+    Chunk c of a row of T tokens is floor(c*T/2G) .. floor((c+1)*T/2G).
+
+    Args:
+        documents: documents of the batch.
+        ranks: number of context-parallel ranks.
+
+    Raises:
+        ConfigError: `ranks` is not positive.
+    """
+    check_count("ranks", ranks, most=2**31 - 1)
+    cuts = np.arange(2 * ranks + 1) * documents.tokens // (2 * ranks)
+    edges = np.unique(np.concatenate([cuts, documents.offsets]))
+    start, stop = edges[:-1], edges[1:]
+    chunk = np.searchsorted(cuts, start, "right") - 1
+    spans = np.empty(len(start), TOKEN_SPAN)
+    spans["rank"], spans["doc"] = np.minimum(chunk, 2 * ranks - 1 - chunk), documents.document_of(start)
+    spans["start"], spans["stop"] = start, stop
+    return from_spans(documents, ranks, spans)
 
 
 def weighted(

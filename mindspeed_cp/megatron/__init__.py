@@ -10,6 +10,10 @@
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
     return losses, partial(loss_function, batch["loss_mask"])                    # what a forward_step returns
 
+A loader's batch that says by cu_seqlens, positions or end-of-document tokens where documents end goes through
+`planned_batch_from(batch, config, suite)` instead of build_plan and planned_batch; a model called with Megatron's plain
+`PackedSeqParams` takes its plan from their cu_seqlens.
+
 With sliding windows in some layers a micro-batch needs a plan for each of `dict.fromkeys(layer_attentions(config))`;
 with attention dropout, planned_batch a `dropout_seed`; with experts, the model `padding_mask=params.padding_mask()`.
 `local_spec(config)` is a spec for every layout where Transformer Engine is absent.
@@ -33,6 +37,7 @@ with megatron_imports():
     from mindspeed_cp.megatron.adaptors.router import PlannedRouter
     from mindspeed_cp.megatron.adaptors.settings import check_model_config, rows_multiple
     from mindspeed_cp.megatron.adaptors.spec import install
+    from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
     from mindspeed_cp.megatron.patches.compat import megatron_compat
     from mindspeed_cp.megatron.patches.cuda_redirect import megatron_on, megatron_on_cpu, megatron_on_npu
 
@@ -59,6 +64,7 @@ __all__ = [
     "megatron_on_npu",
     "micro_batch_seed",
     "planned_batch",
+    "planned_batch_from",
     "planned_params",
     "rows_multiple",
     "shift_labels",

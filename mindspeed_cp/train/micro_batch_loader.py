@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
@@ -27,7 +28,6 @@ from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
 from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
-from mindspeed_cp.train.plan_cache import PlanCache
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from mindspeed_cp.train.world import World
 

@@ -14,9 +14,10 @@ from mindspeed_cp.algorithms.linear_layout import (
     LINEAR_LAYOUT_MODES,
     cheapest_mode,
     redistribution_widths,
+    with_caller_layout,
     with_linear_layout,
 )
-from mindspeed_cp.layout import equal_token_layout
+from mindspeed_cp.layout import Layout, contiguous, equal_token_layout, row_zigzag, zigzag
 from mindspeed_cp.plan import traffic
 from tests.plan.parts import mixed_plan
 from tests.plan.problems import choices, problems
@@ -50,6 +51,35 @@ def test_plans_with_a_linear_layout_are_proved(problem, data, mode) -> None:  # 
         )
     assert np.array_equal(remapped.work(), plan.work())
     assert with_linear_layout(plan, mode).layout.same_as(remapped.layout)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.data(), st.sampled_from([zigzag, row_zigzag, contiguous]))
+def test_plans_behind_any_layout_of_the_caller_are_proved(problem, data, cut) -> None:  # type: ignore[no-untyped-def]
+    algorithm, options = data.draw(choices(problem.ranks))
+    plan = problem.plan(algorithm, **options)
+    if not plan.kv_layout_in.same_as(plan.layout):
+        with pytest.raises(ConfigError, match="the plan is of cross-attention"):
+            with_caller_layout(plan, plan.layout)
+        return
+    layout: Layout = cut(plan.documents, plan.ranks)
+    behind = with_caller_layout(plan, layout)
+    verify_plan(behind)
+    assert behind.batch_layout is behind.layout and behind.layout.same_as(layout)
+    assert np.array_equal(behind.work(), plan.work())
+
+
+def test_a_layout_of_something_else_is_refused() -> None:
+    plan = plan_of()
+    for layout in (
+        zigzag(Documents(LENGTHS), 3),
+        zigzag(Documents(LENGTHS[::-1]), 4),
+        zigzag(Documents(LENGTHS), 4).with_heads(np.array([[0, 2], [2, 4], [4, 6], [6, 8]])),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"layout is of Documents.* valid: whole tokens of Documents.* on 4 ranks"
+        ):
+            with_caller_layout(plan, layout)
 
 
 @settings(max_examples=40, deadline=None)

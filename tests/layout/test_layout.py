@@ -16,13 +16,14 @@ from mindspeed_cp.layout import (
     contiguous,
     from_spans,
     ragged_arange,
+    row_zigzag,
     zigzag,
 )
 from tests.layout.layouts import equal_tokens
 
 lengths = st.lists(st.integers(0, 60), max_size=8)
 ranks = st.integers(1, 9)
-builders = st.sampled_from([zigzag, contiguous, equal_tokens])
+builders = st.sampled_from([zigzag, contiguous, row_zigzag, equal_tokens])
 
 
 @given(lengths, ranks, builders)
@@ -42,6 +43,12 @@ def test_unshard_is_the_inverse_of_shard_for_numpy_and_torch(lengths, ranks, bui
     assert np.array_equal(layout.unshard([layout.shard(x, rank) for rank in range(ranks)]), x)
     t = torch.from_numpy(x)
     assert torch.equal(layout.unshard([layout.shard(t, rank) for rank in range(ranks)]), t)
+
+
+@given(lengths, ranks)
+def test_the_zigzag_of_a_row_is_that_of_one_document(lengths, ranks):
+    layout, whole = row_zigzag(Documents(lengths), ranks), zigzag(Documents([sum(lengths)]), ranks)
+    assert all(np.array_equal(layout.tokens(rank), whole.tokens(rank)) for rank in range(ranks))
 
 
 @given(lengths, ranks)

@@ -35,6 +35,7 @@ from mindspeed_cp.megatron import (
     shift_labels,
 )
 from tests.limits import HANG
+from tests.megatron.packed import cut_batch, plan_whole
 
 with megatron_imports():
     from megatron.core import parallel_state, tensor_parallel
@@ -69,6 +70,7 @@ class Case:
         optimizer: "float32" or "distributed" to take steps; None to stop at the gradients.
         steps: how many times the batches are trained on.
         algorithm, options: of the plans.
+        packed: how a data loader without plans cuts the batch (tests.megatron.packed); None: planned_batch does.
         remap: "qkv" or "hidden": linear layers on equal-token layouts; None: on the layout of the plans.
         alibi: linear biases in place of rotary positions.
         model: arguments of GPTModel (rotary_base and the like).
@@ -78,6 +80,7 @@ class Case:
     batches: tuple[tuple[int, ...], ...]
     qkv_format: str = "thd"
     carried: bool = True
+    packed: str | None = None
     masked: float = 0.0
     optimizer: str | None = None
     steps: int = 1
@@ -190,7 +193,7 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     config = transformer_config(tp, cp, ep, **case.config)
     suite = Suite(context_parallel_size=cp, algorithm=case.algorithm, options=case.options)
     arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
-    model: torch.nn.Module = build(config, install(layer_spec(config), suite, alibi=case.alibi), **arguments)
+    model: torch.nn.Module = build(config, install_case(layer_spec(config), suite, case), **arguments)
     if config.bf16:
         model = Float16Module(config, model)
     install_model(model)
@@ -229,6 +232,11 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     return Outcome(loss.mean, loss.tokens, tensors, tuple(norms))
 
 
+def install_case(spec: Any, suite: SuiteSettings, case: Case) -> Any:
+    """The spec with planned attention."""
+    return install(spec, suite, alibi=case.alibi, packed_cut="row" if case.packed == "row" else "document")
+
+
 def forward_step(
     case: Case, config: TransformerConfig, step: int, batches: Iterator[int], model: torch.nn.Module
 ) -> Any:
@@ -236,6 +244,15 @@ def forward_step(
     index = next(batches)
     documents, whole = data(case, index)
     cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if case.packed is not None:
+        lengths, seed = documents.lengths.tolist(), micro_batch_seed(1, step * len(case.batches) + index)
+        batch, given = (
+            plan_whole(whole, lengths, config, Suite(context_parallel_size=cp, algorithm=case.algorithm), seed)
+            if case.packed == "whole"
+            else cut_batch(whole, lengths, case.packed, cp, rank)
+        )
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=given)
+        return losses, partial(loss_function, batch["loss_mask"])
     plans = [
         build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
         for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))

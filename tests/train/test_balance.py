@@ -148,7 +148,7 @@ def plans_ahead(settings: str) -> int:
 
     The training ends only if planning runs beside computing: the next plan is made while this micro-batch computes.
     """
-    from mindspeed_cp.train import plan_cache as plans
+    from mindspeed_cp.algorithms import plan_cache as plans
     from mindspeed_cp.train import step
 
     get, forward = plans.PlanCache.get, step._forward
@@ -198,8 +198,8 @@ def test_rows_of_equal_lengths_are_planned_once(fresh_ranks: FreshRanks, tmp_pat
 
 def forgetful(settings: str) -> dict[str, Any]:
     """In a rank: train, and keep no plan."""
+    from mindspeed_cp.algorithms import plan_cache as plans
     from mindspeed_cp.train import micro_batch_loader as batches
-    from mindspeed_cp.train import plan_cache as plans
 
     class Forgetful(plans.PlanCache):
         def get(self, *arguments: Any) -> Any:
@@ -211,8 +211,8 @@ def forgetful(settings: str) -> dict[str, Any]:
 
 
 def test_few_plans_are_kept_and_the_one_not_asked_for_longest_goes() -> None:
+    from mindspeed_cp.algorithms.plan_cache import PlanCache
     from mindspeed_cp.plan import AttentionConfig, Topology
-    from mindspeed_cp.train.plan_cache import PlanCache
 
     ready: list[int] = []
     cache = PlanCache(lambda plan: ready.append(plan.documents.tokens), max_plans=3, max_tokens=100)
@@ -276,7 +276,7 @@ def plans_otherwise(settings: str) -> str:
     """In a rank: rank 3 plans documents of other lengths, of as many tokens."""
     import torch.distributed as dist
 
-    from mindspeed_cp.train import plan_cache as plans
+    from mindspeed_cp.algorithms import plan_cache as plans
 
     build = plans.build_plan
 

@@ -170,8 +170,7 @@ def planned_batch(
     for name in ("position_ids", "attention_mask"):
         if batch.get(name) is not None:
             raise ConfigError(f"the batch brings its own {name}; leave it out: the documents of the plan determine it")
-    layout, total = params.linear, params.linear.documents.tokens
-    rows = torch.from_numpy(layout.tokens(params.rank))
+    total = params.linear.documents.tokens
     sliced = {}
     for name, value in batch.items():
         if value is None:
@@ -183,14 +182,34 @@ def planned_batch(
                 f"{name} has shape {list(whole.shape)}, but the plan has {total} tokens; valid: {shapes[0]} or "
                 f"{shapes[1]}"
             )
-        sliced[name] = _padded(whole.reshape(-1)[rows.to(whole.device)], params)
+        sliced[name] = rows_of_rank(whole.reshape(-1), params)
     device = next(iter(sliced.values())).device if sliced else torch.device("cpu")
-    sliced["position_ids"] = _padded(torch.from_numpy(layout.positions(params.rank)).to(device), params)
+    sliced["position_ids"] = positions_of_rank(params, device)
     return sliced, params
 
 
+def rows_of_rank(whole: Tensor, params: PlannedBatchParams) -> Tensor:
+    """Return this rank's rows of a tensor over the tokens of the micro-batch, with rows of padding, which are zero.
+
+    Args:
+        whole: [T, ...].
+        params: parameters of the micro-batch.
+
+    Returns:
+        [batch_size, rows, ...].
+    """
+    tokens = torch.from_numpy(params.linear.tokens(params.rank)).to(whole.device)
+    return _padded(whole[tokens], params)
+
+
+def positions_of_rank(params: PlannedBatchParams, device: torch.device | str) -> Tensor:
+    """Return the positions of this rank's rows in their documents, int64 [batch_size, rows]; 0 for rows of padding."""
+    return _padded(torch.from_numpy(params.linear.positions(params.rank)).to(device), params)
+
+
 def _padded(rows: Tensor, params: PlannedBatchParams) -> Tensor:
-    return torch.nn.functional.pad(rows.reshape(params.batch_size, params.linear_length), (0, params.linear_padding))
+    by_sequence = rows.reshape(params.batch_size, params.linear_length, *rows.shape[1:])
+    return torch.nn.functional.pad(by_sequence, (0, 0) * (rows.dim() - 1) + (0, params.linear_padding))
 
 
 def shift_labels(tokens: Tensor | np.ndarray, documents: Documents) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.megatron.adaptors.attentions import attention_config
 from mindspeed_cp.megatron.adaptors.equal_rows import params_of_equal_rows
+from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
@@ -34,7 +35,8 @@ class PlannedAttention(MegatronModule):
     Obeys Megatron's contract of core_attention for grouped queries, heads split over tensor parallelism, values of
     another width than keys, sliding windows of some or all layers, attention dropout, and recomputation (selective and
     full). It has no parameters and keeps nothing between calls: what a call needs arrives in
-    :class:`PlannedBatchParams`, the seed of dropout too, so that recomputation drops the same.
+    :class:`PlannedBatchParams`, the seed of dropout too, so that recomputation drops the same. Megatron's plain
+    PackedSeqParams are converted once per micro-batch (:class:`mindspeed_cp.megatron.adaptors.packed.PackedPlanner`).
 
     Args:
         config: the model's settings, checked here.
@@ -48,6 +50,7 @@ class PlannedAttention(MegatronModule):
         pg_collection: process groups; `cp` carries keys and values, `tp` splits heads.
         suite: the section context_parallel_suite.
         alibi: linear biases instead of rotary positions; the slopes are those of all the model's heads.
+        packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
 
     Raises:
         ConfigError: a setting cannot be honoured.
@@ -68,6 +71,7 @@ class PlannedAttention(MegatronModule):
         *,
         suite: SuiteSettings,
         alibi: bool = False,
+        packed_cut: str = "document",
     ) -> None:
         super().__init__(config=config)
         check_model_config(config, suite)
@@ -102,6 +106,7 @@ class PlannedAttention(MegatronModule):
             scale=softmax_scale,
             dropout=attention_dropout,
         )
+        self.packed = PackedPlanner(suite, (self.attention,), packed_cut)
         self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
         self.installed = False
         self.rotary: PlannedRotary | None = None
@@ -144,8 +149,9 @@ class PlannedAttention(MegatronModule):
             attention_mask: None; the plan's documents say what is visible.
             attn_mask_type: that of the constructor or None.
             attention_bias: None.
-            packed_seq_params: result of planned_params. May be None for "sbhd" if every rank holds the same even number
-                of rows of each sequence, cut as Megatron cuts it (sequence length divisible by 2 * cp).
+            packed_seq_params: result of planned_params. Or Megatron's plain PackedSeqParams, format "thd", for rows
+                that a data loader has cut as `packed_cut` says. May be None for "sbhd" if every rank holds the same
+                even number of rows of each sequence, cut as Megatron cuts it (length divisible by 2 * cp).
 
         Returns:
             [s, b, heads * dim_v] or [t, heads * dim_v].
@@ -201,8 +207,9 @@ class PlannedAttention(MegatronModule):
         if params.dropout_seed is None:
             raise ConfigError(
                 f"attention_dropout is {self.attention.dropout}, but the micro-batch has no dropout_seed; pass "
-                "planned_batch(..., dropout_seed=micro_batch_seed(seed, number)) with the number of the micro-batch "
-                "in the run, the same on all context- and tensor-parallel ranks; or set attention_dropout to 0.0"
+                "planned_batch or planned_batch_from(..., dropout_seed=micro_batch_seed(seed, number)) with the number "
+                "of the micro-batch in the run, the same on all context- and tensor-parallel ranks (Megatron's plain "
+                "PackedSeqParams have no place for it); or set attention_dropout to 0.0"
             )
         return params.dropout_seed, self.layer_number
 
@@ -237,10 +244,17 @@ class PlannedAttention(MegatronModule):
             options = tuple(self.suite.options.items())
             params = params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
             return params, params.plans[0]
+        if isinstance(given, PackedSeqParams) and not isinstance(given, PlannedBatchParams):
+            params = self.packed.planned(given, self.cp_group)
+            self.packed.check_rows(params, len(query))
+            packed_plan = params.plan_for(self.attention)
+            assert packed_plan is not None  # self.packed makes one for this attention
+            return params, packed_plan
         if not isinstance(given, PlannedBatchParams) or given.plan is None:
             raise ConfigError(
                 f"packed_seq_params is {'a ' + type(given).__name__ if given is not None else None}, which has no "
-                "plan; valid: what mindspeed_cp.megatron.planned_params(plan, rank) returns"
+                "plan; valid: what mindspeed_cp.megatron.planned_params(plan, rank) returns, or Megatron's "
+                "PackedSeqParams with cu_seqlens_q"
             )
         if (given.plan.ranks, given.rank) != (ranks, rank):
             raise ConfigError(

@@ -28,8 +28,8 @@ def install_model(model: ModelT) -> ModelT:
 
     Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
     and puts hooks around every self attention (:class:`mindspeed_cp.megatron.adaptors.hidden.HiddenMove`) and before
-    the model, where the plans of a micro-batch begin to be compared over the ranks. Models with learned positions or
-    none need the call too. Calling it again changes nothing.
+    the model, where plain PackedSeqParams get their plans, and the plans of a micro-batch begin to be compared over the
+    ranks. Models with learned positions or none need the call too. Calling it again changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
@@ -69,6 +69,9 @@ def _install_chunk(chunk: nn.Module) -> int:
     latent_rotaries = _replace_latent_rotaries(latent)
     rotary = _replace_rotary(chunk)
     if attentions and not attentions[0].installed:
+        planner = attentions[0].packed.shared(attention.attention for attention in attentions)
+        for attention in attentions:
+            attention.packed = planner
         chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
@@ -76,16 +79,21 @@ def _install_chunk(chunk: nn.Module) -> int:
 
 
 def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute, and
-    refuses a micro-batch that has documents and no plan."""
+    """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute; before,
+    it makes those of plain PackedSeqParams, and refuses a micro-batch that has documents and no parameters."""
 
     def hook(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PackedSeqParams)), None)
-        if isinstance(params, PlannedBatchParams) and params.plans:
+        second = arguments[1] if len(arguments) > 1 else None  # of GPTModel.forward
+        position_ids = keywords.get("position_ids", second)
+        if params is None:
+            refuse_documents_without_plan(position_ids, attention.cp_group)
+            return
+        if not isinstance(params, PlannedBatchParams):
+            params = attention.packed.planned(params, attention.cp_group)
+            attention.packed.check_positions(params, position_ids)
+        if params.plans:
             attention.announce(params, next(model.parameters()))
-        elif params is None:
-            names = dict(zip(("input_ids", "position_ids"), arguments, strict=False)) | keywords
-            refuse_documents_without_plan(names.get("position_ids"), attention.cp_group)
 
     return hook
 

@@ -21,7 +21,7 @@ from mindspeed_cp.megatron.adaptors.router import PlannedRouter
 SpecT = TypeVar("SpecT")
 
 
-def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False) -> SpecT:
+def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False, packed_cut: str = "document") -> SpecT:
     """Return a copy of a spec with :class:`PlannedAttention` as core attention and :class:`PlannedRouter` as router of
     experts.
 
@@ -37,14 +37,17 @@ def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False) -> SpecT:
         suite: the section ``context_parallel_suite`` of the settings.
         alibi: linear biases (ALiBi), which Megatron does not have; then build the GPTModel with
             ``position_embedding_type="none"``, and plans with ``attention_config(config, alibi=True)``.
+        packed_cut: how a data loader without plans cuts packed rows over context-parallel ranks, where the model gets
+            Megatron's plain PackedSeqParams: "document", each sequence by itself (Megatron's ``--sft``, verl,
+            ms-swift), or "row", the whole row (``--dataloader-inter-document-masking``). Batches of planned_batch and
+            planned_batch_from are cut by their plan.
 
     Raises:
-        ConfigError: a layer attends in a way that no plan covers, or the spec has no self
-        attention.
+        ConfigError: a layer attends in a way that no plan covers, or the spec has no self attention.
     """
     new = copy.deepcopy(spec)
     layers = _layers(new)
-    core = ModuleSpec(module=PlannedAttention, params={"suite": suite, "alibi": alibi})
+    core = ModuleSpec(module=PlannedAttention, params={"suite": suite, "alibi": alibi, "packed_cut": packed_cut})
     replaced = sum(
         [_replace(layer, f"layer {i}" if len(layers) > 1 else "the layer", core) for i, layer in enumerate(layers)]
     )

@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_cp.algorithms import build_plan
+from mindspeed_cp.algorithms.registry import build_plan
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Plan, Topology
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.program import Plan
 
 MAX_PLANS = 16
 MAX_CACHED_TOKENS = 2**20  # in all cached plans; a device holds up to 1 KiB for each token of a plan (docs/ascend.md)
@@ -21,17 +22,23 @@ class PlanCache:
     practically never do. A cached plan was proved and prepared when it was made.
 
     Args:
-        on_new_plan: called with every new plan before it is returned.
+        on_new_plan: called with every new plan before it is returned; None: nothing is called.
         max_plans, max_tokens: bounds of the cache, in plans and in tokens of all plans; the newest plan always stays.
+        build: makes a plan of the arguments of build_plan; None: build_plan.
 
     Attributes:
         hits, misses: number of plans that were in the cache, and that were made.
     """
 
     def __init__(
-        self, on_new_plan: Callable[[Plan], None], max_plans: int = MAX_PLANS, max_tokens: int = MAX_CACHED_TOKENS
+        self,
+        on_new_plan: Callable[[Plan], None] | None = None,
+        max_plans: int = MAX_PLANS,
+        max_tokens: int = MAX_CACHED_TOKENS,
+        build: Callable[..., Plan] | None = None,
     ) -> None:
         self._on_new_plan, self._max_plans, self._max_tokens = on_new_plan, max_plans, max_tokens
+        self._build = build
         self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         self.hits = self.misses = 0
 
@@ -55,8 +62,9 @@ class PlanCache:
             self._plans.move_to_end(key)
             self.hits += 1
             return plan
-        plan = build_plan(documents, topology, attention, algorithm, **options)
-        self._on_new_plan(plan)
+        plan = (self._build or build_plan)(documents, topology, attention, algorithm, **options)
+        if self._on_new_plan is not None:
+            self._on_new_plan(plan)
         self.misses += 1
         self._plans[key] = plan
         while len(self._plans) > max(1, self._max_plans) or (len(self._plans) > 1 and self.tokens > self._max_tokens):

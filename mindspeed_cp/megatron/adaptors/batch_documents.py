@@ -1,0 +1,140 @@
+"""The documents of a whole batch dict: from cu_seqlens, positions, or end-of-document tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from mindspeed_cp import ConfigError, Documents
+from mindspeed_cp.megatron.adaptors.packed_rows import CU_SEQLENS, documents_of_sequences, to_host
+from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
+
+#: Keys of a batch with cumulative lengths, and the field of PackedSeqParams that each is.
+CU_SEQLENS_KEYS = {
+    **{name: name for name in CU_SEQLENS},
+    "cu_seqlens": "cu_seqlens_q",
+    "cu_seqlens_padded": "cu_seqlens_q_padded",
+}
+
+#: Keys with the token numbers; the first that is there counts.
+TOKEN_KEYS = ("tokens", "input_ids")
+
+
+def documents_of_batch(
+    batch: Mapping[str, Any], shape: tuple[int, int] | None, eod: int | None, mask: str = "causal"
+) -> Documents:
+    """Return the documents of a whole batch, rows back to back, without those of no token.
+
+    The first of these that the batch has says where documents end, and all that it has must agree: cu_seqlens,
+    packed_seq_params, position_ids that restart inside a row, end-of-document tokens. Without any, each row is one
+    document. Positions that only rise say nothing.
+
+    Args:
+        batch: the batch.
+        shape: rows and tokens of each; None: the batch has no tensor over tokens, as in a middle pipeline stage.
+        eod: number of the end-of-document token, or None.
+        mask: mask of the attention, "causal" or "full".
+
+    Raises:
+        ConfigError: sources differ, do not have the batch's tokens, or are invalid.
+    """
+    arrays = to_host(_tensors(batch, eod))
+    sources: dict[str, Documents] = {}
+    own = {key: arrays[key] for key in CU_SEQLENS_KEYS if key in arrays}
+    if own:
+        sources[", ".join(own)] = _from_ends(own, shape, mask)
+    params = {key: arrays[f"packed_seq_params.{key}"] for key in CU_SEQLENS if f"packed_seq_params.{key}" in arrays}
+    if params:
+        sources["packed_seq_params"] = _from_ends(params, shape, mask)
+    if "position_ids" in arrays:
+        documents = Documents.from_position_ids(arrays["position_ids"])
+        if shape is None or len(documents) > shape[0]:
+            sources["position_ids"] = documents
+    if eod is not None:
+        sources[f"eod {eod}"] = Documents.from_eod(next(arrays[key] for key in TOKEN_KEYS if key in arrays), eod)
+    if not sources:
+        if shape is None:
+            raise ConfigError(
+                "the batch has neither tokens nor cu_seqlens; valid: one of them on every pipeline stage, as every "
+                "stage needs the plan"
+            )
+        return Documents([shape[1]] * shape[0])
+    name, documents = next(iter(sources.items()))
+    for other_name, other in sources.items():
+        if other != documents:
+            raise ConfigError(
+                f"{name} of the batch gives {documents!r}, but {other_name} {other!r}; valid: the same; leave out the "
+                "one that does not say where attention ends"
+            )
+    if shape is not None and documents.tokens != shape[0] * shape[1]:
+        raise ConfigError(
+            f"{name} of the batch ends at {documents.tokens} tokens, but the batch has {shape[0]} rows of {shape[1]}; "
+            "valid: all tokens; let padding belong to the last document, or be one of its own"
+        )
+    return documents
+
+
+def _tensors(batch: Mapping[str, Any], eod: int | None) -> dict[str, Any]:
+    """Return what says where documents end, by name."""
+    tensors = {key: batch.get(key) for key in (*CU_SEQLENS_KEYS, "position_ids")}
+    given = batch.get("packed_seq_params")
+    if isinstance(given, PlannedBatchParams) or not (given is None or isinstance(given, PackedSeqParams)):
+        raise ConfigError(
+            f"packed_seq_params of the batch is a {type(given).__name__}; valid: Megatron's PackedSeqParams of the "
+            "whole batch, or None; a batch that is planned already goes to the model as it is"
+        )
+    if given is not None:
+        tensors |= {f"packed_seq_params.{name}": getattr(given, name, None) for name in CU_SEQLENS}
+    if eod is not None:
+        key = next((key for key in TOKEN_KEYS if batch.get(key) is not None), None)
+        if key is None:
+            raise ConfigError(f"eod is {eod!r}, but the batch has no {' and no '.join(TOKEN_KEYS)}; leave eod out")
+        tensors[key] = batch[key]
+    ids = tensors["position_ids"]
+    if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim > 2:
+        raise ConfigError(
+            f"position_ids has shape {list(ids.shape)}; valid: [tokens] or [rows, tokens], positions in one dimension "
+            "(planned attention has no mrope)"
+        )
+    return tensors
+
+
+def _from_ends(ends: Mapping[str, np.ndarray], shape: tuple[int, int] | None, mask: str) -> Documents:
+    """Return the documents of cumulative lengths, of the whole batch or with a row for each row of it."""
+    rows = {len(array) if array.ndim == 2 else 1 for array in ends.values()}
+    if rows == {1}:
+        return documents_of_sequences({CU_SEQLENS_KEYS[key]: array for key, array in ends.items()}, mask)
+    if len(rows) > 1 or shape is None or rows != {shape[0]}:
+        described = ", ".join(f"{key} {list(array.shape)}" for key, array in ends.items())
+        raise ConfigError(
+            f"the batch has {described}; valid: [documents + 1] for the whole batch, or one row of ends for each of "
+            f"its {'' if shape is None else f'{shape[0]} '}rows"
+        )
+    lengths = []
+    for row in range(shape[0]):
+        documents = documents_of_sequences({CU_SEQLENS_KEYS[key]: array[row] for key, array in ends.items()}, mask)
+        if documents.tokens != shape[1]:
+            raise ConfigError(
+                f"{', '.join(ends)}: row {row} ends at {documents.tokens} tokens; valid: {shape[1]}, the length of a "
+                "row; let padding belong to its last document, or be one of its own"
+            )
+        lengths.append(documents.lengths)
+    return Documents(np.concatenate(lengths))
+
+
+def token_shape(batch: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return rows and tokens of each, from the first tensor over tokens that the batch has, or None."""
+    for key in (*TOKEN_KEYS, "labels", "loss_mask", "position_ids"):
+        value = batch.get(key)
+        if value is None:
+            continue
+        shape = tuple(torch.as_tensor(value).shape)
+        if len(shape) not in (1, 2):
+            raise ConfigError(f"{key} has shape {list(shape)}; valid: [tokens] or [rows, tokens]")
+        return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
+    return None

@@ -1,0 +1,256 @@
+"""Plain PackedSeqParams in PlannedAttention: when plans are made, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError
+from mindspeed_cp.megatron import (
+    PlannedAttention,
+    install,
+    install_model,
+    megatron_imports,
+    planned_batch_from,
+    planned_params,
+)
+from mindspeed_cp.megatron.adaptors.packed import plan_cache
+from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, megatron, transformer_config
+from tests.megatron.models import FULL
+from tests.megatron.packed import cut_batch, ends, plain_params
+from tests.megatron.ranks import MegatronRanks
+from tests.megatron.test_core_attention import Ranks, attention, plan_for
+
+with megatron_imports():
+    from megatron.core.transformer.enums import AttnMaskType
+
+
+def inputs(rows: int) -> list[torch.Tensor]:
+    return [torch.randn(rows, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def on_rank(rank: int, ranks: int, **arguments: Any) -> PlannedAttention:
+    """Planned attention of one of several ranks, where no message is sent."""
+    module = attention(suite=Suite(context_parallel_size=1, **arguments.pop("keys", {})), **arguments)
+    suite = Suite(context_parallel_size=ranks)
+    module.suite = module.packed.suite = suite
+    module.cp_group = Ranks(ranks, rank)  # type: ignore[assignment]
+    return module
+
+
+def test_documents_come_from_cu_seqlens(alone: None) -> None:
+    module = attention()
+    x = inputs(28)
+    for given in (
+        plain_params([7, 1, 20]),
+        plain_params([7, 0, 1, 20]),
+        plain_params([7, 1, 20], cu_seqlens_kv=None, cu_seqlens_q=ends([7, 1, 20]).long()),
+        plain_params([7, 1, 20], cu_seqlens_q=ends([7, 1, 20])[None], cu_seqlens_kv=ends([7, 1, 20])[None]),
+        plain_params([5, 1, 17], [7, 1, 20]),
+    ):
+        out = module(*x, None, packed_seq_params=given)
+        assert torch.equal(out, module(*x, None, packed_seq_params=planned_params(plan_for(module, [7, 1, 20]), 0)))
+
+
+def test_a_full_mask_takes_sequences_without_padding(alone: None) -> None:
+    module = attention(attn_mask_type=AttnMaskType.no_mask)
+    x = inputs(28)
+    out = module(*x, None, packed_seq_params=plain_params([8, 20], [8, 20]))
+    assert torch.equal(out, module(*x, None, packed_seq_params=planned_params(plan_for(module, [8, 20]), 0)))
+    with pytest.raises(ConfigError, match="tokens would see the padding behind their sequence; valid: a causal mask"):
+        module(*x, None, packed_seq_params=plain_params([8, 19], [8, 20]))
+
+
+def test_a_micro_batch_is_planned_once_for_all_its_layers(alone: None) -> None:
+    config = transformer_config(window_size=(9, 0), window_attn_skip_freq=2)
+    model = install_model(build(config, install(layer_spec(config), Suite())))
+    cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
+    assert cores[0].packed is cores[1].packed and len(cores[0].packed.attentions) == 2
+    cache = plan_cache("document", False)
+    params, before = plain_params([3, 7, 11, 2]), (cache.misses, cache.hits)
+    tokens = torch.randint(0, VOCABULARY, (1, 23))
+    for _ in range(3):  # as recomputation calls it again
+        model(tokens, None, None, labels=tokens, packed_seq_params=params)
+    assert (cache.misses, cache.hits) == (before[0] + 2, before[1])
+    planned = cores[0].packed.planned(params, cores[0].cp_group)
+    assert planned is cores[1].packed.planned(params, cores[1].cp_group) and len(planned.plans) == 2
+    other = cores[0].packed.planned(plain_params([3, 7, 11, 2]), cores[0].cp_group)
+    assert other is not planned and other.plans == planned.plans and cache.hits == before[1] + 2
+
+
+def test_parameters_that_are_written_again_get_new_plans(alone: None) -> None:
+    """A loader may use one object and one buffer for all micro-batches."""
+    module, x = attention(), inputs(20)
+    params = plain_params([9, 11])
+    params.cu_seqlens_kv = params.cu_seqlens_q
+    first = module(*x, None, packed_seq_params=params)
+    params.cu_seqlens_q[1] = 4
+    second = module(*x, None, packed_seq_params=params)
+    assert torch.equal(second, module(*x, None, packed_seq_params=plain_params([4, 16])))
+    params.cu_seqlens_q = params.cu_seqlens_kv = ends([9, 11])
+    assert torch.equal(first, module(*x, None, packed_seq_params=params)) and not torch.equal(first, second)
+
+
+def test_nothing_is_kept_of_parameters_that_are_gone(alone: None) -> None:
+    module, x = attention(), inputs(20)
+    for first in range(1, 9):
+        module(*x, None, packed_seq_params=plain_params([first, 20 - first]))
+    gc.collect()
+    assert not len(module.packed._results)
+
+
+def interleaved(rank: int, group: None, cp: int, sizes: list[list[int]], recompute: bool) -> list[bool]:
+    """Two micro-batches in flight at once, then each alone: are gradients the same, bit for bit?"""
+    with megatron(cp=cp):
+        config = transformer_config(cp=cp, **(FULL if recompute else {}))
+        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=cp))))
+        batches = []
+        for number, lengths in enumerate(sizes):
+            tokens = torch.randint(0, VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(number))
+            batches.append(cut_batch({"tokens": tokens, "labels": tokens}, lengths, "document", cp, rank))
+
+        def loss(number: int) -> torch.Tensor:
+            batch, params = batches[number]
+            out: torch.Tensor = model(
+                batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
+            )
+            return out.sum()
+
+        def gradients(*numbers: int) -> list[torch.Tensor]:
+            for number in numbers:
+                model.zero_grad()
+                (in_flight[number] if number in in_flight else loss(number)).backward()
+                results[number] = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+            return [grad for number in sorted(results) for grad in results[number]]
+
+        results: dict[int, list[torch.Tensor]] = {}
+        in_flight = {0: loss(0), 1: loss(1)}
+        together = gradients(0, 1)
+        in_flight.clear()
+        apart = gradients(1, 0)
+        return [torch.equal(a, b) and bool(a.any()) for a, b in zip(together, apart, strict=True)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_micro_batches_in_flight_keep_their_documents(ranks: MegatronRanks, recompute: bool) -> None:
+    for same in ranks.run(2, interleaved, 2, [[16, 8, 4], [4, 12, 4, 8]], recompute):
+        assert same and all(same)
+
+
+def out_of_step(rank: int, group: None) -> str:
+    """Rank 1 is a batch ahead, with as many tokens."""
+    with megatron(cp=2):
+        config = transformer_config(cp=2)
+        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=2))))
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        with pytest.raises(ConfigError) as error:
+            model(tokens, None, None, labels=tokens, packed_seq_params=plain_params([[20, 12], [12, 20]][rank]))
+        return str(error.value)
+
+
+def test_a_data_loader_out_of_step_is_found(ranks: MegatronRanks) -> None:
+    for text in ranks.run(2, out_of_step):
+        assert "documents: rank 0 has Documents([20, 12], tokens=32); rank 1 has" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(qkv_format="sbhd"), "packed_seq_params.qkv_format is 'sbhd'; valid without a plan: 'thd'"),
+        (dict(cu_seqlens_q=None, cu_seqlens_kv=None), "packed_seq_params has no cu_seqlens_q; valid: 0, then the end"),
+        (dict(cu_seqlens_kv=ends([10, 18])), "cu_seqlens_kv differs from cu_seqlens_q; valid: equal, as .* self-atten"),
+        (dict(cu_seqlens_q=ends([8, 20]) + 1), "packed_seq_params.cu_seqlens_q: cu_seqlens starts at 1"),
+        (dict(cu_seqlens_q=ends([8, 20]).float()), r"cu_seqlens_q is torch.float32; valid: integers"),
+        (dict(cu_seqlens_q_padded=ends([8, 18])), r"sequences of \[8, 20\] tokens, but cu_seqlens_q_padded of \[8, 18"),
+        (dict(cu_seqlens_q_padded=ends([28])), "as many sequences, none shorter"),
+        (dict(cu_seqlens_q_padded=ends([8, 20]), cu_seqlens_kv_padded=ends([8, 24])), "cu_seqlens_kv_padded differs"),
+        (dict(local_cp_size=2), r"has a context-parallel group of its own \(local_cp_size 2\); valid: None, or"),
+    ],
+)  # fmt: skip
+def test_parameters_that_name_no_documents_are_refused(given: dict[str, Any], message: str, alone: None) -> None:
+    with pytest.raises(ConfigError, match=message):
+        attention()(*inputs(28), None, packed_seq_params=plain_params([8, 20], **given))
+
+
+def test_rows_that_are_not_those_of_cu_seqlens_are_refused(alone: None) -> None:
+    with pytest.raises(
+        ConfigError, match=r"query has 30 rows on rank 0 of 1, but .* end at 28 tokens.* belong to no doc"
+    ):
+        attention()(*inputs(30), None, packed_seq_params=plain_params([8, 20]))
+    with pytest.raises(
+        ConfigError, match=r"query has 14 rows on rank 0 of 1, but .* end at 28 tokens[^;]*; valid: [^;]*$"
+    ):
+        attention()(*inputs(14), None, packed_seq_params=plain_params([8, 20]))
+
+
+def test_sequences_that_cannot_be_cut_are_refused(alone: None) -> None:
+    with pytest.raises(
+        ConfigError, match=r"sequence 1 of packed_seq_params has 18 tokens; .* context_parallel_size, 4; pad it to 20 .*"
+        r"planned_batch_from, which takes any length.*packed_cut='row'"
+    ):  # fmt: skip
+        on_rank(1, 2)(*inputs(14), None, packed_seq_params=plain_params([8, 18, 6]))
+    with pytest.raises(ConfigError, match="the packed row has 30 tokens; valid with packed_cut 'row': a multiple of 2"):
+        on_rank(1, 2, packed_cut="row")(*inputs(15), None, packed_seq_params=plain_params([8, 22]))
+    with pytest.raises(ConfigError, match="packed_cut is 'rows'; valid: document, row"):
+        attention(packed_cut="rows")
+
+
+def test_settings_of_plans_that_rows_of_a_loader_exclude_are_refused(alone: None) -> None:
+    module = attention(suite=Suite(candidates=["direct"]))
+    with pytest.raises(ConfigError, match="candidates names algorithms, but batches with Megatron's plain Packed"):
+        module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
+    module = attention(suite=Suite(algorithm="hierarchical", options={"remap": "hidden"}))
+    with pytest.raises(ConfigError, match="remap is 'hidden'; valid for batches that a data loader has cut: 'off'"):
+        module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
+    module = attention(attention_dropout=0.5)
+    with pytest.raises(
+        ConfigError, match="no dropout_seed; pass planned_batch or planned_batch_from.* plain PackedSeq"
+    ):
+        module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
+    module.eval()
+    module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("cut", "way"), [("document", "row"), ("row", "document")])
+def test_positions_tell_a_batch_that_was_cut_in_the_other_way(cut: str, way: str, rank: int, alone: None) -> None:
+    """Both ways fit these lengths: nothing but the positions shows which it was."""
+    module, lengths = on_rank(rank, 3, packed_cut=cut), [12, 24, 6, 30]
+    tokens = {"tokens": torch.zeros(72, dtype=torch.int64)}
+    batch, params = cut_batch(tokens, lengths, cut, 3, rank)
+    planned = module.packed.planned(params, module.cp_group)
+    module.packed.check_positions(planned, batch["position_ids"])
+    module.packed.check_positions(planned, None)
+    module.packed.check_positions(planned, torch.arange(72)[None])  # of another shape: not those of the rows
+    other, _ = cut_batch(tokens, lengths, way, 3, rank)
+    with pytest.raises(ConfigError, match=rf"those of a batch cut by {way}; valid here: .*packed_cut='{way}'\)"):
+        module.packed.check_positions(planned, other["position_ids"])
+
+
+def cut_otherwise(rank: int, group: None) -> str:
+    with megatron(cp=2):
+        config = transformer_config(cp=2)
+        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=2))))
+        batch, params = cut_batch({"tokens": torch.zeros(32, dtype=torch.int64)}, [8, 24], "row", 2, rank)
+        with pytest.raises(ConfigError) as error:
+            model(batch["tokens"], batch["position_ids"], None, labels=batch["tokens"], packed_seq_params=params)
+        return str(error.value)
+
+
+def test_a_model_looks_at_its_positions(ranks: MegatronRanks) -> None:
+    for text in ranks.run(2, cut_otherwise):
+        assert text.startswith("packed_cut is 'document', but position_ids are those of a batch cut by row")
+
+
+def test_plans_are_proved_where_settings_say_so(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    proved = []
+    cache = plan_cache("document", True)
+    monkeypatch.setattr(cache, "_on_new_plan", proved.append)
+    module = attention(suite=Suite(verify_plans=True))
+    module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
+    config = transformer_config()
+    planned_batch_from({"tokens": torch.zeros(28)}, config, Suite(), 0)
+    assert [plan.documents.lengths.tolist() for plan in proved] == [[8, 20]]
