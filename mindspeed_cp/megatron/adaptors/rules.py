@@ -100,8 +100,6 @@ RULES = (
     Rule("heterogeneous_block_specs", _off, "False", "a micro-batch has plans for layers that differ by window only"),
     Rule("gtp_weight_remat_size", lambda v: v in (None, 1), "1", _SHARDS),
     Rule("expert_gtp_weight_remat_size", lambda v: v in (None, 1), "1", _SHARDS),
-    Rule("tensor_parallel_num_weight_shards", lambda v: v in (None, 1), "None", _SHARDS),
-    Rule("expert_tensor_parallel_num_weight_shards", lambda v: v in (None, 1), "None", _SHARDS),
     Rule("flash_decode", _off, "False", "generate with a model built from the original spec"),
     # Multi-latent attention
     Rule(

@@ -67,6 +67,8 @@ HARMLESS_MODEL = {
         moe_router_force_load_balancing:0.14- moe_router_force_biased:0.19-""",
     "noise drawn by each rank; results depend on the rank count as without context parallelism": "moe_input_jitter_eps",
     "says how a model is begun from a checkpoint": "moe_use_upcycling moe_upcycling_granularity:0.14-",
+    "the tensor-parallel size by default; more gives gtp_weight_remat_size, which is refused": """
+        tensor_parallel_num_weight_shards:0.19- expert_tensor_parallel_num_weight_shards:0.19-""",
     "logs only": "moe_per_layer_logging config_logger_dir",
     "linear layers compute in lower precision, on each rank's own rows": """
         fp8 fp8_recipe fp8_param fp8_param_gather fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo

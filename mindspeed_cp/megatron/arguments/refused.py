@@ -19,8 +19,6 @@ REFUSED_SPANS: dict[str, str] = {
     "batch_invariant_mode": "0.16-",
     "gtp_weight_remat_size": "0.19-",
     "expert_gtp_weight_remat_size": "0.19-",
-    "tensor_parallel_num_weight_shards": "0.19-",
-    "expert_tensor_parallel_num_weight_shards": "0.19-",
     "no_rope_freq": "0.14-",
     "cache_mla_latents": "0.14-",
     "moe_expert_rank_capacity_factor": "0.19-",
