@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +14,6 @@ from mindspeed_cp.megatron.arguments import ENTRIES, UNCONCERNED_GROUPS, VERSION
 from mindspeed_cp.megatron.arguments.entry import read_span, write_span
 from mindspeed_cp.megatron.arguments.refusals import ALL_RULES, ARGUMENT_RULES
 from mindspeed_cp.megatron.patches.imports import parse_version
-from tests.limits import HANG
 from tests.megatron.gpt import Suite
 
 with megatron_imports():
@@ -30,23 +24,8 @@ VERSION = parse_version(megatron.core.__version__)
 FIELDS = {field.name for kind in (TransformerConfig, MLATransformerConfig) for field in fields(kind)}
 
 
-@pytest.fixture(scope="module")
-def parser() -> dict[str, tuple[str, list[str]]]:
-    """The arguments of the Megatron at hand: name -> title of the group, flags."""
-    script = Path(__file__).with_name("print_arguments.py")
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=HANG)
-    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
-    if done.returncode == 3:
-        pytest.skip(f"{last}; name a source tree of Megatron-LM by MEGATRON_LM")
-    assert done.returncode == 0, done.stderr
-    groups: dict[str, tuple[str, list[str]]] = json.loads(last)
-    return groups
-
-
-def test_every_argument_is_in_the_table(parser: dict[str, tuple[str, list[str]]]) -> None:
-    concerned = {name: group for name, (group, _) in parser.items() if group not in UNCONCERNED_GROUPS}
+def test_every_argument_is_in_the_table(megatron_parser: dict[str, tuple[str, list[str]]]) -> None:
+    concerned = {name: group for name, (group, _) in megatron_parser.items() if group not in UNCONCERNED_GROUPS}
     assert len(concerned) > 300
     assert {name: group for name, group in concerned.items() if entry_of(name) is None} == {}
 
@@ -56,8 +35,10 @@ def test_every_field_of_the_transformer_config_is_in_the_table() -> None:
 
 
 @pytest.mark.skipif(VERSION not in VERSIONS, reason=f"the table does not list Megatron {VERSION}")
-def test_the_versions_of_the_table_are_those_that_have_the_argument(parser: dict[str, tuple[str, list[str]]]) -> None:
-    names = {*parser, *FIELDS}
+def test_the_versions_of_the_table_are_those_that_have_the_argument(
+    megatron_parser: dict[str, tuple[str, list[str]]],
+) -> None:
+    names = {*megatron_parser, *FIELDS}
     for entry in ENTRIES:
         assert (VERSION in entry.versions) == any(entry.matches(name) for name in names), entry.name
 

@@ -13,9 +13,7 @@ from mindspeed_cp.megatron import pretrain
 from tests.limits import HANG
 
 PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text("utf-8")
-DIFFS = {
-    version: text for version, text in re.findall(r"core_v(0\.\d+)[^\n]*:\n\n```diff\n(.*?)```", PAGE, re.DOTALL)
-}
+DIFFS = dict(re.findall(r"core_v(0\.\d+)[^\n]*:\n\n```diff\n(.*?)```", PAGE, re.DOTALL))
 
 
 def changed_lines(diff: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-COMM_TYPE_REASON = "valid: the default, or one name that means context_parallel_suite.algorithm; algorithm takes its place in all layers"
+COMM_TYPE_REASON = "valid: the default, or a name of context_parallel_suite.algorithm, which takes its place"
 
 #: Name -> span, as read_span reads it; "none" for settings that no listed version has (0.17, 0.18 or development).
 REFUSED_SPANS: dict[str, str] = {

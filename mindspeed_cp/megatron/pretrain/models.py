@@ -33,7 +33,8 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
             arguments.variable_seq_lengths = True
         with building_virtual_stage(kwargs.get("vp_stage")):
             model = model_provider(*args, **kwargs)
-        return install_model(model)
+        install_model(model)
+        return model
 
     return provider
 

@@ -46,6 +46,7 @@ def forward_step(data_iterator: Any, model: nn.Module, return_schedule_plan: boo
 
 def _takes_padding_mask(model: nn.Module) -> bool:
     """True from Megatron 0.16 on; before, rows of padding count as tokens of experts."""
-    while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    return "padding_mask" in inspect.signature(model.forward).parameters
+    inner: Any = model
+    while isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    return "padding_mask" in inspect.signature(inner.forward).parameters
