@@ -141,13 +141,15 @@ def read_options(builder: Callable[..., Any]) -> dict[str, AlgorithmOption]:
 def _read_type(where: str, name: str, hint: Any) -> tuple[type, tuple[Any, ...], bool, tuple[Any, ...]]:
     """Return type, choices, whether None is valid, and limits of an annotation."""
     limits: tuple[Any, ...] = ()
-    if typing.get_origin(hint) is typing.Annotated:
-        hint, *extras = typing.get_args(hint)
-        limits = tuple(extras)
     optional = False
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    while typing.get_origin(hint) in (typing.Annotated, typing.Union, types.UnionType):
+        # In either order: Python 3.10 puts Optional around what is annotated and has the default None.
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *extras = typing.get_args(hint)
+            limits += tuple(extras)
+            continue
         members = [member for member in typing.get_args(hint) if member is not type(None)]
-        optional = len(members) < len(typing.get_args(hint))
+        optional = optional or len(members) < len(typing.get_args(hint))
         hint = members[0] if len(members) == 1 else None
     choices: tuple[Any, ...] = ()
     if typing.get_origin(hint) is Literal:

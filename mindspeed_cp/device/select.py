@@ -15,9 +15,9 @@ from typing import Any
 
 from mindspeed_cp.errors import ConfigError
 
-#: Minimum CANN (major, minor) for torch-npu 2.13. The README in its wheel pairs torch-npu 2.9.0 to 2.12.0rc1 with CANN
-#: 8.5.0, and nothing above 2.8.0 with an older one; it has no entry for 2.13 itself.
-MIN_CANN = (8, 5)
+#: Minimum CANN (major, minor) from a release of torch on. The READMEs in the wheels of torch-npu pair 2.7.1 and 2.8.0
+#: with CANN 8.3.RC1 and later, and nothing above 2.8.0 with one older than 8.5.0.
+_MIN_CANN = (((2, 9), (8, 5)), ((0, 0), (8, 3)))
 
 _REMEDY = "install CANN for this driver and `source .../ascend-toolkit/set_env.sh`"
 
@@ -36,7 +36,7 @@ def require_torch_npu(setting: str, instead: str) -> None:
         setting: setting that requires it, for the error.
         instead: alternative, for the error.
     """
-    torch_version = getattr(sys.modules.get("torch"), "__version__", None) or importlib.metadata.version("torch")
+    torch_version = _torch_version()
     if importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
             f"{setting}: torch_npu is not installed; pip install torch-npu=={_release(torch_version)}, or {instead}"
@@ -99,13 +99,18 @@ def cann_version(module: str = "CANN") -> str | None:
         return None
 
 
+def min_cann(torch_version: str | None = None) -> str:
+    """Return the oldest CANN, such as "8.5", that torch-npu of this release needs; default: the installed torch's."""
+    release = _major_minor(torch_version or _torch_version()) or (0, 0)
+    return ".".join(map(str, next(oldest for first, oldest in _MIN_CANN if release >= first)))
+
+
 def cann_problem(version: str | None) -> str | None:
-    """Return one line with version, minimum and remedy if CANN is too old; None if it is not, or if its version is
-    unknown."""
-    release = _major_minor(version)
-    if release is None or release >= MIN_CANN:
+    """Return one line with version, minimum and remedy if CANN is too old for the installed torch-npu; None if it is
+    not, or if its version is unknown."""
+    release, needed = _major_minor(version), min_cann()
+    if release is None or release >= (_major_minor(needed) or release):
         return None
-    needed = ".".join(map(str, MIN_CANN))
     remedy = f"install CANN {needed} or later with its driver, and `source .../ascend-toolkit/set_env.sh`"
     return f"CANN is {version}, needed is {needed} or later; {remedy}"
 
@@ -116,7 +121,7 @@ def unknown_cann_note(version: str | None) -> str | None:
     if _major_minor(version) is not None:
         return None
     finding = "torch_npu finds no version" if version is None else f"the version is {version!r}"
-    return f"CANN: {finding}, so it was not compared with {'.'.join(map(str, MIN_CANN))}, the oldest that is needed"
+    return f"CANN: {finding}, so it was not compared with {min_cann()}, the oldest that is needed"
 
 
 def set_hccl_timeouts(seconds: float) -> None:
@@ -133,6 +138,10 @@ def set_hccl_timeouts(seconds: float) -> None:
 def _major_minor(version: str | None) -> tuple[int, int] | None:
     match = re.match(r"(\d+)\.(\d+)", version or "")
     return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _torch_version() -> str:
+    return getattr(sys.modules.get("torch"), "__version__", None) or importlib.metadata.version("torch")
 
 
 def _check_release(setting: str, npu_version: str, torch_version: str) -> None:

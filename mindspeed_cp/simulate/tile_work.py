@@ -106,7 +106,13 @@ def _add_rank(out: np.ndarray, sums: np.ndarray, step: np.ndarray, contents: np.
     step_slot, group = np.unique(step * slots + contents["slot"], return_inverse=True)
     masks = np.zeros(len(step_slot), np.int64)
     np.bitwise_or.at(masks, group, sums[:, 2].astype(np.int64))
-    out[2] += np.bincount(step_slot // slots, np.bitwise_count(masks), steps)
+    out[2] += np.bincount(step_slot // slots, _bits(masks), steps)
+
+
+def _bits(masks: np.ndarray) -> np.ndarray:
+    """Return the number of bits that are set in each of masks, int64 [n] (np.bitwise_count is of NumPy 2)."""
+    bits: np.ndarray = np.unpackbits(masks.view(np.uint8).reshape(-1, 8), axis=1).sum(1)
+    return bits
 
 
 def _number_keys(program: Program, contents: np.ndarray, numbers: dict[bytes, int]) -> np.ndarray:

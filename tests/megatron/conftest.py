@@ -6,17 +6,26 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.limits import HANG
-from tests.megatron.gpt import one_rank
+from tests.megatron.gpt import LackingSetting, one_rank
 from tests.megatron.ranks import MegatronRanks
 from tests.processes import preload
 
 preload("tests.megatron.gpt")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Skip a test whose model the installed Megatron-core cannot have, and name what it lacks."""
+    try:
+        return (yield)
+    except LackingSetting as lacking:
+        pytest.skip(str(lacking))
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,10 +36,13 @@ from mindspeed_cp.megatron import (
     rows_multiple,
     shift_labels,
 )
+from mindspeed_cp.megatron.patches.imports import parse_version
+from mindspeed_cp.megatron.patches.spans import SPAN
 from tests.limits import HANG
-from tests.megatron.packed import cut_batch, plan_whole
+from tests.megatron.packed import cut_batch, cut_of, plan_whole
 
 with megatron_imports():
+    from megatron.core import __version__ as VERSION
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -51,6 +56,7 @@ with megatron_imports():
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 VOCABULARY = 96
+TAKES_PADDING_MASK = "padding_mask" in signature(GPTModel.forward).parameters  # 0.16 and later
 
 
 def Suite(options: Mapping[str, Any] | None = None, **keys: Any) -> SuiteSettings:
@@ -138,10 +144,47 @@ def megatron(tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator[None]:
             expert_tensor_parallel_size=1,
         )
         try:
-            tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+            seed_generators()
             yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+class LackingSetting(Exception):
+    """A test's settings are not those of the installed Megatron-core; tests/megatron/conftest.py skips it."""
+
+
+def lacks(config: Mapping[str, Any], case: Case | None = None) -> str | None:
+    """Return why the installed Megatron-core cannot have a model of a case, or None."""
+    for name in config:
+        known = name in MLATransformerConfig.__dataclass_fields__ or name == "original_max_position_embeddings"
+        if not known and not name.startswith("yarn_"):
+            return f"megatron-core {VERSION} has no {name}"
+    if case and case.model.get("position_embedding_type") == "yarn" and parse_version(VERSION) < (0, 15):
+        return f"a GPTModel of megatron-core {VERSION} has no position_embedding_type 'yarn'"
+    if case and config.get("multi_latent_attention") and case.qkv_format == "sbhd" and len(case.batches[0]) > 1:
+        return None if SPAN.latent_rows(2) is None else f"megatron-core {VERSION}: {SPAN.latent_rows(2)}"
+    return None
+
+
+def available(cases: Mapping[str, Case]) -> dict[str, Case]:
+    """Return the cases that the installed Megatron-core has."""
+    return {name: case for name, case in cases.items() if lacks(case.config, case) is None}
+
+
+def named(cases: Mapping[str, Case]) -> list[Any]:
+    """Return a pytest parameter for each case, skipped by name where the installed Megatron-core lacks a setting."""
+    reasons = {name: lacks(case.config, case) for name, case in cases.items()}
+    return [
+        pytest.param(name, id=name, marks=[pytest.mark.skip(reason=reason)] if reason else [])
+        for name, reason in reasons.items()
+    ]
+
+
+def seed_generators(seed: int = 1234) -> None:
+    """Megatron's random tracker anew; before 0.14 it always is."""
+    seed_all = tensor_parallel.model_parallel_cuda_manual_seed
+    seed_all(seed, **({"force_reset_rng": True} if "force_reset_rng" in signature(seed_all).parameters else {}))
 
 
 def transformer_config(tp: int = 1, cp: int = 1, ep: int = 1, **changes: Any) -> TransformerConfig:
@@ -151,10 +194,18 @@ def transformer_config(tp: int = 1, cp: int = 1, ep: int = 1, **changes: Any) ->
         tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1, use_cpu_initialization=True, hidden_dropout=0.0,
         attention_dropout=0.0, normalization="RMSNorm", add_bias_linear=False, pipeline_dtype=torch.float32,
-        calculate_per_token_loss=True, init_method_std=0.2, cuda_graph_scope=[],
+        calculate_per_token_loss=True, init_method_std=0.2,
     )  # fmt: skip
+    if "cuda_graph_scope" in TransformerConfig.__dataclass_fields__:  # 0.15 and later
+        settings["cuda_graph_scope"] = []
     kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
+    lacking = lacks(changes)
+    if lacking is not None:
+        raise LackingSetting(lacking)
     yarn = {name: changes.pop(name) for name in list(changes) if name.startswith("yarn_")}
+    name = "original_max_position_embeddings"
+    if name in changes and name not in MLATransformerConfig.__dataclass_fields__:  # before 0.14
+        changes["max_position_embeddings"] = changes.pop(name)
     config = kind(**{**settings, **changes})
     for name, value in yarn.items():  # Megatron reads them from its config, which has no such fields
         setattr(config, name, value)
@@ -193,7 +244,8 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     config = transformer_config(tp, cp, ep, **case.config)
     suite = Suite(context_parallel_size=cp, algorithm=case.algorithm, options=case.options)
     arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
-    model: torch.nn.Module = build(config, install_case(layer_spec(config), suite, case), **arguments)
+    spec = install(layer_spec(config), suite, alibi=case.alibi, packed_cut=cut_of(case.packed))
+    model: torch.nn.Module = build(config, spec, **arguments)
     if config.bf16:
         model = Float16Module(config, model)
     install_model(model)
@@ -232,11 +284,6 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     return Outcome(loss.mean, loss.tokens, tensors, tuple(norms))
 
 
-def install_case(spec: Any, suite: SuiteSettings, case: Case) -> Any:
-    """The spec with planned attention."""
-    return install(spec, suite, alibi=case.alibi, packed_cut="row" if case.packed == "row" else "document")
-
-
 def forward_step(
     case: Case, config: TransformerConfig, step: int, batches: Iterator[int], model: torch.nn.Module
 ) -> Any:
@@ -269,7 +316,7 @@ def forward_step(
         None,
         labels=batch["labels"],
         packed_seq_params=params if case.carried else None,
-        **({"padding_mask": params.padding_mask()} if config.num_moe_experts else {}),
+        **({"padding_mask": params.padding_mask()} if config.num_moe_experts and TAKES_PADDING_MASK else {}),
     )
     return losses, partial(loss_function, batch["loss_mask"])
 

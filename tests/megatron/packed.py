@@ -31,15 +31,23 @@ def ends(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
+def cut_of(way: str | None) -> str:
+    """Return the argument packed_cut of install for a way."""
+    return "row" if way == "row" else "document"
+
+
 def plain_params(lengths: Sequence[int], padded: Sequence[int] | None = None, **changes: Any) -> Any:
-    """PackedSeqParams as Megatron makes them; `padded` are the lengths with padding."""
+    """PackedSeqParams as Megatron makes them; `padded` are the lengths with padding, `changes` other values of fields."""
     fields = dict(
         qkv_format="thd", cu_seqlens_q=ends(lengths), cu_seqlens_kv=ends(lengths),
         max_seqlen_q=max(padded or lengths, default=0), max_seqlen_kv=max(padded or lengths, default=0),
     )  # fmt: skip
     if padded is not None:
         fields |= dict(cu_seqlens_q_padded=ends(padded), cu_seqlens_kv_padded=ends(padded))
-    return PackedSeqParams(**{**fields, **changes})
+    params = PackedSeqParams(**fields)
+    for name, value in changes.items():  # also fields that this Megatron does not have
+        setattr(params, name, value)
+    return params
 
 
 def cut_batch(

@@ -105,7 +105,7 @@ def test_what_no_plan_covers_is_refused(alone: None) -> None:
         module(q, k, v, None, attention_bias=torch.zeros(1))
     with pytest.raises(ConfigError, match="attn_mask_type is no_mask in this call; valid: causal"):
         module(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
-    with pytest.raises(ConfigError, match=r"packed_seq_params is a PackedSeqParams, which has no plan.*planned_params"):
+    with pytest.raises(ConfigError, match=r"packed_seq_params has no cu_seqlens_q; valid: .*planned_params"):
         module(q[:, 0], k[:, 0], v[:, 0], None, packed_seq_params=PackedSeqParams(qkv_format="thd"))
     with pytest.raises(ConfigError, match="packed_seq_params is None, which has no plan"):
         module(q[:, 0], k[:, 0], v[:, 0], None)

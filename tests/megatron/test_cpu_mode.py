@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_cp.megatron import megatron_imports, megatron_on_cpu
-from tests.megatron.gpt import one_rank
+from tests.megatron.gpt import one_rank, seed_generators
 
 with megatron_imports():
     from megatron.core import tensor_parallel
@@ -81,7 +81,7 @@ def test_a_side_thread_is_refused() -> None:
 
 def test_megatrons_random_tracker_works() -> None:
     with one_rank():
-        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+        seed_generators(5)
         tracker = tensor_parallel.get_cuda_rng_tracker()
         start = torch.get_rng_state()
         with tracker.fork():

@@ -19,7 +19,7 @@ from tests.megatron.gpt import (
     planned,
     transformer_config,
 )
-from tests.megatron.models import EXPERTS, SELECTIVE
+from tests.megatron.models import EXPERTS, NEEDS_PLANNED_ROUTER, SELECTIVE
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.test_gpt import ODD, assert_equal
 
@@ -66,6 +66,7 @@ def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference
             assert_equal(outcome, expected)
 
 
+@NEEDS_PLANNED_ROUTER
 def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None:
     """The same gradients as Megatron's own router, whose weights of the losses are right on one rank."""
     config = transformer_config(**EXPERTS)
@@ -86,6 +87,7 @@ def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None
     assert documents.tokens == 48
 
 
+@NEEDS_PLANNED_ROUTER
 def test_rows_of_padding_do_not_count_for_the_bias_of_experts(alone: None) -> None:
     more = dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
     config = transformer_config(**{**EXPERTS, **more})
@@ -97,6 +99,7 @@ def test_rows_of_padding_do_not_count_for_the_bias_of_experts(alone: None) -> No
         assert layer.mlp.router.local_tokens_per_expert.sum() == 7 * config.moe_router_topk
 
 
+@NEEDS_PLANNED_ROUTER
 def test_the_cases_can_tell_the_losses_of_the_router(reference: dict[str, Outcome]) -> None:
     with one_rank():
         without = planned(Case(BATCHES, config={**EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}))

@@ -18,10 +18,8 @@ from mindspeed_cp.megatron import (
     planned_params,
 )
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
-from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, megatron, transformer_config
-from tests.megatron.models import FULL
+from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, transformer_config
 from tests.megatron.packed import cut_batch, ends, plain_params
-from tests.megatron.ranks import MegatronRanks
 from tests.megatron.test_core_attention import Ranks, attention, plan_for
 
 with megatron_imports():
@@ -102,60 +100,6 @@ def test_nothing_is_kept_of_parameters_that_are_gone(alone: None) -> None:
     assert not len(module.packed._results)
 
 
-def interleaved(rank: int, group: None, cp: int, sizes: list[list[int]], recompute: bool) -> list[bool]:
-    """Two micro-batches in flight at once, then each alone: are gradients the same, bit for bit?"""
-    with megatron(cp=cp):
-        config = transformer_config(cp=cp, **(FULL if recompute else {}))
-        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=cp))))
-        batches = []
-        for number, lengths in enumerate(sizes):
-            tokens = torch.randint(0, VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(number))
-            batches.append(cut_batch({"tokens": tokens, "labels": tokens}, lengths, "document", cp, rank))
-
-        def loss(number: int) -> torch.Tensor:
-            batch, params = batches[number]
-            out: torch.Tensor = model(
-                batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
-            )
-            return out.sum()
-
-        def gradients(*numbers: int) -> list[torch.Tensor]:
-            for number in numbers:
-                model.zero_grad()
-                (in_flight[number] if number in in_flight else loss(number)).backward()
-                results[number] = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-            return [grad for number in sorted(results) for grad in results[number]]
-
-        results: dict[int, list[torch.Tensor]] = {}
-        in_flight = {0: loss(0), 1: loss(1)}
-        together = gradients(0, 1)
-        in_flight.clear()
-        apart = gradients(1, 0)
-        return [torch.equal(a, b) and bool(a.any()) for a, b in zip(together, apart, strict=True)]
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_micro_batches_in_flight_keep_their_documents(ranks: MegatronRanks, recompute: bool) -> None:
-    for same in ranks.run(2, interleaved, 2, [[16, 8, 4], [4, 12, 4, 8]], recompute):
-        assert same and all(same)
-
-
-def out_of_step(rank: int, group: None) -> str:
-    """Rank 1 is a batch ahead, with as many tokens."""
-    with megatron(cp=2):
-        config = transformer_config(cp=2)
-        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=2))))
-        tokens = torch.zeros(1, 16, dtype=torch.int64)
-        with pytest.raises(ConfigError) as error:
-            model(tokens, None, None, labels=tokens, packed_seq_params=plain_params([[20, 12], [12, 20]][rank]))
-        return str(error.value)
-
-
-def test_a_data_loader_out_of_step_is_found(ranks: MegatronRanks) -> None:
-    for text in ranks.run(2, out_of_step):
-        assert "documents: rank 0 has Documents([20, 12], tokens=32); rank 1 has" in text
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -207,7 +151,7 @@ def test_settings_of_plans_that_rows_of_a_loader_exclude_are_refused(alone: None
         module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
     module = attention(attention_dropout=0.5)
     with pytest.raises(
-        ConfigError, match="no dropout_seed; pass planned_batch or planned_batch_from.* plain PackedSeq"
+        ConfigError, match=r"no dropout_seed; pass planned_batch or planned_batch_from.* plain PackedSeq"
     ):
         module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
     module.eval()
@@ -228,21 +172,6 @@ def test_positions_tell_a_batch_that_was_cut_in_the_other_way(cut: str, way: str
     other, _ = cut_batch(tokens, lengths, way, 3, rank)
     with pytest.raises(ConfigError, match=rf"those of a batch cut by {way}; valid here: .*packed_cut='{way}'\)"):
         module.packed.check_positions(planned, other["position_ids"])
-
-
-def cut_otherwise(rank: int, group: None) -> str:
-    with megatron(cp=2):
-        config = transformer_config(cp=2)
-        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=2))))
-        batch, params = cut_batch({"tokens": torch.zeros(32, dtype=torch.int64)}, [8, 24], "row", 2, rank)
-        with pytest.raises(ConfigError) as error:
-            model(batch["tokens"], batch["position_ids"], None, labels=batch["tokens"], packed_seq_params=params)
-        return str(error.value)
-
-
-def test_a_model_looks_at_its_positions(ranks: MegatronRanks) -> None:
-    for text in ranks.run(2, cut_otherwise):
-        assert text.startswith("packed_cut is 'document', but position_ids are those of a batch cut by row")
 
 
 def test_plans_are_proved_where_settings_say_so(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,12 @@ from mindspeed_cp.megatron import (
     megatron_imports,
     megatron_on_cpu,
 )
-from tests.megatron.gpt import Case, Suite, build, forward_step, layer_spec, transformer_config
+from tests.megatron.gpt import Case, Suite, build, forward_step, layer_spec, seed_generators, transformer_config
+from tests.megatron.packed import cut_of
 from tests.megatron.ranks import MegatronRanks
 
 with megatron_imports():
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -32,12 +34,12 @@ with megatron_imports():
 CASE = Case(((37, 0, 5, 1, 64), (3, 50, 1, 1, 0, 7), (11, 2)))
 
 
-def run_stage(rank: int, group: None, cp: int, stages: int) -> tuple[bool, float, int, float]:
+def run_stage(rank: int, group: None, cp: int, stages: int, case: Case = CASE) -> tuple[bool, float, int, float]:
     """(is this the last stage, loss, tokens, sum of squared gradients of this stage)."""
     with megatron_on_cpu(), megatron_compat():
         parallel_state.initialize_model_parallel(context_parallel_size=cp, pipeline_model_parallel_size=stages)
         try:
-            tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+            seed_generators()
             config = transformer_config(
                 cp=cp,
                 pipeline_model_parallel_size=stages,
@@ -45,17 +47,17 @@ def run_stage(rank: int, group: None, cp: int, stages: int) -> tuple[bool, float
                 moe_token_dispatcher_type="alltoall",
             )
             first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-            spec = install(layer_spec(config), Suite(context_parallel_size=cp))
+            spec = install(layer_spec(config), Suite(context_parallel_size=cp), packed_cut=cut_of(case.packed))
             model = install_model(build(config, spec, pre_process=first, post_process=last))
             fill(model)
             ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
             config.finalize_model_grads_func = finalize_model_grads
             ddp.zero_grad_buffer()
             reports = get_forward_backward_func()(
-                forward_step_func=partial(forward_step, CASE, config, 0),
-                data_iterator=iter(range(len(CASE.batches))),
+                forward_step_func=partial(forward_step, case, config, 0),
+                data_iterator=iter(range(len(case.batches))),
                 model=[ddp],
-                num_microbatches=len(CASE.batches),
+                num_microbatches=len(case.batches),
                 seq_length=1,
                 micro_batch_size=1,
                 forward_only=False,
@@ -79,9 +81,15 @@ def fill(model: Any) -> None:
             torch.nn.init.normal_(parameter, 0.0, 0.2, generator=generator)
 
 
-def test_two_stages_of_two_ranks_equal_one_rank(ranks: MegatronRanks) -> None:
-    [(_, loss, tokens, squares)] = ranks.run(1, run_stage, 1, 1)
-    results = ranks.run(4, run_stage, 2, 2)
+@pytest.mark.parametrize(
+    "packed",
+    [None, pytest.param("padded", marks=pytest.mark.thorough), pytest.param("row", marks=pytest.mark.thorough)],
+)
+def test_two_stages_of_two_ranks_equal_one_rank(packed: str | None, ranks: MegatronRanks) -> None:
+    """Also where the stages make their plans from plain PackedSeqParams."""
+    case = replace(CASE if packed != "row" else Case(((37, 0, 5, 1, 65), (3, 50, 1, 1, 0, 5), (9, 3))), packed=packed)
+    [(_, loss, tokens, squares)] = ranks.run(1, run_stage, 1, 1, case)
+    results = ranks.run(4, run_stage, 2, 2, case)
     assert [last for last, *_ in results] == [False, False, True, True]
     for last, *outcome in results:
         if last:

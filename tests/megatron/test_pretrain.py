@@ -238,18 +238,16 @@ def test_a_loss_that_is_no_number_stops_the_run_if_it_is_checked(
     assert not pretrain.loss_func(torch.ones(1, 2), losses)[0].isfinite()
 
 
-def test_where_schedules_do_not_sum_over_context_ranks_counts_and_reports_are_sums(
-    run: Callable[..., Namespace], alone: None, monkeypatch: Any
+@pytest.mark.parametrize("sft", [False, True])
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_report_is_summed_where_the_loop_does_not(
+    run: Callable[..., Namespace], alone: None, monkeypatch: Any, sums: bool, sft: bool
 ) -> None:
-    monkeypatch.setattr(pretrain_losses, "finalize_sums_context", lambda: False)
-    reduced: list[Any] = []
-
-    def all_reduce(tensor: torch.Tensor, group: Any = None) -> None:
-        reduced.append(tensor.clone())
-        tensor.mul_(2)  # two ranks with the same
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    run(sft=sft)
+    monkeypatch.setattr(pretrain_losses.SPAN, "LOOP_SUMS_REPORTS", sums)
+    monkeypatch.setattr(pretrain_losses.dist, "all_reduce", lambda tensor, group: tensor.mul_(2))  # two equal ranks
     total, count, report = pretrain.loss_func(torch.ones(1, 3), torch.tensor([[1.0, 2.0, 4.0]]))
-    assert (total.item(), int(count)) == (7.0, 6)
-    assert [value.item() for value in report["lm loss"]] == [14.0, 6.0]
-    assert len(reduced) == 2
+    assert (total.item(), int(count)) == (7.0, 3)
+    assert isinstance(report["lm loss"], torch.Tensor) == sums
+    factor = 1 if sums and not sft else 2
+    assert [float(value) for value in report["lm loss"]] == [7.0 * factor, 3.0 * factor]

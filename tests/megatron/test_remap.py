@@ -13,7 +13,7 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology
 from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES, with_linear_layout
 from mindspeed_cp.megatron import planned_batch, planned_params
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
-from tests.megatron.gpt import Case, Outcome, on_ranks, one_rank, planned
+from tests.megatron.gpt import Case, Outcome, available, on_ranks, one_rank, planned
 from tests.megatron.models import EXPERTS, FULL, LATENT, SELECTIVE
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.test_gpt import assert_equal
@@ -21,7 +21,7 @@ from tests.megatron.test_gpt import assert_equal
 LONG = (90, 3, 5, 1, 0, 14, 2)  # balanced by work, ranks hold between 22 and 30 of these tokens
 MORE = (1, 50, 3, 0, 7)
 BALANCED: dict[str, Any] = dict(algorithm="direct", options={"layout": "balanced"})
-CASES = {
+ALL_CASES = {
     "grouped queries": Case((LONG, MORE), **BALANCED),
     "ring": Case((LONG, MORE), algorithm="ring", options={"layout": "balanced"}),
     "split heads": Case((LONG, MORE), algorithm="hybrid", options={"layout": "balanced"}),
@@ -35,6 +35,7 @@ CASES = {
     "learned positions": Case((LONG,), **BALANCED, model=dict(position_embedding_type="learned_absolute")),
     "optimizer": Case((LONG, MORE), **BALANCED, optimizer="distributed", steps=3),
 }
+CASES = available(ALL_CASES)
 SHARED = {"grouped queries": {}, "latent": LATENT, "dropout, full recompute": {"attention_dropout": 0.3, **FULL}}
 SIZES = {"cp2": (1, 2), "cp4": (1, 4), "tp2 x cp2": (2, 2)}
 

@@ -30,6 +30,7 @@ with megatron_imports():
         MultimodalRotaryEmbedding,
         RotaryEmbedding,
     )
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 LENGTHS = [37, 0, 5, 1, 64, 2]
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
@@ -128,6 +129,9 @@ def forgotten(rank: int, group: None) -> list[str]:
                 model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params)
             except ConfigError as error:
                 said.append(str(error))
+            except RuntimeError as error:  # before 0.16 Megatron cuts the table before it looks at the batch
+                assert qkv_format == "sbhd" and "cp_group" not in PackedSeqParams.__dataclass_fields__, error
+                said.append(f"still has Megatron's rotary module: {error}")
     return said
 
 
@@ -173,7 +177,8 @@ def test_latent_layers_rotate_as_megatrons_and_share_one_table(changes: dict[str
     documents = Documents(LENGTHS)
     x = torch.randn(documents.tokens, 4, 17, generator=torch.Generator().manual_seed(0))
     borders = torch.tensor(sorted({*documents.offsets.tolist()}), dtype=torch.int32)
-    table = source(64, packed_seq=True)
+    takes_flag = "packed_seq" in inspect.signature(source.forward).parameters  # since 0.14
+    table = source(64, **({"packed_seq": True} if takes_flag else {}))
     angles, factor = table if isinstance(table, tuple) else (table, 1.0)
     has_flag = "mla_rotary_interleaved" in inspect.signature(apply_rotary_pos_emb).parameters  # since 0.18
     flag = {"mla_rotary_interleaved": True} if has_flag else {}

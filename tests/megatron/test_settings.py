@@ -19,13 +19,14 @@ from mindspeed_cp.megatron import (
     megatron_imports,
     rows_multiple,
 )
+from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.ops.attention.backends import BACKENDS
 from mindspeed_cp.plan import alibi_slopes
 from tests.megatron.gpt import Suite, build, layer_spec, transformer_config
 from tests.megatron.models import EXPERTS, LATENT, LATENT_YARN
 
 with megatron_imports():
-    pass
+    import megatron.core
 
 SUITE = Suite()
 
@@ -173,12 +174,13 @@ def test_attention_config_of_a_tensor_parallel_rank_has_its_part_of_slopes_and_h
 
 
 def test_attention_config_of_latent_attention() -> None:
-    config = transformer_config(**LATENT)
+    config = transformer_config(**LATENT, mscale=0.0, mscale_all_dim=0.0)
     assert attention_config(config, 2) == AttentionConfig(
         heads=2, kv_heads=2, head_dim=13, head_dim_v=6, scale=13**-0.5
     )
     scaled = attention_config(transformer_config(**{**LATENT, **LATENT_YARN}))
-    assert scaled.softmax_scale == pytest.approx((0.1 * 0.5 * math.log(4) + 1) ** 2 / math.sqrt(13))
+    mscale = LATENT_YARN["mscale" if parse_version(megatron.core.__version__) < (0, 14) else "mscale_all_dim"]
+    assert scaled.softmax_scale == pytest.approx((0.1 * mscale * math.log(4) + 1) ** 2 / math.sqrt(13))
 
 
 @pytest.mark.parametrize(

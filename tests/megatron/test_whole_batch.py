@@ -125,7 +125,7 @@ def test_tensors_with_further_dimensions_are_cut_and_others_passed_through() -> 
 
 
 def test_rows_are_padded_for_sequence_parallelism() -> None:
-    config = transformer_config(tp=4, cp=2, sequence_parallel=True)
+    config = transformer_config(tp=4, cp=2, sequence_parallel=True, num_query_groups=4)
     batch, params = planned_batch_from({"tokens": torch.arange(1, 19)}, config, Suite(context_parallel_size=2), 0)
     assert batch["tokens"].shape == (1, 12) and batch["tokens"][0, -3:].tolist() == [0, 0, 0]
     assert params.linear_padding == 3
@@ -161,6 +161,7 @@ def test_equal_documents_are_planned_once() -> None:
         ({"cu_seqlens": ends([8, 24]), "position_ids": positions(LENGTHS)}, {}, "but position_ids Documents.* leave out"),
         ({"position_ids": torch.arange(1, 33)}, {}, r"position_ids\[0\] is 1, the first of a row"),
         ({"position_ids": torch.zeros(3, 1, 32)}, {}, r"position_ids has shape \[3, 1, 32\]; .* no mrope"),
+        ({"position_ids": torch.arange(16)}, {}, r"position_ids of the batch has shape \[16\], but the batch has 1 rows"),
         ({"cu_seqlens": ends([8, 23])}, {}, "cu_seqlens of the batch ends at 31 tokens, but the batch has 1 rows of 32"),
         ({"cu_seqlens": torch.stack([ends([8])] * 2)}, {}, r"the batch has cu_seqlens \[2, 2\]; valid: \[documents \+ 1"),
         ({"attention_mask": torch.zeros(1, 1, 32, 32)}, {}, r"an attention_mask of shape \[1, 1, 32, 32\]; valid: None"),

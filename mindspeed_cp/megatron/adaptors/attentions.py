@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings import _yarn_get_mscale
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp import AttentionConfig, ConfigError
+from mindspeed_cp.megatron.patches.spans import SPAN
 from mindspeed_cp.plan import alibi_slopes
 
 
@@ -115,13 +116,15 @@ def _widths(config: TransformerConfig) -> tuple[int, int, float | None]:
         width = config.kv_channels or config.hidden_size // config.num_attention_heads
         return width, width, config.softmax_scale
     width = config.qk_head_dim + config.qk_pos_emb_head_dim
-    concentration = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)  # as Megatron, RoPE or YaRN
+    mscale = SPAN.latent_factor_of_scale(config)
+    concentration = _yarn_get_mscale(config.rotary_scaling_factor, mscale)  # as Megatron, RoPE or YaRN
     return width, config.v_head_dim, concentration * concentration / math.sqrt(width)
 
 
 def _window(config: TransformerConfig, layer_number: int | None) -> tuple[int, int] | None:
     """Return the sliding window of a layer; None if window_attn_skip_freq makes it a layer of full attention."""
-    window, pattern, layers = config.window_size, config.window_attn_skip_freq, config.num_layers
+    pattern = getattr(config, "window_attn_skip_freq", None)  # from Megatron 0.15 on
+    window, layers = config.window_size, config.num_layers
     if window is None or pattern is None:
         return None if window is None else tuple(window)
     if isinstance(pattern, list) and len(pattern) != layers:

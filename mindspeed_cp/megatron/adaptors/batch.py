@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import ConfigError, Documents, Plan
@@ -74,7 +75,9 @@ def planned_params(
         rows_multiple=rows_multiple,
         dropout_seed=dropout_seed,
     )
-    params.cp_group = RotaryTripwire()  # no field of Megatron 0.15, whose rotary module reads none
+    params.cp_group = RotaryTripwire()  # from 0.16 on; before, Megatron cuts its table by
+    if "cp_group" not in PackedSeqParams.__dataclass_fields__:
+        params.cu_seqlens_q_padded = RotaryTripwire()
     return params
 
 

@@ -52,6 +52,11 @@ def documents_of_batch(
     if params:
         sources["packed_seq_params"] = _from_ends(params, shape, mask)
     if "position_ids" in arrays:
+        if shape is not None and arrays["position_ids"].size != shape[0] * shape[1]:
+            raise ConfigError(
+                f"position_ids of the batch has shape {list(arrays['position_ids'].shape)}, but the batch has "
+                f"{shape[0]} rows of {shape[1]} tokens; valid: a position for each token, or None"
+            )
         documents = Documents.from_position_ids(arrays["position_ids"])
         if shape is None or len(documents) > shape[0]:
             sources["position_ids"] = documents

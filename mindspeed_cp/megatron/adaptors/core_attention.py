@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,7 +49,8 @@ class PlannedAttention(MegatronModule):
         softmax_scale: factor of q.k; default 1/sqrt(width of q).
         cp_comm_type: config.cp_comm_type, which check_model_config checks.
         k_channels, v_channels: width of q and k, and of v; default config.kv_channels.
-        pg_collection: process groups; `cp` carries keys and values, `tp` splits heads.
+        pg_collection, model_comm_pgs: process groups, under the name of the installed version; `cp` carries keys and
+            values, `tp` splits heads. Default: those of parallel_state.
         suite: the section context_parallel_suite.
         alibi: linear biases instead of rotary positions; the slopes are those of all the model's heads.
         packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
@@ -67,7 +70,8 @@ class PlannedAttention(MegatronModule):
         cp_comm_type: str | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: Any = None,
+        model_comm_pgs: Any = None,
         *,
         suite: SuiteSettings,
         alibi: bool = False,
@@ -82,8 +86,10 @@ class PlannedAttention(MegatronModule):
                 f"attn_mask_type is {attn_mask_type.name}; valid with planned attention: "
                 f"{', '.join(t.name for t in _MASKS)}"
             )
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        cp_group = groups.cp.group if isinstance(groups.cp, UncutGroup) else groups.cp
+        groups = pg_collection or model_comm_pgs
+        cp_group = groups.cp if groups is not None else parallel_state.get_context_parallel_group()
+        cp_group = cp_group.group if isinstance(cp_group, UncutGroup) else cp_group
+        tp_group = groups.tp if groups is not None else parallel_state.get_tensor_model_parallel_group()
         if cp_group.size() != suite.context_parallel_size:
             raise ConfigError(
                 f"context_parallel_size is {suite.context_parallel_size}, but the context-parallel group has "
@@ -91,13 +97,13 @@ class PlannedAttention(MegatronModule):
             )
         self.suite = suite
         self.layer_number = layer_number
-        self.cp_group, self.tp_group = cp_group, groups.tp
+        self.cp_group, self.tp_group = cp_group, tp_group
         self.attn_mask_type = attn_mask_type
         self.alibi = alibi
         self.attention: AttentionConfig = attention_config(
             config,
-            groups.tp.size(),
-            groups.tp.rank(),
+            tp_group.size(),
+            tp_group.rank(),
             layer_number=layer_number,
             mask=_MASKS[attn_mask_type],
             alibi=alibi,
@@ -107,7 +113,8 @@ class PlannedAttention(MegatronModule):
             dropout=attention_dropout,
         )
         self.packed = PackedPlanner(suite, (self.attention,), packed_cut)
-        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
+        without_rope = getattr(config, "no_rope_freq", None)  # from Megatron 0.14 on
+        self.rotates = not (without_rope and without_rope[layer_number - 1])
         self.installed = False
         self.rotary: PlannedRotary | None = None
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
+from mindspeed_cp.megatron.patches.spans import SPAN
 
 
 class PlannedMLASelfAttention(MLASelfAttention):
@@ -26,11 +27,12 @@ class PlannedMLASelfAttention(MLASelfAttention):
 
     core_attention: PlannedAttention
 
-    def __init__(self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any) -> None:
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        uncut = copy.copy(groups)
-        uncut.cp = UncutGroup(groups.cp)
-        super().__init__(*args, pg_collection=uncut, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if SPAN.GROUPS is not None:
+            groups = copy.copy(kwargs.get(SPAN.GROUPS) or SPAN.all_groups())
+            groups.cp = UncutGroup(groups.cp)
+            kwargs[SPAN.GROUPS] = groups
+        super().__init__(*args, **kwargs)
 
     def get_query_key_value_tensors(
         self,
@@ -53,11 +55,18 @@ class PlannedMLASelfAttention(MLASelfAttention):
             raise ConfigError(
                 "planned attention trains and evaluates only; generate with a model built from the original spec"
             )
+        if packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
+            problem = SPAN.latent_rows(hidden_states.shape[1])
+            if problem is not None:
+                raise ConfigError(
+                    f"qkv_format is {packed_seq_params.qkv_format!r} with {hidden_states.shape[1]} sequences; valid in "
+                    f"megatron-core {megatron.core.__version__}: 'thd', since {problem}"
+                )
         query, key, value, *rest = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, None
         )
         if self._halves_positions():
-            key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.pg_collection.tp)
+            key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.core_attention.tp_group)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         return query, key, value, *rest

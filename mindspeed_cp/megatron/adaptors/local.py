@@ -8,15 +8,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+
+from mindspeed_cp.megatron.patches.spans import SPAN
 
 _NORMS: dict[str, type[nn.Module]] = {"RMSNorm": nn.RMSNorm, "LayerNorm": nn.LayerNorm}
 
@@ -77,10 +80,11 @@ class DrawnExperts(SequentialMLP):
         num_local_experts: int,
         config: TransformerConfig,
         submodules: MLPSubmodules,
-        pg_collection: Any = None,
-        **others: Any,
+        **groups: Any,
     ) -> None:
-        rank, ranks = pg_collection.ep.rank(), pg_collection.ep.size()
+        given = groups.get(SPAN.GROUPS)
+        ep = given.ep if given is not None else parallel_state.get_expert_model_parallel_group()
+        rank, ranks = ep.rank(), ep.size()
         own = copy.copy(config)
         own.ffn_hidden_size = config.moe_ffn_hidden_size  # as SequentialMLP has it
 
@@ -88,16 +92,10 @@ class DrawnExperts(SequentialMLP):
             if not config.use_cpu_initialization:  # on a device every rank has a generator of its own for its experts
                 return
             for _ in range(skipped_ranks * num_local_experts):
-                MLP(
-                    own,
-                    submodules,
-                    ffn_hidden_size=own.ffn_hidden_size,
-                    is_expert=True,
-                    tp_group=pg_collection.expt_tp,
-                )
+                SPAN.draw_expert(own, submodules, given)
 
         skip(rank)
-        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **others)
+        super().__init__(num_local_experts, config, submodules, **groups)
         skip(ranks - 1 - rank)
         for parameter in self.parameters():
             # Megatron 0.16 sets it for more than one expert-parallel rank only. Else an expert's gradient would not be

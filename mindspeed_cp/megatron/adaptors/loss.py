@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.patches.spans import SPAN
 
 REPORT_KEY = "lm loss"
 MAX_COUNT = 2**31 - 1  # Megatron's schedules add token counts up in int32
@@ -33,7 +34,8 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 
     Returns:
         (sum of masked losses, float32 scalar; number of counted tokens, int32 scalar; {"lm loss": [sum, count] float32}
-        for :func:`global_loss` or Megatron's own logging). Zeros for a rank without tokens.
+        for :func:`global_loss` or Megatron's own logging). Zeros for a rank without tokens. Megatron 0.12 adds the
+        second value up over data-parallel ranks alone, so there it is that of all context-parallel ranks.
 
     Raises:
         ConfigError: mask and losses differ in size.
@@ -47,7 +49,7 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     total = (losses.reshape(-1).float() * mask).sum()
     count = mask.count_nonzero()
     report = torch.stack([total.detach(), count.to(total.dtype)])
-    return total, count.to(torch.int32), {REPORT_KEY: report}
+    return total, SPAN.counted_tokens(count.to(torch.int32)), {REPORT_KEY: report}
 
 
 class GlobalLoss(NamedTuple):

@@ -131,8 +131,6 @@ def _replace_rotary(chunk: nn.Module) -> PlannedRotary | None:
                     "(position_embedding_type 'rope', with rope_scaling if wanted), YarnRotaryEmbedding ('yarn'), or "
                     "no rotary positions"
                 )
-            if type(child) is YarnRotaryEmbedding and not hasattr(child, "get_emb"):
-                raise ConfigError(f"install_model: the model's {name} is YaRN's; valid: megatron-core 0.16 or later")
             child = PlannedRotary(child)
             setattr(parent, name, child)
         if isinstance(child, PlannedRotary):

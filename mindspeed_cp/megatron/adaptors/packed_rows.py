@@ -32,7 +32,7 @@ CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlen
 
 
 def to_host(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Copy integer tensors to the host, all in one copy: on a device this waits for the work before it.
+    """Copy integer tensors to the host, all of a device in one copy, which waits for the work before it.
 
     Args:
         tensors: by name; None is left out, and the same tensor under two names is copied once.
@@ -44,12 +44,14 @@ def to_host(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for name, tensor in given.items():
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
             raise ConfigError(f"{name} is {tensor.dtype}; valid: integers")
-    distinct: dict[int, Tensor] = {id(tensor): tensor for tensor in given.values()}
-    if not distinct:
-        return {}
-    flat = torch.cat([tensor.reshape(-1).long() for tensor in distinct.values()]).cpu()
-    parts = flat.split([tensor.numel() for tensor in distinct.values()])
-    arrays = {key: part.numpy() for key, part in zip(distinct, parts, strict=True)}
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for tensor in given.values():
+        by_device.setdefault(tensor.device, {})[id(tensor)] = tensor
+    arrays: dict[int, np.ndarray] = {}
+    for distinct in by_device.values():
+        flat = torch.cat([tensor.detach().reshape(-1).long() for tensor in distinct.values()]).cpu()
+        parts = flat.split([tensor.numel() for tensor in distinct.values()])
+        arrays |= {key: part.numpy() for key, part in zip(distinct, parts, strict=True)}
     return {name: arrays[id(tensor)].reshape(tensor.shape) for name, tensor in given.items()}
 
 

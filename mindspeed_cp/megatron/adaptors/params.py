@@ -19,18 +19,19 @@ from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
 
 
 class RotaryTripwire:
-    """Value of PackedSeqParams.cp_group that refuses Megatron's own rotary modules, its only readers.
+    """Value of PackedSeqParams.cp_group, before Megatron 0.16 of cu_seqlens_q_padded, that refuses Megatron's own
+    rotary modules, its only readers.
 
     They would rotate by the positions of Megatron's zig-zag.
     """
 
-    def size(self) -> int:
+    def size(self, *_: Any) -> int:
         raise ConfigError(
             "this model still has Megatron's rotary module, whose positions do not follow the plan; call "
             "mindspeed_cp.megatron.install_model(model) once after building the model"
         )
 
-    rank = size
+    rank = __getitem__ = __floordiv__ = size
 
 
 @dataclass
@@ -127,6 +128,8 @@ class PlannedBatchParams(PackedSeqParams):
         """
         length = self.length
         expected = [length + self.padding] if self.qkv_format == "thd" else [length + self.padding, self.batch_size]
+        if self.qkv_format == "sbhd" and self.batch_size == 1 and x.dim() == 3:
+            x = x.unsqueeze(1)  # Megatron before 0.16 drops the dimension of one sequence
         if list(x.shape[:-2]) != expected:
             shape = ", ".join([*map(str, expected), "heads", "dim"])
             raise ConfigError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
+from mindspeed_cp.megatron.patches.yarn import yarn_angles
 
 
 class UncutGroup:
@@ -104,9 +105,8 @@ class PlannedRotary(nn.Module):
     def angles(self, positions: Tensor) -> tuple[Tensor, float]:
         """Return Megatron's angles at positions [rows], fp32 [rows, 1, rotary_dim], and the factor of cos and sin."""
         if self.is_yarn:
-            # One row at offset p for all p at once, here and in the frequencies below.
-            angles, factor = self.source.get_emb(1, offset=positions.to(self.source.inv_freq_extra.device))
-            return angles[:, 0], float(factor)
+            return yarn_angles(self.source, positions)
+        # One row at offset p for all p at once.
         angles = self.source.get_freqs_non_repeated(1, offset=positions.to(self.source.inv_freq.device))
         if self.source.rotary_interleaved:
             angles = angles.repeat_interleave(2, dim=-1)

@@ -58,7 +58,7 @@ def _sums_twice(config: TransformerConfig) -> bool:
 
 
 def _divides_losses(config: TransformerConfig) -> bool:
-    """True if tokens are split and Megatron (0.15) has no place for PlannedRouter in the spec."""
+    """True if tokens are split and Megatron (before 0.16) has no place for PlannedRouter in the spec."""
     return _is_split(config) and "router" not in MoESubmodules.__dataclass_fields__
 
 
@@ -149,6 +149,14 @@ RULES = (
         "'aux_loss', 'seq_aux_loss', 'global_aux_loss', 'none'",
         "each rank would balance its own tokens, so the model would depend on the rank count",
         when=lambda config: bool(config.num_moe_experts) and _is_split(config),
+    ),
+    Rule(
+        "moe_router_enable_expert_bias",
+        _off,
+        "False",
+        "this Megatron-core would count rows of padding, which a rank without tokens has; use megatron-core 0.16.1 or "
+        "later",
+        when=_divides_losses,
     ),
     Rule("moe_aux_loss_coeff", _off, "0.0", _DIVIDED_LOSS, when=_divides_losses),
     Rule("moe_z_loss_coeff", _off, "None", _DIVIDED_LOSS, when=_divides_losses),

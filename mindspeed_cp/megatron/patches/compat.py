@@ -7,6 +7,8 @@ MoE without Transformer Engine:        0.15, 0.16  the missing name is bound to 
 NameError te_general_gemm                          does
 MLA without Transformer Engine:        0.16        HAVE_TE is set to False, as it is
 isinstance() of a mock
+distributed optimizer without          0.12        without parameters in fp8 nothing is
+Transformer Engine: RuntimeError                     quantized, as 0.13 does
 MoE on the CPU: split sizes stay       all         CPU tensors are converted like CUDA ones
 tensors and all_to_all_single fails
 cp_comm_type as a list: IndexError     0.15, 0.16  not patched: check_model_config refuses
@@ -53,7 +55,7 @@ from mindspeed_cp.megatron.patches.swap import ABSENT, replaced
 
 _ALL = ((0, 0), (10**6, 0))
 _0_16 = ((0, 16), (0, 17))
-_TO_0_16 = ((0, 0), (0, 17))
+_TO_0_16 = ((0, 15), (0, 17))
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,19 @@ def _converts_cpu_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_move_tensor_to_cpu
 
 
+def _quantizes_fp8_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    def quantize_param_shard(model_params: Any, *args: Any, **kwargs: Any) -> None:
+        if model_params:
+            original(model_params, *args, **kwargs)
+
+    return quantize_param_shard
+
+
 PATCHES = (
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer", "quantize_param_shard", ((0, 12), (0, 13)),
+        needed=lambda value, has_te: not has_te, new=_quantizes_fp8_alone,
+    ),
     Patch(
         "megatron.core.transformer.moe.moe_utils", "te_general_gemm", _TO_0_16,
         needed=lambda value, has_te: value is ABSENT, new=lambda value: None,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from mindspeed_cp.errors import ConfigError
 
-OLDEST = (0, 15)  # core attention is built with pg_collection since then
+OLDEST = (0, 12)  # of MindSpeed's branches; older ones were not looked at
 RECOMMENDED = "0.16.1"
 
 # Warnings of Megatron-core on import without Transformer Engine and Apex; neither is needed here.
@@ -34,7 +34,7 @@ def megatron_imports() -> Iterator[None]:
 
     Raises:
         ImportError: megatron-core is not installed.
-        ConfigError: its version is older than 0.15.
+        ConfigError: its version is older than 0.12.
     """
     with warnings.catch_warnings():
         for text in _KNOWN_NOISE:
@@ -60,9 +60,9 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def check_version(text: str) -> None:
-    """Raise ConfigError for a Megatron-core that is too old; 0.15.3 to 0.19.2 were run, later ones are accepted."""
+    """Raise ConfigError for a Megatron-core that is too old; docs/versions.md says which were tested."""
     if parse_version(text) < OLDEST:
         raise ConfigError(
-            f"megatron-core is {text}; valid: {OLDEST[0]}.{OLDEST[1]} or later, since core attention is given its "
-            f"process groups only from then on; use {RECOMMENDED} (or 0.17 and later on Python 3.12)"
+            f"megatron-core is {text}; valid: {OLDEST[0]}.{OLDEST[1]} or later, as older ones were never tested; use "
+            f"{RECOMMENDED} (or 0.17 and later on Python 3.12)"
         )

@@ -12,7 +12,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor
 
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY, loss_function
-from mindspeed_cp.megatron.patches.token_counts import counts_without_context, finalize_sums_context
+from mindspeed_cp.megatron.patches.spans import SPAN
 
 SPIKE_FACTOR = 10  # of the largest loss so far, as in Megatron's pretrain_gpt.py
 
@@ -26,9 +26,8 @@ def loss_func(loss_mask: Tensor, losses: Tensor, model: Any = None) -> tuple[Ten
         model: not looked at.
 
     Returns:
-        (sum of masked losses, number of counted tokens, report); what is summed over which ranks is as the Megatron at
-        hand expects it: up to 0.12 its schedules add token counts up over data-parallel ranks alone, and its log does
-        not add anything up.
+        (sum of masked losses, number of counted tokens, report) of loss_function; for Megatron 0.12, whose log adds
+        nothing up, the report is the sum over data- and context-parallel ranks.
     """
     from megatron.training import get_args
 
@@ -36,13 +35,11 @@ def loss_func(loss_mask: Tensor, losses: Tensor, model: Any = None) -> tuple[Ten
     total, count, reports = loss_function(loss_mask, losses)
     _check(total, args)
     report: Any = reports[REPORT_KEY]
-    if not finalize_sums_context():
-        count = counts_without_context(count, parallel_state.get_context_parallel_group())
+    # With --sft, evaluation averages the means of ranks, of which one may have no counted token: all report the same.
+    if not SPAN.LOOP_SUMS_REPORTS or getattr(args, "sft", False):
         dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if not SPAN.LOOP_SUMS_REPORTS:
         report = (report[0], report[1])
-    elif getattr(args, "sft", False):
-        # There logs average the means of ranks, of which one may have no counted token; now all report the same.
-        dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return total, count, {REPORT_KEY: report}
 
 

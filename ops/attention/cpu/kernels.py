@@ -13,10 +13,15 @@ from mindspeed_cp.ops.attention.cpu.distance_masks import distance_mask
 from mindspeed_cp.ops.attention.cpu.eager import eager_attention, eager_attention_backward
 from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, MaskKind
 from mindspeed_cp.ops.dropout import keep_mask
+from mindspeed_cp.ops.torch_release import torch_release
 from mindspeed_cp.plan import AttentionConfig
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+#: Before torch 2.9 the kernels take as many kv heads as query heads, and read and write past the end of fewer.
+_TAKES_GROUPS = torch_release() >= (2, 9)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class CpuKernels:
         q, k, v = (_heads_first(x, flip) for x, flip in ((q, kind.flips_q), (k, kind.flips_k), (v, kind.flips_k)))
         mask, causal, scale = self._mask(call), kind.is_causal, self.attention.softmax_scale
         if self.dropout is None:
+            k, v = (_for_each_query_head(x, q.shape[1]) for x in (k, v))
             out, lse = _FLASH(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         else:
             out, lse = eager_attention(q, k, v, mask, self._dropout_factors(call), scale)
@@ -62,7 +68,10 @@ class CpuKernels:
         k, v = (_heads_first(x, kind.flips_k) for x in (k, v))
         mask, causal, scale = self._mask(call), kind.is_causal, self.attention.softmax_scale
         if self.dropout is None:
+            kv_heads = k.shape[1]
+            k, v = (_for_each_query_head(x, q.shape[1]) for x in (k, v))
             dq, dk, dv = _FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+            dk, dv = (_summed_over_groups(x, kv_heads) for x in (dk, dv))
         else:
             dq, dk, dv = eager_attention_backward(dout, q, k, v, out, lse, mask, self._dropout_factors(call), scale)
         return _rows_first(dq, kind.flips_q), _rows_first(dk, kind.flips_k), _rows_first(dv, kind.flips_k)
@@ -109,6 +118,18 @@ class CpuKernels:
 def _arange(first: int, stop: int) -> Tensor:
     """Return first .. stop - 1 as int64 on the CPU, independently of torch's default device."""
     return torch.arange(first, stop, dtype=torch.int64, device="cpu")
+
+
+def _for_each_query_head(x: Tensor, heads: int) -> Tensor:
+    """Repeat keys or values [1, kv_heads, keys, dim] for every query head where the kernel needs that."""
+    return x if _TAKES_GROUPS or x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _summed_over_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """Sum gradients [1, heads or kv_heads, keys, dim] over the query heads of each kv head, in fp32."""
+    if x.shape[1] == kv_heads:
+        return x
+    return x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32)
 
 
 def _heads_first(x: Tensor, flip: bool) -> Tensor:
