@@ -16,7 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_cp.megatron import megatron_imports
 from tests.limits import HANG
+
+with megatron_imports():
+    from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -25,7 +29,7 @@ FLAGS = shlex.split("""
     --ffn-hidden-size 48 --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --init-method-std 0.2
     --attention-dropout 0.2 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.01
-    --lr-decay-style constant --vocab-size 255 --tokenizer-type NullTokenizer --mock-data --split 90,5,5
+    --lr-decay-style constant --vocab-size 4999 --tokenizer-type NullTokenizer --mock-data --split 90,5,5
     --eval-iters 1 --eval-interval 1000 --log-interval 1 --num-workers 0 --reset-position-ids --reset-attention-mask
     --eod-mask-loss --no-create-attention-mask-in-dataloader --calculate-per-token-loss --no-rope-fusion
     --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
@@ -33,9 +37,9 @@ FLAGS = shlex.split("""
     --spec mindspeed_cp.megatron.pretrain spec --distributed-timeout-minutes 5
 """)
 EXPERTS = shlex.split("""
-    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1
-    --moe-router-load-balancing-type aux_loss
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-router-load-balancing-type aux_loss
 """)
+EXPERTS += ["--moe-aux-loss-coeff", "0.1" if "router" in MoESubmodules.__dataclass_fields__ else "0.0"]
 
 pytestmark = pytest.mark.usefixtures("megatron_parser")
 
