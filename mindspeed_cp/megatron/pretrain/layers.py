@@ -80,7 +80,8 @@ class PlannedLayers(TransformerBlockSubmodules):
     def _of_stage(self) -> TransformerBlockSubmodules:
         args = _args()
         stage = _virtual_stage.get()
-        if stage is None and (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
+        interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
+        if stage is None and interleaved and stage_arguments(get_gpt_decoder_block_spec, stage):
             raise ConfigError(
                 f"virtual_pipeline_model_parallel_size is {args.virtual_pipeline_model_parallel_size}, and the spec "
                 "cannot tell which virtual stage is built; wrap the model provider: "
