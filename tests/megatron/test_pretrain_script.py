@@ -71,18 +71,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pretrain")
 
 
-def assert_equal(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> None:
+def assert_equal(run: list[tuple[float, float]], other: list[tuple[float, float]]) -> None:
     """Six digits of the losses are printed, three of the norms."""
-    for (loss, norm), (other_loss, other_norm) in zip(one, other, strict=True):
+    for (loss, norm), (other_loss, other_norm) in zip(run, other, strict=True):
         assert loss == pytest.approx(other_loss, rel=5e-6)
         assert norm == pytest.approx(other_norm, rel=2e-3)
 
 
 def test_context_and_tensor_parallel_ranks_train_as_one(folder: Path) -> None:
-    one = losses(folder, 1)
-    assert len({loss for loss, _ in one[:3]}) == 3
+    single = losses(folder, 1)
+    assert len({loss for loss, _ in single[:3]}) == 3
     flags = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    assert_equal(losses(folder, 4, *flags), one)
+    assert_equal(losses(folder, 4, *flags), single)
 
 
 @pytest.mark.thorough

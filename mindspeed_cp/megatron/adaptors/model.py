@@ -61,7 +61,8 @@ def _install_chunk(chunk: nn.Module) -> int:
             if not isinstance(module.core_attention, PlannedAttention):
                 raise ConfigError(
                     f"install_model: {name}.core_attention is {type(module.core_attention).__name__}; valid: "
-                    "PlannedAttention in every layer, from install(spec, suite)"
+                    "PlannedAttention in every layer, from install(spec, suite); in Megatron 0.19 --attention-backend "
+                    "local puts another there"
                 )
             HiddenMove.install(module)
             if isinstance(module, PlannedMLASelfAttention):

@@ -21,7 +21,7 @@ _virtual_stage: ContextVar[int | None] = ContextVar("virtual pipeline stage of t
 
 @contextmanager
 def building_virtual_stage(stage: int | None) -> Iterator[None]:
-    """Within the block, :class:`PlannedLayers` gives the layers of this virtual pipeline stage."""
+    """Let :class:`PlannedLayers` give the layers of this virtual pipeline stage inside this block."""
     token = _virtual_stage.set(stage)
     try:
         yield
