@@ -16,7 +16,7 @@ from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.device.versions import versions_md
 from mindspeed_cp.report.plan.summary import summarize_plan
-from tools import convert_table, glossary, reliability
+from tools import convert_table, glossary, megatron_arguments, reliability
 
 ROOT = Path(__file__).parent.parent
 OPTIONS_HEAD = "| algorithm | Megatron, MindSpeed | options (defaults) | use it for |\n|---|---|---|---|\n"
@@ -90,6 +90,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     ),
     "docs/capabilities.md": lambda _: capabilities_md(),
     "docs/glossary.md": lambda _: glossary.page(),
+    "docs/megatron_arguments.md": lambda _: megatron_arguments.page(),
     "docs/reliability.md": lambda _: reliability.page(),
 }
 

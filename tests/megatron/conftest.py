@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
 from tests.megatron.gpt import LackingSetting, one_rank
 from tests.megatron.ranks import MegatronRanks
 from tests.processes import preload
@@ -36,6 +41,26 @@ def alone() -> Iterator[None]:
     """Megatron in this process, a world of one rank, on the CPU."""
     with one_rank():
         yield
+
+
+@pytest.fixture(scope="session")
+def megatron_parser() -> dict[str, tuple[str, list[str]]]:
+    """The arguments of the Megatron at hand: name -> title of the group, flags; skips without megatron.training."""
+    script = Path(__file__).with_name("print_arguments.py")
+    path = f"{script.parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
+    if done.returncode == 3:
+        pytest.skip(f"{last}; name a source tree of Megatron-LM by MEGATRON_LM")
+    assert done.returncode == 0, done.stderr
+    groups: dict[str, tuple[str, list[str]]] = json.loads(last)
+    return groups
 
 
 # What Megatron-core says about itself in every one of these tests, and nobody here can change.

@@ -51,7 +51,7 @@ SUITE = Suite()
         ("cuda_graph_impl", "local", "own plan"),
         ("flash_decode", True, "original spec"),
         ("context_parallel_size", 2, "give both the same number"),
-        ("cp_comm_type", "a2a", "leave cp_comm_type at None"),
+        ("cp_comm_type", "a2a", "leave cp_comm_type at its default"),
         ("cp_comm_type", ["p2p", "p2p"], "one algorithm|for all layers"),
     ],
 )
@@ -125,7 +125,7 @@ def test_deterministic_mode_refuses_a_backend_that_is_not(alone: None, monkeypat
     model = install_model(build(config, install(layer_spec(config), SUITE)))  # auto: known by the tensors' device only
     tokens = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ConfigError, match=refused):
-        model(tokens, tokens, None)
+        model(tokens, torch.arange(4)[None], None)
 
 
 def test_megatrons_word_for_the_ring_is_understood() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ from mindspeed_cp.megatron.patches.spans import SPAN
 _NORMS: dict[str, type[nn.Module]] = {"RMSNorm": nn.RMSNorm, "LayerNorm": nn.LayerNorm}
 
 
-def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def local_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return Megatron's own local spec of all layers of this pipeline stage, for :func:`install`.
 
     Two of its parts are replaced, without change to the model: torch's norms, which Megatron refuses under sequence
@@ -31,8 +33,15 @@ def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     Args:
         config: settings of a GPT; normalization, multi_latent_attention, qk_layernorm, num_moe_experts and
             moe_layer_freq are read.
+        vp_stage: virtual pipeline stage, of interleaved schedules.
     """
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),
+        **stage_arguments(get_gpt_decoder_block_spec, vp_stage),
+    )
     shared = copy.deepcopy(block.layer_specs)  # all in one copy: layers that are one spec stay one
     for layer in shared:
         _use_local_norms(layer.submodules)
@@ -42,6 +51,11 @@ def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             attention.q_layernorm = IdentityOp  # 0.19 refuses a norm that nothing calls
         _use_drawn_experts(layer.submodules.mlp)
     return TransformerBlockSubmodules(layer_specs=shared, layer_norm=LocalNorm)
+
+
+def stage_arguments(function: Callable[..., Any], vp_stage: int | None) -> dict[str, Any]:
+    """Return the keyword that tells a function of Megatron the virtual stage; before 0.14 it asks parallel_state."""
+    return {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(function).parameters else {}
 
 
 class LocalNorm:

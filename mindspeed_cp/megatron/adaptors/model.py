@@ -13,6 +13,7 @@ from torch import nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.documents_without_plan import refuse_documents_without_plan
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
@@ -60,7 +61,8 @@ def _install_chunk(chunk: nn.Module) -> int:
             if not isinstance(module.core_attention, PlannedAttention):
                 raise ConfigError(
                     f"install_model: {name}.core_attention is {type(module.core_attention).__name__}; valid: "
-                    "PlannedAttention in every layer, from install(spec, suite)"
+                    "PlannedAttention in every layer, from install(spec, suite); in Megatron 0.19 --attention-backend "
+                    "local puts another there"
                 )
             HiddenMove.install(module)
             if isinstance(module, PlannedMLASelfAttention):
@@ -71,23 +73,27 @@ def _install_chunk(chunk: nn.Module) -> int:
         planner = attentions[0].packed.shared(attention.attention for attention in attentions)
         for attention in attentions:
             attention.packed = planner
-        chunk.register_forward_pre_hook(_announce_plans(attentions[0]), with_kwargs=True)
+        chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
     return len(attentions)
 
 
-def _announce_plans(attention: PlannedAttention) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute; before,
-    it makes those of plain PackedSeqParams."""
+    it makes those of plain PackedSeqParams, and refuses a micro-batch that has documents and no parameters."""
 
     def hook(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PackedSeqParams)), None)
-        if params is not None and not isinstance(params, PlannedBatchParams):
+        second = arguments[1] if len(arguments) > 1 else None  # of GPTModel.forward
+        position_ids = keywords.get("position_ids", second)
+        if params is None:
+            refuse_documents_without_plan(position_ids, attention.cp_group)
+            return
+        if not isinstance(params, PlannedBatchParams):
             params = attention.packed.planned(params, attention.cp_group)
-            second = arguments[1] if len(arguments) > 1 else None  # of GPTModel.forward
-            attention.packed.check_positions(params, keywords.get("position_ids", second))
-        if params is not None and params.plans:
+            attention.packed.check_positions(params, position_ids)
+        if params.plans:
             attention.announce(params, next(model.parameters()))
 
     return hook

@@ -20,17 +20,22 @@ class Rule:
     works: Callable[[Any], bool]
     valid: str
     instead: str
-    when: Callable[[TransformerConfig], bool] = lambda config: True
+    when: Callable[[Any], bool] = lambda config: True
+
+    def problem(self, config: Any) -> str | None:
+        """Return what is wrong with the setting, or None; a setting that this Megatron lacks is valid."""
+        if not hasattr(config, self.setting) or not self.when(config):
+            return None
+        value = getattr(config, self.setting)
+        if self.works(value):
+            return None
+        return f"{self.setting} is {value!r}; valid with planned attention: {self.valid} ({self.instead})"
 
     def check(self, config: TransformerConfig) -> None:
-        """Raise ConfigError if the setting has an invalid value; a setting that this Megatron lacks is valid."""
-        if not hasattr(config, self.setting) or not self.when(config):
-            return
-        value = getattr(config, self.setting)
-        if not self.works(value):
-            raise ConfigError(
-                f"{self.setting} is {value!r}; valid with planned attention: {self.valid} ({self.instead})"
-            )
+        """Raise ConfigError if the setting has an invalid value."""
+        problem = self.problem(config)
+        if problem is not None:
+            raise ConfigError(problem)
 
 
 def _off(value: Any) -> bool:
@@ -61,6 +66,8 @@ _FP8 = "attention runs in the dtype of query, key and value"
 _ROTARY = "rotary positions come from the plan and are applied by PlannedAttention"
 _RANKS = "a plan already gives each document the ranks it needs"
 _REPLAY = "every micro-batch has its own plan and cannot be replayed"
+_UNEVEN = "ranks hold unequal numbers of tokens"
+_SHARDS = "weights that other ranks hold have not been compared with one rank's"
 _DIVIDED_LOSS = "this Megatron-core divides it by the number of ranks; use megatron-core 0.16.1 or later"
 
 RULES = (
@@ -87,6 +94,12 @@ RULES = (
     Rule("enable_cuda_graph", _off, "False", _REPLAY),
     Rule("external_cuda_graph", _off, "False", _REPLAY),
     Rule("cuda_graph_impl", lambda v: v in (None, "none"), "'none'", _REPLAY),
+    Rule("tp_comm_overlap", _off, "False", f"its buffers have the same number of rows on all ranks, but {_UNEVEN}"),
+    Rule("overlap_moe_expert_parallel_comm", _off, "False", "its schedule of half layers carries no plan"),
+    Rule("batch_invariant_mode", _off, "False", "which tiles a token is in depends on the other documents of its row"),
+    Rule("heterogeneous_block_specs", _off, "False", "a micro-batch has plans for layers that differ by window only"),
+    Rule("gtp_weight_remat_size", lambda v: v in (None, 1), "1", _SHARDS),
+    Rule("expert_gtp_weight_remat_size", lambda v: v in (None, 1), "1", _SHARDS),
     Rule("flash_decode", _off, "False", "generate with a model built from the original spec"),
     # Multi-latent attention
     Rule(
@@ -122,9 +135,18 @@ RULES = (
         when=_is_split,
     ),
     Rule(
+        "moe_expert_rank_capacity_factor",
+        lambda v: v is None,
+        "None",
+        "each rank would drop tokens by its own count, so the model would depend on the rank count",
+        when=_is_split,
+    ),
+    Rule("moe_ncclep_static_shape", _off, "False", f"{_UNEVEN}, for which buffers of one shape have no place"),
+    Rule("moe_enable_routing_replay", _off, "False", "recorded routes are those of other rows"),
+    Rule(
         "moe_router_load_balancing_type",
-        lambda v: v != "sinkhorn" and "sinkhorn" not in v,
-        "'aux_loss', 'seq_aux_loss', 'none'",
+        lambda v: not {"sinkhorn", "quantile_balancing"} & set([v] if isinstance(v, str) else v),
+        "'aux_loss', 'seq_aux_loss', 'global_aux_loss', 'none'",
         "each rank would balance its own tokens, so the model would depend on the rank count",
         when=lambda config: bool(config.num_moe_experts) and _is_split(config),
     ),

@@ -27,15 +27,26 @@ def check_model_config(config: TransformerConfig, suite: SuiteSettings) -> None:
             f"context_parallel_size is {config.context_parallel_size} in TransformerConfig, but "
             f"{suite.context_parallel_size} in context_parallel_suite; give both the same number"
         )
-    algorithm = algorithm_name(suite.algorithm)  # auto must have been replaced by the algorithm that it chose
+    algorithm_name(suite.algorithm)  # auto must have been replaced by the algorithm that it chose
     _check_layers(config, suite)
     if config.deterministic_mode and suite.backend != "auto":
         check_deterministic(suite.backend)
-    comm_type = config.cp_comm_type
-    if comm_type is not None and (isinstance(comm_type, list) or ALIASES.get(comm_type, comm_type) != algorithm):
+    check_comm_type(config.cp_comm_type, suite)
+
+
+def check_comm_type(comm_type: str | list[str] | None, suite: SuiteSettings) -> None:
+    """Raise ConfigError if Megatron's cp_comm_type names another algorithm than the suite, or one for each layer.
+
+    "p2p" is the default of Megatron's command line, so that nobody may have asked for it: it is valid with every
+    algorithm that the suite names.
+    """
+    algorithm = algorithm_name(suite.algorithm)
+    if comm_type is None or (comm_type == "p2p" and "algorithm" in suite.model_fields_set):
+        return
+    if isinstance(comm_type, list) or ALIASES.get(comm_type, comm_type) != algorithm:
         raise ConfigError(
             f"cp_comm_type is {comm_type!r}, but context_parallel_suite.algorithm is {suite.algorithm!r} for all "
-            "layers; leave cp_comm_type at None: algorithm takes its place"
+            "layers; leave cp_comm_type at its default (None; 'p2p' on the command line): algorithm takes its place"
         )
 
 

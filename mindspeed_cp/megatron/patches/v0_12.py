@@ -12,6 +12,9 @@ from torch import Tensor
 #: Argument by which modules are given process groups; None: there is none.
 GROUPS: str | None = None
 
+#: True if the loop of megatron.training sums the reports of loss functions over data- and context-parallel ranks.
+LOOP_SUMS_REPORTS = False
+
 
 def latent_factor_of_scale(config: Any) -> float:
     """Return YaRN's factor in the scale of multi-latent attention; later versions take mscale_all_dim."""

@@ -10,6 +10,9 @@ from torch import Tensor
 
 GROUPS = "pg_collection"
 
+#: True if the loop of megatron.training sums the reports of loss functions over data- and context-parallel ranks.
+LOOP_SUMS_REPORTS = True
+
 
 def all_groups() -> Any:
     """Return the process groups of parallel_state."""

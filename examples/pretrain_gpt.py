@@ -1,0 +1,135 @@
+"""Pretrain a GPT with planned context parallelism in Megatron's own training loop, from 0.14 to 0.19.
+
+::
+
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --cp-plan suite.yaml --context-parallel-size 4 ...
+
+All arguments are Megatron's and those of mindspeed_cp.megatron.pretrain; `--device cpu`, before them, runs on the CPU.
+megatron.training is in the wheels of megatron-core from 0.17 on; for older ones, name a source tree of Megatron-LM of
+the same version: MEGATRON_LM=/path/to/Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+if "MEGATRON_LM" in os.environ:  # at the end: megatron.core stays the installed one, the tree adds megatron.training
+    sys.path.append(os.environ["MEGATRON_LM"])
+
+from mindspeed_cp.megatron import pretrain as planned
+from mindspeed_cp.megatron.patches.training_cpu import megatron_training_on_cpu
+
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, **stage: Any) -> Any:
+    """Build the model of a pipeline stage, as Megatron-LM's pretrain_gpt.py does."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.spec_utils import import_module
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    accepted = inspect.signature(GPTModel).parameters
+    return GPTModel(
+        config=core_transformer_config_from_args(args),
+        transformer_layer_spec=import_module(args.spec),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        **{name: value for name, value in stage.items() if name in accepted and name != "config"},
+    )
+
+
+def datasets_provider(sample_counts: Any, vp_stage: int | None = None) -> Any:
+    """Build Megatron's GPT data sets for training, validation and test."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.training import get_args
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    options = {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "path_to_cache": args.data_cache_path,
+        "tokenizer": _tokenizer(args),
+        "reset_position_ids": args.reset_position_ids,
+        "reset_attention_mask": args.reset_attention_mask,
+        "eod_mask_loss": args.eod_mask_loss,
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
+        "mid_level_dataset_surplus": getattr(args, "mid_level_dataset_surplus", 0.005),
+    }
+    known = inspect.signature(GPTDatasetConfig).parameters
+    config = GPTDatasetConfig(**{name: value for name, value in options.items() if name in known})
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    is_built = partial(planned.is_dataset_built_on_rank, vp_stage=vp_stage)
+    return BlendedMegatronDatasetBuilder(kind, sample_counts, is_built, config).build()
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _tokenizer(args: Any) -> Any:
+    try:
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # 0.19
+    except ModuleNotFoundError:
+        from megatron.training import get_tokenizer
+
+        return get_tokenizer()
+    return build_tokenizer(args)
+
+
+def train() -> None:
+    """Train as the arguments say."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    kind = ModelType.encoder_or_decoder
+    if "cfg_container" not in inspect.signature(pretrain).parameters:  # up to 0.16
+        pretrain(
+            datasets_provider,
+            planned.wrap_model_provider(model_provider),
+            kind,
+            planned.forward_step,
+            extra_args_provider=planned.add_arguments,
+            args_defaults=DEFAULTS,
+        )
+        return
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(extra_args_provider=planned.add_arguments, args_defaults=DEFAULTS)
+    model = gpt_config_from_args(args)
+    model.pre_wrap_hooks.append(planned.pre_wrap_hook)
+    pretrain(pretrain_cfg_container_from_args(args, model), datasets_provider, kind, planned.forward_step)
+
+
+def main() -> None:
+    """Read --device, and train."""
+    on_cpu = sys.argv[1:3] == ["--device", "cpu"]
+    if on_cpu:
+        del sys.argv[1:3]
+    with megatron_training_on_cpu() if on_cpu else nullcontext():
+        train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Values of Megatron's arguments that planned attention refuses, beside those of TransformerConfig (adaptors.rules)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mindspeed_cp.megatron.adaptors.rules import RULES, Rule
+
+_LAYERS = "spec builds layers of one kind; or install the suite into a spec of your own: install(spec, suite)"
+_STATES = "state-space layers need their tokens in order on one rank"
+_ENCODER = "plans are of decoders, whose layers all hold the same tokens"
+_WRAPPER = "its gradients have not been compared with one rank's; use --use-distributed-optimizer"
+_OWN_BATCHES = "it makes batches and losses of its own, which carry no plan"
+_SUITE = "give it in context_parallel_suite"
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _has_documents(args: Namespace) -> bool:
+    """True if the data set marks documents by cu_seqlens, whatever the two flags say."""
+    return bool(getattr(args, "dataloader_inter_document_masking", False))
+
+
+def _null_eod_moved(args: Namespace) -> bool:
+    """True if documents end at a token whose default number this Megatron moved."""
+    own_data = not getattr(args, "mock_data", False)
+    moved = hasattr(args, "null_tokenizer_eod_id") and args.null_tokenizer_eod_id is None
+    return bool(args.reset_position_ids) and own_data and moved
+
+
+#: Rules of arguments that TransformerConfig does not have.
+ARGUMENT_RULES = (
+    Rule(
+        "reset_attention_mask",
+        _off,
+        "False, or together with --reset-position-ids",
+        "positions tell where documents begin: without it attention would cross them",
+        when=lambda args: not args.reset_position_ids and not _has_documents(args),
+    ),
+    Rule(
+        "reset_attention_mask",
+        bool,
+        "True with --reset-position-ids",
+        "attention stays inside the documents whose positions restart",
+        when=lambda args: bool(args.reset_position_ids) and not _has_documents(args),
+    ),
+    Rule(
+        "create_attention_mask_in_dataloader",
+        _off,
+        "False",
+        "a mask of seq_length x seq_length for every row, which nothing would read: documents say what is visible",
+    ),
+    Rule(
+        "attention_backend",
+        lambda v: getattr(v, "name", v) != "local",
+        "another one",
+        "Megatron 0.19 would put its own attention over the spec's; context_parallel_suite.backend names the kernels",
+    ),
+    Rule(
+        "position_embedding_type",
+        lambda v: v in ("rope", "yarn", "learned_absolute", "none"),
+        "'rope', 'yarn', 'learned_absolute', 'none'",
+        "positions of other types are not in plans",
+    ),
+    Rule(
+        "tokenizer_type",
+        lambda v: v != "NullTokenizer",
+        "NullTokenizer with --null-tokenizer-eod-id, the end of document in your data",
+        "its default is vocab_size - 1 in this Megatron-core, and was vocab_size up to 0.16",
+        when=_null_eod_moved,
+    ),
+    Rule("transformer_impl", lambda v: v != "inference_optimized", "'transformer_engine', 'local'", "of generation"),
+    Rule("use_legacy_models", _off, "False", "models of megatron.legacy take no packed_seq_params"),
+    Rule("mla_down_proj_fusion", _off, "False", "FusedMLASelfAttention rotates in a projection that is not replaced"),
+    Rule("heterogeneous_layers_config_path", _off, "None", _LAYERS),
+    Rule("heterogeneous_layers_config_encoded_json", _off, "None", _LAYERS),
+    Rule("hybrid_attention_ratio", _off, "0.0", _STATES),
+    Rule("hybrid_mlp_ratio", _off, "0.0", _STATES),
+    Rule("hybrid_override_pattern", _off, "None", _STATES),
+    Rule("hybrid_layer_pattern", _off, "None", _STATES),
+    Rule("encoder_pipeline_model_parallel_size", _off, "0", _ENCODER),
+    Rule("encoder_tensor_model_parallel_size", _off, "0", _ENCODER),
+    Rule("pipeline_model_parallel_split_rank", _off, "None", _ENCODER),
+    Rule("use_custom_fsdp", _off, "False", _WRAPPER),
+    Rule("use_megatron_fsdp", _off, "False", _WRAPPER),
+    Rule("use_torch_fsdp2", _off, "False", _WRAPPER),
+    Rule("perform_rl_step", _off, "False", _OWN_BATCHES),
+    Rule("logits_load_dir", _off, "None", "the loss function is the language model's alone"),
+    Rule("logits_save_dir", _off, "None", "ranks hold the rows of a plan, in its order"),
+    Rule("hierarchical_context_parallel_sizes", _off, "None", f"{_SUITE}, where it is the degree of hybrid"),
+    Rule("max_seqlen_per_dp_cp_rank", _off, "None", _SUITE),
+)
+
+#: All rules: of every name the table says "refused".
+ALL_RULES = (*RULES, *ARGUMENT_RULES)
+
+#: What to put on the command line, where the name of the argument does not say it.
+FLAGS = {
+    "calculate_per_token_loss": "--calculate-per-token-loss",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "create_attention_mask_in_dataloader": "--no-create-attention-mask-in-dataloader",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
+    "reset_attention_mask": "--reset-attention-mask and --reset-position-ids together, or neither",
+}

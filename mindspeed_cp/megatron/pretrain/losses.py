@@ -1,0 +1,57 @@
+"""loss_func: the loss of a micro-batch as Megatron's schedules and logs want it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from torch import Tensor
+
+from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY, loss_function
+from mindspeed_cp.megatron.patches.spans import SPAN
+
+SPIKE_FACTOR = 10  # of the largest loss so far, as in Megatron's pretrain_gpt.py
+
+
+def loss_func(loss_mask: Tensor, losses: Tensor, model: Any = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Compute Megatron's three-value loss of this rank's rows, and check it as the arguments say.
+
+    Args:
+        loss_mask: this rank's mask, as get_batch gives it.
+        losses: the model's output for labels.
+        model: not looked at.
+
+    Returns:
+        (sum of masked losses, number of counted tokens, report) of loss_function; for Megatron 0.12, whose log adds
+        nothing up, the report is the sum over data- and context-parallel ranks.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
+    total, count, reports = loss_function(loss_mask, losses)
+    _check(total, args)
+    report: Any = reports[REPORT_KEY]
+    # With --sft, evaluation averages the means of ranks, of which one may have no counted token: all report the same.
+    if not SPAN.LOOP_SUMS_REPORTS or getattr(args, "sft", False):
+        dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if not SPAN.LOOP_SUMS_REPORTS:
+        report = (report[0], report[1])
+    return total, count, {REPORT_KEY: report}
+
+
+def _check(total: Tensor, args: Any) -> None:
+    """Check a loss that is no number, or much larger than before, as Megatron's own loss function does."""
+    machine = get_rerun_state_machine()
+    checks: list[tuple[Any, str, bool]] = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks += [(torch.isnan, "found NaN in local forward loss calculation", True)]
+        checks += [(torch.isinf, "found Inf in local forward loss calculation", True)]
+    if args.check_for_spiky_loss:
+        large = partial(machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
+        checks += [(large, "Spiky loss", False)]
+    for rejects, message, fatal in checks:
+        machine.validate_result(result=total, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal)

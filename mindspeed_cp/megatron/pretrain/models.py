@@ -1,0 +1,48 @@
+"""Hooks that set up models: around model_provider up to 0.16, among pre_wrap_hooks in 0.19."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from mindspeed_cp.megatron.adaptors.model import install_model
+from mindspeed_cp.megatron.pretrain.layers import building_virtual_stage, pipelined
+from mindspeed_cp.megatron.pretrain.options import suite_of
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., ModelT]:
+    """Return a model provider whose models take their positions from plans; for ``pretrain`` up to 0.16.
+
+    Megatron's arguments are checked before anything is built. Between pipeline stages,
+    ``args.variable_seq_lengths`` becomes True: micro-batches differ in rows.
+
+    Args:
+        model_provider: as the script gives it to ``pretrain``.
+    """
+
+    def provider(*args: Any, **kwargs: Any) -> ModelT:
+        from megatron.training import get_args
+
+        arguments = get_args()
+        suite_of(arguments)
+        if pipelined(arguments):
+            arguments.variable_seq_lengths = True
+        with building_virtual_stage(kwargs.get("vp_stage")):
+            model = model_provider(*args, **kwargs)
+        install_model(model)
+        return model
+
+    return provider
+
+
+def pre_wrap_hook(models: list[ModelT]) -> list[ModelT]:
+    """Set up the models of all virtual stages: ``model_cfg.pre_wrap_hooks.append(pre_wrap_hook)`` in 0.19."""
+    from megatron.training import get_args
+
+    suite_of(get_args())
+    install_model(models)
+    return models

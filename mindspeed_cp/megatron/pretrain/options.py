@@ -1,0 +1,74 @@
+"""--cp-plan: the section context_parallel_suite of a training script of Megatron."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from functools import lru_cache
+from typing import Any
+
+from mindspeed_cp.algorithms import AUTO
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.arguments import check_arguments
+from mindspeed_cp.schema.yaml_file import read_settings_file
+
+SECTION = "context_parallel_suite"
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add ``--cp-plan`` and ``--cp-plan-set`` to Megatron's parser: an ``extra_args_provider``."""
+    group = parser.add_argument_group(title="planned context parallelism")
+    group.add_argument(
+        "--cp-plan",
+        metavar="FILE",
+        help=f"YAML file with the section {SECTION}, or of its keys alone; context_parallel_size may be left out",
+    )
+    group.add_argument(
+        "--cp-plan-set",
+        metavar="KEY=VALUE",
+        nargs="+",
+        default=[],
+        help="other values of keys of the file, such as algorithm=ulysses",
+    )
+    return parser
+
+
+def suite_of(args: Namespace) -> SuiteSettings:
+    """Return the settings that --cp-plan names, after a check of all of Megatron's arguments (once for each file).
+
+    Raises:
+        ConfigError: there is no file, it is wrong, or arguments ask for what planned batches do not compute.
+    """
+    if not getattr(args, "cp_plan", None):
+        raise ConfigError(
+            "cp_plan is None; pass --cp-plan FILE with the section context_parallel_suite; the script's "
+            "extra_args_provider must be mindspeed_cp.megatron.pretrain.add_arguments, or call it"
+        )
+    suite = _read(args.cp_plan, tuple(args.cp_plan_set), args.context_parallel_size)
+    check_arguments(args, suite)
+    return suite
+
+
+@lru_cache
+def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> SuiteSettings:
+    data = read_settings_file(path).data
+    nested = SECTION in data
+    prefix = f"{SECTION}." if nested else ""
+    words = [word if word.startswith(prefix) else prefix + word for word in overrides]
+    if not _names_size(data, words):
+        words.append(f"{prefix}context_parallel_size={context_parallel_size}")
+    suite = SuiteSettings.from_yaml(path, words)
+    if suite.algorithm == AUTO or suite.candidates:
+        key, value = ("algorithm", AUTO) if suite.algorithm == AUTO else ("candidates", suite.candidates)
+        raise ConfigError(
+            f"{path}: {key} is {value!r}; valid in Megatron's own scripts: one algorithm by name, which all rows take; "
+            "`mindspeed-cp plan` compares them for lengths of documents"
+        )
+    return suite
+
+
+def _names_size(data: Any, overrides: list[str]) -> bool:
+    """True if the file or an override gives context_parallel_size."""
+    sections = [data, data.get(SECTION), data.get("model_parallel")]
+    given = any(isinstance(section, dict) and "context_parallel_size" in section for section in sections)
+    return given or any(word.split("=")[0].endswith("context_parallel_size") for word in overrides)
