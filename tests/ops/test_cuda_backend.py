@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -31,6 +32,11 @@ from tests.ops.test_npu_backend import EXACT, HALF, compare, run
 CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda" and capabilities.refusal(cell) is None]
 STILL = [cell for cell in CELLS if cell.dropout == "none"]
 RANKS = st.sampled_from((1, 2, 3, 4, 5, 8))
+
+#: torch's binding to the package flash-attn-3.
+HAS_BINDING = pytest.mark.skipif(
+    find_spec("torch.nn.attention._fa3") is None, reason=f"torch {torch.__version__} has no torch.nn.attention._fa3"
+)
 
 
 @settings(max_examples=120, deadline=None)
@@ -204,6 +210,7 @@ def test_torch_takes_the_calls(window: tuple[int, int], monkeypatch: pytest.Monk
         assert [x.shape for x in result] == [x.shape for x in (q, k, v)]
 
 
+@HAS_BINDING
 def test_flash_attention_3_is_taken_where_it_is(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On compute capability 9 with its package; not under dropout, not where bits must repeat, and nothing of the
     process is changed."""
@@ -235,6 +242,7 @@ def test_flash_attention_3_is_taken_where_it_is(gpu: dict[str, Any], monkeypatch
     assert function is None and why == "installed, but it cannot be loaded (undefined symbol)"
 
 
+@HAS_BINDING
 @pytest.mark.parametrize("window", [(-1, 0), (5, 2)])
 def test_the_binding_of_flash_attention_3_takes_the_calls(
     window: tuple[int, int], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
