@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def _in_a_world(rank: int, size: int, folder: str, function: Callable[..., Any],
     import torch
     import torch.distributed as dist
 
+    from mindspeed_cp.ops.torch_release import torch_release
     from tests.megatron.gpt import collect_garbage
 
     torch.set_num_threads(1)
@@ -37,5 +39,9 @@ def _in_a_world(rank: int, size: int, folder: str, function: Callable[..., Any],
     try:
         return function(rank, None, *args)
     finally:
+        if torch_release() < (2, 9):
+            # The group's destructor waits for gloo's thread, with the interpreter's lock held (py-spy, torch 2.7.1). If
+            # that thread still has the last operation, whose tensors need the lock, both wait for ever.
+            time.sleep(0.1)
         dist.destroy_process_group()
         collect_garbage()
