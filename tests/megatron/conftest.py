@@ -57,7 +57,7 @@ def megatron_parser() -> dict[str, tuple[str, list[str]]]:
     )
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
     if done.returncode == 3:
-        pytest.skip(f"{last}; name a source tree of Megatron-LM by MEGATRON_LM")
+        pytest.skip(f"{last} (MEGATRON_LM: {os.environ.get('MEGATRON_LM', 'not set')})")
     assert done.returncode == 0, done.stderr
     groups: dict[str, tuple[str, list[str]]] = json.loads(last)
     return groups
