@@ -56,7 +56,7 @@ def test_versions_are_read() -> None:
 
 @pytest.mark.skipif(not IS_0_16, reason="only 0.16 forgets the name")
 def test_a_mixture_of_experts_needs_the_patch() -> None:
-    tokens = torch.zeros(1, 8, dtype=torch.long)
+    tokens = torch.arange(8)[None]  # which are the positions, too
     with one_rank():  # which applies the patches
         config = transformer_config(**MIXTURE)
         model = install_model(build(config, install(layer_spec(config), Suite())))

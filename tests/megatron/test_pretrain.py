@@ -177,6 +177,25 @@ def test_a_batch_is_the_rows_of_the_plan_of_its_documents(
         assert torch.equal(batch[name], value), name
 
 
+@pytest.mark.parametrize("filled", [False, True], ids=["one row of ends", "filled up with the length of the row"])
+def test_documents_of_supervised_fine_tuning_are_those_of_cu_seqlens(
+    run: Callable[..., Namespace], alone: None, filled: bool
+) -> None:
+    run(sft=True, reset_position_ids=False, reset_attention_mask=False)
+    whole = rows()
+    ends = [np.cumsum([0, *lengths]).tolist() for lengths in LENGTHS]
+    if filled:  # 0.19: as long as the longest row of ends
+        table = torch.tensor([row + [24] * (25 - len(row)) for row in ends], dtype=torch.int32)
+    else:  # 0.16: one row, micro-batch size 1
+        whole = {name: value[:1] for name, value in whole.items()}
+        table = torch.tensor(ends[:1], dtype=torch.int32)
+    _, params = pretrain.get_batch(
+        iter([{**whole, "cu_seqlens": table, "max_seqlen": torch.tensor([11])}]), transformer_config()
+    )
+    assert params.plan is not None
+    assert params.plan.documents.lengths.tolist() == [5, 11, 8] + [24] * filled
+
+
 def test_rows_without_documents_are_one_each(run: Callable[..., Namespace], alone: None) -> None:
     run(reset_position_ids=False, reset_attention_mask=False)
     whole = {**rows(), "position_ids": torch.arange(24).repeat(2, 1)}

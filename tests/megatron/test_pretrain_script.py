@@ -104,3 +104,39 @@ def test_pipeline_stages_train_the_same_with_and_without_context_parallelism(fol
 def test_experts_over_the_context_ranks_train_as_one(folder: Path) -> None:
     flags = ["--context-parallel-size", "2", "--expert-model-parallel-size", "2"]
     assert_equal(losses(folder, 4, *EXPERTS, *flags), losses(folder, 1, *EXPERTS))
+
+
+UNDONE = """
+import os, sys
+import torch
+sys.path += [os.environ["MEGATRON_LM"]] if "MEGATRON_LM" in os.environ else []
+from mindspeed_cp.megatron.patches.training_cpu import megatron_training_on_cpu
+
+def seen():
+    import megatron.core.datasets.utils as utils
+    from torch.utils.data._utils import pin_memory
+    names = ("current_device", "device_count", "get_device_capability", "memory_allocated", "mem_get_info", "Stream")
+    return [getattr(torch.cuda, name) for name in names] + [utils.compile_helpers, pin_memory.pin_memory]
+
+import mindspeed_cp.megatron
+before = seen()
+try:
+    with megatron_training_on_cpu():
+        import megatron.training.training as loop
+        assert not [a for a, b in zip(seen(), before) if a is b]
+        assert torch.empty(1, device="cuda").device.type == "cpu" and loop.initialize_megatron.keywords
+        raise KeyError
+except KeyError:
+    pass
+assert all(a is b for a, b in zip(seen(), before)), "not undone"
+assert not hasattr(loop.initialize_megatron, "keywords")
+"""
+
+
+def test_the_cpu_mode_of_the_training_loop_is_undone_on_exit_errors_included(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", UNDONE], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=HANG,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
