@@ -52,7 +52,7 @@ def run(monkeypatch: Any, tmp_path: Path) -> Iterator[Callable[..., Namespace]]:
             reset_position_ids=True, reset_attention_mask=True, create_attention_mask_in_dataloader=False,
             calculate_per_token_loss=True, apply_rope_fusion=False, cp_comm_type=["p2p"], position_embedding_type="rope",
             transformer_impl="local", attention_backend="auto", yaml_cfg=None, seed=3, curr_iteration=0, sft=False,
-            check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False, variable_seq_lengths=False,
+            spec=None, check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False, variable_seq_lengths=False,
         )  # fmt: skip
         namespace = Namespace(**{**values, **changes})
         module.get_args = lambda: namespace
@@ -148,6 +148,7 @@ def test_a_wrapped_provider_installs_the_model(run: Callable[..., Namespace], al
 
     model = pretrain.wrap_model_provider(provider)(pre_process=True, post_process=True, vp_stage=None)
     assert calls == [(True, None, False)]
+    assert import_module(args.spec) is pretrain.spec
     assert all(m.installed for m in model.modules() if isinstance(m, PlannedAttention))
     other = build(transformer_config(), pretrain.spec)
     assert pretrain.pre_wrap_hook([other]) == [other]
@@ -244,7 +245,7 @@ def test_a_forward_step_gives_the_loss_of_the_micro_batch(run: Callable[..., Nam
     mask = rows()["loss_mask"].reshape(-1)
     assert int(count) == int(mask.sum()) == 44
     np.testing.assert_allclose(total.item(), (losses.reshape(-1) * mask).sum().item(), rtol=1e-6)
-    assert report["lm loss"].tolist() == [total.item(), 44]
+    assert [float(value) for value in report["lm loss"]] == [total.item(), 44]
     with pytest.raises(ConfigError, match="--overlap-moe-expert-parallel-comm"):
         pretrain.forward_step(iter([rows()]), model, return_schedule_plan=True)
 

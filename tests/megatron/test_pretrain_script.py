@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.megatron.patches.imports import parse_version
 from tests.limits import HANG
 
 with megatron_imports():
+    import megatron.core
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +36,10 @@ FLAGS = shlex.split("""
     --eod-mask-loss --no-create-attention-mask-in-dataloader --calculate-per-token-loss --no-rope-fusion
     --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
     --no-bias-swiglu-fusion --distributed-backend gloo --use-cpu-initialization --moe-token-dispatcher-type alltoall
-    --spec mindspeed_cp.megatron.pretrain spec --distributed-timeout-minutes 5
+    --distributed-timeout-minutes 5
 """)
+SPEC = ["--spec", "mindspeed_cp.megatron.pretrain", "spec"]
+NO_SPEC_WITH_EXPERTS = parse_version(megatron.core.__version__) < (0, 16)
 EXPERTS = shlex.split("""
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-router-load-balancing-type aux_loss
 """)
@@ -57,7 +61,19 @@ def losses(folder: Path, ranks: int, *flags: str) -> list[tuple[float, float]]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron wants it, device or not
     }
     launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, str(SCRIPT), "--device", "cpu", *FLAGS, "--cp-plan", str(suite), *flags]
+    spec = [] if NO_SPEC_WITH_EXPERTS and "--num-experts" in flags else SPEC
+    command = [
+        sys.executable,
+        *launcher,
+        str(SCRIPT),
+        "--device",
+        "cpu",
+        *FLAGS,
+        *spec,
+        "--cp-plan",
+        str(suite),
+        *flags,
+    ]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     steps = re.findall(r"lm loss: ([\d.E+-]+).*grad norm: ([\d.]+)", done.stdout)

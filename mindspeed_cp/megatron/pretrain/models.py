@@ -13,11 +13,15 @@ from mindspeed_cp.megatron.pretrain.options import suite_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
+#: What --spec names.
+SPEC = ("mindspeed_cp.megatron.pretrain", "spec")
+
 
 def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., ModelT]:
     """Return a model provider whose models take their positions from plans; for ``pretrain`` up to 0.16.
 
-    Megatron's arguments are checked before anything is built. Between pipeline stages,
+    Megatron's arguments are checked before anything is built. Without ``--spec``, which Megatron 0.12 and 0.14 refuse
+    for models with experts, ``args.spec`` becomes that of this package. Between pipeline stages,
     ``args.variable_seq_lengths`` becomes True: micro-batches differ in rows.
 
     Args:
@@ -29,6 +33,8 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
 
         arguments = get_args()
         suite_of(arguments)
+        if arguments.spec is None:
+            arguments.spec = list(SPEC)
         if pipelined(arguments):
             arguments.variable_seq_lengths = True
         with building_virtual_stage(kwargs.get("vp_stage")):
