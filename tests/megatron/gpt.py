@@ -147,7 +147,15 @@ def megatron(tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator[None]:
             seed_generators()
             yield
         finally:
-            parallel_state.destroy_model_parallel()
+            destroy_groups()
+
+
+def destroy_groups() -> None:
+    """End Megatron's groups; 0.12 forgets to forget who was in those of the embeddings."""
+    parallel_state.destroy_model_parallel()
+    for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, None)
 
 
 class LackingSetting(Exception):

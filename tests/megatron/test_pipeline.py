@@ -18,7 +18,16 @@ from mindspeed_cp.megatron import (
     megatron_imports,
     megatron_on_cpu,
 )
-from tests.megatron.gpt import Case, Suite, build, forward_step, layer_spec, seed_generators, transformer_config
+from tests.megatron.gpt import (
+    Case,
+    Suite,
+    build,
+    destroy_groups,
+    forward_step,
+    layer_spec,
+    seed_generators,
+    transformer_config,
+)
 from tests.megatron.packed import cut_of
 from tests.megatron.ranks import MegatronRanks
 
@@ -66,7 +75,7 @@ def run_stage(rank: int, group: None, cp: int, stages: int, case: Case = CASE) -
             squares = sum(float(p.main_grad.double().square().sum()) for p in model.parameters())  # type: ignore[misc]
             return last, loss.mean, loss.tokens, squares
         finally:
-            parallel_state.destroy_model_parallel()
+            destroy_groups()
 
 
 def fill(model: Any) -> None:
