@@ -3,7 +3,7 @@
 =====================================  ==========  ==========================================
 problem                                versions    patch
 =====================================  ==========  ==========================================
-MoE without Transformer Engine:        0.15, 0.16  the missing name is bound to None, as 0.17
+MoE without Transformer Engine:        0.13-0.16   the missing name is bound to None, as 0.17
 NameError te_general_gemm                          does
 MLA without Transformer Engine:        0.16        HAVE_TE is set to False, as it is
 isinstance() of a mock
@@ -55,7 +55,7 @@ from mindspeed_cp.megatron.patches.swap import ABSENT, replaced
 
 _ALL = ((0, 0), (10**6, 0))
 _0_16 = ((0, 16), (0, 17))
-_TO_0_16 = ((0, 15), (0, 17))
+_TO_0_16 = ((0, 13), (0, 17))
 
 
 @dataclass(frozen=True)
