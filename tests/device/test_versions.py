@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_cp.device import versions
-from mindspeed_cp.device.versions import LIMITS, installed_version, tested_rows, version_report, version_status
+from mindspeed_cp.device.versions import LIMITS, installed_version, version_report, version_status
 
+TESTED = versions.tested_rows
 LIMIT = {limit.package: limit for limit in LIMITS}
 ROWS = [{"python": "3.10.13", "torch": "2.7.1", "numpy": "1.26.4", "megatron-core": "0.12.1", "suites": {"ops": 3}}]
 
@@ -66,7 +67,7 @@ def test_the_version_of_a_source_tree_is_that_of_its_code(tmp_path: Path, monkey
 
 
 def test_the_tested_rows_name_versions_and_tests() -> None:
-    for row in tested_rows():
+    for row in TESTED():
         assert {"python", "torch", "numpy", "megatron-core", "suites"} <= row.keys()
         assert all(count > 0 for count in row["suites"].values())
 
