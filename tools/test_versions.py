@@ -150,7 +150,9 @@ def installed(python: Path, row: dict[str, Any]) -> dict[str, str]:
 def record(result: dict[str, Any]) -> None:
     """Write a row of results in place of the one of the same versions; suites that were not run keep theirs."""
     whole = json.loads(RESULTS.read_text("utf-8"))
-    same = {name: value for name, value in result.items() if name != "suites"}
+    # Installed beside the others, torch-npu is tested by a suite of its own alone.
+    left_out = {"suites"} if "npu" in result["suites"] else {"suites", "torch-npu"}
+    same = {name: value for name, value in result.items() if name not in left_out}
     before = [row for row in whole["rows"] if {k: v for k, v in row.items() if k != "suites"} == same]
     suites = {**(before[0]["suites"] if before else {}), **result["suites"]}
     rows = [row for row in whole["rows"] if row not in before]
