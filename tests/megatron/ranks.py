@@ -14,6 +14,19 @@ from tests.processes import Pool
 PROCESSES = 4
 
 
+class SilentGroup:
+    """Stands for a process group, of which only size and rank are read: no message is sent."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
 class MegatronRanks(Pool):
     """A pool whose processes get a new default process group for every run."""
 

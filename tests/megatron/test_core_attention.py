@@ -16,6 +16,7 @@ from mindspeed_cp.megatron import (
     planned_params,
 )
 from tests.megatron.gpt import Suite, transformer_config
+from tests.megatron.ranks import SilentGroup
 
 with megatron_imports():
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -203,22 +204,9 @@ def test_packed_rows_in_a_pipeline_need_variable_lengths(alone: None) -> None:
     module(q, k, v, None, packed_seq_params=params)
 
 
-class Ranks:
-    """Stands for a process group where no message is sent."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
 def test_an_ambiguous_length_without_a_plan_is_refused(alone: None) -> None:
     module = attention()
-    module.cp_group = Ranks(2, 1)  # type: ignore[assignment]
+    module.cp_group = SilentGroup(2, 1)  # type: ignore[assignment]
     q, k, v = (torch.randn(3, 1, heads, 8) for heads in (4, 2, 2))
     with pytest.raises(ConfigError, match=r"query has 3 rows .* odd number, and no plan; pass packed_seq_params="):
         module(q, k, v, None)
@@ -226,7 +214,7 @@ def test_an_ambiguous_length_without_a_plan_is_refused(alone: None) -> None:
 
 def test_a_batch_without_a_plan_must_be_cut_as_the_algorithm_cuts_it(alone: None) -> None:
     module = attention(suite=Suite(algorithm="ulysses"))
-    module.cp_group = Ranks(2, 1)  # type: ignore[assignment]
+    module.cp_group = SilentGroup(2, 1)  # type: ignore[assignment]
     q, k, v = (torch.randn(4, 1, heads, 8) for heads in (4, 2, 2))
     with pytest.raises(ConfigError, match=r"algorithm 'ulysses' has other tokens on rank 1 than Megatron's zig-zag"):
         module(q, k, v, None)

@@ -15,19 +15,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import install, install_model
 from mindspeed_cp.megatron.adaptors.documents_without_plan import refuse_documents_without_plan
 from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, transformer_config
-
-
-class Group:
-    """A context-parallel group of which only rank and size are read."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
+from tests.megatron.ranks import SilentGroup
 
 
 def zigzag(positions: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
@@ -40,7 +28,7 @@ def zigzag(positions: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
 def test_positions_of_whole_rows_pass_on_every_rank(ranks: int) -> None:
     whole = torch.arange(24).expand(2, 24)
     for rank in range(ranks):
-        refuse_documents_without_plan(zigzag(whole, ranks, rank), Group(ranks, rank))
+        refuse_documents_without_plan(zigzag(whole, ranks, rank), SilentGroup(ranks, rank))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -51,7 +39,7 @@ def test_some_rank_refuses_positions_that_restart_wherever_that_is(ranks: int, l
     refused = 0
     for rank in range(ranks):
         try:
-            refuse_documents_without_plan(zigzag(positions, ranks, rank), Group(ranks, rank))
+            refuse_documents_without_plan(zigzag(positions, ranks, rank), SilentGroup(ranks, rank))
         except ConfigError as error:
             assert "position_ids[1, " in str(error) and "planned_batch" in str(error)
             refused += 1
@@ -59,7 +47,7 @@ def test_some_rank_refuses_positions_that_restart_wherever_that_is(ranks: int, l
 
 
 def test_later_pipeline_stages_have_no_positions_to_look_at() -> None:
-    refuse_documents_without_plan(None, Group(2, 0))
+    refuse_documents_without_plan(None, SilentGroup(2, 0))
 
 
 @pytest.mark.parametrize("flag", ["reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking"])
@@ -67,10 +55,10 @@ def test_arguments_of_the_training_script_that_say_so_are_enough(monkeypatch: An
     module: Any = ModuleType("megatron.training.global_vars")
     module._GLOBAL_ARGS = Namespace(reset_attention_mask=False, reset_position_ids=False)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    refuse_documents_without_plan(None, Group(2, 0))
+    refuse_documents_without_plan(None, SilentGroup(2, 0))
     setattr(module._GLOBAL_ARGS, flag, True)
     with pytest.raises(ConfigError, match=f"{flag} is True, but the micro-batch has no plan"):
-        refuse_documents_without_plan(None, Group(2, 0))
+        refuse_documents_without_plan(None, SilentGroup(2, 0))
 
 
 def test_a_model_refuses_positions_that_restart_before_it_computes(alone: None) -> None:

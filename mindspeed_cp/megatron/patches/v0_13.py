@@ -6,13 +6,20 @@ from typing import Any
 
 import megatron.core
 from megatron.core.process_groups_config import ModelCommProcessGroups
-from megatron.core.transformer.mlp import MLP
-from torch import Tensor
+
+from mindspeed_cp.megatron.patches.since_0_13 import LOOP_SUMS_REPORTS, counted_tokens, draw_expert, latent_rows
+
+__all__ = [
+    "GROUPS",
+    "LOOP_SUMS_REPORTS",
+    "all_groups",
+    "counted_tokens",
+    "draw_expert",
+    "latent_factor_of_scale",
+    "latent_rows",
+]
 
 GROUPS = "model_comm_pgs"
-
-#: True if the loop of megatron.training sums the reports of loss functions over data- and context-parallel ranks.
-LOOP_SUMS_REPORTS = True
 
 
 def all_groups() -> Any:
@@ -23,24 +30,3 @@ def all_groups() -> Any:
 def latent_factor_of_scale(config: Any) -> float:
     """Return YaRN's factor in the scale of multi-latent attention."""
     return float(config.mscale if megatron.core.__version__.startswith("0.13") else config.mscale_all_dim)
-
-
-def draw_expert(config: Any, submodules: Any, groups: Any) -> None:
-    """Draw the initial weights of one expert, and discard it."""
-    MLP(
-        config,
-        submodules,
-        ffn_hidden_size=config.ffn_hidden_size,
-        is_expert=True,
-        tp_group=groups.expt_tp,
-    )
-
-
-def latent_rows(batch_size: int) -> str | None:
-    """Return why multi-latent attention cannot have so many sequences of the format "sbhd" with parameters: None."""
-    return None
-
-
-def counted_tokens(count: Tensor) -> Tensor:
-    """Return the second value of a loss function: Megatron adds it up over data- and context-parallel ranks."""
-    return count
