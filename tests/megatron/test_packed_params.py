@@ -20,7 +20,8 @@ from mindspeed_cp.megatron import (
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, transformer_config
 from tests.megatron.packed import cut_batch, ends, plain_params
-from tests.megatron.test_core_attention import Ranks, attention, plan_for
+from tests.megatron.ranks import SilentGroup
+from tests.megatron.test_core_attention import attention, plan_for
 
 with megatron_imports():
     from megatron.core.transformer.enums import AttnMaskType
@@ -35,7 +36,7 @@ def on_rank(rank: int, ranks: int, **arguments: Any) -> PlannedAttention:
     module = attention(suite=Suite(context_parallel_size=1, **arguments.pop("keys", {})), **arguments)
     suite = Suite(context_parallel_size=ranks)
     module.suite = module.packed.suite = suite
-    module.cp_group = Ranks(ranks, rank)  # type: ignore[assignment]
+    module.cp_group = SilentGroup(ranks, rank)  # type: ignore[assignment]
     return module
 
 
