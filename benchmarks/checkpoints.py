@@ -49,7 +49,7 @@ def rank(text: str) -> None:
 
     with megatron_compat(), join_ranks(settings) as world:
         training = build_training_model(settings, world)
-        training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
+        training.zero_gradients()
         training.optimizer.step()  # its state is made by the first step
         for number in range(SAVES):
             timed("at once", save, files, training, Progress(step=2 * number + 1), settings, world)

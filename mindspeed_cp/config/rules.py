@@ -12,6 +12,7 @@ from mindspeed_cp.config import capabilities
 from mindspeed_cp.config.algorithm_options import check_divides
 from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings, replace_algorithm
 from mindspeed_cp.config.derived import whole_attention
+from mindspeed_cp.config.pipeline import check_interleaved_batch, check_pipeline
 from mindspeed_cp.config.sections import Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.device.npu_limits import check_npu_limits
@@ -35,6 +36,7 @@ def check(settings: Sections) -> None:
     """Raise SettingError for the first settings that do not fit together."""
     _check_heads(settings)
     _check_tensor_parallel(settings)
+    check_pipeline(settings)
     _check_parallel(settings)
     _check_cluster(settings)
     _check_capabilities(settings)
@@ -70,6 +72,7 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
             f"must be a multiple of the {replicas} replicas that {world_size} ranks make ({product}); "
             f"use {fitting}, or {size} ranks",
         )
+    check_interleaved_batch(settings, replicas)
     return replicas
 
 
@@ -138,9 +141,6 @@ def _check_heads(settings: Sections) -> None:
 
 def _check_tensor_parallel(settings: Sections) -> None:
     train, model = settings.train, settings.model
-    if train.pipeline_model_parallel_size != 1:
-        rule = "is not in this version; valid: 1 (train.tensor_model_parallel_size splits the model too)"
-        raise bad_value("train.pipeline_model_parallel_size", train.pipeline_model_parallel_size, rule)
     size = train.tensor_model_parallel_size
     for key, value in (
         ("model.num_attention_heads", model.num_attention_heads),
@@ -214,11 +214,12 @@ def _check_balance(settings: Sections) -> None:
 
 def _check_expert_ranks(settings: Sections, world_size: int) -> None:
     """Raise ConfigError unless `world_size` ranks can share the experts."""
-    ep = settings.train.expert_model_parallel_size
-    if world_size % ep:
+    ep, stages = settings.train.expert_model_parallel_size, settings.train.pipeline_model_parallel_size
+    if world_size // stages % ep:
+        of_stage = "their number" if stages == 1 else f"the {world_size // stages} ranks of a pipeline stage"
         raise ConfigError(
-            f"{world_size} ranks do not fit train.expert_model_parallel_size = {ep}, which must divide their number: "
-            f"every expert is on equally many ranks; start a multiple of {ep}"
+            f"{world_size} ranks do not fit train.expert_model_parallel_size = {ep}, which must divide {of_stage}: "
+            f"every expert is on equally many ranks; start a multiple of {ep * stages}"
         )
 
 

@@ -69,7 +69,11 @@ class TrainSettings(Section):
     seed: NonNegativeInt = Field(default=1234, description="seed of the weights and of the order of the documents")
     tensor_model_parallel_size: PositiveInt = Field(default=1, description="ranks that share each matrix")
     pipeline_model_parallel_size: PositiveInt = Field(
-        default=1, description="ranks that share the layers; only 1 in this version"
+        default=1, description="pipeline stages: ranks that share the layers, one after the other"
+    )
+    virtual_pipeline_model_parallel_size: PositiveInt = Field(
+        default=1,
+        description="virtual stages of each pipeline stage, of the interleaved schedule; 1: the 1F1B schedule",
     )
     sequence_parallel: bool = Field(
         default=False, description="tensor-parallel ranks also share the rows between their matrices"

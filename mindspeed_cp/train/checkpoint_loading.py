@@ -19,7 +19,7 @@ from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.train import optimizer_state
 from mindspeed_cp.train.checkpoint_digests import signing_key
 from mindspeed_cp.train.checkpoint_folder import hold_whole
-from mindspeed_cp.train.checkpoint_state import first_cause, sharded_random_state, sharded_state
+from mindspeed_cp.train.checkpoint_state import first_cause, model_keys, sharded_random_state, sharded_state
 from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.held_folder import HeldFolder
 from mindspeed_cp.train.model import TrainingModel
@@ -127,7 +127,8 @@ def load(folder: Path, held: HeldFolder, settings: Settings, training: TrainingM
         ) from None
     finally:
         logger.removeFilter(_is_not_noise)
-    training.gpt.load_state_dict(loaded["model"], strict=True)
+    for key, part in zip(model_keys(training), training.models, strict=True):
+        part.load_state_dict(loaded[key], strict=True)
     optimizer_state.load(training.optimizer, loaded["optimizer"])
     training.schedule.num_steps = 0  # loading adds to it
     training.schedule.load_state_dict(loaded["schedule"])

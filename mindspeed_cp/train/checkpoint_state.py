@@ -22,9 +22,19 @@ def sharded_state(training: TrainingModel, *, is_loading: bool) -> dict[str, Any
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_reshardable",
     }
-    model = training.gpt.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-    optimizer = training.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer, "schedule": training.schedule.state_dict()}
+    models = {
+        key: part.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for key, part in zip(model_keys(training), training.models, strict=True)
+    }
+    optimizer = training.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    return {**models, "optimizer": optimizer, "schedule": training.schedule.state_dict()}
+
+
+def model_keys(training: TrainingModel) -> list[str]:
+    """Return Megatron's names of the parts of the model in a checkpoint's state. On disk, weights have the names that
+    they have in the whole model."""
+    count = len(training.models)
+    return ["model"] if count == 1 else [f"model{number}" for number in range(count)]
 
 
 def sharded_random_state(world: World) -> ShardedObject:

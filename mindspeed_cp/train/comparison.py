@@ -66,7 +66,7 @@ def run_comparison(
             results.append({**result, "loss": None} if stop else result)
             if stop:
                 break
-    training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
+    training.zero_gradients()
     one_machine = len(set(world.gather_json(socket.gethostname()))) == 1
     return {"batches": STEPS, "documents": lengths, "one_machine": one_machine, "algorithms": results}
 

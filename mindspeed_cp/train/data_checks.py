@@ -70,14 +70,14 @@ def _compared_settings(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def check_digests(digests: Tensor, step: int, replicas: int) -> None:
+def check_digests(digests: Tensor, step: int, replica_ranks: Sequence[Sequence[int]]) -> None:
     """Raise ConfigError, naming the ranks, unless all ranks have dispatched and read the same global batch.
 
     Args:
         digests: fp64 [ranks, 3]: of the documents and their replicas, of the contents of the replica's rows, and of the
             contents of one document that all ranks read.
         step: number of the step.
-        replicas: number of data-parallel replicas, each of consecutive ranks.
+        replica_ranks: the ranks of each data-parallel replica.
     """
     dispatched, contents, sample = digests.T.tolist()
     size = len(dispatched)
@@ -90,14 +90,13 @@ def check_digests(digests: Tensor, step: int, replicas: int) -> None:
             f"package; {kept}"
         )
     different, is_tie = _suspects(sample)
-    per_replica = size // replicas
-    for first in range(0, size if not different else 0, per_replica):
-        of_replica, is_split = _suspects(contents[first : first + per_replica])
-        different += [first + rank for rank in of_replica]
+    for ranks in replica_ranks if not different else ():
+        of_replica, is_split = _suspects([contents[rank] for rank in ranks])
+        different += [ranks[index] for index in of_replica]
         is_tie |= is_split
     if different:
         raise ConfigError(
-            f"step {step}: {name_ranks(different)} of {size} read the contents of the same documents differently "
+            f"step {step}: {name_ranks(sorted(different))} of {size} read the contents of the same documents differently "
             f"{_from_whom(is_tie, size)}; every rank needs the same files in data.corpus; {kept}"
         )
 
@@ -111,7 +110,7 @@ def check_calls(digests: Tensor, step: int, world: World) -> None:
         step: number of the step.
         world: this rank among all.
     """
-    ranks = torch.arange(world.size).view(world.replicas, world.cp_size, world.tp_size).mT.reshape(-1, world.cp_size)
+    ranks = torch.arange(world.size).view(-1, world.cp_size, world.tp_size).mT.reshape(-1, world.cp_size)
     different, is_tie = [], False
     for group in ranks.tolist():
         suspects, is_split = _suspects(digests[group].tolist())

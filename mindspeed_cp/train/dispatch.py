@@ -20,8 +20,9 @@ def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], w
         world: this rank among all.
     """
     cost = document_cost(settings, attentions)
-    # Megatron lays expert-parallel groups over consecutive ranks, and a replica is consecutive ranks. Where experts
-    # span replicas, these wait for each other in every layer and need equally many micro-batches.
+    # Megatron lays expert-parallel groups over consecutive ranks of a pipeline stage, and a replica's part of it is
+    # consecutive ranks. Where experts span replicas, these wait for each other in every layer and need equally many
+    # micro-batches.
     has_experts, expert_ranks = settings.model.num_moe_experts is not None, settings.train.expert_model_parallel_size
     return Dispatcher(
         balance=settings.data.balance,
@@ -29,6 +30,6 @@ def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], w
         context=settings.data.seq_length,
         cost=cost,
         per_micro_batch=cost.per_micro_batch,
-        equal_counts=has_experts and settings.model_parallel_size % expert_ranks != 0,
+        equal_counts=has_experts and world.cp_size * world.tp_size % expert_ranks != 0,
         keeps_document_numbers=settings.model.attention_dropout > 0,
     )

@@ -36,15 +36,20 @@ def minimum_bytes(settings: Settings, tokens: float, ranks: int | None = None) -
     per_token = 3 if model.swiglu else 2  # matrices of an MLP, and what it keeps in units of its width
     mlp, experts = model.resolved_ffn_hidden_size, model.expert_layers
     shared = model.moe_shared_expert_intermediate_size or 0
-    vocabulary = VOCAB_SIZE * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    vocabulary = VOCAB_SIZE * model.hidden_size
+    if model.untie_embeddings_and_output_weights and train.pipeline_model_parallel_size == 1:
+        vocabulary *= 2
     dense = model.hidden_size * per_token * ((model.num_layers - experts) * mlp + experts * shared)
-    weights = (model.num_layers * attention + dense + vocabulary) / tp
+    # Of the first pipeline stage, which has the embedding.
+    stages = train.pipeline_model_parallel_size
+    weights = ((model.num_layers * attention + dense) / stages + vocabulary) / tp
     routed = 0.0
     if model.num_moe_experts is not None:
         experts_per_rank = model.num_moe_experts / train.expert_model_parallel_size
-        routed = experts * experts_per_rank * model.hidden_size * per_token * model.resolved_moe_ffn_hidden_size
+        routed = experts / stages * experts_per_rank * model.hidden_size * per_token * model.resolved_moe_ffn_hidden_size
     # Adam's two moments, and for bf16 fp32 main weights; the distributed optimizer splits them over all ranks but tp's
     optimizer, all_ranks = (12.0 if train.bf16 else 8.0), settings.model_parallel_size if ranks is None else ranks
+    all_ranks /= stages  # of a pipeline stage
     parts, expert_parts = 1.0, 1.0
     if train.use_distributed_optimizer:
         parts, expert_parts = all_ranks / tp, max(1.0, all_ranks / train.expert_model_parallel_size)
@@ -60,7 +65,8 @@ def minimum_bytes(settings: Settings, tokens: float, ranks: int | None = None) -
         activations += min(kept_dense, kept_experts) if experts else kept_dense
     else:
         activations = (model.num_layers - experts) * kept_dense + experts * kept_experts
-    logits = 2 * 4 * VOCAB_SIZE / tp
+    activations /= stages  # of the one micro-batch that every step has
+    logits = 2 * 4 * VOCAB_SIZE / tp if stages == 1 else 0.0
     return state + tokens / cp * (activations * width + logits)
 
 

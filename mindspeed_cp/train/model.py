@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +11,16 @@ import torch
 from torch import nn
 
 from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS, ModelSettings
-from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import VOCAB_SIZE
-from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
+from mindspeed_cp.megatron import layer_attentions, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.finite_probe import FiniteProbe
+from mindspeed_cp.train.stages import build_stage_models, count_parameters
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
 
 with megatron_imports():
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer.module import Float16Module
@@ -37,31 +36,30 @@ class TrainingModel:
     Attributes:
         config: Megatron's settings of the model.
         attentions: attention of each layer on this tensor-parallel rank: the third input of build_plan.
-        gpt: the bare model, for checkpoints.
-        ddp_model: the model in Megatron's DDP.
+        models: the bare parts of the model that this rank holds, one for each virtual pipeline stage, for checkpoints.
+        ddp_models: they in Megatron's DDP.
         optimizer, schedule: Megatron's.
         probe: tells which layer gave the first value of a step that is not finite.
-        parameters: weights of the whole model, over all tensor- and expert-parallel ranks; shared ones counted once.
+        parameters: weights of the whole model, over all ranks that share it; shared ones counted once.
     """
 
     config: TransformerConfig
     attentions: tuple[AttentionConfig, ...]
-    gpt: nn.Module
-    ddp_model: nn.Module
+    models: Sequence[nn.Module]
+    ddp_models: Sequence[nn.Module]
     optimizer: Any
     schedule: OptimizerParamScheduler
     probe: FiniteProbe
     parameters: int
 
-
-def padded_vocabulary() -> int:
-    """Return the rows of the embedding: byte values and the end-of-document token, padded so that tensor-parallel ranks
-    can share them. The number does not depend on these ranks, as padded rows take part in the softmax."""
-    return -(-VOCAB_SIZE // VOCAB_SIZE_DIVISIBLE_BY) * VOCAB_SIZE_DIVISIBLE_BY
+    def zero_gradients(self) -> None:
+        """Set the gradients of all parts to zero."""
+        for model in self.ddp_models:
+            model.zero_grad_buffer()  # type: ignore[operator]
 
 
 def build_training_model(settings: Settings, world: World) -> TrainingModel:
-    """Build model, optimizer and schedule; weights are equal on all ranks and for any number of ranks.
+    """Build model, optimizer and schedule; weights do not depend on the number of ranks. Every rank must call it.
 
     Raises:
         ConfigError: Megatron or planned attention cannot honour a setting.
@@ -70,40 +68,29 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     torch.manual_seed(train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
     config = transformer_config(settings)
-    alibi = model.position_embedding_type == "alibi"
-    spec = install(local_spec(config), settings.context_parallel_suite, alibi=alibi)
-    gpt = GPTModel(
-        config,
-        spec,
-        vocab_size=padded_vocabulary(),
-        max_sequence_length=settings.data.seq_length,
-        position_embedding_type="none" if alibi else model.position_embedding_type,
-        rotary_base=model.rotary_base,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+    models = build_stage_models(settings, config, world)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=train.use_distributed_optimizer
     )
-    install_model(gpt)
-    gpt.to(world.device)
-    ddp_model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=train.use_distributed_optimizer
-        ),
-        Float16Module(config, gpt) if train.bf16 else gpt,
-    )
-    ddp_model.broadcast_params()
-    optimizer = get_megatron_optimizer(optimizer_config(settings), [ddp_model])
+    ddp_models = [
+        DistributedDataParallel(config, ddp_config, Float16Module(config, part) if train.bf16 else part)
+        for part in models
+    ]
+    for ddp_model in ddp_models:
+        ddp_model.broadcast_params()
+    optimizer = get_megatron_optimizer(optimizer_config(settings), ddp_models)
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = ddp_model.no_sync
+    config.no_sync_func = [part.no_sync for part in ddp_models] if len(ddp_models) > 1 else ddp_models[0].no_sync
     config.grad_scale_func = optimizer.scale_loss
     return TrainingModel(
         config=config,
-        attentions=layer_attentions(config, alibi=alibi),
-        gpt=gpt,
-        ddp_model=ddp_model,
+        attentions=layer_attentions(config, alibi=model.position_embedding_type == "alibi"),
+        models=models,
+        ddp_models=ddp_models,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
-        probe=FiniteProbe(gpt),
-        parameters=_count(gpt, world.tp_size, train.expert_model_parallel_size),
+        probe=FiniteProbe(models, world),
+        parameters=count_parameters(models, settings, world),
     )
 
 
@@ -136,6 +123,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=train.tensor_model_parallel_size,
+        **_stages(settings),
         sequence_parallel=train.sequence_parallel,
         context_parallel_size=settings.context_parallel_suite.context_parallel_size,
         deterministic_mode=train.deterministic_mode,
@@ -152,6 +140,19 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's warning on its own default
         return kind(**values)
+
+
+def _stages(settings: Settings) -> dict[str, Any]:
+    """Return Megatron's settings of pipeline stages."""
+    stages, virtual = settings.train.pipeline_model_parallel_size, settings.train.virtual_pipeline_model_parallel_size
+    return {
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "variable_seq_lengths": stages > 1,  # micro-batches differ in the rows of a rank
+        # Of two stages, each is before and behind the other: batched messages in both directions would be mixed up.
+        "overlap_p2p_comm": virtual > 1,
+        "batch_p2p_comm": virtual == 1,
+    }
 
 
 def _latent(model: ModelSettings) -> dict[str, Any]:
@@ -213,13 +214,3 @@ def _schedule(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # those of the settings, which may change on resume
     )
-
-
-def _count(gpt: nn.Module, tp: int, ep: int) -> int:
-    """Return the number of weights of the whole model; tensor-parallel ranks hold parts of matrices, and a rank holds
-    only its own experts."""
-    total = 0
-    for name, parameter in gpt.named_parameters():
-        shared_by = tp if getattr(parameter, "tensor_model_parallel", False) else 1
-        total += parameter.numel() * (ep if ".local_experts." in name else shared_by)
-    return total

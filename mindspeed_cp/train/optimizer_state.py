@@ -31,6 +31,8 @@ def prepare_to_load(optimizer: Any) -> None:
 
 def load(optimizer: Any, state: Any) -> None:
     """Call optimizer.load_state_dict(state), also for the distributed optimizer."""
+    for part, part_state in zip(_parts(optimizer), _states(optimizer, state), strict=True):
+        _keep_own_weights(part, part_state)
     distributed = [part for part in _parts(optimizer) if hasattr(part, "model_param_group_index_map")]
     for part in distributed:
         part._set_main_param_and_optimizer_states = _LoadAdamState(part)
@@ -40,6 +42,25 @@ def load(optimizer: Any, state: Any) -> None:
         del part._set_main_param_and_optimizer_states
         for _, weight_state in _weights(part):
             weight_state["step"] = weight_state["step"].clone()
+
+
+def _states(optimizer: Any, state: Any) -> list[Any]:
+    """Return the state of each of `_parts`; Megatron leaves out the list where there is one."""
+    count = len(_parts(optimizer))
+    return [state] if count == 1 else [state[number] for number in range(count)]
+
+
+def _keep_own_weights(part: Any, state: Any) -> None:
+    """Number the weights of a loaded state as this rank does. What is no tensor is the first rank's in a checkpoint, whose
+    pipeline stage may have another number of weights."""
+    inner = state.get("optimizer", state)
+    if hasattr(part, "model_param_group_index_map") or "param_groups" not in inner:  # Megatron does it for these
+        return
+    own = part.optimizer.state_dict()["param_groups"]
+    for group, own_group in zip(inner["param_groups"], own, strict=True):
+        group["params"] = own_group["params"]
+    numbers = {number for group in own for number in group["params"]}
+    inner["state"] = {key: value for key, value in inner["state"].items() if key in numbers or isinstance(key, str)}
 
 
 def set_rates(optimizer: Any, train: TrainSettings) -> None:

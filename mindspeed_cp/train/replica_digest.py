@@ -27,6 +27,7 @@ from mindspeed_cp.errors import CorruptionError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.model import TrainingModel
+from mindspeed_cp.train.stages import name_in_whole_model
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
@@ -73,18 +74,25 @@ class ReplicaCheck:
         """
         tensors = list(_replicated_tensors(self._training))
         digests = digest_all([x.tensor for x in tensors])
-        experts = np.array([x.is_expert for x in tensors])
-        # Ranks with the same number hold the same parts: the tensor-parallel rank, and for experts the expert-parallel.
+        experts = np.array([x.is_expert for x in tensors], bool)
+        # Ranks of a pipeline stage with the same number hold the same parts: the tensor-parallel rank, and for experts
+        # the expert-parallel.
+        stage, stages = self._world.stage, self._world.stages
         parts = [parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()]
+        parts = [part * stages + stage for part in parts]
         rows = _gather(np.array([*parts, *(_digest_of(digests[experts == e]) for e in (False, True))]), self._world)
         if not any(differing(rows[:, 2 + e], rows[:, e]) for e in (0, 1)):
             self.agreed_step = step
             return
-        columns = _gather(digests, self._world)
-        for index, tensor in enumerate(tensors):
-            differences = differing(columns[:, index], rows[:, int(tensor.is_expert)])
-            if differences:
-                raise CorruptionError(_message(differences, tensor.name, step, self.agreed_step, checkpoint))
+        names = self._world.gather_json([x.name for x in tensors])
+        of_experts = self._world.gather_json(experts.tolist())
+        columns = _gather(np.pad(digests, (0, max(map(len, names)) - len(digests))), self._world)
+        for first in range(0, self._world.size, self._world.stage_size):  # the stages have other tensors
+            for index, name in enumerate(names[first]):
+                ranks = slice(first, first + self._world.stage_size)
+                differences = differing(columns[ranks, index], rows[ranks, int(of_experts[first][index])], first)
+                if differences:
+                    raise CorruptionError(_message(differences, name, step, self.agreed_step, checkpoint))
         raise CorruptionError(f"step {step}: digests of weights differ between ranks, those of their tensors do not")
 
 
@@ -128,13 +136,14 @@ def _multipliers(stream: int, count: int, device: torch.device) -> Tensor:
     return torch.from_numpy(_odd_numbers(stream, count)).to(device)
 
 
-def differing(digests: np.ndarray, parts: np.ndarray) -> list[tuple[list[int], list[int]]]:
+def differing(digests: np.ndarray, parts: np.ndarray, first: int = 0) -> list[tuple[list[int], list[int]]]:
     """Return, for each set of ranks with the same part whose digests differ, (the ranks that differ from most of the
     set, most of the set). Where no value has a majority, all ranks are in the first list and the second is empty.
 
     Args:
         digests: int64 [ranks].
         parts: number of the part that each rank holds, int64 [ranks].
+        first: number of the first rank.
     """
     differences = []
     for part in np.unique(parts):
@@ -143,7 +152,7 @@ def differing(digests: np.ndarray, parts: np.ndarray) -> list[tuple[list[int], l
         if count == len(ranks):
             continue
         same = ranks[digests[ranks] == value] if 2 * count > len(ranks) else ranks[:0]
-        differences.append((np.setdiff1d(ranks, same).tolist(), same.tolist()))
+        differences.append(((np.setdiff1d(ranks, same) + first).tolist(), (same + first).tolist()))
     return differences
 
 
@@ -174,7 +183,10 @@ def _replicated_tensors(training: TrainingModel) -> Iterator[_Replicated]:
     for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
         if not hasattr(part, "model_param_group_index_map") and not getattr(part, "is_stub_optimizer", False):
             states.update({id(weight): state for weight, state in part.optimizer.state.items()})
-    for name, weight in training.gpt.named_parameters():
+    weights = [
+        (name_in_whole_model(name, part), weight) for part in training.models for name, weight in part.named_parameters()
+    ]
+    for name, weight in weights:
         is_expert = not getattr(weight, "allreduce", True)
         yield _Replicated(f"the weight {name}", weight, is_expert)
         main = getattr(weight, "main_param", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -169,18 +170,19 @@ def forward_backward(
 ) -> StepSums:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
     that are not finite are only told."""
-    training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
+    training.zero_gradients()
     training.optimizer.zero_grad()
     training.probe.reset()
     feed = _MicroBatchFeed(batches, checks.canary)
     if checks.compare_digests:
-        check_digests(world.gather(feed.digests), step, world.replicas)
+        check_digests(world.gather(feed.digests), step, world.replica_ranks)
+    parts = len(training.ddp_models)  # the virtual stages of a pipeline stage, each of which takes all micro-batches
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=feed,
-        model=[training.ddp_model],
+        data_iterator=feed if parts == 1 else list(itertools.tee(feed, parts)),
+        model=list(training.ddp_models),
         num_microbatches=feed.micro_batches,
-        seq_length=0,  # used by pipelines only
+        seq_length=1,  # not used: stages tell each other the shapes of micro-batches
         micro_batch_size=1,
         forward_only=False,
     )
@@ -196,11 +198,11 @@ def forward_backward(
                     *feed.digests,
                     calls_digest(world.cp_group),
                 ),
-                *(stop_request.level, gradient_norm(training.ddp_model), checks.probe_seconds),
+                *(stop_request.level, gradient_norm(training.ddp_models), checks.probe_seconds),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
-    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, world.replicas)
+    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, world.replica_ranks)
     check_calls(ranks["calls"], step, world)
     nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
     if nonfinite is not None:
@@ -216,9 +218,9 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
 
     def total(name: str) -> int:
         """Return the sum over replicas, of which every rank counts whole rows."""
-        return int(ranks[name][:: world.tp_size][:: world.cp_size].sum())
+        return int(ranks[name][: world.stage_size][:: world.tp_size][:: world.cp_size].sum())
 
-    # Tensor-parallel ranks hold the same tokens.
+    # Tensor-parallel ranks hold the same tokens, and all pipeline stages but the last have no loss.
     loss, counted, pairs = (ranks[name][:: world.tp_size] for name in ("loss", "counted", "visible_pairs"))
     return StepSums(
         loss=float(loss.sum() / counted.sum().clamp(min=1)),

@@ -7,9 +7,10 @@ record time spans (:mod:`mindspeed_cp.engine.recorder`); after it a thread write
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -94,7 +95,7 @@ class StepTracer:
         recorder = Recorder(self._world.device)
         traced = _TracedBatches(batches, recorder)
         with ExitStack() as stack:
-            stack.enter_context(_record_layer_numbers(self._training.gpt, recorder))
+            stack.enter_context(_record_layer_numbers(self._training.models, recorder))
             stack.enter_context(_record_reduction(self._training.config))
             stack.enter_context(recording(recorder))
             yield traced
@@ -159,7 +160,7 @@ class StepTracer:
                 for kind, cost in layers
             ],
             "bytes_per_element": 2 if settings.train.bf16 else 4,
-            "gradient_bytes": 4 * sum(p.numel() for p in self._training.gpt.parameters()),
+            "gradient_bytes": 4 * sum(p.numel() for part in self._training.models for p in part.parameters()),
             "settings": settings.model_dump(mode="json"),
         }
 
@@ -191,11 +192,11 @@ class _TracedBatches:
 
 
 @contextmanager
-def _record_layer_numbers(gpt: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _record_layer_numbers(models: Sequence[nn.Module], recorder: Recorder) -> Iterator[None]:
     """Tell the recorder within the block in which layer the engine is called. Recomputation calls core attention, or
     the whole layer, again; hidden states move in hooks of the attention module, which run after this one."""
     handles = []
-    for module in gpt.modules():
+    for module in itertools.chain.from_iterable(model.modules() for model in models):
         core = getattr(module, "core_attention", None)
         if not isinstance(core, PlannedAttention):
             continue

@@ -50,6 +50,7 @@ class World:
         cp_size, cp_rank: number of context-parallel ranks, and its number among them.
         local_size: number of ranks on this machine, as its launcher says.
         tp_size: number of tensor-parallel ranks; ranks with the same rank // tp_size hold the same tokens.
+        stages, stage: number of pipeline stages, and its stage; a stage is consecutive ranks.
         store: the key-value store through which the ranks found each other.
     """
 
@@ -63,11 +64,24 @@ class World:
     local_size: int
     tp_size: int
     store: dist.Store
+    stages: int = 1
+    stage: int = 0
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
         """The context-parallel ranks."""
         return parallel_state.get_context_parallel_group()
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of a pipeline stage, over all replicas."""
+        return self.size // self.stages
+
+    @property
+    def replica_ranks(self) -> list[list[int]]:
+        """The ranks of each replica: those of its part of every pipeline stage."""
+        ranks = torch.arange(self.size).view(self.stages, self.replicas, -1)
+        return ranks.transpose(0, 1).reshape(self.replicas, -1).tolist()
 
     @property
     def is_first(self) -> bool:
@@ -159,6 +173,10 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
         with megatron_groups_with(timeout, library, options):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=train.tensor_model_parallel_size,
+                pipeline_model_parallel_size=train.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=(
+                    train.virtual_pipeline_model_parallel_size if train.virtual_pipeline_model_parallel_size > 1 else None
+                ),
                 context_parallel_size=cp,
                 expert_model_parallel_size=train.expert_model_parallel_size,
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
@@ -176,6 +194,8 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
             local_size=local_size,
             tp_size=train.tensor_model_parallel_size,
             store=store,
+            stages=train.pipeline_model_parallel_size,
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
         )
 
 

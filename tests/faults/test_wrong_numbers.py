@@ -40,7 +40,7 @@ def train_disturbed(settings: str, rank: str, step: int, what: str) -> dict[str,
 
 def disturb(training: Any, what: str) -> None:
     """Flip one bit of a weight or of its state, far too small for a loss to tell it."""
-    named = dict(training.gpt.named_parameters())
+    named = dict(training.models[0].named_parameters())
     expert = next((name for name in named if "experts" in name), "")
     weight = named[expert if what == "expert" else "decoder.layers.1.mlp.linear_fc1.weight"]
     state = {"weight": weight.data, "expert": weight.data}.get(what)

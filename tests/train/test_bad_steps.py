@@ -81,7 +81,7 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
 
     def built(*arguments: Any) -> Any:
         training = build(*arguments)
-        last = training.gpt.decoder.layers[1].mlp
+        last = training.models[0].decoder.layers[1].mlp
 
         def spoil(module: Any, inputs: Any, output: Any) -> Any:
             if len(steps) == 4 and fault == "forward" and arguments[1].rank == 1:
@@ -96,7 +96,7 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
     def counted(training: Any, *arguments: Any) -> Any:
         steps.append(None)
         spiked = len(steps) == 4 and fault == "spike"
-        scale = training.gpt.decoder.final_layernorm.weight
+        scale = training.models[0].decoder.final_layernorm.weight
         if spiked:
             with torch.no_grad():
                 scale.mul_(30)

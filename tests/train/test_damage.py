@@ -99,7 +99,7 @@ def save_and_load(text: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with megatron_on_cpu(), megatron_compat(), join_ranks(settings) as world:
         training = build_training_model(settings, world)
-        training.ddp_model.zero_grad_buffer()  # type: ignore[operator]
+        training.zero_gradients()
         training.optimizer.step()  # its state is made by the first step
 
         def names_after(step: int, keep: int) -> list[str]:

@@ -17,12 +17,12 @@ def told(column: int, *ranks: int, replicas: int = 3, digests: list[list[int]] =
     of_ranks = torch.tensor(digests, dtype=torch.float64)
     of_ranks[list(ranks), column] += 1
     with pytest.raises(ConfigError) as caught:
-        check_digests(of_ranks, 12, replicas)
+        check_digests(of_ranks, 12, torch.arange(len(digests)).view(replicas, -1).tolist())
     return str(caught.value)
 
 
 def test_replicas_read_other_documents_and_their_ranks_the_same() -> None:
-    check_digests(torch.tensor(EQUAL, dtype=torch.float64), 12, 3)
+    check_digests(torch.tensor(EQUAL, dtype=torch.float64), 12, [[0, 1], [2, 3], [4, 5]])
     assert told(1, 3).startswith("step 12: ranks 2, 3 of 6 read the contents of the same documents differently")
     assert "any of them may be wrong" in told(1, 3), "of two ranks nobody knows which"
     assert told(1, 1, 5).startswith("step 12: ranks 0, 1, 4, 5 of 6 read the contents")
