@@ -60,7 +60,7 @@ def train(
     torchrun --nproc-per-node 4 --master-port 29500 -m mindspeed_cp train CONFIG
     """
     from mindspeed_cp.config.settings import QUICKSTART, load_settings
-    from mindspeed_cp.device.select import require_torch_npu
+    from mindspeed_cp.device.select import load_cuda, require_torch_npu
     from mindspeed_cp.train.nodes import Nodes
 
     all_overrides = list(overrides or ())
@@ -74,6 +74,8 @@ def train(
     settings = load_settings(config or QUICKSTART, all_overrides, _print_note)
     if settings.train.device == "npu":
         require_torch_npu("train.device = npu", "train.device: cpu")
+    elif settings.train.device == "cuda":
+        load_cuda("train.device = cuda")
     if settings.context_parallel_suite.algorithm == "auto":
         settings = _resolve_auto(settings, quiet=as_json or settings.output.progress == "none")
     from mindspeed_cp.train.launch import run_under_launcher, start_local_ranks

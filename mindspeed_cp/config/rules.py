@@ -104,8 +104,14 @@ def _check_capabilities(settings: Sections) -> None:
         rule = f"does not run on {device_setting}; use auto, or train.device: {suite.backend}"
         raise bad_value("context_parallel_suite.backend", suite.backend, rule)
     algorithm = "ring" if suite.algorithm == AUTO else suite.algorithm  # the ring does everything that any other does
-    row = capabilities.find_refusal(algorithm, attention, backend=device if device == "npu" else suite.backend)
+    row = capabilities.find_refusal(algorithm, attention, backend=suite.backend if device == "cpu" else device)
     if row is None:
+        if device == "cuda" and attention.dropout and not settings.train.bf16:
+            rule = (
+                "gives fp32, in which the cuda backend has no dropout; use true, model.attention_dropout: 0, or "
+                "train.device: cpu"
+            )
+            raise bad_value("train.bf16", False, rule)
         if device == "npu":
             heads = max(1, attention.heads // settings.train.tensor_model_parallel_size)
             check_npu_limits(replace(attention, heads=heads, kv_heads=heads), suite.npu_lowering)

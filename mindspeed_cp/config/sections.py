@@ -60,8 +60,9 @@ class TrainSettings(Section):
     adam_beta2: FractionBelowOne = Field(default=0.95, description="Adam's beta 2")
     adam_eps: PositiveFloat = Field(default=1e-8, description="Adam's epsilon")
     clip_grad: NonNegativeFloat = Field(default=1.0, description="largest norm of the gradient; 0: not clipped")
-    device: Literal["auto", "cpu", "npu"] = Field(
-        default="auto", description="device of the ranks; auto: npu if torch_npu is installed, else cpu"
+    device: Literal["auto", "cpu", "npu", "cuda"] = Field(
+        default="auto",
+        description="device of the ranks; auto: npu if torch_npu is installed, else cpu; cuda: NVIDIA GPUs, never auto",
     )
     bf16: bool = Field(
         default=False, description="bfloat16 weights and activations with fp32 main weights; false: fp32"

@@ -63,7 +63,7 @@ class SuiteSettings(Section):
         description="preset (a2, a3, a800, h800, h200) or YAML file with the speeds of devices and links, by which "
         "hierarchical and auto decide; null: a2",
     )
-    backend: Literal["auto", "cpu", "npu"] = Field(
+    backend: Literal["auto", "cpu", "npu", "cuda"] = Field(
         default="auto", description="implementation of the attention operator; auto: of the device"
     )
     npu_lowering: Literal["tnd", "masks"] = Field(

@@ -23,7 +23,7 @@ _REMEDY = "install CANN for this driver and `source .../ascend-toolkit/set_env.s
 
 
 def resolve_device_type(name: str) -> str:
-    """Return "cpu" or "npu" for train.device; "auto" is "npu" if torch_npu is installed."""
+    """Return "cpu", "npu" or "cuda" for train.device; "auto" is "npu" if torch_npu is installed, else "cpu"."""
     if name != "auto":
         return name
     return "cpu" if importlib.util.find_spec("torch_npu") is None else "npu"
@@ -87,6 +87,33 @@ def load_npu(setting: str = "device npu", instead: str = "train.device: cpu") ->
             f"{setting}: torch_npu finds no NPU; check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES, or {instead}"
         )
     return npu
+
+
+def load_cuda(setting: str, instead: str = "train.device: cpu") -> Any:
+    """Return torch.cuda with at least one GPU.
+
+    Args:
+        setting: setting that requires it, for the error.
+        instead: alternative, for the error.
+
+    Raises:
+        ConfigError: torch was built without CUDA, it finds no GPU, or NCCL is not there.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not torch.backends.cuda.is_built():
+        raise ConfigError(
+            f"{setting}: torch {torch.__version__} was built without CUDA; install a build of torch for CUDA, or "
+            f"{instead}"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{setting}: torch finds no GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or {instead}"
+        )
+    if not dist.is_nccl_available():
+        raise ConfigError(f"{setting}: this build of torch has no NCCL; install one that has it, or {instead}")
+    return torch.cuda
 
 
 def cann_version(module: str = "CANN") -> str | None:

@@ -1,7 +1,8 @@
 """The record through which a rank tells the launcher how it ended, and the end of its process.
 
 The record is the file that torch's elastic agent reads (TORCHELASTIC_ERROR_FILE); torchrun shows its line. A rank on an
-NPU writes a note of kind EXIT_NOTE before it trains, because torch_npu's watchdog may abort the process at any time.
+NPU or a GPU writes a note of kind EXIT_NOTE before it trains, because the watchdog of HCCL or NCCL may abort the process
+at any time.
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ from typing import Any, NoReturn
 from mindspeed_cp.device import npu_errors
 from mindspeed_cp.errors import MESSAGE_LIMIT, shortened
 
-EXIT_NOTE = "exit_note"  # kind of the record while a rank runs on an NPU
-EXIT_NOTE_TEXT = (
-    "rank {rank} ended without an error message: it was killed, or torch_npu's watchdog aborted it (SIGABRT) because "
-    f"an HCCL operation failed or a peer did not answer within {npu_errors.TIMEOUTS}; its standard error names it, and "
-    "the same command goes on from the newest checkpoint"
-)
+EXIT_NOTE = "exit_note"  # kind of the record while a rank runs on a device
+#: Whose watchdog may abort a rank, the library of its operations, and the settings of its time-out, by type of device.
+_WATCHDOGS = {
+    "npu": ("torch_npu", "an HCCL", npu_errors.TIMEOUTS),
+    "cuda": ("torch", "an NCCL", "context_parallel_suite.timeout_seconds"),
+}
 _LATEST_TIME = 2**31 - 1  # seconds: later than any failure, as torchrun takes the earliest one for the cause of all
+
+
+def exit_note_text(rank: int, device_type: str) -> str:
+    """Return the line of a rank on a device that ended without an error."""
+    owner, library, timeouts = _WATCHDOGS[device_type]
+    return (
+        f"rank {rank} ended without an error message: it was killed, or {owner}'s watchdog aborted it (SIGABRT) because "
+        f"{library} operation failed or a peer did not answer within {timeouts}; its standard error names it, and the "
+        "same command goes on from the newest checkpoint"
+    )
 
 
 def write_exit_note(kind: str, line: str) -> None:

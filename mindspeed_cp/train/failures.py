@@ -43,6 +43,9 @@ _ERRNO_REMEDIES = {
     errno.EFBIG: "raise the limit of the size of a file, ulimit -f, and the same command goes on from the newest "
     "checkpoint",
 }
+NCCL_REMEDY = (
+    "look whether all ranks live; the time-out is context_parallel_suite.timeout_seconds, and NCCL_DEBUG=WARN tells more"
+)
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 
 
@@ -122,11 +125,12 @@ def out_of_memory_error(settings: Settings, rank: int) -> ConfigError:
     )
 
 
-def lost_over_hccl(rank: int, error: BaseException) -> PeerError:
-    """Return the PeerError for a lost connection on NPUs, where no time is left to ask which rank is gone."""
+def lost_over_device(rank: int, error: BaseException, device_type: str) -> PeerError:
+    """Return the PeerError for a lost connection on NPUs or GPUs, where no time is left to ask which rank is gone."""
     if isinstance(error, PeerError):  # names the rank already
         return error
-    return PeerError(f"rank {rank} lost a peer: {npu_errors.short_cause(str(error))}; {npu_errors.HCCL_REMEDY}")
+    remedy = npu_errors.HCCL_REMEDY if device_type == "npu" else NCCL_REMEDY
+    return PeerError(f"rank {rank} lost a peer: {npu_errors.short_cause(str(error))}; {remedy}")
 
 
 def _file_error(error: OSError) -> str:

@@ -35,10 +35,10 @@ from mindspeed_cp.train.stop_request import stop_signals
 from mindspeed_cp.train.tensorboard_writer import check_tensorboard
 from mindspeed_cp.train.worker import run_rank
 
-# torch_npu's watchdog aborts the whole process and prints the reason on standard error.
+# The watchdog of HCCL or NCCL aborts the whole process and prints the reason on standard error.
 _ABORTED = (
-    "aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within "
-    f"{TIMEOUTS}; its log names them"
+    "aborted (SIGABRT): on NPUs and GPUs torch_npu and torch do that when an operation of HCCL or NCCL fails or a peer "
+    f"does not answer within {TIMEOUTS}; its log names them"
 )
 _RESUME_HINT = "the same command goes on from the newest checkpoint, if there is one"
 

@@ -81,7 +81,7 @@ class MetricsWriter:
             self._changed and f"this run was last started with other settings: {'; '.join(self._changed)}",
             run_complete_note(files, settings) if progress.step >= settings.train.train_iters else None,
             unknown_cann_note(cann_version()) if device.type == "npu" else None,
-            unused and f"{unused} was found but is not used: this version trains on the CPU or an NPU",
+            unused,
         ):
             if note:
                 self._display.note(note)

@@ -15,12 +15,12 @@ from pathlib import Path
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import open_files
 from mindspeed_cp.errors import PeerError
-from mindspeed_cp.train.exit_note import EXIT_NOTE, EXIT_NOTE_TEXT, clear_exit_note, exit_process, write_exit_note
+from mindspeed_cp.train.exit_note import EXIT_NOTE, clear_exit_note, exit_note_text, exit_process, write_exit_note
 from mindspeed_cp.train.failures import (
     classify_error,
     is_lost_rank_error,
     is_out_of_memory,
-    lost_over_hccl,
+    lost_over_device,
     out_of_memory_error,
 )
 from mindspeed_cp.train.held_folder import keep_files_owned
@@ -51,16 +51,16 @@ def run_rank(settings: Settings, *, as_json: bool) -> None:
     from mindspeed_cp.train.world import join_ranks
 
     with megatron_compat(), join_ranks(settings) as world:
-        if world.device.type == "npu":
-            write_exit_note(EXIT_NOTE, EXIT_NOTE_TEXT.format(rank=world.rank))
+        if world.device.type != "cpu":
+            write_exit_note(EXIT_NOTE, exit_note_text(world.rank, world.device.type))
         try:
             summary = train(settings, world)
         except (PeerError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise out_of_memory_error(settings, world.rank) from None
             if isinstance(error, PeerError) or is_lost_rank_error(error):
-                if world.device.type == "npu":  # torch_npu's watchdog leaves no time to ask which rank is gone
-                    raise lost_over_hccl(world.rank, error) from None
+                if world.device.type != "cpu":  # the library's watchdog leaves no time to ask which rank is gone
+                    raise lost_over_device(world.rank, error, world.device.type) from None
                 raise name_lost_ranks(world, error) from None
             raise
     clear_exit_note(EXIT_NOTE)

@@ -24,7 +24,7 @@ from mindspeed_cp.device.select import set_hccl_timeouts
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.host_memory import keep_freed_memory
-from mindspeed_cp.train.device import npu_memory, pick_device
+from mindspeed_cp.train.device import COLLECTIVE_LIBRARIES, device_memory, pick_device
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.memory import check_memory
 from mindspeed_cp.train.process_groups import megatron_groups_with
@@ -35,7 +35,6 @@ with megatron_imports():
     from megatron.core import parallel_state
 
 EXPERT_TENSOR_PARALLEL = 1  # an expert is never cut: its ranks would gather unequal numbers of tokens, and gloo cannot
-COLLECTIVE_LIBRARIES = {"npu": "hccl"}  # that carry bytes between devices
 JOIN_SECONDS = 300.0  # until every rank has to be there; ranks import Megatron before they join
 
 
@@ -148,11 +147,13 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     check_nodes(settings, local_size, size)
     check_memory(settings, local_size, ranks=size)
     check_open_files(size)
+    if settings.train.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is opened; else cuBLAS refuses
     device = pick_device(settings.train.device, _number(environment, "LOCAL_RANK", rank % local_size), local_size)
     if device.type == "cpu":
         keep_freed_memory()
     else:
-        check_memory(settings, local_size, npu_memory(device) * local_size, size)
+        check_memory(settings, local_size, device_memory(device) * local_size, size)
     torch.set_num_threads(settings.train.threads_per_rank or max(1, _cores() // local_size))
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     suite = settings.context_parallel_suite
@@ -221,7 +222,7 @@ def _init_process_group(
 
 
 def _destroy_groups(kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
-    """Destroy all groups of a device, unless a peer is lost: HCCL may wait for it, and the process ends anyway."""
+    """Destroy all groups of a device, unless a peer is lost: its library may wait for it, and the process ends anyway."""
     if isinstance(error, PeerError):
         return
     try:
@@ -237,9 +238,9 @@ def _cores() -> int:
 
 
 def unused_accelerator(device: torch.device) -> str | None:
-    """Return the name of an accelerator of this machine on which this version does not train, or None."""
+    """Return an accelerator of this machine that train.device leaves unused, and how to use it; or None."""
     if device.type == "cpu" and torch.cuda.is_available():
-        return "a CUDA device"
+        return "this machine has a CUDA device, which is not used; train.device: cuda uses it"
     return None
 
 

@@ -13,7 +13,7 @@ from mindspeed_cp.comm import GroupTransport, Transfer
 from mindspeed_cp.comm.group_transport import _PendingWork
 from mindspeed_cp.device import npu_errors
 from mindspeed_cp.errors import OperatorError, PeerError
-from mindspeed_cp.train.exit_note import EXIT_NOTE, EXIT_NOTE_TEXT, clear_exit_note, write_exit_note
+from mindspeed_cp.train.exit_note import EXIT_NOTE, clear_exit_note, exit_note_text, write_exit_note
 from mindspeed_cp.train.failures import FAILED, classify_error, is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.launch import _ABORTED
 
@@ -112,7 +112,7 @@ def test_memory_that_hccl_wants_is_no_matter_of_the_sequence_alone() -> None:
 
 
 def test_the_setting_that_ends_a_run_is_named_before_the_variable() -> None:
-    for line in (EXIT_NOTE_TEXT, _ABORTED, npu_errors.HCCL_REMEDY):
+    for line in (exit_note_text(3, "npu"), _ABORTED, npu_errors.HCCL_REMEDY):
         assert 0 < line.index("context_parallel_suite.timeout_seconds") < line.index("HCCL_EXEC_TIMEOUT")
 
 

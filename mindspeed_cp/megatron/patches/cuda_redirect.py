@@ -25,7 +25,10 @@ _NPU_FUNCTIONS = (
 
 @contextmanager
 def megatron_on(device: torch.device) -> Iterator[None]:
-    """Enter :func:`megatron_on_npu` or :func:`megatron_on_cpu`."""
+    """Enter :func:`megatron_on_npu` or :func:`megatron_on_cpu`; on a GPU, Megatron needs neither."""
+    if device.type == "cuda":
+        yield
+        return
     with megatron_on_npu(device) if device.type == "npu" else megatron_on_cpu():
         yield
 
