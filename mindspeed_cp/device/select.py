@@ -108,9 +108,7 @@ def load_cuda(setting: str, instead: str = "train.device: cpu") -> Any:
             f"{instead}"
         )
     if not torch.cuda.is_available():
-        raise ConfigError(
-            f"{setting}: torch finds no GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or {instead}"
-        )
+        raise ConfigError(f"{setting}: torch finds no GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or {instead}")
     if not dist.is_nccl_available():
         raise ConfigError(f"{setting}: this build of torch has no NCCL; install one that has it, or {instead}")
     return torch.cuda

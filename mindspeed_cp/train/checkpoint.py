@@ -91,7 +91,9 @@ def begin_save(
             remove_hidden(files)
     held = hold_new(partial, settings, world)
     state = {**sharded_state(training, is_loading=False), "rng": sharded_random_state(world)}
-    shards = InProcessSave(held, copies, {buffer.untyped_storage().data_ptr() for part in training.models for buffer in part.buffers()})
+    shards = InProcessSave(
+        held, copies, {buffer.untyped_storage().data_ptr() for part in training.models for buffer in part.buffers()}
+    )
     with _shard_errors_for(files.checkpoints):
         dist_checkpointing.save(state, str(held.path), sharded_strategy=shards)
     return BegunSave(files, progress, settings, world, held, shards)

@@ -46,7 +46,9 @@ def minimum_bytes(settings: Settings, tokens: float, ranks: int | None = None) -
     routed = 0.0
     if model.num_moe_experts is not None:
         experts_per_rank = model.num_moe_experts / train.expert_model_parallel_size
-        routed = experts / stages * experts_per_rank * model.hidden_size * per_token * model.resolved_moe_ffn_hidden_size
+        routed = (
+            experts / stages * experts_per_rank * model.hidden_size * per_token * model.resolved_moe_ffn_hidden_size
+        )
     # Adam's two moments, and for bf16 fp32 main weights; the distributed optimizer splits them over all ranks but tp's
     optimizer, all_ranks = (12.0 if train.bf16 else 8.0), settings.model_parallel_size if ranks is None else ranks
     all_ranks /= stages  # of a pipeline stage

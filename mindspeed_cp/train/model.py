@@ -129,6 +129,8 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         deterministic_mode=train.deterministic_mode,
         calculate_per_token_loss=True,
         use_cpu_initialization=True,  # draws whole matrices: the same for any number of ranks
+        # The other one takes all ranks and micro-batches to have equally many tokens; Megatron looks at it without experts too.
+        moe_token_dispatcher_type="alltoall",
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -171,8 +173,6 @@ def _experts(settings: Settings) -> dict[str, Any]:
         **{key: getattr(model, key) for key in ("num_moe_experts", *MOE_KEYS)},
         "moe_ffn_hidden_size": model.resolved_moe_ffn_hidden_size,
         "moe_router_dtype": "fp32",
-        # The other dispatcher takes all ranks to hold equally many tokens.
-        "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": settings.train.expert_model_parallel_size,
         "expert_tensor_parallel_size": EXPERT_TENSOR_PARALLEL,
     }

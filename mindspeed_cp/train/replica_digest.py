@@ -184,7 +184,9 @@ def _replicated_tensors(training: TrainingModel) -> Iterator[_Replicated]:
         if not hasattr(part, "model_param_group_index_map") and not getattr(part, "is_stub_optimizer", False):
             states.update({id(weight): state for weight, state in part.optimizer.state.items()})
     weights = [
-        (name_in_whole_model(name, part), weight) for part in training.models for name, weight in part.named_parameters()
+        (name_in_whole_model(name, part), weight)
+        for part in training.models
+        for name, weight in part.named_parameters()
     ]
     for name, weight in weights:
         is_expert = not getattr(weight, "allreduce", True)

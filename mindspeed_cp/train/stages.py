@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from mindspeed_cp.config.pipeline import layers_of_stage
+from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import VOCAB_SIZE
-from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
 from mindspeed_cp.megatron import install, install_model, local_spec, megatron_imports
 from mindspeed_cp.megatron.adaptors.local import stage_arguments
 from mindspeed_cp.train.world import World

@@ -176,7 +176,9 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
                 tensor_model_parallel_size=train.tensor_model_parallel_size,
                 pipeline_model_parallel_size=train.pipeline_model_parallel_size,
                 virtual_pipeline_model_parallel_size=(
-                    train.virtual_pipeline_model_parallel_size if train.virtual_pipeline_model_parallel_size > 1 else None
+                    train.virtual_pipeline_model_parallel_size
+                    if train.virtual_pipeline_model_parallel_size > 1
+                    else None
                 ),
                 context_parallel_size=cp,
                 expert_model_parallel_size=train.expert_model_parallel_size,

@@ -113,6 +113,17 @@ def test_a_norm_whose_gradient_megatron_would_count_twice_is_refused() -> None:
         check_model_config(transformer_config(tp=2, qk_layernorm=True, **LATENT), SUITE)
 
 
+def test_two_interleaved_stages_need_messages_of_their_own() -> None:
+    stages = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    more = dict(num_layers=4, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    check_model_config(transformer_config(**stages, **more, overlap_p2p_comm=True, batch_p2p_comm=False), SUITE)
+    check_model_config(
+        transformer_config(**{**stages, "pipeline_model_parallel_size": 4}, **{**more, "num_layers": 8}), SUITE
+    )
+    with pytest.raises(ConfigError, match="batch_p2p_comm is True; .*False, with overlap_p2p_comm True"):
+        check_model_config(transformer_config(**stages, **more), SUITE)
+
+
 def test_layers_that_differ_cannot_place_documents_by_their_work() -> None:
     balanced = Suite(algorithm="direct", layout="balanced")
     check_model_config(transformer_config(window_size=(8, 0)), balanced)

@@ -230,5 +230,7 @@ def test_settings_for_gpus_are_checked_when_they_are_read() -> None:
     assert Settings(model=dropped, train={"device": "cuda", "bf16": True})
     with pytest.raises(ConfigError, match=r"model.position_embedding_type.*alibi"):
         Settings(model={**dropped, "position_embedding_type": "alibi"}, train={"device": "cuda", "bf16": True})
-    with pytest.raises(ConfigError, match=r"context_parallel_suite.backend = \"npu\": does not run on train.device = cuda"):
+    with pytest.raises(
+        ConfigError, match=r"context_parallel_suite.backend = \"npu\": does not run on train.device = cuda"
+    ):
         Settings(train={"device": "cuda"}, context_parallel_suite={"backend": "npu"})

@@ -62,6 +62,11 @@ def _divides_losses(config: TransformerConfig) -> bool:
     return _is_split(config) and "router" not in MoESubmodules.__dataclass_fields__
 
 
+def _interleaves_two_stages(config: TransformerConfig) -> bool:
+    """True if each of two pipeline stages is both before and behind the other."""
+    return config.pipeline_model_parallel_size == 2 and (config.virtual_pipeline_model_parallel_size or 1) > 1
+
+
 _FP8 = "attention runs in the dtype of query, key and value"
 _ROTARY = "rotary positions come from the plan and are applied by PlannedAttention"
 _RANKS = "a plan already gives each document the ranks it needs"
@@ -100,6 +105,13 @@ RULES = (
     Rule("heterogeneous_block_specs", _off, "False", "a micro-batch has plans for layers that differ by window only"),
     Rule("gtp_weight_remat_size", lambda v: v in (None, 1), "1", _SHARDS),
     Rule("expert_gtp_weight_remat_size", lambda v: v in (None, 1), "1", _SHARDS),
+    Rule(
+        "batch_p2p_comm",
+        _off,
+        "False, with overlap_p2p_comm True",
+        "two virtual stages of two ranks exchange activations and gradients in one list, and take one for the other",
+        when=_interleaves_two_stages,
+    ),
     Rule("flash_decode", _off, "False", "generate with a model built from the original spec"),
     # Multi-latent attention
     Rule(
