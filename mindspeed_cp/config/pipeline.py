@@ -38,7 +38,8 @@ def check_pipeline(settings: Sections) -> None:
         raise bad_value(key, value, rule if virtual == 1 else f"{rule}: {product} does not")
     if stages == 1:
         return
-    for key, value in (("trace_steps", output.trace_steps), ("trace_interval", output.trace_interval)):
+    traces: list[tuple[str, object]] = [("trace_steps", output.trace_steps), ("trace_interval", output.trace_interval)]
+    for key, value in traces:
         if value:
             rule = (
                 f"is not for {STAGES} = {stages}: a trace tells micro-batches apart by their order, and stages mix "

@@ -96,8 +96,8 @@ def check_digests(digests: Tensor, step: int, replica_ranks: Sequence[Sequence[i
         is_tie |= is_split
     if different:
         raise ConfigError(
-            f"step {step}: {name_ranks(sorted(different))} of {size} read the contents of the same documents differently "
-            f"{_from_whom(is_tie, size)}; every rank needs the same files in data.corpus; {kept}"
+            f"step {step}: {name_ranks(sorted(different))} of {size} read the contents of the same documents "
+            f"differently {_from_whom(is_tie, size)}; every rank needs the same files in data.corpus; {kept}"
         )
 
 

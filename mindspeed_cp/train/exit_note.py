@@ -1,8 +1,8 @@
 """The record through which a rank tells the launcher how it ended, and the end of its process.
 
 The record is the file that torch's elastic agent reads (TORCHELASTIC_ERROR_FILE); torchrun shows its line. A rank on an
-NPU or a GPU writes a note of kind EXIT_NOTE before it trains, because the watchdog of HCCL or NCCL may abort the process
-at any time.
+NPU or a GPU writes a note of kind EXIT_NOTE before it trains, because the watchdog of HCCL or NCCL may abort the
+process at any time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def exit_note_text(rank: int, device_type: str) -> str:
     """Return the line of a rank on a device that ended without an error."""
     owner, library, timeouts = _WATCHDOGS[device_type]
     return (
-        f"rank {rank} ended without an error message: it was killed, or {owner}'s watchdog aborted it (SIGABRT) because "
-        f"{library} operation failed or a peer did not answer within {timeouts}; its standard error names it, and the "
+        f"rank {rank} ended without an error message: it was killed, or {owner}'s watchdog aborted it (SIGABRT) "
+        f"because {library} operation failed or a peer did not answer within {timeouts}; its standard error names it, and the "
         "same command goes on from the newest checkpoint"
     )
 

@@ -43,7 +43,7 @@ _ERRNO_REMEDIES = {
     errno.EFBIG: "raise the limit of the size of a file, ulimit -f, and the same command goes on from the newest "
     "checkpoint",
 }
-NCCL_REMEDY = "look whether all ranks live; the time-out is context_parallel_suite.timeout_seconds, and NCCL_DEBUG=WARN tells more"
+NCCL_REMEDY = "look whether all ranks live; the time-out is context_parallel_suite.timeout_seconds"
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 
 

@@ -50,8 +50,8 @@ def minimum_bytes(settings: Settings, tokens: float, ranks: int | None = None) -
             experts / stages * experts_per_rank * model.hidden_size * per_token * model.resolved_moe_ffn_hidden_size
         )
     # Adam's two moments, and for bf16 fp32 main weights; the distributed optimizer splits them over all ranks but tp's
-    optimizer, all_ranks = (12.0 if train.bf16 else 8.0), settings.model_parallel_size if ranks is None else ranks
-    all_ranks /= stages  # of a pipeline stage
+    optimizer = 12.0 if train.bf16 else 8.0
+    all_ranks = (settings.model_parallel_size if ranks is None else ranks) / stages  # of a pipeline stage
     parts, expert_parts = 1.0, 1.0
     if train.use_distributed_optimizer:
         parts, expert_parts = all_ranks / tp, max(1.0, all_ranks / train.expert_model_parallel_size)

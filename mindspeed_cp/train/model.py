@@ -129,7 +129,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         deterministic_mode=train.deterministic_mode,
         calculate_per_token_loss=True,
         use_cpu_initialization=True,  # draws whole matrices: the same for any number of ranks
-        # The other one takes all ranks and micro-batches to have equally many tokens; Megatron looks at it without experts too.
+        # The other one takes all to have equally many tokens; Megatron looks at it without experts too.
         moe_token_dispatcher_type="alltoall",
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,

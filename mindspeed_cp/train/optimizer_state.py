@@ -51,8 +51,8 @@ def _states(optimizer: Any, state: Any) -> list[Any]:
 
 
 def _keep_own_weights(part: Any, state: Any) -> None:
-    """Number the weights of a loaded state as this rank does. What is no tensor is the first rank's in a checkpoint, whose
-    pipeline stage may have another number of weights."""
+    """Number the weights of a loaded state as this rank does. What is no tensor is the first rank's in a checkpoint,
+    whose pipeline stage may have another number of weights."""
     inner = state.get("optimizer", state)
     if hasattr(part, "model_param_group_index_map") or "param_groups" not in inner:  # Megatron does it for these
         return

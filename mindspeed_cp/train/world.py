@@ -224,7 +224,7 @@ def _init_process_group(
 
 
 def _destroy_groups(kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
-    """Destroy all groups of a device, unless a peer is lost: its library may wait for it, and the process ends anyway."""
+    """Destroy all groups of a device, unless a peer is lost: its library may wait for it, and the process ends."""
     if isinstance(error, PeerError):
         return
     try:

@@ -37,5 +37,5 @@ def test_experts_divide_among_the_ranks_of_a_stage() -> None:
     train = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
     settings = Settings(model={"num_moe_experts": 4}, train=train)  # type: ignore[arg-type]
     assert data_parallel_size(settings, 4) == 2
-    with pytest.raises(ConfigError, match="must divide the 1 ranks of a pipeline stage.*start a multiple of 4"):
+    with pytest.raises(ConfigError, match=r"must divide the 1 ranks of a pipeline stage.*start a multiple of 4"):
         data_parallel_size(settings, 2)

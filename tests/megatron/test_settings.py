@@ -120,7 +120,7 @@ def test_two_interleaved_stages_need_messages_of_their_own() -> None:
     check_model_config(
         transformer_config(**{**stages, "pipeline_model_parallel_size": 4}, **{**more, "num_layers": 8}), SUITE
     )
-    with pytest.raises(ConfigError, match="batch_p2p_comm is True; .*False, with overlap_p2p_comm True"):
+    with pytest.raises(ConfigError, match=r"batch_p2p_comm is True; .*False, with overlap_p2p_comm True"):
         check_model_config(transformer_config(**stages, **more), SUITE)
 
 
