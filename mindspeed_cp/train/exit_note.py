@@ -31,8 +31,8 @@ def exit_note_text(rank: int, device_type: str) -> str:
     owner, library, timeouts = _WATCHDOGS[device_type]
     return (
         f"rank {rank} ended without an error message: it was killed, or {owner}'s watchdog aborted it (SIGABRT) "
-        f"because {library} operation failed or a peer did not answer within {timeouts}; its standard error names it, and the "
-        "same command goes on from the newest checkpoint"
+        f"because {library} operation failed or a peer did not answer within {timeouts}; its standard error names it, "
+        "and the same command goes on from the newest checkpoint"
     )
 
 

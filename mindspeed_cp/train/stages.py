@@ -115,7 +115,7 @@ def name_in_whole_model(name: str, model: nn.Module) -> str:
     """
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
-        first = model.decoder.layers[0]  # type: ignore[union-attr, index]
+        first: Any = model.decoder.layers[0]  # type: ignore[union-attr, index]
         parts[2] = str(int(parts[2]) + first.layer_number - 1)
     return ".".join(parts)
 
