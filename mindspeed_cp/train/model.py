@@ -16,6 +16,7 @@ from mindspeed_cp.data import VOCAB_SIZE
 from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.finite_probe import FiniteProbe
+from mindspeed_cp.train.fused_operators import FusedOperators, choose_fused_operators
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
 
 with megatron_imports():
@@ -40,6 +41,7 @@ class TrainingModel:
         gpt: the bare model, for checkpoints.
         ddp_model: the model in Megatron's DDP.
         optimizer, schedule: Megatron's.
+        fused: operators that run fused.
         probe: tells which layer gave the first value of a step that is not finite.
         parameters: weights of the whole model, over all tensor- and expert-parallel ranks; shared ones counted once.
     """
@@ -50,6 +52,7 @@ class TrainingModel:
     ddp_model: nn.Module
     optimizer: Any
     schedule: OptimizerParamScheduler
+    fused: FusedOperators
     probe: FiniteProbe
     parameters: int
 
@@ -70,8 +73,10 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     torch.manual_seed(train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
     config = transformer_config(settings)
+    fused = choose_fused_operators(settings, world.device)
+    fused.use_in_config(config)
     alibi = model.position_embedding_type == "alibi"
-    spec = install(local_spec(config), settings.context_parallel_suite, alibi=alibi)
+    spec = install(local_spec(config, norm=fused.norm), settings.context_parallel_suite, alibi=alibi)
     gpt = GPTModel(
         config,
         spec,
@@ -82,6 +87,7 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
     )
     install_model(gpt)
+    fused.use_in_model(gpt)
     gpt.to(world.device)
     ddp_model = DistributedDataParallel(
         config,
@@ -92,6 +98,7 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     )
     ddp_model.broadcast_params()
     optimizer = get_megatron_optimizer(optimizer_config(settings), [ddp_model])
+    fused.use_in_optimizer(optimizer)
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = ddp_model.no_sync
     config.grad_scale_func = optimizer.scale_loss
@@ -102,6 +109,7 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
         ddp_model=ddp_model,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
+        fused=fused,
         probe=FiniteProbe(gpt),
         parameters=_count(gpt, world.tp_size, train.expert_model_parallel_size),
     )
