@@ -129,9 +129,10 @@ def measure(folder: str, steps: int, layers: int) -> dict[str, Any]:
 
     small = ["model.hidden_size=64", "model.ffn_hidden_size=128", f"model.num_layers={layers}", "data.seq_length=128"]
     suite = ["context_parallel_suite.context_parallel_size=1", "context_parallel_suite.nodes=1", "train.compare=[]"]
+    checks = ["train.check_attention_interval=0", "train.check_weight_hash_across_dp_replicas_interval=0"]
     run = ["train.global_batch_size=1", f"train.train_iters={steps + WARM_UP}", "train.threads_per_rank=1"]
     files = [f"output.folder={folder}/run", "output.progress=none", "output.loss_png=false"]
-    settings = load_settings(QUICKSTART, [*small, *suite, *run, *files, "context_parallel_suite.algorithm=ring"])
+    settings = load_settings(QUICKSTART, [*small, *suite, *checks, *run, *files, "context_parallel_suite.algorithm=ring"])
     seconds: dict[bool, list[float]] = {True: [], False: []}
     modes: list[CudaMode] = []
     calls: Counter[str] = Counter()
