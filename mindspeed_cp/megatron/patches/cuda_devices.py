@@ -69,7 +69,9 @@ def _by_keyword(function: Callable[..., Any], device: torch.device) -> Callable[
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             given = kwargs.get("device")
-            if given is not None and (type(given) is int or is_cuda(given)):  # int: torch.cuda.current_device()
+            if given is device or given is None:
+                pass
+            elif type(given) is int or is_cuda(given):  # int: torch.cuda.current_device()
                 kwargs["device"] = device
             if not has_pinned_memory and kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
