@@ -3,9 +3,7 @@ and backward. The arithmetic is the stand-in's (tests/host_cann/oracle_layers.py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from mindspeed_cp.train.fused_operators import choose_fused_operators
 from tests.host_cann import oracle_layers
 from tests.host_cann.oracle_cases import LIMITS
 from tests.host_cann.oracle_faults import DECAY, GATE, LAYER_FAULTS, NORM, ROTATION, set_fault
-from tests.npu.test_training import assert_same, corpus, on_the_cpu, train  # noqa: F401  fixtures
 
 with megatron_imports():
     from megatron.core.transformer import mlp
@@ -199,32 +196,6 @@ def test_the_doctor_finds_a_fault(fault: str, operator: str) -> None:
     assert fault in LAYER_FAULTS
     set_fault(fault)
     assert {row["operator"] for row in check_fused_operators() if not row["ok"]} == {OPERATORS[operator]}
-
-
-# --- training
-
-
-def test_a_run_goes_on_with_and_without_fused_operators(
-    corpus: Path,  # noqa: F811
-    tmp_path: Path,
-    on_the_cpu: list[dict[str, Any]],  # noqa: F811
-) -> None:
-    """A checkpoint of the plain AdamW on the CPU goes on fused, and one of the fused AdamW on the CPU; losses stay those of
-    a run on the CPU."""
-    lines: list[dict[str, Any]] = []
-    for last, device in ((1, "cpu"), (3, "npu"), (4, "cpu")):
-        lines = train(1, tmp_path, f"data.corpus={corpus}", f"train.device={device}", f"train.train_iters={last}")
-        log = " ".join((tmp_path / "logs" / "rank0.log").read_text().split())
-        if last < 4:  # later starts append
-            assert ("fused operators: RMSNorm, rotary positions, SwiGLU, AdamW" in log) == (device == "npu"), log
-    assert_same(lines, on_the_cpu)
-
-
-@pytest.mark.thorough  # the other device's runs are fused by default
-def test_a_run_without_fused_operators(corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]) -> None:  # noqa: F811
-    plain_run = train(1, tmp_path, f"data.corpus={corpus}", "train.device=npu", "train.fused_operators=false")
-    assert_same(plain_run, on_the_cpu)
-    assert json.loads((tmp_path / "summary.json").read_text())["step"] == 4
 
 
 def test_the_norms_parameters_are_torchs() -> None:
