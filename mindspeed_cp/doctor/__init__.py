@@ -16,6 +16,7 @@ from mindspeed_cp.device.select import load_npu
 from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.doctor.cuda_kernels import kernel_table
 from mindspeed_cp.doctor.exposure import exposure
+from mindspeed_cp.doctor.fused import check_fused_operators
 from mindspeed_cp.doctor.links import check_links
 from mindspeed_cp.doctor.machine import DEVICES, backend_status, device_status, machine_status, requirements, versions
 from mindspeed_cp.doctor.operator import LONG_CASES, MAX_DIFFERENCE, SHORT_CASES, applies, check
@@ -41,7 +42,7 @@ def run_checks(
 
     Returns:
         {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
-        "network", "kernels", "checks", "links"}, plain data. "ok" is True if at least one backend runs, no check
+        "network", "kernels", "checks", "fused_operators", "links"}, plain data. "ok" is True if at least one backend runs, no check
         exceeds its limit, all links work and no version is too old.
 
     Raises:
@@ -66,10 +67,11 @@ def run_checks(
         for case in (*SHORT_CASES, *(LONG_CASES if name != "cpu" else ()))
         if (dtype != "fp16" or case.plan is None) and applies(name, dtype, case)  # plans do not depend on the type
     ]
+    fused = check_fused_operators(seed) if "npu" in checked else []
     links = check_links(devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in checked else []
     refused = [status for status in version_report() if status.status == "refused"]
     return {
-        "ok": bool(checks) and not refused and all(row["ok"] for row in (*checks, *links, *requirement_rows)),
+        "ok": bool(checks) and not refused and all(row["ok"] for row in (*checks, *fused, *links, *requirement_rows)),
         "requirements": requirement_rows,
         "versions": versions(bool(requirement_rows)),
         "version_status": [asdict(status) for status in version_report()],
@@ -84,6 +86,7 @@ def run_checks(
         "network": exposure(),
         "kernels": kernel_table() if "cuda" in checked else [],
         "checks": checks,
+        "fused_operators": fused,
         "links": links,
     }
 
@@ -114,5 +117,8 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
     elif not total and all(row["ok"] for row in report["requirements"]):
         print("FAILED: no backend of the attention operator runs here")
+    failed_fused = [f"{row['operator']} ({row['dtype']})" for row in report["fused_operators"] if not row["ok"]]
+    if failed_fused:
+        print(f"FAILED: {', '.join(failed_fused)}; train with train.fused_operators: false")
     if failed_links:
         print(f"FAILED: {', '.join(failed_links)}")

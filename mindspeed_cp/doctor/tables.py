@@ -47,6 +47,18 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
             (", ".join(row["where"]) or "everything", row["dtype"], row["kernel"]) for row in report["kernels"]
         )
         tables.insert(2, Table("Kernels of the cuda backend", ("attention", "type", "served by"), rows))
+    if report.get("fused_operators"):
+        fused = [
+            (
+                f"{row['operator']} {row['dtype']}".strip(),
+                "-" if row["difference"] is None else f"{row['difference']:.1e}",
+                "-" if row["limit"] is None else f"{row['limit']:.0e}",
+                row["error"] or "ok" if row["ok"] else f"FAILED {row['error'] or ''}".strip(),
+            )
+            for row in report["fused_operators"]
+        ]
+        columns = ("operator", "difference", "limit", "")
+        tables.append(Table("Fused operators of torch-npu, largest difference to fp64", columns, tuple(fused)))
     if report["links"]:
         rings = [
             (

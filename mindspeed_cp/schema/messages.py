@@ -130,7 +130,8 @@ def _describe_type(annotation: Any, bounds: str) -> str:
     if origin is typing.Annotated:
         return _describe_type(arguments[0], _bounds(arguments[1:]) or bounds)
     if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(a) for a in arguments)
+        words = [format_value(a) if isinstance(a, bool) else str(a) for a in arguments]
+        return ("one of " if len(words) > 1 else "") + ", ".join(words)
     if origin is list:
         return f"a list of {_PLURALS[arguments[0]]}"
     text = _SCALARS.get(

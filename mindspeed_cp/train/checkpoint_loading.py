@@ -133,6 +133,7 @@ def load(folder: Path, held: HeldFolder, settings: Settings, training: TrainingM
     training.schedule.num_steps = 0  # loading adds to it
     training.schedule.load_state_dict(loaded["schedule"])
     optimizer_state.set_rates(training.optimizer, settings.train)
+    training.fused.use_in_optimizer(training.optimizer)
     if "rng" in loaded:
         set_random_state(loaded["rng"])
     known = {field.name: run[field.name] for field in fields(Progress) if field.name in run}  # older ones lack some

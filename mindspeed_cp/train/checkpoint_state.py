@@ -8,6 +8,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.train.model import TrainingModel
+from mindspeed_cp.train.optimizer_state import move_steps_to_host
 from mindspeed_cp.train.random_state import get_random_state
 from mindspeed_cp.train.world import World
 
@@ -27,6 +28,7 @@ def sharded_state(training: TrainingModel, *, is_loading: bool) -> dict[str, Any
         for key, part in zip(model_keys(training), training.models, strict=True)
     }
     optimizer = training.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    move_steps_to_host(optimizer)
     return {**models, "optimizer": optimizer, "schedule": training.schedule.state_dict()}
 
 

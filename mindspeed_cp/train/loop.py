@@ -102,6 +102,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         stream = open_stream()
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
         training = build_training_model(settings, world)
+        stack.enter_context(training.fused.applied())
         _warm_up_connections(settings, world, training)
         check_place(settings, world)
         progress, folder, notes = resume(settings, training, world)
@@ -121,7 +122,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         if world.is_first:
             writer = MetricsWriter(files, settings, progress, training.parameters, world.device)
             stack.callback(writer.close)
-            for note in notes:
+            for note in filter(None, (training.fused.note(), *notes)):
                 writer.note(note)
         if settings.train.compare and folder is None:
             if writer is not None:

@@ -15,6 +15,7 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.megatron import layer_attentions, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.finite_probe import FiniteProbe
+from mindspeed_cp.train.fused_operators import FusedOperators, choose_fused_operators
 from mindspeed_cp.train.stages import build_stage_models, count_parameters
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
 
@@ -39,6 +40,7 @@ class TrainingModel:
         models: the bare parts of the model that this rank holds, one for each virtual pipeline stage, for checkpoints.
         ddp_models: they in Megatron's DDP.
         optimizer, schedule: Megatron's.
+        fused: operators that run fused.
         probe: tells which layer gave the first value of a step that is not finite.
         parameters: weights of the whole model, over all ranks that share it; shared ones counted once.
     """
@@ -49,6 +51,7 @@ class TrainingModel:
     ddp_models: Sequence[nn.Module]
     optimizer: Any
     schedule: OptimizerParamScheduler
+    fused: FusedOperators
     probe: FiniteProbe
     parameters: int
 
@@ -68,7 +71,9 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     torch.manual_seed(train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
     config = transformer_config(settings)
-    models = build_stage_models(settings, config, world)
+    fused = choose_fused_operators(settings, world.device)
+    fused.use_in_config(config)
+    models = build_stage_models(settings, config, world, fused)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=train.use_distributed_optimizer
     )
@@ -79,6 +84,7 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     for ddp_model in ddp_models:
         ddp_model.broadcast_params()
     optimizer = get_megatron_optimizer(optimizer_config(settings), ddp_models)
+    fused.use_in_optimizer(optimizer)
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = [part.no_sync for part in ddp_models] if len(ddp_models) > 1 else ddp_models[0].no_sync
     config.grad_scale_func = optimizer.scale_loss
@@ -89,6 +95,7 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
         ddp_models=ddp_models,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
+        fused=fused,
         probe=FiniteProbe(models, world),
         parameters=count_parameters(models, settings, world),
     )

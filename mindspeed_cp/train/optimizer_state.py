@@ -63,6 +63,29 @@ def _keep_own_weights(part: Any, state: Any) -> None:
     inner["state"] = {key: value for key, value in inner["state"].items() if key in numbers or isinstance(key, str)}
 
 
+def set_fused(optimizer: Any, fused: bool) -> None:
+    """Let torch's AdamW update by its fused operator, or by single ones; counters of steps lie where that needs them.
+
+    A checkpoint's own choice and place are undone: either way writes what the other loads.
+    """
+    for adam in torch_optimizers(optimizer):
+        for group in adam.param_groups:
+            group["fused"] = fused or None
+        for weight, state in adam.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(weight.device if fused else "cpu", torch.float32)
+
+
+def move_steps_to_host(state: dict[Any, Any]) -> None:
+    """Move the common counter of steps in a state of Megatron's optimizer to the host, wherever torch's Adam has it: it is
+    saved as it is, and a machine without that device must load it."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            move_steps_to_host(value)
+        elif key == "common_step" and isinstance(value, Tensor):
+            state[key] = value.cpu()
+
+
 def set_rates(optimizer: Any, train: TrainSettings) -> None:
     """Set the rates of a loaded optimizer to those of the settings; learning rate and weight decay follow with the next
     step of the schedule."""

@@ -16,6 +16,7 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import VOCAB_SIZE
 from mindspeed_cp.megatron import install, install_model, local_spec, megatron_imports
 from mindspeed_cp.megatron.adaptors.local import stage_arguments
+from mindspeed_cp.train.fused_operators import FusedOperators
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
@@ -40,7 +41,9 @@ class SeededLayer(TransformerLayer):
         super().__init__(*arguments, **named)
 
 
-def build_stage_models(settings: Settings, config: TransformerConfig, world: World) -> list[GPTModel]:
+def build_stage_models(
+    settings: Settings, config: TransformerConfig, world: World, fused: FusedOperators
+) -> list[GPTModel]:
     """Return the parts of the model that this rank holds, on its device, with planned attention.
 
     A weight has the same initial value for any number of ranks and stages.
@@ -49,17 +52,18 @@ def build_stage_models(settings: Settings, config: TransformerConfig, world: Wor
         ConfigError: Megatron or planned attention cannot honour a setting.
     """
     virtual_stages = settings.train.virtual_pipeline_model_parallel_size
-    return [_build(settings, config, world, number, virtual_stages) for number in range(virtual_stages)]
+    return [_build(settings, config, world, fused, number) for number in range(virtual_stages)]
 
 
-def _build(settings: Settings, config: TransformerConfig, world: World, number: int, virtual_stages: int) -> GPTModel:
+def _build(settings: Settings, config: TransformerConfig, world: World, fused: FusedOperators, number: int) -> GPTModel:
     """Return the model of virtual stage `number`."""
     model, seed = settings.model, settings.train.seed
+    virtual_stages = settings.train.virtual_pipeline_model_parallel_size
     alibi = model.position_embedding_type == "alibi"
     vp_stage = number if virtual_stages > 1 else None
     layers = layers_of_stage(model.num_layers, world.stages, virtual_stages, world.stage, number)
     with _virtual_stage(vp_stage):
-        spec = install(local_spec(config, vp_stage), settings.context_parallel_suite, alibi=alibi)
+        spec = install(local_spec(config, vp_stage, norm=fused.norm), settings.context_parallel_suite, alibi=alibi)
         torch.default_generator.manual_seed(seed)
         gpt = GPTModel(
             config,
@@ -76,7 +80,9 @@ def _build(settings: Settings, config: TransformerConfig, world: World, number: 
     numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
     if numbers != list(layers):
         raise NotImplementedError(f"Megatron gives virtual stage {number} the layers {numbers}, not {list(layers)}")
-    return install_model(gpt).to(world.device)
+    install_model(gpt)
+    fused.use_in_model(gpt)
+    return gpt.to(world.device)
 
 
 def _seeded(spec: TransformerBlockSubmodules, seed: int, layers: Sequence[int]) -> TransformerBlockSubmodules:

@@ -11,7 +11,8 @@ back with non_blocking=True. Random numbers come from torch_npu's generators: se
 With HOST_CANN_LATE=1 results come late, as on a device: see `late.c` and README.md.
 
 torch_npu's own autograd formulas for aten operators call operator kernels past the dispatcher; they are replaced by PyTorch's.
-Untouched: allocation, views, storages (KEEP) and all operators of torch_npu itself, whose kernels are in libopapi.
+Untouched: allocation, views, storages and the fused AdamW (KEEP), and all operators of torch_npu itself, whose kernels are in
+libopapi.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.host_cann.device_memory import copied, copy_bytes, drain, fill_bytes,
 KEEP = frozenset(
     [
         "_copy_from_and_resize",
+        "_fused_adamw_",  # of which torch_npu makes calls of aclnnApplyAdamWV2
         "_lazy_clone",
         "_pin_memory",
         "_reshape_alias",

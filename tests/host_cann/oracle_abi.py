@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.host_cann import device_memory, oracle
+from tests.host_cann import device_memory, oracle, oracle_layers
 from tests.host_cann import oracle_ring as ring
 from tests.host_cann.oracle_dropout import mask_bytes
 from tests.host_cann.oracle_rules import Refused, need
@@ -85,7 +85,7 @@ class Asked:
         self.inputs.append(memory(about))
         return self.inputs[-1]
 
-    def give(self, **results: Tensor) -> None:
+    def give(self, /, **results: Tensor) -> None:
         """Write results into the memory of outputs: at once, or, with HOST_CANN_LATE, by tasks of the stream, which first
         see to it that no input has changed since (late.c)."""
         outputs = {name: memory(self.arguments[name]) for name in results}
@@ -187,7 +187,8 @@ def handler(name: str) -> Callable[[Asked], None]:
     """What answers calls of that operator."""
     if name.startswith("aclnnFlashAttention"):
         return gradient if "Grad" in name else attention
-    return {"aclnnDropoutGenMaskV2": dropout_mask, "aclnnRingAttentionUpdateV2": update}.get(name, copy)
+    others = {"aclnnDropoutGenMaskV2": dropout_mask, "aclnnRingAttentionUpdateV2": update, **oracle_layers.HANDLERS}
+    return others.get(name, copy)
 
 
 def follow_environment() -> None:

@@ -17,7 +17,14 @@ MODE_1 = "sparse_mode 1 as causal"  # the mask that was given does not count
 UPDATE = "ring update without maxima"  # sums are added as if both parts had one maximum
 UPDATE_OUT = "ring update keeps the first output"  # statistics are right, the output is not weighed
 
+ROTATION = "rotation the other way"
+GATE = "SwiGLU gates with the other half"
+NORM = "gradient of RMSNorm without its mean"
+DECAY = "AdamW adds the decay to the gradient"
+
+#: Of attention, and of the operators of a layer and the optimizer.
 FAULTS = (COLUMNS, ORDER, KV_START, STATISTICS, TOP_LEFT, HEADS, KEEP_PROB, BITS, MODE_1, UPDATE, UPDATE_OUT)
+LAYER_FAULTS = (ROTATION, GATE, NORM, DECAY)
 
 _fault: list[str] = []
 
@@ -28,8 +35,9 @@ def set_fault(name: str | None) -> None:
     Raises:
         ValueError: no such fault.
     """
-    if name and name not in FAULTS:
-        raise ValueError(f"no fault is called {name!r}; valid: {', '.join(FAULTS)}")
+    valid = (*FAULTS, *LAYER_FAULTS)
+    if name and name not in valid:
+        raise ValueError(f"no fault is called {name!r}; valid: {', '.join(valid)}")
     _fault[:] = [name] if name else []
 
 

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.limits import HANG
 from tests.ports import free_port
@@ -100,6 +102,44 @@ def test_losses_are_those_of_the_cpu(
     ranks: int, settings: tuple[str, ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
     assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from tensors(part)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ((2, "npu"), (4, "cpu")),
+        pytest.param(((1, "cpu"), (3, "npu"), (4, "cpu")), marks=pytest.mark.thorough),
+        pytest.param(((2, "npu"), (4, "npu plain")), marks=pytest.mark.thorough),
+    ],
+    ids=lambda runs: ", ".join(f"{device} to {last}" for last, device in runs),
+)
+def test_a_run_goes_on_with_and_without_fused_operators(
+    runs: tuple[tuple[int, str], ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
+) -> None:
+    """Checkpoints of fused and of plain operators are alike: losses stay those of a run on the CPU. What all ranks share in
+    a checkpoint lies on the host, for machines that have no NPU."""
+    lines: list[dict[str, Any]] = []
+    for last, device in runs:
+        name, *plain = device.split()
+        choice = "false" if plain else "auto"
+        settings = (f"train.device={name}", f"train.fused_operators={choice}", f"train.train_iters={last}")
+        lines = train(1, tmp_path, f"data.corpus={corpus}", *settings)
+        log = " ".join((tmp_path / "logs" / "rank0.log").read_text().split())
+        assert ("fused operators: RMSNorm, rotary positions, SwiGLU, AdamW" in log) or device != "npu"
+        assert ("fused operators: none" in log) == bool(plain)
+        for file in (tmp_path / "checkpoints").glob(f"*{last}/common.pt"):
+            common = torch.load(file, weights_only=False)
+            assert any(x.numel() == 1 and float(x) == last for x in tensors(common))  # Adam's counter of steps
+            assert {x.device.type for x in tensors(common)} == {"cpu"}
+    assert_same(lines, on_the_cpu)
 
 
 @pytest.mark.thorough  # tests/npu/test_table.py has hierarchical plans, tests/train/test_beside.py such a training

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -21,10 +21,10 @@ from torch import nn
 
 from mindspeed_cp.megatron.patches.spans import SPAN
 
-_NORMS: dict[str, type[nn.Module]] = {"RMSNorm": nn.RMSNorm, "LayerNorm": nn.LayerNorm}
 
-
-def local_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def local_spec(
+    config: TransformerConfig, vp_stage: int | None = None, norm: type[LocalNorm] | None = None
+) -> TransformerBlockSubmodules:
     """Return Megatron's own local spec of all layers of this pipeline stage, for :func:`install`.
 
     Two of its parts are replaced, without change to the model: torch's norms, which Megatron refuses under sequence
@@ -34,7 +34,9 @@ def local_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
         config: settings of a GPT; normalization, multi_latent_attention, qk_layernorm, num_moe_experts and
             moe_layer_freq are read.
         vp_stage: virtual pipeline stage, of interleaved schedules.
+        norm: builds the norms; None: :class:`LocalNorm`.
     """
+    norm = norm or LocalNorm
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -44,13 +46,13 @@ def local_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     )
     shared = copy.deepcopy(block.layer_specs)  # all in one copy: layers that are one spec stay one
     for layer in shared:
-        _use_local_norms(layer.submodules)
+        _use_norms(layer.submodules, norm)
         attention = layer.submodules.self_attention.submodules
-        _use_local_norms(attention)
+        _use_norms(attention, norm)
         if config.multi_latent_attention and config.q_lora_rank is None:
             attention.q_layernorm = IdentityOp  # 0.19 refuses a norm that nothing calls
         _use_drawn_experts(layer.submodules.mlp)
-    return TransformerBlockSubmodules(layer_specs=shared, layer_norm=LocalNorm)
+    return TransformerBlockSubmodules(layer_specs=shared, layer_norm=norm)
 
 
 def stage_arguments(function: Callable[..., Any], vp_stage: int | None) -> dict[str, Any]:
@@ -59,10 +61,16 @@ def stage_arguments(function: Callable[..., Any], vp_stage: int | None) -> dict[
 
 
 class LocalNorm:
-    """torch's RMSNorm or LayerNorm; Megatron sums its gradient over tensor-parallel ranks that share the rows."""
+    """torch's RMSNorm or LayerNorm; Megatron sums its gradient over tensor-parallel ranks that share the rows.
+
+    Attributes:
+        modules: module by Megatron's name of the normalization.
+    """
+
+    modules: ClassVar[dict[str, type[nn.Module]]] = {"RMSNorm": nn.RMSNorm, "LayerNorm": nn.LayerNorm}
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        norm = _NORMS[config.normalization](hidden_size, eps=eps)
+        norm = cls.modules[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -103,10 +111,10 @@ class DrawnExperts(SequentialMLP):
             parameter.allreduce = False
 
 
-def _use_local_norms(submodules: Any) -> None:
+def _use_norms(submodules: Any, norm: type[LocalNorm]) -> None:
     for name, value in vars(submodules).items():
         if value is WrappedTorchNorm:
-            setattr(submodules, name, LocalNorm)
+            setattr(submodules, name, norm)
 
 
 def _use_drawn_experts(mlp: Any) -> None:

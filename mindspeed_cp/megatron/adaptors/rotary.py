@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.patches.yarn import yarn_angles
+from mindspeed_cp.ops.fused import plain
 
 
 class UncutGroup:
@@ -46,11 +46,15 @@ class PlannedRotary(nn.Module):
 
     Args:
         source: the RotaryEmbedding or YarnRotaryEmbedding that Megatron built.
+
+    Attributes:
+        rotary_mul: rotates channels: mindspeed_cp.ops.fused.plain.rotary_mul, or the fused operator of an NPU.
     """
 
     def __init__(self, source: RotaryEmbedding) -> None:
         super().__init__()
         self.source = source
+        self.rotary_mul = plain.rotary_mul
 
     @property
     def is_yarn(self) -> bool:
@@ -77,7 +81,7 @@ class PlannedRotary(nn.Module):
             params: parameters of the micro-batch, whose cos and sin all layers share.
 
         Returns:
-            [rows, heads, dim], bit for bit equal to Megatron's own (unfused) rotation.
+            [rows, heads, dim], bit for bit equal to Megatron's own (unfused) rotation; to rounding by a fused operator.
         """
         if not len(x):
             return x
@@ -87,8 +91,7 @@ class PlannedRotary(nn.Module):
 
     def rotate_channels(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [rows, heads, dim] by cos and sin [rows, 1, dim]."""
-        half = _rotate_half(x.unsqueeze(1), self.source.rotary_interleaved).squeeze(1)
-        return x * cos + half * sin
+        return self.rotary_mul(x, cos, sin, self.source.rotary_interleaved)
 
     def cos_sin(self, params: PlannedBatchParams, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [rows, 1, rotary_dim] of the dtype and on the device of the rows `like`."""

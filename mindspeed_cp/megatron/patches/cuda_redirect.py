@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from mindspeed_cp.megatron.patches.cuda_devices import redirected, redirected_functions
 from mindspeed_cp.megatron.patches.swap import replaced
 
 _CPU = torch.device("cpu")
@@ -37,11 +37,11 @@ def megatron_on(device: torch.device) -> Iterator[None]:
 def megatron_on_cpu() -> Iterator[None]:
     """Run what Megatron-core asks of CUDA on the CPU: model, DDP, optimizers, schedules, recomputation.
 
-    For CPU runs, tests and CI: never for training on an accelerator. No Megatron module is changed. Two things are, and
-    both are undone on exit, errors included:
+    For CPU runs, tests and CI: never for training on an accelerator. No Megatron module is changed. Two things are, for
+    the whole process, and both are undone on exit, errors included:
 
-    * every torch function with a CUDA device among its arguments runs on the CPU (one TorchFunctionMode; it acts on the
-      entering thread only, which is why this must be the main thread, the one that trains);
+    * functions of torch that make tensors, and the methods of a tensor that move it or name its type, take the CPU for a
+      CUDA device (:mod:`mindspeed_cp.megatron.patches.cuda_devices`); no other torch function is touched;
     * the few functions of torch.cuda that Megatron-core calls by attribute (current_device, streams, events, random
       state) are replaced.
 
@@ -67,9 +67,9 @@ def megatron_on_cpu() -> Iterator[None]:
 def megatron_on_npu(device: torch.device) -> Iterator[None]:
     """Run what Megatron-core asks of CUDA on an NPU.
 
-    No Megatron module is changed. Two things are, and both are undone on exit, errors included: CUDA devices among the
-    arguments of torch functions mean `device` (on the entering thread, which must be the main one), and functions of
-    torch.cuda that Megatron calls by attribute are those of torch.npu. Programs that use
+    No Megatron module is changed. Two things are, for the whole process, and both are undone on exit, errors included:
+    functions of torch that make or move tensors take `device` for a CUDA device, and functions of torch.cuda that
+    Megatron calls by attribute are those of torch.npu. Programs that use
     ``torch_npu.contrib.transfer_to_npu``, which does the same for the whole process and for good, do not need it.
 
     Args:
@@ -81,13 +81,21 @@ def megatron_on_npu(device: torch.device) -> Iterator[None]:
     npu: Any = torch.npu  # type: ignore[attr-defined]
     cuda = torch.cuda
     functions = [
-        *((cuda, name, getattr(npu, name)) for name in _NPU_FUNCTIONS if hasattr(npu, name)),
+        *((cuda, name, _on_npu(npu, name, device)) for name in _NPU_FUNCTIONS if hasattr(npu, name)),
         (cuda, "current_device", lambda: device.index or 0),
-        (cuda.random, "get_rng_state", npu.get_rng_state),
+        (cuda.random, "get_rng_state", _on_npu(npu, "get_rng_state", device)),
         (cuda, "default_generators", npu.default_generators),
     ]
     with _redirected(device, "megatron_on_npu", functions):
         yield
+
+
+def _on_npu(npu: Any, name: str, device: torch.device) -> Any:
+    """Return a function of torch.npu that takes `device` for a CUDA device, or a class as it is."""
+    value = getattr(npu, name)
+    if isinstance(value, type):
+        return value
+    return redirected(value, device, first=int(name == "set_rng_state"))
 
 
 @contextmanager
@@ -95,47 +103,14 @@ def _redirected(device: torch.device, caller: str, functions: Iterable[tuple[Any
     """Replace functions (module, name, value) and CUDA devices within the block."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            f"{caller} was entered in a side thread; enter it in the main thread, around the whole training"
+            f"{caller} was entered in a side thread, and holds for the whole process; enter it in the main thread, "
+            "around the whole training"
         )
     with ExitStack() as stack:
-        for module, name, value in (*functions, (torch.cuda, "_queued_calls", ImmediateQueue())):
-            stack.enter_context(replaced(module, name, value))
-        stack.enter_context(CudaRedirect(device))
+        queue = (torch.cuda, "_queued_calls", ImmediateQueue())
+        for owner, name, value in (*functions, queue, *redirected_functions(device)):
+            stack.enter_context(replaced(owner, name, value))
         yield
-
-
-class CudaRedirect(TorchFunctionMode):
-    """Replaces CUDA devices among the arguments of torch functions by `device`, on the entering thread only."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._pins = device.type != "cpu"  # the CPU has no pinned memory
-        self._module = "torch." if device.type == "cpu" else f"torch.{device.type}."  # of names of tensor types
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # every torch call passes here, so nothing is looked at twice
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0].to(self._device)
-        if func is torch.device:
-            return self._device if any(map(_is_cuda, (*args, *kwargs.values()))) else func(*args, **kwargs)
-        if kwargs:
-            kwargs = {name: self._device if _is_cuda(x) else x for name, x in kwargs.items()}
-            if type(kwargs.get("device")) is int:  # torch.cuda.current_device()
-                kwargs["device"] = self._device
-            if kwargs.get("pin_memory") and not self._pins:
-                kwargs["pin_memory"] = False
-        for x in args:
-            if (type(x) is str or type(x) is torch.device) and _is_cuda(x):
-                args = tuple(self._device if _is_cuda(x) else x for x in args)
-                break
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str) and result.startswith(self._module):
-            # Megatron's optimizers sort parameters by names such as torch.cuda.FloatTensor.
-            return result.replace(self._module, "torch.cuda.", 1)
-        return result
 
 
 class ImmediateQueue(list[Any]):
@@ -146,12 +121,6 @@ class ImmediateQueue(list[Any]):
 
     def append(self, item: tuple[Callable[[], None], Any]) -> None:
         item[0]()
-
-
-def _is_cuda(x: object) -> bool:
-    if isinstance(x, str):
-        return x == "cuda" or x.startswith("cuda:")
-    return isinstance(x, torch.device) and x.type == "cuda"
 
 
 class _Event:

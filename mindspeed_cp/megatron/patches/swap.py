@@ -11,8 +11,11 @@ ABSENT = object()
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value` within the block, and restore or delete it afterwards, errors included."""
-    before = getattr(owner, name, ABSENT)
+    """Set `owner.name` to `value` within the block, and restore or delete it afterwards, errors included.
+
+    An attribute that the owner inherits is inherited again afterwards.
+    """
+    before = vars(owner).get(name, ABSENT)
     setattr(owner, name, value)
     try:
         yield
