@@ -2,10 +2,10 @@
 
     python -m benchmarks.redirect [--steps 60] [--layers 4]
 
-One rank trains a GPT so small that most of a step is Python: 64 channels, rows of 128 tokens. Every step of the loop runs
-twice on the same micro-batch, once as it is and once with a TorchFunctionMode around all torch calls in place of the
-replaced functions, in turn; the ratio is the median of the ratios of neighbours. The functions that are replaced are
-counted in one more step, and the time that such a call takes more than the function itself is measured alone.
+One rank trains a GPT so small that most of a step is Python: 64 channels, rows of 128 tokens. Every step of the loop
+runs twice on the same micro-batch, once as it is and once with a TorchFunctionMode around all torch calls in place of
+the replaced functions, in turn; the ratio is the median of the ratios of neighbours. The functions that are replaced
+are counted in one more step, and the time that such a call takes more than the function itself is measured alone.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def measure(folder: str, steps: int, layers: int) -> dict[str, Any]:
     checks = ["train.check_attention_interval=0", "train.check_weight_hash_across_dp_replicas_interval=0"]
     run = ["train.global_batch_size=1", f"train.train_iters={steps + WARM_UP}", "train.threads_per_rank=1"]
     files = [f"output.folder={folder}/run", "output.progress=none", "output.loss_png=false"]
-    settings = load_settings(QUICKSTART, [*small, *suite, *checks, *run, *files, "context_parallel_suite.algorithm=ring"])
+    settings = load_settings(
+        QUICKSTART, [*small, *suite, *checks, *run, *files, "context_parallel_suite.algorithm=ring"]
+    )
     seconds: dict[bool, list[float]] = {True: [], False: []}
     modes: list[CudaMode] = []
     calls: Counter[str] = Counter()

@@ -91,7 +91,9 @@ def rms_norm_grad(asked: Question) -> None:
     _whole(asked, ("dy", "self", "rstd", "gamma"))
     dims = _norm_rules(asked, x, gamma)
     need(dy.shape == x.shape and dy.dtype == x.dtype, f"dy is {list(dy.shape)} {dy.dtype}, x {list(x.shape)} {x.dtype}")
-    need(rstd.dtype == torch.float32 and rstd.numel() * gamma.numel() == x.numel(), f"rstd is {rstd.shape} {rstd.dtype}")
+    need(
+        rstd.dtype == torch.float32 and rstd.numel() * gamma.numel() == x.numel(), f"rstd is {rstd.shape} {rstd.dtype}"
+    )
     need(asked["dgamma"]["type"] == 0, "dgamma must be float32")
     if not asked.compute:
         return

@@ -51,7 +51,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_calls_them_and_is_the_same(name: str, calls: Counter[str], alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_calls_them_and_is_the_same(
+    name: str, calls: Counter[str], alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths = ((9, 5, 1),)
     expected = planned(Case(lengths, config=CASES[name]))
     assert not calls
@@ -84,6 +86,7 @@ def test_every_expert_and_the_shared_one_are_fused(calls: Counter[str], alone: N
 def test_all_norms_are_fused_with_torchs_parameters(alone: None) -> None:
     config = transformer_config(**LATENT, qk_layernorm=True)
     models = [build(config, install(local_spec(config, norm=norm), Suite())) for norm in (FusedNorm, None)]
+
     def count(model: torch.nn.Module, kind: type) -> int:
         return sum(type(module) is kind for module in model.modules())
 

@@ -53,7 +53,12 @@ CASES: list[tuple[str, Function, list[tuple[int, ...]], list[Tensor]]] = [
     ("swiglu of tokens", lambda m: m.swiglu, [(13, 96)], []),
     ("rotary_mul", lambda m: m.rotary_mul, [(13, 6, 32)], angles(13, 1, 32)),
     ("rotary_mul, one head", lambda m: m.rotary_mul, [(13, 1, 34)], angles(13, 1, 34)),
-    ("rotary_mul, interleaved", lambda m: lambda *xs: m.rotary_mul(*xs, True), [(13, 6, 32)], angles(13, 1, 32, interleaved=True)),
+    (
+        "rotary_mul, interleaved",
+        lambda m: lambda *xs: m.rotary_mul(*xs, True),
+        [(13, 6, 32)],
+        angles(13, 1, 32, interleaved=True),
+    ),
     ("rotary_mul, a row", lambda m: m.rotary_mul, [(1, 6, 32)], angles(1, 1, 32)),
 ]
 
@@ -69,7 +74,12 @@ def run(function: Callable[..., Tensor], inputs: list[Tensor], given: list[Tenso
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize(("name", "function", "shapes", "given"), CASES, ids=[case[0] for case in CASES])
 def test_equal_to_the_plain_operator(
-    name: str, function: Function, shapes: list[tuple[int, ...]], given: list[Tensor], dtype: torch.dtype, calls: dict[str, int]
+    name: str,
+    function: Function,
+    shapes: list[tuple[int, ...]],
+    given: list[Tensor],
+    dtype: torch.dtype,
+    calls: dict[str, int],
 ) -> None:
     """On the same values, to the plain operator on the same device and to fp64; the gradient comes with gaps."""
     inputs, tables = [torch.randn(shape).to(dtype) for shape in shapes], [x.to(dtype) for x in given]
@@ -121,7 +131,9 @@ def test_adamw_is_torchs(calls: dict[str, int]) -> None:
     for ours, theirs in zip(fused, single, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)
         for key in ("step", "exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(adams[0].state[ours][key].cpu(), adams[1].state[theirs][key], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                adams[0].state[ours][key].cpu(), adams[1].state[theirs][key], rtol=1e-5, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -133,7 +145,9 @@ def test_megatrons_swiglu_is_replaced_within_the_block(weighted: bool, has_bias:
     weights = torch.rand(7, 1, 1, device="npu")
     with fused_swiglu():
         assert shared_experts.bias_swiglu_impl is mlp.bias_swiglu_impl is not before[0]
-        out = mlp.weighted_bias_swiglu_impl(x, bias, weights, False) if weighted else mlp.bias_swiglu_impl(x, bias, False)
+        out = (
+            mlp.weighted_bias_swiglu_impl(x, bias, weights, False) if weighted else mlp.bias_swiglu_impl(x, bias, False)
+        )
     assert calls["aclnnSwiGlu"] == 1 and [getattr(mlp, name) for name in names] == before
     want = plain.swiglu(x if bias is None else x + bias) * (weights if weighted else 1)
     torch.testing.assert_close(out.cpu(), want.cpu(), rtol=1e-5, atol=1e-6)
@@ -169,8 +183,12 @@ def test_an_older_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ConfigError) as caught:
         choose_fused_operators(settings(fused_operators=True), torch.device("npu", 0))
-    assert str(caught.value).startswith("train.fused_operators = true: this torch-npu has no npu::npu_swiglu (SwiGLU); use auto")
-    no_swiglu = settings(fused_operators=True).model_copy(update={"model": Settings().model.model_copy(update={"swiglu": False})})
+    assert str(caught.value).startswith(
+        "train.fused_operators = true: this torch-npu has no npu::npu_swiglu (SwiGLU); use auto"
+    )
+    no_swiglu = settings(fused_operators=True).model_copy(
+        update={"model": Settings().model.model_copy(update={"swiglu": False})}
+    )
     assert choose_fused_operators(no_swiglu, torch.device("npu", 0)).used == ("rms_norm", "rotary_mul", "adamw")
 
 

@@ -24,7 +24,7 @@ def test_true_needs_an_npu() -> None:
     assert str(caught.value) == (
         "train.fused_operators = true: needs NPUs, and train.device is cpu; use auto or false, or train.device: npu"
     )
-    with pytest.raises(ConfigError, match="fused_operators = \"yes\": must be one of auto, true, false"):
+    with pytest.raises(ConfigError, match='fused_operators = "yes": must be one of auto, true, false'):
         Settings(train={"fused_operators": "yes"})  # type: ignore[arg-type]
 
 
@@ -94,7 +94,10 @@ def test_counters_of_steps_lie_where_the_weights_are_or_on_the_host() -> None:
 
 
 def test_what_is_saved_has_its_counter_on_the_host() -> None:
-    saved = {0: {"optimizer": {"state": {"common_step": torch.tensor(3.0), "other": torch.ones(2)}}}, "param_groups": [1]}
+    saved = {
+        0: {"optimizer": {"state": {"common_step": torch.tensor(3.0), "other": torch.ones(2)}}},
+        "param_groups": [1],
+    }
     before = saved[0]["optimizer"]["state"]["other"]  # type: ignore[index]
     optimizer_state.move_steps_to_host(saved)
     state = saved[0]["optimizer"]["state"]  # type: ignore[index]
