@@ -2,10 +2,10 @@
 
     python -m benchmarks.redirect [--steps 60] [--layers 4]
 
-One rank trains a GPT so small that most of a step is Python: 64 channels, rows of 128 tokens. Every step of the loop runs
-twice on the same micro-batch, once as it is and once with a TorchFunctionMode around all torch calls in place of the
-replaced functions, in turn; the ratio is the median of the ratios of neighbours. The functions that are replaced are
-counted in one more step, and the time that such a call takes more than the function itself is measured alone.
+One rank trains a GPT so small that most of a step is Python: 64 channels, rows of 128 tokens. Every step of the loop
+runs twice on the same micro-batch, once as it is and once with a TorchFunctionMode around all torch calls in place of
+the replaced functions, in turn; the ratio is the median of the ratios of neighbours. The functions that are replaced
+are counted in one more step, and the time that such a call takes more than the function itself is measured alone.
 """
 
 from __future__ import annotations

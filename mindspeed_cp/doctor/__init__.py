@@ -42,8 +42,8 @@ def run_checks(
 
     Returns:
         {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
-        "network", "kernels", "checks", "fused_operators", "links"}, plain data. "ok" is True if at least one backend runs, no check
-        exceeds its limit, all links work and no version is too old.
+        "network", "kernels", "checks", "fused_operators", "links"}, plain data. "ok" is True if at least one backend
+        runs, no check exceeds its limit, all links work and no version is too old.
 
     Raises:
         ConfigError: the requested device cannot be used; names the cause and the remedy.
@@ -117,7 +117,7 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
     elif not total and all(row["ok"] for row in report["requirements"]):
         print("FAILED: no backend of the attention operator runs here")
-    failed_fused = [f"{row['operator']} ({row['dtype']})" for row in report["fused_operators"] if not row["ok"]]
+    failed_fused = [f"{row['operator']} ({row['dtype']})" for row in report.get("fused_operators", ()) if not row["ok"]]
     if failed_fused:
         print(f"FAILED: {', '.join(failed_fused)}; train with train.fused_operators: false")
     if failed_links:

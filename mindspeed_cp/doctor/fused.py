@@ -32,9 +32,9 @@ def check_fused_operators(seed: int = 0) -> list[dict[str, Any]]:
         seed: seed of the random inputs.
 
     Returns:
-        {"operator", "dtype", "difference", "limit", "error", "ok"} for each operator and type: the largest difference to
-        fp64 of results and gradients, relative to max(1, largest value). An operator that torch-npu lacks is one row
-        without a type; it is no error, as training goes without it.
+        {"operator", "dtype", "difference", "limit", "error", "ok"} for each operator and type: the largest
+        difference to fp64 of results and gradients, relative to max(1, largest value). An operator that torch-npu lacks
+        is one row without a type; it is no error, as training goes without it.
     """
     missing = missing_operators()
     rows = [
@@ -96,15 +96,14 @@ def _adamw(dtype: torch.dtype, generator: torch.Generator) -> list[float]:
         for gradient in gradients:
             weight.grad = place(gradient)
             adam.step()
-        return [
-            x.detach().cpu().double() for x in (weight, *(adam.state[weight][key] for key in ("exp_avg", "exp_avg_sq")))
-        ]
+        moments = [adam.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
+        return [x.detach().cpu().double() for x in (weight, *moments)]
 
     return _differences(run(lambda x: x.to("npu", dtype), True), run(lambda x: x.double(), False))
 
 
 def _differences(results: list[Tensor], references: list[Tensor]) -> list[float]:
-    """Return the largest difference of each result, relative to max(1, largest value of the reference); NaN is infinite."""
+    """Return the largest difference of each result, relative to max(1, largest value); NaN is infinite."""
     pairs = zip(results, references, strict=True)
     differences = [float((x - y).abs().max() / max(1.0, float(y.abs().max()))) for x, y in pairs]
     return [x if x == x else float("inf") for x in differences]

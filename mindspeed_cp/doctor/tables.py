@@ -57,8 +57,8 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
             )
             for row in report["fused_operators"]
         ]
-        columns = ("operator", "difference", "limit", "")
-        tables.append(Table("Fused operators of torch-npu, largest difference to fp64", columns, tuple(fused)))
+        head = ("operator", "difference", "limit", "")
+        tables.append(Table("Fused operators of torch-npu, largest difference to fp64", head, tuple(fused)))
     if report["links"]:
         rings = [
             (

@@ -44,7 +44,7 @@ class FusedOperators:
         return FusedNorm if "rms_norm" in self.used else LocalNorm
 
     def use_in_config(self, config: Any) -> None:
-        """Let MLPs that are built from Megatron's config call Megatron's function for SwiGLU, which `applied` replaces."""
+        """Let MLPs of Megatron's config call the function for SwiGLU that `applied` replaces."""
         config.bias_activation_fusion = config.bias_activation_fusion or "swiglu" in self.used
 
     def use_in_model(self, gpt: nn.Module) -> None:
@@ -84,8 +84,8 @@ def choose_fused_operators(settings: Settings, device: torch.device) -> FusedOpe
     if setting is True and lacking:
         names = ", ".join(f"{operator} ({_WORDS[name]})" for name, operator in lacking)
         raise ConfigError(
-            f"train.fused_operators = true: this torch-npu has no {names}; use auto, which leaves these out, or a newer "
-            "torch-npu"
+            f"train.fused_operators = true: this torch-npu has no {names}; use auto, which leaves these out, or a "
+            "newer torch-npu"
         )
     return FusedOperators(tuple(name for name in wanted if name not in missing), lacking, device.type)
 

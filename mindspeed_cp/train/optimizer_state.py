@@ -77,8 +77,10 @@ def set_fused(optimizer: Any, fused: bool) -> None:
 
 
 def move_steps_to_host(state: dict[Any, Any]) -> None:
-    """Move the common counter of steps in a state of Megatron's optimizer to the host, wherever torch's Adam has it: it is
-    saved as it is, and a machine without that device must load it."""
+    """Move the common counter of steps in a state of Megatron's optimizer to the host.
+
+    It is saved as it is, wherever torch's Adam has it, and a machine without that device must load it.
+    """
     for key, value in state.items():
         if isinstance(value, dict):
             move_steps_to_host(value)

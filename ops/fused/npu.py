@@ -1,7 +1,7 @@
 """The operators of a layer, each one operator of torch-npu; functions as in :mod:`mindspeed_cp.ops.fused.plain`.
 
-npu_rms_norm and npu_swiglu take neither empty tensors nor, by their documentation, tensors that are not contiguous, in the
-gradient as little as in the forward: a rank may hold no rows, and autograd gives gradients of any strides.
+npu_rms_norm and npu_swiglu take neither empty tensors nor, by their documentation, tensors that are not contiguous, in
+the gradient as little as in the forward: a rank may hold no rows, and autograd gives gradients of any strides.
 """
 
 from __future__ import annotations

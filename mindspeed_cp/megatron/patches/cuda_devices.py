@@ -48,7 +48,7 @@ def redirected_functions(device: torch.device) -> list[tuple[Any, str, Any]]:
 
 
 def redirected(function: Callable[..., Any], device: torch.device, first: int = 0) -> Callable[..., Any]:
-    """Return a function that takes `device` for a CUDA device as its argument number `first` or its keyword `device`."""
+    """Return a function that takes `device` for a CUDA device as argument number `first` or as keyword `device`."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

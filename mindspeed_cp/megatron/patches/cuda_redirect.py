@@ -40,8 +40,8 @@ def megatron_on_cpu() -> Iterator[None]:
     For CPU runs, tests and CI: never for training on an accelerator. No Megatron module is changed. Two things are, for
     the whole process, and both are undone on exit, errors included:
 
-    * functions of torch that make tensors, and the methods of a tensor that move it or name its type, take the CPU for a
-      CUDA device (:mod:`mindspeed_cp.megatron.patches.cuda_devices`); no other torch function is touched;
+    * functions of torch that make tensors, and the methods of a tensor that move it or name its type, take the CPU for
+      a CUDA device (:mod:`mindspeed_cp.megatron.patches.cuda_devices`); no other torch function is touched;
     * the few functions of torch.cuda that Megatron-core calls by attribute (current_device, streams, events, random
       state) are replaced.
 

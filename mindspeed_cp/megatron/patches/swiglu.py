@@ -12,7 +12,7 @@ from torch import Tensor
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.ops.fused import npu
 
-#: Megatron's modules that call bias_swiglu_impl or weighted_bias_swiglu_impl under bias_activation_fusion, in all versions.
+#: Modules of all versions that call bias_swiglu_impl or weighted_bias_swiglu_impl under bias_activation_fusion.
 _MODULES = ("megatron.core.transformer.mlp", "megatron.core.transformer.moe.shared_experts")
 
 
