@@ -47,8 +47,8 @@ def losses(folder: Path, ranks: int, **settings: str) -> list[float]:
 def test_losses_are_those_of_the_cpu(tmp_path: Path, ranks: int, settings: dict[str, str], bf16: str) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{torch.cuda.device_count()} CUDA devices are visible, and {ranks} are needed")
-    one = {"context_parallel_suite__context_parallel_size": "1"}
-    expected = losses(tmp_path / "cpu", 1, train__device="cpu", train__bf16=bf16, **one)
+    on_cpu = {"train__device": "cpu", "context_parallel_suite__context_parallel_size": "1"}
+    expected = losses(tmp_path / "cpu", 1, train__bf16=bf16, **on_cpu)
     got = losses(tmp_path / "cuda", ranks, train__device="cuda", train__bf16=bf16, **settings)
     assert len(got) == STEPS
     assert got == pytest.approx(expected, rel=2e-2 if bf16 == "true" else 1e-3)

@@ -84,7 +84,7 @@ def seen_by_torchrun(
             {0: failure(-6, seconds=1), 1: failure(-6)},
             [],
             1,
-            "rank 1 (process 100) aborted (SIGABRT): on NPUs torch_npu does that when an HCCL operation fails or a peer does not answer within context_parallel_suite.timeout_seconds or HCCL_EXEC_TIMEOUT",
+            "rank 1 (process 100) aborted (SIGABRT): on NPUs and GPUs torch_npu and torch do that when an operation of HCCL or NCCL fails or a peer does not answer within context_parallel_suite.timeout_seconds or HCCL_EXEC_TIMEOUT",
         ),
         (
             {0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9)},
@@ -101,7 +101,12 @@ def seen_by_torchrun(
         ({0: failure(-9, seconds=30), 2: failure(-9)}, [], 1, "rank 2 (process 100) was killed by SIGKILL"),
         ({2: failure(-11), 3: failure(-15)}, [], 1, "rank 2 (process 100) was killed by SIGSEGV"),
         ({1: failure(3)}, [], 1, "rank 1 failed: (process 100) ended with exit code 3"),
-        ({0: failure(-6, EXIT_NOTE, "last words")}, [], 1, "rank 0 (process 100) aborted (SIGABRT): on NPUs torch_npu"),
+        (
+            {0: failure(-6, EXIT_NOTE, "last words")},
+            [],
+            1,
+            "rank 0 (process 100) aborted (SIGABRT): on NPUs and GPUs torch_npu",
+        ),
         ({0: failure(-9, EXIT_NOTE, "last words"), 1: failure(1, "peer", "lost")}, [], 1, "was killed by SIGKILL"),
         (  # the agent killed a rank that hung, half a minute after the others had given it up
             {1: failure(1, "peer", "lost rank 0", 600), 0: failure(-9, EXIT_NOTE, "last words")},
