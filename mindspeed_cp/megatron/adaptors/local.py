@@ -10,15 +10,16 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import torch_norm
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
 from mindspeed_cp.megatron.patches.spans import SPAN
 
 _NORMS: dict[str, type[nn.Module]] = {"RMSNorm": nn.RMSNorm, "LayerNorm": nn.LayerNorm}
@@ -28,7 +29,7 @@ def local_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     """Return Megatron's own local spec of all layers of this pipeline stage, for :func:`install`.
 
     Two of its parts are replaced, without change to the model: torch's norms, which Megatron refuses under sequence
-    parallelism, by :class:`LocalNorm`, and experts by :class:`DrawnExperts`.
+    parallelism, by :class:`LocalNorm` (beside MindSpeed its fused norms stay), and experts by :class:`DrawnExperts`.
 
     Args:
         config: settings of a GPT; normalization, multi_latent_attention, qk_layernorm, num_moe_experts and
@@ -50,7 +51,7 @@ def local_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
         if config.multi_latent_attention and config.q_lora_rank is None:
             attention.q_layernorm = IdentityOp  # 0.19 refuses a norm that nothing calls
         _use_drawn_experts(layer.submodules.mlp)
-    return TransformerBlockSubmodules(layer_specs=shared, layer_norm=LocalNorm)
+    return TransformerBlockSubmodules(layer_specs=shared, layer_norm=_norm())
 
 
 def stage_arguments(function: Callable[..., Any], vp_stage: int | None) -> dict[str, Any]:
@@ -103,10 +104,16 @@ class DrawnExperts(SequentialMLP):
             parameter.allreduce = False
 
 
+def _norm() -> Any:
+    """Return LocalNorm, or the fused norms that MindSpeed puts in place of Megatron's, which know sequence parallelism."""
+    fused = replaced_by("megatron.core.transformer.torch_norm.WrappedTorchNorm")
+    return torch_norm.WrappedTorchNorm if fused else LocalNorm
+
+
 def _use_local_norms(submodules: Any) -> None:
     for name, value in vars(submodules).items():
-        if value is WrappedTorchNorm:
-            setattr(submodules, name, LocalNorm)
+        if value is torch_norm.WrappedTorchNorm:
+            setattr(submodules, name, _norm())
 
 
 def _use_drawn_experts(mlp: Any) -> None:

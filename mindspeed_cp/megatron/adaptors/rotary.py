@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
+from mindspeed_cp.megatron.beside_mindspeed.rotation import RotationOperator
 from mindspeed_cp.megatron.patches.yarn import yarn_angles
 
 
@@ -51,6 +52,8 @@ class PlannedRotary(nn.Module):
     def __init__(self, source: RotaryEmbedding) -> None:
         super().__init__()
         self.source = source
+        #: Fused operator that rotates in place of the formula, set by :func:`install_model`.
+        self.operator: RotationOperator | None = None
 
     @property
     def is_yarn(self) -> bool:
@@ -77,7 +80,7 @@ class PlannedRotary(nn.Module):
             params: parameters of the micro-batch, whose cos and sin all layers share.
 
         Returns:
-            [rows, heads, dim], bit for bit equal to Megatron's own (unfused) rotation.
+            [rows, heads, dim], bit for bit equal to Megatron's own (unfused) rotation if there is no fused operator.
         """
         if not len(x):
             return x
@@ -87,6 +90,9 @@ class PlannedRotary(nn.Module):
 
     def rotate_channels(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [rows, heads, dim] by cos and sin [rows, 1, dim]."""
+        if self.operator is not None:
+            mode = 1 if self.source.rotary_interleaved else 0
+            return self.operator(x[:, None].contiguous(), cos[:, None], sin[:, None], mode)[:, 0]
         half = _rotate_half(x.unsqueeze(1), self.source.rotary_interleaved).squeeze(1)
         return x * cos + half * sin
 
