@@ -56,7 +56,6 @@ REPLACEMENTS = (
         "--context-parallel-size; --position-embedding-type alibi",
         "unused",
         "PlannedAttention is core attention",
-        _OLD,
     ),
     Replacement(
         (
@@ -106,7 +105,6 @@ REPLACEMENTS = (
         f"{_EOD}, or --use-dsa-absorb",
         "refused",
         "PlannedMLASelfAttention derives from Megatron's",
-        _OLD,
     ),
     Replacement(
         (f"{_LATENT}.MultiLatentAttention.__init__",),
