@@ -99,7 +99,7 @@ REPLACING = {
     "--reset-attention-mask": r"Attention\.forward is replaced by mindspeed\.core\.\S+; .*leave out --reset-attention-mask "
     r"\(pass --reset-position-ids --cp-plan-documents\)",
     "--unaligned-linear": r"Attention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*--unaligned-linear",
-    "--tp-2d": r"RotaryEmbedding is replaced by mindspeed\.core\.tensor_parallel\S+; .*leave out --tp-2d",
+    "--tp-2d": r"SelfAttention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*leave out --tp-2d",
 }
 
 

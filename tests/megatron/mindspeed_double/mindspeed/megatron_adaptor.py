@@ -54,6 +54,11 @@ def patch_end_of_document() -> None:
     replace(f"{ROTARY}.RotaryEmbedding.get_rotary_seq_len", adaptor.get_rotary_seq_len)
 
 
+if ARGS.tp_2d:  # before the wrapper of the same method that is always there, as in MindSpeed
+    from mindspeed.core.tensor_parallel.tp_2d import MindSpeedRotaryEmbedding2D, self_attention_init_wrapper
+
+    replace(f"{TRANSFORMER}.attention.SelfAttention.__init__", self_attention_init_wrapper)
+    replace(f"{ROTARY}.RotaryEmbedding", MindSpeedRotaryEmbedding2D)
 patch_always()
 if ARGS.context_parallel_size > 1:
     patch_context_parallelism()
@@ -67,7 +72,3 @@ if ARGS.unaligned_linear:
     from mindspeed.core.tensor_parallel.unaligned import attention_init_wrapper
 
     replace(f"{TRANSFORMER}.attention.Attention.__init__", attention_init_wrapper)
-if ARGS.tp_2d:
-    from mindspeed.core.tensor_parallel.tp_2d import MindSpeedRotaryEmbedding2D
-
-    replace(f"{ROTARY}.RotaryEmbedding", MindSpeedRotaryEmbedding2D)
