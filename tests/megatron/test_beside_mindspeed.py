@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,24 @@ import torch
 from mindspeed_cp import ConfigError
 from mindspeed_cp.convert.rules import RULES as FLAG_RULES
 from mindspeed_cp.convert.rules import Outcome as FlagOutcome
-from mindspeed_cp.megatron import check_model_config, install, install_model, megatron_imports
+from mindspeed_cp.megatron import install, install_model, megatron_imports
 from mindspeed_cp.megatron.arguments import check_arguments
 from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS, check_beside_mindspeed
 from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
 from mindspeed_cp.megatron.beside_mindspeed.replacements import LINES
 from tests.limits import HANG
-from tests.megatron.gpt import Case, Outcome, Suite, available, build, layer_spec, on_ranks, one_rank, planned, transformer_config
+from tests.megatron.gpt import (
+    Case,
+    Outcome,
+    Suite,
+    available,
+    build,
+    layer_spec,
+    on_ranks,
+    one_rank,
+    planned,
+    transformer_config,
+)
 from tests.megatron.mindspeed_double import FOLDER, beside_mindspeed
 from tests.megatron.models import FULL, LATENT
 from tests.megatron.ranks import MegatronRanks
@@ -32,16 +44,16 @@ from tests.megatron.test_gpt import MORE, RAGGED, assert_equal
 
 with megatron_imports():
     from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-#: An activation that MindSpeed replaces.
-SWIGLU: dict[str, Any] = dict(
-    gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=True
-)
+SWIGLU: dict[str, Any] = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
 UP_PROJECTION: dict[str, Any] = dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
 CASES = available(
     {
         "rotary": Case((RAGGED, MORE), config=SWIGLU),
-        "interleaved": Case((RAGGED,), model=dict(rotary_percent=0.5), config={**SWIGLU, **FULL, "rotary_interleaved": True}),
+        "interleaved": Case(
+            (RAGGED,), model=dict(rotary_percent=0.5), config={**SWIGLU, **FULL, "rotary_interleaved": True}
+        ),
         "optimizer": Case((RAGGED,), optimizer="float32"),
         "latent": Case((RAGGED,), config={**LATENT, **SWIGLU}),
         "latent, recomputed": Case((RAGGED,), config={**LATENT, **UP_PROJECTION}),
@@ -59,6 +71,8 @@ def planned_beside(
     with beside_mindspeed(*flags) as calls:
         for case in cases:
             calls.clear()
+            if "gated_linear_unit" in case.config:  # Megatron would compile its own fused one
+                case = replace(case, config={**case.config, "bias_activation_fusion": True})
             (outcome,) = on_ranks(rank, group, 1, 2, [case])
             results.append((outcome, Counter(calls)))
     return results
@@ -66,9 +80,13 @@ def planned_beside(
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Outcome]:
-    """Every case on one rank, without MindSpeed."""
+    """Every case on one rank, without MindSpeed; multi-latent attention as MindSpeed's layers scale it."""
+    scale = {"mscale_all_dim": MLATransformerConfig.mscale}
     with one_rank():
-        return {name: planned(case) for name, case in CASES.items()}
+        return {
+            name: planned(replace(case, config={**case.config, **(scale if "q_lora_rank" in case.config else {})}))
+            for name, case in CASES.items()
+        }
 
 
 @pytest.mark.parametrize("fused", [FUSED, ()], ids=["fused", "not fused"])
@@ -133,7 +151,7 @@ def test_layers_refuse_mindspeeds_arguments_in_their_config(flags: list[str], me
 
 
 def test_mindspeed_after_this_package_is_refused() -> None:
-    with beside_mindspeed(first=False), pytest.raises(ConfigError, match="imported after mindspeed_cp.megatron"):
+    with beside_mindspeed(first=False), pytest.raises(ConfigError, match=r"imported after mindspeed_cp\.megatron"):
         check_beside_mindspeed()
 
 
@@ -159,7 +177,7 @@ def test_mindspeed_before_this_package_is_valid() -> None:
 DEFAULTS: dict[str, Any] = dict(
     context_parallel_algo="megatron_cp_algo", ulysses_degree_in_cp=None, cp_window_size=1, attention_mask_type="causal",
     context_parallel_kv_cache_policy=None, fix_sub_seq_length=-1, pre_tockens=65536, next_tockens=0, sparse_mode=0,
-    alibi_fusion_attn_type=None, schedules_method=None, rope_scaling_type=None, seq_length=4096, mscale=1.0,
+    alibi_fusion_attn_type=None, schedules_method=None, rope_scaling_type=None, seq_length=4096,
 )  # fmt: skip
 #: A value that is refused, where it is not True.
 BAD: dict[str, Any] = dict(
@@ -172,7 +190,7 @@ NAMES = [rule.setting for rule in MINDSPEED_RULES]
 
 def mindspeed_arguments(**changes: Any) -> Namespace:
     """Arguments of a planned run beside MindSpeed."""
-    switches = {name: False for name in NAMES if name not in {*DEFAULTS, "mscale"}}
+    switches = {name: False for name in NAMES if name not in DEFAULTS}
     documents = dict(reset_position_ids=True, reset_attention_mask=False, cp_plan_documents=True)
     return Namespace(**{**vars(arguments()), **switches, **DEFAULTS, **documents, **changes})
 
@@ -184,7 +202,7 @@ def test_mindspeeds_defaults_are_valid() -> None:
         check_arguments(mindspeed_arguments(sparse_mode=2, pre_tockens=4096))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "mscale"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_argument_of_mindspeed_is_refused_by_name(name: str) -> None:
     with ExitStack() as stack:
         stack.enter_context(beside_mindspeed("--context-parallel-size", "2"))
@@ -198,31 +216,9 @@ def test_without_mindspeed_its_flag_for_documents_is_megatrons() -> None:
     check_arguments(arguments(reset_attention_mask=False, cp_plan_documents=True))
 
 
-def test_another_scale_of_latent_attention_is_refused(alone: None) -> None:
-    """MindSpeed's __init__ scales by mscale; where Megatron's does not, a plan would be built for another factor."""
-    rope = dict(rope_type="yarn", rotary_scaling_factor=4.0, mscale=0.7, mscale_all_dim=0.5)
-    with beside_mindspeed("--multi-latent-attention"):
-        config = transformer_config(**LATENT)
-        vars(config).update(rope)
-        equal = transformer_config(**LATENT)
-        vars(equal).update(rope, mscale_all_dim=0.7)
-        check_model_config(equal, Suite())
-        if "mscale_all_dim" in _factor_names():
-            with pytest.raises(ConfigError, match=r"mscale is 0\.7; .*equal to mscale_all_dim"):
-                check_model_config(config, Suite())
-    check_model_config(config, Suite())
-
-
-def _factor_names() -> str:
-    """Name of the setting by which the installed Megatron scales multi-latent attention."""
-    from mindspeed_cp.megatron.patches.spans import SPAN
-
-    return "mscale_all_dim" if SPAN.latent_factor_of_scale(Namespace(mscale=1, mscale_all_dim=2)) == 2 else "mscale"
-
-
 def test_convert_knows_every_flag_that_is_refused() -> None:
     known = {rule.flag for rule in FLAG_RULES if rule.outcome is not FlagOutcome.STAYS}
-    missing = {f"--{name.replace('_', '-')}" for name in NAMES if name != "mscale"} - known
+    missing = {f"--{name.replace('_', '-')}" for name in NAMES} - known
     assert missing == set()
 
 

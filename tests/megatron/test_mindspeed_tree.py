@@ -27,14 +27,19 @@ WATCHED = (
 )
 
 #: Arguments of MindSpeed-LLM, of development, or of Megatron that a rule looks at only beside MindSpeed.
-NOT_OF_THE_TREE = {"reset_attention_mask", "mscale", "rope_scaling_type"}
+NOT_OF_THE_TREE = {"reset_attention_mask", "rope_scaling_type"}
 
 #: Arguments of the rules that a line of MindSpeed lacks.
 LACKING = {
     "0.12": {"use_batch_invariant_ops"},
     "0.16": {"fix_sub_seq_length", "moe_alltoall_mc2", "fix_router"},
     "0.18": {
-        *("use_fused_ring_attention_update", "megatron_cp_in_bnsd", "use_ulysses_allgather_kv", "attention_mask_on_cpu"),
+        *(
+            "use_fused_ring_attention_update",
+            "megatron_cp_in_bnsd",
+            "use_ulysses_allgather_kv",
+            "attention_mask_on_cpu",
+        ),
         *("adaptive_cp_manually_set_mask_list", "adaptive_cp_dynamic_attn_mask", "adaptive_cp_only_reschedule"),
         *("adaptive_cp_without_coarse", "context_parallel_kv_cache_policy", "use_batch_invariant_ops"),
     },
@@ -77,9 +82,7 @@ def test_a_row_is_about_what_the_tree_replaces(tree: Path) -> None:
     """Each row names this tree's line exactly if the tree replaces one of its attributes."""
     line = line_of(tree)
     replaced = {words[0] for words in calls(tree, "register_patch") if words}
-    wrong = [
-        row.names[0] for row in REPLACEMENTS if (line in row.lines) != bool(replaced.intersection(row.names))
-    ]
+    wrong = [row.names[0] for row in REPLACEMENTS if (line in row.lines) != bool(replaced.intersection(row.names))]
     assert wrong == []
 
 

@@ -46,7 +46,7 @@ def import_mindspeed(tree: str, flags: tuple[str, ...]) -> None:
     """Import its adaptor as a training script with these flags does, and give it the operators that the stand-in lacks."""
     sys.path.insert(0, tree)
     sys.argv = ["pretrain_gpt.py", *flags]
-    import mindspeed.megatron_adaptor
+    import mindspeed.megatron_adaptor  # noqa: F401
     import torch_npu
     from mindspeed.ops import npu_rotary_position_embedding as rotary
 
@@ -80,8 +80,17 @@ def step(rank: int, size: int, tree: str | None, flags: tuple[str, ...], model: 
         import_mindspeed(tree, flags)
     from mindspeed_cp import Documents, Topology, build_plan
     from mindspeed_cp.config import SuiteSettings
-    from mindspeed_cp.megatron import attention_config, install, install_model, local_spec, megatron_compat
-    from mindspeed_cp.megatron import megatron_imports, megatron_on, planned_batch, shift_labels
+    from mindspeed_cp.megatron import (
+        attention_config,
+        install,
+        install_model,
+        local_spec,
+        megatron_compat,
+        megatron_imports,
+        megatron_on,
+        planned_batch,
+        shift_labels,
+    )
 
     with megatron_imports():
         from megatron.core import parallel_state, tensor_parallel

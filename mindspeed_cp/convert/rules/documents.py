@@ -116,7 +116,10 @@ DOCUMENT_RULES = (
         becomes="--position-embedding-type rope",
     ),
     FlagRule(
-        "--use-fused-rotary-pos-emb", 0, STAYS, "MindSpeed's operator rotates queries and keys by the positions of the plan"
+        "--use-fused-rotary-pos-emb",
+        0,
+        STAYS,
+        "MindSpeed's operator rotates by the positions of the plan",
     ),
     FlagRule("--no-rope-fusion", 0, STAYS, "rotary positions come from the plan"),
     FlagRule(

@@ -33,10 +33,7 @@ _REFUSED = {
 }
 
 MINDSPEED_FLAG_RULES = (
-    *(
-        FlagRule(flag, arity, Outcome.REFUSED, reason, becomes=_WITHOUT)
-        for flag, (arity, reason) in _REFUSED.items()
-    ),
+    *(FlagRule(flag, arity, Outcome.REFUSED, reason, becomes=_WITHOUT) for flag, (arity, reason) in _REFUSED.items()),
     FlagRule("--use-fused-rmsnorm", 0, Outcome.STAYS, "MindSpeed's norms work row by row"),
     FlagRule("--use-fused-swiglu", 0, Outcome.STAYS, "MindSpeed's activations work row by row"),
 )

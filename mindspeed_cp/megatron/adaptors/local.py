@@ -105,7 +105,7 @@ class DrawnExperts(SequentialMLP):
 
 
 def _norm() -> Any:
-    """Return LocalNorm, or the fused norms that MindSpeed puts in place of Megatron's, which know sequence parallelism."""
+    """Return LocalNorm, or MindSpeed's fused norms in place of Megatron's, which know sequence parallelism."""
     fused = replaced_by("megatron.core.transformer.torch_norm.WrappedTorchNorm")
     return torch_norm.WrappedTorchNorm if fused else LocalNorm
 

@@ -8,7 +8,7 @@ from mindspeed_cp.megatron.beside_mindspeed.replacements import REPLACEMENTS
 
 
 def check_beside_mindspeed() -> None:
-    """Raise ConfigError if MindSpeed was imported too late, or replaced what planned attention needs as Megatron has it.
+    """Raise ConfigError if MindSpeed was imported too late, or replaced what plans need as Megatron has it.
 
     `install`, `install_model` and the hooks of :mod:`mindspeed_cp.megatron.pretrain` call it. Without MindSpeed it does
     nothing.
@@ -17,7 +17,7 @@ def check_beside_mindspeed() -> None:
         return
     if not origin.MINDSPEED_WAS_FIRST:
         raise ConfigError(
-            "mindspeed was imported after mindspeed_cp.megatron, whose classes derive from those that MindSpeed replaces; "
+            "mindspeed was imported after mindspeed_cp.megatron, whose classes derive from what MindSpeed replaces; "
             "valid: `import mindspeed.megatron_adaptor` as the first import of the training script"
         )
     for row in REPLACEMENTS:
@@ -27,6 +27,6 @@ def check_beside_mindspeed() -> None:
             contrary = [module for module in origin.replaced_by(name) if module not in row.kept]
             if contrary:
                 raise ConfigError(
-                    f"{name} is replaced by {contrary[0]}; valid with planned attention: Megatron's own ({row.reason}); "
-                    f"leave out {row.flag}"
+                    f"{name} is replaced by {contrary[0]}; valid with planned attention: Megatron's own "
+                    f"({row.reason}); leave out {row.flag}"
                 )

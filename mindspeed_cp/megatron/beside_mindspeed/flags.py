@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_cp.megatron.beside_mindspeed.origin import is_active, replaced_by
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.beside_mindspeed.origin import is_active
 from mindspeed_cp.megatron.rule import Rule
 
 
@@ -25,13 +24,6 @@ def _hides_keys(config: Any) -> bool:
     """True if MindSpeed's attention would hide keys further back than pre_tockens in some row."""
     rows = getattr(config, "seq_length", None)
     return config.pre_tockens is not None and rows is not None and int(config.pre_tockens) < int(rows)
-
-
-def _scales_otherwise(config: Any) -> bool:
-    """True if MindSpeed's multi-latent attention has another factor of q.k than Megatron's."""
-    latent = getattr(config, "multi_latent_attention", False) and getattr(config, "rope_type", None) == "yarn"
-    name = "megatron.core.transformer.multi_latent_attention.MultiLatentAttention.__init__"
-    return bool(latent) and SPAN.latent_factor_of_scale(config) != config.mscale and bool(replaced_by(name))
 
 
 _SUITE = "MindSpeed's attention must be off; give"
@@ -103,13 +95,6 @@ MINDSPEED_RULES = (
         "None",
         "its frequencies are not those of Megatron's RotaryEmbedding; use rope_scaling or YaRN of Megatron",
     ),
-    Rule(
-        "mscale",
-        _never,
-        "equal to mscale_all_dim",
-        "MindSpeed's multi-latent attention scales by mscale where Megatron's scales by mscale_all_dim",
-        when=_scales_otherwise,
-    ),
     Rule("tp_2d", _off, "False", "its ranks of context parallelism are not Megatron's; use 1-D tensor parallelism"),
     Rule("unaligned_linear", _off, "False", _HEADS),
     Rule("use_multiparameter_pipeline_model_parallel", _off, "False", "stages exchange rows of any number"),
@@ -125,7 +110,12 @@ MINDSPEED_RULES = (
     Rule("balanced_moe_experts", _off, "False", _MOE),
     Rule("enable_expert_placement", _off, "False", _MOE),
     Rule("fix_router", _off, "False", "tokens would go to experts by their row, which differs between ranks"),
-    Rule("layerzero", _off, "False", "its gradients have not been compared with one rank's; use --use-distributed-optimizer"),
+    Rule(
+        "layerzero",
+        _off,
+        "False",
+        "its gradients have not been compared with one rank's; use --use-distributed-optimizer",
+    ),
     Rule("dist_train", _off, "False", "its groups of ranks are not Megatron's"),
     Rule("auto_settings", _off, "False", "it runs launches of its own; `mindspeed-cp simulate` compares algorithms"),
     Rule("async_log_allreduce", _off, "False", "its log takes losses that are already averaged"),

@@ -23,11 +23,11 @@ def is_active() -> bool:
 def replaced_by(name: str) -> list[str]:
     """Return the modules of MindSpeed that replaced or wrapped an attribute, the outermost wrapper first.
 
-    Wrappers carry the module name of what they wrap, so that the module in which their code was compiled counts. Nothing
-    is imported: an attribute of a module that nobody has imported is not replaced.
+    Wrappers carry the module name of what they wrap, so that the module in which their code was compiled counts.
+    Nothing is imported: an attribute of a module that nobody has imported is not replaced.
 
     Args:
-        name: dotted name of a function, class or method, such as ``megatron.core.transformer.attention.Attention.forward``.
+        name: dotted name of a function, class or method: ``megatron.core.transformer.attention.Attention.forward``.
     """
     layers, value = [], _value(name)
     while value is not None:

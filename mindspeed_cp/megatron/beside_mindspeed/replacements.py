@@ -110,7 +110,7 @@ REPLACEMENTS = (
         (f"{_LATENT}.MultiLatentAttention.__init__",),
         "--multi-latent-attention",
         "kept",
-        "core attention is built by the spec",
+        "core attention is built by the spec; plans are built for its scale, which is by mscale",
         _OLD,
     ),
     Replacement(
@@ -121,7 +121,10 @@ REPLACEMENTS = (
     ),
     # Positions
     Replacement(
-        (f"{_ROTARY}.RotaryEmbedding",), "--tp-2d", "refused", "rotary positions come from the plan, by Megatron's class"
+        (f"{_ROTARY}.RotaryEmbedding",),
+        "--tp-2d",
+        "refused",
+        "rotary positions come from the plan, by Megatron's class",
     ),
     Replacement(
         (f"{_ROTARY}.RotaryEmbedding.forward", f"{_ROTARY}._apply_rotary_pos_emb_thd"),
@@ -255,7 +258,10 @@ REPLACEMENTS = (
         _OLD,
     ),
     Replacement(
-        (f"{_CORE}.optimizer.get_megatron_optimizer",), "always", "kept", "gradients are those of Megatron's own schedule"
+        (f"{_CORE}.optimizer.get_megatron_optimizer",),
+        "always",
+        "kept",
+        "gradients are those of Megatron's own schedule",
     ),
     Replacement(
         (f"{_CORE}.transformer.transformer_layer.TransformerLayer.forward",),

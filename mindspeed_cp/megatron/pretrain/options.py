@@ -17,7 +17,7 @@ SECTION = "context_parallel_suite"
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add ``--cp-plan``, ``--cp-plan-set`` and ``--cp-plan-documents`` to Megatron's parser: an ``extra_args_provider``."""
+    """Add ``--cp-plan`` and the flags beside it to Megatron's parser: an ``extra_args_provider``."""
     group = parser.add_argument_group(title="planned context parallelism")
     group.add_argument(
         "--cp-plan",
@@ -55,8 +55,8 @@ def suite_of(args: Namespace) -> SuiteSettings:
     suite = _read(args.cp_plan, tuple(args.cp_plan_set), args.context_parallel_size)
     if getattr(args, "cp_plan_documents", False) and not args.reset_position_ids:
         raise ConfigError(
-            "cp_plan_documents is True; valid: False, or together with --reset-position-ids, since documents are told by "
-            "positions that restart"
+            "cp_plan_documents is True; valid: False, or together with --reset-position-ids, since positions that "
+            "restart say where documents begin"
         )
     check_arguments(args, suite)
     return suite

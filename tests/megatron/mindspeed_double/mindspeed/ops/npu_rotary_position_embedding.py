@@ -1,9 +1,8 @@
 """Rotates as aclnnRotaryPositionEmbedding does, which takes four dimensions and no empty tensor."""
 
 import torch
-from torch import Tensor
-
 from mindspeed.calls import CALLS
+from torch import Tensor
 
 
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:

@@ -5,9 +5,8 @@ from functools import wraps
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
-from torch import nn
-
 from mindspeed.calls import CALLS, never
+from torch import nn
 
 
 class MindSpeedCPDotProductAttention(MegatronModule):

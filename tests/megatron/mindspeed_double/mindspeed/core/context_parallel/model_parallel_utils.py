@@ -5,7 +5,6 @@ from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
-
 from mindspeed.calls import CALLS
 
 GROUPS: list[Any] = []

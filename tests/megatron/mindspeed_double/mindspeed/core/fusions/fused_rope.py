@@ -4,11 +4,10 @@ from typing import Any
 
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import torch
-from torch import Tensor
-
 from mindspeed.args_utils import ARGS
 from mindspeed.calls import CALLS
 from mindspeed.ops.npu_rotary_position_embedding import npu_rotary_position_embedding
+from torch import Tensor
 
 
 def apply_rotary_pos_emb_bshd(

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from mindspeed.calls import CALLS
+from torch import Tensor, nn
 
 
 class PTNorm:

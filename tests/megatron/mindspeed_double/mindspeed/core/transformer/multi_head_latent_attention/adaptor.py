@@ -6,7 +6,6 @@ from typing import Any
 from megatron.core.models.common.embeddings import RotaryEmbedding, _yarn_get_mscale
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.spec_utils import build_module
-
 from mindspeed.calls import CALLS
 
 
@@ -27,9 +26,7 @@ def multi_latent_attention_init_impl(
     self.query_projection_size = config.v_head_dim * config.num_attention_heads
     self.q_head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
     self.key_hidden_size, self.val_hidden_size = self.q_head_dim, config.v_head_dim
-    self.recompute_up_proj = (
-        config.recompute_granularity == "selective" and "mla_up_proj" in config.recompute_modules
-    )
+    self.recompute_up_proj = config.recompute_granularity == "selective" and "mla_up_proj" in config.recompute_modules
     self.qkv_up_checkpoint = None
     mscale = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale)
     self.softmax_scale = mscale * mscale / math.sqrt(self.q_head_dim)
