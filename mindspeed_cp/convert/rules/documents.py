@@ -29,6 +29,9 @@ MINDSPEED_FLAGS = (
     *("--context-parallel-algo", "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb"),
     *("--use-cp-send-recv-overlap", "--cp-window-size", "--attention-mask-type", "--reuse-fp32-param"),
 )
+#: Flags that say that attention stays inside documents.
+SAY_DOCUMENTS = ("--reset-attention-mask", "--dataloader-inter-document-masking", "--cp-plan-documents")
+
 MINDSPEED = Condition("beside MindSpeed", lambda given: any(map(given.has, MINDSPEED_FLAGS)))
 
 DOCUMENT_RULES = (
@@ -48,7 +51,7 @@ DOCUMENT_RULES = (
         becomes="--reset-attention-mask with it, or neither",
         when=Condition(
             "without `--reset-attention-mask`",
-            lambda given: not (given.has("--reset-attention-mask") or given.has("--dataloader-inter-document-masking")),
+            lambda given: not any(map(given.has, SAY_DOCUMENTS)),
         ),
     ),
     FlagRule("--reset-position-ids", 0, STAYS, _FROM_PLAN),
