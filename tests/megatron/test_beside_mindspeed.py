@@ -116,7 +116,7 @@ def test_everything_is_undone_after_the_double() -> None:
 REPLACING = {
     "--reset-attention-mask": r"Attention\.forward is replaced by mindspeed\.core\.\S+; .*leave out --reset-attention-mask "
     r"\(pass --reset-position-ids --cp-plan-documents\)",
-    "--unaligned-linear": r"Attention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*--unaligned-linear",
+    "--unaligned-linear": r"Attention\.__init__ is replaced by mindspeed\.core\.transformer\.attention; .*--unaligned-linear",
     "--tp-2d": r"SelfAttention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*leave out --tp-2d",
 }
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.npu.ranks import Run
+from tests.npu.ranks import Run, start
 
 LENGTHS = (37, 0, 5, 1, 64, 2, 23)
 VOCABULARY = 96
@@ -54,7 +54,7 @@ def without_graphs() -> None:
 
 def import_mindspeed(tree: str, flags: tuple[str, ...]) -> None:
     """Import its adaptor as a training script with these flags does, and give it the operators that the stand-in lacks."""
-    sys.path.insert(0, tree)
+    sys.path[:0] = [tree, *filter(None, [os.environ.get("MEGATRON_LM")])]
     sys.argv = ["pretrain_gpt.py", *flags]
     without_graphs()
     import mindspeed.megatron_adaptor  # noqa: F401
@@ -168,11 +168,25 @@ def test_a_step_equals_megatrons_without_mindspeed(
         assert bool(result["calls"].get("rotary")) == bool(flags)
 
 
+def test_mindspeeds_own_algorithm_is_refused_when_layers_are_built(tree: str) -> None:
+    """MindSpeed would wrap core attention; it puts its arguments into the config, where they are seen before."""
+    flags = (
+        "--context-parallel-size",
+        "2",
+        "--transformer-impl",
+        "local",
+        "--context-parallel-algo",
+        "ulysses_cp_algo",
+    )
+    (error,) = start(1, step, tree, flags, {}).errors
+    assert error is not None and "ConfigError: context_parallel_algo is 'ulysses_cp_algo'; valid" in error
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
         ("--reset-attention-mask", "Attention.forward is replaced by mindspeed.core.transformer.flash_attention"),
-        ("--unaligned-linear", "Attention.__init__ is replaced by mindspeed.core.tensor_parallel"),
+        ("--unaligned-linear", "Attention.__init__ is replaced by mindspeed.core.transformer.attention"),
     ],
 )
 def test_what_the_tree_replaces_is_refused(flag: str, words: str, tree: str, ranks: Callable[..., Run]) -> None:

@@ -69,6 +69,6 @@ if ARGS.multi_latent_attention:
 if ARGS.reset_attention_mask:
     patch_end_of_document()
 if ARGS.unaligned_linear:
-    from mindspeed.core.tensor_parallel.unaligned import attention_init_wrapper
+    from mindspeed.core.transformer.attention import attention_init_wrapper
 
     replace(f"{TRANSFORMER}.attention.Attention.__init__", attention_init_wrapper)
