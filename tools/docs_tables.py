@@ -16,7 +16,7 @@ from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.device.versions import versions_md
 from mindspeed_cp.report.plan.summary import summarize_plan
-from tools import convert_table, glossary, megatron_arguments, reliability
+from tools import convert_table, glossary, megatron_arguments, mindspeed_table, reliability
 
 ROOT = Path(__file__).parent.parent
 OPTIONS_HEAD = "| algorithm | Megatron, MindSpeed | options (defaults) | use it for |\n|---|---|---|---|\n"
@@ -91,6 +91,11 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/capabilities.md": lambda _: capabilities_md(),
     "docs/glossary.md": lambda _: glossary.page(),
     "docs/megatron_arguments.md": lambda _: megatron_arguments.page(),
+    "docs/mindspeed.md": lambda page: _with_rows(
+        _with_rows(page, mindspeed_table.REPLACED_HEAD, mindspeed_table.replaced_rows()),
+        mindspeed_table.REFUSED_HEAD,
+        mindspeed_table.refused_rows(),
+    ),
     "docs/reliability.md": lambda _: reliability.page(),
 }
 

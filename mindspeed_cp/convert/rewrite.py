@@ -17,7 +17,7 @@ from mindspeed_cp.errors import ConfigError
 
 _GAP = re.compile(r"(?:[ \t\n=]|\\\n)*")
 _QUOTES = ("'", '"')
-_CHANGED = (Outcome.SETTING, Outcome.REMOVED, Outcome.REMOVED_BY_HAND, Outcome.REPLACED)
+_CHANGED = (Outcome.SETTING, Outcome.REMOVED, Outcome.REPLACED)
 
 
 def rewrite_script(

@@ -52,9 +52,10 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
     "kvallgather_eod": (
         {"context_parallel_size": 4, "algorithm": "all_gather"},
         """
-        --transformer-impl transformer_engine --context-parallel-size 4 --eod-mask-loss --variable-seq-lengths
-        --num-attention-heads 8 --load 'some folder/ckpt' --save 'some folder/ckpt' --calculate-per-token-loss
-        --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+        --transformer-impl transformer_engine --context-parallel-size 4 --reset-position-ids --eod-mask-loss
+        --variable-seq-lengths --num-attention-heads 8 --load 'some folder/ckpt' --save 'some folder/ckpt'
+        --calculate-per-token-loss --no-create-attention-mask-in-dataloader --cp-plan-documents
+        --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
     ),
     "megatron_016_p2p": (
         {"context_parallel_size": 4, "algorithm": "ring"},
@@ -86,8 +87,8 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
         """
         --tensor-model-parallel-size 1 --context-parallel-size 8 --use-flash-attn --num-attention-heads 32
         --group-query-attention --num-query-groups 8 --seq-length 65536 --max-position-embeddings 65536
-        --position-embedding-type rope --recompute-granularity full --recompute-method block --recompute-num-layers 2
-        --bf16 --distributed-backend nccl --calculate-per-token-loss --no-rope-fusion
+        --position-embedding-type rope --use-fused-rotary-pos-emb --recompute-granularity full --recompute-method block
+        --recompute-num-layers 2 --bf16 --distributed-backend nccl --calculate-per-token-loss --no-rope-fusion
         --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
     ),
     "slurm_function": (
@@ -113,7 +114,8 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
         """
         --stage sft --is-instruction-dataset --neat-pack --padded-samples --no-pad-to-seq-lengths
         --tensor-model-parallel-size 4 --context-parallel-size 2 --num-attention-heads 32 --seq-length 32768
-        --num-query-groups 8 --load $CKPT_LOAD_DIR --calculate-per-token-loss --no-create-attention-mask-in-dataloader
+        --num-query-groups 8 --use-fused-rotary-pos-emb --load $CKPT_LOAD_DIR --calculate-per-token-loss
+        --no-create-attention-mask-in-dataloader --reset-position-ids --cp-plan-documents
         --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
     ),
 }

@@ -50,9 +50,7 @@ def test_settings_are_keys_of_the_section() -> None:
 def test_rows_are_sentences_and_refusals_have_an_alternative() -> None:
     for rule in RULES:
         assert rule.reason and not rule.reason.endswith("."), rule
-        assert bool(rule.becomes) == (
-            rule.outcome in (Outcome.REFUSED, Outcome.REPLACED, Outcome.BY_HAND, Outcome.REMOVED_BY_HAND)
-        ), rule
+        assert bool(rule.becomes) == (rule.outcome in (Outcome.REFUSED, Outcome.REPLACED, Outcome.BY_HAND)), rule
         assert rule.flag.startswith("--")
     assert len({(rule.flag, rule.arity) for rule in RULES}) == len(ARITIES)
 
@@ -103,7 +101,10 @@ def test_what_is_refused_of_a_model_is_refused_when_it_is_built() -> None:
         (["--reset-position-ids"], "--reset-position-ids", Outcome.REFUSED),
         (["--reset-position-ids", "--reset-attention-mask"], "--reset-position-ids", Outcome.STAYS),
         (["--reset-attention-mask"], "--reset-position-ids", Outcome.ADDED),
-        (["--reset-attention-mask", "--use-fused-rmsnorm"], "--reset-attention-mask", Outcome.REMOVED_BY_HAND),
+        (["--reset-attention-mask", "--use-fused-rmsnorm"], "--reset-attention-mask", Outcome.REMOVED),
+        (["--reset-attention-mask", "--use-fused-rmsnorm"], "--cp-plan-documents", Outcome.ADDED),
+        (["--use-fused-rotary-pos-emb"], "--use-fused-rotary-pos-emb", Outcome.STAYS),
+        (["--moe-fb-overlap"], "--moe-fb-overlap", Outcome.REFUSED),
         (["--dataloader-inter-document-masking", "--reset-position-ids"], "--reset-position-ids", Outcome.STAYS),
         (["--position-embedding-type", "alibi"], "--spec", Outcome.BY_HAND),
         (["--position-embedding-type", "mrope"], "--position-embedding-type", Outcome.REFUSED),

@@ -9,9 +9,8 @@ STAYS, REMOVED, BY_HAND, REFUSED = Outcome.STAYS, Outcome.REMOVED, Outcome.BY_HA
 
 _FROM_PLAN = "documents come from the plan, which is made where positions restart; attention stays inside them"
 _MINDSPEED_PATCHES = (
-    "MindSpeed's patches for it replace Megatron's attention and must be off; documents come from the plan"
+    "MindSpeed replaces Megatron's attention for it, which must be off; --cp-plan-documents says the same to the plan"
 )
-_OWN_DOCUMENTS = "in a get_batch of yours, planned_batch_from(batch, config, suite, eod=TOKEN) (docs/megatron.md)"
 _MASK = "the plan's mask is causal inside each document, and no dense mask is read"
 _LLM_DATA = "MindSpeed-LLM's data sets read it, and its trainer makes the batch"
 _LLM_BATCH = (
@@ -30,15 +29,17 @@ MINDSPEED_FLAGS = (
     *("--context-parallel-algo", "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb"),
     *("--use-cp-send-recv-overlap", "--cp-window-size", "--attention-mask-type", "--reuse-fp32-param"),
 )
+#: Flags that say that attention stays inside documents.
+SAY_DOCUMENTS = ("--reset-attention-mask", "--dataloader-inter-document-masking", "--cp-plan-documents")
+
 MINDSPEED = Condition("beside MindSpeed", lambda given: any(map(given.has, MINDSPEED_FLAGS)))
 
 DOCUMENT_RULES = (
     FlagRule(
         "--reset-attention-mask",
         0,
-        Outcome.REMOVED_BY_HAND,
+        REMOVED,
         _MINDSPEED_PATCHES,
-        becomes=_OWN_DOCUMENTS,
         when=MINDSPEED,
     ),
     FlagRule("--reset-attention-mask", 0, STAYS, _FROM_PLAN),
@@ -50,10 +51,9 @@ DOCUMENT_RULES = (
         becomes="--reset-attention-mask with it, or neither",
         when=Condition(
             "without `--reset-attention-mask`",
-            lambda given: not (given.has("--reset-attention-mask") or given.has("--dataloader-inter-document-masking")),
+            lambda given: not any(map(given.has, SAY_DOCUMENTS)),
         ),
     ),
-    FlagRule("--reset-position-ids", 0, REMOVED, _MINDSPEED_PATCHES, when=MINDSPEED),
     FlagRule("--reset-position-ids", 0, STAYS, _FROM_PLAN),
     FlagRule("--eod-mask-loss", 0, STAYS, "it masks the loss of end-of-document tokens, not attention"),
     FlagRule(
@@ -118,7 +118,12 @@ DOCUMENT_RULES = (
         "positions of several dimensions are not in this version",
         becomes="--position-embedding-type rope",
     ),
-    FlagRule("--use-fused-rotary-pos-emb", 0, REMOVED, "rotary positions come from the plan and are applied with it"),
+    FlagRule(
+        "--use-fused-rotary-pos-emb",
+        0,
+        STAYS,
+        "MindSpeed's operator rotates by the positions of the plan",
+    ),
     FlagRule("--no-rope-fusion", 0, STAYS, "rotary positions come from the plan"),
     FlagRule(
         "--alibi-fusion-attn-type", 1, REMOVED, "the NPU backend gives the kernel slopes and positions (npu_alibi)"

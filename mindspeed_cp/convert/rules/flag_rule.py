@@ -16,7 +16,6 @@ class Outcome(Enum):
     REMOVED = "left out"
     REPLACED = "replaced"
     BY_HAND = "by hand"  # it stays, and the user has to do something that no flag does
-    REMOVED_BY_HAND = "left out, by hand"  # the user has to do something in its place
     REFUSED = "refused"
     ADDED = "added"
     UNRESOLVED = "unresolved"  # its value is not known before the script runs

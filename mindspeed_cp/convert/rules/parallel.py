@@ -265,9 +265,14 @@ ADDED_FLAGS = (
     Added(
         ("--reset-position-ids",),
         "positions that restart say where documents begin",
+        Condition("`--reset-attention-mask`", lambda given: given.has("--reset-attention-mask")),
+    ),
+    Added(
+        ("--cp-plan-documents",),
+        "attention stays inside the documents whose positions restart",
         Condition(
-            "`--reset-attention-mask` without MindSpeed",
-            lambda given: given.has("--reset-attention-mask") and not MINDSPEED.holds(given),
+            "`--reset-attention-mask` beside MindSpeed",
+            lambda given: given.has("--reset-attention-mask") and MINDSPEED.holds(given),
         ),
     ),
     Added(SPEC_WORDS, "layers with planned attention", OWN_SPEC),

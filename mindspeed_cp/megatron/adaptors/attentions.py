@@ -9,8 +9,11 @@ from megatron.core.models.common.embeddings import _yarn_get_mscale
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp import AttentionConfig, ConfigError
+from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
 from mindspeed_cp.megatron.patches.spans import SPAN
 from mindspeed_cp.plan import alibi_slopes
+
+_LATENT_INIT = "megatron.core.transformer.multi_latent_attention.MultiLatentAttention.__init__"
 
 
 def attention_config(
@@ -116,7 +119,8 @@ def _widths(config: TransformerConfig) -> tuple[int, int, float | None]:
         width = config.kv_channels or config.hidden_size // config.num_attention_heads
         return width, width, config.softmax_scale
     width = config.qk_head_dim + config.qk_pos_emb_head_dim
-    mscale = SPAN.latent_factor_of_scale(config)
+    # MindSpeed's layers scale by mscale in every version.
+    mscale = config.mscale if replaced_by(_LATENT_INIT) else SPAN.latent_factor_of_scale(config)
     concentration = _yarn_get_mscale(config.rotary_scaling_factor, mscale)  # as Megatron, RoPE or YaRN
     return width, config.v_head_dim, concentration * concentration / math.sqrt(width)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
+from mindspeed_cp.megatron.beside_mindspeed.rotation import without_rotation
 from mindspeed_cp.megatron.patches.spans import SPAN
 
 
@@ -62,9 +63,8 @@ class PlannedMLASelfAttention(MLASelfAttention):
                     f"qkv_format is {packed_seq_params.qkv_format!r} with {hidden_states.shape[1]} sequences; valid in "
                     f"megatron-core {megatron.core.__version__}: 'thd', since {problem}"
                 )
-        query, key, value, *rest = super().get_query_key_value_tensors(
-            hidden_states, key_value_states, position_ids, None
-        )
+        project = without_rotation(MLASelfAttention.get_query_key_value_tensors)
+        query, key, value, *rest = project(self, hidden_states, key_value_states, position_ids, None)
         if self._halves_positions():
             key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.core_attention.tp_group)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":

@@ -10,15 +10,16 @@ from typing import Any, ClassVar
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import torch_norm
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
 from mindspeed_cp.megatron.patches.spans import SPAN
 
 
@@ -28,15 +29,15 @@ def local_spec(
     """Return Megatron's own local spec of all layers of this pipeline stage, for :func:`install`.
 
     Two of its parts are replaced, without change to the model: torch's norms, which Megatron refuses under sequence
-    parallelism, by :class:`LocalNorm`, and experts by :class:`DrawnExperts`.
+    parallelism, by :class:`LocalNorm` (beside MindSpeed its fused norms stay), and experts by :class:`DrawnExperts`.
 
     Args:
         config: settings of a GPT; normalization, multi_latent_attention, qk_layernorm, num_moe_experts and
             moe_layer_freq are read.
         vp_stage: virtual pipeline stage, of interleaved schedules.
-        norm: builds the norms; None: :class:`LocalNorm`.
+        norm: builds the norms; None: :class:`LocalNorm`, or MindSpeed's fused norms.
     """
-    norm = norm or LocalNorm
+    norm = norm or _default_norm()
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -113,8 +114,14 @@ class DrawnExperts(SequentialMLP):
 
 def _use_norms(submodules: Any, norm: type[LocalNorm]) -> None:
     for name, value in vars(submodules).items():
-        if value is WrappedTorchNorm:
+        if value is torch_norm.WrappedTorchNorm:
             setattr(submodules, name, norm)
+
+
+def _default_norm() -> Any:
+    """Return LocalNorm, or MindSpeed's fused norms in place of Megatron's, which know sequence parallelism."""
+    fused = replaced_by("megatron.core.transformer.torch_norm.WrappedTorchNorm")
+    return torch_norm.WrappedTorchNorm if fused else LocalNorm
 
 
 def _use_drawn_experts(mlp: Any) -> None:

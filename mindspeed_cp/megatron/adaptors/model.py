@@ -18,6 +18,8 @@ from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
+from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
+from mindspeed_cp.megatron.beside_mindspeed.rotation import rotation_operator
 
 ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
 
@@ -41,6 +43,7 @@ def install_model(model: ModelT) -> ModelT:
         ConfigError: the model has no planned attention, some other attention, or rotary positions that a plan cannot
         give.
     """
+    check_beside_mindspeed()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     if not sum([_install_chunk(chunk) for chunk in chunks]):
         raise ConfigError(
@@ -76,6 +79,9 @@ def _install_chunk(chunk: nn.Module) -> int:
         chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
+        operator = rotation_operator(attention.config)
+        if attention.rotary is not None and operator is not None:
+            attention.rotary.rotary_mul = operator
     return len(attentions)
 
 

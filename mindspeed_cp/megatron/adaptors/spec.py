@@ -17,6 +17,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.router import PlannedRouter
+from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
 
 SpecT = TypeVar("SpecT")
 
@@ -43,8 +44,10 @@ def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False, packed_cu
             planned_batch_from are cut by their plan.
 
     Raises:
-        ConfigError: a layer attends in a way that no plan covers, or the spec has no self attention.
+        ConfigError: a layer attends in a way that no plan covers, the spec has no self attention, or MindSpeed replaced
+            what planned attention needs.
     """
+    check_beside_mindspeed()
     new = copy.deepcopy(spec)
     layers = _layers(new)
     core = ModuleSpec(module=PlannedAttention, params={"suite": suite, "alibi": alibi, "packed_cut": packed_cut})

@@ -9,6 +9,7 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.settings import check_comm_type
 from mindspeed_cp.megatron.arguments.refusals import ALL_RULES, FLAGS
+from mindspeed_cp.megatron.beside_mindspeed.flags import MINDSPEED_RULES
 
 
 def check_arguments(args: Namespace, suite: SuiteSettings | None = None) -> None:
@@ -21,7 +22,7 @@ def check_arguments(args: Namespace, suite: SuiteSettings | None = None) -> None
         suite: the section context_parallel_suite; None leaves out what must be equal in both.
     """
     view = _with_config_names(args)
-    for rule in ALL_RULES:
+    for rule in (*MINDSPEED_RULES, *ALL_RULES):
         problem = rule.problem(view)
         if problem is not None:
             flag = FLAGS.get(rule.setting)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mindspeed_cp.megatron.adaptors.rules import RULES, Rule
+from mindspeed_cp.megatron.adaptors.rules import RULES
+from mindspeed_cp.megatron.rule import Rule
 
 _LAYERS = "spec builds layers of one kind; or install the suite into a spec of your own: install(spec, suite)"
 _STATES = "state-space layers need their tokens in order on one rank"
@@ -20,8 +21,10 @@ def _off(value: Any) -> bool:
 
 
 def _has_documents(args: Namespace) -> bool:
-    """True if the data set marks documents by cu_seqlens, whatever the two flags say."""
-    return bool(getattr(args, "dataloader_inter_document_masking", False))
+    """True if something else than the two flags says that rows have documents: cu_seqlens of the data set, or this
+    package's flag."""
+    names = ("dataloader_inter_document_masking", "cp_plan_documents")
+    return any(getattr(args, name, False) for name in names)
 
 
 def _null_eod_moved(args: Namespace) -> bool:

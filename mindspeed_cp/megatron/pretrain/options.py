@@ -10,13 +10,14 @@ from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.arguments import check_arguments
+from mindspeed_cp.megatron.beside_mindspeed import check_beside_mindspeed
 from mindspeed_cp.schema.yaml_file import read_settings_file
 
 SECTION = "context_parallel_suite"
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add ``--cp-plan`` and ``--cp-plan-set`` to Megatron's parser: an ``extra_args_provider``."""
+    """Add ``--cp-plan`` and the flags beside it to Megatron's parser: an ``extra_args_provider``."""
     group = parser.add_argument_group(title="planned context parallelism")
     group.add_argument(
         "--cp-plan",
@@ -29,6 +30,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         nargs="+",
         default=[],
         help="other values of keys of the file, such as algorithm=ulysses",
+    )
+    group.add_argument(
+        "--cp-plan-documents",
+        action="store_true",
+        help="attention stays inside the documents whose positions restart (--reset-position-ids); beside MindSpeed in "
+        "place of --reset-attention-mask, for which it replaces Megatron's attention",
     )
     return parser
 
@@ -44,7 +51,13 @@ def suite_of(args: Namespace) -> SuiteSettings:
             "cp_plan is None; pass --cp-plan FILE with the section context_parallel_suite; the script's "
             "extra_args_provider must be mindspeed_cp.megatron.pretrain.add_arguments, or call it"
         )
+    check_beside_mindspeed()
     suite = _read(args.cp_plan, tuple(args.cp_plan_set), args.context_parallel_size)
+    if getattr(args, "cp_plan_documents", False) and not args.reset_position_ids:
+        raise ConfigError(
+            "cp_plan_documents is True; valid: False, or together with --reset-position-ids, since positions that "
+            "restart say where documents begin"
+        )
     check_arguments(args, suite)
     return suite
 

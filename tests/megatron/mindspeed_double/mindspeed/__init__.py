@@ -1,0 +1,1 @@
+"""Stands for MindSpeed (tests/megatron/mindspeed_double)."""

@@ -1,0 +1,74 @@
+"""Patches Megatron when it is imported, by the flags on the command line, as core_r0.16.0 does."""
+
+from mindspeed.args_utils import parse
+from mindspeed.patch_utils import replace
+
+ARGS = parse()
+
+CORE = "megatron.core"
+TRANSFORMER = f"{CORE}.transformer"
+LATENT = f"{TRANSFORMER}.multi_latent_attention"
+ROPE = f"{CORE}.models.common.embeddings.rope_utils"
+ROTARY = f"{CORE}.models.common.embeddings.rotary_pos_embedding"
+
+
+def patch_always() -> None:
+    from mindspeed.core.fusions import fused_bias_swiglu, fused_rope
+    from mindspeed.core.megatron_basic import arguments_basic
+    from mindspeed.core.megatron_basic.megatron_basic import PTNorm
+    from mindspeed.core.optimizer.fix_duplicate_allgather import get_megatron_optimizer_wrapper
+    from mindspeed.features_manager.transformer.module_rearrange import mcore_model_rearrange as rearrange
+
+    config = f"{TRANSFORMER}.transformer_config"
+    replace(f"{config}.TransformerConfig.__init__", arguments_basic.config_init_wrapper)
+    replace(f"{config}.MLATransformerConfig.__init__", arguments_basic.config_init_wrapper)
+    for name in ("models.gpt.gpt_layer_specs.LNImpl", "transformer.torch_norm.WrappedTorchNorm"):
+        replace(f"{CORE}.{name}", PTNorm)
+    replace(f"{TRANSFORMER}.transformer_block.LayerNormImpl", PTNorm)
+    replace(f"{CORE}.optimizer.get_megatron_optimizer", get_megatron_optimizer_wrapper)
+    replace(f"{CORE}.fusions.fused_bias_swiglu.SwiGLUFunction", fused_bias_swiglu.SwiGLUFunction)
+    replace(f"{CORE}.fusions.fused_bias_swiglu.BiasSwiGLUFunction", fused_bias_swiglu.BiasSwiGLUFunction)
+    replace(f"{ROPE}._apply_rotary_pos_emb_bshd", fused_rope.apply_rotary_pos_emb_bshd)
+    replace(f"{ROPE}.apply_rotary_pos_emb", fused_rope.apply_rotary_pos_emb)
+    replace(f"{TRANSFORMER}.attention.SelfAttention.__init__", rearrange.self_attention_init_wrapper)
+    replace(f"{TRANSFORMER}.module.MegatronModule.__init__", rearrange.megatron_module_init_wrapper)
+
+
+def patch_context_parallelism() -> None:
+    from mindspeed.core.context_parallel import adaptor, model_parallel_utils, rotary_pos_embedding_utils
+
+    replace(f"{TRANSFORMER}.dot_product_attention.DotProductAttention", adaptor.MindSpeedCPDotProductAttention)
+    replace(f"{TRANSFORMER}.attention.Attention.__init__", adaptor.attention_init_wrapper)
+    replace(f"{CORE}.parallel_state.initialize_model_parallel", model_parallel_utils.initialize_model_parallel_wrapper)
+    replace(f"{CORE}.parallel_state.destroy_model_parallel", model_parallel_utils.destroy_model_parallel_wrapper)
+    replace(f"{ROTARY}.get_pos_emb_on_this_cp_rank", rotary_pos_embedding_utils.get_pos_emb_on_this_cp_rank)
+
+
+def patch_end_of_document() -> None:
+    from mindspeed.core.transformer.flash_attention.reset_attention_mask import adaptor
+
+    replace(f"{TRANSFORMER}.attention.Attention.forward", adaptor.attention_forward)
+    replace(f"{CORE}.models.gpt.gpt_model.GPTModel.forward", adaptor.gpt_forward_wrapper)
+    replace(f"{CORE}.pipeline_parallel.p2p_communication._p2p_ops", adaptor.p2p_ops_eod)
+    replace(f"{ROTARY}.RotaryEmbedding.forward", adaptor.rotary_forward)
+    replace(f"{ROTARY}.RotaryEmbedding.get_rotary_seq_len", adaptor.get_rotary_seq_len)
+
+
+if ARGS.tp_2d:  # before the wrapper of the same method that is always there, as in MindSpeed
+    from mindspeed.core.tensor_parallel.tp_2d import MindSpeedRotaryEmbedding2D, self_attention_init_wrapper
+
+    replace(f"{TRANSFORMER}.attention.SelfAttention.__init__", self_attention_init_wrapper)
+    replace(f"{ROTARY}.RotaryEmbedding", MindSpeedRotaryEmbedding2D)
+patch_always()
+if ARGS.context_parallel_size > 1:
+    patch_context_parallelism()
+if ARGS.multi_latent_attention:
+    from mindspeed.core.transformer.multi_head_latent_attention.adaptor import multi_latent_attention_init_impl
+
+    replace(f"{LATENT}.MultiLatentAttention.__init__", multi_latent_attention_init_impl)
+if ARGS.reset_attention_mask:
+    patch_end_of_document()
+if ARGS.unaligned_linear:
+    from mindspeed.core.transformer.attention import attention_init_wrapper
+
+    replace(f"{TRANSFORMER}.attention.Attention.__init__", attention_init_wrapper)

@@ -1,0 +1,231 @@
+"""Planned attention beside MindSpeed's patches (a double of them, on the CPU): exact, and what contradicts it is refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError
+from mindspeed_cp.convert.rules import RULES as FLAG_RULES
+from mindspeed_cp.convert.rules import Outcome as FlagOutcome
+from mindspeed_cp.megatron import install, install_model, megatron_imports
+from mindspeed_cp.megatron.arguments import check_arguments
+from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS, check_beside_mindspeed
+from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
+from mindspeed_cp.megatron.beside_mindspeed.replacements import LINES
+from tests.limits import HANG
+from tests.megatron.gpt import (
+    Case,
+    Outcome,
+    Suite,
+    available,
+    build,
+    layer_spec,
+    on_ranks,
+    one_rank,
+    planned,
+    transformer_config,
+)
+from tests.megatron.mindspeed_double import FOLDER, beside_mindspeed
+from tests.megatron.models import FULL, LATENT
+from tests.megatron.ranks import MegatronRanks
+from tests.megatron.test_arguments import arguments
+from tests.megatron.test_gpt import MORE, RAGGED, assert_equal
+
+with megatron_imports():
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+SWIGLU: dict[str, Any] = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+UP_PROJECTION: dict[str, Any] = dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
+CASES = available(
+    {
+        "rotary": Case((RAGGED, MORE), config=SWIGLU),
+        "interleaved": Case(
+            (RAGGED,), model=dict(rotary_percent=0.5), config={**SWIGLU, **FULL, "rotary_interleaved": True}
+        ),
+        "optimizer": Case((RAGGED,), optimizer="float32"),
+        "latent": Case((RAGGED,), config={**LATENT, **SWIGLU}),
+        "latent, recomputed": Case((RAGGED,), config={**LATENT, **UP_PROJECTION}),
+    }
+)
+FUSED = ("--use-fused-rotary-pos-emb", "--use-fused-rmsnorm", "--use-fused-swiglu")
+BASE = ("--context-parallel-size", "2", "--multi-latent-attention")
+
+
+def planned_beside(
+    rank: int, group: Any, flags: tuple[str, ...], cases: list[Case]
+) -> list[tuple[Outcome, Counter[str]]]:
+    """On a rank: the outcome of each case beside MindSpeed, and its calls."""
+    results = []
+    with beside_mindspeed(*flags) as calls:
+        for case in cases:
+            calls.clear()
+            if "gated_linear_unit" in case.config:  # Megatron would compile its own fused one
+                case = replace(case, config={**case.config, "bias_activation_fusion": True})
+            (outcome,) = on_ranks(rank, group, 1, 2, [case])
+            results.append((outcome, Counter(calls)))
+    return results
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Outcome]:
+    """Every case on one rank, without MindSpeed; multi-latent attention as MindSpeed's layers scale it."""
+    scale = {"mscale_all_dim": MLATransformerConfig.mscale}
+    with one_rank():
+        return {
+            name: planned(replace(case, config={**case.config, **(scale if "q_lora_rank" in case.config else {})}))
+            for name, case in CASES.items()
+        }
+
+
+@pytest.mark.parametrize("fused", [FUSED, ()], ids=["fused", "not fused"])
+def test_attention_is_exact_and_mindspeeds_operators_stay(
+    fused: tuple[str, ...], ranks: MegatronRanks, reference: dict[str, Outcome]
+) -> None:
+    for results in ranks.run(2, planned_beside, (*BASE, *fused), list(CASES.values())):
+        for (name, case), (outcome, calls) in zip(CASES.items(), results, strict=True):
+            assert_equal(outcome, reference[name])
+            assert calls["norm"] and calls["groups"] == 1 and calls["Attention.__init__"] == 2
+            assert bool(calls["swiglu"]) == ("gated_linear_unit" in case.config)
+            assert bool(calls["rotary"]) == bool(fused)
+            assert calls["Megatron's rotation"] == 0
+            assert calls["optimizer"] == (case.optimizer is not None)
+            assert calls["MultiLatentAttention.__init__"] == 2 * ("q_lora_rank" in case.config)
+
+
+def test_everything_is_undone_after_the_double() -> None:
+    before = Attention.__init__
+    with beside_mindspeed("--context-parallel-size", "2"):
+        assert Attention.__init__ is not before
+        assert replaced_by("megatron.core.transformer.attention.Attention.__init__")
+    assert Attention.__init__ is before and "mindspeed" not in sys.modules
+
+
+#: Flags that replace what planned attention needs -> words of the refusal.
+REPLACING = {
+    "--reset-attention-mask": r"Attention\.forward is replaced by mindspeed\.core\.\S+; .*leave out --reset-attention-mask "
+    r"\(pass --reset-position-ids --cp-plan-documents\)",
+    "--unaligned-linear": r"Attention\.__init__ is replaced by mindspeed\.core\.transformer\.attention; .*--unaligned-linear",
+    "--tp-2d": r"SelfAttention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*leave out --tp-2d",
+}
+
+
+@pytest.mark.parametrize("flag", REPLACING)
+def test_install_refuses_what_mindspeed_replaced(flag: str, alone: None) -> None:
+    spec = layer_spec(transformer_config())
+    with beside_mindspeed("--context-parallel-size", "2", flag), pytest.raises(ConfigError, match=REPLACING[flag]):
+        install(spec, Suite())
+
+
+def test_a_model_built_before_mindspeed_is_refused_after_it(alone: None) -> None:
+    model = build(transformer_config(), install(layer_spec(transformer_config()), Suite()))
+    with beside_mindspeed("--reset-attention-mask"), pytest.raises(ConfigError, match="is replaced by mindspeed"):
+        install_model(model)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--context-parallel-algo", "ulysses_cp_algo"], "context_parallel_algo is 'ulysses_cp_algo'.*algorithm"),
+        (["--cp-window-size", "2"], "cp_window_size is 2; .*double_ring"),
+        (["--moe-fb-overlap"], "moe_fb_overlap is True"),
+    ],
+)
+def test_layers_refuse_mindspeeds_arguments_in_their_config(flags: list[str], message: str, alone: None) -> None:
+    """MindSpeed puts its arguments into the config, so that a user's own spec is checked, too."""
+    with beside_mindspeed("--context-parallel-size", "2", *flags):
+        config = transformer_config()
+        with pytest.raises(ConfigError, match=message):
+            build(config, install(layer_spec(config), Suite()))
+
+
+def test_mindspeed_after_this_package_is_refused() -> None:
+    with beside_mindspeed(first=False), pytest.raises(ConfigError, match=r"imported after mindspeed_cp\.megatron"):
+        check_beside_mindspeed()
+
+
+def test_mindspeed_before_this_package_is_valid() -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv += ['--context-parallel-size', '2']\n"
+        "import mindspeed.megatron_adaptor\n"
+        "from mindspeed_cp.megatron import PlannedAttention, install, megatron_imports\n"
+        "from mindspeed_cp.config import SuiteSettings\n"
+        "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec\n"
+        "spec = install(get_gpt_layer_local_spec(), SuiteSettings())\n"
+        "print(spec.submodules.self_attention.submodules.core_attention.module is PlannedAttention)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=HANG,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "True"
+
+
+#: Valid values of the arguments that MindSpeed adds, as it parses them without flags.
+DEFAULTS: dict[str, Any] = dict(
+    context_parallel_algo="megatron_cp_algo", ulysses_degree_in_cp=None, cp_window_size=1, attention_mask_type="causal",
+    context_parallel_kv_cache_policy=None, fix_sub_seq_length=-1, pre_tockens=65536, next_tockens=0, sparse_mode=0,
+    alibi_fusion_attn_type=None, schedules_method=None, rope_scaling_type=None, seq_length=4096,
+)  # fmt: skip
+#: A value that is refused, where it is not True.
+BAD: dict[str, Any] = dict(
+    context_parallel_algo="hybrid_cp_algo", ulysses_degree_in_cp=2, cp_window_size=4, attention_mask_type="general",
+    context_parallel_kv_cache_policy="full", fix_sub_seq_length=512, pre_tockens=4095, next_tockens=1, sparse_mode=4,
+    alibi_fusion_attn_type=2, schedules_method="dualpipev", rope_scaling_type="yarn",
+)  # fmt: skip
+NAMES = [rule.setting for rule in MINDSPEED_RULES]
+
+
+def mindspeed_arguments(**changes: Any) -> Namespace:
+    """Arguments of a planned run beside MindSpeed."""
+    switches = {name: False for name in NAMES if name not in DEFAULTS}
+    documents = dict(reset_position_ids=True, reset_attention_mask=False, cp_plan_documents=True)
+    return Namespace(**{**vars(arguments()), **switches, **DEFAULTS, **documents, **changes})
+
+
+def test_mindspeeds_defaults_are_valid() -> None:
+    with beside_mindspeed("--context-parallel-size", "2"):
+        check_arguments(mindspeed_arguments())
+        check_arguments(mindspeed_arguments(context_parallel_algo=None))  # 0.18
+        check_arguments(mindspeed_arguments(sparse_mode=2, pre_tockens=4096))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_of_mindspeed_is_refused_by_name(name: str) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(beside_mindspeed("--context-parallel-size", "2"))
+        with pytest.raises(ConfigError) as caught:
+            check_arguments(mindspeed_arguments(**{name: BAD.get(name, True)}))
+    assert re.match(rf"{name} is .+; valid with planned attention: .+ \(.+\)", str(caught.value))
+
+
+def test_without_mindspeed_its_flag_for_documents_is_megatrons() -> None:
+    check_arguments(arguments())
+    check_arguments(arguments(reset_attention_mask=False, cp_plan_documents=True))
+
+
+def test_convert_knows_every_flag_that_is_refused() -> None:
+    known = {rule.flag for rule in FLAG_RULES if rule.outcome is not FlagOutcome.STAYS}
+    missing = {f"--{name.replace('_', '-')}" for name in NAMES} - known
+    assert missing == set()
+
+
+def test_rows_of_the_table_are_sentences() -> None:
+    for row in REPLACEMENTS:
+        assert row.reason and not row.reason.endswith(".") and row.flag, row
+        assert set(row.lines) <= set(LINES) and row.lines
+        assert not row.kept or row.verdict == "refused"
+    names = [name for row in REPLACEMENTS for name in row.names]
+    assert sorted(names) == sorted(set(names))

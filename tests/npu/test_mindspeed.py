@@ -1,0 +1,212 @@
+"""Planned attention beside the real MindSpeed, whose source tree the environment variable MINDSPEED names, over the stand-in.
+
+MindSpeed's adaptor patches torch and Megatron for the rest of a process, so that it is imported in the ranks alone.
+Fused operators that the stand-in lacks (norm, swiglu, rotation) are PyTorch's here, and counted: what is tested is which
+function is called on which rows, not what a kernel computes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.npu.ranks import Run, start
+
+LENGTHS = (37, 0, 5, 1, 64, 2, 23)
+VOCABULARY = 96
+FUSED = ("--use-fused-rotary-pos-emb", "--use-fused-rmsnorm", "--use-fused-swiglu")
+LATENT: dict[str, Any] = dict(
+    multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6,
+    rope_type="rope", num_query_groups=4,
+)  # fmt: skip
+CALLS: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module")
+def tree() -> str:
+    path = os.environ.get("MINDSPEED")
+    if not path:
+        pytest.skip("MINDSPEED names no source tree of MindSpeed")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip(f"triton is not installed, which {path} imports (mindspeed/ops/triton)")
+    return str(Path(path).resolve())
+
+
+def without_graphs() -> None:
+    """Stand in for torchair, which compiles graphs by libraries of CANN that the stand-in lacks; nothing here compiles."""
+    torchair, ge = MagicMock(name="torchair"), ModuleType("torchair.ge")
+    vars(ge).update(Tensor=object, TensorSpec=object, DataType=MagicMock())
+    torchair.ge, torchair.register_fx_node_ge_converter = ge, lambda operator: lambda function: function
+    sys.modules.update({"torchair": torchair, "torchair.ge": ge})
+
+
+def import_mindspeed(tree: str, flags: tuple[str, ...]) -> None:
+    """Import its adaptor as a training script with these flags does, and give it the operators that the stand-in lacks."""
+    sys.path[:0] = [tree, *filter(None, [os.environ.get("MEGATRON_LM")])]
+    sys.argv = ["pretrain_gpt.py", *flags]
+    without_graphs()
+    import mindspeed.megatron_adaptor  # noqa: F401
+    import torch_npu
+    from mindspeed.ops import npu_rotary_position_embedding as rotary
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            CALLS[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon), None
+
+    def swiglu(x: torch.Tensor, dim: int) -> torch.Tensor:
+        gate, value = x.chunk(2, dim)
+        return torch.nn.functional.silu(gate) * value
+
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
+        assert x.dim() == 4 and x.numel() and mode == 0
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    torch_npu.npu_rms_norm, torch_npu.npu_swiglu = counted("norm", norm), counted("swiglu", swiglu)
+    operators = SimpleNamespace(npu_rotary_position_embedding=counted("rotary", rotate))
+    rotary.rope_op_builder = SimpleNamespace(load=lambda: operators)
+
+
+def step(rank: int, size: int, tree: str | None, flags: tuple[str, ...], model: dict[str, Any]) -> dict[str, Any]:
+    """One forward and backward of a small GPT: sum of the losses, gradients of this rank's rows, calls of MindSpeed."""
+    if tree is not None:
+        import_mindspeed(tree, flags)
+    from mindspeed_cp import Documents, Topology, build_plan
+    from mindspeed_cp.config import SuiteSettings
+    from mindspeed_cp.megatron import (
+        attention_config,
+        install,
+        install_model,
+        local_spec,
+        megatron_compat,
+        megatron_imports,
+        megatron_on,
+        planned_batch,
+        shift_labels,
+    )
+
+    with megatron_imports():
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    device = torch.device("npu", rank)
+    with megatron_on(device) if tree is None else nullcontext(), megatron_compat():
+        parallel_state.initialize_model_parallel(context_parallel_size=size)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        kind = MLATransformerConfig if model else TransformerConfig
+        # Fused activations with MindSpeed alone: Megatron would compile its own.
+        settings: dict[str, Any] = dict(
+            num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
+            context_parallel_size=size, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
+            normalization="RMSNorm", add_bias_linear=False, calculate_per_token_loss=True, init_method_std=0.2,
+            gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=tree is not None,
+            apply_rope_fusion=False,
+        )  # fmt: skip
+        config = kind(**{**settings, **model})
+        suite = SuiteSettings(context_parallel_size=size, algorithm="ring")
+        spec = install(local_spec(config), suite)
+        torch.manual_seed(7)
+        gpt = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=256, position_embedding_type="rope")
+        install_model(gpt.to(device))
+        documents = Documents(LENGTHS)
+        tokens = torch.randint(0, VOCABULARY, (documents.tokens,), generator=torch.Generator().manual_seed(1))
+        labels, mask = shift_labels(tokens, documents)
+        plan = build_plan(documents, Topology(1, size), attention_config(config), "ring")
+        batch, params = planned_batch({"tokens": tokens, "labels": labels, "loss_mask": mask}, plan, rank)
+        batch = {name: value.to(device) for name, value in batch.items()}
+        losses = gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+        total = (losses.float() * batch["loss_mask"]).sum()
+        total.backward()
+        norm = type(gpt.decoder.final_layernorm)
+        return {
+            "loss": float(total),
+            "gradients": {name: p.grad.cpu().numpy() for name, p in gpt.named_parameters() if p.grad is not None},
+            "calls": dict(CALLS),
+            "norm": norm.__module__,
+        }
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [({}, FUSED), ({}, ()), (LATENT, (*FUSED, "--multi-latent-attention"))],
+    ids=["rotary, fused", "rotary", "latent, fused"],
+)
+def test_a_step_equals_megatrons_without_mindspeed(
+    model: dict[str, Any], flags: tuple[str, ...], tree: str, ranks: Callable[..., Run]
+) -> None:
+    scaled = (
+        {**model, "mscale_all_dim": 1.0} if model else model
+    )  # MindSpeed's latent layers scale by mscale, which is 1
+    (alone,) = ranks(1, step, None, (), scaled).values()
+    base = ("--context-parallel-size", "2", "--transformer-impl", "local", "--position-embedding-type", "rope")
+    pair = ranks(2, step, tree, (*base, *flags), model).values()
+    assert sum(result["loss"] for result in pair) == pytest.approx(alone["loss"], rel=1e-5)
+    for name, gradient in alone["gradients"].items():
+        total = sum(result["gradients"][name] for result in pair)
+        np.testing.assert_allclose(total, gradient, rtol=0, atol=1e-5 * float(np.abs(gradient).max()), err_msg=name)
+    for result in pair:
+        assert result["norm"].startswith("mindspeed.") and result["calls"]["norm"] and result["calls"]["swiglu"]
+        assert bool(result["calls"].get("rotary")) == bool(flags)
+
+
+def test_mindspeeds_own_algorithm_is_refused_when_layers_are_built(tree: str) -> None:
+    """MindSpeed would wrap core attention; it puts its arguments into the config, where they are seen before."""
+    flags = (
+        "--context-parallel-size",
+        "2",
+        "--transformer-impl",
+        "local",
+        "--context-parallel-algo",
+        "ulysses_cp_algo",
+    )
+    (error,) = start(1, step, tree, flags, {}).errors
+    assert error is not None and "ConfigError: context_parallel_algo is 'ulysses_cp_algo'; valid" in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--reset-attention-mask", "Attention.forward is replaced by mindspeed.core.transformer.flash_attention"),
+        ("--unaligned-linear", "Attention.__init__ is replaced by mindspeed.core.transformer.attention"),
+    ],
+)
+def test_what_the_tree_replaces_is_refused(flag: str, words: str, tree: str, ranks: Callable[..., Run]) -> None:
+    message = ranks(1, refusal, tree, ("--context-parallel-size", "2", flag)).values()[0]
+    if message.startswith("lacks "):
+        pytest.skip(f"{flag} {message}")
+    assert words in message
+
+
+def refusal(rank: int, size: int, tree: str, flags: tuple[str, ...]) -> str:
+    """The error of check_beside_mindspeed, or what this environment lacks for MindSpeed to import its patches."""
+    try:
+        import_mindspeed(tree, flags)
+    except ModuleNotFoundError as error:
+        return f"lacks {error.name}, which MindSpeed imports for it"
+    from mindspeed_cp import ConfigError
+    from mindspeed_cp.megatron.beside_mindspeed import check_beside_mindspeed
+
+    try:
+        check_beside_mindspeed()
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
