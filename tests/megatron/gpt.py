@@ -26,6 +26,7 @@ from mindspeed_cp.megatron import (
     install,
     install_model,
     layer_attentions,
+    local_mtp_spec,
     local_spec,
     loss_function,
     megatron_compat,
@@ -53,6 +54,7 @@ with megatron_imports():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 VOCABULARY = 96
@@ -101,12 +103,14 @@ class Case:
 @dataclass(frozen=True)
 class Outcome:
     """What the steps give, the same on every rank: global mean loss of the last step, counted tokens, and gradients
-    (float32, whole, divided by the count) or, after an optimizer's steps, gradient norms and the new weights."""
+    (float32, whole, divided by the count) or, after an optimizer's steps, gradient norms and the new weights; with
+    multi-token prediction the loss of each of its layers, as Megatron logs it."""
 
     loss: float
     tokens: int
     tensors: dict[str, np.ndarray]
     norms: tuple[float, ...] = ()
+    later_losses: tuple[float, ...] = ()
 
 
 def collect_garbage() -> None:
@@ -253,7 +257,8 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     suite = Suite(context_parallel_size=cp, algorithm=case.algorithm, options=case.options)
     arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
     spec = install(layer_spec(config), suite, alibi=case.alibi, packed_cut=cut_of(case.packed))
-    model: torch.nn.Module = build(config, spec, **arguments)
+    later = {"mtp_block_spec": local_mtp_spec(config, spec)} if config.mtp_num_layers else {}
+    model: torch.nn.Module = build(config, spec, **arguments, **later)
     if config.bf16:
         model = Float16Module(config, model)
     install_model(model)
@@ -289,7 +294,19 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     for name, p in model.named_parameters():
         local = p.detach() if optimizer is not None else p.main_grad
         tensors |= _whole(name.removeprefix("module."), p, local, config.num_moe_experts or 0)
-    return Outcome(loss.mean, loss.tokens, tensors, tuple(norms))
+    return Outcome(loss.mean, loss.tokens, tensors, tuple(norms), later_losses() if config.mtp_num_layers else ())
+
+
+def later_losses() -> tuple[float, ...]:
+    """The losses of multi-token prediction since the last call, summed over micro-batches: the mean over ranks, as
+    Megatron logs them."""
+    tracker = MTPLossLoggingHelper.tracker
+    values = tracker["loss_values" if "loss_values" in tracker else "values"]
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    losses = values.clone() / group.size()
+    dist.all_reduce(losses, group=group)
+    values.zero_()
+    return tuple(losses.tolist())
 
 
 def forward_step(
@@ -306,7 +323,10 @@ def forward_step(
             if case.packed == "whole"
             else cut_batch(whole, lengths, case.packed, cp, rank)
         )
-        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=given)
+        named = {"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}
+        losses = model(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=given, **named
+        )
         return losses, partial(loss_function, batch["loss_mask"])
     plans = [
         build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
@@ -325,6 +345,7 @@ def forward_step(
         labels=batch["labels"],
         packed_seq_params=params if case.carried else None,
         **({"padding_mask": params.padding_mask()} if config.num_moe_experts and TAKES_PADDING_MASK else {}),
+        **({"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}),
     )
     return losses, partial(loss_function, batch["loss_mask"])
 

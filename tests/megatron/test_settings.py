@@ -40,7 +40,6 @@ SUITE = Suite()
         ("log_max_attention_logit", True, "False"),
         ("experimental_attention_variant", "dsa", "softmax attention"),
         ("is_hybrid_model", True, "state-space"),
-        ("mtp_num_layers", 1, "multi-token prediction"),
         ("mrope_section", [1, 1, 2], "'rope'"),
         ("apply_rope_fusion", True, "rotary positions come from the plan"),
         ("fused_single_qkv_rope", True, "rotary positions come from the plan"),
@@ -99,6 +98,17 @@ def test_a_setting_that_depends_on_others_is_refused(
     with pytest.raises(ConfigError, match=alternative) as error:
         check_model_config(config, suite)
     assert str(error.value).startswith(f"{setting} is {value!r}")
+
+
+def test_multi_token_prediction_needs_a_megatron_that_keeps_to_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformer_config(mtp_num_layers=1)
+    for is_packed, words in ((False, "mtp_num_layers is 1; .*use megatron-core 0.16.1"), (True, None)):
+        monkeypatch.setattr("mindspeed_cp.megatron.adaptors.rules.PACKED", is_packed)
+        if words is None:
+            check_model_config(config, SUITE)
+        else:
+            with pytest.raises(ConfigError, match=words):
+                check_model_config(config, SUITE)
 
 
 def test_experts_on_one_rank_may_do_what_depends_on_ranks() -> None:

@@ -16,6 +16,7 @@ from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.documents_without_plan import refuse_documents_without_plan
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.adaptors.multi_token import install_multi_token
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
 
@@ -29,7 +30,9 @@ def install_model(model: ModelT) -> ModelT:
     Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
     and puts hooks around every self attention (:class:`mindspeed_cp.megatron.adaptors.hidden.HiddenMove`) and before
     the model, where plain PackedSeqParams get their plans, and the plans of a micro-batch begin to be compared over the
-    ranks. Models with learned positions or none need the call too. Calling it again changes nothing.
+    ranks. Multi-token prediction takes tokens, labels and loss masks of later positions by the plan; Megatron's
+    functions are patched for that during the forward alone. Models with learned positions or none need the call too. A
+    second call changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
@@ -76,6 +79,7 @@ def _install_chunk(chunk: nn.Module) -> int:
         chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
+    install_multi_token(chunk, attentions[0] if attentions else None)
     return len(attentions)
 
 

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp import ConfigError
+from mindspeed_cp.megatron.patches.multi_token import PACKED
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,13 @@ RULES = (
     Rule("log_max_attention_logit", _off, "False", "the largest logit is not reported"),
     Rule("experimental_attention_variant", lambda v: v is None, "None", "use softmax attention in every layer"),
     Rule("is_hybrid_model", _off, "False", "state-space layers need their tokens in order on one rank"),
-    Rule("mtp_num_layers", _off, "None", "multi-token prediction shifts tokens across ranks by Megatron's zig-zag"),
+    Rule(
+        "mtp_num_layers",
+        _off,
+        "None",
+        "before 0.16 Megatron-core shifts tokens across the documents of a row; use megatron-core 0.16.1 or later",
+        when=lambda config: not PACKED,
+    ),
     Rule("mrope_section", lambda v: v is None, "None", "use position_embedding_type 'rope'"),
     Rule("apply_rope_fusion", _off, "False", _ROTARY),
     Rule("fused_single_qkv_rope", _off, "False", _ROTARY),
@@ -110,6 +117,13 @@ RULES = (
         when=_is_latent,
     ),
     Rule("no_rope_freq", _off, "None", "multi-latent attention rotates in every layer", when=_is_latent),
+    Rule(
+        "no_rope_freq",
+        _off,
+        "None",
+        "it has no entries for layers of multi-token prediction",
+        when=lambda config: bool(getattr(config, "mtp_num_layers", None)),
+    ),
     Rule("cache_mla_latents", _off, "False", "it is for generation; use a model built from the original spec"),
     Rule(
         "qk_layernorm",

@@ -27,6 +27,8 @@ USED = {
         micro_batch_size seq_length reset_position_ids eod_mask_loss sft:0.14-
         dataloader_inter_document_masking:0.19- eval_micro_batch_size:0.19-""",
     "seed of attention dropout, with the number of the step and the tokens of the micro-batch": "seed",
+    "tokens, labels and losses of later positions stay in their documents, by the plan": """
+        mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer:0.19- mtp_detach_heads:0.19-""",
     "the loss function checks each micro-batch's loss by it": "check_for_nan_in_loss_and_grad check_for_spiky_loss",
     "spec builds Megatron's own layers by it, and replaces their core attention": """
         transformer_impl num_experts num_moe_experts moe_layer_freq moe_grouped_gemm
