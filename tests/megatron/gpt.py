@@ -248,7 +248,25 @@ def data(case: Case, index: int) -> tuple[Documents, dict[str, torch.Tensor]]:
     tokens = torch.randint(0, VOCABULARY, (documents.tokens,), generator=torch.Generator().manual_seed(index))
     labels, mask = shift_labels(tokens, documents)
     mask[: int(case.masked * documents.tokens)] = 0.0
-    return documents, {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    whole = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    if "mrope_section" in case.config:
+        whole["position_ids"] = mrope_positions(documents)
+    return documents, whole
+
+
+def mrope_positions(documents: Documents) -> torch.Tensor:
+    """Positions of time, height and width, [3, tokens]: every document has five tokens of text, then images of 3 x 4
+    patches and one token of text in turn."""
+    columns: list[tuple[int, int, int]] = []
+    for length in documents.lengths.tolist():
+        start, own = 0, []
+        while len(own) < length:
+            own += [(start + i,) * 3 for i in range(5 if start == 0 else 1)]
+            start = max(own[-1]) + 1
+            own += [(start, start + i // 4, start + i % 4) for i in range(12)]
+            start += 4
+        columns += own[:length]
+    return torch.tensor(columns, dtype=torch.int64).reshape(-1, 3).T.contiguous()
 
 
 def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:

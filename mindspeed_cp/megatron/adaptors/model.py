@@ -17,6 +17,7 @@ from mindspeed_cp.megatron.adaptors.documents_without_plan import refuse_documen
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.multi_token import install_multi_token
+from mindspeed_cp.megatron.adaptors.multimodal_rotary import MultimodalRotary
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
 
@@ -97,6 +98,8 @@ def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, tuple[An
         if not isinstance(params, PlannedBatchParams):
             params = attention.packed.planned(params, attention.cp_group)
             attention.packed.check_positions(params, position_ids)
+        if isinstance(attention.rotary, MultimodalRotary):
+            attention.rotary.read_positions(params, position_ids)
         if params.plans:
             attention.announce(params, next(model.parameters()))
 
@@ -130,13 +133,16 @@ def _replace_rotary(chunk: nn.Module) -> PlannedRotary | None:
         if isinstance(parent, (PlannedRotary, PlannedAttention)) or isinstance(child, LatentRotary):
             continue
         if isinstance(child, (RotaryEmbedding, MultimodalRotaryEmbedding)):
-            if type(child) not in (RotaryEmbedding, YarnRotaryEmbedding):
+            if type(child) is MultimodalRotaryEmbedding:
+                child = MultimodalRotary(child, getattr(parent, "mrope_section", None))
+            elif type(child) in (RotaryEmbedding, YarnRotaryEmbedding):
+                child = PlannedRotary(child)
+            else:
                 raise ConfigError(
                     f"install_model: the model's {name} is a {type(child).__name__}; valid: RotaryEmbedding "
-                    "(position_embedding_type 'rope', with rope_scaling if wanted), YarnRotaryEmbedding ('yarn'), or "
-                    "no rotary positions"
+                    "(position_embedding_type 'rope', with rope_scaling if wanted), YarnRotaryEmbedding ('yarn'), "
+                    "MultimodalRotaryEmbedding ('mrope'), or no rotary positions"
                 )
-            child = PlannedRotary(child)
             setattr(parent, name, child)
         if isinstance(child, PlannedRotary):
             rotaries[id(child)] = child

@@ -90,7 +90,6 @@ RULES = (
         "before 0.16 Megatron-core shifts tokens across the documents of a row; use megatron-core 0.16.1 or later",
         when=lambda config: not PACKED,
     ),
-    Rule("mrope_section", lambda v: v is None, "None", "use position_embedding_type 'rope'"),
     Rule("apply_rope_fusion", _off, "False", _ROTARY),
     Rule("fused_single_qkv_rope", _off, "False", _ROTARY),
     Rule("hybrid_context_parallel", _off, "False", _RANKS),
@@ -123,6 +122,13 @@ RULES = (
         "None",
         "it has no entries for layers of multi-token prediction",
         when=lambda config: bool(getattr(config, "mtp_num_layers", None)),
+    ),
+    Rule(
+        "mrope_section",
+        lambda v: v is None,
+        "None",
+        "multi-latent attention has no positions of time, height and width",
+        when=_is_latent,
     ),
     Rule("cache_mla_latents", _off, "False", "it is for generation; use a model built from the original spec"),
     Rule(

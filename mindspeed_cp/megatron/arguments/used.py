@@ -11,7 +11,7 @@ USED = {
     "frequencies of the rotation that PlannedRotary applies at the positions of the plan": """
         rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
         rope_scaling_factor no_rope_freq:0.14- rope_type rotary_scaling_factor mscale mscale_all_dim beta_fast
-        beta_slow original_max_position_embeddings:0.14- yarn_original_max_position_embeddings:0.19-
+        beta_slow mrope_section original_max_position_embeddings:0.14- yarn_original_max_position_embeddings:0.19-
         yarn_beta_fast:0.19- yarn_beta_slow:0.19- yarn_correction_range_round_to_int:0.19-
         use_rotary_position_embeddings add_position_embedding""",
     "learned positions are those of the plan, which restart in every document": "max_position_embeddings",
