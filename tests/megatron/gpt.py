@@ -292,6 +292,7 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     own_batches = range(
         parallel_state.get_data_parallel_rank(), len(case.batches), parallel_state.get_data_parallel_world_size()
     )
+    MTPLossLoggingHelper.tracker.clear()  # of other models
     norms = []
     for step in range(case.steps):
         ddp.zero_grad_buffer()

@@ -67,7 +67,8 @@ def plain(case: Case) -> Outcome:
             positions = torch.arange(stop - start)[None]
             if "position_ids" in whole:
                 positions = whole["position_ids"][:, None, start:stop]
-            losses = model(tokens, positions, hidden, labels=labels, **({"loss_mask": mask} if config.mtp_num_layers else {}))
+            named = {"loss_mask": mask} if config.mtp_num_layers else {}
+            losses = model(tokens, positions, hidden, labels=labels, **named)
             total = total + (losses * mask).sum()
             count += int(mask.sum())
     total.backward()
