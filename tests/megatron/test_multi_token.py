@@ -203,6 +203,8 @@ def test_rows_are_rolled_inside_documents(alone: None) -> None:
     two = rolls.roll(torch.tensor([[1, 2, 3], [4, 5, 6]]), 1, None)
     assert two.tolist() == [[2, 3, 0], [5, 6, 0]]
     assert float(rolls.total(torch.ones(3))) == 3.0
+    padding = torch.tensor([[False, True]])
+    assert rolls.roll(padding, 1, params) is padding
 
 
 @NEEDS_PACKED

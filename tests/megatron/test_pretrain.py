@@ -182,7 +182,7 @@ def test_megatrons_builder_gets_planned_layers_of_later_tokens(
     losses, _ = pretrain.forward_step(iter([rows()]), model)
     assert losses.isfinite().all()
     args.spec = ["layers of the script", "spec"]
-    with pytest.raises(TypeError):  # Megatron's own GPTModel, which has no layers here
+    with pytest.raises(Exception, match="NoneType"):  # Megatron's own GPTModel, which gets no layers here
         pretrain.wrap_model_provider(gpt_builder)()
     assert specs[1] == args.spec
 

@@ -34,13 +34,15 @@ class PlannedRolls:
         """Return the rows `shift` tokens later in the same document, 0 where it has none.
 
         Args:
-            tensor: [..., b, s], rows of this rank; rows of padding stay as they are.
+            tensor: [..., b, s], rows of this rank; rows of padding stay as they are, and so does a padding mask.
             shift: number of tokens.
             given: the micro-batch's packed_seq_params.
 
         Raises:
             ConfigError: the shape is not that of this rank's rows.
         """
+        if tensor.dtype is torch.bool:  # a padding mask, under sequence parallelism of this rank's share
+            return tensor
         params = self._params(tensor, given)
         length, padded = params.linear_length, params.linear_length + params.linear_padding
         if tensor.dim() < 2 or list(tensor.shape[-2:]) != [params.batch_size, padded]:
