@@ -71,9 +71,7 @@ def test_the_adjoint_is_the_roll_back(lengths, ranks, shift, layout):
     rng = np.random.default_rng(0)
     x, y = (rng.integers(-9, 10, documents.tokens).astype(float) for _ in range(2))
     forward, backward = (Roll(layout(documents, ranks), number) for number in (shift, -shift))
-    there, back = (
-        roll.layout.unshard(rolled(roll, values, 0.0)) for roll, values in ((forward, x), (backward, y))
-    )
+    there, back = (roll.layout.unshard(rolled(roll, values, 0.0)) for roll, values in ((forward, x), (backward, y)))
     assert there @ y == x @ back
 
 

@@ -143,7 +143,7 @@ def test_documents_of_a_whole_batch_come_from_their_ends_alone() -> None:
         planned_batch_from({**whole, "position_ids": whole["tokens"]}, config, Suite())
 
 
-def test_positions_of_a_batch_that_a_loader_has_cut_are_those_that_the_model_gets() -> None:
+def test_positions_of_a_batch_that_a_loader_has_cut_are_those_that_the_model_gets(alone: None) -> None:
     rotary = MultimodalRotary(megatron_rotary(), SECTION)
     plan = build_plan(Documents([8, 24]), Topology(1, 2), ATTENTION)
     params = planned_params(plan, 1, rows_multiple=3)

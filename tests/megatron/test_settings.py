@@ -105,7 +105,7 @@ def test_multi_token_prediction_needs_a_megatron_that_keeps_to_documents(monkeyp
     monkeypatch.setattr("mindspeed_cp.megatron.adaptors.rules.PACKED", True)
     check_model_config(config, SUITE)
     monkeypatch.setattr("mindspeed_cp.megatron.adaptors.rules.PACKED", False)
-    with pytest.raises(ConfigError, match="mtp_num_layers is 1; .*use megatron-core 0.16.1"):
+    with pytest.raises(ConfigError, match=r"mtp_num_layers is 1; .*use megatron-core 0\.16\.1"):
         check_model_config(config, SUITE)
 
 
