@@ -110,8 +110,9 @@ def _weighs_by_all_tokens(original: Callable[..., Tensor], rolls: Rolls) -> Call
 
     @wraps(original)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
-        values = signature(original).bind(*args, **kwargs).arguments
-        given, mask = values.get("packed_seq_params"), values.get("loss_mask")
+        values: dict[str, Any] = signature(original).bind(*args, **kwargs).arguments
+        given: Any = values.get("packed_seq_params")
+        mask: Any = values.get("loss_mask")
         if values["labels"] is None and values.get("input_ids") is not None:
             tokens = values["input_ids"]
             mask = rolls.rows_of_documents(tokens, given) if mask is None else mask
@@ -129,7 +130,7 @@ def _weighs_by_all_tokens(original: Callable[..., Tensor], rolls: Rolls) -> Call
 def _logs_a_sum(helper: type, ranks: int) -> type:
     """Return MTPLossLoggingHelper for losses that are a rank's share: the mean that it takes over ranks is the sum."""
 
-    class MTPLossLoggingHelper(helper):  # type: ignore[misc]
+    class MTPLossLoggingHelper(helper):
         @staticmethod
         def save_metrics_to_tracker(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             helper.save_metrics_to_tracker(loss * ranks, *args, **kwargs)  # type: ignore[attr-defined]
