@@ -69,6 +69,8 @@ CASES = available(
         "latent": Case((RAGGED,), config={**TWO, **LATENT}),
         "dropout, selective recompute": Case((RAGGED,), config={**TWO, **SELECTIVE, "attention_dropout": 0.3}),
         "full recompute": Case((RAGGED,), config={**TWO, **FULL}),
+        "a layer for all depths": Case((RAGGED,), config={**TWO, "mtp_use_repeated_layer": True}),
+        "detached heads": Case((RAGGED,), config={**TWO, "mtp_detach_heads": True}),
         "window in every other layer": Case(
             (RAGGED, MORE), config={**TWO, "window_size": (9, 0), "window_attn_skip_freq": 2}
         ),
@@ -141,6 +143,22 @@ def test_each_document_alone_gives_the_same(reference: dict[str, Outcome]) -> No
     case = Case((RAGGED, MORE), config=TWO)
     with one_rank():
         assert_equal(planned(case), plain(case))
+
+
+@pytest.mark.skipif(not HAS_LOSS_FUNCTION, reason="before 0.17 Megatron-core needs labels there")
+def test_labels_that_are_not_given_are_the_next_tokens(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron does it on one rank: it trains layers of later tokens on tokens alone, for other losses."""
+    gradients = []
+    for is_patched in (True, False):
+        if not is_patched:
+            monkeypatch.setattr(model_module, "install_multi_token", lambda *_: None)
+        model, config = built()
+        batch, params = batch_of(config)
+        model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params).square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None and torch.allclose(gradient, gradients[1][name], rtol=1e-5, atol=1e-7), name
+    assert any(gradient.any() for name, gradient in gradients[0].items() if name.startswith("mtp."))
 
 
 @NEEDS_PACKED
