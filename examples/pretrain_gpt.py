@@ -34,10 +34,10 @@ def model_provider(pre_process: bool = True, post_process: bool = True, **stage:
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
-    args = get_args()
+    args, config = get_args(), core_transformer_config_from_args(get_args())
     accepted = inspect.signature(GPTModel).parameters
     return GPTModel(
-        config=core_transformer_config_from_args(args),
+        config=config,
         transformer_layer_spec=import_module(args.spec),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -49,6 +49,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, **stage:
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
+        mtp_block_spec=planned.mtp_block_spec(config, args, stage.get("vp_stage")),
         **{name: value for name, value in stage.items() if name in accepted and name != "config"},
     )
 

@@ -5,6 +5,7 @@ from mindspeed_cp.layout.equal_tokens import equal_token_layout, padding_rows, s
 from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, TokenSpan
 from mindspeed_cp.layout.least_loaded import assign_to_least_loaded
 from mindspeed_cp.layout.redistribution import RANK_PAIR, Redistribution
+from mindspeed_cp.layout.roll import Roll
 from mindspeed_cp.layout.runs import ROW_RUN, intersect_runs, join_runs, ragged_arange, union_of_runs
 from mindspeed_cp.layout.sharding import contiguous, from_spans, row_zigzag, weighted, zigzag
 
@@ -15,6 +16,7 @@ __all__ = [
     "Documents",
     "Layout",
     "Redistribution",
+    "Roll",
     "TokenSpan",
     "assign_to_least_loaded",
     "contiguous",

@@ -15,8 +15,9 @@ A loader's batch that says by cu_seqlens, positions or end-of-document tokens wh
 `PackedSeqParams` takes its plan from their cu_seqlens.
 
 With sliding windows in some layers a micro-batch needs a plan for each of `dict.fromkeys(layer_attentions(config))`;
-with attention dropout, planned_batch a `dropout_seed`; with experts, the model `padding_mask=params.padding_mask()`.
-`local_spec(config)` is a spec for every layout where Transformer Engine is absent.
+with attention dropout, planned_batch a `dropout_seed`; with experts, the model `padding_mask=params.padding_mask()`;
+with multi-token prediction, the model `loss_mask=batch["loss_mask"]`. `local_spec(config)` and `local_mtp_spec(config,
+spec)` are specs for every layout where Transformer Engine is absent.
 
 Importing this package imports megatron.core (seconds) and patches nothing.
 """
@@ -29,7 +30,7 @@ with megatron_imports():
     from mindspeed_cp.megatron.adaptors.attentions import attention_config, layer_attentions
     from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed, planned_batch, planned_params, shift_labels
     from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
-    from mindspeed_cp.megatron.adaptors.local import local_spec
+    from mindspeed_cp.megatron.adaptors.local import local_mtp_spec, local_spec
     from mindspeed_cp.megatron.adaptors.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
     from mindspeed_cp.megatron.adaptors.model import install_model
     from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
@@ -55,6 +56,7 @@ __all__ = [
     "install",
     "install_model",
     "layer_attentions",
+    "local_mtp_spec",
     "local_spec",
     "loss_function",
     "megatron_compat",

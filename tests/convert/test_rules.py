@@ -68,7 +68,7 @@ def test_no_row_hides_a_later_one() -> None:
 #: Refused flags that are fields of TransformerConfig.
 MODEL_FIELDS = {
     "softmax_type", "qk_clip", "log_max_attention_logit", "experimental_attention_variant", "is_hybrid_model",
-    "mtp_num_layers", "mrope_section", "hybrid_context_parallel", "dynamic_context_parallel", "cuda_graph_impl",
+    "mrope_section", "hybrid_context_parallel", "dynamic_context_parallel", "cuda_graph_impl",
     "fp8_dot_product_attention", "fp8_multi_head_attention", "use_kitchen_attention", "enable_cuda_graph",
     "external_cuda_graph", "flash_decode", "cache_mla_latents", "moe_expert_capacity_factor",
     "moe_router_load_balancing_type",
@@ -119,7 +119,7 @@ def test_what_is_refused_of_a_model_is_refused_when_it_is_built() -> None:
         (["--moe-token-dispatcher-type", "allgather"], "--moe-token-dispatcher-type", Outcome.STAYS),
         (["--expert-model-parallel-size", "2"], "--moe-token-dispatcher-type", Outcome.ADDED),
         (["--mtp-num-layers", "0"], "--mtp-num-layers", None),
-        (["--mtp-num-layers", "1"], "--mtp-num-layers", Outcome.REFUSED),
+        (["--mtp-num-layers", "1"], "--mtp-num-layers", Outcome.BY_HAND),
         (["--softmax-type", "learnable"], "--softmax-type", Outcome.REFUSED),
         (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
         (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),

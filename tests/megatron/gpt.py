@@ -26,6 +26,7 @@ from mindspeed_cp.megatron import (
     install,
     install_model,
     layer_attentions,
+    local_mtp_spec,
     local_spec,
     loss_function,
     megatron_compat,
@@ -53,6 +54,7 @@ with megatron_imports():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 VOCABULARY = 96
@@ -101,12 +103,14 @@ class Case:
 @dataclass(frozen=True)
 class Outcome:
     """What the steps give, the same on every rank: global mean loss of the last step, counted tokens, and gradients
-    (float32, whole, divided by the count) or, after an optimizer's steps, gradient norms and the new weights."""
+    (float32, whole, divided by the count) or, after an optimizer's steps, gradient norms and the new weights; with
+    multi-token prediction the loss of each of its layers, as Megatron logs it."""
 
     loss: float
     tokens: int
     tensors: dict[str, np.ndarray]
     norms: tuple[float, ...] = ()
+    later_losses: tuple[float, ...] = ()
 
 
 def collect_garbage() -> None:
@@ -244,7 +248,25 @@ def data(case: Case, index: int) -> tuple[Documents, dict[str, torch.Tensor]]:
     tokens = torch.randint(0, VOCABULARY, (documents.tokens,), generator=torch.Generator().manual_seed(index))
     labels, mask = shift_labels(tokens, documents)
     mask[: int(case.masked * documents.tokens)] = 0.0
-    return documents, {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    whole = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    if "mrope_section" in case.config:
+        whole["position_ids"] = mrope_positions(documents)
+    return documents, whole
+
+
+def mrope_positions(documents: Documents) -> torch.Tensor:
+    """Positions of time, height and width, [3, tokens]: every document has five tokens of text, then images of 3 x 4
+    patches and one token of text in turn."""
+    columns: list[tuple[int, int, int]] = []
+    for length in documents.lengths.tolist():
+        start, own = 0, []
+        while len(own) < length:
+            own += [(start + i,) * 3 for i in range(5 if start == 0 else 1)]
+            start = max(own[-1]) + 1
+            own += [(start, start + i // 4, start + i % 4) for i in range(12)]
+            start += 4
+        columns += own[:length]
+    return torch.tensor(columns, dtype=torch.int64).reshape(-1, 3).T.contiguous()
 
 
 def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
@@ -253,7 +275,8 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     suite = Suite(context_parallel_size=cp, algorithm=case.algorithm, options=case.options)
     arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
     spec = install(layer_spec(config), suite, alibi=case.alibi, packed_cut=cut_of(case.packed))
-    model: torch.nn.Module = build(config, spec, **arguments)
+    later = {"mtp_block_spec": local_mtp_spec(config, spec)} if config.mtp_num_layers else {}
+    model: torch.nn.Module = build(config, spec, **arguments, **later)
     if config.bf16:
         model = Float16Module(config, model)
     install_model(model)
@@ -269,6 +292,7 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     own_batches = range(
         parallel_state.get_data_parallel_rank(), len(case.batches), parallel_state.get_data_parallel_world_size()
     )
+    MTPLossLoggingHelper.tracker.clear()  # of other models
     norms = []
     for step in range(case.steps):
         ddp.zero_grad_buffer()
@@ -289,7 +313,19 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     for name, p in model.named_parameters():
         local = p.detach() if optimizer is not None else p.main_grad
         tensors |= _whole(name.removeprefix("module."), p, local, config.num_moe_experts or 0)
-    return Outcome(loss.mean, loss.tokens, tensors, tuple(norms))
+    return Outcome(loss.mean, loss.tokens, tensors, tuple(norms), later_losses() if config.mtp_num_layers else ())
+
+
+def later_losses() -> tuple[float, ...]:
+    """The losses of multi-token prediction since the last call, summed over micro-batches: the mean over ranks, as
+    Megatron logs them."""
+    tracker = MTPLossLoggingHelper.tracker
+    values = tracker["loss_values" if "loss_values" in tracker else "values"]
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    losses = values.clone() / group.size()
+    dist.all_reduce(losses, group=group)
+    values.zero_()
+    return tuple(losses.tolist())
 
 
 def forward_step(
@@ -306,7 +342,10 @@ def forward_step(
             if case.packed == "whole"
             else cut_batch(whole, lengths, case.packed, cp, rank)
         )
-        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=given)
+        named = {"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}
+        losses = model(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=given, **named
+        )
         return losses, partial(loss_function, batch["loss_mask"])
     plans = [
         build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
@@ -325,6 +364,7 @@ def forward_step(
         labels=batch["labels"],
         packed_seq_params=params if case.carried else None,
         **({"padding_mask": params.padding_mask()} if config.num_moe_experts and TAKES_PADDING_MASK else {}),
+        **({"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}),
     )
     return losses, partial(loss_function, batch["loss_mask"])
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.megatron import local_mtp_spec, megatron_imports
 from tests.megatron.gpt import Case, Outcome, build, data, layer_spec, transformer_config
 
 with megatron_imports():
@@ -52,7 +52,10 @@ def plain(case: Case) -> Outcome:
             layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
                 module=DenseAttention, params={"alibi": case.alibi}
             )
-    model = build(config, spec, **({"position_embedding_type": "none", **case.model} if case.alibi else case.model))
+    arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
+    if config.mtp_num_layers:
+        arguments = {**arguments, "mtp_block_spec": local_mtp_spec(config, spec)}
+    model = build(config, spec, **arguments)
     total, count = torch.zeros(()), 0
     for index in range(len(case.batches)):
         documents, whole = data(case, index)
@@ -61,7 +64,11 @@ def plain(case: Case) -> Outcome:
                 continue
             tokens, labels, mask = (whole[name][None, start:stop] for name in ("tokens", "labels", "loss_mask"))
             hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)[None, None]
-            losses = model(tokens, torch.arange(stop - start)[None], hidden, labels=labels)
+            positions = torch.arange(stop - start)[None]
+            if "position_ids" in whole:
+                positions = whole["position_ids"][:, None, start:stop]
+            named = {"loss_mask": mask} if config.mtp_num_layers else {}
+            losses = model(tokens, positions, hidden, labels=labels, **named)
             total = total + (losses * mask).sum()
             count += int(mask.sum())
     total.backward()

@@ -99,7 +99,7 @@ def test_sequences_of_unequal_rows_are_refused() -> None:
     [
         ({"tokens": torch.zeros(24)}, r"tokens has shape \[24\], but the plan has 25 tokens"),
         ({"tokens": torch.zeros(25, 1)}, r"tokens has shape \[25, 1\]"),
-        ({"tokens": torch.zeros(25), "position_ids": torch.zeros(25)}, "brings its own position_ids"),
+        ({"tokens": torch.zeros(25), "position_ids": torch.zeros(25)}, "leave positions in one dimension out"),
         ({"attention_mask": torch.zeros(1, 1, 25, 25)}, "brings its own attention_mask"),
     ],
 )

@@ -19,11 +19,14 @@ from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports, planned_batch, pretrain, shift_labels
 from mindspeed_cp.megatron.adaptors import whole_batch
 from mindspeed_cp.megatron.adaptors.local import stage_arguments
+from mindspeed_cp.megatron.patches.multi_token import PACKED
 from mindspeed_cp.megatron.pretrain import losses as pretrain_losses
+from mindspeed_cp.megatron.pretrain import models
 from tests.megatron.gpt import VOCABULARY, build, transformer_config
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.spec_utils import import_module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -153,6 +156,35 @@ def test_a_wrapped_provider_installs_the_model(run: Callable[..., Namespace], al
     other = build(transformer_config(), pretrain.spec)
     assert pretrain.pre_wrap_hook([other]) == [other]
     assert all(m.installed for m in other.modules() if isinstance(m, PlannedAttention))
+
+
+@pytest.mark.skipif(not PACKED, reason="before 0.16 Megatron-core refuses packed_seq_params there")
+def test_megatrons_builder_gets_planned_layers_of_later_tokens(
+    run: Callable[..., Namespace], alone: None, monkeypatch: Any
+) -> None:
+    args = run(mtp_num_layers=1, spec=list(models.SPEC))
+    config = transformer_config(mtp_num_layers=1)
+    builders: Any = ModuleType("gpt_builders")
+    builders.GPTModel = GPTModel
+    monkeypatch.setitem(sys.modules, builders.__name__, builders)
+    specs = []
+
+    def gpt_builder() -> Any:
+        specs.append(args.spec)
+        return builders.GPTModel(
+            config=config, transformer_layer_spec=None, vocab_size=VOCABULARY, max_sequence_length=64,
+            position_embedding_type="rope", mtp_block_spec=None, vp_stage=None,
+        )  # fmt: skip
+
+    model = pretrain.wrap_model_provider(gpt_builder)()
+    assert builders.GPTModel is GPTModel and args.spec == list(models.SPEC) and specs == [None]
+    assert [m.number_in_model for m in model.modules() if isinstance(m, PlannedAttention)] == [1, 2, 3]
+    losses, _ = pretrain.forward_step(iter([rows()]), model)
+    assert losses.isfinite().all()
+    args.spec = ["layers of the script", "spec"]
+    with pytest.raises(Exception, match="NoneType"):  # Megatron's own GPTModel, which gets no layers here
+        pretrain.wrap_model_provider(gpt_builder)()
+    assert specs[1] == args.spec
 
 
 def test_a_wrapped_provider_checks_arguments_before_it_builds(run: Callable[..., Namespace]) -> None:

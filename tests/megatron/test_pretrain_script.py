@@ -18,6 +18,7 @@ import pytest
 
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.patches.imports import parse_version
+from mindspeed_cp.megatron.patches.multi_token import PACKED
 from tests.limits import HANG
 
 with megatron_imports():
@@ -120,6 +121,20 @@ def test_pipeline_stages_train_the_same_with_and_without_context_parallelism(fol
 def test_experts_over_the_context_ranks_train_as_one(folder: Path) -> None:
     flags = ["--context-parallel-size", "2", "--expert-model-parallel-size", "2"]
     assert_equal(losses(folder, 4, *EXPERTS, *flags), losses(folder, 1, *EXPERTS))
+
+
+HAS_BUILDER = PACKED and parse_version(megatron.core.__version__) < (0, 17)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(
+    not HAS_BUILDER, reason="0.19 builds layers of later tokens itself; before 0.16 they take no packed rows"
+)
+def test_multi_token_prediction_trains_as_one(folder: Path) -> None:
+    flags = ["--mtp-num-layers", "2"]
+    single = losses(folder, 1, *flags)
+    assert single != losses(folder, 1)
+    assert_equal(losses(folder, 2, *flags, "--context-parallel-size", "2"), single)
 
 
 UNDONE = """

@@ -26,10 +26,7 @@ from tests.megatron.ranks import MegatronRanks
 
 with megatron_imports():
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import (
-        MultimodalRotaryEmbedding,
-        RotaryEmbedding,
-    )
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.packed_seq_params import PackedSeqParams
 
 LENGTHS = [37, 0, 5, 1, 64, 2]
@@ -149,10 +146,13 @@ def test_installing_a_model_twice_changes_nothing(alone: None) -> None:
 
 
 def test_rotary_positions_that_no_plan_gives_are_refused(alone: None) -> None:
-    config = transformer_config(mrope_section=[1, 1, 2])
-    model = build(transformer_config(), install(layer_spec(config), Suite()))
-    model.rotary_pos_emb = MultimodalRotaryEmbedding(8, 1.0)
-    with pytest.raises(ConfigError, match="rotary_pos_emb is a MultimodalRotaryEmbedding; valid: RotaryEmbedding"):
+    class OtherRotary(RotaryEmbedding):
+        pass
+
+    config = transformer_config()
+    model = build(config, install(layer_spec(config), Suite()))
+    model.rotary_pos_emb = OtherRotary(8, 1.0, use_cpu_initialization=True)
+    with pytest.raises(ConfigError, match="rotary_pos_emb is a OtherRotary; valid: RotaryEmbedding"):
         install_model(model)
 
 

@@ -40,8 +40,6 @@ SUITE = Suite()
         ("log_max_attention_logit", True, "False"),
         ("experimental_attention_variant", "dsa", "softmax attention"),
         ("is_hybrid_model", True, "state-space"),
-        ("mtp_num_layers", 1, "multi-token prediction"),
-        ("mrope_section", [1, 1, 2], "'rope'"),
         ("apply_rope_fusion", True, "rotary positions come from the plan"),
         ("fused_single_qkv_rope", True, "rotary positions come from the plan"),
         ("hybrid_context_parallel", True, "a plan already gives each document"),
@@ -78,6 +76,7 @@ def test_a_transformer_setting_that_cannot_be_honoured_is_refused(setting: str, 
     [
         (LATENT, "rotary_interleaved", True, "interleaved as they are"),
         (LATENT, "no_rope_freq", [0, 1], "in every layer"),
+        (LATENT, "mrope_section", [1, 1, 2], "time, height and width"),
         (LATENT, "cache_mla_latents", True, "original spec"),
         (EXPERTS, "moe_token_dispatcher_type", "allgather", "'alltoall'"),
         (EXPERTS, "moe_expert_capacity_factor", 1.0, "its own count"),
@@ -99,6 +98,15 @@ def test_a_setting_that_depends_on_others_is_refused(
     with pytest.raises(ConfigError, match=alternative) as error:
         check_model_config(config, suite)
     assert str(error.value).startswith(f"{setting} is {value!r}")
+
+
+def test_multi_token_prediction_needs_a_megatron_that_keeps_to_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformer_config(mtp_num_layers=1)
+    monkeypatch.setattr("mindspeed_cp.megatron.adaptors.rules.PACKED", True)
+    check_model_config(config, SUITE)
+    monkeypatch.setattr("mindspeed_cp.megatron.adaptors.rules.PACKED", False)
+    with pytest.raises(ConfigError, match=r"mtp_num_layers is 1; .*use megatron-core 0\.16\.1"):
+        check_model_config(config, SUITE)
 
 
 def test_experts_on_one_rank_may_do_what_depends_on_ranks() -> None:

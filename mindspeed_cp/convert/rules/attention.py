@@ -80,9 +80,10 @@ ATTENTION_RULES = (
     FlagRule(
         "--mtp-num-layers",
         1,
-        REFUSED,
-        "multi-token prediction shifts tokens across ranks by Megatron's zig-zag",
-        becomes="leave it out, with --mtp-loss-scaling-factor",
+        BY_HAND,
+        "tokens of later positions come by the plan, and before 0.16 Megatron takes no packed rows there",
+        becomes="use Megatron-core 0.16 or later; where you build the GPTModel yourself, give it "
+        "planned.mtp_block_spec(config, args) (docs/megatron.md)",
         when=Condition("not 0", lambda given: given.value("--mtp-num-layers") != "0"),
         is_read=True,
     ),

@@ -98,9 +98,9 @@ DOCUMENT_RULES = (
         "--position-embedding-type",
         1,
         REFUSED,
-        "positions of several dimensions are not in this version",
+        "Megatron's data sets have no positions of time, height and width",
         value="mrope",
-        becomes="rope",
+        becomes="a script of your own with planned_batch_from (docs/megatron.md), or rope",
     ),
     FlagRule(
         "--position-embedding-type",
@@ -115,8 +115,8 @@ DOCUMENT_RULES = (
         "--mrope-section",
         MANY,
         REFUSED,
-        "positions of several dimensions are not in this version",
-        becomes="--position-embedding-type rope",
+        "Megatron's data sets have no positions of time, height and width",
+        becomes="a script of your own with planned_batch_from (docs/megatron.md), or --position-embedding-type rope",
     ),
     FlagRule(
         "--use-fused-rotary-pos-emb",

@@ -73,14 +73,15 @@ def layer_attentions(
     *,
     alibi: bool = False,
 ) -> tuple[AttentionConfig, ...]:
-    """Return :func:`attention_config` of every layer; a micro-batch needs one plan for each that differs::
+    """Return :func:`attention_config` of every layer, then of the layers of multi-token prediction; a micro-batch needs
+    a plan for each that differs::
 
     plans = [build_plan(documents, topology, attention) for attention in dict.fromkeys(layer_attentions(config))]
     batch, params = planned_batch(whole, plans, rank)
     """
     return tuple(
         attention_config(config, tensor_parallel_size, tensor_parallel_rank, layer_number=number, alibi=alibi)
-        for number in range(1, config.num_layers + 1)
+        for number in range(1, config.num_layers + (config.mtp_num_layers or 0) + 1)
     )
 
 
@@ -135,7 +136,14 @@ def _window(config: TransformerConfig, layer_number: int | None) -> tuple[int, i
         raise ConfigError(f"window_attn_skip_freq has {len(pattern)} entries; valid: one for each of {layers} layers")
     if isinstance(pattern, int) and pattern < 1:
         raise ConfigError(f"window_attn_skip_freq is {pattern}; valid: 1 or more, or a list of 0 and 1")
-    has = [bool(p) for p in pattern] if isinstance(pattern, list) else [n % pattern != 0 for n in range(1, layers + 1)]
+    later = getattr(config, "mtp_num_layers", None) or 0  # of multi-token prediction
+    if isinstance(pattern, list) and later:
+        raise ConfigError(
+            f"window_attn_skip_freq is {pattern}, without entries for the {later} layers of multi-token prediction, as "
+            "Megatron has no place for them; valid with mtp_num_layers: an integer, or None"
+        )
+    numbers = range(1, layers + later + 1)
+    has = [bool(p) for p in pattern] if isinstance(pattern, list) else [n % pattern != 0 for n in numbers]
     if layer_number is None:
         if len(set(has)) > 1:
             raise ConfigError(

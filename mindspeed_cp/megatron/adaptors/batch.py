@@ -10,6 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import ConfigError, Documents, Plan
+from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams, RotaryTripwire
 
 FORMATS = ("thd", "sbhd")
@@ -156,27 +157,31 @@ def planned_batch(
 
     Args:
         batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T], [1, T] or, for "sbhd",
-            [batch_size, S]; labels shifted already (:func:`shift_labels`).
+            [batch_size, S]; labels shifted already (:func:`shift_labels`). For models with mrope "position_ids",
+            [3, T] or [3, batch_size, S]: positions of time, height and width.
         plan, rank, qkv_format, batch_size, rows_multiple, dropout_seed: as for :func:`planned_params`.
 
     Returns:
-        The same keys, each [1, t] or [batch_size, s], and "position_ids" (int64), which restart in every document;
-        padding rows, if any, are zero everywhere, loss_mask included. Then the result of :func:`planned_params`.
+        The same keys, each [1, t] or [batch_size, s], and "position_ids" (int64), which restart in every document, or
+        are those of mrope, [3, 1, t] or [3, batch_size, s]; padding rows, if any, are zero everywhere, loss_mask
+        included. Then the result of :func:`planned_params`.
 
     Raises:
         ConfigError: as :func:`planned_params`; a tensor does not have the plan's tokens; or the batch brings its own
-            positions or mask.
+            mask, or positions in one dimension.
     """
     params = planned_params(
         plan, rank, qkv_format, batch_size=batch_size, rows_multiple=rows_multiple, dropout_seed=dropout_seed
     )
-    for name in ("position_ids", "attention_mask"):
-        if batch.get(name) is not None:
-            raise ConfigError(f"the batch brings its own {name}; leave it out: the documents of the plan determine it")
+    if batch.get("attention_mask") is not None:
+        raise ConfigError(
+            "the batch brings its own attention_mask; leave it out: the documents of the plan determine it"
+        )
     total = params.linear.documents.tokens
+    positions = batch.get("position_ids")
     sliced = {}
     for name, value in batch.items():
-        if value is None:
+        if value is None or name == "position_ids":
             continue
         whole = torch.as_tensor(value)
         shapes = [[total], [params.batch_size, total // params.batch_size]]
@@ -187,7 +192,11 @@ def planned_batch(
             )
         sliced[name] = rows_of_rank(whole.reshape(-1), params)
     device = next(iter(sliced.values())).device if sliced else torch.device("cpu")
-    sliced["position_ids"] = positions_of_rank(params, device)
+    sliced["position_ids"] = (
+        positions_of_rank(params, device)
+        if positions is None
+        else mrope_of_rank(mrope_rows(positions, total), params).to(device)
+    )
     return sliced, params
 
 
@@ -208,6 +217,19 @@ def rows_of_rank(whole: Tensor, params: PlannedBatchParams) -> Tensor:
 def positions_of_rank(params: PlannedBatchParams, device: torch.device | str) -> Tensor:
     """Return the positions of this rank's rows in their documents, int64 [batch_size, rows]; 0 for rows of padding."""
     return _padded(torch.from_numpy(params.linear.positions(params.rank)).to(device), params)
+
+
+def mrope_of_rank(whole: Tensor, params: PlannedBatchParams) -> Tensor:
+    """Return positions of time, height and width of this rank's rows, int64 [3, batch_size, rows]; 0 for padding.
+
+    The parameters get those of its rows of attention, which differ where linear layers have a layout of their own.
+
+    Args:
+        whole: of the micro-batch, [T, 3].
+        params: parameters of the micro-batch.
+    """
+    params.mrope_positions = whole[torch.from_numpy(params.layout.tokens(params.rank)).to(whole.device)].T.contiguous()
+    return rows_of_rank(whole, params).permute(2, 0, 1).contiguous()
 
 
 def _padded(rows: Tensor, params: PlannedBatchParams) -> Tensor:

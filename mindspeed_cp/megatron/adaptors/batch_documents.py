@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import ConfigError, Documents
+from mindspeed_cp.megatron.adaptors.multimodal_positions import POSITION_ROWS
 from mindspeed_cp.megatron.adaptors.packed_rows import CU_SEQLENS, documents_of_sequences, to_host
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 
@@ -32,7 +33,7 @@ def documents_of_batch(
 
     The first of these that the batch has says where documents end, and all that it has must agree: cu_seqlens,
     packed_seq_params, position_ids that restart inside a row, end-of-document tokens. Without any, each row is one
-    document. Positions that only rise say nothing.
+    document. Positions that only rise say nothing, nor do those of mrope, which are refused if time falls inside a row.
 
     Args:
         batch: the batch.
@@ -68,6 +69,7 @@ def documents_of_batch(
                 "the batch has neither tokens nor cu_seqlens; valid: one of them on every pipeline stage, as every "
                 "stage needs the plan"
             )
+        _refuse_unknown_ends(batch.get("position_ids"))
         return Documents([shape[1]] * shape[0])
     name, documents = next(iter(sources.items()))
     for other_name, other in sources.items():
@@ -102,11 +104,31 @@ def _tensors(batch: Mapping[str, Any], eod: int | None) -> dict[str, Any]:
         tensors[key] = batch[key]
     ids = tensors["position_ids"]
     if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim > 2:
-        raise ConfigError(
-            f"position_ids has shape {list(ids.shape)}; valid: [tokens] or [rows, tokens], positions in one dimension "
-            "(planned attention has no mrope)"
-        )
+        if ids.ndim > 3 or len(ids) != POSITION_ROWS:
+            raise ConfigError(
+                f"position_ids has shape {list(ids.shape)}; valid: [tokens], [rows, tokens], or for mrope "
+                f"[{POSITION_ROWS}, rows, tokens]"
+            )
+        tensors["position_ids"] = None  # of mrope: they do not say where documents end
     return tensors
+
+
+def _refuse_unknown_ends(position_ids: Any) -> None:
+    """Raise ConfigError if positions of time (mrope) fall inside a row, so that it has documents of unknown ends.
+
+    They never fall inside a document, but need not fall where the next one begins.
+    """
+    if not isinstance(position_ids, (Tensor, np.ndarray)) or position_ids.ndim != 3:
+        return
+    times = to_host({"position_ids": position_ids})["position_ids"][0]
+    falls = np.argwhere(np.diff(times, axis=1) < 0)
+    if len(falls):
+        row, token = falls[0].tolist()
+        raise ConfigError(
+            f"position_ids[0, {row}] (mrope, time) falls from {times[row, token]} to {times[row, token + 1]} at token "
+            f"{token + 1}, so that the row has several documents, but positions of mrope do not say where all of them "
+            "end; valid: cu_seqlens in the batch, or eod="
+        )
 
 
 def _from_ends(ends: Mapping[str, np.ndarray], shape: tuple[int, int] | None, mask: str) -> Documents:
@@ -139,6 +161,8 @@ def token_shape(batch: Mapping[str, Any]) -> tuple[int, int] | None:
         if value is None:
             continue
         shape = tuple(torch.as_tensor(value).shape)
+        if key == "position_ids" and len(shape) == 3:  # of mrope
+            shape = shape[1:]
         if len(shape) not in (1, 2):
             raise ConfigError(f"{key} has shape {list(shape)}; valid: [tokens] or [rows, tokens]")
         return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])

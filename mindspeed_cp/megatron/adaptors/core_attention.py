@@ -55,6 +55,10 @@ class PlannedAttention(MegatronModule):
         alibi: linear biases instead of rotary positions; the slopes are those of all the model's heads.
         packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
 
+    Attributes:
+        number_in_model: layer_number; layers of multi-token prediction are numbered behind those of the decoder, whose
+            numbers Megatron 0.19 gives them again. Which weights are dropped depends on it.
+
     Raises:
         ConfigError: a setting cannot be honoured.
     """
@@ -96,7 +100,7 @@ class PlannedAttention(MegatronModule):
                 f"{cp_group.size()} ranks; initialize_model_parallel with that context_parallel_size"
             )
         self.suite = suite
-        self.layer_number = layer_number
+        self.layer_number = self.number_in_model = layer_number
         self.cp_group, self.tp_group = cp_group, tp_group
         self.attn_mask_type = attn_mask_type
         self.alibi = alibi
@@ -186,7 +190,7 @@ class PlannedAttention(MegatronModule):
             dropout_key=dropout_key,
             training=self.training,
         )
-        if params.canary is not None and params.canary.layer == self.layer_number:
+        if params.canary is not None and params.canary.layer == self.number_in_model:
             params.canary.observe(q, k, v, out, plan, params.rank, dropout_key)
         return params.from_rows(out)
 
@@ -201,6 +205,24 @@ class PlannedAttention(MegatronModule):
         """Raise ConfigError if ranks have different plans, before hidden states move: what travels depends on it."""
         if self.cp_group.size() > 1:
             self._agreement(params, hidden.device).check(params.plans[0], hidden.dtype)
+
+    def params_without_plan(self, rows: int, batch_size: int) -> PlannedBatchParams:
+        """Return the parameters of a micro-batch that has none: whole sequences, cut as Megatron cuts them.
+
+        Args:
+            rows: of each sequence on this rank.
+            batch_size: number of sequences.
+
+        Raises:
+            ConfigError: rows do not say how the sequences were cut, or an algorithm has other tokens on this rank.
+        """
+        if self.suite.candidates:
+            raise ConfigError(
+                "context_parallel_suite.candidates names algorithms, but rows of Megatron's own data loader all "
+                "take one; leave it out, or plan each row and pass planned_params(plan, rank)"
+            )
+        ranks, rank, options = self.cp_group.size(), self.cp_group.rank(), tuple(self.suite.options.items())
+        return params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
 
     def _agreement(self, params: PlannedBatchParams, device: torch.device) -> CallAgreement:
         if params.agreement is None:
@@ -218,7 +240,7 @@ class PlannedAttention(MegatronModule):
                 "of the micro-batch in the run, the same on all context- and tensor-parallel ranks (Megatron's plain "
                 "PackedSeqParams have no place for it); or set attention_dropout to 0.0"
             )
-        return params.dropout_seed, self.layer_number
+        return params.dropout_seed, self.number_in_model
 
     def _refuse(self, mask: Tensor | None, mask_type: AttnMaskType | None, bias: Tensor | None) -> None:
         self.check_installed()
@@ -242,14 +264,7 @@ class PlannedAttention(MegatronModule):
         """Return the parameters of this call, checked against model and group, and the plan of this layer."""
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         if given is None and query.dim() == 4:
-            if self.suite.candidates:
-                raise ConfigError(
-                    "context_parallel_suite.candidates names algorithms, but rows of Megatron's own data loader all "
-                    "take one; leave it out, or plan each row and pass planned_params(plan, rank)"
-                )
-            rows, batch_size = query.shape[:2]
-            options = tuple(self.suite.options.items())
-            params = params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
+            params = self.params_without_plan(*query.shape[:2])
             return params, params.plans[0]
         if isinstance(given, PackedSeqParams) and not isinstance(given, PlannedBatchParams):
             params = self.packed.planned(given, self.cp_group)

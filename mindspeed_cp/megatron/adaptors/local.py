@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -54,6 +54,24 @@ def local_spec(
             attention.q_layernorm = IdentityOp  # 0.19 refuses a norm that nothing calls
         _use_drawn_experts(layer.submodules.mlp)
     return TransformerBlockSubmodules(layer_specs=shared, layer_norm=norm)
+
+
+def local_mtp_spec(config: TransformerConfig, spec: Any, vp_stage: int | None = None) -> Any:
+    """Return Megatron's own local spec of the layers of multi-token prediction, with torch's norms as in local_spec.
+
+    Args:
+        config: settings of a GPT with mtp_num_layers.
+        spec: of the decoder, installed already or not; its last layer is that of multi-token prediction.
+        vp_stage: virtual pipeline stage, of interleaved schedules.
+
+    Returns:
+        MultiTokenPredictionBlockSubmodules, mtp_block_spec of GPTModel; None on pipeline stages without such layers.
+    """
+    stage = stage_arguments(get_gpt_mtp_block_spec, vp_stage)
+    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage)
+    for layer in block.layer_specs if block is not None else ():
+        _use_norms(layer.submodules, _default_norm())
+    return block
 
 
 def stage_arguments(function: Callable[..., Any], vp_stage: int | None) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.documents_without_plan import refuse_documents_without_plan
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.adaptors.multi_token import install_multi_token
+from mindspeed_cp.megatron.adaptors.multimodal_rotary import MultimodalRotary
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
 from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
@@ -31,7 +33,9 @@ def install_model(model: ModelT) -> ModelT:
     Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
     and puts hooks around every self attention (:class:`mindspeed_cp.megatron.adaptors.hidden.HiddenMove`) and before
     the model, where plain PackedSeqParams get their plans, and the plans of a micro-batch begin to be compared over the
-    ranks. Models with learned positions or none need the call too. Calling it again changes nothing.
+    ranks. Multi-token prediction takes tokens, labels and loss masks of later positions by the plan; Megatron's
+    functions are patched for that during the forward alone. Models with learned positions or none need the call too. A
+    second call changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
@@ -81,7 +85,8 @@ def _install_chunk(chunk: nn.Module) -> int:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
         operator = rotation_operator(attention.config)
         if attention.rotary is not None and operator is not None:
-            attention.rotary.rotary_mul = operator
+            attention.rotary.rotary_mul = operator  # type: ignore[assignment]
+    install_multi_token(chunk, attentions[0] if attentions else None)
     return len(attentions)
 
 
@@ -99,6 +104,8 @@ def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, tuple[An
         if not isinstance(params, PlannedBatchParams):
             params = attention.packed.planned(params, attention.cp_group)
             attention.packed.check_positions(params, position_ids)
+        if isinstance(attention.rotary, MultimodalRotary):
+            attention.rotary.read_positions(params, position_ids)
         if params.plans:
             attention.announce(params, next(model.parameters()))
 
@@ -132,13 +139,16 @@ def _replace_rotary(chunk: nn.Module) -> PlannedRotary | None:
         if isinstance(parent, (PlannedRotary, PlannedAttention)) or isinstance(child, LatentRotary):
             continue
         if isinstance(child, (RotaryEmbedding, MultimodalRotaryEmbedding)):
-            if type(child) not in (RotaryEmbedding, YarnRotaryEmbedding):
+            if type(child) is MultimodalRotaryEmbedding:
+                child = MultimodalRotary(child, getattr(parent, "mrope_section", None))
+            elif type(child) in (RotaryEmbedding, YarnRotaryEmbedding):
+                child = PlannedRotary(child)
+            else:
                 raise ConfigError(
                     f"install_model: the model's {name} is a {type(child).__name__}; valid: RotaryEmbedding "
-                    "(position_embedding_type 'rope', with rope_scaling if wanted), YarnRotaryEmbedding ('yarn'), or "
-                    "no rotary positions"
+                    "(position_embedding_type 'rope', with rope_scaling if wanted), YarnRotaryEmbedding ('yarn'), "
+                    "MultimodalRotaryEmbedding ('mrope'), or no rotary positions"
                 )
-            child = PlannedRotary(child)
             setattr(parent, name, child)
         if isinstance(child, PlannedRotary):
             rotaries[id(child)] = child

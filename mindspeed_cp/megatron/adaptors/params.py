@@ -49,6 +49,8 @@ class PlannedBatchParams(PackedSeqParams):
         rows_multiple: divisor of this rank's rows with padding.
         dropout_seed: seed of this micro-batch; with the number of a layer it decides which attention weights are
             dropped. None without dropout.
+        mrope_positions: positions of time, height and width of this rank's rows of attention, int64 [3, rows]; None:
+            each row has one position, that in its document.
         tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
         canary: compares one layer's attention with the reference; None: not in this micro-batch.
         agreement: comparison of the plans with those of other ranks; None before the first.
@@ -60,6 +62,7 @@ class PlannedBatchParams(PackedSeqParams):
     batch_size: int = 1
     rows_multiple: int = 1
     dropout_seed: int | None = None
+    mrope_positions: Tensor | None = field(default=None, repr=False, compare=False)
     canary: AttentionCanary | None = field(default=None, repr=False, compare=False)
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
     agreement: CallAgreement | None = field(default=None, repr=False, compare=False)

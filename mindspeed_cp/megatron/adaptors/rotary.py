@@ -100,10 +100,19 @@ class PlannedRotary(nn.Module):
         if key not in tables:
             # Out of inference mode: tables may outlive it, and training could not save them for its backward.
             with torch.inference_mode(False), torch.no_grad():
-                angles, factor = self.angles(params.positions)
+                angles, factor = self.angles(self.rotated_positions(params))
                 angles = angles.to(like.device)
                 tables[key] = (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
         return tables[key]
+
+    def rotated_positions(self, params: PlannedBatchParams) -> Tensor:
+        """Return the positions by which this rank's rows of attention are rotated."""
+        if params.mrope_positions is not None:
+            raise ConfigError(
+                "position_ids of the micro-batch has rows of time, height and width, but the model rotates by one "
+                "position; leave position_ids out, or build the model with position_embedding_type='mrope'"
+            )
+        return params.positions
 
     def angles(self, positions: Tensor) -> tuple[Tensor, float]:
         """Return Megatron's angles at positions [rows], fp32 [rows, 1, rotary_dim], and the factor of cos and sin."""

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mindspeed_cp.megatron.patches.multi_token import PACKED
 from mindspeed_cp.megatron.rule import Rule
 
 
@@ -59,8 +60,13 @@ RULES = (
     Rule("log_max_attention_logit", _off, "False", "the largest logit is not reported"),
     Rule("experimental_attention_variant", lambda v: v is None, "None", "use softmax attention in every layer"),
     Rule("is_hybrid_model", _off, "False", "state-space layers need their tokens in order on one rank"),
-    Rule("mtp_num_layers", _off, "None", "multi-token prediction shifts tokens across ranks by Megatron's zig-zag"),
-    Rule("mrope_section", lambda v: v is None, "None", "use position_embedding_type 'rope'"),
+    Rule(
+        "mtp_num_layers",
+        _off,
+        "None",
+        "before 0.16 Megatron-core shifts tokens across the documents of a row; use megatron-core 0.16.1 or later",
+        when=lambda config: not PACKED,
+    ),
     Rule("apply_rope_fusion", _off, "False", _ROTARY),
     Rule("fused_single_qkv_rope", _off, "False", _ROTARY),
     Rule("hybrid_context_parallel", _off, "False", _RANKS),
@@ -94,6 +100,20 @@ RULES = (
         when=_is_latent,
     ),
     Rule("no_rope_freq", _off, "None", "multi-latent attention rotates in every layer", when=_is_latent),
+    Rule(
+        "no_rope_freq",
+        _off,
+        "None",
+        "it has no entries for layers of multi-token prediction",
+        when=lambda config: bool(getattr(config, "mtp_num_layers", None)),
+    ),
+    Rule(
+        "mrope_section",
+        lambda v: v is None,
+        "None",
+        "multi-latent attention has no positions of time, height and width",
+        when=_is_latent,
+    ),
     Rule("cache_mla_latents", _off, "False", "it is for generation; use a model built from the original spec"),
     Rule(
         "qk_layernorm",

@@ -34,7 +34,8 @@ def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False, packed_cu
 
     Args:
         spec: a layer's ModuleSpec (``get_gpt_layer_local_spec()``), a TransformerBlockSubmodules with ``layer_specs``
-            (``get_gpt_decoder_block_spec()``), or a ModuleSpec of a block that holds one.
+            (``get_gpt_decoder_block_spec()``), a ModuleSpec of a block that holds one, or the layers of multi-token
+            prediction (``get_gpt_mtp_block_spec()``; those that are made from an installed spec are installed already).
         suite: the section ``context_parallel_suite`` of the settings.
         alibi: linear biases (ALiBi), which Megatron does not have; then build the GPTModel with
             ``position_embedding_type="none"``, and plans with ``attention_config(config, alibi=True)``.
@@ -68,8 +69,14 @@ def _layers(spec: Any) -> list[Any]:
     for holder in (spec, getattr(spec, "submodules", None)):
         layers = getattr(holder, "layer_specs", None)
         if layers is not None:
-            return list(layers)
-    return [spec]
+            return [_inner_layer(layer) for layer in layers]
+    return [_inner_layer(spec)]
+
+
+def _inner_layer(layer: Any) -> Any:
+    """Return the transformer layer inside a layer of multi-token prediction; other layers as they are."""
+    parts = getattr(layer, "submodules", None)
+    return getattr(parts, "transformer_layer", None) or getattr(parts, "mtp_model_layer", None) or layer
 
 
 def _replace(layer: Any, where: str, core: ModuleSpec) -> int:

@@ -14,8 +14,9 @@ from torch import Tensor
 from mindspeed_cp import ConfigError
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
-from mindspeed_cp.megatron.adaptors.batch import planned_params, positions_of_rank, rows_of_rank
+from mindspeed_cp.megatron.adaptors.batch import mrope_of_rank, planned_params, positions_of_rank, rows_of_rank
 from mindspeed_cp.megatron.adaptors.batch_documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
+from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.settings import rows_multiple
@@ -51,7 +52,7 @@ def planned_batch_from(
     1. ``cu_seqlens`` or ``cu_seqlens_q``, each also ``_padded``, or Megatron's plain ``packed_seq_params``:
        [documents + 1] over the whole batch, or one row of ends for each row. A padded document is one, padding
        included.
-    2. ``position_ids`` that restart at 0 inside a row.
+    2. ``position_ids`` that restart at 0 inside a row; not those of mrope.
     3. end-of-document tokens, if `eod` is given.
 
     Without any, each row is a document. Sources on a device are copied to the host, in one copy that waits for it.
@@ -59,7 +60,7 @@ def planned_batch_from(
     Args:
         batch: tensors of the whole batch, the same on all context-parallel ranks, not yet cut: tokens (or input_ids),
             labels, loss_mask and other tensors over tokens, each [tokens, ...] or [rows, tokens, ...]; labels shifted
-            already. None stays None.
+            already. With config.mrope_section, position_ids [3, rows, tokens]. None stays None.
         config: the model's settings.
         suite: the section context_parallel_suite, as given to install.
         rank: context-parallel rank; default: Megatron's.
@@ -70,7 +71,8 @@ def planned_batch_from(
 
     Returns:
         The same keys without those that describe documents: tensors over tokens [1, t, ...], packed into one row; and
-        "position_ids" (int64), which restart in every document. Then the parameters with the plans.
+        "position_ids" (int64), which restart in every document, or those of mrope [3, 1, t]. Then the parameters with
+        the plans.
 
     Raises:
         ConfigError: sources differ or do not fit the batch, there is a dense attention_mask, a key is neither a tensor
@@ -78,6 +80,7 @@ def planned_batch_from(
     """
     shape = token_shape(batch)
     _refuse(batch, suite)
+    is_mrope = _check_mrope(batch.get("position_ids"), config)
     attentions = list(dict.fromkeys(layer_attentions(config, alibi=alibi)))
     documents = documents_of_batch(batch, shape, eod)
     plans = [
@@ -93,7 +96,12 @@ def planned_batch_from(
         elif name not in (*DESCRIPTIONS, "position_ids"):
             rows[name] = rows_of_rank(_over_tokens(name, value, shape), params)
             device = rows[name].device
-    rows["position_ids"] = positions_of_rank(params, device)
+    positions = batch.get("position_ids")
+    rows["position_ids"] = (
+        mrope_of_rank(mrope_rows(positions, documents.tokens), params).to(device)
+        if is_mrope
+        else positions_of_rank(params, device)
+    )
     return rows, params
 
 
@@ -116,6 +124,17 @@ def _refuse(batch: Mapping[str, Any], suite: SuiteSettings) -> None:
             "context_parallel_suite.candidates names algorithms, but planned_batch_from plans all batches with one; "
             "leave it out, or plan each row and use planned_batch"
         )
+
+
+def _check_mrope(position_ids: Any, config: TransformerConfig) -> bool:
+    """Return True for models with mrope, whose batches have positions of time, height and width; raise ConfigError if
+    the batch has others than the model."""
+    section = getattr(config, "mrope_section", None)
+    if (section is not None) == (np.ndim(position_ids) == 3):
+        return section is not None
+    described = "None" if position_ids is None else f"of shape {list(np.shape(position_ids))}"
+    valid = "[rows, tokens], or None" if section is None else "[3, rows, tokens], of time, height and width"
+    raise ConfigError(f"position_ids is {described}, but mrope_section is {section}; valid with that: {valid}")
 
 
 def _rank(given: int | None, suite: SuiteSettings) -> int:

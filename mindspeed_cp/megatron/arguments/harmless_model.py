@@ -26,8 +26,7 @@ HARMLESS_MODEL = {
         linear_attention_freq:0.16- linear_conv_kernel_dim:0.16- linear_key_head_dim:0.16-
         linear_value_head_dim:0.16- linear_num_key_heads:0.16- linear_num_value_heads:0.16-
         experimental_attention_variant_loss_scale_func:0.19-""",
-    "without effect unless mtp_num_layers, which is refused": """
-        mtp_loss_scaling_factor mtp_use_repeated_layer:0.19- mtp_detach_heads:0.19-
+    "of multi-token prediction: where its layers are, and the scale of its gradients": """
         mtp_hybrid_override_pattern:0.19- mtp_standalone:0.16- mtp_grad_scale_func:0.19-""",
     "of state-space layers, which are refused": """
         mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads:0.14- use_mamba_mem_eff_path:0.14-

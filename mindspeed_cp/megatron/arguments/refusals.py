@@ -66,7 +66,8 @@ ARGUMENT_RULES = (
         "position_embedding_type",
         lambda v: v in ("rope", "yarn", "learned_absolute", "none"),
         "'rope', 'yarn', 'learned_absolute', 'none'",
-        "positions of other types are not in plans",
+        "Megatron's own data sets have no positions of time, height and width (mrope); build that model in a script of "
+        "your own, with planned_batch_from",
     ),
     Rule(
         "tokenizer_type",

@@ -11,7 +11,7 @@ USED = {
     "frequencies of the rotation that PlannedRotary applies at the positions of the plan": """
         rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
         rope_scaling_factor no_rope_freq:0.14- rope_type rotary_scaling_factor mscale mscale_all_dim beta_fast
-        beta_slow original_max_position_embeddings:0.14- yarn_original_max_position_embeddings:0.19-
+        beta_slow mrope_section original_max_position_embeddings:0.14- yarn_original_max_position_embeddings:0.19-
         yarn_beta_fast:0.19- yarn_beta_slow:0.19- yarn_correction_range_round_to_int:0.19-
         use_rotary_position_embeddings add_position_embedding""",
     "learned positions are those of the plan, which restart in every document": "max_position_embeddings",
@@ -27,6 +27,8 @@ USED = {
         micro_batch_size seq_length reset_position_ids eod_mask_loss sft:0.14-
         dataloader_inter_document_masking:0.19- eval_micro_batch_size:0.19-""",
     "seed of attention dropout, with the number of the step and the tokens of the micro-batch": "seed",
+    "tokens, labels and losses of later positions stay in their documents, by the plan": """
+        mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer:0.19- mtp_detach_heads:0.19-""",
     "the loss function checks each micro-batch's loss by it": "check_for_nan_in_loss_and_grad check_for_spiky_loss",
     "spec builds Megatron's own layers by it, and replaces their core attention": """
         transformer_impl num_experts num_moe_experts moe_layer_freq moe_grouped_gemm

@@ -21,7 +21,7 @@ Importing this package needs megatron.core; calling what is in it needs megatron
 from __future__ import annotations
 
 from mindspeed_cp.megatron.pretrain.data import get_batch, is_dataset_built_on_rank
-from mindspeed_cp.megatron.pretrain.layers import PlannedLayers
+from mindspeed_cp.megatron.pretrain.layers import PlannedLayers, mtp_block_spec
 from mindspeed_cp.megatron.pretrain.losses import loss_func
 from mindspeed_cp.megatron.pretrain.models import pre_wrap_hook, wrap_model_provider
 from mindspeed_cp.megatron.pretrain.options import add_arguments, suite_of
@@ -37,6 +37,7 @@ __all__ = [
     "get_batch",
     "is_dataset_built_on_rank",
     "loss_func",
+    "mtp_block_spec",
     "pre_wrap_hook",
     "spec",
     "suite_of",

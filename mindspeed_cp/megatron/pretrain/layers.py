@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.adaptors.local import local_spec, stage_arguments
+from mindspeed_cp.megatron.adaptors.local import local_mtp_spec, local_spec, stage_arguments
 from mindspeed_cp.megatron.adaptors.spec import install
 from mindspeed_cp.megatron.pretrain.options import suite_of
 
@@ -118,6 +118,26 @@ def planned_layers(config: TransformerConfig, args: Any, vp_stage: int | None = 
             **stage_arguments(get_gpt_decoder_block_spec, vp_stage),
         )
     return install(block, suite)
+
+
+def mtp_block_spec(config: TransformerConfig, args: Any, vp_stage: int | None = None) -> Any:
+    """Return the layers of multi-token prediction with planned attention, mtp_block_spec of GPTModel.
+
+    Args:
+        config: the model's settings.
+        args: Megatron's arguments.
+        vp_stage: virtual pipeline stage.
+
+    Returns:
+        None without ``--mtp-num-layers``, and on pipeline stages without these layers.
+    """
+    if not config.mtp_num_layers:
+        return None
+    decoder = planned_layers(config, args, vp_stage)
+    if args.transformer_impl == "local":
+        return local_mtp_spec(config, decoder, vp_stage)
+    stage = stage_arguments(get_gpt_mtp_block_spec, vp_stage)
+    return get_gpt_mtp_block_spec(config, decoder, use_transformer_engine=True, **stage)
 
 
 def pipelined(args: Any) -> bool:

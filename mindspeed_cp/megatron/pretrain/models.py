@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
 
 from mindspeed_cp.megatron.adaptors.model import install_model
-from mindspeed_cp.megatron.pretrain.layers import building_virtual_stage, pipelined
+from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.pretrain.layers import building_virtual_stage, mtp_block_spec, pipelined, planned_layers
 from mindspeed_cp.megatron.pretrain.options import suite_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -22,7 +25,8 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
 
     Megatron's arguments are checked before anything is built. Without ``--spec``, which Megatron 0.12 and 0.14 refuse
     for models with experts, ``args.spec`` becomes that of this package. Between pipeline stages,
-    ``args.variable_seq_lengths`` becomes True: micro-batches differ in rows.
+    ``args.variable_seq_lengths`` becomes True: micro-batches differ in rows. Models of Megatron 0.16's gpt_builders get
+    planned layers of multi-token prediction, too; other providers pass ``mtp_block_spec(config, args, vp_stage)``.
 
     Args:
         model_provider: as the script gives it to ``pretrain``.
@@ -37,12 +41,33 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
             arguments.spec = list(SPEC)
         if pipelined(arguments):
             arguments.variable_seq_lengths = True
-        with building_virtual_stage(kwargs.get("vp_stage")):
+        with building_virtual_stage(kwargs.get("vp_stage")), _builder_of_later_layers(arguments):
             model = model_provider(*args, **kwargs)
         install_model(model)
         return model
 
     return provider
+
+
+@contextmanager
+def _builder_of_later_layers(args: Any) -> Iterator[None]:
+    """Let Megatron 0.16's gpt_builders build models with multi-token prediction inside this block.
+
+    With ``--spec`` it stops (use_te is unbound), so that it gets none, and its GPTModel gets the planned layers.
+    """
+    builders = sys.modules.get("gpt_builders")
+    if builders is None or not getattr(args, "mtp_num_layers", None) or args.spec != list(SPEC):
+        yield
+        return
+    original = builders.GPTModel
+
+    def model(*, config: Any, vp_stage: int | None = None, **named: Any) -> Any:
+        named["transformer_layer_spec"] = planned_layers(config, args, vp_stage)
+        named["mtp_block_spec"] = mtp_block_spec(config, args, vp_stage)
+        return original(config=config, vp_stage=vp_stage, **named)
+
+    with replaced(builders, "GPTModel", model), replaced(args, "spec", None):
+        yield
 
 
 def pre_wrap_hook(models: list[ModelT]) -> list[ModelT]:

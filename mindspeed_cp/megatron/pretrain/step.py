@@ -35,11 +35,13 @@ def forward_step(data_iterator: Any, model: nn.Module, return_schedule_plan: boo
     config = get_model_config(model)
     batch, params = get_batch(data_iterator, config)
     timers("batch-generator").stop()
-    padding: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     if config.num_moe_experts and params.linear_padding and _takes_padding_mask(model):
-        padding["padding_mask"] = params.padding_mask(batch["tokens"].device)
+        named["padding_mask"] = params.padding_mask(batch["tokens"].device)
+    if config.mtp_num_layers:
+        named["loss_mask"] = batch["loss_mask"]
     losses = model(
-        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params, **padding
+        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params, **named
     )
     return losses, partial(loss_func, batch["loss_mask"], model=model)
 

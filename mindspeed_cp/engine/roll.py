@@ -1,0 +1,165 @@
+"""context_parallel_roll: every row gets the row k tokens later in its document, across ranks, under autograd."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_cp.comm import (
+    DEFAULT_TIMEOUT,
+    GroupTransport,
+    RankRedistribution,
+    Transport,
+    as_row_index,
+    checked_timeout,
+    group_rank,
+    group_size,
+    rank_redistribution,
+)
+from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine.program_run import Run, run_to_end
+from mindspeed_cp.engine.redistribute import redistribute
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Layout, Roll
+from mindspeed_cp.ops.rows import RowIndex, put_rows
+from mindspeed_cp.plan import Plan
+from mindspeed_cp.schema.numbers import is_int
+
+
+@dataclass(frozen=True)
+class RankRoll:
+    """What one rank does in a roll in one direction.
+
+    Attributes:
+        rows: number of rows of this rank.
+        redistribution: from the rows that others get to the rows that this rank gets.
+        target_rows: where these go; other rows are filled.
+    """
+
+    rows: int
+    redistribution: RankRedistribution
+    target_rows: RowIndex
+
+
+def rank_roll(layout: Layout, shift: int, rank: int, device: torch.device) -> RankRoll:
+    """Return what a rank does in the roll of a layout, with row numbers on a device."""
+    roll = Roll(layout, shift)
+    target = roll.target_rows(rank)
+    return RankRoll(
+        int(layout.token_counts[rank]),
+        rank_redistribution(roll.redistribution, rank, device, rows=roll.source_rows(rank)),
+        as_row_index(target, target * 0 + 1, device),
+    )
+
+
+def roll_run(x: Tensor, roll: RankRoll, transport: Transport | None, fill: float, label: str) -> Run[Tensor]:
+    """Roll the rows of one rank [rows, ...]; a computation that can be interleaved with those of other ranks."""
+    rows = x.reshape(len(x), 1, math.prod(x.shape[1:])).contiguous()
+    carried = rows.to(torch.uint8) if x.dtype is torch.bool else rows  # not every library sends bool
+    (moved,) = yield from redistribute((carried,), (roll.redistribution,), transport, label)
+    out = torch.full_like(rows, fill)
+    put_rows(out, roll.target_rows, moved.to(x.dtype))
+    return out.reshape(x.shape)
+
+
+def context_parallel_roll(
+    x: Tensor,
+    plan: Plan,
+    shift: int = 1,
+    group: dist.ProcessGroup | None = None,
+    *,
+    fill: float = 0,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Tensor:
+    """Return, for every row of this rank, the row `shift` tokens later in the same document, whichever rank holds it.
+
+    Only rows whose successor is on another rank travel: `shift` rows at each border between token spans. Every rank of
+    the group must call it, and run its backward if x requires gradients, including ranks without tokens. The gradient
+    is the roll by -shift.
+
+    Args:
+        x: rows of this rank in ``plan.batch_layout``, [rows, ...] of any type: tokens, labels, positions, hidden
+            states.
+        plan: from :func:`mindspeed_cp.build_plan`, the same on every rank.
+        shift: number of tokens, the same on every rank; negative for rows that stand earlier.
+        group: context-parallel ranks; default: all processes.
+        fill: value of rows whose document has no such token.
+        timeout: seconds to wait for a peer, on gloo.
+
+    Returns:
+        [rows, ...] of the type of x.
+
+    Raises:
+        ConfigError: the rows, the shift or the group do not fit the plan, or ranks have different plans.
+        PeerError: a peer died or did not answer in time.
+    """
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    if not is_int(shift):
+        raise ConfigError(f"shift is {shift!r}; valid: an integer, the number of tokens")
+    ranks = group_size(group)
+    if ranks < 0:
+        raise ConfigError("this process is not in the group; only the group's own ranks call context_parallel_roll")
+    if ranks != plan.ranks:
+        raise ConfigError(
+            f"the plan is for {plan.ranks} ranks, but the group has {ranks}; build the plan for the group's size"
+        )
+    rank = group_rank(group) if ranks > 1 else 0
+    rows = int(plan.batch_layout.token_counts[rank])
+    if not isinstance(x, Tensor) or x.dim() < 1 or len(x) != rows:
+        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(f"rank {rank}: x has shape {shape}; valid: [{rows}, ...], the rows of plan.batch_layout")
+    transport = None
+    if ranks > 1:
+        transport = GroupTransport(group, checked_timeout(timeout), x.device)
+        _agreement(plan, group, timeout, x.device).check(plan, x.dtype)
+    forward, backward = _rank_rolls(plan, int(shift), rank, x.device)
+    out: Tensor = _Roll.apply(x, forward, backward, transport, fill)
+    return out
+
+
+class _Roll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: RankRoll, backward: RankRoll, transport: Transport | None, fill: float
+    ) -> Tensor:
+        ctx.call = backward, transport
+        return run_to_end(roll_run(x, forward, transport, fill, "rows of a roll"))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        backward, transport = ctx.call
+        return run_to_end(roll_run(gradient, backward, transport, 0, "gradients of a roll")), None, None, None, None
+
+
+_rolls: WeakKeyDictionary[Plan, dict[tuple[int, int, torch.device], RankRoll]] = WeakKeyDictionary()
+_agreements: WeakKeyDictionary[Plan, dict[tuple[Any, float, torch.device], CallAgreement]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _rank_rolls(plan: Plan, shift: int, rank: int, device: torch.device) -> tuple[RankRoll, RankRoll]:
+    """Return the rolls of both directions; they are kept as long as the plan lives."""
+    with _lock:
+        rolls = _rolls.setdefault(plan, {})
+    for number in (shift, -shift):
+        if (number, rank, device) not in rolls:
+            rolls[number, rank, device] = rank_roll(plan.batch_layout, number, rank, device)
+    return rolls[shift, rank, device], rolls[-shift, rank, device]
+
+
+def _agreement(plan: Plan, group: dist.ProcessGroup | None, timeout: float, device: torch.device) -> CallAgreement:
+    with _lock:
+        agreements = _agreements.setdefault(plan, {})
+    key = group if group is not None else dist.group.WORLD, timeout, device
+    if key not in agreements:
+        agreements[key] = CallAgreement(group, timeout, device)
+    return agreements[key]

@@ -1,0 +1,256 @@
+"""Multi-token prediction: losses and gradients of one rank on any ranks, and those of Megatron on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError, Documents, Topology, build_plan
+from mindspeed_cp.megatron import (
+    attention_config,
+    install,
+    install_model,
+    layer_attentions,
+    local_mtp_spec,
+    megatron_imports,
+    planned_batch,
+)
+from mindspeed_cp.megatron.adaptors import model as model_module
+from mindspeed_cp.megatron.adaptors.multi_token import PlannedRolls
+from mindspeed_cp.megatron.patches.multi_token import PACKED
+from tests.layout.test_roll import dense_roll
+from tests.megatron.gpt import (
+    Case,
+    Outcome,
+    Suite,
+    available,
+    build,
+    data,
+    layer_spec,
+    on_ranks,
+    one_rank,
+    planned,
+    transformer_config,
+)
+from tests.megatron.models import EXPERTS, FULL, HAS_PLANNED_ROUTER, LATENT, SELECTIVE
+from tests.megatron.oracle import plain
+from tests.megatron.packed import plain_params
+from tests.megatron.ranks import MegatronRanks
+from tests.megatron.test_gpt import MORE, RAGGED, assert_equal
+
+with megatron_imports():
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer import multi_token_prediction
+
+NEEDS_PACKED = pytest.mark.skipif(not PACKED, reason="before 0.16 Megatron-core refuses packed_seq_params there")
+HAS_LOSS_FUNCTION = hasattr(multi_token_prediction, "process_mtp_loss")
+
+BALANCED: dict[str, Any] = dict(algorithm="direct", options={"layout": "balanced"})
+TWO: dict[str, Any] = dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
+THREE: dict[str, Any] = dict(mtp_num_layers=3, mtp_loss_scaling_factor=0.5)
+
+CASES = available(
+    {
+        "one layer": Case((RAGGED, MORE), config=dict(mtp_num_layers=1)),
+        "two layers, balanced": Case((RAGGED, MORE), config=TWO, **BALANCED),
+        "three layers, hierarchical": Case((RAGGED,), config=THREE, algorithm="hierarchical"),
+        "linear layout": Case((RAGGED, MORE), config=TWO, remap="hidden", **BALANCED),
+        "uneven mask": Case((RAGGED, MORE), masked=0.6, config=TWO),
+        "nothing counts": Case((RAGGED,), masked=1.0, config=TWO),
+        "ranks without tokens": Case(((1, 1), (1, 2, 1)), config=TWO),
+        "learned positions": Case((RAGGED,), model=dict(position_embedding_type="learned_absolute"), config=TWO),
+        "sbhd": Case(((29, 29),), qkv_format="sbhd", config=TWO),
+        "sbhd without parameters": Case(((24, 24),), qkv_format="sbhd", carried=False, config=TWO),
+        "cut by a data loader": Case(((24, 48, 12),), packed="document", config=TWO),
+        "planned from cu_seqlens": Case((RAGGED,), packed="whole", config=TWO),
+        "latent": Case((RAGGED,), config={**TWO, **LATENT}),
+        "dropout, selective recompute": Case((RAGGED,), config={**TWO, **SELECTIVE, "attention_dropout": 0.3}),
+        "full recompute": Case((RAGGED,), config={**TWO, **FULL}),
+        "a layer for all depths": Case((RAGGED,), config={**TWO, "mtp_use_repeated_layer": True}),
+        "detached heads": Case((RAGGED,), config={**TWO, "mtp_detach_heads": True}),
+        "window in every other layer": Case(
+            (RAGGED, MORE), config={**TWO, "window_size": (9, 0), "window_attn_skip_freq": 2}
+        ),
+    }
+)
+FEW = ("one layer", "two layers, balanced", "three layers, hierarchical", "ranks without tokens")
+LAYOUTS = {"cp2": (1, 2), "cp3": (1, 3), "tp2 x cp2": (2, 2)}
+
+
+def assert_same(actual: Outcome, expected: Outcome) -> None:
+    """Main loss, losses of later tokens, and gradients."""
+    assert_equal(actual, expected)
+    assert len(expected.later_losses) > 0
+    assert actual.later_losses == pytest.approx(expected.later_losses, rel=1e-5, abs=1e-7)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Outcome]:
+    """Every case on one rank."""
+    with one_rank():
+        return {name: planned(case) for name, case in CASES.items()}
+
+
+@NEEDS_PACKED
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("cp2", FEW),
+        ("cp3", tuple(CASES)),
+        pytest.param("cp2", tuple(CASES), marks=pytest.mark.thorough),
+        pytest.param("tp2 x cp2", tuple(CASES), marks=pytest.mark.thorough),
+    ],
+    ids=["cp2", "cp3", "cp2, all", "tp2 x cp2"],
+)
+def test_any_layout_equals_one_rank(
+    layout: str, names: tuple[str, ...], ranks: MegatronRanks, reference: dict[str, Outcome]
+) -> None:
+    tp, cp = LAYOUTS[layout]
+    for outcomes in ranks.run(tp * cp, on_ranks, tp, cp, [CASES[name] for name in names]):
+        for name, outcome in zip(names, outcomes, strict=True):
+            assert_same(outcome, reference[name])
+
+
+@NEEDS_PACKED
+def test_sequence_parallelism_and_experts(ranks: MegatronRanks) -> None:
+    """Ranks get rows of padding here, which routers must not count."""
+    batches = (RAGGED, (1, 2, 1))
+    configs = [TWO, {**TWO, **EXPERTS}] if HAS_PLANNED_ROUTER else [TWO]
+    with one_rank():
+        expected = [planned(Case(batches, config=config)) for config in configs]
+    cases = [Case(batches, config={**config, "sequence_parallel": True}) for config in configs]
+    for outcomes in ranks.run(4, on_ranks, 2, 2, cases):
+        for outcome, expected_outcome in zip(outcomes, expected, strict=True):
+            assert_same(outcome, expected_outcome)
+
+
+@NEEDS_PACKED
+def test_one_rank_rolls_as_megatron_does(reference: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any patch, Megatron rolls the documents of cu_seqlens on one rank."""
+    monkeypatch.setattr(model_module, "install_multi_token", lambda *_: None)
+    names = ["one layer", "two layers, balanced", "uneven mask", "learned positions", "latent"]
+    with one_rank():
+        for name in names:
+            assert_same(planned(CASES[name]), reference[name])
+
+
+@NEEDS_PACKED
+@pytest.mark.skipif(HAS_LOSS_FUNCTION, reason="0.19 weighs the losses by what shares a micro-batch")
+def test_each_document_alone_gives_the_same(reference: dict[str, Outcome]) -> None:
+    case = Case((RAGGED, MORE), config=TWO)
+    with one_rank():
+        assert_equal(planned(case), plain(case))
+
+
+@pytest.mark.skipif(not HAS_LOSS_FUNCTION, reason="before 0.17 Megatron-core needs labels there")
+def test_labels_that_are_not_given_are_the_next_tokens(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron does it on one rank: it trains layers of later tokens on tokens alone, for other losses."""
+    gradients = []
+    for is_patched in (True, False):
+        if not is_patched:
+            monkeypatch.setattr(model_module, "install_multi_token", lambda *_: None)
+        model, config = built()
+        batch, params = batch_of(config)
+        model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params).square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None and torch.allclose(gradient, gradients[1][name], rtol=1e-5, atol=1e-7), name
+    assert any(gradient.any() for name, gradient in gradients[0].items() if name.startswith("mtp."))
+
+
+@NEEDS_PACKED
+def test_the_cases_tell_rolls_apart(reference: dict[str, Outcome]) -> None:
+    """The comparisons above would be worth nothing if later tokens hardly mattered."""
+    with one_rank():
+        without = planned(Case((RAGGED, MORE), config=dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.0)))
+        merged = planned(Case(((sum(RAGGED),),), config=TWO))
+    expected = reference["one layer"]
+    assert expected.loss == pytest.approx(without.loss, rel=1e-6)  # the losses of later tokens are not in it
+    name = "embedding.word_embeddings.weight"
+    assert np.abs(expected.tensors[name] - without.tensors[name]).max() > 1e-2 * np.abs(without.tensors[name]).max()
+    assert abs(merged.later_losses[0] - reference["full recompute"].later_losses[0]) > 1e-3
+    assert reference["nothing counts"].later_losses == (0.0, 0.0)
+
+
+def built(**changes: Any) -> tuple[Any, Any]:
+    """An installed model of one rank with multi-token prediction, and its settings."""
+    config = transformer_config(**{"mtp_num_layers": 1, **changes})
+    spec = install(layer_spec(config), Suite())
+    return install_model(build(config, spec, mtp_block_spec=local_mtp_spec(config, spec))), config
+
+
+def batch_of(config: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    documents, whole = data(Case((RAGGED,)), 0)
+    return planned_batch(whole, build_plan(documents, Topology(1, 1), attention_config(config)), 0)
+
+
+@NEEDS_PACKED
+def test_megatron_is_patched_during_the_forward_alone(alone: None) -> None:
+    before = (multi_token_prediction.roll_tensor, vars(gpt_model).get("roll_tensor"),
+              multi_token_prediction.MultiTokenPredictionLayer._checkpointed_forward,
+              multi_token_prediction.MTPLossLoggingHelper, vars(gpt_model).get("process_mtp_loss"))  # fmt: skip
+
+    def now() -> tuple[Any, ...]:
+        return (multi_token_prediction.roll_tensor, vars(gpt_model).get("roll_tensor"),
+                multi_token_prediction.MultiTokenPredictionLayer._checkpointed_forward,
+                multi_token_prediction.MTPLossLoggingHelper, vars(gpt_model).get("process_mtp_loss"))  # fmt: skip
+
+    model, config = built()
+    batch, params = batch_of(config)
+    assert install_model(model) is model
+    seen = []
+    model.mtp.register_forward_pre_hook(lambda *_: seen.append(multi_token_prediction.roll_tensor is before[0]))
+    arguments = dict(labels=batch["labels"], packed_seq_params=params, loss_mask=batch["loss_mask"])
+    model(batch["tokens"], batch["position_ids"], None, **arguments)
+    assert seen == [False] and now() == before
+    with pytest.raises(ConfigError, match=r"loss_mask of the model is None; valid with labels and mtp_num_layers"):
+        model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+    with pytest.raises(ConfigError, match=r"loss_mask of the model is torch.int64"):
+        model(batch["tokens"], batch["position_ids"], None, **{**arguments, "loss_mask": batch["tokens"]})
+    with pytest.raises(ConfigError, match=r"rolls a tensor of shape \[1, 142\], but rank 0 of the plan has \[1, 143\]"):
+        model(batch["tokens"], batch["position_ids"], None, **{**arguments, "labels": batch["labels"][:, 1:]})
+    assert now() == before
+
+
+@NEEDS_PACKED
+def test_rows_are_rolled_inside_documents(alone: None) -> None:
+    model, config = built()
+    core = model.decoder.layers[0].self_attention.core_attention
+    rolls = PlannedRolls(core)
+    batch, params = batch_of(config)
+    documents = Documents(RAGGED)
+    rows = torch.arange(1, documents.tokens + 1)
+    expected = torch.from_numpy(dense_roll(rows.numpy(), documents, 2, 0))
+    for given in (params, plain_params([n for n in RAGGED if n])):
+        assert torch.equal(rolls.roll(rows[None], 2, given)[0], expected)
+        assert torch.equal(rolls.roll(rows.expand(3, 1, -1), 2, given), expected.expand(3, 1, -1))
+        assert torch.equal(rolls.rows_of_documents(batch["tokens"], given), torch.ones(1, documents.tokens))
+    two = rolls.roll(torch.tensor([[1, 2, 3], [4, 5, 6]]), 1, None)
+    assert two.tolist() == [[2, 3, 0], [5, 6, 0]]
+    assert float(rolls.total(torch.ones(3))) == 3.0
+    padding = torch.tensor([[False, True]])
+    assert rolls.roll(padding, 1, params) is padding
+
+
+@NEEDS_PACKED
+def test_specs_of_megatron_are_installed(alone: None) -> None:
+    """A spec that Megatron makes from layers without plans can be installed by itself."""
+    config = transformer_config(mtp_num_layers=2)
+    spec = layer_spec(config)
+    suite = Suite()
+    later = install(local_mtp_spec(config, spec), suite)
+    model = install_model(build(config, install(spec, suite), mtp_block_spec=later))
+    numbers = [module.number_in_model for module in model.modules() if hasattr(module, "number_in_model")]
+    assert numbers == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match=r"mtp\.layers\.0\.\w+\.self_attention\.core_attention is DotProduct"):
+        install_model(build(config, install(spec, suite), mtp_block_spec=local_mtp_spec(config, spec)))
+
+
+def test_settings_that_later_layers_cannot_have_are_refused() -> None:
+    windows = dict(window_size=(7, 0), window_attn_skip_freq=[1, 0])
+    with pytest.raises(ConfigError, match=r"window_attn_skip_freq is \[1, 0\], without entries for the 1 layers"):
+        layer_attentions(transformer_config(mtp_num_layers=1, **windows))
+    assert len(layer_attentions(transformer_config(mtp_num_layers=2))) == 4
