@@ -87,8 +87,9 @@ def test_one_replica_balances_its_micro_batches_and_gives_the_same_losses(
 
 @pytest.mark.parametrize(
     "more",
-    [pytest.param({}, id="4 replicas", marks=pytest.mark.thorough), pytest.param(CP2, id="2 replicas of 2 ranks")],
+    [pytest.param({}, id="4 replicas"), pytest.param(CP2, id="2 replicas of 2 ranks")],
 )
+@pytest.mark.thorough  # tests/data keeps the numbers of documents, tests/train/test_training.py drops by them
 def test_what_dropout_drops_does_not_depend_on_the_number_of_replicas(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
@@ -99,7 +100,8 @@ def test_what_dropout_drops_does_not_depend_on_the_number_of_replicas(
     assert_same_curve(fresh_ranks.run(4, by_square, settings.model_dump_json())[0]["lines"], alone)
 
 
-@pytest.mark.parametrize("experts", [pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.thorough  # tests/data/test_balance.py shows that the counts are equal
+@pytest.mark.parametrize("experts", [2, 4])
 def test_replicas_that_share_experts_have_equally_many_micro_batches(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, experts: int
 ) -> None:

@@ -77,7 +77,7 @@ def test_the_curve_is_that_of_one_rank(
     assert_same_curve(lines, references[model])
 
 
-@pytest.mark.parametrize("model", ["latent", "experts"])
+@pytest.mark.parametrize("model", [pytest.param("latent", marks=pytest.mark.thorough), "experts"])
 def test_hierarchical_on_two_supposed_nodes_gives_the_curve_of_one_rank(
     model: str, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:
@@ -104,6 +104,7 @@ def test_every_algorithm_gives_the_curve_of_one_rank(
     assert_same_curve(curve(fresh_ranks, settings, 4), references["biased"])
 
 
+@pytest.mark.thorough  # tests/train/test_training.py goes on with other ranks by default, without experts
 def test_experts_move_between_ranks_with_a_checkpoint(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:

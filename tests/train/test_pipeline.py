@@ -92,14 +92,15 @@ def test_what_differs_by_model_and_layout_does_not_depend_on_stages(
     "changes",
     [
         pytest.param({"train__use_distributed_optimizer": True}, id="distributed optimizer"),
-        pytest.param({}, id="plain", marks=pytest.mark.thorough),
+        pytest.param({}, id="plain"),
     ],
 )
+@pytest.mark.thorough  # tests/train/test_training.py goes on with other ranks by default
 def test_a_run_may_go_on_with_other_stages(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, one_rank: list[dict[str, Any]], changes: dict[str, Any]
 ) -> None:
-    """From two virtual stages of two ranks to one rank, and on to two stages; weights and Adam's state go along."""
-    curve(fresh_ranks, pipelined(corpus, tmp_path, 2, **changes, **{PP: 2, VPP: 2}), 2)
-    curve(fresh_ranks, pipelined(corpus, tmp_path, 3, **changes), 1)
-    lines = curve(fresh_ranks, pipelined(corpus, tmp_path, 4, **changes, **{PP: 2}), 2)
-    assert_equal(lines, one_rank)
+    """From two virtual stages of two ranks to one stage, and back; weights and Adam's state go along."""
+    curve(fresh_ranks, pipelined(corpus, tmp_path / "apart", 2, **changes, **{PP: 2, VPP: 2}), 2)
+    assert_equal(curve(fresh_ranks, pipelined(corpus, tmp_path / "apart", **changes), 1), one_rank)
+    curve(fresh_ranks, pipelined(corpus, tmp_path / "whole", 2, **changes), 1)
+    assert_equal(curve(fresh_ranks, pipelined(corpus, tmp_path / "whole", **changes, **{PP: 2}), 2), one_rank)
