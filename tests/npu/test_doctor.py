@@ -53,6 +53,7 @@ def test_every_row_passes_and_odd_rings_turn(program: str) -> None:
         (f"ring of {ranks}, {how}", True) for ranks in (4, 3) for how in ("one launch a step", "directional groups")
     ]
     assert all(row["gigabytes_per_second"] > 0 for row in report["links"])
+    assert len(report["fused_operators"]) == 10 and all(row["ok"] for row in report["fused_operators"])
 
 
 def turned(rank: int, size: int) -> list[tuple[str, bool]]:
