@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_cp.convert import convert_script
 from tests.npu.ranks import Run, start
 
 LENGTHS = (37, 0, 5, 1, 64, 2, 23)
@@ -194,6 +196,48 @@ def test_what_the_tree_replaces_is_refused(flag: str, words: str, tree: str, ran
     if message.startswith("lacks "):
         pytest.skip(f"{flag} {message}")
     assert words in message
+
+
+def test_the_converted_launch_of_the_page_is_accepted(tree: str, ranks: Callable[..., Run], tmp_path: Path) -> None:
+    """By the parsers of Megatron and MindSpeed, and by the checks of mindspeed_cp.megatron.pretrain."""
+    if importlib.util.find_spec("megatron.training") is None and "MEGATRON_LM" not in os.environ:
+        pytest.skip("megatron.training is not installed, and MEGATRON_LM names no source tree of Megatron-LM")
+    page = (Path(__file__).parents[2] / "docs" / "mindspeed.md").read_text("utf-8")
+    (script,) = (
+        text for text in re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "torchrun" in text
+    )
+    (tmp_path / "launch.sh").write_text(script)
+    (tmp_path / "suite.yaml").write_text("context_parallel_suite:\n  algorithm: ulysses\n")
+    flags = convert_script(tmp_path / "launch.sh", output=str(tmp_path / "suite.yaml"))[2].flags
+    assert "--cp-plan-documents" in flags
+    (message,) = ranks(1, accepted, tree, flags).values()
+    if message.startswith("lacks "):
+        pytest.skip(message)
+    assert message == "accepted"
+    (message,) = ranks(
+        1, accepted, tree, (*flags, "--context-parallel-algo", "hybrid_cp_algo", "--ulysses-degree-in-cp", "2")
+    ).values()
+    assert message.startswith("context_parallel_algo is 'hybrid_cp_algo'")
+
+
+def accepted(rank: int, size: int, tree: str, flags: tuple[str, ...]) -> str:
+    """What suite_of says of the arguments that Megatron and MindSpeed parse."""
+    os.environ.update(WORLD_SIZE="8", CUDA_DEVICE_MAX_CONNECTIONS="1")  # as the script and torchrun set them
+    try:
+        import_mindspeed(tree, flags)
+        from megatron.training.arguments import parse_args, validate_args
+    except ModuleNotFoundError as error:
+        return f"lacks {error.name}, which Megatron or MindSpeed imports"
+    from mindspeed_cp import ConfigError
+    from mindspeed_cp.megatron import pretrain as planned
+
+    args = validate_args(parse_args(planned.add_arguments), {})
+    try:
+        suite = planned.suite_of(args)
+    except ConfigError as error:
+        return str(error)
+    assert (suite.algorithm, suite.context_parallel_size) == ("ulysses", 4)
+    return "accepted"
 
 
 def refusal(rank: int, size: int, tree: str, flags: tuple[str, ...]) -> str:
