@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_cp.convert import convert_script
 from tests.npu.ranks import Run, start
 
 LENGTHS = (37, 0, 5, 1, 64, 2, 23)
@@ -31,6 +33,12 @@ LATENT: dict[str, Any] = dict(
     multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6,
     rope_type="rope", num_query_groups=4,
 )  # fmt: skip
+LOCAL = ("--transformer-impl", "local")
+#: Parameters that Transformer Engine's layers have under another name.
+RENAMED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
 CALLS: Counter[str] = Counter()
 
 
@@ -105,6 +113,7 @@ def step(rank: int, size: int, tree: str | None, flags: tuple[str, ...], model: 
 
     with megatron_imports():
         from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -123,7 +132,10 @@ def step(rank: int, size: int, tree: str | None, flags: tuple[str, ...], model: 
         )  # fmt: skip
         config = kind(**{**settings, **model})
         suite = SuiteSettings(context_parallel_size=size, algorithm="ring")
-        spec = install(local_spec(config), suite)
+        layers = local_spec(config)
+        if tree is not None and "local" not in flags:  # as a launch has it without --transformer-impl
+            layers = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
+        spec = install(layers, suite)
         torch.manual_seed(7)
         gpt = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=256, position_embedding_type="rope")
         install_model(gpt.to(device))
@@ -147,8 +159,13 @@ def step(rank: int, size: int, tree: str | None, flags: tuple[str, ...], model: 
 
 @pytest.mark.parametrize(
     ("model", "flags"),
-    [({}, FUSED), ({}, ()), (LATENT, (*FUSED, "--multi-latent-attention"))],
-    ids=["rotary, fused", "rotary", "latent, fused"],
+    [
+        ({}, (*FUSED, *LOCAL)),
+        ({}, LOCAL),
+        ({}, FUSED),
+        (LATENT, (*FUSED, *LOCAL, "--multi-latent-attention")),
+    ],
+    ids=["rotary, fused", "rotary", "rotary, fused, transformer engine", "latent, fused"],
 )
 def test_a_step_equals_megatrons_without_mindspeed(
     model: dict[str, Any], flags: tuple[str, ...], tree: str, ranks: Callable[..., Run]
@@ -157,15 +174,22 @@ def test_a_step_equals_megatrons_without_mindspeed(
         {**model, "mscale_all_dim": 1.0} if model else model
     )  # MindSpeed's latent layers scale by mscale, which is 1
     (alone,) = ranks(1, step, None, (), scaled).values()
-    base = ("--context-parallel-size", "2", "--transformer-impl", "local", "--position-embedding-type", "rope")
+    base = ("--context-parallel-size", "2", "--position-embedding-type", "rope")
     pair = ranks(2, step, tree, (*base, *flags), model).values()
     assert sum(result["loss"] for result in pair) == pytest.approx(alone["loss"], rel=1e-5)
     for name, gradient in alone["gradients"].items():
+        name = name if name in pair[0]["gradients"] else renamed(name)
         total = sum(result["gradients"][name] for result in pair)
         np.testing.assert_allclose(total, gradient, rtol=0, atol=1e-5 * float(np.abs(gradient).max()), err_msg=name)
     for result in pair:
         assert result["norm"].startswith("mindspeed.") and result["calls"]["norm"] and result["calls"]["swiglu"]
-        assert bool(result["calls"].get("rotary")) == bool(flags)
+        assert bool(result["calls"].get("rotary")) == (FUSED[0] in flags)
+
+
+def renamed(name: str) -> str:
+    """Name of a parameter in a layer of Transformer Engine."""
+    old = next(old for old in RENAMED if name.endswith(old))
+    return name.removesuffix(old) + RENAMED[old]
 
 
 def test_mindspeeds_own_algorithm_is_refused_when_layers_are_built(tree: str) -> None:
@@ -194,6 +218,48 @@ def test_what_the_tree_replaces_is_refused(flag: str, words: str, tree: str, ran
     if message.startswith("lacks "):
         pytest.skip(f"{flag} {message}")
     assert words in message
+
+
+def test_the_converted_launch_of_the_page_is_accepted(tree: str, ranks: Callable[..., Run], tmp_path: Path) -> None:
+    """By the parsers of Megatron and MindSpeed, and by the checks of mindspeed_cp.megatron.pretrain."""
+    if importlib.util.find_spec("megatron.training") is None and "MEGATRON_LM" not in os.environ:
+        pytest.skip("megatron.training is not installed, and MEGATRON_LM names no source tree of Megatron-LM")
+    page = (Path(__file__).parents[2] / "docs" / "mindspeed.md").read_text("utf-8")
+    (script,) = (
+        text for text in re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "torchrun" in text
+    )
+    (tmp_path / "launch.sh").write_text(script)
+    (tmp_path / "suite.yaml").write_text("context_parallel_suite:\n  algorithm: ulysses\n")
+    flags = convert_script(tmp_path / "launch.sh", output=str(tmp_path / "suite.yaml"))[2].flags
+    assert "--cp-plan-documents" in flags
+    (message,) = ranks(1, accepted, tree, flags).values()
+    if message.startswith("lacks "):
+        pytest.skip(message)
+    assert message == "accepted"
+    (message,) = ranks(
+        1, accepted, tree, (*flags, "--context-parallel-algo", "hybrid_cp_algo", "--ulysses-degree-in-cp", "2")
+    ).values()
+    assert message.startswith("context_parallel_algo is 'hybrid_cp_algo'")
+
+
+def accepted(rank: int, size: int, tree: str, flags: tuple[str, ...]) -> str:
+    """What suite_of says of the arguments that Megatron and MindSpeed parse."""
+    os.environ.update(WORLD_SIZE="8", CUDA_DEVICE_MAX_CONNECTIONS="1")  # as the script and torchrun set them
+    try:
+        import_mindspeed(tree, flags)
+        from megatron.training.arguments import parse_args, validate_args
+    except ModuleNotFoundError as error:
+        return f"lacks {error.name}, which Megatron or MindSpeed imports"
+    from mindspeed_cp import ConfigError
+    from mindspeed_cp.megatron import pretrain as planned
+
+    args = validate_args(parse_args(planned.add_arguments), {})
+    try:
+        suite = planned.suite_of(args)
+    except ConfigError as error:
+        return str(error)
+    assert (suite.algorithm, suite.context_parallel_size) == ("ulysses", 4)
+    return "accepted"
 
 
 def refusal(rank: int, size: int, tree: str, flags: tuple[str, ...]) -> str:
