@@ -56,8 +56,8 @@ class PlannedAttention(MegatronModule):
         packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
 
     Attributes:
-        number_in_model: layer_number; layers of multi-token prediction are numbered behind those of the decoder, whose
-            numbers Megatron 0.19 gives them again. Which weights are dropped depends on it.
+        layers_before: number of layers of the model that layer_number does not count; above 0 for multi-token
+            prediction in Megatron 0.19, which begins again at 1 there.
 
     Raises:
         ConfigError: a setting cannot be honoured.
@@ -100,7 +100,7 @@ class PlannedAttention(MegatronModule):
                 f"{cp_group.size()} ranks; initialize_model_parallel with that context_parallel_size"
             )
         self.suite = suite
-        self.layer_number = self.number_in_model = layer_number
+        self.layer_number, self.layers_before = layer_number, 0
         self.cp_group, self.tp_group = cp_group, tp_group
         self.attn_mask_type = attn_mask_type
         self.alibi = alibi
@@ -121,6 +121,11 @@ class PlannedAttention(MegatronModule):
         self.rotates = not (without_rope and without_rope[layer_number - 1])
         self.installed = False
         self.rotary: PlannedRotary | None = None
+
+    @property
+    def number_in_model(self) -> int:
+        """Number of the layer, 1-based, different for all layers; which weights are dropped depends on it."""
+        return self.layer_number + self.layers_before
 
     def use_rotary(self, rotary: PlannedRotary | None) -> None:
         """Set the module that rotates queries and keys, None for a model without rotary positions; install_model calls

@@ -143,7 +143,7 @@ def _install_layer(layer: MultiTokenPredictionLayer) -> None:
     inner: Any = getattr(layer, "transformer_layer", None) or layer.mtp_model_layer  # 0.19 has another name
     for module in inner.modules():
         if isinstance(module, PlannedAttention):
-            module.number_in_model = layer.config.num_layers + layer.layer_number
+            module.layers_before = layer.config.num_layers + layer.layer_number - module.layer_number
     if layer.config.num_moe_experts:
         inner.register_forward_pre_hook(_mark_padding, with_kwargs=True)
 
