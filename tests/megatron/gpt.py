@@ -54,6 +54,7 @@ with megatron_imports():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -155,8 +156,11 @@ def megatron(tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator[None]:
 
 
 def destroy_groups() -> None:
-    """End Megatron's groups; 0.12 forgets to forget who was in those of the embeddings."""
+    """End Megatron's groups, and forget the last model's losses of experts, which Megatron keeps by layer; 0.12 forgets to
+    forget who was in the groups of the embeddings."""
     parallel_state.destroy_model_parallel()
+    for module in (moe_utils, parallel_state):  # before 0.16 the latter has them
+        getattr(module, "get_moe_layer_wise_logging_tracker", dict)().clear()
     for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)
