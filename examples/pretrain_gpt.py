@@ -15,11 +15,14 @@ import inspect
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 if "MEGATRON_LM" in os.environ:  # at the end: megatron.core stays the installed one, the tree adds megatron.training
     sys.path.append(os.environ["MEGATRON_LM"])
@@ -156,6 +159,12 @@ def train() -> None:
     pretrain(pretrain_cfg_container_from_args(args, model), datasets_provider, kind, planned.forward_step)
 
 
+def leave_groups() -> None:
+    """End the process groups of gloo, whose threads would abort a process that exits while they drop a tensor."""
+    time.sleep(0.1)  # they need Python's lock for that, with which torch before 2.9 waits for them below
+    torch.distributed.destroy_process_group()
+
+
 def main() -> int:
     """Read --device, and train; return the exit code, 2 if settings cannot be honoured."""
     on_cpu = sys.argv[1:3] == ["--device", "cpu"]
@@ -164,6 +173,8 @@ def main() -> int:
     try:
         with megatron_training_on_cpu() if on_cpu else nullcontext():
             train()
+            if on_cpu:
+                leave_groups()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
