@@ -1,4 +1,4 @@
-"""Pretrain a GPT with planned context parallelism in Megatron's own training loop, from 0.14 to 0.19.
+"""Pretrain a GPT with planned context parallelism in Megatron's own training loop, from 0.12 to 0.19.
 
 ::
 
@@ -12,19 +12,37 @@ the same version: MEGATRON_LM=/path/to/Megatron-LM.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
+import time
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
 
 if "MEGATRON_LM" in os.environ:  # at the end: megatron.core stays the installed one, the tree adds megatron.training
     sys.path.append(os.environ["MEGATRON_LM"])
 
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import pretrain as planned
 from mindspeed_cp.megatron.patches.training_cpu import megatron_training_on_cpu
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+
+#: Fields of GPTDatasetConfig whose arguments have other names.
+OTHER_NAMES = {
+    "random_seed": "seed",
+    "sequence_length": "seq_length",
+    "path_to_cache": "data_cache_path",
+    "create_attention_mask": "create_attention_mask_in_dataloader",
+    "inter_document_masking": "dataloader_inter_document_masking",
+    "fast_cache_load": "dataloader_fast_cache_load",
+    "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
+}
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, **stage: Any) -> Any:
@@ -55,37 +73,56 @@ def model_provider(pre_process: bool = True, post_process: bool = True, **stage:
 
 
 def datasets_provider(sample_counts: Any, vp_stage: int | None = None) -> Any:
-    """Build Megatron's GPT data sets for training, validation and test."""
+    """Build Megatron's GPT or SFT data sets for training, validation and test."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.training import get_args
-    from megatron.training.utils import get_blend_and_blend_per_split
 
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    options = {
-        "random_seed": args.seed,
-        "sequence_length": args.seq_length,
-        "blend": blend,
-        "blend_per_split": blend_per_split,
-        "split": args.split,
-        "path_to_cache": args.data_cache_path,
-        "tokenizer": _tokenizer(args),
-        "reset_position_ids": args.reset_position_ids,
-        "reset_attention_mask": args.reset_attention_mask,
-        "eod_mask_loss": args.eod_mask_loss,
-        "create_attention_mask": args.create_attention_mask_in_dataloader,
-        "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
-        "mid_level_dataset_surplus": getattr(args, "mid_level_dataset_surplus", 0.005),
-    }
-    known = inspect.signature(GPTDatasetConfig).parameters
-    config = GPTDatasetConfig(**{name: value for name, value in options.items() if name in known})
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    config = GPTDatasetConfig(**dataset_options(args))
     is_built = partial(planned.is_dataset_built_on_rank, vp_stage=vp_stage)
-    return BlendedMegatronDatasetBuilder(kind, sample_counts, is_built, config).build()
+    return BlendedMegatronDatasetBuilder(dataset_class(args), sample_counts, is_built, config).build()
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def dataset_class(args: Any) -> Any:
+    """Return the class of the data set that the arguments ask for.
+
+    Raises:
+        ConfigError: it is that of --fim-data.
+    """
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+
+    if getattr(args, "fim_data", False):
+        raise ConfigError(
+            "fim_data is True; valid in this script: False; Megatron-LM's pretrain_gpt.py, changed as docs/megatron.md "
+            "says, has the data set of --fim-data"
+        )
+    if getattr(args, "sft", False):
+        from megatron.training.datasets.sft_dataset import SFTDataset
+
+        return SFTDataset
+    return MockGPTDataset if args.mock_data else GPTDataset
+
+
+def dataset_options(args: Any) -> dict[str, Any]:
+    """Return the arguments of GPTDatasetConfig, as Megatron-LM's pretrain_gpt.py gives them."""
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    names = [field.name for field in fields(GPTDatasetConfig) if field.init]
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    options |= {name: getattr(args, other) for name, other in OTHER_NAMES.items() if hasattr(args, other)}
+    counts = getattr(args, "per_dataset_sequences_path", None)
+    if counts is not None:
+        options["sequences_per_dataset"] = json.loads(Path(counts).read_text("utf-8"))
+    options["blend"], options["blend_per_split"] = get_blend_and_blend_per_split(args)
+    options["tokenizer"] = _tokenizer(args)
+    # Of --sft, which pads documents for Megatron's own way to cut them; a plan cuts documents of any length.
+    options["context_parallel_size"] = 1
+    return {name: value for name, value in options.items() if name in names}
 
 
 def _tokenizer(args: Any) -> Any:
@@ -123,14 +160,27 @@ def train() -> None:
     pretrain(pretrain_cfg_container_from_args(args, model), datasets_provider, kind, planned.forward_step)
 
 
-def main() -> None:
-    """Read --device, and train."""
+def leave_groups() -> None:
+    """End the process groups of gloo, whose threads would abort a process that exits while they drop a tensor."""
+    time.sleep(0.1)  # they need Python's lock for that, with which torch before 2.9 waits for them below
+    torch.distributed.destroy_process_group()
+
+
+def main() -> int:
+    """Read --device, and train; return the exit code, 2 if settings cannot be honoured."""
     on_cpu = sys.argv[1:3] == ["--device", "cpu"]
     if on_cpu:
         del sys.argv[1:3]
-    with megatron_training_on_cpu() if on_cpu else nullcontext():
-        train()
+    try:
+        with megatron_training_on_cpu() if on_cpu else nullcontext():
+            train()
+            if on_cpu:
+                leave_groups()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

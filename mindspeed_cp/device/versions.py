@@ -26,26 +26,26 @@ class Limit:
         module: what is imported.
         first: oldest version, as numbers.
         why: what older ones lack.
-        end: first version that is refused again, or None.
         needed_for: what runs only with it.
+        suites: tests that a row of tested versions must have passed for this package to count.
     """
 
     package: str
     module: str
     first: tuple[int, ...]
     why: str
-    end: tuple[int, ...] | None
     needed_for: str
+    suites: tuple[str, ...]
 
+
+_UNTESTED = "no older one was tested"
 
 LIMITS = (
-    Limit("python", "", (3, 10), "the syntax of type annotations", None, "everything"),
-    Limit("numpy", "numpy", (1, 26), "no older one was tested", None, "everything"),
-    Limit("torch", "torch", (2, 7), "no older one was tested", None, "attention, training, doctor"),
-    Limit(
-        "megatron-core", "megatron.core", (0, 12), "no older one was tested", None, "mindspeed_cp.megatron, training"
-    ),
-    Limit("torch-npu", "torch_npu", (2, 7), "no older one was tested", None, "NPUs; of torch's own release"),
+    Limit("python", "", (3, 10), "the syntax of type annotations", "everything", ("decisions",)),
+    Limit("numpy", "numpy", (1, 26), _UNTESTED, "everything", ("decisions",)),
+    Limit("torch", "torch", (2, 7), _UNTESTED, "attention, training, doctor", ("engine", "ops")),
+    Limit("megatron-core", "megatron.core", (0, 12), _UNTESTED, "mindspeed_cp.megatron, training", ("megatron",)),
+    Limit("torch-npu", "torch_npu", (2, 7), _UNTESTED, "NPUs; of torch's own release", ()),
 )
 
 
@@ -84,7 +84,7 @@ def installed_version(limit: Limit) -> str | None:
         spec = importlib.util.find_spec(limit.module)
     except ModuleNotFoundError:  # the package above it is missing
         return None
-    return None if spec is None else _version_in_source(spec.origin) or "unknown"
+    return None if spec is None else version_in_source(spec.origin) or "unknown"
 
 
 def version_status(limit: Limit, version: str | None) -> Status:
@@ -97,7 +97,8 @@ def version_status(limit: Limit, version: str | None) -> Status:
     if release < limit.first:
         oldest = ".".join(map(str, limit.first))
         return Status(limit.package, version, "refused", f"needed is {oldest} or later: {limit.why}")
-    tested = sorted({str(row[limit.package]) for row in tested_rows() if row.get(limit.package)}, key=_key)
+    rows = [row for row in tested_rows() if row.get(limit.package) and set(limit.suites) <= set(row["suites"])]
+    tested = sorted({str(row[limit.package]) for row in rows}, key=_key)
     short = 2 if limit.package == "python" else 3
     if any((_numbers(known) or ())[:short] == release[:short] for known in tested):
         return Status(limit.package, version, "tested", "")
@@ -118,22 +119,10 @@ def version_report() -> list[Status]:
     return report
 
 
-def tested_together() -> bool:
-    """Return True if a tested row has exactly the installed releases of Python, torch, NumPy and Megatron-core."""
-    installed = {limit.package: installed_version(limit) for limit in LIMITS[:4]}
-    return any(
-        all(
-            (_numbers(str(row.get(name))) or ())[:2] == (_numbers(str(installed[name])) or (0,))[:2]
-            for name in installed
-        )
-        for row in tested_rows()
-    )
-
-
 def versions_md() -> str:
     """Return the tables of docs/versions.md."""
-    head = "| Python | torch | torch-npu | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|---|\n"
-    names = ("python", "torch", "torch-npu", "numpy", "megatron-core")
+    head = "| Python | torch | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|\n"
+    names = ("python", "torch", "numpy", "megatron-core")
     rows = "".join(
         "| "
         + " | ".join(str(row.get(name) or "-") for name in names)
@@ -152,7 +141,7 @@ def versions_md() -> str:
     return f"{head}{rows}\n{limits}\n{cann}"
 
 
-def _version_in_source(origin: str | None) -> str | None:
+def version_in_source(origin: str | None) -> str | None:
     """Return the version that megatron/core/package_info.py states, for a source tree without metadata."""
     info = Path(origin or "").with_name("package_info.py")
     if not origin or not info.is_file():

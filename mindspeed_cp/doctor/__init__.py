@@ -69,12 +69,13 @@ def run_checks(
     ]
     fused = check_fused_operators(seed) if "npu" in checked else []
     links = check_links(devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in checked else []
-    refused = [status for status in version_report() if status.status == "refused"]
+    statuses = version_report()
+    refused = [status for status in statuses if status.status == "refused"]
     return {
         "ok": bool(checks) and not refused and all(row["ok"] for row in (*checks, *fused, *links, *requirement_rows)),
         "requirements": requirement_rows,
-        "versions": versions(bool(requirement_rows)),
-        "version_status": [asdict(status) for status in version_report()],
+        "versions": versions(statuses, bool(requirement_rows)),
+        "version_status": [asdict(status) for status in statuses],
         "machine": machine_status(),
         "devices": devices,
         "backends": backends,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import mindspeed_cp
 from mindspeed_cp.device import open_files
 from mindspeed_cp.device.select import cann_problem, cann_version, load_npu, unknown_cann_note
-from mindspeed_cp.device.versions import version_report
+from mindspeed_cp.device.versions import Status
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
 
@@ -34,15 +35,20 @@ DEVICES = ("npu", "cuda", "cpu")
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 
-def versions(npu: bool) -> dict[str, str | None]:
-    """Return versions of this package, Python and related packages, and, with an NPU, of its driver and libraries."""
+def versions(statuses: Iterable[Status], npu: bool) -> dict[str, str | None]:
+    """Return versions of this package, Python and related packages, and, with an NPU, of its driver and libraries.
+
+    Args:
+        statuses: result of version_report, which knows versions of source trees, too.
+        npu: True with an NPU.
+    """
     versions: dict[str, str | None] = {"mindspeed-cp": mindspeed_cp.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    versions |= {status.package: status.version for status in version_report()}  # also of source trees
+    versions |= {status.package: status.version for status in statuses}
     return {**versions, **(npu_versions() if npu else {})}
 
 

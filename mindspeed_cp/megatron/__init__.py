@@ -15,7 +15,7 @@ A loader's batch that says by cu_seqlens, positions or end-of-document tokens wh
 `PackedSeqParams` takes its plan from their cu_seqlens.
 
 With sliding windows in some layers a micro-batch needs a plan for each of `dict.fromkeys(layer_attentions(config))`;
-with attention dropout, planned_batch a `dropout_seed`; with experts, the model `padding_mask=params.padding_mask()`;
+with attention dropout, planned_batch a `dropout_seed`; with experts, the model `**params.padding_arguments(model)`;
 with multi-token prediction, the model `loss_mask=batch["loss_mask"]`. `local_spec(config)` and `local_mtp_spec(config,
 spec)` are specs for every layout where Transformer Engine is absent.
 

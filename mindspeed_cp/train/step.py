@@ -294,6 +294,6 @@ def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, A
         None,
         labels=batch["labels"],
         packed_seq_params=micro.params,
-        padding_mask=micro.params.padding_mask(batch["tokens"].device) if micro.params.linear_padding else None,
+        **micro.params.padding_arguments(model),
     )
     return losses, partial(loss_function, batch["loss_mask"])

@@ -11,10 +11,20 @@ import pytest
 
 from mindspeed_cp.device import versions
 from mindspeed_cp.device.versions import LIMITS, installed_version, version_report, version_status
+from tools import test_versions
 
 TESTED = versions.tested_rows
 LIMIT = {limit.package: limit for limit in LIMITS}
-ROWS = [{"python": "3.10.13", "torch": "2.7.1", "numpy": "1.26.4", "megatron-core": "0.12.1", "suites": {"ops": 3}}]
+ROWS = [
+    {
+        "python": "3.10.13", "torch": "2.7.1", "numpy": "1.26.4", "megatron-core": "0.12.1",
+        "suites": {"decisions": 9, "engine": 2, "ops": 3, "megatron": 4},
+    },
+    {
+        "python": "3.11.2", "torch": "2.9.0", "numpy": "1.26.4", "megatron-core": "0.14.0",
+        "suites": {"decisions": 9, "ops": 3},
+    },
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +37,13 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("torch", "2.7.1+cpu", "tested", ""),
         ("torch", "2.7.0", "allowed", "tested: 2.7.1"),
+        ("torch", "2.9.0", "allowed", "tested: 2.7.1"),  # the engine's tests are missing
         ("torch", "2.6.0", "refused", "needed is 2.7 or later"),
         ("python", "3.10.2", "tested", ""),
-        ("python", "3.13.0", "allowed", "tested: 3.10.13"),
+        ("python", "3.13.0", "allowed", "tested: 3.10.13, 3.11.2"),
         ("numpy", "1.25.2", "refused", "needed is 1.26 or later"),
         ("megatron-core", "0.12.1", "tested", ""),
+        ("megatron-core", "0.14.0", "allowed", "tested: 0.12.1"),
         ("megatron-core", "0.11.0", "refused", "needed is 0.12 or later"),
         ("megatron-core", "0.20.0rc0", "allowed", "tested: 0.12.1"),
         ("megatron-core", "unknown", "allowed", "a source tree"),
@@ -59,17 +71,40 @@ def test_the_version_of_a_source_tree_is_that_of_its_code(tmp_path: Path, monkey
     (core / "__init__.py").touch()
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 1\nPRE_RELEASE = ''\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    limit = versions.Limit("no-such-package", "tree_of_megatron.core", (0, 12), "", None, "")
+    limit = versions.Limit("no-such-package", "tree_of_megatron.core", (0, 12), "", "", ())
     assert installed_version(limit) == "0.12.1"
     (core / "package_info.py").unlink()
     assert installed_version(limit) == "unknown"
-    assert installed_version(versions.Limit("no-such-package", "no_such.core", (0,), "", None, "")) is None
+    assert installed_version(versions.Limit("no-such-package", "no_such.core", (0,), "", "", ())) is None
 
 
 def test_the_tested_rows_name_versions_and_tests() -> None:
     for row in TESTED():
         assert {"python", "torch", "numpy", "megatron-core", "suites"} <= row.keys()
         assert all(count > 0 for count in row["suites"].values())
+
+
+def test_a_suite_that_fails_loses_what_it_passed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "tested.json"
+    results.write_text('{"rows": []}', "utf-8")
+    monkeypatch.setattr(test_versions, "RESULTS", results)
+    installed = {"python": "3.10.13", "torch": "2.7.1", "numpy": "1.26.4", "megatron-core": "0.12.1"}
+    test_versions.record(installed, {"ops": 3, "engine": 2})
+    test_versions.record(installed, {"ops": None, "decisions": 9})
+    assert TESTED(results) == [{**installed, "suites": {"engine": 2, "decisions": 9}}]
+    test_versions.record(installed, {"engine": None, "decisions": None})
+    assert TESTED(results) == []
+
+
+def test_every_row_to_test_says_where_its_training_loop_is(tmp_path: Path) -> None:
+    rows = json.loads(test_versions.ROWS.read_text("utf-8"))["rows"]
+    assert [row["training"] for row in rows if row["megatron-core"] < "0.17"] == [
+        f"core_v{row['megatron-core']}" for row in rows if row["megatron-core"] < "0.17"
+    ]
+    assert {row["training"] for row in rows if row["megatron-core"] > "0.17"} == {"wheel"}
+    (tmp_path / "core_v0.12.1" / "megatron" / "training").mkdir(parents=True)
+    assert test_versions.training_tree("core_v0.12.1", tmp_path) == tmp_path.resolve() / "core_v0.12.1"
+    assert test_versions.training_tree("core_v0.14.0", tmp_path) is None is test_versions.training_tree("wheel", None)
 
 
 #: Runs the command line where torch, Megatron-core and psutil are not installed.

@@ -6,15 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from mindspeed_cp.device.versions import version_in_source
+from mindspeed_cp.megatron.patches.imports import parse_version
 from tests.limits import HANG
-from tests.megatron.gpt import LackingSetting, one_rank
+from tests.megatron.gpt import VERSION, LackingSetting, one_rank
 from tests.megatron.ranks import MegatronRanks
+from tests.megatron.script_arguments import stand_in
 from tests.processes import preload
 
 preload("tests.megatron.gpt")
@@ -38,6 +42,23 @@ def ranks() -> Iterator[MegatronRanks]:
 
 
 @pytest.fixture
+def plan_file(tmp_path: Path) -> str:
+    """A file for --cp-plan."""
+    path = tmp_path / "suite.yaml"
+    path.write_text("context_parallel_suite:\n  algorithm: ring\n", "utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, plan_file: str) -> Callable[..., Namespace]:
+    """A function that sets the arguments of Megatron's script and returns them."""
+    modules, start = stand_in(plan_file)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return start
+
+
+@pytest.fixture
 def alone() -> Iterator[None]:
     """Megatron in this process, a world of one rank, on the CPU."""
     with one_rank():
@@ -46,8 +67,14 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def megatron_parser() -> dict[str, tuple[str, list[str]]]:
-    """The arguments of the Megatron at hand: name -> title of the group, flags; skips without megatron.training."""
-    if find_spec("megatron.training") is None and "MEGATRON_LM" not in os.environ:
+    """The arguments of the Megatron at hand: name -> title of the group, flags; skips without megatron.training, and
+    fails if MEGATRON_LM is of another version."""
+    tree = os.environ.get("MEGATRON_LM")
+    if tree is not None:
+        version = version_in_source(str(Path(tree) / "megatron" / "core" / "__init__.py"))
+        if version is None or parse_version(version) != parse_version(VERSION):
+            pytest.fail(f"MEGATRON_LM is {tree}, of version {version}; valid: a source tree of {VERSION}, as installed")
+    if find_spec("megatron.training") is None and tree is None:
         pytest.skip("this megatron-core has no megatron.training, and MEGATRON_LM names no source tree of Megatron-LM")
     script = Path(__file__).with_name("print_arguments.py")
     path = f"{script.parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -59,9 +86,9 @@ def megatron_parser() -> dict[str, tuple[str, list[str]]]:
         timeout=HANG,
     )
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
-    if done.returncode == 3:
-        pytest.skip(f"{last} (MEGATRON_LM: {os.environ.get('MEGATRON_LM', 'not set')})")
-    assert done.returncode == 0, done.stderr
+    if done.returncode == 3 and tree is None:
+        pytest.skip(last)
+    assert done.returncode == 0, f"{last}\n{done.stderr}"
     groups: dict[str, tuple[str, list[str]]] = json.loads(last)
     return groups
 

@@ -37,6 +37,7 @@ from mindspeed_cp.megatron import (
     rows_multiple,
     shift_labels,
 )
+from mindspeed_cp.megatron.arguments import entry_of
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.megatron.patches.spans import SPAN
 from tests.limits import HANG
@@ -59,7 +60,6 @@ with megatron_imports():
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 VOCABULARY = 96
-TAKES_PADDING_MASK = "padding_mask" in signature(GPTModel.forward).parameters  # 0.16 and later
 
 
 def Suite(options: Mapping[str, Any] | None = None, **keys: Any) -> SuiteSettings:
@@ -171,10 +171,16 @@ class LackingSetting(Exception):
 
 
 def lacks(config: Mapping[str, Any], case: Case | None = None) -> str | None:
-    """Return why the installed Megatron-core cannot have a model of a case, or None."""
+    """Return why the installed Megatron-core cannot have a model of a case, or None.
+
+    Raises:
+        KeyError: no version of Megatron-core has a setting of this name: it is misspelt.
+    """
     for name in config:
         known = name in MLATransformerConfig.__dataclass_fields__ or name == "original_max_position_embeddings"
         if not known and not name.startswith("yarn_"):
+            if entry_of(name) is None:
+                raise KeyError(f"{name} is a setting of no version of Megatron-core that was looked at")
             return f"megatron-core {VERSION} has no {name}"
     if case and case.model.get("position_embedding_type") == "yarn" and parse_version(VERSION) < (0, 15):
         return f"a GPTModel of megatron-core {VERSION} has no position_embedding_type 'yarn'"
@@ -367,7 +373,7 @@ def forward_step(
         None,
         labels=batch["labels"],
         packed_seq_params=params if case.carried else None,
-        **({"padding_mask": params.padding_mask()} if config.num_moe_experts and TAKES_PADDING_MASK else {}),
+        **params.padding_arguments(model),
         **({"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}),
     )
     return losses, partial(loss_function, batch["loss_mask"])

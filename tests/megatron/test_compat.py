@@ -13,7 +13,18 @@ from mindspeed_cp.megatron import install, install_model, megatron_compat, megat
 from mindspeed_cp.megatron.patches.compat import PATCHES
 from mindspeed_cp.megatron.patches.imports import check_version, parse_version
 from mindspeed_cp.megatron.patches.swap import replaced
-from tests.megatron.gpt import Case, Suite, build, layer_spec, on_ranks, one_rank, planned, transformer_config
+from tests.megatron.gpt import (
+    VERSION,
+    Case,
+    Suite,
+    build,
+    lacks,
+    layer_spec,
+    on_ranks,
+    one_rank,
+    planned,
+    transformer_config,
+)
 from tests.megatron.ranks import MegatronRanks
 
 with megatron_imports():
@@ -52,6 +63,15 @@ def test_versions_are_read() -> None:
     assert parse_version("0.16.0rc0.dev12") == (0, 16)
     assert parse_version("1.2") == (1, 2)
     check_version("0.19.2")
+
+
+def test_a_misspelt_setting_is_an_error_and_no_skip() -> None:
+    with pytest.raises(KeyError, match="num_layres"):
+        lacks({"num_layers": 2, "num_layres": 2})
+    assert lacks({"dynamic_context_parallel": False}) in (
+        None,
+        f"megatron-core {VERSION} has no dynamic_context_parallel",
+    )
 
 
 @pytest.mark.skipif(not IS_0_16, reason="only 0.16 forgets the name")

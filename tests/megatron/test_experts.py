@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_cp.megatron import install, install_model, megatron_imports
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.megatron import install, install_model, megatron_imports, planned_params
+from mindspeed_cp.megatron.adaptors import params as params_module
 from tests.megatron.gpt import (
     Case,
     Outcome,
@@ -97,6 +99,24 @@ def test_rows_of_padding_do_not_count_for_the_bias_of_experts(alone: None) -> No
         model(tokens, tokens, None, padding_mask=tokens >= 7)
     for layer in model.decoder.layers:
         assert layer.mlp.router.local_tokens_per_expert.sum() == 7 * config.moe_router_topk
+
+
+@NEEDS_PLANNED_ROUTER
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_later_stage_gets_the_padding_of_the_rows_that_its_router_has(
+    rank: int, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron splits the mask over sequence-parallel ranks on the first stage alone."""
+    config = transformer_config(**EXPERTS)
+    first, later = (build(config, install(layer_spec(config), Suite()), pre_process=first) for first in (True, False))
+    dense = build(transformer_config(), install(layer_spec(transformer_config()), Suite()))
+    config.tensor_model_parallel_size, config.sequence_parallel = 2, True
+    monkeypatch.setattr(params_module.parallel_state, "get_tensor_model_parallel_rank", lambda: rank)
+    plan = build_plan(Documents([4, 3]), Topology(1, 1), AttentionConfig(4, 2, 8))
+    params = planned_params(plan, 0, rows_multiple=2)
+    assert params.padding_arguments(first)["padding_mask"].tolist() == [[False] * 7 + [True]]
+    assert params.padding_arguments(later)["padding_mask"].tolist() == [[False] * 3 + [rank == 1]]
+    assert not params.padding_arguments(dense) and not planned_params(plan, 0).padding_arguments(later)
 
 
 @NEEDS_PLANNED_ROUTER

@@ -164,15 +164,17 @@ def test_settings_of_plans_that_rows_of_a_loader_exclude_are_refused(alone: None
 def test_positions_tell_a_batch_that_was_cut_in_the_other_way(cut: str, way: str, rank: int, alone: None) -> None:
     """Both ways fit these lengths: nothing but the positions shows which it was."""
     module, lengths = on_rank(rank, 3, packed_cut=cut), [12, 24, 6, 30]
-    tokens = {"tokens": torch.zeros(72, dtype=torch.int64)}
+    tokens = {"tokens": torch.arange(72)}  # also positions that run through the row
     batch, params = cut_batch(tokens, lengths, cut, 3, rank)
     planned = module.packed.planned(params, module.cp_group)
     module.packed.check_positions(planned, batch["position_ids"])
+    module.packed.check_positions(planned, batch["tokens"])
     module.packed.check_positions(planned, None)
     module.packed.check_positions(planned, torch.arange(72)[None])  # of another shape: not those of the rows
     other, _ = cut_batch(tokens, lengths, way, 3, rank)
-    with pytest.raises(ConfigError, match=rf"those of a batch cut by {way}; valid here: .*packed_cut='{way}'\)"):
-        module.packed.check_positions(planned, other["position_ids"])
+    for name in ("position_ids", "tokens"):
+        with pytest.raises(ConfigError, match=rf"those of a batch cut by {way}; valid here: .*packed_cut='{way}'\)"):
+            module.packed.check_positions(planned, other[name])
 
 
 def test_plans_are_proved_where_settings_say_so(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from tests.megatron.gpt import (
     seed_generators,
     transformer_config,
 )
+from tests.megatron.models import EXPERTS, NEEDS_PLANNED_ROUTER
 from tests.megatron.packed import cut_of
 from tests.megatron.ranks import MegatronRanks
 
@@ -43,18 +44,26 @@ with megatron_imports():
 CASE = Case(((37, 0, 5, 1, 64), (3, 50, 1, 1, 0, 7), (11, 2)))
 
 
-def run_stage(rank: int, group: None, cp: int, stages: int, case: Case = CASE) -> tuple[bool, float, int, float]:
-    """(is this the last stage, loss, tokens, sum of squared gradients of this stage)."""
+def run_stage(
+    rank: int, group: None, cp: int, stages: int, case: Case = CASE, tp: int = 1, only: str = ""
+) -> tuple[bool, float, int, float]:
+    """(is this the last stage, loss, tokens, sum of squared gradients of this stage whose name contains `only`)."""
     with megatron_on_cpu(), megatron_compat():
-        parallel_state.initialize_model_parallel(context_parallel_size=cp, pipeline_model_parallel_size=stages)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            pipeline_model_parallel_size=stages,
+            expert_tensor_parallel_size=1,
+        )
         try:
             seed_generators()
-            config = transformer_config(
-                cp=cp,
+            settings: dict[str, Any] = dict(
+                sequence_parallel=tp > 1,
                 pipeline_model_parallel_size=stages,
                 variable_seq_lengths=stages > 1,
                 moe_token_dispatcher_type="alltoall",
             )
+            config = transformer_config(tp, cp, **{**settings, **case.config})
             first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
             spec = install(layer_spec(config), Suite(context_parallel_size=cp), packed_cut=cut_of(case.packed))
             model = install_model(build(config, spec, pre_process=first, post_process=last))
@@ -72,7 +81,8 @@ def run_stage(rank: int, group: None, cp: int, stages: int, case: Case = CASE) -
                 forward_only=False,
             )
             loss = global_loss(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
-            squares = sum(float(p.main_grad.double().square().sum()) for p in model.parameters())  # type: ignore[misc]
+            parameters: list[Any] = [parameter for name, parameter in model.named_parameters() if only in name]
+            squares = sum(float(parameter.main_grad.double().square().sum()) for parameter in parameters)
             return last, loss.mean, loss.tokens, squares
         finally:
             destroy_groups()
@@ -105,3 +115,16 @@ def test_two_stages_of_two_ranks_equal_one_rank(packed: str | None, ranks: Megat
             assert outcome[:2] == [pytest.approx(loss, rel=1e-5), tokens]
     assert results[0][3] + results[2][3] == pytest.approx(squares, rel=1e-5)
     assert results[0][3] == pytest.approx(results[1][3], rel=1e-6)
+
+
+@NEEDS_PLANNED_ROUTER
+@pytest.mark.thorough
+def test_every_stage_of_experts_leaves_out_the_padding_of_sequence_parallel_ranks(ranks: MegatronRanks) -> None:
+    """Odd numbers of rows, so that the second tensor-parallel rank has a row of padding."""
+    case = replace(CASE, config=EXPERTS)
+    (_, loss, tokens, squares), _ = ranks.run(2, run_stage, 1, 1, case, 2, "router")
+    first, _, *later = ranks.run(4, run_stage, 1, 2, case, 2, "router")
+    assert [last for last, *_ in later] == [True, True]
+    for _, *outcome in later:
+        assert outcome[:2] == [pytest.approx(loss, rel=1e-5), tokens]
+    assert first[3] + later[0][3] == pytest.approx(squares, rel=1e-5)

@@ -49,9 +49,8 @@ EXPERTS += ["--moe-aux-loss-coeff", "0.1" if "router" in MoESubmodules.__datacla
 pytestmark = pytest.mark.usefixtures("megatron_parser")
 
 
-@lru_cache
-def losses(folder: Path, ranks: int, *flags: str) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step, then the losses of validation and test."""
+def output(folder: Path, ranks: int, *flags: str) -> str:
+    """What a run prints."""
     suite = folder / "suite.yaml"
     suite.write_text("context_parallel_suite:\n  algorithm: ring\n", "utf-8")
     environment = {
@@ -77,10 +76,23 @@ def losses(folder: Path, ranks: int, *flags: str) -> list[tuple[float, float]]:
     ]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    steps = re.findall(r"lm loss: ([\d.E+-]+).*grad norm: ([\d.]+)", done.stdout)
-    evaluations = re.findall(r"lm loss value: ([\d.E+-]+) \| lm loss PPL: ([\d.E+-]+)", done.stdout)
-    assert len(steps) == 3 and len(evaluations) == 2, done.stdout[-2000:]
-    return [(float(loss), float(other)) for loss, other in [*steps, *evaluations]]
+    return done.stdout
+
+
+def evaluated(text: str) -> list[tuple[float, float]]:
+    """Losses of validation and test that a run prints, with their exponentials."""
+    evaluations = re.findall(r"lm loss value: ([\d.E+-]+) \| lm loss PPL: ([\d.E+-]+)", text)
+    assert len(evaluations) == 2, text[-2000:]
+    return [(float(loss), float(other)) for loss, other in evaluations]
+
+
+@lru_cache
+def losses(folder: Path, ranks: int, *flags: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step, then the losses of validation and test."""
+    text = output(folder, ranks, *flags)
+    steps = re.findall(r"lm loss: ([\d.E+-]+).*grad norm: ([\d.]+)", text)
+    assert len(steps) == 3, text[-2000:]
+    return [(float(loss), float(norm)) for loss, norm in steps] + evaluated(text)
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +122,24 @@ def test_data_parallel_replicas_with_the_distributed_optimizer_train_as_one(fold
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("virtual", [False, True], ids=["1F1B", "interleaved"])
-def test_pipeline_stages_train_the_same_with_and_without_context_parallelism(folder: Path, virtual: bool) -> None:
-    flags = ["--pipeline-model-parallel-size", "2"]
-    flags += ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"] if virtual else []
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        "--num-layers 1 --account-for-loss-in-pipeline-split",
+    ],
+    ids=["1F1B", "interleaved", "a stage without layers"],
+)
+def test_pipeline_stages_train_the_same_with_and_without_context_parallelism(folder: Path, more: str) -> None:
+    flags = ["--pipeline-model-parallel-size", "2", *more.split()]
     assert_equal(losses(folder, 4, *flags, "--context-parallel-size", "2"), losses(folder, 2, *flags))
+
+
+@pytest.mark.thorough
+def test_a_run_that_only_evaluates_prints_the_losses_of_one_rank(folder: Path) -> None:
+    single = evaluated(output(folder, 1, "--skip-train"))
+    assert_equal(evaluated(output(folder, 2, "--skip-train", "--context-parallel-size", "2")), single)
 
 
 @pytest.mark.thorough

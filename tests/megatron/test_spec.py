@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_cp import ConfigError
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron import (
     PlannedAttention,
@@ -18,6 +18,7 @@ from mindspeed_cp.megatron import (
     install_model,
     local_spec,
     megatron_imports,
+    planned_params,
 )
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from tests.megatron.gpt import Suite, build, experts_of, layer_spec, transformer_config
@@ -69,6 +70,37 @@ def test_layers_without_attention_stay_as_they_are(alone: None) -> None:
     new = install(block, SUITE)
     assert new.layer_specs[0].submodules.self_attention is IdentityOp
     assert core(new.layer_specs[1]).module is PlannedAttention
+
+
+def test_a_stage_without_layers_stays_as_it_is(alone: None) -> None:
+    """As with --pipeline-model-parallel-layout "E|tt|L": embedding and loss have stages of their own."""
+    config = transformer_config()
+    block = layer_spec(config)
+    empty = copy.copy(block)
+    empty.layer_specs = []
+    stages = [
+        build(config, install(spec, SUITE), pre_process=first, post_process=last)
+        for spec, first, last in ((empty, True, False), (block, False, False), (empty, False, True))
+    ]
+    assert install_model(stages[0]) is stages[0]
+    assert install_model(stages) is stages
+    whole = install_model(build(config, install(block, SUITE)))
+    weights = whole.state_dict()
+    for stage in stages:
+        stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
+    tokens = torch.arange(12)[None]
+    plan = build_plan(Documents([5, 7]), Topology(1, 1), AttentionConfig(4, 2, 8))
+    params = planned_params(plan, 0)
+    hidden = stages[0](tokens, tokens, None, packed_seq_params=params)
+    for stage in stages[1:]:
+        stage.set_input_tensor(hidden)
+        hidden = stage(tokens, tokens, None, packed_seq_params=params)
+    assert torch.equal(hidden, whole(tokens, tokens, None, packed_seq_params=params))
+
+
+def test_a_module_without_a_transformer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the model has no planned attention"):
+        install_model(torch.nn.Linear(2, 2))
 
 
 def test_installing_twice_is_installing_once_with_the_later_suite() -> None:

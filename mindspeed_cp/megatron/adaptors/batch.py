@@ -210,8 +210,7 @@ def rows_of_rank(whole: Tensor, params: PlannedBatchParams) -> Tensor:
     Returns:
         [batch_size, rows, ...].
     """
-    tokens = torch.from_numpy(params.linear.tokens(params.rank)).to(whole.device)
-    return _padded(whole[tokens], params)
+    return _padded(whole[params.linear_tokens(whole.device)], params)
 
 
 def positions_of_rank(params: PlannedBatchParams, device: torch.device | str) -> Tensor:

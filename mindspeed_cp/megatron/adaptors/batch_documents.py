@@ -133,9 +133,10 @@ def _refuse_unknown_ends(position_ids: Any) -> None:
 
 def _from_ends(ends: Mapping[str, np.ndarray], shape: tuple[int, int] | None, mask: str) -> Documents:
     """Return the documents of cumulative lengths, of the whole batch or with a row for each row of it."""
+    fields = _by_field(ends)
     rows = {len(array) if array.ndim == 2 else 1 for array in ends.values()}
     if rows == {1}:
-        return documents_of_sequences({CU_SEQLENS_KEYS[key]: array for key, array in ends.items()}, mask)
+        return documents_of_sequences(fields, mask)
     if len(rows) > 1 or shape is None or rows != {shape[0]}:
         described = ", ".join(f"{key} {list(array.shape)}" for key, array in ends.items())
         raise ConfigError(
@@ -144,7 +145,7 @@ def _from_ends(ends: Mapping[str, np.ndarray], shape: tuple[int, int] | None, ma
         )
     lengths = []
     for row in range(shape[0]):
-        documents = documents_of_sequences({CU_SEQLENS_KEYS[key]: array[row] for key, array in ends.items()}, mask)
+        documents = documents_of_sequences({name: array[row] for name, array in fields.items()}, mask)
         if documents.tokens != shape[1]:
             raise ConfigError(
                 f"{', '.join(ends)}: row {row} ends at {documents.tokens} tokens; valid: {shape[1]}, the length of a "
@@ -152,6 +153,18 @@ def _from_ends(ends: Mapping[str, np.ndarray], shape: tuple[int, int] | None, ma
             )
         lengths.append(documents.lengths)
     return Documents(np.concatenate(lengths))
+
+
+def _by_field(ends: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return cumulative lengths by their field of PackedSeqParams, or raise ConfigError where two keys of it differ."""
+    keys: dict[str, str] = {}
+    for key, array in ends.items():
+        first = keys.setdefault(CU_SEQLENS_KEYS[key], key)
+        if not np.array_equal(ends[first].reshape(-1), array.reshape(-1)):
+            raise ConfigError(
+                f"{key} of the batch differs from {first}, another name of the same; valid: equal, or one of them alone"
+            )
+    return {name: ends[key] for name, key in keys.items()}
 
 
 def token_shape(batch: Mapping[str, Any]) -> tuple[int, int] | None:

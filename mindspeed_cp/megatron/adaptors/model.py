@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import Multimod
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
 from mindspeed_cp.errors import ConfigError
@@ -44,17 +45,23 @@ def install_model(model: ModelT) -> ModelT:
         The model itself.
 
     Raises:
-        ConfigError: the model has no planned attention, some other attention, or rotary positions that a plan cannot
-        give.
+        ConfigError: the model has layers but no planned attention, some other attention, or rotary positions that a
+        plan cannot give.
     """
     check_beside_mindspeed()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
-    if not sum([_install_chunk(chunk) for chunk in chunks]):
+    if not sum([_install_chunk(chunk) for chunk in chunks]) and not all(_has_no_layers(chunk) for chunk in chunks):
         raise ConfigError(
             "install_model: the model has no planned attention; build it from install(spec, suite), the spec with "
             "planned attention"
         )
     return model
+
+
+def _has_no_layers(chunk: nn.Module) -> bool:
+    """Return True for a pipeline stage that has the embedding or the loss alone: nothing attends there."""
+    blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    return bool(blocks) and not any(len(block.layers) for block in blocks)
 
 
 def _install_chunk(chunk: nn.Module) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mindspeed_cp import AttentionConfig, ConfigError, verify_plan
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.layout import row_zigzag, zigzag
+from mindspeed_cp.layout import Layout, row_zigzag, zigzag
 from mindspeed_cp.megatron.adaptors.batch import planned_params
 from mindspeed_cp.megatron.adaptors.packed_rows import (
     CU_SEQLENS,
@@ -136,7 +137,7 @@ class PackedPlanner:
         """Raise ConfigError if positions show that the batch was cut in another way than this planner takes it.
 
         Positions of another shape than this rank's rows are not looked at, nor those that follow no known way: models
-        with rotary positions do not read them.
+        with rotary positions do not read them. Positions may restart in every document, or run through the row.
 
         Args:
             params: result of :meth:`planned`.
@@ -146,19 +147,23 @@ class PackedPlanner:
         if layout.ranks == 1 or not isinstance(position_ids, Tensor) or position_ids.numel() != params.rows:
             return
         own = position_ids.detach().reshape(-1).cpu().numpy()
-        if (own == layout.positions(rank)).all():
+        if _are_positions(own, layout, rank):
             return
         other_cut, other = (
             ("row", row_zigzag(layout.documents, layout.ranks))
             if self.cut == "document"
             else ("document", zigzag(layout.documents, layout.ranks))
         )
-        positions = other.positions(rank)
-        if len(positions) == len(own) and (own == positions).all():
+        if _are_positions(own, other, rank):
             raise ConfigError(
                 f"packed_cut is {self.cut!r}, but position_ids are those of a batch cut by {other_cut}; valid here: "
                 f"install(spec, suite, packed_cut={other_cut!r})"
             )
+
+
+def _are_positions(given: np.ndarray, layout: Layout, rank: int) -> bool:
+    """Return True if these are the positions of a rank's rows: restarting in every document, or running on."""
+    return np.array_equal(given, layout.positions(rank)) or np.array_equal(given, layout.tokens(rank))
 
 
 def _state(given: PackedSeqParams) -> list[Any]:

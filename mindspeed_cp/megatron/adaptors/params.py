@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan
 from mindspeed_cp.engine.call_agreement import CallAgreement
@@ -53,6 +55,7 @@ class PlannedBatchParams(PackedSeqParams):
             each row has one position, that in its document.
         tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
         canary: compares one layer's attention with the reference; None: not in this micro-batch.
+        token_indices: result of linear_tokens, by device.
         agreement: comparison of the plans with those of other ranks; None before the first.
     """
 
@@ -64,6 +67,7 @@ class PlannedBatchParams(PackedSeqParams):
     dropout_seed: int | None = None
     mrope_positions: Tensor | None = field(default=None, repr=False, compare=False)
     canary: AttentionCanary | None = field(default=None, repr=False, compare=False)
+    token_indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
     agreement: CallAgreement | None = field(default=None, repr=False, compare=False)
 
@@ -111,13 +115,44 @@ class PlannedBatchParams(PackedSeqParams):
         """Position of each row of attention in its document, int64 [rows]."""
         return torch.from_numpy(self.layout.positions(self.rank))
 
+    def linear_tokens(self, device: torch.device) -> Tensor:
+        """Return the number in the micro-batch of each row of linear layers, int64; copied once to each device."""
+        if device not in self.token_indices:
+            self.token_indices[device] = torch.from_numpy(self.linear.tokens(self.rank)).to(device)
+        return self.token_indices[device]
+
     def padding_mask(self, device: torch.device | str | None = None) -> Tensor:
         """Return True for rows of padding of linear layers, bool [batch_size, linear_length + linear_padding].
 
-        A GPTModel with experts takes it, so that its router counts real tokens only.
+        The first pipeline stage of a GPTModel with experts takes it, so that its router counts real tokens only;
+        :meth:`padding_arguments` has what any stage takes.
         """
         rows = torch.arange(self.linear_length + self.linear_padding, device=device)
         return (rows >= self.linear_length).expand(self.batch_size, -1).contiguous()
+
+    def padding_arguments(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return {"padding_mask": mask} for the call of a model, or {} if it needs none::
+
+            model(tokens, position_ids, None, packed_seq_params=params, **params.padding_arguments(model))
+
+        It needs none without experts, without rows of padding, and before Megatron 0.16, where such rows count as
+        tokens of experts. The first pipeline stage takes the mask of all rows, and splits it over sequence-parallel
+        ranks. Later stages take that of the rows that their router has: Megatron does not split it there.
+
+        Args:
+            model: the GPTModel of this pipeline stage, bare or wrapped (DDP, Float16Module).
+        """
+        inner: Any = model
+        while isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        takes_mask = "padding_mask" in signature(inner.forward).parameters
+        if not (takes_mask and inner.config.num_moe_experts and self.linear_padding):
+            return {}
+        mask = self.padding_mask(next((parameter.device for parameter in inner.parameters()), None))
+        if inner.config.sequence_parallel and not inner.pre_process:
+            rows = mask.shape[1] // inner.config.tensor_model_parallel_size
+            mask = mask.narrow(1, parallel_state.get_tensor_model_parallel_rank() * rows, rows)
+        return {"padding_mask": mask.contiguous()}
 
     def plan_for(self, attention: AttentionConfig) -> Plan | None:
         """Return the plan that computes this attention, or None."""

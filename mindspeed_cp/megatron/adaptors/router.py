@@ -23,7 +23,7 @@ class PlannedRouter(TopKRouter):
     (calculate_per_token_loss). Here tokens are counted, and every rank's share of a loss has the same weight: the
     number of tokens of the whole micro-batch, as on one rank.
 
-    Rows of padding count as tokens unless the model is called with ``padding_mask=params.padding_mask()``.
+    Rows of padding count as tokens unless the model is called with ``**params.padding_arguments(model)``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

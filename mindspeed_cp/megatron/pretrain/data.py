@@ -16,7 +16,7 @@ from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
-from mindspeed_cp.megatron.pretrain.options import suite_of
+from mindspeed_cp.megatron.pretrain.options import settings_of
 
 #: Tensors over tokens of a batch of Megatron's data sets, and their types.
 TOKEN_TENSORS = {
@@ -26,8 +26,11 @@ TOKEN_TENSORS = {
     "position_ids": torch.int64,
 }
 
-#: Other keys: documents, how long the longest is, and where a sample is from.
-OTHER_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "attention_mask", "dataset_id")
+#: Ends of documents, without and with padding, int32 [rows, ends].
+END_TENSORS = ("cu_seqlens", "cu_seqlens_padded")
+
+#: Other keys, of which plans need nothing: how long the longest document is, and where a sample is from.
+OTHER_KEYS = ("max_seqlen", "attention_mask", "dataset_id")
 
 
 def is_dataset_built_on_rank(vp_stage: int | None = None, is_packed_sequence: bool = False) -> bool:
@@ -39,7 +42,7 @@ def is_dataset_built_on_rank(vp_stage: int | None = None, is_packed_sequence: bo
 
 
 def get_batch(
-    data_iterator: Any, config: TransformerConfig | None = None
+    data_iterator: Any, config: TransformerConfig | None = None, *, training: bool = True
 ) -> tuple[dict[str, Tensor], PlannedBatchParams]:
     """Return this rank's rows of the next micro-batch, and the ``packed_seq_params`` with their plan.
 
@@ -51,6 +54,7 @@ def get_batch(
     Args:
         data_iterator: Megatron's; None on tensor-parallel ranks other than the first.
         config: the model's settings; default: those of the arguments.
+        training: False for evaluation, where no attention weights are dropped and no seed is needed.
 
     Returns:
         tokens, labels, loss_mask and position_ids, each [1, t]; and the parameters for the model.
@@ -61,47 +65,47 @@ def get_batch(
     from megatron.training import get_args
 
     args = get_args()
-    suite = suite_of(args)
+    suite = settings_of(args)
     config = transformer_config_of(args) if config is None else config
-    whole = _shared_in_tensor_parallel_group(data_iterator, args)
+    drops = training and bool(config.attention_dropout)
+    whole, digest = _shared_in_tensor_parallel_group(data_iterator, drops)
     seed = None
-    if config.attention_dropout:
-        digest = zlib.crc32(whole["tokens"].cpu().numpy().tobytes())
+    if drops:
         seed = micro_batch_seed(args.seed, (int(args.curr_iteration) << 32) + digest)
     rows, params = planned_batch_from(whole, config, suite, dropout_seed=seed)
     batch = {name: rows[name].cuda(non_blocking=True) for name in TOKEN_TENSORS}
     return batch, params
 
 
-def _shared_in_tensor_parallel_group(data_iterator: Any, args: Any) -> dict[str, Tensor]:
-    """Return the whole micro-batch: on the host where this rank is alone in its group, else on the device."""
-    group, ranks = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+def _shared_in_tensor_parallel_group(data_iterator: Any, digested: bool) -> tuple[dict[str, Tensor], int]:
+    """Return the whole micro-batch, and a number of its tokens if asked for, else 0.
+
+    The batch is on the host where this rank is alone in its group, else on the device. The number is computed where the
+    tokens are read, so that nobody waits for a device to have them.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     batch = _next(data_iterator) if first else {}
-    if ranks == 1:
-        return batch
+    digest = zlib.crc32(batch["tokens"].cpu().numpy().tobytes()) if first and digested else 0
+    if group.size() == 1:
+        return batch, digest
     device = torch.cuda.current_device()
     source = parallel_state.get_tensor_model_parallel_src_rank()
-    ends = batch.get("cu_seqlens")
-    sizes = torch.tensor(
-        [*batch["tokens"].shape, *(ends.shape if ends is not None else (0, 0))] if first else [0] * 4,
-        dtype=torch.int64,
-        device=device,
-    )
-    dist.broadcast(sizes, source, group=group)
-    rows, length, end_rows, end_count = sizes.tolist()
+    names = ("tokens", *END_TENSORS)
+    given = [size for name in names for size in (batch[name].shape if name in batch else (0, 0))]
+    numbers = torch.tensor([digest, *given], dtype=torch.int64, device=device)
+    dist.broadcast(numbers, source, group=group)
+    digest, rows, length, *ends = numbers.tolist()
     shapes = {name: ((rows, length), dtype) for name, dtype in TOKEN_TENSORS.items()}
-    if end_count:
-        shapes["cu_seqlens"] = ((end_rows, end_count), torch.int32)
+    for name, (end_rows, count) in zip(END_TENSORS, (ends[:2], ends[2:]), strict=True):
+        if count:
+            shapes[name] = (end_rows, count), torch.int32
     shared = {}
     for name, (shape, dtype) in shapes.items():
         value = batch[name].to(device=device, dtype=dtype) if first else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(value.contiguous(), source, group=group)
         shared[name] = value
-    return shared
+    return shared, digest
 
 
 def _next(data_iterator: Any) -> dict[str, Tensor]:
@@ -123,10 +127,27 @@ def _next(data_iterator: Any) -> dict[str, Tensor]:
             f"the batch has an attention_mask of shape {list(batch['attention_mask'].shape)}; valid: none; pass "
             "--no-create-attention-mask-in-dataloader"
         )
-    unknown = sorted(set(batch) - {*TOKEN_TENSORS, *OTHER_KEYS})
+    known = (*TOKEN_TENSORS, *END_TENSORS, *OTHER_KEYS)
+    unknown = sorted(set(batch) - set(known))
     if unknown:
         raise ConfigError(
             f"the batch has {unknown}, which get_batch of mindspeed_cp.megatron.pretrain would drop; valid: "
-            f"{', '.join((*TOKEN_TENSORS, *OTHER_KEYS))}; or take planned_batch_from in a get_batch of your own"
+            f"{', '.join(known)}; or take planned_batch_from in a get_batch of your own"
         )
-    return {name: batch[name] for name in (*TOKEN_TENSORS, "cu_seqlens") if name in batch}
+    for name in TOKEN_TENSORS:
+        if batch[name].dim() != 2:
+            raise ConfigError(f"{name} of the batch has shape {list(batch[name].shape)}; valid: [rows, tokens]")
+    for name in END_TENSORS:
+        if name in batch:
+            batch[name] = _rows_of_ends(name, batch[name])
+    return {name: batch[name] for name in (*TOKEN_TENSORS, *END_TENSORS) if name in batch}
+
+
+def _rows_of_ends(name: str, ends: Tensor) -> Tensor:
+    """Return ends of documents as [rows, ends]; one row [ends] is that of the whole micro-batch."""
+    if ends.dim() not in (1, 2):
+        raise ConfigError(
+            f"{name} of the batch has shape {list(ends.shape)}; valid: [rows, documents + 1], or [documents + 1] of "
+            "the whole micro-batch"
+        )
+    return ends.reshape(-1, ends.shape[-1])

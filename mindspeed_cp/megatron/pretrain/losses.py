@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -12,6 +13,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor
 
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY, loss_function
+from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.megatron.patches.spans import SPAN
 
 SPIKE_FACTOR = 10  # of the largest loss so far, as in Megatron's pretrain_gpt.py
@@ -23,11 +25,12 @@ def loss_func(loss_mask: Tensor, losses: Tensor, model: Any = None) -> tuple[Ten
     Args:
         loss_mask: this rank's mask, as get_batch gives it.
         losses: the model's output for labels.
-        model: not looked at.
+        model: the model, of which is read whether it is trained; None: it may be evaluated.
 
     Returns:
         (sum of masked losses, number of counted tokens, report) of loss_function; for Megatron 0.12, whose log adds
-        nothing up, the report is the sum over data- and context-parallel ranks.
+        nothing up, and where means of ranks are averaged (``--sft``), the report is the sum over data- and
+        context-parallel ranks.
     """
     from megatron.training import get_args
 
@@ -35,12 +38,17 @@ def loss_func(loss_mask: Tensor, losses: Tensor, model: Any = None) -> tuple[Ten
     total, count, reports = loss_function(loss_mask, losses)
     _check(total, args)
     report: Any = reports[REPORT_KEY]
-    # With --sft, evaluation averages the means of ranks, of which one may have no counted token: all report the same.
-    if not SPAN.LOOP_SUMS_REPORTS or getattr(args, "sft", False):
+    if not SPAN.LOOP_SUMS_REPORTS or _averages_means(args, model is not None and model.training):
         dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if not SPAN.LOOP_SUMS_REPORTS:
         report = (report[0], report[1])
     return total, count, {REPORT_KEY: report}
+
+
+def _averages_means(args: Any, training: bool) -> bool:
+    """Return True where Megatron averages the means of ranks, of which one may have no counted token: all ranks must
+    then report the same. That is with --sft, in evaluation and, before 0.16, in training."""
+    return bool(getattr(args, "sft", False)) and (not training or parse_version(megatron.core.__version__) < (0, 16))
 
 
 def _check(total: Tensor, args: Any) -> None:

@@ -41,18 +41,15 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def suite_of(args: Namespace) -> SuiteSettings:
-    """Return the settings that --cp-plan names, after a check of all of Megatron's arguments (once for each file).
+    """Return the settings that --cp-plan names, after a check of all of Megatron's arguments.
+
+    Call it before a model is built; :func:`settings_of` leaves out the check, for every micro-batch.
 
     Raises:
         ConfigError: there is no file, it is wrong, or arguments ask for what planned batches do not compute.
     """
-    if not getattr(args, "cp_plan", None):
-        raise ConfigError(
-            "cp_plan is None; pass --cp-plan FILE with the section context_parallel_suite; the script's "
-            "extra_args_provider must be mindspeed_cp.megatron.pretrain.add_arguments, or call it"
-        )
+    suite = settings_of(args)
     check_beside_mindspeed()
-    suite = _read(args.cp_plan, tuple(args.cp_plan_set), args.context_parallel_size)
     if getattr(args, "cp_plan_documents", False) and not args.reset_position_ids:
         raise ConfigError(
             "cp_plan_documents is True; valid: False, or together with --reset-position-ids, since positions that "
@@ -60,6 +57,20 @@ def suite_of(args: Namespace) -> SuiteSettings:
         )
     check_arguments(args, suite)
     return suite
+
+
+def settings_of(args: Namespace) -> SuiteSettings:
+    """Return the settings that --cp-plan names, read once for each file.
+
+    Raises:
+        ConfigError: there is no file, or it is wrong.
+    """
+    if not getattr(args, "cp_plan", None):
+        raise ConfigError(
+            "cp_plan is None; pass --cp-plan FILE with the section context_parallel_suite; the script's "
+            "extra_args_provider must be mindspeed_cp.megatron.pretrain.add_arguments, or call it"
+        )
+    return _read(args.cp_plan, tuple(args.cp_plan_set), args.context_parallel_size)
 
 
 @lru_cache
@@ -77,7 +88,22 @@ def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> 
             f"{path}: {key} is {value!r}; valid in Megatron's own scripts: one algorithm by name, which all rows take; "
             "`mindspeed-cp plan` compares them for lengths of documents"
         )
+    _refuse_group_keys(path, suite)
     return suite
+
+
+def _refuse_group_keys(path: str, suite: SuiteSettings) -> None:
+    """Raise ConfigError for keys of process groups, which are Megatron's in its own scripts."""
+    if suite.p2p_groups == "directional":
+        raise ConfigError(
+            f"{path}: p2p_groups is 'directional'; valid in Megatron's own scripts: 'auto' or 'batched', which both "
+            "send the messages of a step in one launch; `mindspeed-cp train` opens directional groups"
+        )
+    if suite.hccl_buffer_mb is not None:
+        raise ConfigError(
+            f"{path}: hccl_buffer_mb is {suite.hccl_buffer_mb}; valid in Megatron's own scripts: null, since Megatron "
+            "makes the process groups; set HCCL_BUFFSIZE in the environment"
+        )
 
 
 def _names_size(data: Any, overrides: list[str]) -> bool:
