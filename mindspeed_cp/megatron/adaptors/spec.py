@@ -35,8 +35,8 @@ def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False, packed_cu
     Args:
         spec: a layer's ModuleSpec (``get_gpt_layer_local_spec()``), a TransformerBlockSubmodules with ``layer_specs``
             (``get_gpt_decoder_block_spec()``), a ModuleSpec of a block that holds one, or the layers of multi-token
-            prediction (``get_gpt_mtp_block_spec()``; those that are made from an installed spec are installed already). A
-            block without any layer, which a pipeline stage may have, stays as it is.
+            prediction (``get_gpt_mtp_block_spec()``; those that are made from an installed spec are installed
+            already). A block without any layer, which a pipeline stage may have, stays as it is.
         suite: the section ``context_parallel_suite`` of the settings.
         alibi: linear biases (ALiBi), which Megatron does not have; then build the GPTModel with
             ``position_embedding_type="none"``, and plans with ``attention_config(config, alibi=True)``.
