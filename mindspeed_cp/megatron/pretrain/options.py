@@ -16,7 +16,7 @@ SECTION = "context_parallel_suite"
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add ``--cp-plan`` and ``--cp-plan-set`` to Megatron's parser: an ``extra_args_provider``."""
+    """Add ``--cp-plan`` and its companions to Megatron's parser: an ``extra_args_provider``."""
     group = parser.add_argument_group(title="planned context parallelism")
     group.add_argument(
         "--cp-plan",
@@ -29,6 +29,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         nargs="+",
         default=[],
         help="other values of keys of the file, such as algorithm=ulysses",
+    )
+    group.add_argument(
+        "--cp-plan-documents",
+        action="store_true",
+        help="attention stays inside the documents whose positions restart (--reset-position-ids); beside MindSpeed in "
+        "place of --reset-attention-mask, for which it replaces Megatron's attention",
     )
     return parser
 
