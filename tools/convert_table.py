@@ -42,8 +42,6 @@ def _becomes(rule: FlagRule) -> str:
         return f"{settings}, and stays"
     if rule.outcome is Outcome.REPLACED:
         return f"`{rule.flag} {rule.becomes}`"
-    if rule.outcome is Outcome.REMOVED_BY_HAND:
-        return f"left out; to do: {rule.becomes}"
     return f"{_LABELS.get(rule.outcome, rule.outcome.value)}{rule.becomes}"
 
 
