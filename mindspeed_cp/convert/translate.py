@@ -195,7 +195,7 @@ def _doubts(flag: Flag) -> str:
     if default is not None:
         return f"; the value is the default of line {default}, unless the environment has another"
     file = next((token.file_line for token in flag.tokens if token.file_line is not None), None)
-    return "" if file is None else f"; line {file} reads a file, which may set another value: see that it does not"
+    return "" if file is None else f"; line {file} runs what is not read here: see that it sets no other value"
 
 
 def _override_file(overrides: Iterable[str]) -> SettingsFile:

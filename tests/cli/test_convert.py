@@ -223,9 +223,12 @@ def test_words_of_another_shell_are_not_guessed(capsys: pytest.CaptureFixture[st
 def test_values_that_a_file_may_change_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     launch = "torchrun a.py --context-parallel-size $CP\n"
     told = converted(f"CP=4\nsource model.conf\n{launch}", folder=tmp_path, capsys=capsys)
-    assert "line 2 reads a file, which may set another value" in row(told, "--context-parallel-size")["reason"]
+    assert (
+        "line 2 runs what is not read here: see that it sets no other value"
+        in row(told, "--context-parallel-size")["reason"]
+    )
     told = converted(f"source model.conf\nCP=4\n{launch}", folder=tmp_path, capsys=capsys)
-    assert "reads a file" not in row(told, "--context-parallel-size")["reason"]
+    assert "is not read" not in row(told, "--context-parallel-size")["reason"]
 
 
 def test_arrays_of_other_files_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

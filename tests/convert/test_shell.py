@@ -35,7 +35,7 @@ KNOWN = [
     'H=; A=(1 "2 3" $((1+1))); A+=(--w "$H"x); record ${A[@]} "${A[@]}" "${A[*]}" ${A[1]} "${A[1]}" $A',
     'M=; A=(); record x "${A[@]}" ${A[@]} y "" "$M"z',
     "A=(  # comment\n  --one 1 # ( ' \"\n  --two)\nrecord ${A[@]}  # rest",
-    "record ${NONE:-8} ${NONE-9} ${NONE:-'a b'} \"${NONE:-a b}\" ${NONE:-a b} ${NONE:+x}y",
+    "record ${NONE:-8} ${NONE-9} ${NONE:-'a b'} \"${NONE:-a b}\" ${NONE:-a b} y",
     'A=4; record ${A:-8} ${A:+set} ${A-9}; B=; record "${B:-x}" ${B-y}z ${B:+n}',
     ": ${CP:=4}; record $CP ${CP}",
     "A=3 B=4; record $((A*B)) $((${A} + $B*2)) $(( (A+B) % 4 - -1 )) $((-7/2)) $((-7%2)) \"$(( A / 2 ))\"",
@@ -65,6 +65,7 @@ KNOWN = [
     "A=4; (( A > 3 && A <= 5 || A == 7 || A != 8 )); record $A",
     "A=1; f() { local A=2; record $A; }; f; record end",
     "set -euo pipefail; A=1; set +x -o errexit; record $A",
+    'A=(1 2); A+=" y"; record "$A" "${A[@]}"; A=z; record "$A" "${A[@]}"; B=; B+=(x); record "${B[@]}" $A ${A[1]}',
 ]  # fmt: skip
 
 
@@ -122,6 +123,8 @@ UNKNOWN = [
     # Words of the caller
     ('record "${A[@]}"', "A", 1, "not set"),
     ("record ${A:?give it}", "A", 1, "not set"),
+    ("record ${A:+x}", "A", 1, "may be set or not"),
+    ("for i in 1 2; do record ${A+x}; A=1; done", "A", 1, "may be set or not"),
     ("A=; record ${A:?give it}", "A", 1, "not set"),
 ]  # fmt: skip
 

@@ -30,15 +30,19 @@ class Changes:
         variables: for each variable that is assigned, the offset of its last assignment.
         replaced: those of them that are not just appended to.
         glued: those to which a text is appended that does not begin with a blank.
+        texts: those that get a text, which is the first word of an array.
         calls: names of the commands.
         shifts: True if positional parameters are set, by `shift` or `set`.
+        runs: offset of a command that runs text which is not in the script, by `source` or `eval`; None without.
     """
 
     variables: dict[str, int] = field(default_factory=dict)
     replaced: set[str] = field(default_factory=set)
     glued: set[str] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
     shifts: bool = False
+    runs: int | None = None
 
 
 def changes_of(statements: Sequence[Statement], *, with_locals: bool) -> Changes:
@@ -54,17 +58,25 @@ def changes_of(statements: Sequence[Statement], *, with_locals: bool) -> Changes
             words = tuple(map(plain_text, statement.words))
             changes.calls.update(words[:1])
             changes.shifts = changes.shifts or sets_positional(words)
+            changes.runs = statement.start if words[0] in FILE_READERS else changes.runs
             if words[:1] == ("eval",):
+                changes.runs = changes.runs if all(words) else statement.start
                 names = _EVALUATED.findall(" ".join(words[1:]))
                 changes.variables |= dict.fromkeys(names, statement.start)
                 changes.replaced.update(names)
         elif with_locals or not statement.is_local:
             changes.variables[statement.name] = statement.start
+            if not statement.is_array:
+                changes.texts.add(statement.name)
             if not _appends(statement):
                 changes.replaced.add(statement.name)
             elif not _begins_with_blank(statement):
                 changes.glued.add(statement.name)
     return changes
+
+
+#: Commands that run what stands in a file.
+FILE_READERS = frozenset({"source", "."})
 
 
 def sets_positional(words: Sequence[str]) -> bool:

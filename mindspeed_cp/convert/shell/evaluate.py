@@ -11,15 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mindspeed_cp.convert.shell.branches import BLANK, NOWHERE, Choice, Value, merge_values
-from mindspeed_cp.convert.shell.changes import Changes, changes_of, sets_positional
+from mindspeed_cp.convert.shell.changes import FILE_READERS, Changes, changes_of, sets_positional
 from mindspeed_cp.convert.shell.expand import Expander
 from mindspeed_cp.convert.shell.parser import parse_script
 from mindspeed_cp.convert.shell.words import Assignment, Branch, Command, Field, Piece, Statement, Unknown, field_text
 from mindspeed_cp.errors import ConfigError
 
 MAX_VISITS = 1_000_000  # of statements, for what loops and functions change; a launch script has some hundreds
-
-_FILE_READERS = frozenset({"source", "."})
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class _Evaluator(Expander):
         words = list(map(field_text, fields))
         if words[:1] == ["eval"]:
             self._evaluate(fields[1:], line)
-        elif words and words[0] in _FILE_READERS:
+        elif words and words[0] in FILE_READERS:
             self._doubt(line)
         elif words and words[0] in self.functions:
             self._change(self._with_calls(self.functions[words[0]]), f"is set in the function {words[0]}")
@@ -90,14 +88,13 @@ class _Evaluator(Expander):
             value = [entry for word in assignment.words for entry in self.split(word)]
         else:
             value = self.joined(assignment.words[0])
-        if assignment.appends:
-            old = self.values.get(name, [] if assignment.is_array else ())
-            if isinstance(old, list) or isinstance(value, list):
-                fields = value if isinstance(value, list) else [value]
-                value = [*(old if isinstance(old, list) else [old] * bool(old)), *fields]
-            else:
-                value = (*old, *value)
-            self.count(value if not isinstance(value, list) else tuple(piece for entry in value for piece in entry))
+        old = self.values.get(name)
+        if isinstance(old, list) and not isinstance(value, list):  # a text for an array is its first word
+            kept = old[0] if assignment.appends and old else ()
+            value = [(*kept, *value), *old[1:]]
+        elif assignment.appends and old is not None:
+            value = [*(old if isinstance(old, list) else [old]), *value] if isinstance(value, list) else (*old, *value)
+        self.count(value if not isinstance(value, list) else tuple(piece for entry in value for piece in entry))
         self.set(name, value, self.line(assignment.start))
 
     def set(self, name: str, value: Value | None, line: int) -> None:
@@ -179,20 +176,25 @@ class _Evaluator(Expander):
                 total.variables |= called.variables
                 total.replaced |= called.replaced
                 total.glued |= called.glued
+                total.texts |= called.texts
+                total.runs = called.runs if total.runs is None else total.runs
                 names += called.calls
         return total
 
     def _change(self, changes: Changes, cause: str) -> None:
         """Let variables have an unknown value, or an unknown end where they are just appended to."""
+        if changes.runs is not None:
+            self._doubt(self.line(changes.runs))
         for name, offset in changes.variables.items():
             if name in self.defined:
                 continue
             line = self.line(offset)
             old = self.values.get(name)
-            if _is_unknown(old, name, wholly=name in changes.replaced):
+            replaced = name in changes.replaced or (isinstance(old, list) and name in changes.texts)
+            if _is_unknown(old, name, wholly=replaced):
                 continue
             end = Piece(f"${{{name}}}", NOWHERE, (NOWHERE,), Unknown(name, line, cause))
-            kept = old if name not in changes.replaced and old else None
+            kept = old if not replaced and old else None
             value: Value
             if isinstance(old, list):
                 value = [*(kept or ()), (end,)]
@@ -221,7 +223,7 @@ class _Evaluator(Expander):
             self._doubt(line)
             return
         changes = changes_of(statements, with_locals=True)
-        if not changes.calls.isdisjoint({*_FILE_READERS, "eval"}):
+        if not changes.calls.isdisjoint({*FILE_READERS, "eval"}):
             self._doubt(line)
         for name in self._with_calls(changes).variables:
             if name not in self.defined:

@@ -192,7 +192,9 @@ class Expander:
         if part.operator and not part.operator.endswith("?"):
             missing = value is None or (empty and part.operator.startswith(":"))
             if part.operator.endswith("+"):
-                return () if missing else self._referred(self.operand(part.operand), part.span)
+                if value is None or not _is_set(value, part.operator):
+                    return () if value is not None and missing else self._optional(part)
+                return self._referred(self.operand(part.operand), part.span)
             if missing:
                 line = self.line(start)
                 default = self.operand(part.operand)
@@ -207,6 +209,12 @@ class Expander:
         if isinstance(value, list):
             return [self._referred(entry, part.span) for entry in value]
         return self._referred(value, part.span)
+
+    def _optional(self, part: Parameter) -> Field:
+        """Return `${name:+word}` of a variable that may be set or not as a text that is not known."""
+        word = field_text(self.operand(part.operand))
+        unknown = Unknown(part.name, self.line(part.span[0]), "may be set or not", (word,) if word else ())
+        return (Piece(self.source[slice(*part.span)], part.span, unknown=unknown, quoted=part.quoted),)
 
     def _unset(self, part: Parameter, cause: str, is_variable: bool = True) -> Field:
         """Return the reference to a variable as a text that is not known."""
@@ -241,6 +249,15 @@ def _is_many(part: Text | Parameter | Arithmetic | Opaque) -> bool:
 def _is_argument(name: str) -> bool:
     """Return True for `$1`, `$2`, ..., `$@`, `$*` and `$#`."""
     return (name.isdigit() and name != "0") or name in ("@", "*", "#")
+
+
+def _is_set(value: Value, operator: str) -> bool:
+    """Return True if a variable is set for sure; with a colon in the operator, to a text that is not empty."""
+    fields = value if isinstance(value, list) else [value]
+    pieces = [piece for entry in fields for piece in entry]
+    if any(piece.unknown for piece in pieces):
+        return any(piece.text for piece in pieces if not piece.unknown)
+    return bool(pieces) or not operator.startswith(":")
 
 
 def _split_defined(value: Value) -> Value:

@@ -142,7 +142,8 @@ class Piece:
         unknown: cause why the text is not known, or None.
         quoted: True if it is not split into words: inside quotes of a default, or an unknown value that is one word.
         from_default: line of the default (`${name:-default}`) from which the text comes, or None.
-        before_file: line that reads a file (`source file`) after the text was set, and may set another; or None.
+        before_file: line that runs text from elsewhere (`source file`), after which the variable may have another
+            value; or None.
     """
 
     text: str
