@@ -18,11 +18,13 @@ COMMANDS = (
     *("A=1", "A=2", 'A="$A x"', "A+=' y'", "B=$A", 'B="$B$A"', "A=${A}x", 'A="y $A"', "A=$1", 'A="$A" B="$A"'),
     *("A=${B:-9}", ": ${B:=3}", "B=${A:+w}", "B=$((B+1))", "A=$(echo 9)", "unset A", "export A=8", 'export "B=k"'),
     *("let B=3", "((A=4))", "((A+=1)) && B=2", ": $((B=5))", "printf -v A 6", "read -r A <<< z", "declare A=7"),
-    *('eval "B=7"', 'C=A; eval "$C=5"', "eval 'A=4; B=$A'", 'eval "f"', "source ./file.sh", "read A B < file.sh"),
+    *('eval "B=7"', 'C=A; eval "$C=5"', "eval 'A=4; B=$A'", "source ./file.sh", "read A B < file.sh"),
     *("D=(1 2); D+=($A); B=${D[2]}", "D+=(z)", 'D=("${D[@]}" $A)', 'B="${D[*]}"', "B=${D[0]}", "unset D", "A=(1 2)"),
-    *("shift", "shift 2", "set -- p q", "set -e; set +e", "f", "g", "f 1 2", "g $A", "true && A=3", "false || B=4"),
+    *("shift", "shift 2", 'eval "shift"', "set -- p q", "set -e; set +e", "true && A=3", "false || B=4"),
     *('[ -n "$A" ] && B=2', 'test -n "$A" || A=1 B=2'),
 )
+#: Calls, by the function around them: none calls itself.
+CALLS = {"": ("f", "g", "f 1 2", "g $A", 'eval "f"'), "g": ("f", "f 1 2", 'eval "f $1"'), "f": ()}
 LOCAL = ("local A=5", "local B", "declare -x B=6")
 BLOCKS = (
     *("for i in 1 2; do\n{}\ndone", "for ((j=0; j<2; j++)); do\n{}\ndone", "K=0; while ((K++ < 2)); do\n{}\ndone"),
@@ -30,9 +32,9 @@ BLOCKS = (
     *('if [ "$A" = 1 ]; then\n{}\nfi', 'if [ "$B" = 3 ]; then\n{}\nelif true; then\n{}\nelse\n{}\nfi'),
     *('case "$A" in 1)\n{}\n;;\n*)\n{}\n;; esac', "{{\n{}\n}}", "(\n{}\n)"),
 )
-FUNCTIONS = ("f() {{\n{}\n}}", "g() {{\n{}\n}}", "function f {{\n{}\n}}")
+FUNCTIONS = {"f() {{\n{}\n}}": "f", "g() {{\n{}\n}}": "g", "function f {{\n{}\n}}": "f"}
 
-_PRELUDE = 'record() { printf "%s|" "$@" >> log; echo >> log; }\nFUNCNEST=3\n'
+_PRELUDE = 'record() { printf "%s|" "$@" >> log; echo >> log; }\n'
 
 
 class Program:
@@ -40,22 +42,22 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         self.random, self.numbers = random.Random(seed), count()
-        self.text = f"A=0\nB=0\n{self.block(3, False)}\n{self.record()}\n"
+        self.text = f"A=0\nB=0\n{self.block(3, '')}\n{self.record()}\n"
 
     def record(self) -> str:
         return f'record {next(self.numbers)} ".$A" ".$B" ".$1"'
 
-    def block(self, depth: int, in_function: bool) -> str:
-        return "\n".join(self.statement(depth, in_function) for _ in range(self.random.randint(1, 4)))
+    def block(self, depth: int, function: str) -> str:
+        return "\n".join(self.statement(depth, function) for _ in range(self.random.randint(1, 4)))
 
-    def statement(self, depth: int, in_function: bool) -> str:
+    def statement(self, depth: int, function: str) -> str:
         kind = self.random.random()
         if kind < 0.35:
             return self.record()
         if kind < 0.75 or depth == 0:
-            return self.random.choice(COMMANDS + (LOCAL if in_function else ()))
-        form = self.random.choice(BLOCKS + FUNCTIONS)
-        inside = in_function or form in FUNCTIONS
+            return self.random.choice(COMMANDS + CALLS[function] + (LOCAL if function else ()))
+        form = self.random.choice((*BLOCKS, *FUNCTIONS))
+        inside = FUNCTIONS.get(form, function)
         return form.format(*(self.block(depth - 1, inside) for _ in range(form.count("{}"))))
 
 

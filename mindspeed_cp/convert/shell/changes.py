@@ -61,6 +61,7 @@ def changes_of(statements: Sequence[Statement], *, with_locals: bool) -> Changes
             changes.runs = statement.start if words[0] in FILE_READERS else changes.runs
             if words[:1] == ("eval",):
                 changes.runs = changes.runs if all(words) else statement.start
+                changes.shifts = changes.shifts or bool({"shift", "set"} & {*" ".join(words[1:]).split()})
                 names = _EVALUATED.findall(" ".join(words[1:]))
                 changes.variables |= dict.fromkeys(names, statement.start)
                 changes.replaced.update(names)

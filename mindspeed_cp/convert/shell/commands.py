@@ -14,6 +14,7 @@ from mindspeed_cp.convert.shell.words import Assignment, Command, Opaque, Span, 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]\s]*\])?(\+?)=", re.ASCII)
 _REDIRECTION = re.compile(r"[0-9]*(?:<<<|<<-?|>>|<>|>\||&>>?|[<>]&?)")
 _DECLARATIONS = frozenset({"export", "readonly", "declare", "typeset", "local"})
+_EMPTYING = frozenset({"local", "declare", "typeset"})  # in a function, where they make a variable of its own
 _SETTERS = frozenset({"read", "mapfile", "readarray", "getopts", "unset"})
 _QUOTED_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=", re.ASCII)
 
@@ -49,14 +50,16 @@ def read_command(reader: Reader, here_documents: list[tuple[str, bool]]) -> list
     first = plain_text(words[0]) if words else ""
     if not words or first in _DECLARATIONS:
         quoted = filter(None, (_quoted_assignment(word, start) for word in words[1:]))
-        return [replace(assignment, is_local=first == "local") for assignment in (*assignments, *quoted)]
+        bare = filter(str.isidentifier, map(plain_text, words[1:])) if first in _EMPTYING else ()
+        unset = unknown_assignments(bare, (start, reader.position))
+        return [replace(assignment, is_local=first == "local") for assignment in (*assignments, *quoted, *unset)]
     names = _set_names(first, words[1:])
     if names is not None:
-        return unknown_assignments(names, (start, reader.position))
+        return list(unknown_assignments(names, (start, reader.position)))
     return [Command(tuple(words), start)]
 
 
-def unknown_assignments(names: Iterable[str], span: Span) -> list[Statement]:
+def unknown_assignments(names: Iterable[str], span: Span) -> list[Assignment]:
     """Return assignments of what only the running script knows."""
     return [Assignment(name, ((Opaque(span, True),),), False, False, span[0]) for name in names]
 

@@ -223,9 +223,12 @@ class _Evaluator(Expander):
             self._doubt(line)
             return
         changes = changes_of(statements, with_locals=True)
-        if not changes.calls.isdisjoint({*FILE_READERS, "eval"}):
+        total = self._with_calls(changes)
+        if total.runs is not None:
             self._doubt(line)
-        for name in self._with_calls(changes).variables:
+        if changes.shifts:
+            self.arguments = f"is what line {line} leaves of the arguments"
+        for name in total.variables:
             if name not in self.defined:
                 end = Piece(f"${{{name}}}", NOWHERE, (NOWHERE,), Unknown(name, line, "is set by eval"))
                 self.set(name, (end,), line)

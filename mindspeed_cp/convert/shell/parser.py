@@ -186,6 +186,8 @@ class _Parser:
         elif word == "do" and self.open and self.open[-1] == "while":
             self.open[-1] = "do"
         elif word in ("then", "do"):
+            if word == "do" and self.open and self.open[-1] == "for":
+                self.open.pop()
             self._enter(word)
         elif word in ("while", "until"):
             self._enter("while")
@@ -202,6 +204,7 @@ class _Parser:
             self._leave("do")
         elif word in ("for", "select"):
             self._loop()
+            self.open.append("for")
         elif word == "case":
             self.reader.blanks()
             reader.word()
