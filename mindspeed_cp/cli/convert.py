@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mindspeed_cp.convert import Conversion
 
 DEFAULT_OUTPUT = "suite.yaml"
-_LABELS = {"refused": "instead", "unresolved": "instead", "by hand": "to do", "left out, by hand": "to do"}
+_LABELS = {"refused": "instead", "unresolved": "instead", "by hand": "to do"}
 
 
 def convert(
@@ -69,6 +69,7 @@ def convert(
             "give a launch script, or flags behind --, as in mindspeed-cp convert -- --context-parallel-size 8"
         )
     path = str(output or DEFAULT_OUTPUT)
+    _refuse_one_file_for_two([("the launch script", words[0])] if is_script else [], output, script)
     if not is_script:
         for option, value in (("--script", script), ("--define", define), ("--line", line)):
             if value:
@@ -99,6 +100,17 @@ def convert(
     return 1 if conversion.problems else 0
 
 
+def _refuse_one_file_for_two(read: list[tuple[str, str]], output: Path | None, script: Path | None) -> None:
+    """Raise ConfigError if a file that is written is one that is read, or written twice."""
+    written = [(option, str(path)) for option, path in (("--output", output), ("--script", script)) if path is not None]
+    names: dict[Path, str] = {}
+    for name, path in (*read, *written):
+        place = Path(path).resolve()
+        if place in names:
+            raise ConfigError(f"{name} {path}: is {names[place]}, too; give another file")
+        names[place] = name
+
+
 def _read_defined(texts: list[str]) -> dict[str, str]:
     defined = {}
     for text in texts:
@@ -120,10 +132,8 @@ def _print(conversion: Conversion, written: list[str], *, with_settings: bool) -
         where = f"  (line {change.line})" if change.line else ""
         lines += _wrapped(f"{change.outcome.value}: {change.flag}{where}", width, "", "    ")
         if change.became:
-            word = {"refused": "instead", "by hand": "to do", "unresolved": "instead"}.get(
-                change.outcome.value, "becomes"
-            )
-            lines += _wrapped(f"{word}: {change.became}", width, "    ", "        ")
+            label = _LABELS.get(change.outcome.value, "becomes")
+            lines += _wrapped(f"{label}: {change.became}", width, "    ", "        ")
         lines += _wrapped(change.reason, width, "    ", "    ")
     lines += [part for note in conversion.notes for part in _wrapped(f"note: {note}", width, "", "    ")]
     if conversion.problems:

@@ -36,6 +36,11 @@ class Token:
         return next((piece.from_default for piece in self.pieces if piece.from_default is not None), None)
 
     @property
+    def file_line(self) -> int | None:
+        """Line of `source file` behind which the word's text may be another one; None for other words."""
+        return next((piece.before_file for piece in self.pieces if piece.before_file is not None), None)
+
+    @property
     def is_flag(self) -> bool:
         """True if the word begins with two dashes, which stand in the script."""
         known = not self.pieces or self.pieces[0].unknown is None

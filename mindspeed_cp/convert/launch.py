@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_cp.convert.command_line import Token
-from mindspeed_cp.convert.shell import Piece, ScriptCommand, read_script
+from mindspeed_cp.convert.shell import Piece, ScriptCommand, Unknown, read_script
 from mindspeed_cp.convert.shell.words import Field, field_text
 from mindspeed_cp.errors import ConfigError
 
@@ -18,6 +18,10 @@ MAX_SCRIPT_BYTES = 2**17  # a launch script has some kilobytes
 _PRINTERS = frozenset({"echo", "printf", ":", "cat"})
 _SHELLS = frozenset({"sh", "bash", "zsh"})
 _BLANKS = re.compile(r"\s+")
+_REFERENCE = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?!$-])|\$\{(\w+)\}|\$\{[^}]*\}?|\$\([^)]*\)?|`[^`]*`?", re.ASCII)
+_MODULE_FLAGS = ("-m", "--module")
+#: Programs that take a training script or, behind -m, a module.
+_LAUNCHERS = frozenset({"torchrun", "msrun", "accelerate", "deepspeed", "ascendspeed", "mindspeed"})
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Launch:
         tokens: words behind it.
         name: of the script, for errors and comments; None without one.
         line: 1-based line of the command.
+        number: the command's number among those of the script.
     """
 
     launcher: tuple[Token, ...]
@@ -37,6 +42,12 @@ class Launch:
     tokens: tuple[Token, ...]
     name: str | None = None
     line: int | None = None
+    number: int = 0
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words behind the training script."""
+        return tuple(token.text for token in self.tokens)
 
 
 def read_script_file(path: str | Path) -> str:
@@ -74,15 +85,10 @@ def find_launch(
         line: line of the command, where several commands have such flags.
 
     Raises:
-        ConfigError: the script cannot be parsed, or none or several of its commands have such flags.
+        ConfigError: the script cannot be parsed, none or several of its commands have such flags, or they stand before
+            the training script.
     """
-    launches: list[Launch] = []
-    line_ends = [match.start() for match in re.finditer("\n", source)]
-    for command in read_script(source, name, defined):
-        fields = _launched_fields(command)
-        if any(field_text(entry).partition("=")[0] in flags for entry in fields):
-            tokens = [Token.from_field(entry, bisect_left(line_ends, _start(entry)) + 1) for entry in fields]
-            launches.append(_make_launch(tokens, name, command.line))
+    launches = find_launches(source, name, flags, defined)
     if line is not None:
         launches = [launch for launch in launches if launch.line == line]
     if not launches:
@@ -91,16 +97,38 @@ def find_launch(
             f"{name}: no flag of context parallelism{where}, such as --context-parallel-size; give the script that "
             "starts the training, or flags behind --"
         )
-    if len(launches) > 1 and len({tuple(token.text for token in launch.tokens) for launch in launches}) > 1:
+    if len({launch.words for launch in launches}) > 1:
         lines = ", ".join(str(launch.line) for launch in launches)
         raise ConfigError(
             f"{name}: several commands have flags of context parallelism, at lines {lines}; choose with --line"
         )
-    return launches[0]
+    launch = launches[0]
+    early = next((token for token in launch.launcher if launch.entry and token.text.partition("=")[0] in flags), None)
+    if early is not None and launch.entry is not None:
+        raise ConfigError(
+            f"{name}:{launch.line}: {early.text} stands before the training script, which seems to be "
+            f"{launch.entry.text}, and would not be converted; give the flags behind --"
+        )
+    return launch
 
 
-def _launched_fields(command: ScriptCommand) -> Sequence[Field]:
-    """Return the words of a command; those of a text that it hands to a shell are split."""
+def find_launches(
+    source: str, name: str, flags: Container[str], defined: Mapping[str, str] | None = None
+) -> list[Launch]:
+    """Return all commands of a script that have flags to convert; arguments as for :func:`find_launch`."""
+    launches: list[Launch] = []
+    line_ends = [match.start() for match in re.finditer("\n", source)]
+    for number, command in enumerate(read_script(source, name, defined)):
+        fields = _launched_fields(command, defined or {})
+        if any(field_text(entry).partition("=")[0] in flags for entry in fields):
+            tokens = [Token.from_field(entry, bisect_left(line_ends, _start(entry)) + 1) for entry in fields]
+            launches.append(_make_launch(tokens, name, command.line, number))
+    return launches
+
+
+def _launched_fields(command: ScriptCommand, defined: Mapping[str, str]) -> Sequence[Field]:
+    """Return the words of a command; those of a text that it hands to a shell are split, and what that shell expands
+    is not known."""
     fields = command.fields
     words = [field_text(entry) for entry in fields]
     if not words or words[0] in _PRINTERS:
@@ -112,7 +140,32 @@ def _launched_fields(command: ScriptCommand) -> Sequence[Field]:
     ]
     if words[0] == "eval":
         texts = list(fields[1:])
-    return [part for entry in texts for part in _split(entry)] if texts else fields
+    if not texts:
+        return fields
+    return [_expanded_later(part, defined, command.line) for entry in texts for part in _split(entry)]
+
+
+def _expanded_later(pieces: Field, defined: Mapping[str, str], line: int) -> Field:
+    """Return a word of a text for another shell: what that shell expands is not known, unless the user gave it."""
+    return tuple(part for piece in pieces for part in _references(piece, defined, line))
+
+
+def _references(piece: Piece, defined: Mapping[str, str], line: int) -> list[Piece]:
+    if piece.unknown is not None:
+        return [piece]
+    parts: list[Piece] = []
+    position = 0
+    for match in _REFERENCE.finditer(piece.text):
+        if match.start() > position:
+            parts.append(piece.part(position, match.start()))
+        name = match[1] or match[2] or ""
+        if name in defined:
+            parts.append(replace(piece.part(match.start(), match.end()), text=defined[name]))
+        else:
+            unknown = Unknown(name or match[0], line, "is read by the shell that the command starts")
+            parts.append(replace(piece.part(match.start(), match.end()), unknown=unknown))
+        position = match.end()
+    return [*parts, *([piece.part(position, len(piece.text))] if position < len(piece.text) else [])]
 
 
 def _split(pieces: Field) -> list[Field]:
@@ -135,12 +188,23 @@ def _start(pieces: Field) -> int:
     return next((site[0] for piece in pieces[:1] for site in piece.sites if site != (0, 0)), 0)
 
 
-def _make_launch(tokens: list[Token], name: str, line: int) -> Launch:
-    entry = next((number for number, token in enumerate(tokens) if token.text.endswith(".py")), None)
-    if entry is None:
-        modules = (number + 1 for number, token in enumerate(tokens[:-1]) if token.text == "-m")
-        entry = next((number for number in modules if not tokens[number].text.startswith("torch.")), None)
+def _make_launch(tokens: list[Token], name: str, line: int, number: int) -> Launch:
+    entry = _entry(tokens)
     if entry is not None:
-        return Launch(tuple(tokens[:entry]), tokens[entry], tuple(tokens[entry + 1 :]), name, line)
-    start = next((number for number, token in enumerate(tokens) if token.is_flag), len(tokens))
-    return Launch(tuple(tokens[:start]), None, tuple(tokens[start:]), name, line)
+        return Launch(tuple(tokens[:entry]), tokens[entry], tuple(tokens[entry + 1 :]), name, line, number)
+    start = next((position for position, token in enumerate(tokens) if token.is_flag), len(tokens))
+    return Launch(tuple(tokens[:start]), None, tuple(tokens[start:]), name, line, number)
+
+
+def _entry(tokens: Sequence[Token]) -> int | None:
+    """Return the position of the training script (.py) or module (-m), whichever comes first; None without."""
+    runs_python = False
+    for position, token in enumerate(tokens):
+        is_module = token.text in _MODULE_FLAGS and position + 1 < len(tokens)
+        if is_module and runs_python and not tokens[position + 1].text.startswith("torch."):
+            return position + 1
+        if token.text.endswith(".py") and not token.is_flag:
+            return position
+        program = Path(token.text).name
+        runs_python = runs_python or program.startswith("python") or program in _LAUNCHERS or bool(token.unknowns)
+    return None

@@ -13,7 +13,7 @@ PROCESS_FLAGS = ("--nproc_per_node", "--nproc-per-node", "--local_worker_num")
 
 
 def nodes_change(launcher: Sequence[Token], given: Given) -> Change | None:
-    """Return the change that sets `nodes`, if a group of context-parallel ranks spans several nodes.
+    """Return the change that sets `nodes`, if a group of context-parallel ranks spans several nodes, or may do so.
 
     Ranks are numbered tensor-parallel first, then context-parallel: a group spans TP * CP ranks in a row.
 
@@ -22,12 +22,17 @@ def nodes_change(launcher: Sequence[Token], given: Given) -> Change | None:
         given: the other flags.
     """
     _, flags = read_flags(launcher, {})
-    flag = next((flag for flag in flags if flag.name in PROCESS_FLAGS and len(flag.values) == 1), None)
-    if flag is None or not flag.values[0].isdigit() or len(flag.values[0]) > 9:
-        return None
+    flag = next((flag for flag in reversed(flags) if flag.name in PROCESS_FLAGS and len(flag.values) == 1), None)
     ranks, tensor_ranks = given.number("--context-parallel-size", 1), given.number("--tensor-model-parallel-size", 1)
-    processes = int(flag.values[0])
-    if not (ranks and tensor_ranks and processes) or ranks * tensor_ranks <= processes:
+    if flag is None or not ranks or ranks == 1:
+        return None
+    text = flag.values[0]
+    processes = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    if not processes or not tensor_ranks:
+        what = "the processes of a node" if not processes else "--tensor-model-parallel-size"
+        reason = f"{what} cannot be known here; give --set nodes=NUMBER if a context-parallel group spans several nodes"
+        return Change(flag.text, Outcome.STAYS, "", reason, flag.line, flag)
+    if ranks * tensor_ranks <= processes:
         return None
     span = ranks * tensor_ranks
     nodes = span // processes

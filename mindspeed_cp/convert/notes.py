@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_cp.convert.launch import Launch
-from mindspeed_cp.convert.rules import ARITIES
+from mindspeed_cp.convert.rules import CONDITION_FLAGS, RULES, Outcome
 from mindspeed_cp.convert.shell import Piece, Unknown
 from mindspeed_cp.errors import ConfigError, shortened
 
 _SHOWN = 60  # letters of a text in a remark
+#: Flags that a conversion changes, or that decide what becomes of others.
+_DECIDING = CONDITION_FLAGS | {rule.flag for rule in RULES if rule.outcome is not Outcome.STAYS}
 
 
 def unknown_notes(launch: Launch) -> tuple[str, ...]:
@@ -35,10 +37,10 @@ def unknown_notes(launch: Launch) -> tuple[str, ...]:
 
 def _refuse_branches(launch: Launch) -> None:
     hidden: dict[str, str] = {}
-    for _, unknown in _unknowns(launch):
+    for unknown in (unknown for token in launch.tokens for unknown in token.unknowns):
         for text in unknown.texts:
             words = (word.partition("=")[0] for word in text.split())
-            hidden |= {word: _name(unknown) for word in words if word in ARITIES}
+            hidden |= {word: _name(unknown) for word in words if word in _DECIDING}
     if hidden:
         variables = ", ".join(dict.fromkeys(hidden.values()))
         raise ConfigError(

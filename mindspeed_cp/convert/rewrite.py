@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from mindspeed_cp.convert.command_line import Token
 from mindspeed_cp.convert.conversion import Change, Conversion
-from mindspeed_cp.convert.launch import Launch, find_launch
+from mindspeed_cp.convert.launch import Launch, find_launches
 from mindspeed_cp.convert.rules import ARITIES, Outcome
 from mindspeed_cp.convert.rules.parallel import PLAN_WORDS
 from mindspeed_cp.convert.shell.words import Piece, Span
@@ -17,6 +17,7 @@ from mindspeed_cp.errors import ConfigError
 
 _GAP = re.compile(r"(?:[ \t\n=]|\\\n)*")
 _QUOTES = ("'", '"')
+_FLAGS = frozenset({*ARITIES, PLAN_WORDS[0]})
 _CHANGED = (Outcome.SETTING, Outcome.REMOVED, Outcome.REPLACED)
 
 
@@ -25,7 +26,8 @@ def rewrite_script(
 ) -> str:
     """Return the script with the flags of a conversion.
 
-    The new script is read again, and must hand over exactly the flags of the conversion.
+    Launches with the same words are changed alike. The new script is read again: these must hand over exactly the flags
+    of the conversion, and all other launches what they did.
 
     Args:
         source: text of the script.
@@ -39,19 +41,29 @@ def rewrite_script(
     edits = {
         _edit(source, launch, change) for change in conversion.changes if change.outcome in _CHANGED and change.source
     }
-    if launch.entry is None or not launch.entry.pieces:
+    launches = find_launches(source, str(launch.name), _FLAGS, defined)
+    alike = [other for other in launches if other.words == launch.words]
+    entries = [other.entry for other in alike if other.entry is not None and other.entry.pieces]
+    if not alike or len(entries) < len(alike):
         raise _not_exact(launch, "the command names no training script (.py or -m) to put the new flags behind")
-    for site in reversed(launch.entry.pieces[-1].sites):  # where the command names it, then where its text stands
-        text = _edited(source, edits, _word_end(source, site), conversion.added)
-        if _hands_over(text, launch, conversion, defined):
+    wanted = {other.number: None if other in alike else other.words for other in launches}
+    depths = min(len(entry.pieces[-1].sites) for entry in entries)
+    for depth in range(1, depths + 1):  # where the command names it, then where its text stands
+        places = {_word_end(source, entry.pieces[-1].sites[-depth]) for entry in entries}
+        text = _edited(source, edits, places, conversion.added)
+        if _hands_over(text, str(launch.name), wanted, conversion, defined):
             return text
-    raise _not_exact(launch, "its flags cannot be replaced without changing others")
+    others = len(alike) < len(launches)
+    raise _not_exact(
+        launch, f"its flags cannot be replaced without changing {'those of another command' if others else 'others'}"
+    )
 
 
-def _edited(source: str, edits: set[tuple[int, int, str]], place: int, added: tuple[str, ...]) -> str:
-    """Return the script with the edits, and with the added words at a place."""
+def _edited(source: str, edits: set[tuple[int, int, str]], places: set[int], added: tuple[str, ...]) -> str:
+    """Return the script with the edits, and with the added words at some places."""
     text = source
-    for start, stop, new in sorted({*edits, (place, place, _added_text(source, place, added))}, reverse=True):
+    additions = {(place, place, _added_text(source, place, added)) for place in places}
+    for start, stop, new in sorted({*edits, *additions}, reverse=True):
         text = text[:start] + new + text[stop:] if new else _without(text, start, stop)
     return text
 
@@ -68,18 +80,32 @@ def _added_text(source: str, place: int, words: tuple[str, ...]) -> str:
     return "".join(border + " ".join(flag) for flag in flags)
 
 
-def _hands_over(text: str, launch: Launch, conversion: Conversion, defined: Mapping[str, str] | None) -> bool:
-    """Return True if a script hands over the flags of a conversion, the added ones in one place."""
+def _hands_over(
+    text: str,
+    name: str,
+    wanted: Mapping[int, tuple[str, ...] | None],
+    conversion: Conversion,
+    defined: Mapping[str, str] | None,
+) -> bool:
+    """Return True if the launches of a script hand over what is wanted of each: its words, or (None) the conversion."""
     try:
-        tokens = [
-            token.text for token in find_launch(text, str(launch.name), {*ARITIES, PLAN_WORDS[0]}, defined).tokens
-        ]
+        launches = find_launches(text, name, _FLAGS, defined)
     except ConfigError:
         return False
+    if [launch.number for launch in launches] != list(wanted):
+        return False
+    return all(
+        _is_converted(launch.words, conversion) if words is None else launch.words == words
+        for launch, words in zip(launches, wanted.values(), strict=True)
+    )
+
+
+def _is_converted(words: tuple[str, ...], conversion: Conversion) -> bool:
+    """Return True if words are those of a conversion, the added ones in one place."""
     added, count = conversion.added, len(conversion.added)
     return any(
-        tuple(tokens[place : place + count]) == added and (*tokens[:place], *tokens[place + count :]) == conversion.kept
-        for place in range(len(tokens) - count + 1)
+        words[place : place + count] == added and (*words[:place], *words[place + count :]) == conversion.kept
+        for place in range(len(words) - count + 1)
     )
 
 

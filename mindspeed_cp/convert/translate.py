@@ -8,17 +8,22 @@ from typing import Any
 
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.convert.command_line import Flag, read_flags
 from mindspeed_cp.convert.conversion import Change, Conversion
 from mindspeed_cp.convert.launch import Launch
 from mindspeed_cp.convert.nodes import nodes_change
 from mindspeed_cp.convert.notes import unknown_notes
-from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, RULES, FlagRule, Given, Outcome
+from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, LLM_FLAGS, RULES, FlagRule, Given, Outcome
 from mindspeed_cp.convert.rules.parallel import SUITE_FILE
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_file_location
+
+#: The algorithms that Megatron and MindSpeed-LLM take where no flag names one.
+MEGATRON_ALGORITHM = "p2p"
+LLM_ALGORITHM = "ulysses_cp_algo"
 
 #: Outcomes that need the value of the flag.
 _NEEDS_VALUE = (Outcome.SETTING, Outcome.STAYS_AS_SETTING, Outcome.REPLACED)
@@ -37,7 +42,9 @@ def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = 
     """
     override_file = _override_file(overrides)
     words, flags = read_flags(launch.tokens, ARITIES)
-    given = Given({flag.name: flag.values for flag in flags}, override_file.data[SUITE_SECTION])
+    values = {flag.name: flag.values for flag in flags}
+    default = LLM_ALGORITHM if not LLM_FLAGS.isdisjoint(values) else MEGATRON_ALGORITHM
+    given = Given(values, override_file.data[SUITE_SECTION], default)
     work = _Work(given, override_file)
     last = {flag.name: number for number, flag in enumerate(flags)}
     for number, flag in enumerate(flags):
@@ -80,31 +87,41 @@ class _Work:
     def convert(self, flag: Flag, counts: bool) -> None:
         """Convert a flag; `counts` is False if a later flag of the same name takes precedence."""
         values = flag.values
-        rule = next((rule for rule in RULES if rule.flag == flag.name and rule.fits(values, self.given)), None)
-        if rule is None:
-            self.remaining += [token.text for token in (*flag.tokens, *flag.rest)]
-            return
         named = [candidate for candidate in RULES if candidate.flag == flag.name]
-        needs_value = rule.arity != 0 and (
-            rule.is_read or any(candidate.value is not None for candidate in named) or rule.outcome in _NEEDS_VALUE
+        rule = next((candidate for candidate in named if candidate.fits(values, self.given)), None)
+        chosen_by_value = any(candidate.is_read or candidate.value is not None for candidate in named)
+        needs_value = ARITIES.get(flag.name) != 0 and (
+            chosen_by_value or (rule is not None and rule.outcome in _NEEDS_VALUE)
         )
         if flag.unknowns and needs_value:
             self._unresolved(flag)
+            return
+        if rule is None:
+            self.remaining += [token.text for token in (*flag.tokens, *flag.rest)]
             return
         if not counts and rule.outcome is not Outcome.STAYS:
             self._row(
                 flag, Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED, "", "a later one takes precedence"
             )
-        elif rule.key and rule.key in self.overrides.data[SUITE_SECTION]:
-            value = format_value(self.overrides.data[SUITE_SECTION][rule.key])
-            self._row(flag, Outcome.REMOVED, "", f"--set {rule.key}={value.strip(chr(34))} takes its place")
+        elif taken := self._overridden(rule):
+            given = ", ".join(f"{key}={format_value(value).strip(chr(34))}" for key, value in taken.items())
+            self._row(flag, Outcome.REMOVED, "", f"--set {given} takes its place")
         else:
             self._apply(rule, flag)
+
+    def _overridden(self, rule: FlagRule) -> dict[str, Any]:
+        """Return the user's settings if they decide all that a row would; empty if the row is applied."""
+        keys = (rule.key,) if rule.key else tuple(key for key, _ in rule.settings)
+        given = self.overrides.data[SUITE_SECTION]
+        return {key: given[key] for key in keys} if keys and all(key in given for key in keys) else {}
 
     def _apply(self, rule: FlagRule, flag: Flag) -> None:
         became = rule.becomes
         if rule.settings:
-            settings = {key: _read_value(flag) if value is None else value for key, value in rule.settings}
+            given = self.overrides.data[SUITE_SECTION]
+            settings = {
+                key: _read_value(flag) if value is None else value for key, value in rule.settings if key not in given
+            }
             self.settings |= {key: (value, flag.text) for key, value in settings.items()}
             became = ", ".join(f"{key}: {format_value(value).strip(chr(34))}" for key, value in settings.items())
         if rule.outcome is Outcome.REPLACED:
@@ -113,18 +130,16 @@ class _Work:
         self._row(flag, rule.outcome, became, rule.reason)
 
     def _row(self, flag: Flag, outcome: Outcome, became: str, reason: str) -> None:
-        line = next((token.default_line for token in flag.tokens if token.default_line is not None), None)
-        if line is not None and outcome is not Outcome.STAYS:
-            reason += f"; the value is the default of line {line}, unless the environment has another"
+        if outcome is not Outcome.STAYS:
+            reason += _doubts(flag)
         self.changes.append(Change(flag.text, outcome, became, reason, flag.line, flag))
         self.remaining += [token.text for token in (*(flag.tokens if outcome.stays else ()), *flag.rest)]
 
     def _unresolved(self, flag: Flag) -> None:
         names = "; ".join(dict.fromkeys(map(str, flag.unknowns)))
         variable = flag.unknowns[0].name.lstrip("${").rstrip("}")
-        instead = (
-            f"--define {variable}=VALUE" if variable.isidentifier() or variable.isdigit() else "a value in its place"
-        )
+        is_name = flag.unknowns[0].is_variable and (variable.isidentifier() or variable.isdigit())
+        instead = f"--define {variable}=VALUE" if is_name else "a value in its place"
         self._row(flag, Outcome.UNRESOLVED, f"give {instead}", names)
 
     def add_defaults(self, launch: Launch) -> None:
@@ -134,9 +149,15 @@ class _Work:
             self.changes.append(Change("context_parallel_size", Outcome.SETTING, "context_parallel_size: 1", reason))
         named = any(map(self.given.has, ("--context-parallel-algo", "--cp-comm-type")))
         if not named and "algorithm" not in {*self.settings, *self.overrides.data[SUITE_SECTION]}:
-            self.settings["algorithm"] = ("ring", "the default of --cp-comm-type")
-            reason = "neither --context-parallel-algo nor --cp-comm-type is given: Megatron's default is the ring"
-            self.changes.append(Change("algorithm", Outcome.SETTING, "algorithm: ring", reason))
+            algorithm, flag = read_algorithm("algorithm", self.given.default_algorithm), "--cp-comm-type"
+            reason = (
+                f"neither --context-parallel-algo nor --cp-comm-type is given: Megatron's default is the {algorithm}"
+            )
+            if self.given.default_algorithm == LLM_ALGORITHM:
+                flag, known = "--context-parallel-algo", next(name for name in self.given.values if name in LLM_FLAGS)
+                reason = f"no flag names one, and {known} is of MindSpeed-LLM, whose default is {LLM_ALGORITHM}"
+            self.settings["algorithm"] = (algorithm, f"the default of {flag}")
+            self.changes.append(Change("algorithm", Outcome.SETTING, f"algorithm: {algorithm}", reason))
         if "nodes" not in self.overrides.data[SUITE_SECTION]:
             change = nodes_change(launch.launcher, self.given)
             if change is not None:
@@ -166,6 +187,15 @@ class _Work:
         lines: dict[str, int | str] = {f"{SUITE_SECTION}.{key}": f"{place}{flag}" for key, (_, flag) in values.items()}
         file = SettingsFile(name or "flags", {SUITE_SECTION: section}, {**self.overrides.lines, **lines})
         return with_file_location(file, f"{SUITE_SECTION}.", lambda: SuiteSettings(**section))
+
+
+def _doubts(flag: Flag) -> str:
+    """Return the words that tell that a value may be another one when the script runs."""
+    default = next((token.default_line for token in flag.tokens if token.default_line is not None), None)
+    if default is not None:
+        return f"; the value is the default of line {default}, unless the environment has another"
+    file = next((token.file_line for token in flag.tokens if token.file_line is not None), None)
+    return "" if file is None else f"; line {file} runs what is not read here: see that it sets no other value"
 
 
 def _override_file(overrides: Iterable[str]) -> SettingsFile:

@@ -71,8 +71,7 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
         """
         --context-parallel-size 2 --sft --micro-batch-size 1 --num-attention-heads 8 --position-embedding-type none
         --num-experts 8 --expert-model-parallel-size 2 ${ARGS} --calculate-per-token-loss
-        --moe-token-dispatcher-type alltoall --no-create-attention-mask-in-dataloader
-        --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+        --moe-token-dispatcher-type alltoall --no-create-attention-mask-in-dataloader --cp-plan suite.yaml""",
     ),
     "megatron_019_hierarchical": (
         {"context_parallel_size": 8, "algorithm": "hybrid", "ulysses_degree": 2},
@@ -96,7 +95,7 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
         """
         --context-parallel-size 8 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 4 --num-experts 8
         --num-attention-heads 6 --train-samples 1_000 --data-path 0.5 'data/a b' 0.5 data/c --calculate-per-token-loss
-        --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+        --no-create-attention-mask-in-dataloader --cp-plan suite.yaml""",
     ),
     "ulysses_mla_moe": (
         {"context_parallel_size": 4, "algorithm": "ulysses"},
@@ -114,9 +113,9 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
         """
         --stage sft --is-instruction-dataset --neat-pack --padded-samples --no-pad-to-seq-lengths
         --tensor-model-parallel-size 4 --context-parallel-size 2 --num-attention-heads 32 --seq-length 32768
-        --num-query-groups 8 --use-fused-rotary-pos-emb --load $CKPT_LOAD_DIR --calculate-per-token-loss
-        --no-create-attention-mask-in-dataloader --reset-position-ids --cp-plan-documents
-        --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
+        --num-query-groups 8 --position-embedding-type rope --use-fused-rotary-pos-emb --load $CKPT_LOAD_DIR --calculate-per-token-loss
+        --no-rope-fusion --no-create-attention-mask-in-dataloader --spec mindspeed_cp.megatron.pretrain spec
+        --cp-plan suite.yaml""",
     ),
 }
 
@@ -165,6 +164,23 @@ def test_what_is_refused_names_an_alternative_and_gives_no_settings(name: str) -
         change.outcome is Outcome.REFUSED and "--set algorithm=" in change.became for change in conversion.problems
     )
     assert conversion.settings is None and conversion.suite is None
+
+
+def keeps_documents(flags: tuple[str, ...]) -> bool:
+    """Return True if Megatron's start takes flags, and plans by positions that restart."""
+    restarts = "--reset-position-ids" in flags
+    return restarts and ("--reset-attention-mask" in flags) != ("--cp-plan-documents" in flags)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CONVERTED if "--reset-attention-mask" in (LAUNCHES / f"{name}.sh").read_text()]
+)
+def test_documents_stay_apart_without_work_by_hand(name: str) -> None:
+    _, _, conversion = convert_script(LAUNCHES / f"{name}.sh")
+    by_hand = [change.flag for change in conversion.changes if change.outcome is Outcome.BY_HAND]
+    samples = [flag for flag in ("--is-instruction-dataset", "--neat-pack") if flag in conversion.kept]
+    assert by_hand == samples  # whose batches are made by another trainer
+    assert keeps_documents(conversion.flags) or samples
 
 
 def check_plan(path: Path, flags: tuple[str, ...]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,13 +12,24 @@ from mindspeed_cp.algorithms import ALIASES
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.convert import convert_flags
-from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, RULES, Outcome
-from mindspeed_cp.convert.rules.flag_rule import Given
+from mindspeed_cp.convert.command_line import read_flags, word_tokens
+from mindspeed_cp.convert.rules import (
+    ADDED_FLAGS,
+    ARITIES,
+    CONDITION_FLAGS,
+    LLM_FLAGS,
+    MINDSPEED_FLAGS,
+    RULES,
+    FlagRule,
+    Given,
+    Outcome,
+)
 from mindspeed_cp.convert.rules.parallel import PLAN_WORDS
 from mindspeed_cp.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 BASE = ["--context-parallel-size", "8"]
+ROPE = ["--position-embedding-type", "rope"]
+PP = ["--pipeline-model-parallel-size", "2"]
 
 
 def outcome(flag: str, *flags: str, overrides: tuple[str, ...] = ()) -> tuple[Outcome, str]:
@@ -65,73 +75,84 @@ def test_no_row_hides_a_later_one() -> None:
         assert general in ([], [len(rows) - 1]), flag
 
 
-#: Refused flags that are fields of TransformerConfig.
-MODEL_FIELDS = {
-    "softmax_type", "qk_clip", "log_max_attention_logit", "experimental_attention_variant", "is_hybrid_model",
-    "mrope_section", "hybrid_context_parallel", "dynamic_context_parallel", "cuda_graph_impl",
-    "fp8_dot_product_attention", "fp8_multi_head_attention", "use_kitchen_attention", "enable_cuda_graph",
-    "external_cuda_graph", "flash_decode", "cache_mla_latents", "moe_expert_capacity_factor",
-    "moe_router_load_balancing_type",
-}  # fmt: skip
+#: Flags, one of them, and its outcome, or what it became; None: no row, and it stays.
+CASES: list[tuple[list[str], str, Outcome | str | None]] = [
+    (["--cp-window-size", "4"], "--cp-window-size", "algorithm: double_ring, cp_window_size: 4"),
+    (["--cp-window-size", "4", "--cp-comm-type", "p2p"], "--cp-comm-type", "algorithm: double_ring"),
+    (["--cp-window-size", "1"], "--cp-window-size", Outcome.REMOVED),
+    (["--cp-window-size", "4", "--cp-comm-type", "a2a"], "--cp-window-size", Outcome.REMOVED),
+    (["--cp-window-size", "2", "--cp-comm-type", "a2a+p2p"], "--cp-window-size", Outcome.REFUSED),
+    (["--cp-comm-type", "a2a", "a2a"], "--cp-comm-type", "algorithm: ulysses"),
+    (["--cp-comm-type", "a2a", "p2p"], "--cp-comm-type", Outcome.REFUSED),
+    (["--cp-comm-type", "p2p", "--context-parallel-algo", "ulysses_cp_algo"], "--cp-comm-type", Outcome.REMOVED),
+    (["--context-parallel-algo", "other"], "--context-parallel-algo", Outcome.REFUSED),
+    (["--ulysses-degree-in-cp", "2"], "--ulysses-degree-in-cp", Outcome.REMOVED),
+    (["--hierarchical-context-parallel-sizes", "2", "4"], "--hierarchical-context-parallel-sizes", Outcome.REMOVED),
+    (["--max-seqlen-per-dp-cp-rank", "9"], "--max-seqlen-per-dp-cp-rank", Outcome.REMOVED),
+    (["--reset-position-ids"], "--reset-position-ids", Outcome.REFUSED),
+    (["--reset-position-ids", "--reset-attention-mask"], "--reset-position-ids", Outcome.STAYS),
+    ([*ROPE, "--reset-attention-mask"], "--reset-attention-mask", Outcome.STAYS),
+    ([*ROPE, "--reset-attention-mask"], "--reset-position-ids", Outcome.ADDED),
+    ([*ROPE, "--reset-attention-mask"], "--cp-plan-documents", None),
+    ([*ROPE, "--reset-attention-mask", "--use-fused-rmsnorm"], "--reset-attention-mask", Outcome.REMOVED),
+    ([*ROPE, "--reset-attention-mask", "--use-fused-rmsnorm"], "--reset-position-ids", Outcome.ADDED),
+    ([*ROPE, "--reset-attention-mask", "--use-fused-rmsnorm"], "--cp-plan-documents", Outcome.ADDED),
+    ([*ROPE, "--reset-attention-mask", "--neat-pack"], "--reset-attention-mask", Outcome.REMOVED),
+    ([*ROPE, "--reset-attention-mask", "--neat-pack"], "--cp-plan-documents", None),
+    ([*ROPE, "--reset-attention-mask", "--neat-pack"], "--reset-position-ids", None),
+    ([*ROPE, "--reset-attention-mask", "--reset-position-ids", "--neat-pack"], "--cp-plan-documents", Outcome.ADDED),
+    (["--reset-attention-mask"], "--reset-attention-mask", Outcome.REFUSED),
+    (["--reset-attention-mask", "--use-rotary-position-embeddings"], "--reset-attention-mask", Outcome.STAYS),
+    (["--reset-attention-mask", "--reset-position-ids"], "--reset-attention-mask", Outcome.STAYS),
+    (["--attention-mask-type", "causal"], "--attention-mask-type", Outcome.REMOVED),
+    (["--attention-mask-type", "general"], "--attention-mask-type", Outcome.REFUSED),
+    (["--cp-attention-mask-type", "general"], "--cp-attention-mask-type", Outcome.REFUSED),
+    (["--attention-mask-type", "general", "--reset-attention-mask"], "--attention-mask-type", Outcome.REMOVED),
+    (["--cp-attention-mask-type", "general", "--pack"], "--cp-attention-mask-type", Outcome.REMOVED),
+    (["--dataloader-inter-document-masking", "--reset-position-ids"], "--reset-position-ids", Outcome.STAYS),
+    (["--position-embedding-type", "alibi"], "--spec", Outcome.BY_HAND),
+    (["--position-embedding-type", "mrope"], "--position-embedding-type", Outcome.REFUSED),
+    (["--position-embedding-type", "rope"], "--no-rope-fusion", Outcome.ADDED),
+    (["--position-embedding-type", "rope", "--no-rope-fusion"], "--no-rope-fusion", Outcome.STAYS),
+    (["--pre-tockens", "100", "--seq-length", "200"], "--pre-tockens", Outcome.REFUSED),
+    (["--pre-tockens", "200", "--seq-length", "200"], "--pre-tockens", Outcome.REMOVED),
+    (["--next-tockens", "0"], "--next-tockens", Outcome.REMOVED),
+    (["--next-tockens", "1"], "--next-tockens", Outcome.REFUSED),
+    (["--sparse-mode", "2"], "--sparse-mode", Outcome.REMOVED),
+    (["--sparse-mode", "4"], "--sparse-mode", Outcome.REFUSED),
+    (["--moe-token-dispatcher-type", "allgather"], "--moe-token-dispatcher-type", Outcome.STAYS),
+    (["--moe-token-dispatcher-type", "allgather", *PP], "--moe-token-dispatcher-type", Outcome.REPLACED),
+    (["--moe-token-dispatcher-type", "alltoall_seq", *PP], "--moe-token-dispatcher-type", Outcome.REPLACED),
+    (["--moe-token-dispatcher-type", "alltoall", *PP], "--moe-token-dispatcher-type", Outcome.STAYS),
+    (["--expert-model-parallel-size", "2"], "--moe-token-dispatcher-type", Outcome.ADDED),
+    (PP, "--moe-token-dispatcher-type", Outcome.ADDED),
+    (["--num-experts", "8"], "--moe-token-dispatcher-type", None),
+    (["--num-experts", "8"], "--spec", Outcome.BY_HAND),
+    (["--num-experts", "0"], "--spec", Outcome.ADDED),
+    (["--context-parallel-algo", "mamba_cp_algo"], "--context-parallel-algo", Outcome.REFUSED),
+    (["--stage", "sft"], "algorithm", "algorithm: ulysses"),
+    (["--tokenizer-name-or-path", "x", "--cp-window-size", "4"], "--cp-window-size", Outcome.REMOVED),
+    (["--use-fused-rmsnorm"], "algorithm", "algorithm: ring"),
+    (["--mtp-num-layers", "0"], "--mtp-num-layers", None),
+    (["--mtp-num-layers", "1"], "--mtp-num-layers", Outcome.BY_HAND),
+    (["--mrope-section", "16", "24", "24"], "--mrope-section", Outcome.REFUSED),
+    (["--use-fused-rotary-pos-emb"], "--use-fused-rotary-pos-emb", Outcome.STAYS),
+    (["--moe-fb-overlap"], "--moe-fb-overlap", Outcome.REFUSED),
+    (["--softmax-type", "learnable"], "--softmax-type", Outcome.REFUSED),
+    (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
+    (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),
+    (["--hybrid-context-parallel"], "--hybrid-context-parallel", Outcome.REFUSED),
+    (["--fix-sub-seq-length", "-1"], "--fix-sub-seq-length", Outcome.REMOVED),
+    (["--fix-sub-seq-length", "512"], "--fix-sub-seq-length", Outcome.REFUSED),
+]
 
 
-def test_what_is_refused_of_a_model_is_refused_when_it_is_built() -> None:
-    """A feature that models get must leave the table of refused flags, too."""
-    refused = {rule.flag.removeprefix("--").replace("-", "_") for rule in RULES if rule.outcome is Outcome.REFUSED}
-    source = (ROOT / "mindspeed_cp" / "megatron" / "adaptors" / "rules.py").read_text("utf-8")
-    assert refused >= MODEL_FIELDS
-    assert set(re.findall(r'Rule\(\s*"(\w+)"', source)) >= MODEL_FIELDS
-
-
-@pytest.mark.parametrize(
-    ("flags", "flag", "expected"),
-    [
-        (["--cp-window-size", "4"], "--cp-window-size", "algorithm: double_ring, cp_window_size: 4"),
-        (["--cp-window-size", "4", "--cp-comm-type", "p2p"], "--cp-comm-type", "algorithm: double_ring"),
-        (["--cp-window-size", "1"], "--cp-window-size", Outcome.REMOVED),
-        (["--cp-window-size", "4", "--cp-comm-type", "a2a"], "--cp-window-size", Outcome.REMOVED),
-        (["--cp-window-size", "2", "--cp-comm-type", "a2a+p2p"], "--cp-window-size", Outcome.REFUSED),
-        (["--cp-comm-type", "a2a", "a2a"], "--cp-comm-type", "algorithm: ulysses"),
-        (["--cp-comm-type", "a2a", "p2p"], "--cp-comm-type", Outcome.REFUSED),
-        (["--cp-comm-type", "p2p", "--context-parallel-algo", "ulysses_cp_algo"], "--cp-comm-type", Outcome.REMOVED),
-        (["--context-parallel-algo", "other"], "--context-parallel-algo", Outcome.REFUSED),
-        (["--ulysses-degree-in-cp", "2"], "--ulysses-degree-in-cp", Outcome.REMOVED),
-        (["--hierarchical-context-parallel-sizes", "2", "4"], "--hierarchical-context-parallel-sizes", Outcome.REMOVED),
-        (["--max-seqlen-per-dp-cp-rank", "9"], "--max-seqlen-per-dp-cp-rank", Outcome.REMOVED),
-        (["--reset-position-ids"], "--reset-position-ids", Outcome.REFUSED),
-        (["--reset-position-ids", "--reset-attention-mask"], "--reset-position-ids", Outcome.STAYS),
-        (["--reset-attention-mask"], "--reset-position-ids", Outcome.ADDED),
-        (["--reset-attention-mask", "--use-fused-rmsnorm"], "--reset-attention-mask", Outcome.REMOVED),
-        (["--reset-attention-mask", "--use-fused-rmsnorm"], "--cp-plan-documents", Outcome.ADDED),
-        (["--use-fused-rotary-pos-emb"], "--use-fused-rotary-pos-emb", Outcome.STAYS),
-        (["--moe-fb-overlap"], "--moe-fb-overlap", Outcome.REFUSED),
-        (["--dataloader-inter-document-masking", "--reset-position-ids"], "--reset-position-ids", Outcome.STAYS),
-        (["--position-embedding-type", "alibi"], "--spec", Outcome.BY_HAND),
-        (["--position-embedding-type", "mrope"], "--position-embedding-type", Outcome.REFUSED),
-        (["--position-embedding-type", "rope"], "--no-rope-fusion", Outcome.ADDED),
-        (["--position-embedding-type", "rope", "--no-rope-fusion"], "--no-rope-fusion", Outcome.STAYS),
-        (["--pre-tockens", "100", "--seq-length", "200"], "--pre-tockens", Outcome.REFUSED),
-        (["--pre-tockens", "200", "--seq-length", "200"], "--pre-tockens", Outcome.REMOVED),
-        (["--next-tockens", "0"], "--next-tockens", Outcome.REMOVED),
-        (["--next-tockens", "1"], "--next-tockens", Outcome.REFUSED),
-        (["--sparse-mode", "2"], "--sparse-mode", Outcome.REMOVED),
-        (["--sparse-mode", "4"], "--sparse-mode", Outcome.REFUSED),
-        (["--moe-token-dispatcher-type", "allgather"], "--moe-token-dispatcher-type", Outcome.STAYS),
-        (["--expert-model-parallel-size", "2"], "--moe-token-dispatcher-type", Outcome.ADDED),
-        (["--mtp-num-layers", "0"], "--mtp-num-layers", None),
-        (["--mtp-num-layers", "1"], "--mtp-num-layers", Outcome.BY_HAND),
-        (["--softmax-type", "learnable"], "--softmax-type", Outcome.REFUSED),
-        (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
-        (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),
-        (["--hybrid-context-parallel"], "--hybrid-context-parallel", Outcome.REFUSED),
-        (["--fix-sub-seq-length", "-1"], "--fix-sub-seq-length", Outcome.REMOVED),
-        (["--fix-sub-seq-length", "512"], "--fix-sub-seq-length", Outcome.REFUSED),
-    ],
-)
+@pytest.mark.parametrize(("flags", "flag", "expected"), CASES)
 def test_what_becomes_of_a_flag_beside_others(flags: list[str], flag: str, expected: Outcome | str | None) -> None:
     if expected is None:
         conversion = convert_flags([*BASE, *flags])
-        assert flag in conversion.kept and not any(change.flag.startswith(flag) for change in conversion.changes)
+        assert (flag in conversion.kept) == (flag in flags) and flag not in conversion.added
+        assert not any(change.flag.split()[0] == flag for change in conversion.changes)
         return
     result, became = outcome(flag, *flags)
     assert expected == (became if isinstance(expected, str) else result)
@@ -196,8 +217,80 @@ def test_any_words_give_a_result_or_a_line(words: list[str]) -> None:
             assert word in kept
 
 
-def test_conditions_hold_without_flags() -> None:
-    """Conditions read flags that may be missing."""
-    nothing = Given({}, {})
-    results = [condition.holds(nothing) for row in (*RULES, *ADDED_FLAGS) if (condition := row.when)]
-    assert set(results) == {True, False}
+#: Cases of conditions that no case above meets, or misses.
+OTHER_CASES: list[tuple[list[str], str, Outcome]] = [
+    (["--num-experts", "8", "--moe-flex-dispatcher-backend", "hybridep", "--moe-token-dispatcher-type", "flex"], "--moe-flex-dispatcher-backend", Outcome.REFUSED),
+    (["--num-experts", "8", "--mlp-chunks-for-training", "2"], "--mlp-chunks-for-training", Outcome.REFUSED),
+    (["--sequence-parallel", "--defer-embedding-wgrad-compute"], "--defer-embedding-wgrad-compute", Outcome.REFUSED),
+    (["--multi-latent-attention", "--rotary-interleaved"], "--rotary-interleaved", Outcome.REFUSED),
+    (["--multi-latent-attention", "--no-rope-freq", "4"], "--no-rope-freq", Outcome.REFUSED),
+    (["--multi-latent-attention", "--q-lora-rank", "8", "--qk-layernorm", "--tensor-model-parallel-size", "2"], "--qk-layernorm", Outcome.REFUSED),
+    (["--num-experts", "8", "--moe-router-load-balancing-type", "aux_loss", "sinkhorn"], "--moe-router-load-balancing-type", Outcome.REFUSED),
+    (["--position-embedding-type", "alibi", "--spec", "a", "b"], "--spec", Outcome.BY_HAND),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "flag", "expected"), OTHER_CASES)
+def test_a_value_is_refused_beside_the_flags_that_it_contradicts(
+    flags: list[str], flag: str, expected: Outcome
+) -> None:
+    assert outcome(flag, *flags)[0] is expected
+
+
+class ReadFlags(Given):
+    """Flags that note which of them are read."""
+
+    def __init__(self, values: dict[str, tuple[str, ...]], read: set[str]) -> None:
+        super().__init__(NotedValues(values, read), {})
+
+
+class NotedValues(dict[str, tuple[str, ...]]):
+    def __init__(self, values: dict[str, tuple[str, ...]], read: set[str]) -> None:
+        super().__init__(values)
+        self.read = read
+
+    def __contains__(self, flag: object) -> bool:
+        self.read.add(str(flag))
+        return super().__contains__(flag)
+
+    def get(self, flag: str, default: Any = None) -> Any:
+        self.read.add(flag)
+        return super().get(flag, default)
+
+
+def read_values(flags: list[str]) -> dict[str, tuple[str, ...]]:
+    _, read = read_flags(word_tokens([*BASE, *flags]), ARITIES)
+    return {flag.name: flag.values for flag in read}
+
+
+def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
+    launches = [read_values(flags) for flags, _, _ in (*CASES, *OTHER_CASES)]
+    givens = [Given(values, {}) for values in launches] + [Given({}, {"algorithm": "hierarchical"})]
+    conditions = {condition.text: condition for row in (*RULES, *ADDED_FLAGS) if (condition := row.when)}
+    undecided = {}
+    for row in (*RULES, *ADDED_FLAGS):
+        if row.when is not None:
+            flag = row.flag if isinstance(row, FlagRule) else row.words[0]
+            bad = [Given({**given.values, flag: (BAD.get(flag, "1"),)}, given.settings) for given in givens]
+            results = {row.when.holds(given) for given in (*givens, *bad)}
+            if results != {True, False}:
+                undecided[flag, row.when.text] = results
+    assert not undecided and len(conditions) > 20
+
+
+#: Values that are refused, where 1 is not.
+BAD = {"--gtp-weight-remat-size": "2", "--expert-gtp-weight-remat-size": "2", "--mlp-chunks-for-training": "2",
+       "--moe-flex-dispatcher-backend": "hybridep", "--transformer-impl": "inference_optimized",
+       "--moe-router-load-balancing-type": "sinkhorn", "--pre-tockens": "1"}  # fmt: skip
+
+
+def test_conditions_read_the_flags_that_must_not_stand_in_a_branch() -> None:
+    read: set[str] = set()
+    for flags, _, _ in (*CASES, *OTHER_CASES, ([], "", None)):
+        given = ReadFlags(read_values(flags), read)
+        for row in (*RULES, *ADDED_FLAGS):
+            if row.when is not None:
+                row.when.holds(given)
+    own = {rule.flag for rule in RULES if rule.outcome is not Outcome.STAYS}
+    assert read - own - MINDSPEED_FLAGS - LLM_FLAGS <= CONDITION_FLAGS
+    assert read >= CONDITION_FLAGS

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindspeed_cp import ConfigError
+from mindspeed_cp.convert import convert_script
+from mindspeed_cp.convert.command_line import read_flags, word_tokens
+from mindspeed_cp.convert.rules import ARITIES
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.arguments import ENTRIES, UNCONCERNED_GROUPS, VERSIONS, check_arguments, entry_of
 from mindspeed_cp.megatron.arguments.entry import read_span, write_span
-from mindspeed_cp.megatron.arguments.refusals import ALL_RULES, ARGUMENT_RULES
+from mindspeed_cp.megatron.arguments.harmless_groups import HARMLESS_GROUPS
+from mindspeed_cp.megatron.arguments.harmless_model import HARMLESS_MODEL
+from mindspeed_cp.megatron.arguments.harmless_training import HARMLESS_TRAINING
+from mindspeed_cp.megatron.arguments.refusals import ALL_RULES
+from mindspeed_cp.megatron.arguments.refused import REFUSED_SPANS
+from mindspeed_cp.megatron.arguments.used import USED
 from mindspeed_cp.megatron.patches.imports import parse_version
+from mindspeed_cp.refusals import ARGUMENT_RULES
 from tests.megatron.gpt import Suite
 
 with megatron_imports():
@@ -40,7 +50,7 @@ def test_the_versions_of_the_table_are_those_that_have_the_argument(
 ) -> None:
     names = {*megatron_parser, *FIELDS}
     for entry in ENTRIES:
-        assert (VERSION in entry.versions) == any(entry.matches(name) for name in names), entry.name
+        assert (VERSION in entry.versions) == (entry.name in names), entry.name
 
 
 def test_an_argument_has_one_entry() -> None:
@@ -48,10 +58,36 @@ def test_an_argument_has_one_entry() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-def test_whatever_is_refused_has_a_rule() -> None:
-    rules = {rule.setting for rule in ALL_RULES} | {"cp_comm_type"}
-    assert {entry.name for entry in ENTRIES if entry.verdict == "refused"} <= rules
-    assert rules <= {entry.name for entry in ENTRIES}
+def test_an_entry_is_about_one_argument() -> None:
+    assert [entry.name for entry in ENTRIES if not entry.name.isidentifier()] == []
+
+
+def test_versions_are_given_for_what_is_refused_alone() -> None:
+    refused = {entry.name for entry in ENTRIES if entry.verdict == "refused"}
+    assert REFUSED_SPANS.keys() <= refused
+
+
+#: The tables that are written by hand.
+TEXTS = {
+    "used": USED.values(),
+    "harmless": [*HARMLESS_MODEL.values(), *HARMLESS_TRAINING.values(), *HARMLESS_GROUPS.values()],
+}
+
+
+def names_of(text: str) -> list[str]:
+    return [word.partition(":")[0] for word in text.split()]
+
+
+#: Arguments that a table calls used or harmless, and of which some values are refused.
+PARTLY_REFUSED = {
+    "moe_router_enable_expert_bias", "no_rope_freq", "qk_layernorm", "rotary_interleaved", "transformer_impl",
+}  # fmt: skip
+
+
+def test_what_is_harmless_is_never_refused() -> None:
+    rules = {rule.setting for rule in ALL_RULES}
+    assert {name for text in TEXTS["harmless"] for name in names_of(text)} & rules == set()
+    assert {name for text in TEXTS["used"] for name in names_of(text)} & rules == PARTLY_REFUSED
 
 
 @pytest.mark.parametrize("span", ["", "0.14-", "-0.16", "0.14-0.16", "none"])
@@ -83,6 +119,10 @@ def test_arguments_of_a_planned_run_are_valid() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(reset_position_ids=False), "reset_attention_mask is True.*attention would cross them.*or neither"),
     (dict(reset_attention_mask=False), "reset_attention_mask is False.*stays inside the documents"),
+    (
+        dict(reset_attention_mask=False, reset_position_ids=False, cp_plan_documents=True),
+        "cp_plan_documents is True.*--reset-position-ids",
+    ),
     (dict(create_attention_mask_in_dataloader=True), "pass --no-create-attention-mask-in-dataloader"),
     (dict(attention_backend="local"), "put its own attention over the spec's"),
     (dict(position_embedding_type="mrope"), "'rope', 'yarn', 'learned_absolute', 'none'"),
@@ -118,7 +158,7 @@ def test_an_argument_that_planned_batches_contradict_is_refused(changes: dict[st
 
 def test_every_rule_of_arguments_is_tested() -> None:
     tested = {str(name) for changes, _ in REFUSED for name in changes}
-    tested |= {"reset_attention_mask", "tokenizer_type"}
+    tested |= {"tokenizer_type"}
     assert {rule.setting for rule in ARGUMENT_RULES} <= tested
 
 
@@ -129,6 +169,14 @@ def test_every_rule_of_arguments_is_tested() -> None:
         (dict(apply_rope_fusion=True), "pass --no-rope-fusion"),
         (dict(num_experts=4, expert_model_parallel_size=2), "pass --moe-token-dispatcher-type alltoall"),
         (dict(tp_comm_overlap=True), "unequal numbers of tokens"),
+        (
+            dict(num_experts=4, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep"),
+            "'deepep'.*takes as many tokens",
+        ),
+        (dict(num_experts=4, mlp_chunks_for_training=2), "fewer rows than chunks"),
+        (dict(overlap_dispatch_backward_with_experts_wgrad=True), "has not been tried"),
+        (dict(sequence_parallel=True, defer_embedding_wgrad_compute=True), "buffer of the first one's size"),
+        (dict(fine_grained_activation_offloading=True), "every number of rows"),
         (dict(moe_router_load_balancing_type="quantile_balancing", num_experts=4), "'aux_loss'"),
     ],
 )
@@ -137,6 +185,56 @@ def test_a_value_that_transformer_config_may_not_have_is_refused_with_the_flag_t
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         check_arguments(arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_experts=4, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep"),
+        dict(num_experts=4, moe_token_dispatcher_type="alltoall", moe_flex_dispatcher_backend="hybridep"),
+        dict(
+            num_experts=4,
+            moe_token_dispatcher_type="flex",
+            moe_flex_dispatcher_backend="hybridep",
+            moe_hybridep_pad_uneven_dispatch_inputs=True,
+        ),
+        dict(mlp_chunks_for_training=2),
+        dict(num_experts=4, mlp_chunks_for_training=1),
+        dict(defer_embedding_wgrad_compute=True),
+        dict(reset_attention_mask=False, cp_plan_documents=True),
+    ],
+)
+def test_values_that_no_rank_waits_for_are_valid(changes: dict[str, Any]) -> None:
+    check_arguments(arguments(**changes))
+
+
+LAUNCHES = Path(__file__).parents[1] / "convert" / "launches"
+
+
+def parsed(flags: tuple[str, ...]) -> dict[str, Any]:
+    """Return flags as Megatron's parser names them: True without a value, numbers as such."""
+    _, read = read_flags(word_tokens(flags), ARITIES)
+    values = {}
+    for flag in read:
+        words = [int(word) if word.isdigit() else word for word in flag.values]
+        values[flag.name.removeprefix("--").replace("-", "_")] = (
+            True if not words else words if len(words) > 1 else words[0]
+        )
+    return values
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in LAUNCHES.glob("*.sh")))
+def test_a_converted_launch_is_not_refused_when_it_starts(name: str) -> None:
+    _, _, conversion = convert_script(LAUNCHES / f"{name}.sh")
+    if conversion.problems:
+        assert name in ("adaptive", "megatron_hybrid_cp")
+        return
+    given = parsed(conversion.flags)
+    off = dict(
+        reset_position_ids=False, reset_attention_mask=False, create_attention_mask_in_dataloader="no_create_attention_mask_in_dataloader" not in given,
+        calculate_per_token_loss=False, apply_rope_fusion="no_rope_fusion" not in given and given.get("position_embedding_type") == "rope",
+    )  # fmt: skip
+    check_arguments(arguments(**{**off, **given}), conversion.suite)
 
 
 def test_documents_that_the_data_set_marks_by_cu_seqlens_need_no_flag() -> None:

@@ -23,7 +23,7 @@ from mindspeed_cp.megatron.pretrain import losses as pretrain_losses
 from mindspeed_cp.megatron.pretrain import models
 from mindspeed_cp.megatron.pretrain import step as pretrain_step
 from tests.megatron.gpt import VOCABULARY, build, transformer_config
-from tests.megatron.script_arguments import TABLE, Stopwatch, rows
+from tests.megatron.script_arguments import LENGTHS, TABLE, Stopwatch, rows
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -49,6 +49,15 @@ def test_the_parser_takes_the_plan() -> None:
     args = parser.parse_args(["--cp-plan", "suite.yaml", "--cp-plan-set", "algorithm=ulysses", "nodes=2"])
     assert (args.cp_plan, args.cp_plan_set) == ("suite.yaml", ["algorithm=ulysses", "nodes=2"])
     assert parser.parse_args([]).cp_plan is None
+    assert parser.parse_args(["--cp-plan-documents"]).cp_plan_documents and not args.cp_plan_documents
+
+
+def test_documents_beside_mindspeed_are_told_without_megatrons_mask(run: Callable[..., Namespace], alone: None) -> None:
+    run(reset_attention_mask=False, cp_plan_documents=True)
+    _, params = pretrain.get_batch(iter([rows()]))
+    assert list(params.plan.documents.lengths) == [n for row in LENGTHS for n in row]
+    with pytest.raises(ConfigError, match="cp_plan_documents is True"):
+        pretrain.suite_of(run(reset_attention_mask=False, reset_position_ids=False, cp_plan_documents=True))
 
 
 def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namespace], tmp_path: Path) -> None:

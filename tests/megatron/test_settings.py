@@ -236,3 +236,22 @@ def test_a_wrong_pattern_of_windows_is_refused() -> None:
 def test_rows_are_padded_only_under_sequence_parallelism() -> None:
     assert rows_multiple(transformer_config(tp=2)) == 1
     assert rows_multiple(transformer_config(tp=2, sequence_parallel=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "rows"),
+    [
+        (dict(fp8="hybrid", fp8_recipe="delayed"), 16),
+        (dict(fp8="e4m3", fp8_recipe="blockwise"), 16),
+        (dict(fp8="e4m3", fp8_recipe="mxfp8"), 32),
+        (dict(fp4="e2m1", fp4_recipe="nvfp4"), 32),
+    ],
+)
+@pytest.mark.parametrize("parallel", [dict(tp=1), dict(tp=2), dict(tp=2, sequence_parallel=True)])
+def test_rows_are_padded_to_the_blocks_of_a_lower_precision(
+    precision: dict[str, Any], rows: int, parallel: dict[str, Any]
+) -> None:
+    config = transformer_config(**parallel)
+    for name, value in precision.items():  # set behind the checks of Transformer Engine
+        setattr(config, name, value)
+    assert rows_multiple(config) == rows * (2 if "sequence_parallel" in parallel else 1)

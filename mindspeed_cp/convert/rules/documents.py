@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from mindspeed_cp.convert.command_line import MANY
+from mindspeed_cp.convert.rules.attention import WINDOW_FLAG
 from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Given, Outcome
+from mindspeed_cp.convert.rules.mindspeed_flags import MINDSPEED
 
 STAYS, REMOVED, BY_HAND, REFUSED = Outcome.STAYS, Outcome.REMOVED, Outcome.BY_HAND, Outcome.REFUSED
 
@@ -11,7 +13,12 @@ _FROM_PLAN = "documents come from the plan, which is made where positions restar
 _MINDSPEED_PATCHES = (
     "MindSpeed replaces Megatron's attention for it, which must be off; --cp-plan-documents says the same to the plan"
 )
+_OWN_BATCHES = (
+    "MindSpeed replaces Megatron's attention for it, which must be off; your get_batch says where documents end"
+)
+_LEARNED = "positions restart in every document of a plan, and learned positions would be others than in your launch"
 _MASK = "the plan's mask is causal inside each document, and no dense mask is read"
+_GENERAL = "a plan's mask is causal, and general takes another one from the data"
 _LLM_DATA = "MindSpeed-LLM's data sets read it, and its trainer makes the batch"
 _LLM_BATCH = (
     "in a get_batch of yours, planned_batch_from(batch, config, suite) with cu_seqlens or position_ids of your data "
@@ -24,17 +31,52 @@ def _shows_fewer_keys(given: Given) -> bool:
     return left is None or tokens is None or left < tokens
 
 
-#: Flags that MindSpeed alone has, and which launches beside it give.
-MINDSPEED_FLAGS = (
-    *("--context-parallel-algo", "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb"),
-    *("--use-cp-send-recv-overlap", "--cp-window-size", "--attention-mask-type", "--reuse-fp32-param"),
-)
-#: Flags that say that attention stays inside documents.
-SAY_DOCUMENTS = ("--reset-attention-mask", "--dataloader-inter-document-masking", "--cp-plan-documents")
+def _mask_types(flag: str) -> tuple[FlagRule, ...]:
+    """Return the rows of a flag that names the mask: causal, or general, which reads a mask of the data."""
+    return (
+        FlagRule(flag, 1, REMOVED, _MASK, "causal"),
+        FlagRule(flag, 1, REMOVED, "with --reset-attention-mask both give the same result", "general", when=RESET),
+        FlagRule(flag, 1, REMOVED, "the mask of these samples is causal, too", "general", when=SAMPLES),
+        FlagRule(
+            flag,
+            1,
+            REFUSED,
+            _GENERAL,
+            becomes="causal; with documents of their own general and --reset-attention-mask",
+        ),
+    )
 
-MINDSPEED = Condition("beside MindSpeed", lambda given: any(map(given.has, MINDSPEED_FLAGS)))
+
+def _learns_positions(given: Given) -> bool:
+    kind = given.value("--position-embedding-type", "learned_absolute")
+    return kind == "learned_absolute" and not given.has("--use-rotary-position-embeddings")
+
+
+#: Flags of data sets of MindSpeed-LLM, whose trainer makes the batches.
+_SAMPLES = ("--is-instruction-dataset", "--pack", "--neat-pack")
+
+#: Flags with which attention stays inside documents.
+_KEEPS_DOCUMENTS = ("--reset-attention-mask", "--dataloader-inter-document-masking", "--cp-plan-documents")
+
+SAMPLES = Condition(
+    "beside " + ", ".join(f"`{flag}`" for flag in _SAMPLES), lambda given: any(map(given.has, _SAMPLES))
+)
+RESET = Condition("beside `--reset-attention-mask`", lambda given: given.has("--reset-attention-mask"))
+LEARNED_POSITIONS = Condition(
+    "learned positions without `--reset-position-ids`",
+    lambda given: _learns_positions(given) and not given.has("--reset-position-ids"),
+)
 
 DOCUMENT_RULES = (
+    FlagRule(
+        "--reset-attention-mask",
+        0,
+        REFUSED,
+        _LEARNED,
+        becomes="--reset-position-ids with it, and weights that were trained so; or --position-embedding-type rope",
+        when=LEARNED_POSITIONS,
+    ),
+    FlagRule("--reset-attention-mask", 0, REMOVED, _OWN_BATCHES, when=SAMPLES),
     FlagRule(
         "--reset-attention-mask",
         0,
@@ -51,7 +93,7 @@ DOCUMENT_RULES = (
         becomes="--reset-attention-mask with it, or neither",
         when=Condition(
             "without `--reset-attention-mask`",
-            lambda given: not any(map(given.has, SAY_DOCUMENTS)),
+            lambda given: not any(map(given.has, _KEEPS_DOCUMENTS)),
         ),
     ),
     FlagRule("--reset-position-ids", 0, STAYS, _FROM_PLAN),
@@ -70,8 +112,7 @@ DOCUMENT_RULES = (
         "documents are not cut into parts of one length",
         becomes="leave the flag out, and cut them in the data or in the lengths that you give to Documents",
     ),
-    FlagRule("--attention-mask-type", 1, REMOVED, _MASK),
-    FlagRule("--cp-attention-mask-type", 1, REMOVED, _MASK),
+    *(row for flag in ("--attention-mask-type", "--cp-attention-mask-type") for row in _mask_types(flag)),
     FlagRule("--no-create-attention-mask-in-dataloader", 0, STAYS, "plans need no dense mask"),
     FlagRule("--dataloader-inter-document-masking", 0, STAYS, "its cu_seqlens give the documents"),
     FlagRule("--sft", 0, STAYS, "the cu_seqlens of its packed batches give the documents"),
@@ -136,7 +177,7 @@ DOCUMENT_RULES = (
         1,
         REFUSED,
         "it hides keys further back, which MindSpeed's kernels read and a plan does not",
-        becomes="--window-size LEFT,0, from which plans are made",
+        becomes=f"{WINDOW_FLAG}, from which plans are made",
         when=Condition("less than `--seq-length`", _shows_fewer_keys),
         is_read=True,
     ),
@@ -158,6 +199,6 @@ DOCUMENT_RULES = (
         1,
         REFUSED,
         "it is not a causal mask",
-        becomes="leave it out; for a window --window-size LEFT,0",
+        becomes=f"leave it out; for a window {WINDOW_FLAG}",
     ),
 )

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from mindspeed_cp.convert.command_line import MANY
-from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Outcome
+from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Given, Outcome
 
-STAYS, REFUSED = Outcome.STAYS, Outcome.REFUSED
+STAYS, REPLACED = Outcome.STAYS, Outcome.REPLACED
 
 _LATENT = "latents are projected to keys and values before attention, which the plan splits"
 _EXPERTS = "experts are laid over context- and data-parallel ranks, as before"
 _RECOMPUTED = "a recomputed layer runs its plan again"
-_OWN_COUNT = "ranks hold unequal numbers of tokens, and each would count by its own: results would depend on the ranks"
+#: Why a dispatcher that takes any number of rows is needed.
+ROWS = "experts, and stages of a pipeline, get unequal numbers of tokens"
 
-EXPERT_PARALLEL = Condition("expert parallelism", lambda given: given.is_above("--expert-model-parallel-size", 1))
+
+def _has_experts(given: Given) -> bool:
+    return given.value("--num-experts", "0") not in ("0", "None")
+
+
+def _exchanges_rows(given: Given) -> bool:
+    return given.is_above("--expert-model-parallel-size", 1) or given.is_above("--pipeline-model-parallel-size", 1)
+
+
+EXPERTS = Condition("experts", _has_experts)
+EXPERTS_OR_STAGES = Condition("expert or pipeline parallelism", _exchanges_rows)
 
 MODEL_RULES = (
     FlagRule("--multi-latent-attention", 0, STAYS, _LATENT),
@@ -21,23 +32,19 @@ MODEL_RULES = (
     FlagRule("--q-lora-rank", 1, STAYS, _LATENT),
     FlagRule("--num-experts", 1, STAYS, _EXPERTS),
     FlagRule("--expert-model-parallel-size", 1, STAYS, _EXPERTS, is_read=True),
-    FlagRule(
-        "--moe-token-dispatcher-type",
-        1,
-        Outcome.REPLACED,
-        "ranks hold unequal numbers of tokens, which allgather cannot gather",
-        value="allgather",
-        becomes="alltoall",
-        when=EXPERT_PARALLEL,
-    ),
-    FlagRule("--moe-token-dispatcher-type", 1, STAYS, "it takes unequal numbers of tokens"),
-    FlagRule("--moe-expert-capacity-factor", 1, REFUSED, _OWN_COUNT, becomes="leave the flag out: no token is dropped"),
     *(
         FlagRule(
-            "--moe-router-load-balancing-type", MANY, REFUSED, _OWN_COUNT, value, becomes="aux_loss or seq_aux_loss"
+            "--moe-token-dispatcher-type",
+            1,
+            REPLACED,
+            f"{ROWS}, which {value} cannot take",
+            value=value,
+            becomes="alltoall",
+            when=EXPERTS_OR_STAGES,
         )
-        for value in ("sinkhorn", "quantile_balancing")
+        for value in ("allgather", "alltoall_seq")
     ),
+    FlagRule("--moe-token-dispatcher-type", 1, STAYS, "it takes unequal numbers of tokens"),
     FlagRule("--moe-router-load-balancing-type", MANY, STAYS, "losses are summed over all ranks"),
     FlagRule("--recompute-granularity", 1, STAYS, _RECOMPUTED),
     FlagRule("--recompute-activations", 0, STAYS, _RECOMPUTED),

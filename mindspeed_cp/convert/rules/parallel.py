@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from mindspeed_cp.convert.command_line import MANY
 from mindspeed_cp.convert.rules.attention import ALIBI
-from mindspeed_cp.convert.rules.documents import MINDSPEED
+from mindspeed_cp.convert.rules.documents import SAMPLES
 from mindspeed_cp.convert.rules.flag_rule import Added, Condition, FlagRule, Given, Outcome
-from mindspeed_cp.convert.rules.model import EXPERT_PARALLEL
+from mindspeed_cp.convert.rules.mindspeed_flags import MINDSPEED
+from mindspeed_cp.convert.rules.model import EXPERTS, EXPERTS_OR_STAGES, ROWS
 
 SETTING, STAYS, REMOVED, REFUSED = Outcome.SETTING, Outcome.STAYS, Outcome.REMOVED, Outcome.REFUSED
 
@@ -30,10 +31,23 @@ def _rope(given: Given) -> bool:
     return kind == "rope" or given.has("--use-rotary-position-embeddings") or given.has("--multi-latent-attention")
 
 
+def _own_spec(given: Given) -> bool:
+    return not given.has("--spec") and not ALIBI.holds(given)
+
+
 RING_WINDOWS = Condition("ring, `--cp-window-size` above 1", _is_double_ring)
 HYBRID_WINDOWS = Condition("hybrid, above 1", lambda given: given.is_hybrid and _has_windows(given))
 HYBRID = Condition("hybrid", lambda given: given.is_hybrid)
-OWN_SPEC = Condition("no other `--spec`, no ALiBi", lambda given: not given.has("--spec") and not ALIBI.holds(given))
+OWN_SPEC = Condition(
+    "no other `--spec`, no ALiBi, no experts", lambda given: _own_spec(given) and not EXPERTS.holds(given)
+)
+SPEC_OF_EXPERTS = Condition(
+    "experts, no other `--spec`, no ALiBi", lambda given: _own_spec(given) and EXPERTS.holds(given)
+)
+RESTARTS = Condition(
+    "`--reset-attention-mask`, unless `--is-instruction-dataset`, `--pack` or `--neat-pack`",
+    lambda given: given.has("--reset-attention-mask") and not SAMPLES.holds(given),
+)
 PLACES_DOCUMENTS = Condition(
     "`--set algorithm=hierarchical`", lambda given: given.settings.get("algorithm") == "hierarchical"
 )
@@ -54,7 +68,6 @@ _BY_DOCUMENT = (
 _HIERARCHICAL = "--set algorithm=hierarchical, which gives each document the ranks it needs by its cost"
 _HIERARCHY = "the settings' algorithm makes its own groups"
 _STAGES = "each stage of the pipeline gets the plan of its micro-batch"
-_SHARDED = "gradients of sharded weights have not been compared with those of one rank"
 _ONE_ALGORITHM = "one algorithm for each layer is not in this version: all layers run one plan"
 
 
@@ -104,6 +117,14 @@ PARALLEL_RULES = (
     ),
     FlagRule(
         "--cp-comm-type", MANY, REFUSED, _ONE_ALGORITHM, becomes="--set algorithm=NAME for all layers", key="algorithm"
+    ),
+    FlagRule(
+        "--context-parallel-algo",
+        1,
+        REFUSED,
+        "it is for state-space layers, which need their tokens in order on one rank",
+        "mamba_cp_algo",
+        becomes="a model of softmax attention in every layer",
     ),
     FlagRule(
         "--context-parallel-algo",
@@ -220,18 +241,7 @@ PARALLEL_RULES = (
         "MindSpeed's 2-D tensor parallelism runs context parallelism over other groups of ranks than Megatron's",
         becomes="1-D tensor parallelism: leave out --tp-2d, --tp-x and --tp-y",
     ),
-    *(
-        FlagRule(flag, 0, REFUSED, _SHARDED, becomes="--use-distributed-optimizer")
-        for flag in ("--use-custom-fsdp", "--use-megatron-fsdp", "--use-torch-fsdp2")
-    ),
-    FlagRule(
-        "--overlap-moe-expert-parallel-comm",
-        0,
-        REFUSED,
-        "its schedule of half layers carries no plan",
-        becomes="leave the flag out",
-    ),
-    FlagRule("--pipeline-model-parallel-size", 1, STAYS, _STAGES),
+    FlagRule("--pipeline-model-parallel-size", 1, STAYS, _STAGES, is_read=True),
     FlagRule("--num-layers-per-virtual-pipeline-stage", 1, STAYS, _STAGES),
     FlagRule("--num-virtual-stages-per-pipeline-rank", 1, STAYS, _STAGES),
     FlagRule(
@@ -255,8 +265,8 @@ ADDED_FLAGS = (
     ),
     Added(
         ("--moe-token-dispatcher-type", "alltoall"),
-        "ranks hold unequal numbers of tokens, which Megatron's default, allgather, cannot gather",
-        EXPERT_PARALLEL,
+        f"{ROWS}, which Megatron's default, allgather, cannot gather",
+        EXPERTS_OR_STAGES,
     ),
     Added(
         ("--no-create-attention-mask-in-dataloader",),
@@ -265,17 +275,28 @@ ADDED_FLAGS = (
     Added(
         ("--reset-position-ids",),
         "positions that restart say where documents begin",
-        Condition("`--reset-attention-mask`", lambda given: given.has("--reset-attention-mask")),
+        RESTARTS,
     ),
     Added(
         ("--cp-plan-documents",),
         "attention stays inside the documents whose positions restart",
         Condition(
-            "`--reset-attention-mask` beside MindSpeed",
-            lambda given: given.has("--reset-attention-mask") and MINDSPEED.holds(given),
+            f"`--reset-attention-mask` {MINDSPEED.text}",
+            lambda given: (
+                MINDSPEED.holds(given)
+                and given.has("--reset-attention-mask")
+                and (RESTARTS.holds(given) or given.has("--reset-position-ids"))
+            ),
         ),
     ),
     Added(SPEC_WORDS, "layers with planned attention", OWN_SPEC),
+    Added(
+        SPEC_WORDS,
+        "layers with planned attention; Megatron 0.12 and 0.14 refuse --spec for experts, and 0.19 needs it",
+        SPEC_OF_EXPERTS,
+        by_hand="with Megatron 0.19 add it to the flags; up to 0.16 leave it out: wrap_model_provider of "
+        "mindspeed_cp.megatron.pretrain sets it",
+    ),
     Added(
         ("--spec",),
         "ALiBi comes with the spec",

@@ -90,3 +90,13 @@ def _checked(value: int) -> int:
     if abs(value) >= LIMIT:
         raise Unsolved
     return value
+
+
+_ASSIGNED = re.compile(
+    r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)", re.ASCII
+)
+
+
+def assigned_names(expression: str) -> tuple[str, ...]:
+    """Return the variables that an expression sets, as `A = 1`, `A /= 2` and `A++` do."""
+    return tuple(dict.fromkeys(match[1] or match[2] for match in _ASSIGNED.finditer(expression)))

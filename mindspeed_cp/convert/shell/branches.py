@@ -43,7 +43,7 @@ def merge_values(name: str, values: list[Value | None], line: int) -> Value | No
     """
     texts = [_value_text(value) for value in values]
     if len(set(texts)) == 1:
-        return values[0]
+        return next(filter(_is_doubted, values), values[0])
     known = [value for value in values if value is not None]
     lists = all(isinstance(value, list) for value in known)
     contents = [_contents(value, lists) for value in known]
@@ -51,13 +51,20 @@ def merge_values(name: str, values: list[Value | None], line: int) -> Value | No
     if len(known) < len(values) or any(other[: len(content)] != content for other in contents):
         base, content = ([] if lists else ()), content[:0]
     ends = [other[len(content) :] for other in contents]
-    rest = tuple(end if isinstance(end, str) else " ".join(end) for end in ends if end)
+    rests = ((end if isinstance(end, str) else " ".join(end)).replace(f"${{{name}}}", "") for end in ends)
+    rest = tuple(text for text in rests if text)
     unknown = Unknown(name, line, "is set in a branch of the script", rest)
     piece = Piece(f"${{{name}}}", NOWHERE, (NOWHERE,), unknown)
     if isinstance(base, list):
         return [*base, (piece,)]
     blank = (BLANK,) if base and all(BLANKS.match(text) for text in rest) else ()
     return (*base, *blank, piece)
+
+
+def _is_doubted(value: Value | None) -> bool:
+    """Return True if another value may count: that of the environment, or of a file."""
+    fields = value if isinstance(value, list) else [value or ()]
+    return any(piece.from_default or piece.before_file for entry in fields for piece in entry)
 
 
 def _contents(value: Value, as_words: bool) -> str | tuple[str, ...]:

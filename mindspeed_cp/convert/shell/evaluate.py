@@ -1,40 +1,23 @@
 """The commands of a script with the values that its variables have where they stand.
 
 Nothing is run. A variable whose value depends on a branch, a command or the environment has no value here but the
-cause why, which stays in every word that uses it.
+cause why, which stays in every word that uses it. The same holds in a loop and in a function for variables that other
+commands may have set when it runs.
 """
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from mindspeed_cp.convert.shell.arithmetic import Unsolved, solve
-from mindspeed_cp.convert.shell.branches import BLANK, BLANKS, NOWHERE, Choice, Value, merge_values
+from mindspeed_cp.convert.shell.branches import BLANK, NOWHERE, Choice, Value, merge_values
+from mindspeed_cp.convert.shell.changes import FILE_READERS, Changes, changes_of, sets_positional
+from mindspeed_cp.convert.shell.expand import Expander
 from mindspeed_cp.convert.shell.parser import parse_script
-from mindspeed_cp.convert.shell.words import (
-    Arithmetic,
-    Assignment,
-    Branch,
-    Command,
-    Field,
-    Opaque,
-    Parameter,
-    Piece,
-    Span,
-    Text,
-    Unknown,
-    Word,
-    field_text,
-)
-from mindspeed_cp.errors import ConfigError, shortened
+from mindspeed_cp.convert.shell.words import Assignment, Branch, Command, Field, Piece, Statement, Unknown, field_text
+from mindspeed_cp.errors import ConfigError
 
-MAX_PIECES = 50_000  # that expansions may make; a launch script makes some hundreds
-MAX_LETTERS = 5_000_000
-
-_SHOWN = 30  # letters of an expression in a message
+MAX_VISITS = 1_000_000  # of statements, for what loops and functions change; a launch script has some hundreds
 
 
 @dataclass(frozen=True)
@@ -63,31 +46,38 @@ def read_script(source: str, name: str, defined: Mapping[str, str] | None = None
     Raises:
         ConfigError: a quote or a bracket is not closed, or the words become very many.
     """
-    reader = _Evaluator(source, name, defined or {})
-    for statement in parse_script(source, name):
+    reader = _Evaluator(source, name, defined or {}, parse_script(source, name))
+    for number, statement in enumerate(reader.statements):
         if isinstance(statement, Assignment):
             reader.assign(statement)
         elif isinstance(statement, Branch):
-            reader.branch(statement)
+            reader.branch(statement, number)
         else:
             yield reader.command(statement)
 
 
-class _Evaluator:
-    def __init__(self, source: str, name: str, defined: Mapping[str, str]) -> None:
-        self.source, self.name = source, name
-        self.defined = frozenset(defined)
-        self.values: dict[str, Value] = {key: (Piece(text, NOWHERE, (NOWHERE,)),) for key, text in defined.items()}
+class _Evaluator(Expander):
+    def __init__(self, source: str, name: str, defined: Mapping[str, str], statements: list[Statement]) -> None:
+        super().__init__(source, name, defined)
+        self.statements = statements
         self.choices: list[Choice] = []
-        self.pieces = self.letters = 0
-        self.line_ends = [match.start() for match in re.finditer("\n", source)]
-
-    def line(self, offset: int) -> int:
-        return bisect_left(self.line_ends, offset) + 1
+        self.entered: list[tuple[Branch, int, str]] = []  # branches that are open, with the arguments outside of them
+        self.functions: dict[str, Changes] = {}  # what a call of each function changes, without what it calls
+        self.visits = 0
 
     def command(self, command: Command) -> ScriptCommand:
         fields = [entry for word in command.words for entry in self.split(word)]
-        return ScriptCommand(tuple(fields), command.start, self.line(command.start))
+        line = self.line(command.start)
+        words = list(map(field_text, fields))
+        if words[:1] == ["eval"]:
+            self._evaluate(fields[1:], line)
+        elif words and words[0] in FILE_READERS:
+            self._doubt(line)
+        elif words and words[0] in self.functions:
+            self._change(self._with_calls(self.functions[words[0]]), f"is set in the function {words[0]}")
+        elif sets_positional(tuple(words)):
+            self.arguments = f"is what line {line} leaves of the arguments"
+        return ScriptCommand(tuple(fields), command.start, line)
 
     def assign(self, assignment: Assignment) -> None:
         name = assignment.name
@@ -98,14 +88,13 @@ class _Evaluator:
             value = [entry for word in assignment.words for entry in self.split(word)]
         else:
             value = self.joined(assignment.words[0])
-        if assignment.appends:
-            old = self.values.get(name, [] if assignment.is_array else ())
-            if isinstance(old, list) or isinstance(value, list):
-                fields = value if isinstance(value, list) else [value]
-                value = [*(old if isinstance(old, list) else [old] * bool(old)), *fields]
-            else:
-                value = (*old, *value)
-            self.count(value if not isinstance(value, list) else tuple(piece for entry in value for piece in entry))
+        old = self.values.get(name)
+        if isinstance(old, list) and not isinstance(value, list):  # a text for an array is its first word
+            kept = old[0] if assignment.appends and old else ()
+            value = [(*kept, *value), *old[1:]]
+        elif assignment.appends and old is not None:
+            value = [*(old if isinstance(old, list) else [old]), *value] if isinstance(value, list) else (*old, *value)
+        self.count(value if not isinstance(value, list) else tuple(piece for entry in value for piece in entry))
         self.set(name, value, self.line(assignment.start))
 
     def set(self, name: str, value: Value | None, line: int) -> None:
@@ -113,14 +102,13 @@ class _Evaluator:
             choice = self.choices[-1]
             choice.before.setdefault(name, self.values.get(name))
             choice.lines[name] = line
-        if value is None:
-            self.values.pop(name, None)
-        else:
-            self.values[name] = value
+        super().set(name, value, line)
 
-    def branch(self, branch: Branch) -> None:
+    def branch(self, branch: Branch, number: int) -> None:
         if branch.border == "enter":
+            self.entered.append((branch, number, self.arguments))
             self.choices.append(Choice())
+            self._enter(branch, number)
             return
         choice = self.choices[-1]
         for name in choice.before:
@@ -132,7 +120,8 @@ class _Evaluator:
             for name, values in choice.values.items():
                 if not branch.complete or len(values) < choice.branches:
                     values.append(self.values.get(name))  # a branch that leaves it as it is
-                self.set(name, self.merged(name, values, choice.lines[name]), choice.lines[name])
+                self.set(name, self._merged(name, values, choice.lines[name]), choice.lines[name])
+            self._leave()
 
     def _restore(self, choice: Choice) -> None:
         for name, value in choice.before.items():
@@ -142,153 +131,116 @@ class _Evaluator:
                 self.values[name] = value
         choice.before = {}
 
-    def merged(self, name: str, values: list[Value | None], line: int) -> Value | None:
+    def _merged(self, name: str, values: list[Value | None], line: int) -> Value | None:
         """Return the value of a variable after branches that end with these."""
         for value in values:
             self.count(tuple(piece for entry in value for piece in entry) if isinstance(value, list) else value or ())
         return merge_values(name, values, line)
 
-    def joined(self, word: Word) -> Field:
-        """Return the pieces of a word that is not split, as in an assignment."""
-        pieces: list[Piece] = []
-        for part in word:
-            value = self.part(part)
-            if isinstance(value, list):
-                for number, entry in enumerate(value):
-                    pieces += [BLANK] * bool(number) + list(entry)
-            else:
-                pieces += value
-        return self.count(tuple(replace(piece, quoted=False) if piece.unknown is None else piece for piece in pieces))
+    def _enter(self, branch: Branch, number: int) -> None:
+        """Forget what a loop or a function may have set, or what is set behind a function, before it runs."""
+        if branch.kind == "function":
+            self._change(self._changes(number, len(self.statements)), "is set again behind the function's beginning")
+            self.arguments = "is an argument of a function"
+        elif branch.kind == "loop":
+            changes = self._changes(number, branch.stop, with_locals=True)
+            self._change(changes, "is set in a loop")
+            if changes.shifts:
+                self.arguments = "is what a loop leaves of the arguments"
 
-    def operand(self, word: Word) -> Field:
-        """Return the pieces of a default, of which those in quotes are not split."""
-        pieces = []
-        for part in word:
-            quoted = part.quoted
-            pieces += [replace(piece, quoted=piece.quoted or quoted) for piece in self.joined((part,))]
-        return tuple(pieces)
+    def _leave(self) -> None:
+        branch, number, arguments = self.entered.pop()
+        if branch.kind == "function":
+            self.functions[branch.name] = self._changes(number, branch.stop)
+            self.arguments = arguments
 
-    def split(self, word: Word) -> list[Field]:
-        """Return the words that a word becomes: values outside of quotes are split at blanks."""
-        fields: list[Field] = []
-        pieces: list[Piece] = []
-        begun = False
-        if len(word) == 2 and isinstance(word[1], Parameter) and self.part(word[1]) == [] and word[1].subscript == "@":
-            return []  # "${name[@]}" of an empty array
-        for part in word:
-            value = self.part(part)
-            if isinstance(part, Text):
-                pieces += value if not isinstance(value, list) else ()
-                begun = True
-                continue
-            elements = value if isinstance(value, list) else [value]
-            quoted = part.quoted
-            star = isinstance(part, Parameter) and part.subscript == "*" and quoted
-            for number, element in enumerate(elements):
-                if number and not star:
-                    if begun or pieces:
-                        fields.append(tuple(pieces))
-                    pieces, begun = [], quoted
-                elif number:
-                    pieces.append(BLANK)
-                if quoted:
-                    pieces += element
-                    begun = begun or not isinstance(value, list) or bool(element)
-                    continue
-                for piece in element:
-                    begun = self._split_piece(piece, pieces, fields, begun)
-        if begun or pieces:
-            fields.append(tuple(pieces))
-        for entry in fields:
-            self.count(entry)
-        return fields
-
-    @staticmethod
-    def _split_piece(piece: Piece, pieces: list[Piece], fields: list[Field], begun: bool) -> bool:
-        """Add a piece to `pieces`, and to `fields` every word that ends in it."""
-        if piece.unknown is not None or piece.quoted:
-            pieces.append(piece)
-            return begun
-        position = 0
-        for blank in [*BLANKS.finditer(piece.text), None]:
-            stop = blank.start() if blank else len(piece.text)
-            if stop > position:
-                pieces.append(piece.part(position, stop))
-            if blank:
-                if pieces or begun:
-                    fields.append(tuple(pieces))
-                    pieces.clear()
-                    begun = False
-                position = blank.end()
-        return begun
-
-    def part(self, part: Text | Parameter | Arithmetic | Opaque) -> Value:
-        """Return the value of a part of a word."""
-        if isinstance(part, Text):
-            return (Piece(part.text, (part.start, part.start + len(part.text))),) if part.text else ()
-        if isinstance(part, Parameter):
-            return self.parameter(part)
-        start, stop = part.span
-        text = self.source[start:stop]
-        if isinstance(part, Arithmetic):
-            try:
-                return (Piece(str(solve(part.expression, self.number)), part.span),)
-            except Unsolved as error:
-                cause = f"needs {error}, which is not known" if str(error) else "is not computed"
-        else:
-            cause = "is known only when the script runs"
-        name = shortened(" ".join(text.split()), _SHOWN)
-        return self.unknown(Unknown(name, self.line(start), cause), part.span, part.quoted)
-
-    def number(self, name: str) -> str | None:
-        value = self.values.get(name)
-        if value is None or isinstance(value, list) or any(piece.unknown for piece in value):
-            return None
-        return field_text(value)
-
-    def unknown(self, unknown: Unknown, span: Span, quoted: bool) -> Field:
-        return (Piece(self.source[span[0] : span[1]], span, unknown=unknown, quoted=quoted),)
-
-    def parameter(self, part: Parameter) -> Value:
-        start = part.span[0]
-        value: Value | None = self.values.get(part.name)
-        if isinstance(value, list) and part.subscript not in ("@", "*"):
-            index = int(part.subscript or 0)
-            value = value[index] if index < len(value) else None
-        elif part.subscript.isdigit() and value is not None and int(part.subscript) > 0:
-            value = None
-        empty = value is not None and not value
-        if part.operator:
-            missing = value is None or (empty and part.operator.startswith(":"))
-            if part.operator.endswith("+"):
-                return () if missing else self._referred(self.operand(part.operand), part.span)
-            if missing:
-                line = self.line(start)
-                default = self.operand(part.operand)
-                default = tuple(replace(piece, from_default=piece.from_default or line) for piece in default)
-                if part.operator.endswith("=") and part.name.isidentifier():
-                    self.set(part.name, tuple(replace(piece, quoted=False) for piece in default), line)
-                return self._referred(default, part.span)
-        if value is None and part.name in self.values:  # an element that the array lacks
-            return ()
-        if value is None:
-            name = f"${part.name}" if not part.name.isidentifier() else part.name
-            many = part.name in ("@", "*")
-            unknown = Unknown(name, self.line(start), "is not set in the script")
-            return self.unknown(unknown, part.span, part.quoted and not many)
-        if isinstance(value, list):
-            return [self._referred(entry, part.span) for entry in value]
-        return self._referred(value, part.span)
-
-    def _referred(self, value: Field, span: Span) -> Field:
-        return self.count(tuple(piece.through(span) for piece in value))
-
-    def count(self, value: Field) -> Field:
-        """Count the pieces that were made, and refuse a script that makes very many."""
-        self.pieces += len(value)
-        self.letters += sum(len(piece.text) + len(piece.references) for piece in value)
-        if self.pieces > MAX_PIECES or self.letters > MAX_LETTERS:
+    def _changes(self, start: int, stop: int, with_locals: bool = False) -> Changes:
+        self.visits += stop - start
+        if self.visits > MAX_VISITS:
             raise ConfigError(
-                f"{self.name}: its variables expand to more text than a launch script has; give the flags behind --"
+                f"{self.name}: has more loops and functions inside each other than a launch script has; give the flags "
+                "behind --"
             )
-        return value
+        return self._with_calls(changes_of(self.statements[start + 1 : stop], with_locals=with_locals))
+
+    def _with_calls(self, changes: Changes) -> Changes:
+        """Return changes together with those of the functions that are called."""
+        known: set[str] = set()
+        names = [*changes.calls]
+        total = replace(changes, variables=dict(changes.variables), replaced=set(changes.replaced))
+        while names:
+            name = names.pop()
+            if name in self.functions and name not in known:
+                known.add(name)
+                called = self.functions[name]
+                total.variables |= called.variables
+                total.replaced |= called.replaced
+                total.glued |= called.glued
+                total.texts |= called.texts
+                total.runs = called.runs if total.runs is None else total.runs
+                names += called.calls
+        return total
+
+    def _change(self, changes: Changes, cause: str) -> None:
+        """Let variables have an unknown value, or an unknown end where they are just appended to."""
+        if changes.runs is not None:
+            self._doubt(self.line(changes.runs))
+        for name, offset in changes.variables.items():
+            if name in self.defined:
+                continue
+            line = self.line(offset)
+            old = self.values.get(name)
+            replaced = name in changes.replaced or (isinstance(old, list) and name in changes.texts)
+            if _is_unknown(old, name, wholly=replaced):
+                continue
+            end = Piece(f"${{{name}}}", NOWHERE, (NOWHERE,), Unknown(name, line, cause))
+            kept = old if not replaced and old else None
+            value: Value
+            if isinstance(old, list):
+                value = [*(kept or ()), (end,)]
+            else:
+                blank = () if name in changes.glued or not kept else (BLANK,)
+                value = (*(kept or ()), *blank, end)
+            self.count(tuple(piece for entry in value for piece in entry) if isinstance(value, list) else value)
+            self.set(name, value, line)
+
+    def _doubt(self, line: int) -> None:
+        """Mark all values as such that a file may have set anew."""
+        for name, value in list(self.values.items()):
+            if name not in self.defined:
+                marked: Value
+                marked = [_doubted(word, line) for word in value] if isinstance(value, list) else _doubted(value, line)
+                if marked != value:
+                    self.set(name, marked, line)
+
+    def _evaluate(self, fields: list[Field], line: int) -> None:
+        """Forget the variables that `eval` sets."""
+        if any(piece.unknown for entry in fields for piece in entry):
+            self._doubt(line)
+        try:
+            statements = parse_script(" ".join(map(field_text, fields)), self.name)
+        except ConfigError:
+            self._doubt(line)
+            return
+        changes = changes_of(statements, with_locals=True)
+        total = self._with_calls(changes)
+        if total.runs is not None:
+            self._doubt(line)
+        if changes.shifts:
+            self.arguments = f"is what line {line} leaves of the arguments"
+        for name in total.variables:
+            if name not in self.defined:
+                end = Piece(f"${{{name}}}", NOWHERE, (NOWHERE,), Unknown(name, line, "is set by eval"))
+                self.set(name, (end,), line)
+
+
+def _is_unknown(value: Value | None, name: str, wholly: bool) -> bool:
+    """Return True if a value has an unknown end of its own already, or is unknown as a whole."""
+    fields = value if isinstance(value, list) else [value or ()]
+    last = fields[-1][-1] if fields and fields[-1] else None
+    ends = last is not None and last.unknown is not None and last.unknown.name == name
+    return ends and (not wholly or sum(map(len, fields)) == 1)
+
+
+def _doubted(pieces: Field, line: int) -> Field:
+    return tuple(replace(piece, before_file=None if piece.unknown else piece.before_file or line) for piece in pieces)

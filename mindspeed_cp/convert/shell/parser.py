@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from mindspeed_cp.convert.shell.commands import read_command
+from mindspeed_cp.convert.shell.arithmetic import assigned_names
+from mindspeed_cp.convert.shell.changes import plain_text
+from mindspeed_cp.convert.shell.commands import read_command, unknown_assignments
 from mindspeed_cp.convert.shell.reader import Reader
 from mindspeed_cp.convert.shell.words import Assignment, Branch, Opaque, Statement, Text
 
@@ -28,7 +31,23 @@ def parse_script(source: str, name: str) -> list[Statement]:
     """
     parser = _Parser(source, name)
     parser.run()
-    return parser.statements
+    return _with_ends(parser.statements)
+
+
+def _with_ends(statements: list[Statement]) -> list[Statement]:
+    """Return the statements with the ends of loops and functions at their beginnings."""
+    entered: list[int] = []
+    ended = list(statements)
+    for number, statement in enumerate(statements):
+        if isinstance(statement, Branch) and statement.border == "enter":
+            entered.append(number)
+            ended[number] = replace(statement, stop=len(statements))
+        elif isinstance(statement, Branch) and statement.border == "leave":
+            start = entered.pop()
+            begin = statements[start]
+            assert isinstance(begin, Branch)
+            ended[start] = replace(begin, stop=number)
+    return ended
 
 
 class _Parser:
@@ -39,6 +58,7 @@ class _Parser:
         self.here_documents: list[tuple[str, bool]] = []  # ends of here-documents that begin on this line
         self.missing: set[str] = set()  # closing brackets that the rest of the script lacks
         self.guarded = False  # True if the next command stands behind && or ||
+        self.function = ""  # name of the function that was read last
 
     def run(self) -> None:
         reader = self.reader
@@ -54,8 +74,8 @@ class _Parser:
                 self._leave("pattern")
             elif reader.letter in ";|&":
                 self._separator()
-            elif reader.starts("((") and self._skip_brackets("((", "))"):
-                pass
+            elif reader.starts("((") and self._skip_arithmetic():
+                self.guarded = False
             elif reader.letter == "(":
                 reader.position += 1
                 if not in_case:  # before a pattern
@@ -90,6 +110,15 @@ class _Parser:
         self.reader.position = end + len(closing)
         return True
 
+    def _skip_arithmetic(self) -> bool:
+        """Skip `((expression))`; the variables that it sets are not known from here on."""
+        start = self.reader.position
+        if not self._skip_brackets("((", "))"):
+            return False
+        span = start, self.reader.position
+        self.statements += unknown_assignments(assigned_names(self.reader.source[span[0] + 2 : span[1] - 2]), span)
+        return True
+
     def _skip_here_documents(self) -> None:
         reader = self.reader
         for end, strips in self.here_documents:
@@ -117,6 +146,7 @@ class _Parser:
         function = _FUNCTION.match(reader.source, start)
         if function:
             reader.position = function.end()
+            self.function = function[0].partition("(")[0].rstrip()
             self.open.append("function")
             return
         guarded, self.guarded = self.guarded, False
@@ -132,7 +162,7 @@ class _Parser:
         if word == "function":
             reader.position += len(word)
             self.reader.blanks()
-            reader.word()
+            self.function = plain_text(reader.word())
             self.reader.blanks()
             if reader.starts("()"):
                 reader.position += 2
@@ -153,8 +183,14 @@ class _Parser:
                 self.open.pop()
             else:
                 self._leave("function {")
+        elif word == "do" and self.open and self.open[-1] == "while":
+            self.open[-1] = "do"
         elif word in ("then", "do"):
+            if word == "do" and self.open and self.open[-1] == "for":
+                self.open.pop()
             self._enter(word)
+        elif word in ("while", "until"):
+            self._enter("while")
         elif word in ("elif", "else"):
             if self.open and self.open[-1] == "then":
                 self.open[-1] = word
@@ -168,6 +204,7 @@ class _Parser:
             self._leave("do")
         elif word in ("for", "select"):
             self._loop()
+            self.open.append("for")
         elif word == "case":
             self.reader.blanks()
             reader.word()
@@ -188,7 +225,7 @@ class _Parser:
         """Read `for name in words`, or `for ((...))`."""
         reader = self.reader
         self.reader.blanks()
-        if reader.starts("((") and self._skip_brackets("((", "))"):
+        if reader.starts("((") and self._skip_arithmetic():
             return
         start = reader.position
         name = "".join(part.text for part in reader.word() if isinstance(part, Text))
@@ -200,8 +237,10 @@ class _Parser:
 
     def _enter(self, word: str) -> None:
         self.guarded = False
+        kind, name = "loop" if word in ("do", "while") else "", ""
         if self.open and self.open[-1] == "function":
             self.open.pop()
+            kind, name = "function", self.function
         if word == "then" and self.open and self.open[-1] == "then pending":
             self.open[-1] = "then"
             self.statements.append(Branch("next"))
@@ -210,7 +249,7 @@ class _Parser:
             self.statements.append(Branch("next"))
         else:
             self.open.append(word)
-            self.statements.append(Branch("enter"))
+            self.statements.append(Branch("enter", kind=kind, name=name))
 
     def _leave(self, *words: str) -> None:
         """Close the innermost open branch if it is one of these."""

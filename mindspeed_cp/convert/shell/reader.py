@@ -137,7 +137,7 @@ class Reader:
     def _braces(self, start: int, quoted: bool, nesting: int) -> Parameter | Opaque:
         """Read `${...}`."""
         match = _BRACED.match(self.source, self.position)
-        if match is None or match[3].endswith("?"):
+        if match is None:
             return self._skip(start, quoted)
         if nesting >= MAX_NESTING:
             raise self.error(start, f"more than {MAX_NESTING} expansions inside each other; give --define instead")

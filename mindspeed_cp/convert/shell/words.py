@@ -26,7 +26,7 @@ class Parameter:
         span: place in the script.
         quoted: True inside double quotes, where the value is not split into words.
         subscript: "@", "*", a number, or an empty text without brackets.
-        operator: ":-", "-", ":=", "=", ":+", "+", or an empty text.
+        operator: ":-", "-", ":=", "=", ":+", "+", ":?", "?", or an empty text.
         operand: word behind the operator.
     """
 
@@ -68,6 +68,7 @@ class Assignment:
         is_array: True for an array.
         appends: True for `+=`.
         start: offset in the script.
+        is_local: True if it ends with the function around it.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Assignment:
     is_array: bool
     appends: bool
     start: int
+    is_local: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,16 @@ class Branch:
     Attributes:
         border: "enter", "next" or "leave".
         complete: with "leave": True if one of the branches runs in any case, as with `else`.
+        kind: with "enter": "loop", "function", or an empty text for others.
+        name: with "enter": name of the function.
+        stop: with "enter" of a loop or function: number of the statement behind its last.
     """
 
     border: str
     complete: bool = False
+    kind: str = ""
+    name: str = ""
+    stop: int = 0
 
 
 Statement: TypeAlias = "Assignment | Command | Branch"
@@ -110,12 +118,14 @@ class Unknown:
         line: 1-based line.
         cause: such as "is not set in the script".
         texts: values that it may have, as far as the script tells.
+        is_variable: True if a value given for the name from outside makes it known.
     """
 
     name: str
     line: int
     cause: str
     texts: tuple[str, ...] = ()
+    is_variable: bool = True
 
     def __str__(self) -> str:
         return f"{self.name} (line {self.line}) {self.cause}"
@@ -132,6 +142,8 @@ class Piece:
         unknown: cause why the text is not known, or None.
         quoted: True if it is not split into words: inside quotes of a default, or an unknown value that is one word.
         from_default: line of the default (`${name:-default}`) from which the text comes, or None.
+        before_file: line that runs text from elsewhere (`source file`), after which the variable may have another
+            value; or None.
     """
 
     text: str
@@ -140,6 +152,7 @@ class Piece:
     unknown: Unknown | None = None
     quoted: bool = False
     from_default: int | None = None
+    before_file: int | None = None
 
     def part(self, start: int, stop: int) -> Piece:
         """Return letters start .. stop-1."""

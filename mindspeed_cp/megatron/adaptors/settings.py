@@ -78,5 +78,19 @@ def _check_layers(config: TransformerConfig, suite: SuiteSettings) -> None:
 
 
 def rows_multiple(config: TransformerConfig) -> int:
-    """Return the divisor of each rank's number of rows: sequence parallelism splits rows over tensor-parallel ranks."""
-    return config.tensor_model_parallel_size if config.sequence_parallel else 1
+    """Return the divisor of each rank's number of rows.
+
+    Sequence parallelism splits rows over tensor-parallel ranks, and linear layers in fp8 or fp4 take rows by the blocks
+    of their GEMM (``get_fp8_align_size`` and ``get_fp4_align_size`` of Megatron).
+    """
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return shares * _rows_of_gemm_block(config)
+
+
+def _rows_of_gemm_block(config: TransformerConfig) -> int:
+    """Return the divisor of the rows that a linear layer takes in the precision of the settings."""
+    if getattr(config, "fp4", None):
+        return 32
+    if config.fp8:
+        return 32 if config.fp8_recipe == "mxfp8" else 16
+    return 1

@@ -17,7 +17,7 @@ class Entry:
     """One argument of Megatron's training scripts, or field of its TransformerConfig.
 
     Attributes:
-        name: as in the parsed arguments; ends in ``*`` if it stands for all that begin so.
+        name: as in the parsed arguments.
         versions: those of :data:`VERSIONS` that have it.
         verdict: "used": planned attention, batches or losses read it; "harmless": they need not; "refused": values
             that they would contradict are errors.
@@ -28,10 +28,6 @@ class Entry:
     versions: tuple[tuple[int, int], ...]
     verdict: Verdict
     reason: str
-
-    def matches(self, name: str) -> bool:
-        """Return True if the entry is about the argument of this name."""
-        return name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name
 
 
 def read_entries(verdict: Verdict, texts: Mapping[str, str]) -> Iterator[Entry]:

@@ -13,7 +13,7 @@ HARMLESS_MODEL = {
         bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion use_fused_weighted_squared_relu:0.14-
         persist_layer_norm no_persist_layer_norm memory_efficient_layer_norm fused_residual_rmsnorm:0.19-
         use_transformer_engine_op_fuser:0.19- mup_width_mult:0.19- mup_embedding_mult:0.19- mup_output_mult:0.19-
-        use_grouped_gemm_for_dense_mlp:0.19- mlp_chunks_for_training:0.19-""",
+        use_grouped_gemm_for_dense_mlp:0.19-""",
     "of Megatron's own core attention, which PlannedAttention replaces; its sums are float32": """
         masked_softmax_fusion attention_softmax_in_fp32 apply_query_key_layer_scaling use_flash_attn
         flash_attention_version:0.19- kitchen_attention_backend:0.16-""",
@@ -38,8 +38,7 @@ HARMLESS_MODEL = {
         cuda_graph_scope_deprecated:0.19- cuda_graph_modules:0.19- moe_pad_experts_for_cuda_graph_inference:0.16-
         delay_offload_until_cuda_graph:0.19-""",
     "without effect unless overlap_moe_expert_parallel_comm, which is refused": """
-        delay_wgrad_compute:0.14- ep_overlap_early_attn_memory_release:0.16-
-        overlap_dispatch_backward_with_experts_wgrad:0.19-""",
+        delay_wgrad_compute:0.14- ep_overlap_early_attn_memory_release:0.16-""",
     "without effect unless tp_comm_overlap, which is refused": """
         tp_comm_overlap_cfg tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad
         tp_comm_bulk_wgrad tp_comm_split_ag tp_comm_split_rs tp_comm_atomic_ag tp_comm_atomic_rs
@@ -54,11 +53,17 @@ HARMLESS_MODEL = {
         moe_latent_size:0.16- moe_extended_tp:-0.16 moe_layer_recompute moe_permute_fusion
         moe_single_grouped_weight:0.19- moe_single_grouped_bias:0.19- moe_grad_scale_func:0.19-""",
     "how tokens travel to experts; the counts of each rank travel first": """
-        moe_enable_deepep moe_flex_dispatcher_backend:0.16- moe_deepep_num_sms:0.14- moe_hybridep_num_sms:0.16-
-        moe_flex_dispatcher_num_sms:0.19- moe_permute_fusion_into_hybridep:0.19-
-        moe_hybridep_pad_uneven_dispatch_inputs:0.19- moe_hybridep_num_blocks_permute:0.19-
-        moe_hybridep_num_blocks_unpermute:0.19- moe_hybridep_num_sms_preprocessing:0.19- moe_ncclep_zero_copy:0.19-
+        moe_enable_deepep moe_deepep_num_sms:0.14- moe_flex_dispatcher_num_sms:0.19-
         high_priority_a2a_comm_stream:0.19-""",
+    "HybridEP pads unequal numbers of tokens by it; without, moe_flex_dispatcher_backend 'hybridep' is refused": """
+        moe_hybridep_pad_uneven_dispatch_inputs:0.19-""",
+    "of HybridEP, which needs moe_hybridep_pad_uneven_dispatch_inputs": """
+        moe_hybridep_num_sms:0.16- moe_permute_fusion_into_hybridep:0.19- moe_hybridep_num_blocks_permute:0.19-
+        moe_hybridep_num_blocks_unpermute:0.19- moe_hybridep_num_sms_preprocessing:0.19-""",
+    "needs moe_ncclep_static_shape, which is refused": "moe_ncclep_zero_copy:0.19-",
+    "without effect unless moe_expert_rank_capacity_factor, which is refused where ranks share a micro-batch": """
+        moe_paged_stash:0.19- moe_paged_stash_page_size:0.19- moe_paged_stash_buffer_size_factor_cuda:0.19-
+        moe_paged_stash_buffer_size_factor_cpu:0.19-""",
     "without effect unless moe_expert_capacity_factor, which is refused where ranks share a micro-batch": """
         moe_token_dropping moe_pad_expert_input_to_capacity moe_token_drop_policy""",
     "of routing by quantiles, which is refused": "moe_router_quantile_balancing_ema:0.19-",
@@ -69,7 +74,7 @@ HARMLESS_MODEL = {
     "the tensor-parallel size by default; more gives gtp_weight_remat_size, which is refused": """
         tensor_parallel_num_weight_shards:0.19- expert_tensor_parallel_num_weight_shards:0.19-""",
     "logs only": "moe_per_layer_logging config_logger_dir",
-    "linear layers compute in lower precision, on each rank's own rows": """
+    "linear layers compute in lower precision, on each rank's own rows, which are padded to what their GEMM takes": """
         fp8 fp8_recipe fp8_param fp8_param_gather fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
         fp8_wgrad fp8_output_proj:0.19- fp8_quantizer_factory:0.16- tp_only_amax_red first_last_layers_bf16
         num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4:0.16- fp4_recipe:0.16- fp4_param:0.16-
@@ -85,17 +90,16 @@ HARMLESS_MODEL = {
         recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations
         distribute_saved_activations checkpoint_activations num_microbatches_with_partial_activation_checkpoints
         cpu_offloading cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations
-        cpu_offloading_weights cpu_offloading_double_buffering:0.14- cpu_offloading_retain_pinned_cpu_buffers:0.19-
-        fine_grained_activation_offloading:0.16- offload_modules:0.16- min_offloaded_tensor_size:0.16-
-        delta_offload_bytes_across_pp_ranks:0.19- activation_offload_fraction:0.19-
-        fine_grained_offloading_max_inflight_offloads:0.19- moe_paged_stash:0.19- moe_paged_stash_page_size:0.19-
-        moe_paged_stash_buffer_size_factor_cuda:0.19- moe_paged_stash_buffer_size_factor_cpu:0.19-""",
+        cpu_offloading_weights cpu_offloading_double_buffering:0.14- cpu_offloading_retain_pinned_cpu_buffers:0.19-""",
+    "without effect unless fine_grained_activation_offloading, which is refused": """
+        offload_modules:0.16- min_offloaded_tensor_size:0.16- delta_offload_bytes_across_pp_ranks:0.19-
+        activation_offload_fraction:0.19- fine_grained_offloading_max_inflight_offloads:0.19-""",
     "precision of parameters and gradients": """
         fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype grad_reduce_in_bf16 loss_scale
         initial_loss_scale min_loss_scale loss_scale_window hysteresis accumulate_allreduce_grads_in_fp32
         disable_bf16_reduced_precision_matmul""",
     "for generation, which needs a model built from the original spec": """
-        inference_* max_tokens_to_oom output_bert_embeddings bert_embedder_type use_legacy_static_engine:0.16-
+        max_tokens_to_oom output_bert_embeddings bert_embedder_type use_legacy_static_engine:0.16-
         decode_only_cuda_graphs:0.16- nccl_all_reduce_for_prefill:0.14- enable_chunked_prefill:0.19-
         num_speculative_tokens:0.19- offset_sampling_seed_by_dp_rank:0.19- disable_chunked_prefill:0.16-0.16
         mamba_inference_conv_states_dtype:0.19- mamba_inference_ssm_states_dtype:0.19- symmetric_ar_type:0.14-

@@ -31,7 +31,7 @@ HARMLESS_TRAINING = {
         multiple_validation_sets:0.14- validation_set_names:0.19-""",
     "of the optimizer, after all gradients": """
         weight_decay start_weight_decay end_weight_decay weight_decay_incr_style apply_wd_to_qk_layernorm:0.16-
-        clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum muon_*:0.16- lion_beta1:0.19- lion_beta2:0.19-
+        clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum lion_beta1:0.19- lion_beta2:0.19-
         no_weight_decay_cond_type:0.16- optimizer optimizer_cpu_offload optimizer_offload_fraction
         optimizer_cuda_graph:0.19- use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d
         dump_param_to_param_group_map:0.16- pin_cpu_grads pin_cpu_params use_precision_aware_optimizer
@@ -42,17 +42,17 @@ HARMLESS_TRAINING = {
         ddp_average_in_collective ddp_reduce_scatter_with_fp32_accumulation:0.16-
         ddp_param_name_patterns_for_fp32_local_accumulation:0.19- gradient_accumulation_fusion
         num_distributed_optimizer_instances suggested_communication_unit_size use_layer_wise_param_layout:0.19-
-        defer_embedding_wgrad_compute wgrad_deferral_limit async_tensor_model_parallel_allreduce:-0.16""",
+        wgrad_deferral_limit async_tensor_model_parallel_allreduce:-0.16""",
     "without effect unless FSDP, which is refused": """
         data_parallel_sharding_strategy outer_dp_sharding_strategy:0.16- gradient_reduce_div_fusion
         fsdp_double_buffer:0.14- fsdp_manual_registration:0.16- enable_full_sharding_in_hsdp:0.14-
-        torch_fsdp2_reshard_after_forward:0.14- megatron_fsdp_*:0.19- fsdp_db_use_persist_buf_on_alloc_fail:0.19-""",
+        torch_fsdp2_reshard_after_forward:0.14- fsdp_db_use_persist_buf_on_alloc_fail:0.19-""",
     "how process groups are made and how they send": """
         distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init:0.16- local_rank
         lazy_mpu_init nccl_communicator_config_path nccl_ub:0.14- disable_symmetric_registration:0.16-
         use_sharp:0.14- sharp_enabled_group:0.14- create_all_gather_group:0.16- high_priority_stream_groups:0.14-
         enable_gloo_process_groups:-0.16 use_gloo_process_groups:0.19- use_tp_pp_dp_mapping fake_process_group:0.16-
-        pipeline_model_parallel_comm_backend flight_recorder_*:0.19- disable_jit_fuser:0.16-""",
+        pipeline_model_parallel_comm_backend disable_jit_fuser:0.16-""",
     "when pipeline stages exchange rows": """
         overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p
         deallocate_pipeline_outputs microbatch_group_size_per_vp_stage scatter_gather_tensors_in_pipeline:-0.16
@@ -69,8 +69,6 @@ HARMLESS_TRAINING = {
         logits_save_top_k:0.19- logits_save_top_p:0.19- logits_save_top_p_min_k:0.19- logits_save_dtype:0.19-
         logits_load_decode_threads:0.19- logits_load_prefetch_factor:0.19- logits_load_msc_prefetch_depth:0.19-
         logits_load_kd_loss_alpha:0.19- logits_load_ignore_errors:0.19-""",
-    "without effect unless perform_rl_step, which is refused": """
-        rl_*:0.16- grpo_*:0.16- langrl_*:0.16- refit_method:0.16-""",
     "of older ways to give the same": """
         model_parallel_size yaml_cfg enable_experimental:0.14- deprecated_use_mcore_models""",
 }

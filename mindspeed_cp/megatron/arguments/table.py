@@ -6,19 +6,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mindspeed_cp.megatron.arguments.entry import Entry, Verdict, read_entries, read_span
+from mindspeed_cp.megatron.arguments.harmless_groups import HARMLESS_GROUPS
 from mindspeed_cp.megatron.arguments.harmless_model import HARMLESS_MODEL
 from mindspeed_cp.megatron.arguments.harmless_training import HARMLESS_TRAINING
 from mindspeed_cp.megatron.arguments.refusals import ALL_RULES
 from mindspeed_cp.megatron.arguments.refused import COMM_TYPE_REASON, REFUSED_SPANS
 from mindspeed_cp.megatron.arguments.used import USED
 
+#: Arguments of this package, which rules of Megatron's arguments refuse, too.
+OWN_ARGUMENTS = ("cp_plan_documents",)
+
 
 def _entries() -> Iterator[Entry]:
     problems: dict[str, list[str]] = {"cp_comm_type": [COMM_TYPE_REASON]}
     for rule in ALL_RULES:
-        problems.setdefault(rule.setting, []).append(f"valid: {rule.valid} ({rule.instead})")
+        if rule.setting not in OWN_ARGUMENTS:
+            case = f"with {rule.case}, " if rule.case else ""
+            problems.setdefault(rule.setting, []).append(f"{case}valid: {rule.valid} ({rule.instead})")
     tables: tuple[tuple[Verdict, dict[str, str]], ...]
-    tables = ("used", USED), ("harmless", HARMLESS_MODEL), ("harmless", HARMLESS_TRAINING)
+    tables = ("used", USED), *(("harmless", table) for table in (HARMLESS_MODEL, HARMLESS_TRAINING, HARMLESS_GROUPS))
     for verdict, table in tables:
         for entry in read_entries(verdict, table):
             texts = problems.pop(entry.name, [])
@@ -33,5 +39,4 @@ ENTRIES: tuple[Entry, ...] = tuple(_entries())
 
 def entry_of(name: str) -> Entry | None:
     """Return the entry of an argument or field; None if the table has none."""
-    exact = next((entry for entry in ENTRIES if entry.name == name), None)
-    return exact or next((entry for entry in ENTRIES if entry.matches(name)), None)
+    return next((entry for entry in ENTRIES if entry.name == name), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_cp.megatron.beside_mindspeed.origin import is_active
-from mindspeed_cp.megatron.rule import Rule
+from mindspeed_cp.refusals import Rule
 
 
 def _off(value: Any) -> bool:

@@ -50,11 +50,6 @@ def suite_of(args: Namespace) -> SuiteSettings:
     """
     suite = settings_of(args)
     check_beside_mindspeed()
-    if getattr(args, "cp_plan_documents", False) and not args.reset_position_ids:
-        raise ConfigError(
-            "cp_plan_documents is True; valid: False, or together with --reset-position-ids, since positions that "
-            "restart say where documents begin"
-        )
     check_arguments(args, suite)
     return suite
 

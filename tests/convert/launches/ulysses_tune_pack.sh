@@ -15,6 +15,6 @@ torchrun --nproc_per_node $NPUS_PER_NODE posttrain_gpt.py \
     --context-parallel-algo=ulysses_cp_algo \
     --kv-head-repeat-before-uly-alltoall \
     --num-attention-heads 32 --seq-length $SEQ \
-    --num-query-groups 8 --use-fused-rotary-pos-emb \
+    --num-query-groups 8 --position-embedding-type rope --use-fused-rotary-pos-emb \
     --load $CKPT_LOAD_DIR \
     | tee log
