@@ -88,7 +88,8 @@ def test_the_parser_takes_the_plan() -> None:
     parser = pretrain.add_arguments(ArgumentParser())
     args = parser.parse_args(["--cp-plan", "suite.yaml", "--cp-plan-set", "algorithm=ulysses", "nodes=2"])
     assert (args.cp_plan, args.cp_plan_set) == ("suite.yaml", ["algorithm=ulysses", "nodes=2"])
-    assert parser.parse_args([]).cp_plan is None
+    assert parser.parse_args([]).cp_plan is None and not parser.parse_args([]).cp_plan_documents
+    assert parser.parse_args(["--cp-plan-documents"]).cp_plan_documents
 
 
 def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namespace], tmp_path: Path) -> None:
@@ -110,6 +111,11 @@ def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namesp
         (dict(cp_plan_set=["algorithm=auto"]), "algorithm is 'auto'.*`mindspeed-cp plan`"),
         (dict(cp_plan_set=["candidates=[ulysses]"]), "candidates is .*one algorithm by name"),
         (dict(reset_position_ids=False), "attention would cross them"),
+        (dict(reset_attention_mask=False), "True with --reset-position-ids"),
+        (
+            dict(reset_position_ids=False, cp_plan_documents=True),
+            "cp_plan_documents is True; valid: False, or together",
+        ),
     ],
 )
 def test_settings_that_scripts_cannot_take_are_refused(
@@ -117,6 +123,10 @@ def test_settings_that_scripts_cannot_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         pretrain.suite_of(run(**changes))
+
+
+def test_documents_may_be_told_without_megatrons_flag_for_masks(run: Callable[..., Namespace]) -> None:
+    assert pretrain.suite_of(run(reset_attention_mask=False, cp_plan_documents=True)).algorithm == "ring"
 
 
 def test_the_spec_is_an_object_that_is_built_when_megatron_reads_it(run: Callable[..., Namespace], alone: None) -> None:
