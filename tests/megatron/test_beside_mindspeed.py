@@ -62,7 +62,7 @@ BASE = ("--context-parallel-size", "2", "--multi-latent-attention")
 
 
 def planned_beside(
-    rank: int, group: Any, flags: tuple[str, ...], cases: list[Case]
+    rank: int, group: Any, flags: tuple[str, ...], cases: list[Case], tp: int = 1
 ) -> list[tuple[Outcome, Counter[str]]]:
     """On a rank: the outcome of each case beside MindSpeed, and its calls."""
     results = []
@@ -71,7 +71,7 @@ def planned_beside(
             calls.clear()
             if "gated_linear_unit" in case.config:  # Megatron would compile its own fused one
                 case = replace(case, config={**case.config, "bias_activation_fusion": True})
-            (outcome,) = on_ranks(rank, group, 1, 2, [case])
+            (outcome,) = on_ranks(rank, group, tp, 2, [case])
             results.append((outcome, Counter(calls)))
     return results
 
@@ -101,6 +101,15 @@ def test_attention_is_exact_and_mindspeeds_operators_stay(
             assert calls["Megatron's rotation"] == 0
             assert calls["optimizer"] == (case.optimizer is not None)
             assert calls["MultiLatentAttention.__init__"] == 2 * ("q_lora_rank" in case.config)
+
+
+def test_its_norms_serve_sequence_parallelism(ranks: MegatronRanks, reference: dict[str, Outcome]) -> None:
+    """Each tensor-parallel rank has a share of the rows, and Megatron sums the gradients of norms that say so."""
+    case = CASES["interleaved"]
+    case = replace(case, config={**case.config, "sequence_parallel": True})
+    for ((outcome, calls),) in ranks.run(4, planned_beside, (*BASE, *FUSED), [case], 2):
+        assert_equal(outcome, reference["interleaved"])
+        assert calls["norm"] and calls["rotary"]
 
 
 def test_everything_is_undone_after_the_double() -> None:

@@ -81,6 +81,11 @@ def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namesp
         (dict(reset_position_ids=False), "attention would cross them"),
         (dict(cp_plan_set=["p2p_groups=directional"]), "p2p_groups is 'directional'; valid .* 'auto' or 'batched'"),
         (dict(cp_plan_set=["hccl_buffer_mb=50"]), "hccl_buffer_mb is 50; valid .* null.*set HCCL_BUFFSIZE"),
+        (dict(reset_attention_mask=False), "True with --reset-position-ids"),
+        (
+            dict(reset_position_ids=False, cp_plan_documents=True),
+            "cp_plan_documents is True; valid: False, or together",
+        ),
     ],
 )
 def test_settings_that_scripts_cannot_take_are_refused(
@@ -88,6 +93,10 @@ def test_settings_that_scripts_cannot_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         pretrain.suite_of(run(**changes))
+
+
+def test_documents_may_be_told_without_megatrons_flag_for_masks(run: Callable[..., Namespace]) -> None:
+    assert pretrain.suite_of(run(reset_attention_mask=False, cp_plan_documents=True)).algorithm == "ring"
 
 
 def test_the_spec_is_an_object_that_is_built_when_megatron_reads_it(run: Callable[..., Namespace], alone: None) -> None:
