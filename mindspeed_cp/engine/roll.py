@@ -121,8 +121,10 @@ def context_parallel_roll(
     if ranks > 1:
         transport = GroupTransport(group, checked_timeout(timeout), x.device)
         _agreement(plan, group, timeout, x.device).check(plan, x.dtype)
-    forward, backward = _rank_rolls(plan, int(shift), rank, x.device)
-    out: Tensor = _Roll.apply(x, forward, backward, transport, fill)
+    roll = _rank_roll(plan, int(shift), rank, x.device)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return run_to_end(roll_run(x, roll, transport, fill, "rows of a roll"))
+    out: Tensor = _Roll.apply(x, roll, _rank_roll(plan, -int(shift), rank, x.device), transport, fill)
     return out
 
 
@@ -146,14 +148,14 @@ _agreements: WeakKeyDictionary[Plan, dict[tuple[Any, float, torch.device], CallA
 _lock = threading.Lock()
 
 
-def _rank_rolls(plan: Plan, shift: int, rank: int, device: torch.device) -> tuple[RankRoll, RankRoll]:
-    """Return the rolls of both directions; they are kept as long as the plan lives."""
+def _rank_roll(plan: Plan, shift: int, rank: int, device: torch.device) -> RankRoll:
+    """Return what a rank does in a roll of the plan; it is kept as long as the plan lives."""
     with _lock:
         rolls = _rolls.setdefault(plan, {})
-    for number in (shift, -shift):
-        if (number, rank, device) not in rolls:
-            rolls[number, rank, device] = rank_roll(plan.batch_layout, number, rank, device)
-    return rolls[shift, rank, device], rolls[-shift, rank, device]
+    key = shift, rank, device
+    if key not in rolls:
+        rolls[key] = rank_roll(plan.batch_layout, *key)
+    return rolls[key]
 
 
 def _agreement(plan: Plan, group: dist.ProcessGroup | None, timeout: float, device: torch.device) -> CallAgreement:

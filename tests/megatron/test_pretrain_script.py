@@ -160,6 +160,8 @@ def test_multi_token_prediction_trains_as_one(folder: Path) -> None:
     single = losses(folder, 1, *flags)
     assert single != losses(folder, 1)
     assert_equal(losses(folder, 2, *flags, "--context-parallel-size", "2"), single)
+    flags += ["--pipeline-model-parallel-size", "2"]
+    assert_equal(losses(folder, 4, *flags, "--context-parallel-size", "2"), losses(folder, 2, *flags))
 
 
 UNDONE = """

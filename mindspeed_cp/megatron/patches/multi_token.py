@@ -5,9 +5,11 @@ problem                                versions    patch
 =====================================  ==========  ==========================================
 roll_tensor takes ranks to hold        0.16-       it rolls by the plan of the micro-batch,
 Megatron's zig-zag of each document                  and counts the tokens of all ranks
-full recomputation saves               0.16        parameters stay outside of what is saved,
-packed_seq_params as a tensor                        as in 0.19
-process_mtp_loss weighs losses by the  0.19        losses are weighed by the tokens of all
+full recomputation saves               0.16, 0.17  parameters stay outside of what is saved,
+packed_seq_params as a tensor                        as in 0.18
+full recomputation fails over          0.18        the layer inside gets it from
+padding_mask, which it does not know                 packed_seq_params
+process_mtp_loss weighs losses by the  0.17-       losses are weighed by the tokens of all
 tokens of each rank                                  ranks
 =====================================  ==========  ==========================================
 
@@ -61,9 +63,9 @@ def multi_token_by_plan(rolls: Rolls) -> Iterator[None]:
         for module in (multi_token_prediction, gpt_model):
             if hasattr(module, "roll_tensor"):
                 stack.enter_context(replaced(module, "roll_tensor", roll))
-        if "packed_seq_params" not in signature(_LAYER._checkpointed_forward).parameters:
-            patched = _saves_tensors_alone(_LAYER._checkpointed_forward)
-            stack.enter_context(replaced(_LAYER, "_checkpointed_forward", patched))
+        recomputes = _recomputes(_LAYER._checkpointed_forward)
+        if recomputes is not None:
+            stack.enter_context(replaced(_LAYER, "_checkpointed_forward", recomputes))
         if _HAS_LOSS_FUNCTION:
             loss = _weighs_by_all_tokens(multi_token_prediction.process_mtp_loss, rolls)
             stack.enter_context(replaced(gpt_model, "process_mtp_loss", loss))
@@ -85,6 +87,22 @@ def _roll_tensor(rolls: Rolls, shares: int) -> Callable[..., tuple[Tensor, Tenso
         return rolled, rolls.total(rolled).clamp(min=1) / shares
 
     return roll_tensor
+
+
+def _recomputes(original: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a function for _checkpointed_forward, or None where Megatron's own works."""
+    accepted = signature(original).parameters
+    if "packed_seq_params" not in accepted:
+        return _saves_tensors_alone(original)
+    return None if "padding_mask" in accepted else _takes_padding_mask(original)
+
+
+def _takes_padding_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _checkpointed_forward(layer: Any, padding_mask: Any = None, **arguments: Any) -> Any:
+        return original(layer, **arguments)  # the layer inside gets the rows of padding from packed_seq_params
+
+    return _checkpointed_forward
 
 
 def _saves_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,10 +147,11 @@ def _weighs_by_all_tokens(original: Callable[..., Tensor], rolls: Rolls) -> Call
 
 def _logs_a_sum(helper: type, ranks: int) -> type:
     """Return MTPLossLoggingHelper for losses that are a rank's share: the mean that it takes over ranks is the sum."""
+    names = ("save_loss_to_tracker", "save_metrics_to_tracker")  # the second one in 0.19
+    (name,) = (name for name in names if hasattr(helper, name))
+    original = getattr(helper, name)
 
-    class MTPLossLoggingHelper(helper):
-        @staticmethod
-        def save_metrics_to_tracker(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            helper.save_metrics_to_tracker(loss * ranks, *args, **kwargs)  # type: ignore[attr-defined]
+    def save(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        original(loss * ranks, *args, **kwargs)
 
-    return MTPLossLoggingHelper
+    return type(helper.__name__, (helper,), {name: staticmethod(save)})
