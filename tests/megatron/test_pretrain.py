@@ -84,7 +84,7 @@ def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namesp
         (dict(reset_attention_mask=False), "True with --reset-position-ids"),
         (
             dict(reset_position_ids=False, cp_plan_documents=True),
-            "cp_plan_documents is True; valid: False, or together",
+            "cp_plan_documents is True; valid .*False, or together",
         ),
     ],
 )
