@@ -105,7 +105,7 @@ def test_one_rank_equals_megatrons_own_mrope(name: str, reference: dict[str, Out
         assert_equal(reference[name], plain(CASES[name]))
 
 
-@pytest.mark.parametrize("cp", [2, 3])
+@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_any_layout_equals_one_rank(cp: int, ranks: MegatronRanks, reference: dict[str, Outcome]) -> None:
     for outcomes in ranks.run(cp, on_ranks, 1, cp, list(CASES.values())):
         for outcome, expected in zip(outcomes, reference.values(), strict=True):
