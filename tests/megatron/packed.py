@@ -53,7 +53,10 @@ def plain_params(lengths: Sequence[int], padded: Sequence[int] | None = None, **
 def cut_batch(
     whole: dict[str, torch.Tensor], lengths: Sequence[int], way: str, ranks: int, rank: int
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """This rank's rows of a batch [tokens] and its positions, each [1, t], and plain PackedSeqParams."""
+    """This rank's rows of a batch [tokens] and its positions, each [1, t], and plain PackedSeqParams; positions of mrope,
+    [3, tokens], if it has them, as [3, 1, t]."""
+    whole = dict(whole)
+    mrope = whole.pop("position_ids", None)
     padded = [length + -length % (4 * ranks) for length in lengths] if way == "padded" else list(lengths)
     total = sum(padded)
     offsets = [0, *np.cumsum(padded)]
@@ -63,16 +66,22 @@ def cut_batch(
     for name, value in whole.items():
         full[name][places] = value
     full["position_ids"] = torch.cat([torch.arange(n) for n in padded])
+    if mrope is not None:
+        full["position_ids"] = torch.zeros(total, 3, dtype=mrope.dtype)
+        full["position_ids"][places] = mrope.T
     cuts = [(0, total)] if way == "row" else list(zip(offsets, padded, strict=False))
     rows = [row for start, length in cuts for row in zigzag_rows(int(start), length, ranks, rank)]
     params = plain_params(lengths, padded if way == "padded" else None)
-    return {name: value[rows][None] for name, value in full.items()}, params
+    batch = {name: value[rows][None] for name, value in full.items()}
+    if mrope is not None:
+        batch["position_ids"] = batch["position_ids"].permute(2, 0, 1).contiguous()
+    return batch, params
 
 
 def plan_whole(
     whole: dict[str, torch.Tensor], lengths: Sequence[int], config: Any, suite: SuiteSettings, dropout_seed: int
 ) -> tuple[dict[str, Any], Any]:
     """Plan the batch as a loader with packed sequences gives it, with all that Megatron's has."""
-    batch = {name: value[None] for name, value in whole.items()}
+    batch = {name: value[:, None] if name == "position_ids" else value[None] for name, value in whole.items()}
     batch |= dict(attention_mask=None, local_cp_size=None, cu_seqlens=ends(lengths)[None], max_seqlen=torch.zeros(1))
     return planned_batch_from(batch, config, suite, dropout_seed=dropout_seed)

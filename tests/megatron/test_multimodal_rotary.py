@@ -60,6 +60,9 @@ CASES = {
     "hierarchical": Case((RAGGED,), **MODEL, config=CONFIG, algorithm="hierarchical"),
     "sbhd": Case(((29, 29),), qkv_format="sbhd", **MODEL, config=CONFIG),
     "ranks without tokens": Case(((1, 1), (1, 2, 1)), **MODEL, config=CONFIG),
+    "cut by a data loader": Case(((24, 48, 12),), packed="document", **MODEL, config=CONFIG),
+    "padded by a data loader": Case((RAGGED,), packed="padded", **MODEL, config=CONFIG),
+    "planned from cu_seqlens": Case((RAGGED,), packed="whole", **MODEL, config=CONFIG),
     "full recompute": Case((RAGGED,), **MODEL, config={**CONFIG, **FULL}),
 }
 if PACKED:
