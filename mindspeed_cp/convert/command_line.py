@@ -107,9 +107,8 @@ def read_flags(tokens: Sequence[Token], arities: Mapping[str, int]) -> tuple[lis
         name, equals, value = token.text.partition("=")
         arity = arities.get(name, MANY)
         end = position
-        while (
-            not equals and end < len(tokens) and not tokens[end].is_flag and (arity == MANY or end - position < arity)
-        ):
+        limit = len(tokens) if arity == MANY else min(len(tokens), position + arity)
+        while not equals and end < limit and not tokens[end].is_flag and tokens[end].text != "--":
             end += 1
         values = tokens[position:end]
         if name in arities and not equals and len(values) < abs(arity):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp.algorithms import ALIASES
@@ -202,6 +202,8 @@ WORDS = [*ARITIES, *(rule.value for rule in RULES if rule.value), "4", "2", "-1"
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(WORDS) | st.text(max_size=5), max_size=20))
+@example(["--cp-comm-type", "--"])
+@example(["--cp-comm-type", "a2a", "--"])
 def test_any_words_give_a_result_or_a_line(words: list[str]) -> None:
     try:
         conversion = convert_flags(words)

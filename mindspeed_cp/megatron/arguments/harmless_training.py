@@ -54,7 +54,7 @@ HARMLESS_TRAINING = {
         enable_gloo_process_groups:-0.16 use_gloo_process_groups:0.19- use_tp_pp_dp_mapping fake_process_group:0.16-
         pipeline_model_parallel_comm_backend disable_jit_fuser:0.16-""",
     "when pipeline stages exchange rows": """
-        overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p
+        overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_sync use_ring_exchange_p2p
         deallocate_pipeline_outputs microbatch_group_size_per_vp_stage scatter_gather_tensors_in_pipeline:-0.16
         barrier_with_L1_time""",
     "of checkpoints on disk": "hetereogenous_dist_checkpoint:0.14- replication replication_jump replication_factor",
