@@ -145,8 +145,9 @@ class PlannedBatchParams(PackedSeqParams):
         inner: Any = model
         while isinstance(getattr(inner, "module", None), nn.Module):
             inner = inner.module
-        takes_mask = "padding_mask" in signature(inner.forward).parameters
-        if not (takes_mask and inner.config.num_moe_experts and self.linear_padding):
+        if not (inner.config.num_moe_experts and self.linear_padding):
+            return {}
+        if "padding_mask" not in signature(inner.forward).parameters:
             return {}
         mask = self.padding_mask(next((parameter.device for parameter in inner.parameters()), None))
         if inner.config.sequence_parallel and not inner.pre_process:
