@@ -60,7 +60,13 @@ def test_the_engines_host_time(ranks: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
-    "program", ["kernels", "kernels --only copies", "engine --device cuda", "engine --device cuda --virtual-ranks 8"]
+    "program",
+    [
+        "kernels",
+        pytest.param("kernels --only copies", marks=pytest.mark.thorough),
+        "engine --device cuda",
+        pytest.param("engine --device cuda --virtual-ranks 8", marks=pytest.mark.thorough),
+    ],
 )
 def test_no_gpu_is_one_line(program: str) -> None:
     command = [sys.executable, "-m", *f"benchmarks.{program}".split()]

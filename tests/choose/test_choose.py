@@ -104,8 +104,18 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize("cluster", ["a2", "a800", "a3"])
-@pytest.mark.parametrize("window", [None, (700, 0)])
+@pytest.mark.parametrize(
+    ("cluster", "window"),
+    [
+        ("a2", None),
+        ("a800", (700, 0)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [("a2", (700, 0)), ("a800", None), ("a3", (700, 0))]
+        ),
+        ("a3", None),
+    ],
+)
 @pytest.mark.parametrize(
     "shapes", [[(2, 4), (1, 8)], pytest.param([(4, 2), (3, 3)], marks=pytest.mark.thorough)], ids=["8 ranks", "other"]
 )

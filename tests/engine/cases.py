@@ -29,6 +29,19 @@ def sizes(default: Sequence[int] = DEFAULT_SIZES, full: Sequence[int] = SIZES) -
     )
 
 
+def variants(default: Sequence[int] = DEFAULT_SIZES, full: Sequence[int] = SIZES) -> Any:
+    """Parametrises a test by `variant` and `ranks`: every variant on one of the default sizes, which take turns, and with
+    --thorough on all sizes."""
+    return pytest.mark.parametrize(
+        ("variant", "ranks"),
+        [
+            pytest.param(variant, n, marks=() if n == default[i % len(default)] else pytest.mark.thorough)
+            for i, variant in enumerate(VARIANTS)
+            for n in full
+        ],
+    )
+
+
 #: Every algorithm, and its options where they change what is sent.
 VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
     "ring": ("ring", ()),

@@ -13,7 +13,7 @@ from mindspeed_cp.comm import InMemoryTransport
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping
 from mindspeed_cp.plan import peak_bytes, traffic
-from tests.engine.cases import VARIANTS, Case, all_ranks, attend_here, filled_with_nan, sizes
+from tests.engine.cases import Case, all_ranks, attend_here, filled_with_nan, variants
 from tests.engine.draw import problem
 from tests.engine.meters import BUFFERS, Meter
 
@@ -98,13 +98,12 @@ def check(cases, ranks):
                 assert peak["total"] <= limit[rank]["total"], (direction, rank, case)
 
 
-@sizes(default=(3, 4), full=(1, 2, 3, 4, 8))
-@pytest.mark.parametrize("variant", VARIANTS)
+@variants(default=(3, 4), full=(1, 2, 3, 4, 8))
 def test_bytes_sent_and_allocated_are_those_of_the_plan(variant, ranks):
     check([case.on(ranks, variant) for case in PROBLEMS], ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 5, 6])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.thorough), 6])
 def test_so_they_are_for_any_problem(ranks):
     rng = Random(ranks)
     cells = rng.sample(

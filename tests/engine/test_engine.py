@@ -8,7 +8,7 @@ import torch
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.engine import Stepping, attend_in_process
 from mindspeed_cp.plan import alibi_slopes
-from tests.engine.cases import NAMES, VARIANTS, Case, errors, run_here, sizes, worst
+from tests.engine.cases import NAMES, Case, errors, run_here, variants, worst
 from tests.plan.forests import forest_plan
 
 PROBLEMS = {
@@ -42,8 +42,7 @@ PROBLEMS = {
 }
 
 
-@sizes()
-@pytest.mark.parametrize("variant", VARIANTS)
+@variants()
 def test_fp32_agrees_with_fp64(variant, ranks):
     """Messages are copied as late as can be for one number of ranks, and as early as can be for the next."""
     stepping = Stepping(lazy=ranks % 2 == 0)
@@ -76,7 +75,10 @@ BF16 = (
 )
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.thorough) for i, name in enumerate(ALGORITHMS)],
+)
 def test_the_bf16_error_does_not_grow_with_the_ranks(algorithm):
     """At cp 8 at most 1.1 times the error at cp 1: the largest error, as a mean over problems.
 

@@ -1,7 +1,8 @@
-"""No rank outlives a launcher that is killed, and only the user who started the ranks can open their store."""
+"""No rank outlives a launcher that is killed, a signal stops all, and only the user who started the ranks can open their store."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.local_agent import local_ranks
 from mindspeed_cp.train.rank_logs import RankLogs
+from mindspeed_cp.train.run_files import read_metrics
 from tests.limits import wait_until
 from tests.train.test_launch import COMMAND, ROOT, Run, write
 from tests.train.test_training import tiny
@@ -52,13 +54,21 @@ def test_ranks_end_with_a_launcher_that_is_killed(corpus: Path, tmp_path: Path, 
     lost="nothing",
     printed="nothing",
 )
-def test_no_port_listens_for_the_ranks_to_meet(corpus: Path, tmp_path: Path, start: Callable[..., Run]) -> None:
-    """Gloo's own listen on loopback; the launcher has none, and its folder is closed to others. Then it is killed."""
+@pytest.mark.fault(
+    fault="SIGINT to the launcher",
+    happens="all ranks finish their step and save a checkpoint",
+    lost="nothing",
+    printed="stopped by SIGINT after step N",
+)
+def test_no_port_listens_for_the_ranks_to_meet_and_sigint_stops_them(
+    corpus: Path, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    """Gloo's own listen on loopback; the launcher has none, and its folder is closed to others."""
     folder = tmp_path / "run"
     size = {"context_parallel_suite__context_parallel_size": 2}
     run = start(*COMMAND, write(tiny(corpus, folder, train__train_iters=100000, **size), tmp_path))
     metrics = folder / "metrics.jsonl"
-    run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, "step 1")
+    run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "step 2")
     family = [psutil.Process(run.process.pid), *run.ranks()]
     listening = {
         process.pid: [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -68,8 +78,12 @@ def test_no_port_listens_for_the_ranks_to_meet(corpus: Path, tmp_path: Path, sta
     assert {ip for addresses in listening.values() for ip in addresses} <= {"127.0.0.1", "::1"}
     store = Path(family[1].environ()["MINDSPEED_CP_STORE"])
     assert store.exists() and store.parent.stat().st_mode & 0o777 == 0o700
-    run.process.kill()
-    wait_until(lambda: all(map(is_gone, family[1:])), "end of the ranks")
+    run.process.send_signal(signal.SIGINT)
+    code, out, errors = run.end()
+    assert (code, errors) == (0, []) and "stopped by SIGINT after step " in out
+    assert all(map(is_gone, family[1:])) and not store.exists()
+    assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "SIGINT"
+    assert (folder / "checkpoints" / "latest").read_text() == f"iter_{len(read_metrics(metrics)):07d}\n"
 
 
 @pytest.mark.fault(

@@ -1,16 +1,13 @@
-"""Output folders that mislead, and signals: what a run writes, where, and what it says."""
+"""Output folders that mislead: what a run writes, where, and what it says."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mindspeed_cp.train.run_files import read_metrics
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_launch import COMMAND, Run, write
 from tests.train.test_training import curve, tiny
@@ -40,22 +37,6 @@ def test_a_run_whose_folder_is_removed_ends_and_says_so(
     assert code == 2 and len(errors) == 1, errors
     assert errors[0].startswith(f"error: {folder / 'metrics.jsonl'}: was removed or replaced while the run wrote it")
     assert not folder.exists()
-
-
-@pytest.mark.fault(
-    fault="SIGINT to the launcher",
-    happens="all ranks finish their step and save a checkpoint",
-    lost="nothing",
-    printed="stopped by SIGINT after step N",
-)
-def test_a_run_stopped_by_sigint_says_sigint(corpus: Path, tmp_path: Path, start: Callable[..., Run]) -> None:
-    run = endless(corpus, tmp_path / "run", start)
-    run.process.send_signal(signal.SIGINT)
-    code, out, errors = run.end()
-    assert (code, errors) == (0, []) and "stopped by SIGINT after step " in out
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "SIGINT"
-    steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"iter_{steps:07d}\n"
 
 
 @pytest.mark.fault(

@@ -29,7 +29,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 #: One that moves keys, one that moves heads and one that places documents; tests/engine has all of them on all sizes.
-DEFAULT = ("ring", "ulysses", "hierarchical")
+DEFAULT = ("ulysses", "hierarchical")
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ LAYOUTS = {  # tensor, context, expert parallel, ranks
     "tp2 cp2 ep1": (2, 2, 1, 4),
     "tp2 cp2 ep2": (2, 2, 2, 4),
 }
-DEFAULT = ("cp3", "dp2 cp2 ep4", "tp2 cp2 ep2")
+DEFAULT = ("dp2 cp2 ep4", "tp2 cp2 ep2")
 
 
 @pytest.fixture(scope="module")

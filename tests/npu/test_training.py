@@ -112,12 +112,13 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors(part)
 
 
+@pytest.mark.thorough  # by default the test above trains with fused operators
 @pytest.mark.parametrize(
     "runs",
     [
         ((2, "npu"), (4, "cpu")),
-        pytest.param(((1, "cpu"), (3, "npu"), (4, "cpu")), marks=pytest.mark.thorough),
-        pytest.param(((2, "npu"), (4, "npu plain")), marks=pytest.mark.thorough),
+        ((1, "cpu"), (3, "npu"), (4, "cpu")),
+        ((2, "npu"), (4, "npu plain")),
     ],
     ids=lambda runs: ", ".join(f"{device} to {last}" for last, device in runs),
 )

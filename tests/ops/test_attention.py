@@ -133,7 +133,7 @@ def test_causal_queries_have_the_last_positions(window, dropout_p):
         pytest.param(dict(alibi=True), marks=pytest.mark.thorough),
         pytest.param(dict(window=(1100, 0)), marks=pytest.mark.thorough),
         dict(window=(1100, 0), alibi=True),
-        dict(mask="full", window=(900, 1000)),
+        pytest.param(dict(mask="full", window=(900, 1000)), marks=pytest.mark.thorough),
         pytest.param(dict(mask="full", alibi=True), marks=pytest.mark.thorough),
     ],
     ids=str,

@@ -118,7 +118,25 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+#: Cases whose words stand in other places than those of the others; all run in the full matrix.
+DEFAULT = (
+    *(
+        "ring",
+        "hierarchical",
+        "unequal heads",
+        "cross, heads",
+        "cross, small squares",
+        "many ranks",
+        "one rank",
+        "empty",
+    ),
+    *("no documents", "large numbers"),
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.thorough) for case in CASES]
+)
 def test_words_neither_overlap_nor_leave_the_page(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.endswith("small squares"):
         monkeypatch.setattr(page, "MAX_WIDTH", 11.0)
