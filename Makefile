@@ -41,6 +41,9 @@ endif
 SPREAD = $(if $(strip $(ARGS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
 
+# Bytecode is kept, whatever the environment says: else each of a test run's many processes compiles the package anew.
+export PYTHONDONTWRITEBYTECODE =
+
 # test-all sets this: the tests marked `thorough` run too, and hypothesis draws more examples.
 FULL ?=
 

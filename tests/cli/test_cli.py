@@ -63,7 +63,10 @@ def test_plan_reads_lengths_from_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert seen[0]["tokens"] == 6237 and all(plan == seen[0] for plan in seen)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.thorough) for i, name in enumerate(ALGORITHMS)],
+)
 def test_plan_draws_every_algorithm_and_tells_bytes(
     algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,7 @@ CASES = [drawn(cell) for cell in EXACT]
         pytest.param(algorithm, ranks, marks=() if default else pytest.mark.thorough)
         for algorithm in ALGORITHMS
         for ranks in SIZES
-        for default in [ranks == 3 or (ranks == 5 and algorithm in ("ring", "direct"))]
+        for default in [ranks == 3 or (ranks == 5 and algorithm == "ring")]
     ],
 )
 def test_every_cell_agrees_with_fp64(algorithm, ranks):

@@ -22,7 +22,9 @@ from tests.launch_scripts.scripts import (
 )
 
 
-@pytest.mark.parametrize(("script", "version"), [(A2, "1.0"), (A3, "1.0"), (A3, "1.2")])
+@pytest.mark.parametrize(
+    ("script", "version"), [(A2, "1.0"), pytest.param(A3, "1.0", marks=pytest.mark.thorough), (A3, "1.2")]
+)
 def test_a_rank_table_is_handed_on_with_its_full_path(tmp_path: Path, script: Path, version: str) -> None:
     (tmp_path / "table.json").write_text(json.dumps(rank_table(2, DEVICES[script], version)))
     words = ["--dry-run", EIGHT, f"--config={CONFIG}", "--nodes=2", "--node-rank=0", "--master-addr=head"]

@@ -66,7 +66,10 @@ def test_bars_of_all_algorithms_add_up_to_their_times() -> None:
     assert axes.lines[0].get_xdata()[0] == pytest.approx(compared.bound * 1e3)
 
 
-@pytest.mark.parametrize("case", ["nodes", "one node", "window", "many ranks", "one rank"])
+@pytest.mark.parametrize(
+    "case",
+    ["nodes", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("one node", "window")), "many ranks", "one rank"],
+)
 def test_words_stay_on_the_page_and_off_each_other(case: str) -> None:
     colours = {
         "nodes": lambda: comparison(batches=2),

@@ -204,7 +204,7 @@ def test_maps_of_very_many_tiles_are_shaded(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("case", "shaded"),
     [
-        ({"ranks": 16, "lengths": [32768]}, False),  # chunks of 6 pixels
+        pytest.param({"ranks": 16, "lengths": [32768]}, False, marks=pytest.mark.thorough),  # chunks of 6 pixels
         pytest.param({"ranks": 32, "lengths": [32768]}, True, marks=pytest.mark.thorough),  # of 1.8
         pytest.param({"ranks": 64, "lengths": [32768]}, True, marks=pytest.mark.thorough),
         ({"ranks": 32, "lengths": [32768], "algorithm": "ulysses", "heads": 32, "kv_heads": 32}, False),

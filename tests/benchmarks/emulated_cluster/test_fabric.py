@@ -105,7 +105,7 @@ def test_a_nic_holds_back_what_exceeds_its_rate(tmp_path):
 
 
 @needs_cluster
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_ctrl_c_removes_everything(number):
     command = [sys.executable, "-m", "benchmarks.cluster", "rails", "--ranks-per-node", "1", "--message", "100"]
     process = subprocess.Popen([*command, "--rate", "10"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
