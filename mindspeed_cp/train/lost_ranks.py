@@ -19,9 +19,8 @@ def name_lost_ranks(world: World, error: BaseException, wait: float = WAIT_SECON
     """Return a PeerError that names the lost ranks.
 
     Every rank that loses a connection sets a key in the store through which the ranks found each other; ranks without a
-    key after `wait` seconds are lost, or wait for a survivor, as stages of a pipeline do for their neighbours: they lose
-    their connections when it ends.
-    Where our launcher started the ranks, it tells which one has ended, and nobody waits.
+    key after `wait` seconds are lost, or wait for a survivor, as stages of a pipeline do: they lose their connections
+    when it ends. Where our launcher started the ranks, it tells which one has ended, and nobody waits.
     """
     cause = " ".join(str(error).split())
     try:

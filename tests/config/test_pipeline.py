@@ -43,7 +43,14 @@ def test_experts_divide_among_the_ranks_of_a_stage() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "virtual", "without"),
-    [([0, 0, 1, 1], 1, 0), ([1, 1, 0, 0], 1, 1), (2, 2, 1), ([0, 1, 1, 0], 1, None), (4, 2, 1), ([0, 0, 0, 0], 1, None)],
+    [
+        ([0, 0, 1, 1], 1, 0),
+        ([1, 1, 0, 0], 1, 1),
+        (2, 2, 1),
+        ([0, 1, 1, 0], 1, None),
+        (4, 2, 1),
+        ([0, 0, 0, 0], 1, None),
+    ],
 )
 def test_all_stages_have_experts_or_none_has(pattern: int | list[int], virtual: int, without: int | None) -> None:
     train = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
