@@ -168,11 +168,14 @@ class ModelSettings(Section):
     @property
     def expert_layers(self) -> int:
         """Layers that have experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer, counted from 0, has experts."""
         if self.num_moe_experts is None:
-            return 0
-        if isinstance(self.moe_layer_freq, list):
-            return sum(self.moe_layer_freq)
-        return -(-self.num_layers // self.moe_layer_freq)
+            return False
+        pattern = self.moe_layer_freq
+        return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
     @property
     def window_layers(self) -> int:

@@ -38,6 +38,7 @@ def check_pipeline(settings: Sections) -> None:
         raise bad_value(key, value, rule if virtual == 1 else f"{rule}: {product} does not")
     if stages == 1:
         return
+    _check_experts_of_stages(settings)
     traces: list[tuple[str, object]] = [("trace_steps", output.trace_steps), ("trace_interval", output.trace_interval)]
     for key, trace in traces:
         if trace:
@@ -54,6 +55,28 @@ def check_pipeline(settings: Sections) -> None:
             f"{STAGES} = {stages}; use none, or one virtual stage"
         )
         raise bad_value("data.balance", "time", rule)
+
+
+def _check_experts_of_stages(settings: Sections) -> None:
+    """Raise SettingError unless all stages have layers of experts, or none has: Megatron gives experts an optimizer of
+    their own, and a checkpoint could not be loaded whose stages have different ones."""
+    train, model = settings.train, settings.model
+    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
+    without = [
+        stage
+        for stage in range(stages)
+        if not any(
+            model.has_experts(layer)
+            for number in range(virtual)
+            for layer in layers_of_stage(model.num_layers, stages, virtual, stage, number)
+        )
+    ]
+    if without and len(without) < stages:
+        rule = (
+            f"gives stage {without[0]} of {STAGES} = {stages} no layer of experts, and others have some; give every "
+            "stage one, or none, or use fewer stages"
+        )
+        raise bad_value("model.moe_layer_freq", model.moe_layer_freq, rule)
 
 
 def check_interleaved_batch(settings: Sections, replicas: int) -> None:

@@ -20,8 +20,11 @@ def nodes_change(launcher: Sequence[Token], given: Given) -> Change | None:
     Args:
         launcher: words before the training script.
         given: the other flags.
+
+    Raises:
+        ConfigError: a flag of processes lacks its value.
     """
-    _, flags = read_flags(launcher, {})
+    _, flags = read_flags(launcher, dict.fromkeys(PROCESS_FLAGS, 1))
     flag = next((flag for flag in reversed(flags) if flag.name in PROCESS_FLAGS and len(flag.values) == 1), None)
     ranks, tensor_ranks = given.number("--context-parallel-size", 1), given.number("--tensor-model-parallel-size", 1)
     if flag is None or not ranks or ranks == 1:

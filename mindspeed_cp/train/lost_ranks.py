@@ -19,8 +19,8 @@ def name_lost_ranks(world: World, error: BaseException, wait: float = WAIT_SECON
     """Return a PeerError that names the lost ranks.
 
     Every rank that loses a connection sets a key in the store through which the ranks found each other; ranks without a
-    key after `wait` seconds are lost. A rank that waits for a survivor loses its connection when the survivor ends.
-    Where our launcher started the ranks, it tells which one has ended, and nobody waits.
+    key after `wait` seconds are lost, or wait for a survivor, as stages of a pipeline do: they lose their connections
+    when it ends. Where our launcher started the ranks, it tells which one has ended, and nobody waits.
     """
     cause = " ".join(str(error).split())
     try:
@@ -37,6 +37,6 @@ def name_lost_ranks(world: World, error: BaseException, wait: float = WAIT_SECON
             time.sleep(0.1)
     except (DistError, RuntimeError):  # the store itself is gone, with the rank or the launcher that kept it
         return PeerError(f"rank {world.rank} lost its peers and the store that knows them: {cause}")
-    return PeerError(
-        f"rank {world.rank} lost {name_ranks(lost)}: dead, or silent for longer than the time-out ({cause})"
-    )
+    silent = "silent for longer than the time-out"
+    reason = f"dead, or {silent}" if len(lost) == 1 else f"dead, {silent}, or waiting for a rank that is"
+    return PeerError(f"rank {world.rank} lost {name_ranks(lost)}: {reason} ({cause})")

@@ -252,6 +252,7 @@ def test_flags_of_a_branch_that_just_stay_are_no_error(capsys: pytest.CaptureFix
     ("processes", "nodes", "told_row"),
     [
         ("--nproc_per_node 8 --nproc_per_node 4", 2, "on nodes of 4"),
+        ("--nproc_per_node 4 -m", 2, "on nodes of 4"),
         ("--nproc_per_node 4 --nproc_per_node 8", None, None),
         ("--nproc_per_node $GPUS", None, "cannot be known here; give --set nodes=NUMBER"),
         ("--nproc_per_node gpu", None, "cannot be known here"),

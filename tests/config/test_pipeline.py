@@ -39,3 +39,24 @@ def test_experts_divide_among_the_ranks_of_a_stage() -> None:
     assert data_parallel_size(settings, 4) == 2
     with pytest.raises(ConfigError, match=r"must divide the 1 ranks of a pipeline stage.*start a multiple of 4"):
         data_parallel_size(settings, 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "virtual", "without"),
+    [
+        ([0, 0, 1, 1], 1, 0),
+        ([1, 1, 0, 0], 1, 1),
+        (2, 2, 1),
+        ([0, 1, 1, 0], 1, None),
+        (4, 2, 1),
+        ([0, 0, 0, 0], 1, None),
+    ],
+)
+def test_all_stages_have_experts_or_none_has(pattern: int | list[int], virtual: int, without: int | None) -> None:
+    train = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
+    model = {"num_layers": 4, "num_moe_experts": 4, "moe_layer_freq": pattern}
+    if without is None:
+        Settings(model=model, train=train)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError, match=rf"model\.moe_layer_freq.* gives stage {without} of .* no layer of experts"):
+        Settings(model=model, train=train)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ COMMANDS = (
 CALLS = {"": ("f", "g", "f 1 2", "g $A", 'eval "f"'), "g": ("f", "f 1 2", 'eval "f $1"'), "f": ()}
 LOCAL = ("local A=5", "local B", "declare -x B=6")
 BLOCKS = (
+    'for i in 1 2; do\n{}\n[ "$A" = 1 ] && break\n{}\ndone',
     *("for i in 1 2; do\n{}\ndone", "for ((j=0; j<2; j++)); do\n{}\ndone", "K=0; while ((K++ < 2)); do\n{}\ndone"),
     *("K=0; until {}; ((++K > 2)); do\n{}\ndone", "true | while true; do\n{}\nbreak; done"),
     *('if [ "$A" = 1 ]; then\n{}\nfi', 'if [ "$B" = 3 ]; then\n{}\nelif true; then\n{}\nelse\n{}\nfi'),

@@ -102,12 +102,16 @@ UNKNOWN = [
     ('A=8; N=2; let "A = A / $N"; record $A', "let", 1, "when the script runs"),
     ("A=8; ((A/=2)); record $A", "((A/=2))", 1, "when the script runs"),
     ("A=8; ((A++)); record $A", "((A++))", 1, "when the script runs"),
+    ("A=8; record $((--A))", "$((--A))", 1, "not computed"),
+    ("A=8; record $((A-- - 1))", "$((A-- - 1))", 1, "not computed"),
+    ("A=8; : $((--A)); record $A", "$((--A))", 1, "not computed"),
     ("A=8; : $((A/=2)); record $A", "$((A/=2))", 1, "not computed"),
     ("A=8; printf -v A 4; record $A", "printf -v A 4", 1, "when the script runs"),
     ('A=8; eval "A=4"; record $A', "A", 1, "set by eval"),
     ('B=A; A=8; eval "$B=4"; record $A', "A", 1, "set by eval"),
     # Values that another iteration, or a command before the call, may set
     ("A=1\nfor i in 1 2; do\nrecord $A\nA=2\ndone", "A", 4, "is set in a loop"),
+    ("A=8; for i in 1 2; do\nA=4; x && break; A=8; done; record $A", "A", 2, "is set in a loop that may end before"),
     ("A=1; while true; do record $A; ((A*=2)); done", "A", 1, "is set in a loop"),
     ("A=1; until record $A; do A=2; done", "A", 1, "is set in a loop"),
     ("bump() { A=2; }; A=1; for i in 1 2; do record $A; bump; done", "A", 1, "is set in a loop"),
@@ -167,6 +171,7 @@ def test_a_file_that_is_read_puts_values_before_it_in_doubt(reader: str) -> None
 
 def test_unknown_words_in_quotes_are_several_only_for_arrays_and_arguments() -> None:
     for source, quoted in [('"$A"', True), ('"${A}"', True), ("$A", False), ('"${A[@]}"', False), ('"$@"', False),
+                           ('"${A[@]:1}"', False), ('"${@:2}"', False), ('"${!A[@]}"', False), ('"${A:1}"', True),
                            ('B=$A; record "$B"', True), ('B="$A"; record $B', False)]:  # fmt: skip
         command = recorded(source if "record" in source else f"record {source}")
         assert [piece.quoted for field in command.fields[1:] for piece in field] == [quoted], source

@@ -27,7 +27,10 @@ WATCHED = (
 )
 
 #: Arguments of MindSpeed-LLM, of development, or of Megatron that a rule looks at only beside MindSpeed.
-NOT_OF_THE_TREE = {"reset_attention_mask", "rope_scaling_type"}
+NOT_OF_THE_TREE = {
+    *("reset_attention_mask", "rope_scaling_type", "attn_logit_softcapping", "query_pre_attn_scalar"),
+    *("interleave_sliding_window", "sliding_window_size", "enable_mla_absorb", "partial_rotary_factor", "use_glm_rope"),
+}
 
 #: Arguments of the rules that a line of MindSpeed lacks.
 LACKING = {

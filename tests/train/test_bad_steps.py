@@ -81,7 +81,7 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
 
     def built(*arguments: Any) -> Any:
         training = build(*arguments)
-        last = training.models[0].decoder.layers[1].mlp
+        last = training.models[-1].decoder.layers[-1].mlp
 
         def spoil(module: Any, inputs: Any, output: Any) -> Any:
             if len(steps) == 4 and fault == "forward" and arguments[1].rank == 1:
@@ -96,10 +96,9 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
     def counted(training: Any, *arguments: Any) -> Any:
         steps.append(None)
         spiked = len(steps) == 4 and fault == "spike"
-        scale = training.models[0].decoder.final_layernorm.weight
         if spiked:
             with torch.no_grad():
-                scale.mul_(30)
+                training.models[0].decoder.final_layernorm.weight.mul_(30)
         result = run_step(training, *arguments)
         return result
 
@@ -119,11 +118,16 @@ def run(fresh_ranks: FreshRanks, fault: str, corpus: Path, folder: Path, **chang
     return fresh_ranks.run(2, train_with_a_fault, settings.model_dump_json(), fault)
 
 
+STAGES = {"train__pipeline_model_parallel_size": 2, "context_parallel_suite__context_parallel_size": 1}
+
+
 @pytest.mark.parametrize("fault", ["forward", "backward"])
+@pytest.mark.parametrize("changes", [{}, pytest.param(STAGES, id="stages", marks=pytest.mark.thorough)])
 def test_rank_and_layer_of_the_first_bad_value_are_named(
-    fault: str, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+    changes: dict[str, Any], fault: str, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
-    for line in run(fresh_ranks, fault, corpus, tmp_path):
+    """Of two stages, both see the gradients that are not finite, and the one behind is the first."""
+    for line in run(fresh_ranks, fault, corpus, tmp_path, **changes):
         assert line.startswith(f"step 4: the {'loss' if fault == 'forward' else 'gradient'}"), line
         layer = "output of decoder.layers.1" if fault == "forward" else "gradient at the output of decoder.layers.1."
         assert f"(first seen: the {layer}" in line and " on rank 1)" in line and "\n" not in line

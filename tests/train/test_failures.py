@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mindspeed_cp.errors import ConfigError, DivergenceError, PeerError, PlanError
@@ -13,6 +15,8 @@ from mindspeed_cp.train.exit_note import EXIT_NOTE, write_exit_note
 from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
 from mindspeed_cp.train.launch import _classify_failures
 from mindspeed_cp.train.local_agent import RankFailure, read_failure
+from mindspeed_cp.train.lost_ranks import name_lost_ranks
+from mindspeed_cp.train.world import World
 
 
 def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
@@ -24,6 +28,20 @@ def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
     assert classify_error(KeyError("d")) == ("bug", "KeyError: 'd'", 1)
     assert is_lost_rank_error(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1"))
     assert not is_lost_rank_error(RuntimeError("shape mismatch"))
+
+
+def test_of_several_ranks_without_a_word_some_may_wait_for_the_dead_one() -> None:
+    """Stages of a pipeline notice a death only when their neighbours end."""
+    store = dist.HashStore()
+    world = World(1, 4, torch.device("cpu"), 1, 0, 1, 0, 4, 1, store, stages=4, stage=1)
+    lost = str(name_lost_ranks(world, RuntimeError("closed"), wait=0.05))
+    assert lost == (
+        "rank 1 lost ranks 0, 2, 3: dead, silent for longer than the time-out, or waiting for a rank that is (closed)"
+    )
+    for rank in (2, 3):
+        store.set(f"mindspeed_cp/lost_a_peer/{rank}", "here")
+    lost = str(name_lost_ranks(world, RuntimeError("closed"), wait=0.05))
+    assert lost == "rank 1 lost rank 0: dead, or silent for longer than the time-out (closed)"
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,13 @@ DOCUMENT_RULES = (
     FlagRule("--neat-pack", 0, BY_HAND, _LLM_DATA, becomes=_LLM_BATCH),
     FlagRule("--is-instruction-dataset", 0, BY_HAND, _LLM_DATA, becomes=_LLM_BATCH),
     FlagRule(
+        "--is-pairwise-dataset",
+        0,
+        REFUSED,
+        "MindSpeed-LLM's trainer of pairs (DPO) makes batches and losses of its own, which carry no plan",
+        becomes="a script of your own with planned_batch_from (docs/megatron.md)",
+    ),
+    FlagRule(
         "--yaml-cfg",
         1,
         BY_HAND,

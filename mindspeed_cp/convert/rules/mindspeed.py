@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mindspeed_cp.convert.rules.flag_rule import FlagRule, Outcome
+from mindspeed_cp.convert.rules.attention import WINDOW_FLAG
+from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Given, Outcome
 
 _WITHOUT = "leave the flag out"
 _MOE = "its losses take every rank to hold as many tokens"
@@ -32,7 +33,42 @@ _REFUSED = {
     "--rope-scaling-type": (1, "its frequencies are not those of Megatron's rotary embedding"),
 }
 
+_LLM_KERNELS = "MindSpeed-LLM hands it to its own attention, and a plan would not see it"
+_LLM_ROTATION = "MindSpeed-LLM's own rotation reads it, and Megatron's, which takes its place, does not"
+
+#: Flag of models of MindSpeed-LLM -> its number of values, why it is refused, and the alternative.
+_LLM_MODELS = {
+    "--attn-logit-softcapping": (1, _LLM_KERNELS, "a model whose scores are not capped; --qk-layernorm bounds them"),
+    "--interleave-sliding-window": (
+        1,
+        _LLM_KERNELS,
+        f"{WINDOW_FLAG} in its place, and --window-attn-skip-freq for layers without a window",
+    ),
+    "--enable-mla-absorb": (0, "plans are built for keys and values of each head, not for latents", _WITHOUT),
+    "--partial-rotary-factor": (1, _LLM_ROTATION, "--rotary-percent with the same value"),
+    "--use-glm-rope": (0, _LLM_ROTATION, "a model whose rotation --rotary-percent and --rotary-interleaved describe"),
+}
+
+
+def _scales_otherwise(given: Given) -> bool:
+    return given.value("--query-pre-attn-scalar") != given.value("--kv-channels", "none")
+
+
 MINDSPEED_FLAG_RULES = (
+    *(
+        FlagRule(flag, arity, Outcome.REFUSED, reason, becomes=instead)
+        for flag, (arity, reason, instead) in _LLM_MODELS.items()
+    ),
+    FlagRule(
+        "--query-pre-attn-scalar",
+        1,
+        Outcome.REFUSED,
+        _LLM_KERNELS,
+        becomes="a model whose scores are scaled by the width of a head",
+        when=Condition("other than `--kv-channels`", _scales_otherwise),
+        is_read=True,
+    ),
+    FlagRule("--query-pre-attn-scalar", 1, Outcome.REMOVED, "plans scale by the width of a head, which is the same"),
     *(FlagRule(flag, arity, Outcome.REFUSED, reason, becomes=_WITHOUT) for flag, (arity, reason) in _REFUSED.items()),
     FlagRule("--use-fused-rmsnorm", 0, Outcome.STAYS, "MindSpeed's norms work row by row"),
     FlagRule("--use-fused-swiglu", 0, Outcome.STAYS, "MindSpeed's activations work row by row"),

@@ -9,6 +9,7 @@ LIMIT = 2**63  # a shell's numbers have 64 bits
 MAX_TOKENS = 100
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|\$?\{?([A-Za-z_]\w*)\}?|(\*\*|[-+*/%()]))", re.ASCII)
+_STEP = re.compile(r"(?:\+\+|--)\s*[$A-Za-z_]|[\w}]\s*(?:\+\+|--)", re.ASCII)  # A++ or --A
 
 
 class Unsolved(Exception):
@@ -25,6 +26,8 @@ def solve(expression: str, value_of: Callable[[str], str | None]) -> int:
     Raises:
         Unsolved: a variable is not known, or the expression has something else in it.
     """
+    if _STEP.search(expression):
+        raise Unsolved
     tokens: list[tuple[str, str, str]] = []
     position, expression = 0, expression.strip()
     while position < len(expression):

@@ -20,6 +20,9 @@ from mindspeed_cp.errors import ConfigError
 MAX_VISITS = 1_000_000  # of statements, for what loops and functions change; a launch script has some hundreds
 
 
+_LOOP_ENDS = frozenset({"break", "continue"})
+
+
 @dataclass(frozen=True)
 class ScriptCommand:
     """A simple command after expansion.
@@ -153,6 +156,10 @@ class _Evaluator(Expander):
         if branch.kind == "function":
             self.functions[branch.name] = self._changes(number, branch.stop)
             self.arguments = arguments
+        elif branch.kind == "loop":
+            changes = self._changes(number, branch.stop, with_locals=True)
+            if _LOOP_ENDS & changes.calls:
+                self._change(changes, "is set in a loop that may end before")
 
     def _changes(self, start: int, stop: int, with_locals: bool = False) -> Changes:
         self.visits += stop - start

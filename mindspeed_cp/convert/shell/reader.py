@@ -13,6 +13,7 @@ META = frozenset(" \t\n;|&()<>")
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?$!-]", re.ASCII)
 _BRACED = re.compile(r"\{([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([@*]|[0-9]{1,9})\])?(:?[-=+?]|\})", re.ASCII)
+_LIST = re.compile(r"\{!?(?:[@*]|[A-Za-z_]\w*\[[@*]\])", re.ASCII)  # of arguments or of an array: several words
 _PLAIN = re.compile(r"[^\s;|&()<>\\'\"$`]+")
 _PLAIN_QUOTED = re.compile(r"[^\\\"$`]+")
 _PLAIN_OPERAND = re.compile(r"[^\\'\"$`}]+")
@@ -138,7 +139,7 @@ class Reader:
         """Read `${...}`."""
         match = _BRACED.match(self.source, self.position)
         if match is None:
-            return self._skip(start, quoted)
+            return self._skip(start, quoted and _LIST.match(self.source, self.position) is None)
         if nesting >= MAX_NESTING:
             raise self.error(start, f"more than {MAX_NESTING} expansions inside each other; give --define instead")
         name, subscript, operator = match.groups()

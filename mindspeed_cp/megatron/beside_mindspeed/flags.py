@@ -26,6 +26,14 @@ def _hides_keys(config: Any) -> bool:
     return config.pre_tockens is not None and rows is not None and int(config.pre_tockens) < int(rows)
 
 
+def _scales_otherwise(config: Any) -> bool:
+    """True if MindSpeed-LLM's attention would scale scores by another number than the width of a head."""
+    scale = config.query_pre_attn_scalar
+    return bool(scale) and scale != getattr(config, "kv_channels", None)
+
+
+_LLM = "MindSpeed-LLM's own attention reads it, and planned attention takes its place"
+_LLM_ROTATION = "MindSpeed-LLM's own rotation reads it, and Megatron's does not"
 _SUITE = "MindSpeed's attention must be off; give"
 _ADAPTIVE = "adaptive context parallelism is MindSpeed's; context_parallel_suite.algorithm: direct sends what is seen"
 _MOE = "its losses take every rank to hold as many tokens"
@@ -95,6 +103,13 @@ MINDSPEED_RULES = (
         "None",
         "its frequencies are not those of Megatron's RotaryEmbedding; use rope_scaling or YaRN of Megatron",
     ),
+    Rule("attn_logit_softcapping", _off, "None", f"{_LLM}; qk_layernorm bounds scores"),
+    Rule("query_pre_attn_scalar", _never, "that of kv_channels", _LLM, when=_scales_otherwise),
+    Rule("interleave_sliding_window", _off, "None", f"{_LLM}; give window_size and window_attn_skip_freq"),
+    Rule("sliding_window_size", _off, "None", f"{_LLM}; give window_size"),
+    Rule("enable_mla_absorb", _off, "False", "plans are built for keys and values of each head, not for latents"),
+    Rule("partial_rotary_factor", _off, "None", f"{_LLM_ROTATION}; give rotary_percent"),
+    Rule("use_glm_rope", _off, "False", f"{_LLM_ROTATION}; see rotary_percent and rotary_interleaved"),
     Rule("tp_2d", _off, "False", "its ranks of context parallelism are not Megatron's; use 1-D tensor parallelism"),
     Rule("unaligned_linear", _off, "False", _HEADS),
     Rule("use_multiparameter_pipeline_model_parallel", _off, "False", "stages exchange rows of any number"),
