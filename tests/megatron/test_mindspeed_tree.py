@@ -16,6 +16,8 @@ WATCHED = (
     "megatron.core.transformer.attention.",
     "megatron.core.transformer.dot_product_attention.",
     "megatron.core.transformer.multi_latent_attention.",
+    "megatron.core.transformer.multi_token_prediction.",
+    "megatron.core.recompute.",
     "megatron.core.models.common.embeddings.rope_utils.",
     "megatron.core.models.common.embeddings.rotary_pos_embedding.",
     "megatron.core.models.gpt.gpt_model.",
@@ -27,7 +29,7 @@ WATCHED = (
 )
 
 #: Arguments of MindSpeed-LLM, of development, or of Megatron that a rule looks at only beside MindSpeed.
-NOT_OF_THE_TREE = {"reset_attention_mask", "rope_scaling_type"}
+NOT_OF_THE_TREE = {"position_embedding_type", "reset_attention_mask", "rope_scaling_type"}
 
 #: Arguments of the rules that a line of MindSpeed lacks.
 LACKING = {
