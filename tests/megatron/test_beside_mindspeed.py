@@ -148,6 +148,7 @@ def test_a_model_built_before_mindspeed_is_refused_after_it(alone: None) -> None
         (["--context-parallel-algo", "ulysses_cp_algo"], "context_parallel_algo is 'ulysses_cp_algo'.*algorithm"),
         (["--cp-window-size", "2"], "cp_window_size is 2; .*double_ring"),
         (["--moe-fb-overlap"], "moe_fb_overlap is True"),
+        (["--position-embedding-type", "alibi"], "position_embedding_type is 'alibi'.*alibi=True"),
     ],
 )
 def test_layers_refuse_mindspeeds_arguments_in_their_config(flags: list[str], message: str, alone: None) -> None:
@@ -186,12 +187,14 @@ DEFAULTS: dict[str, Any] = dict(
     context_parallel_algo="megatron_cp_algo", ulysses_degree_in_cp=None, cp_window_size=1, attention_mask_type="causal",
     context_parallel_kv_cache_policy=None, fix_sub_seq_length=-1, pre_tockens=65536, next_tockens=0, sparse_mode=0,
     alibi_fusion_attn_type=None, schedules_method=None, rope_scaling_type=None, seq_length=4096,
+    position_embedding_type="rope",
 )  # fmt: skip
 #: A value that is refused, where it is not True.
 BAD: dict[str, Any] = dict(
     context_parallel_algo="hybrid_cp_algo", ulysses_degree_in_cp=2, cp_window_size=4, attention_mask_type="general",
     context_parallel_kv_cache_policy="full", fix_sub_seq_length=512, pre_tockens=4095, next_tockens=1, sparse_mode=4,
     alibi_fusion_attn_type=2, schedules_method="dualpipev", rope_scaling_type="yarn",
+    position_embedding_type="alibi",
 )  # fmt: skip
 NAMES = [rule.setting for rule in MINDSPEED_RULES]
 

@@ -16,6 +16,8 @@ WATCHED = (
     "megatron.core.transformer.attention.",
     "megatron.core.transformer.dot_product_attention.",
     "megatron.core.transformer.multi_latent_attention.",
+    "megatron.core.transformer.multi_token_prediction.",
+    "megatron.core.recompute.",
     "megatron.core.models.common.embeddings.rope_utils.",
     "megatron.core.models.common.embeddings.rotary_pos_embedding.",
     "megatron.core.models.gpt.gpt_model.",
@@ -28,8 +30,9 @@ WATCHED = (
 
 #: Arguments of MindSpeed-LLM, of development, or of Megatron that a rule looks at only beside MindSpeed.
 NOT_OF_THE_TREE = {
-    *("reset_attention_mask", "rope_scaling_type", "attn_logit_softcapping", "query_pre_attn_scalar"),
-    *("interleave_sliding_window", "sliding_window_size", "enable_mla_absorb", "partial_rotary_factor", "use_glm_rope"),
+    *("position_embedding_type", "reset_attention_mask", "rope_scaling_type", "attn_logit_softcapping"),
+    *("query_pre_attn_scalar", "interleave_sliding_window", "sliding_window_size", "enable_mla_absorb"),
+    *("partial_rotary_factor", "use_glm_rope"),
 }
 
 #: Arguments of the rules that a line of MindSpeed lacks.

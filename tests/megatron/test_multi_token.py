@@ -210,10 +210,14 @@ def test_megatron_is_patched_during_the_forward_alone(alone: None) -> None:
     arguments = dict(labels=batch["labels"], packed_seq_params=params, loss_mask=batch["loss_mask"])
     model(batch["tokens"], batch["position_ids"], None, **arguments)
     assert seen == [False] and now() == before
+    model(batch["tokens"], None, None, **arguments)  # rotary positions come from the plan
+    assert now() == before
     with pytest.raises(ConfigError, match=r"loss_mask of the model is None; valid with labels and mtp_num_layers"):
         model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
-    with pytest.raises(ConfigError, match=r"loss_mask of the model is torch.int64"):
-        model(batch["tokens"], batch["position_ids"], None, **{**arguments, "loss_mask": batch["tokens"]})
+    for labels in (batch["labels"], None):
+        with pytest.raises(ConfigError, match=r"loss_mask of the model is torch.int64"):
+            whole = {**arguments, "labels": labels, "loss_mask": batch["tokens"]}
+            model(batch["tokens"], batch["position_ids"], None, **whole)
     with pytest.raises(ConfigError, match=r"rolls a tensor of shape \[1, 142\], but rank 0 of the plan has \[1, 143\]"):
         model(batch["tokens"], batch["position_ids"], None, **{**arguments, "labels": batch["labels"][:, 1:]})
     assert now() == before
@@ -235,6 +239,7 @@ def test_rows_are_rolled_inside_documents(alone: None) -> None:
     two = rolls.roll(torch.tensor([[1, 2, 3], [4, 5, 6]]), 1, None)
     assert two.tolist() == [[2, 3, 0], [5, 6, 0]]
     assert float(rolls.total(torch.ones(3))) == 3.0
+    assert float(rolls.total(torch.ones(301, dtype=torch.bfloat16))) == 301.0
     padding = torch.tensor([[False, True]])
     assert rolls.roll(padding, 1, params) is padding
 

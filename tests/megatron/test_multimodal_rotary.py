@@ -11,6 +11,7 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, buil
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.megatron import (
     PlannedRotary,
+    attention_config,
     install,
     install_model,
     megatron_imports,
@@ -154,9 +155,10 @@ def test_positions_of_a_batch_that_a_loader_has_cut_are_those_that_the_model_get
     positions = mrope_positions(Documents([8, 24]))
     padded = torch.nn.functional.pad(positions[:, None, rows], (0, params.padding))
     with pytest.raises(ConfigError, match=r"position_ids of the model has shape \[3, 1, 16\]; valid .* \[3, 1, 18\]"):
-        rotary.read_positions(params, padded[..., :16])
-    rotary.read_positions(params, padded)
-    assert params.mrope_positions is not None and torch.equal(params.mrope_positions, positions[:, rows])
+        rotary.with_positions(params, padded[..., :16])
+    own = rotary.with_positions(params, padded)
+    assert own.mrope_positions is not None and torch.equal(own.mrope_positions, positions[:, rows])
+    assert params.mrope_positions is None and rotary.with_positions(own, None) is own
 
 
 def test_a_model_gets_the_positions_that_it_rotates_by(alone: None) -> None:
@@ -168,6 +170,14 @@ def test_a_model_gets_the_positions_that_it_rotates_by(alone: None) -> None:
     out = model(tokens, mrope_positions(Documents([5, 8]))[:, None], None, packed_seq_params=plain_params([5, 8]))
     assert out.isfinite().all()
     plan = build_plan(Documents([5, 8]), Topology(1, 1), ATTENTION)
+    positions = mrope_positions(Documents([5, 8]))[:, None]
+    moved = positions * torch.tensor([1, 3, 4])[:, None, None]
+    expected = model(tokens, moved, None, packed_seq_params=plain_params([5, 8]))
+    assert not torch.equal(out, expected)
+    own = build_plan(Documents([5, 8]), Topology(1, 1), attention_config(config))
+    for shared in (plain_params([5, 8]), planned_params(own, 0)):  # the same object in several micro-batches
+        first, second = (model(tokens, ids, None, packed_seq_params=shared) for ids in (positions, moved))
+        assert torch.equal(first, out) and torch.equal(second, expected)
     _, params = planned_batch({"position_ids": mrope_positions(Documents([5, 8]))}, plan, 0)
     text = PlannedRotary(RotaryEmbedding(16, 1.0, use_cpu_initialization=True))
     with pytest.raises(ConfigError, match="the model rotates by one position; leave position_ids out"):

@@ -26,6 +26,9 @@ from mindspeed_cp.megatron.beside_mindspeed.rotation import rotation_operator
 
 ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
 
+Arguments = tuple[Any, ...]  # of a call of the model
+Call = tuple[Arguments, dict[str, Any]]
+
 
 def install_model(model: ModelT) -> ModelT:
     """Take rotary positions from the plan of each batch, and move hidden states to the rows of attention where linear
@@ -97,24 +100,31 @@ def _install_chunk(chunk: nn.Module) -> int:
     return len(attentions)
 
 
-def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, Arguments, dict[str, Any]], Call | None]:
     """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute; before,
-    it makes those of plain PackedSeqParams, and refuses a micro-batch that has documents and no parameters."""
+    it makes those of plain PackedSeqParams, and refuses a micro-batch that has documents and no parameters. With mrope
+    the model gets parameters with its positions."""
 
-    def hook(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        params = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PackedSeqParams)), None)
+    def hook(model: nn.Module, arguments: Arguments, keywords: dict[str, Any]) -> Call | None:
+        given = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PackedSeqParams)), None)
         second = arguments[1] if len(arguments) > 1 else None  # of GPTModel.forward
         position_ids = keywords.get("position_ids", second)
-        if params is None:
+        if given is None:
             refuse_documents_without_plan(position_ids, attention.cp_group)
-            return
+            return None
+        params = given
         if not isinstance(params, PlannedBatchParams):
             params = attention.packed.planned(params, attention.cp_group)
             attention.packed.check_positions(params, position_ids)
-        if isinstance(attention.rotary, MultimodalRotary):
-            attention.rotary.read_positions(params, position_ids)
+        has_mrope = isinstance(attention.rotary, MultimodalRotary)
+        if has_mrope:
+            params = attention.rotary.with_positions(params, position_ids)
         if params.plans:
             attention.announce(params, next(model.parameters()))
+        if not has_mrope or params is given:
+            return None
+        named = {name: params if value is given else value for name, value in keywords.items()}
+        return tuple(params if value is given else value for value in arguments), named
 
     return hook
 

@@ -60,8 +60,8 @@ class PlannedRolls:
         return torch.cat([rolled, tensor[..., length:]], -1)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum values over all context-parallel ranks."""
-        total = values.detach().sum()
+        """Sum values over all context-parallel ranks, in at least fp32: half precision rounds counts above 256."""
+        total = values.detach().sum(dtype=torch.promote_types(values.dtype, torch.float32))
         if self.ranks > 1:
             dist.all_reduce(total, group=self._core.cp_group)
         return total
@@ -89,11 +89,12 @@ class RollScope:
         """Patch Megatron.
 
         Raises:
-            ConfigError: labels come without a loss mask of numbers.
+            ConfigError: labels come without a loss mask, or a loss mask is not floating point.
         """
         labels = named.get("labels", arguments[_LABELS] if len(arguments) > _LABELS else None)
         mask = named.get("loss_mask")
-        if labels is not None and not (isinstance(mask, Tensor) and mask.is_floating_point()):
+        has_labels = labels is not None or mask is not None  # else Megatron makes them from tokens
+        if has_labels and not (isinstance(mask, Tensor) and mask.is_floating_point()):
             described = mask.dtype if isinstance(mask, Tensor) else mask
             raise ConfigError(
                 f"loss_mask of the model is {described}; valid with labels and mtp_num_layers: the batch's loss_mask, "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
@@ -64,15 +66,21 @@ class MultimodalRotary(PlannedRotary):
         half = torch.cat([rows[i] for i, rows in enumerate(angles.split(self.section, dim=-1))], dim=-1)
         return torch.cat((half, half), dim=-1)[:, None], 1.0
 
-    def read_positions(self, params: PlannedBatchParams, position_ids: Any) -> None:
-        """Take this rank's positions from those that the model gets, unless the parameters have them already.
+    def with_positions(self, params: PlannedBatchParams, position_ids: Any) -> PlannedBatchParams:
+        """Return the parameters of a micro-batch with this rank's positions: a copy with those that the model gets.
+
+        The parameters themselves stay as they are, since the next micro-batch may have the same ones (equal lengths of
+        documents) with other positions. Those of planned_batch and planned_batch_from have positions already.
 
         Args:
             params: parameters of the micro-batch.
             position_ids: [3, batch_size, rows] of this rank, padding included, or None.
+
+        Raises:
+            ConfigError: another shape, or attention has other rows than linear layers.
         """
         if params.mrope_positions is not None or not isinstance(position_ids, Tensor) or position_ids.dim() != 3:
-            return  # the layers refuse a micro-batch without positions
+            return params  # the layers refuse a micro-batch without positions
         expected = [POSITION_ROWS, params.batch_size, params.length + params.padding]
         if params.layout is not params.linear or list(position_ids.shape) != expected:
             raise ConfigError(
@@ -80,4 +88,7 @@ class MultimodalRotary(PlannedRotary):
                 f"rank {params.rank} of the plan, where attention has the rows of linear layers; planned_batch and "
                 "planned_batch_from cut them for every plan"
             )
-        params.mrope_positions = position_ids[..., : params.length].reshape(POSITION_ROWS, -1)
+        own = copy.copy(params)
+        own.mrope_positions = position_ids[..., : params.length].reshape(POSITION_ROWS, -1)
+        own.tables = WeakKeyDictionary()  # cos and sin of these positions
+        return own

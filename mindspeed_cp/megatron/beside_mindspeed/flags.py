@@ -96,6 +96,12 @@ MINDSPEED_RULES = (
     Rule("pre_tockens", _never, "at least seq_length", "give window_size, from which plans are made", when=_hides_keys),
     Rule("next_tockens", _off, "0", "the mask of a GPT is causal"),
     Rule("sparse_mode", lambda v: v in (None, 0, 2, 3), "0, 2, 3", "the others are no causal masks; give window_size"),
+    Rule(
+        "position_embedding_type",
+        lambda v: v != "alibi",
+        "'none', with install(spec, suite, alibi=True)",
+        "core attention of MindSpeed, which is not called, would add the biases",
+    ),
     Rule("alibi_fusion_attn_type", lambda v: v is None, "None", "install(spec, suite, alibi=True) makes the biases"),
     Rule(
         "rope_scaling_type",

@@ -18,6 +18,7 @@ _ROPE = f"{_CORE}.models.common.embeddings.rope_utils"
 _ROTARY = f"{_CORE}.models.common.embeddings.rotary_pos_embedding"
 _P2P = f"{_CORE}.pipeline_parallel.p2p_communication"
 _SCHEDULES = f"{_CORE}.pipeline_parallel.schedules"
+_LATER = f"{_CORE}.transformer.multi_token_prediction"
 _DATA = f"{_CORE}.datasets.gpt_dataset"
 _TE = f"{_CORE}.extensions.transformer_engine"
 
@@ -219,9 +220,30 @@ REPLACEMENTS = (
     ),
     Replacement(
         (f"{_SCHEDULES}.get_tensor_shapes", f"{_SCHEDULES}.forward_step", f"{_SCHEDULES}.backward_step"),
-        "--use-multiparameter-pipeline-model-parallel, --tp-2d, --schedules-method dualpipev",
+        "--use-multiparameter-pipeline-model-parallel, --tp-2d, --schedules-method dualpipev; 0.16: "
+        "pack_sequences_in_batch of Megatron-Bridge",
         "refused",
         "stages exchange rows of any number",
+    ),
+    # Multi-token prediction
+    Replacement(
+        (f"{_LATER}.MultiTokenPredictionBlock.forward", f"{_LATER}.MultiTokenPredictionLayer.forward"),
+        "--moe-fb-overlap; 0.16: --fp8-format",
+        "refused",
+        "its layers take no packed_seq_params",
+    ),
+    Replacement(
+        (f"{_LATER}.MultiTokenPredictionLayer._checkpointed_forward",),
+        "pack_sequences_in_batch of Megatron-Bridge",
+        "refused",
+        "recomputed layers get packed_seq_params by a patch of this package",
+        ("0.16",),
+    ),
+    Replacement(
+        (f"{_LATER}.get_mtp_num_layers_to_build",),
+        "--schedules-method dualpipev",
+        "refused",
+        "its schedule has not been tried with rows that differ between micro-batches",
     ),
     # Layers
     Replacement(
@@ -275,6 +297,13 @@ REPLACEMENTS = (
         "kept",
         "it hands packed_seq_params to layers",
         _OLD,
+    ),
+    Replacement(
+        (f"{_CORE}.recompute.checkpointed_forward",),
+        "--recompute-method block, --swap-attention",
+        "kept",
+        "it hands packed_seq_params to layers",
+        ("0.18",),
     ),
     Replacement(
         (f"{_CORE}.transformer.moe.router.TopKRouter.routing", f"{_CORE}.transformer.moe.moe_layer.MoELayer"),

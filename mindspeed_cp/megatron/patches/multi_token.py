@@ -74,12 +74,14 @@ def multi_token_by_plan(rolls: Rolls) -> Iterator[None]:
         yield
 
 
-def _roll_tensor(rolls: Rolls, shares: int) -> Callable[..., tuple[Tensor, Tensor]]:
+def _roll_tensor(rolls: Rolls, shares: int) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
     """Return a function for roll_tensor: rolled rows, and for a loss mask the counted tokens of all ranks / shares."""
 
     def roll_tensor(
-        tensor: Tensor, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
-    ) -> tuple[Tensor, Tensor]:
+        tensor: Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if tensor is None:  # position_ids of a model without learned positions
+            return None, None
         assert dims in (-1, tensor.dim() - 1), "Megatron rolls the last dimension"
         rolled = rolls.roll(tensor, -shifts, packed_seq_params)
         if not rolled.is_floating_point():  # nobody counts tokens, labels and positions
