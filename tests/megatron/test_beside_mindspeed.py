@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,14 @@ from tests.megatron.gpt import (
     transformer_config,
 )
 from tests.megatron.mindspeed_double import FOLDER, beside_mindspeed
-from tests.megatron.models import FULL, LATENT
+from tests.megatron.models import EXPERTS, FULL, LATENT
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.test_arguments import arguments
 from tests.megatron.test_gpt import MORE, RAGGED, assert_equal
 
 with megatron_imports():
     from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 SWIGLU: dict[str, Any] = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
@@ -110,6 +112,22 @@ def test_its_norms_serve_sequence_parallelism(ranks: MegatronRanks, reference: d
     for ((outcome, calls),) in ranks.run(4, planned_beside, (*BASE, *FUSED), [case], 2):
         assert_equal(outcome, reference["interleaved"])
         assert calls["norm"] and calls["rotary"]
+
+
+@pytest.mark.skipif(
+    "padding_mask" not in signature(TransformerBlock._checkpointed_forward).parameters,
+    reason="layers of this Megatron-core take no padding_mask, or it recomputes them elsewhere",
+)
+def test_routers_of_layers_that_it_recomputes_count_no_padding(ranks: MegatronRanks) -> None:
+    """Its recomputation calls layers without padding_mask; one rank has no token here, and a row of padding."""
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    case = Case(((1,), (5, 1)), config={**EXPERTS, **block})
+    with one_rank():
+        expected = planned(case)
+    flags = ("--context-parallel-size", "2", "--recompute-method", "block")
+    for ((outcome, calls),) in ranks.run(2, planned_beside, flags, [case]):
+        assert_equal(outcome, expected)
+        assert calls["recomputation"] == 4
 
 
 def test_everything_is_undone_after_the_double() -> None:

@@ -19,6 +19,7 @@ from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.multi_token import install_multi_token
 from mindspeed_cp.megatron.adaptors.multimodal_rotary import MultimodalRotary
+from mindspeed_cp.megatron.adaptors.padding import give_padding_to_recomputed
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
 from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
@@ -91,6 +92,7 @@ def _install_chunk(chunk: nn.Module) -> int:
         for attention in attentions:
             attention.packed = planner
         chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
+        give_padding_to_recomputed(chunk)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
         operator = rotation_operator(attention.config)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mindspeed_cp import ConfigError, context_parallel_roll
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.padding import give_padding
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.patches.multi_token import multi_token_by_plan
 
@@ -146,20 +147,4 @@ def _install_layer(layer: MultiTokenPredictionLayer) -> None:
         if isinstance(module, PlannedAttention):
             module.layers_before = layer.config.num_layers + layer.layer_number - module.layer_number
     if layer.config.num_moe_experts:
-        inner.register_forward_pre_hook(_mark_padding, with_kwargs=True)
-
-
-def _mark_padding(
-    layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of a layer with the rows of padding, which Megatron 0.16 does not pass on to it."""
-    params, config = named.get("packed_seq_params"), layer.config
-    if not isinstance(params, PlannedBatchParams) or not params.linear_padding or named.get("padding_mask") is not None:
-        return None
-    hidden: Tensor = arguments[0] if arguments else named["hidden_states"]
-    mask = params.padding_mask(hidden.device)
-    if config.sequence_parallel:  # type: ignore[union-attr]
-        share = len(hidden)
-        first = share * layer.self_attention.core_attention.tp_group.rank()  # type: ignore[union-attr,operator]
-        mask = mask[:, first : first + share]
-    return arguments, {**named, "padding_mask": mask}
+        give_padding(inner)

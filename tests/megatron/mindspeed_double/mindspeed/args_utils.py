@@ -11,6 +11,7 @@ def parse() -> Namespace:
     parser.add_argument("--context-parallel-algo", default="megatron_cp_algo")
     parser.add_argument("--attention-mask-type", default="causal")
     parser.add_argument("--position-embedding-type", default="rope")
+    parser.add_argument("--recompute-method", default=None)
     parser.add_argument("--ulysses-degree-in-cp", type=int, default=None)
     for name, default in (("cp-window-size", 1), ("pre-tockens", 65536), ("next-tockens", 0), ("sparse-mode", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -66,6 +66,13 @@ if ARGS.multi_latent_attention:
     from mindspeed.core.transformer.multi_head_latent_attention.adaptor import multi_latent_attention_init_impl
 
     replace(f"{LATENT}.MultiLatentAttention.__init__", multi_latent_attention_init_impl)
+if ARGS.recompute_method == "block":
+    from mindspeed.core.memory.common import transformer_block_checkpointed_forward
+
+    replace(
+        f"{TRANSFORMER}.transformer_block.TransformerBlock._checkpointed_forward",
+        transformer_block_checkpointed_forward,
+    )
 if ARGS.reset_attention_mask:
     patch_end_of_document()
 if ARGS.unaligned_linear:
