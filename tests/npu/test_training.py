@@ -101,7 +101,9 @@ def assert_same(actual: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 def test_losses_are_those_of_the_cpu(
     ranks: int, settings: tuple[str, ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
+    """With fused operators; what all ranks share in a checkpoint lies on the host, for machines that have no NPU."""
     assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
+    assert_steps_on_the_host(tmp_path, STEPS)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -110,6 +112,14 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
         yield from tensors(part)
+
+
+def assert_steps_on_the_host(folder: Path, last: int) -> None:
+    """What all ranks share in the checkpoint of the last step is on the host, Adam's counter of steps too."""
+    [file] = (folder / "checkpoints").glob(f"*{last}/common.pt")
+    common = torch.load(file, weights_only=False)
+    assert any(x.numel() == 1 and float(x) == last for x in tensors(common))
+    assert {x.device.type for x in tensors(common)} == {"cpu"}
 
 
 @pytest.mark.thorough  # by default the test above trains with fused operators
@@ -125,8 +135,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 def test_a_run_goes_on_with_and_without_fused_operators(
     runs: tuple[tuple[int, str], ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
-    """Checkpoints of fused and of plain operators are alike: losses stay those of a run on the CPU. What all ranks share in
-    a checkpoint lies on the host, for machines that have no NPU."""
+    """Checkpoints of fused and of plain operators are alike: losses stay those of a run on the CPU."""
     lines: list[dict[str, Any]] = []
     for last, device in runs:
         name, *plain = device.split()
@@ -136,10 +145,7 @@ def test_a_run_goes_on_with_and_without_fused_operators(
         log = " ".join((tmp_path / "logs" / "rank0.log").read_text().split())
         assert ("fused operators: RMSNorm, rotary positions, SwiGLU, AdamW" in log) or device != "npu"
         assert ("fused operators: none" in log) == bool(plain)
-        for file in (tmp_path / "checkpoints").glob(f"*{last}/common.pt"):
-            common = torch.load(file, weights_only=False)
-            assert any(x.numel() == 1 and float(x) == last for x in tensors(common))  # Adam's counter of steps
-            assert {x.device.type for x in tensors(common)} == {"cpu"}
+        assert_steps_on_the_host(tmp_path, last)
     assert_same(lines, on_the_cpu)
 
 

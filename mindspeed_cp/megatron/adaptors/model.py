@@ -118,12 +118,12 @@ def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, Argument
         if not isinstance(params, PlannedBatchParams):
             params = attention.packed.planned(params, attention.cp_group)
             attention.packed.check_positions(params, position_ids)
-        has_mrope = isinstance(attention.rotary, MultimodalRotary)
-        if has_mrope:
-            params = attention.rotary.with_positions(params, position_ids)
+        rotary = attention.rotary
+        if isinstance(rotary, MultimodalRotary):
+            params = rotary.with_positions(params, position_ids)
         if params.plans:
             attention.announce(params, next(model.parameters()))
-        if not has_mrope or params is given:
+        if not isinstance(rotary, MultimodalRotary) or params is given:
             return None
         named = {name: params if value is given else value for name, value in keywords.items()}
         return tuple(params if value is given else value for value in arguments), named
