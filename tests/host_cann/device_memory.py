@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-DEVICE_TO_DEVICE = 3  # ACL_MEMCPY_DEVICE_TO_DEVICE
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # ACL_MEMCPY_...
 DIMENSIONS = 12  # HOST_CANN_DIMENSIONS
 before_late: list[Callable[[], None]] = []  # for tests: called before an operator's late tasks go into the stream
 
@@ -51,10 +51,14 @@ def check(code: int, what: str) -> None:
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies on the current stream, asynchronously; both dense, alike, and on the same device."""
+    """Copies on the current stream, asynchronously; both dense, alike, and on the same device or one on the host."""
     size = source.numel() * source.element_size()
-    handle = stream(target.device)
-    code = _acl.aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, DEVICE_TO_DEVICE, handle)
+    on_device = target if target.device.type == "npu" else source
+    kind = (
+        HOST_TO_DEVICE if source.device.type == "cpu" else DEVICE_TO_DEVICE if on_device is target else DEVICE_TO_HOST
+    )
+    handle = stream(on_device.device)
+    code = _acl.aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, kind, handle)
     check(code, "aten::copy_")
 
 

@@ -28,6 +28,7 @@ import torch
 
 from tests.host_cann import device_memory
 from tests.host_cann.device_memory import copied, copy_bytes, drain, fill_bytes, host, late, poison, put, tensors, watch
+from tests.host_cann.kernels import HAS_KERNELS, kernel, replace
 
 KEEP = frozenset(
     [
@@ -78,34 +79,27 @@ def install(acl: ctypes.CDLL) -> int:
     replaced = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says each time that a kernel is overridden
-        for name in ALLOCATE:
-            _library.impl(
-                name, _allocation_kernel(f"aten::{name}"), "PrivateUse1", with_keyset=True, allow_override=True
-            )
+        for name in ALLOCATE if HAS_KERNELS else ():
+            replace(_library, name, _allocation_kernel(f"aten::{name}"), "PrivateUse1", with_keyset=True)
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
             operator = _operator(name)
             if operator is None or not (name in special or name in composed or _computable(name, operator)):
                 continue
             if name in composed:
-                kernel: Callable[..., Any] = torch.library.get_kernel(name, "CPU").call_boxed
+                function = kernel(operator, "CPU") if HAS_KERNELS else _copy_of
             else:
-                kernel = special.get(name) or _kernel(operator)
+                function = special.get(name) or _kernel(operator)
             keyset = name in composed or name == "aten::copy_"
-            _library.impl(name.removeprefix("aten::"), kernel, "PrivateUse1", with_keyset=keyset, allow_override=True)
+            replace(_library, name, function, "PrivateUse1", with_keyset=keyset)
             replaced += 1
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutogradPrivateUse1"):
             operator = _operator(name)
             if operator is None or name == "aten::contiguous":
                 continue
             if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-                _library.impl(
-                    name.removeprefix("aten::"), operator.decompose, "AutogradPrivateUse1", allow_override=True
-                )
+                replace(_library, name, operator.decompose, "AutogradPrivateUse1")
             elif torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
-                formula = torch.library.get_kernel(name, "AutogradCPU").call_boxed
-                _library.impl(
-                    name.removeprefix("aten::"), formula, "AutogradPrivateUse1", with_keyset=True, allow_override=True
-                )
+                replace(_library, name, kernel(operator, "AutogradCPU"), "AutogradPrivateUse1", with_keyset=True)
             else:
                 continue
             replaced += 1
@@ -251,7 +245,10 @@ def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
 
 def _copy_kernel() -> Callable[..., torch.Tensor]:
     """copy_: what a stream can copy as bytes is left to the stream; the rest waits for the current stream and is done at once."""
-    original = torch.library.get_kernel("aten::copy_", "PrivateUse1")
+    if HAS_KERNELS:
+        between = torch.library.get_kernel("aten::copy_", "PrivateUse1").call_boxed
+    else:
+        between = _copy_between
 
     def copy(keyset: Any, self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         calls["aten::copy_"] += 1
@@ -262,7 +259,7 @@ def _copy_kernel() -> Callable[..., torch.Tensor]:
             copy_bytes(self, source)
             return self
         if bytes_alone and "cpu" in (self.device.type, source.device.type):
-            return original.call_boxed(keyset, self, source, non_blocking)
+            return between(keyset, self, source, non_blocking)
         for tensor in (self, source):
             if tensor.device.type == "npu":
                 drain(tensor.device, "aten::copy_")
@@ -276,6 +273,29 @@ def _copy_kernel() -> Callable[..., torch.Tensor]:
         return self
 
     return copy
+
+
+def _copy_of(
+    keyset: Any, self: torch.Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None,
+    pin_memory: bool | None = None, non_blocking: bool = False, memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """_to_copy and clone, of empty and copy_."""
+    where = {"dtype": dtype or self.dtype, "device": device or self.device, "pin_memory": bool(pin_memory)}
+    keeps_strides = memory_format in (None, torch.preserve_format) and _is_dense(self)
+    strides = self.stride() if keeps_strides else torch.empty(self.shape, device="meta").stride()
+    return torch.empty_strided(self.shape, strides, **where).copy_(self, non_blocking)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return bool(torch._prims_common.is_non_overlapping_and_dense(x))
+
+
+def _copy_between(keyset: Any, self: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+    """As torch_npu copies between host and device, for versions of torch whose kernels cannot be kept."""
+    copy_bytes(self, source)
+    if not non_blocking:
+        drain((self if self.device.type == "npu" else source).device, "aten::copy_")
+    return self
 
 
 def _allocation_kernel(name: str) -> Callable[..., torch.Tensor]:
