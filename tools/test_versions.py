@@ -33,6 +33,11 @@ RESULTS = ROOT / "mindspeed_cp" / "device" / "tested_versions.json"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 #: Tests of Megatron's training loop: without it, all are skipped, and the suite counts as failed.
 TRAINING_TESTS = "tests/megatron/test_pretrain_script.py"
+#: Tests of NPUs over the stand-in for CANN, for rows with torch-npu. The others look into one release of it.
+NPU_TESTS = tuple(
+    f"test_{name}.py"
+    for name in ["agreement", "counts", "fused", "operators", "parts", "roll", "syncs", "table", "waits"]
+)
 #: Tests of each suite, run one after the other, as arguments of pytest.
 SUITES = {
     "decisions": ("tests/layout", "tests/plan", "tests/algorithms", "tests/choose", "tests/simulate"),
@@ -40,9 +45,10 @@ SUITES = {
     "ops": ("tests/ops",),
     "megatron": ("tests/megatron", f"--ignore={TRAINING_TESTS}"),
     "training-loop": (TRAINING_TESTS,),
+    "npu": ("--timeout-method=thread", *(f"tests/npu/{name}" for name in NPU_TESTS)),
 }
 #: Packages of requirements/dev.txt that a row names itself.
-OWN = ("numpy", "megatron-core", "torch")
+OWN = ("numpy", "megatron-core", "torch", "torch-npu")
 #: Keys of a row that name no package.
 NO_PACKAGES = ("also", "training")
 
@@ -71,6 +77,8 @@ def main() -> int:
         for suite in arguments.suites:
             if suite == "training-loop" and tree is None and wanted != "wheel":
                 print(f"  {suite}: left out: --trees names no folder with {wanted}", flush=True)
+                continue
+            if suite == "npu" and "torch-npu" not in row:
                 continue
             results[suite], error = run_suite(SUITES[suite], environment, variables, arguments.jobs)
             print(f"  {suite}: {error or f'{results[suite]} passed'}", flush=True)
@@ -104,11 +112,12 @@ def make_environment(row: dict[str, Any], python: str) -> tuple[Path, dict[str, 
     if not stamp.is_file() or stamp.read_text() != wanted:
         subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
         install_torch(interpreter, row["torch"])
-        named = [f"{name}=={row[name]}" for name in ("numpy", "megatron-core")]
+        named = [f"{name}=={row[name]}" for name in OWN if name in row and name != "torch"]
         pip(interpreter, *requirements(), *named, *row.get("also", ()))
         stamp.write_text(wanted)
     torch = next(folder.glob("lib/python*/site-packages/torch"))
     variables = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    variables["HOST_CANN_BUILD"] = str(folder / "host_cann")
     if any((torch / "lib").glob("libtorch_cuda.so")):
         if not (folder / "cuda").is_dir():
             build = [sys.executable, "-m", "tests.versions.cuda_stand_in", torch, folder / "cuda"]

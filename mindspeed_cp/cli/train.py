@@ -61,6 +61,7 @@ def train(
     """
     from mindspeed_cp.config.settings import QUICKSTART, load_settings
     from mindspeed_cp.device.select import load_cuda, require_torch_npu
+    from mindspeed_cp.device.versions import require_megatron_of_train
     from mindspeed_cp.train.nodes import Nodes
 
     all_overrides = list(overrides or ())
@@ -72,6 +73,7 @@ def train(
         raise ConfigError(f"--node-rank: needed for {nodes} nodes: 0 to {nodes - 1}, another on each")
     machines = Nodes(nodes, node_rank or 0, master_addr, master_port)
     settings = load_settings(config or QUICKSTART, all_overrides, _print_note)
+    require_megatron_of_train()
     if settings.train.device == "npu":
         require_torch_npu("train.device = npu", "train.device: cpu")
     elif settings.train.device == "cuda":

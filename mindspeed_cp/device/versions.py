@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_cp.device.select import min_cann
+from mindspeed_cp.errors import ConfigError
 
+#: Oldest Megatron-core whose checkpoints `mindspeed-cp train` writes.
+OLDEST_MEGATRON_OF_TRAIN = (0, 16)
 #: Rows of versions that were tested together, written by `make test-versions`.
 TESTED_FILE = Path(__file__).parent / "tested_versions.json"
 
@@ -45,7 +48,7 @@ LIMITS = (
     Limit("numpy", "numpy", (1, 26), _UNTESTED, "everything", ("decisions",)),
     Limit("torch", "torch", (2, 7), _UNTESTED, "attention, training, doctor", ("engine", "ops")),
     Limit("megatron-core", "megatron.core", (0, 12), _UNTESTED, "mindspeed_cp.megatron, training", ("megatron",)),
-    Limit("torch-npu", "torch_npu", (2, 7), _UNTESTED, "NPUs; of torch's own release", ()),
+    Limit("torch-npu", "torch_npu", (2, 7), _UNTESTED, "NPUs; of torch's own release", ("npu",)),
 )
 
 
@@ -105,6 +108,19 @@ def version_status(limit: Limit, version: str | None) -> Status:
     return Status(limit.package, version, "allowed", f"tested: {', '.join(tested) or 'none'}")
 
 
+def require_megatron_of_train() -> None:
+    """Raise ConfigError where the installed Megatron-core is too old for `mindspeed-cp train`; imports nothing."""
+    [limit] = [limit for limit in LIMITS if limit.package == "megatron-core"]
+    version = installed_version(limit)
+    release = None if version is None else _numbers(version)
+    if release is not None and release < OLDEST_MEGATRON_OF_TRAIN:
+        oldest = ".".join(map(str, OLDEST_MEGATRON_OF_TRAIN))
+        raise ConfigError(
+            f"megatron-core is {version}; valid for `mindspeed-cp train`: {oldest} or later, for whose formats its "
+            "checkpoints are made; with an older one train by your own script (docs/megatron.md)"
+        )
+
+
 def version_report() -> list[Status]:
     """Return the status of every package of LIMITS, and of torch-npu beside another release of torch."""
     versions = {limit.package: installed_version(limit) for limit in LIMITS}
@@ -121,8 +137,8 @@ def version_report() -> list[Status]:
 
 def versions_md() -> str:
     """Return the tables of docs/versions.md."""
-    head = "| Python | torch | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|\n"
-    names = ("python", "torch", "numpy", "megatron-core")
+    head = "| Python | torch | torch-npu | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|---|\n"
+    names = ("python", "torch", "torch-npu", "numpy", "megatron-core")
     rows = "".join(
         "| "
         + " | ".join(str(row.get(name) or "-") for name in names)

@@ -214,7 +214,7 @@ class CallAgreement:
     def _start_on_device(self, digest: int, call: str) -> _Comparison:
         own = torch.full((1,), digest, dtype=torch.int64, device=self._device)
         gathered = own.new_empty(self._ranks)
-        work = dist.all_gather_single(gathered, own, group=self._group, async_op=True)
+        work = _all_gather(gathered, own, group=self._group, async_op=True)
         module = torch.get_device_module(self._device)
         stream = _side_stream(self._device)
         with module.stream(stream):
@@ -225,6 +225,9 @@ class CallAgreement:
             event.record(stream)
         return _Comparison(digests, event.query, lambda limit: event.synchronize(), call, (own, gathered))
 
+
+#: torch.distributed.all_gather_single, or its older name, of which newer versions of torch warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _side_streams: dict[torch.device, Any] = {}
 

@@ -12,12 +12,15 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from mindspeed_cp.errors import PeerError
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.nodes import listening_socket
 
+#: torch's newer server of a store takes a socket that listens since 2.8 (pytorch/pytorch#150215); its older one always.
+_NEWER_SERVER = torch.__version__ >= (2, 8)
 _RETRY_SECONDS = 0.2
 _TELL_SECONDS = 10.0  # after so long rank 0 says for whom it waits
 _COMPLETE = "all ranks came"
@@ -70,8 +73,9 @@ def _join_on_rank_0(environment: Mapping[str, str], rank: int, size: int, timeou
         listener = listening_socket(name, port, environment.get("GLOO_SOCKET_IFNAME"))
         address, bound = listener.getsockname()[:2]
         store = dist.TCPStore(
-            address, bound, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+            address, bound, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(),
+            use_libuv=_NEWER_SERVER,
+        )  # fmt: skip
         _wait_for_others(store, size, f"{address}:{bound}", deadline)
         store.set(_COMPLETE, "")
         return store

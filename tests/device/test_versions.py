@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from mindspeed_cp.device import versions
-from mindspeed_cp.device.versions import LIMITS, installed_version, version_report, version_status
+from mindspeed_cp.device.versions import (
+    LIMITS,
+    installed_version,
+    require_megatron_of_train,
+    version_report,
+    version_status,
+)
+from mindspeed_cp.errors import ConfigError
 from tools import test_versions
 
 TESTED = versions.tested_rows
@@ -54,6 +62,17 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_version_has_a_status_and_a_reason(package: str, version: str | None, status: str, reason: str) -> None:
     given = version_status(LIMIT[package], version)
     assert (given.status, given.version) == (status, version) and given.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("0.12.1", True), ("0.15.0rc8", True), ("0.16.1", False), ("unknown", False)]
+)
+def test_train_refuses_an_older_megatron(version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda limit: version)
+    with (
+        pytest.raises(ConfigError, match=f"megatron-core is {version}; valid .*: 0.16") if is_refused else nullcontext()
+    ):
+        require_megatron_of_train()
 
 
 def test_torch_npu_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
