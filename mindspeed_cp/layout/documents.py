@@ -13,6 +13,8 @@ from mindspeed_cp.schema.numbers import is_int
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
 
+_WHOLE_ROWS = "0: rows are whole, not yet cut over ranks (by get_batch_on_this_cp_rank)"
+
 
 class Documents:
     """Lengths of the documents of one packed batch.
@@ -147,7 +149,9 @@ class Documents:
         if len(wrong):
             row, i = map(int, wrong[0])
             index = f"{i}" if array.ndim == 1 else f"{row}, {i}"
-            valid = f"{rows[row, i - 1] + 1}, the next of its document, or 0, the first of another" if i else "0"
+            valid = (
+                f"{rows[row, i - 1] + 1}, the next of its document, or 0, the first of another" if i else _WHOLE_ROWS
+            )
             after = f" after {rows[row, i - 1]}" if i else ", the first of a row"
             raise ConfigError(f"position_ids[{index}] is {rows[row, i]}{after}; valid: {valid}")
         return cls(np.diff(np.append(np.flatnonzero(is_start), rows.size)))

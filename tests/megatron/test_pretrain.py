@@ -46,8 +46,10 @@ def test_importing_needs_no_megatron_training() -> None:
 
 def test_the_parser_takes_the_plan() -> None:
     parser = pretrain.add_arguments(ArgumentParser())
-    args = parser.parse_args(["--cp-plan", "suite.yaml", "--cp-plan-set", "algorithm=ulysses", "nodes=2"])
-    assert (args.cp_plan, args.cp_plan_set) == ("suite.yaml", ["algorithm=ulysses", "nodes=2"])
+    one_flag = ["--cp-plan-set", "algorithm=ulysses", "nodes=2"]
+    for words in (one_flag, ["--cp-plan-set", "algorithm=ulysses", "--cp-plan-set", "nodes=2"]):
+        args = parser.parse_args(["--cp-plan", "suite.yaml", *words])
+        assert (args.cp_plan, args.cp_plan_set) == ("suite.yaml", ["algorithm=ulysses", "nodes=2"])
     assert parser.parse_args([]).cp_plan is None
     assert parser.parse_args(["--cp-plan-documents"]).cp_plan_documents and not args.cp_plan_documents
 
@@ -80,6 +82,7 @@ def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namesp
         (dict(cp_plan_set=["candidates=[ulysses]"]), "candidates is .*one algorithm by name"),
         (dict(reset_position_ids=False), "attention would cross them"),
         (dict(cp_plan_set=["p2p_groups=directional"]), "p2p_groups is 'directional'; valid .* 'auto' or 'batched'"),
+        (dict(cp_plan_set=["ulysses_degree=3"]), "^--cp-plan-set: .*ulysses_degree"),
         (dict(cp_plan_set=["hccl_buffer_mb=50"]), "hccl_buffer_mb is 50; valid .* null.*set HCCL_BUFFSIZE"),
         (dict(reset_attention_mask=False), "True with --reset-position-ids"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,18 @@ from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
 SpecT = TypeVar("SpecT")
 
 
-def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False, packed_cut: str = "document") -> SpecT:
+#: Packages whose classes named ...DotProductAttention compute what a TransformerConfig says, and nothing else.
+_KNOWN_PACKAGES = ("megatron", "mindspeed", "mindspeed_llm")
+
+
+def install(
+    spec: SpecT,
+    suite: SuiteSettings,
+    *,
+    alibi: bool = False,
+    packed_cut: str = "document",
+    replaces: Sequence[type] = (),
+) -> SpecT:
     """Return a copy of a spec with :class:`PlannedAttention` as core attention and :class:`PlannedRouter` as router of
     experts.
 
@@ -44,10 +56,12 @@ def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False, packed_cu
             Megatron's plain PackedSeqParams: "document", each sequence by itself (Megatron's ``--sft``, verl,
             ms-swift), or "row", the whole row (``--dataloader-inter-document-masking``). Batches of planned_batch and
             planned_batch_from are cut by their plan.
+        replaces: classes of core attention, besides Megatron's and MindSpeed's DotProductAttention, that
+            PlannedAttention takes the place of: what they do beyond the settings of the TransformerConfig is not done.
 
     Raises:
-        ConfigError: a layer attends in a way that no plan covers, the spec has no self attention, or MindSpeed replaced
-            what planned attention needs.
+        ConfigError: a layer has a core attention that is not known, or attends in a way that no plan covers; the spec has
+            no self attention; or MindSpeed replaced what planned attention needs.
     """
     check_beside_mindspeed()
     new = copy.deepcopy(spec)
@@ -56,7 +70,10 @@ def install(spec: SpecT, suite: SuiteSettings, *, alibi: bool = False, packed_cu
         return new
     core = ModuleSpec(module=PlannedAttention, params={"suite": suite, "alibi": alibi, "packed_cut": packed_cut})
     replaced = sum(
-        [_replace(layer, f"layer {i}" if len(layers) > 1 else "the layer", core) for i, layer in enumerate(layers)]
+        [
+            _replace(layer, f"layer {i}" if len(layers) > 1 else "the layer", core, replaces)
+            for i, layer in enumerate(layers)
+        ]
     )
     if not replaced:
         raise ConfigError(
@@ -82,7 +99,7 @@ def _inner_layer(layer: Any) -> Any:
     return getattr(parts, "transformer_layer", None) or getattr(parts, "mtp_model_layer", None) or layer
 
 
-def _replace(layer: Any, where: str, core: ModuleSpec) -> int:
+def _replace(layer: Any, where: str, core: ModuleSpec, replaces: Sequence[type]) -> int:
     """Put PlannedAttention into one layer spec, in place; return the number of replaced attentions (0 or 1)."""
     parts: Any = getattr(layer, "submodules", None)
     cross = getattr(parts, "cross_attention", None)
@@ -112,9 +129,23 @@ def _replace(layer: Any, where: str, core: ModuleSpec) -> int:
         attention.module = PlannedMLASelfAttention
     if isinstance(module, type) and not issubclass(module, Attention):
         raise ConfigError(f"install: {where} uses {_name(attention)}; valid: SelfAttention or a class derived from it")
+    _check_core(inner.core_attention, where, replaces)
     inner.core_attention = core
     _replace_router(getattr(parts, "mlp", None))
     return 1
+
+
+def _check_core(core: Any, where: str, replaces: Sequence[type]) -> None:
+    """Raise ConfigError if PlannedAttention may not compute what a layer's core attention does."""
+    module: Any = core.module if isinstance(core, ModuleSpec) else core
+    package = str(getattr(module, "__module__", "")).split(".")[0]
+    is_known = package in _KNOWN_PACKAGES and _name(core).endswith("DotProductAttention")
+    if not (is_known or module is PlannedAttention or module in replaces):
+        raise ConfigError(
+            f"install: core_attention of {where} is {_name(core)}, and PlannedAttention in its place computes what the "
+            "TransformerConfig says alone; valid: Megatron's DotProductAttention, with a window as config.window_size "
+            f"and config.window_attn_skip_freq; if nothing else is lost, install(spec, suite, replaces=[{_name(core)}])"
+        )
 
 
 def _replace_router(mlp: Any) -> None:

@@ -24,7 +24,7 @@ from mindspeed_cp.megatron.pretrain.data import get_batch, is_dataset_built_on_r
 from mindspeed_cp.megatron.pretrain.layers import PlannedLayers, mtp_block_spec
 from mindspeed_cp.megatron.pretrain.losses import loss_func
 from mindspeed_cp.megatron.pretrain.models import pre_wrap_hook, wrap_model_provider
-from mindspeed_cp.megatron.pretrain.options import add_arguments, suite_of
+from mindspeed_cp.megatron.pretrain.options import add_arguments, settings_of, suite_of
 from mindspeed_cp.megatron.pretrain.step import forward_step
 
 #: For ``--spec mindspeed_cp.megatron.pretrain spec``, in every version.
@@ -39,6 +39,7 @@ __all__ = [
     "loss_func",
     "mtp_block_spec",
     "pre_wrap_hook",
+    "settings_of",
     "spec",
     "suite_of",
     "wrap_model_provider",

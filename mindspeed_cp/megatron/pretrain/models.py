@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.model import install_model
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.megatron.pretrain.layers import building_virtual_stage, mtp_block_spec, pipelined, planned_layers
@@ -42,7 +43,15 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
         if pipelined(arguments):
             arguments.variable_seq_lengths = True
         with building_virtual_stage(kwargs.get("vp_stage")), _builder_of_later_layers(arguments):
-            model = model_provider(*args, **kwargs)
+            try:
+                model = model_provider(*args, **kwargs)
+            except AssertionError as error:
+                if "Context parallelism is only supported by" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"the layers have Megatron's core attention ({error}); valid: planned attention in every layer: "
+                    f"--spec {' '.join(SPEC)}, or install(spec, suite_of(args)) where the script makes its own spec"
+                ) from None
         install_model(model)
         return model
 

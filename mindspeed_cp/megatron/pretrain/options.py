@@ -28,6 +28,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--cp-plan-set",
         metavar="KEY=VALUE",
         nargs="+",
+        action="extend",
         default=[],
         help="other values of keys of the file, such as algorithm=ulysses",
     )
@@ -76,7 +77,10 @@ def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> 
     words = [word if word.startswith(prefix) else prefix + word for word in overrides]
     if not _names_size(data, words):
         words.append(f"{prefix}context_parallel_size={context_parallel_size}")
-    suite = SuiteSettings.from_yaml(path, words)
+    try:
+        suite = SuiteSettings.from_yaml(path, words)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--set ", "--cp-plan-set ").replace("--set:", "--cp-plan-set:")) from None
     if suite.algorithm == AUTO or suite.candidates:
         key, value = ("algorithm", AUTO) if suite.algorithm == AUTO else ("candidates", suite.candidates)
         raise ConfigError(
