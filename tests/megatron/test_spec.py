@@ -168,14 +168,14 @@ class OwnAttention(torch.nn.Module):
 @pytest.mark.parametrize("as_spec", [False, True])
 def test_a_core_attention_of_ones_own_is_not_dropped_without_a_word(as_spec: bool, alone: None) -> None:
     spec = layer_spec(transformer_config())
-    inner = spec.submodules.self_attention.submodules
+    inner = spec.layer_specs[0].submodules.self_attention.submodules
     inner.core_attention = ModuleSpec(module=OwnAttention) if as_spec else OwnAttention
     with pytest.raises(
-        ConfigError, match=r"core_attention of the layer is OwnAttention, .*valid: .*replaces=.OwnAttention"
+        ConfigError, match=r"core_attention of layer 0 is OwnAttention, .*valid: .*replaces=.OwnAttention"
     ):
         install(spec, SuiteSettings())
     replaced = install(spec, SuiteSettings(), replaces=[OwnAttention])
-    assert replaced.submodules.self_attention.submodules.core_attention.module is PlannedAttention
+    assert core(replaced.layer_specs[0]).module is PlannedAttention
 
 
 def test_the_layer_at_fault_is_named(alone: None) -> None:

@@ -60,8 +60,8 @@ def install(
             PlannedAttention takes the place of: what they do beyond the settings of the TransformerConfig is not done.
 
     Raises:
-        ConfigError: a layer has a core attention that is not known, or attends in a way that no plan covers; the spec has
-            no self attention; or MindSpeed replaced what planned attention needs.
+        ConfigError: a layer has a core attention that is not known, or attends in a way that no plan covers; the spec
+            has no self attention; or MindSpeed replaced what planned attention needs.
     """
     check_beside_mindspeed()
     new = copy.deepcopy(spec)
