@@ -20,7 +20,7 @@ from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.nodes import listening_socket
 
 #: torch's newer server of a store takes a socket that listens since 2.8 (pytorch/pytorch#150215); its older one always.
-_NEWER_SERVER = torch.__version__ >= (2, 8)
+_NEWER_SERVER = torch.__version__ >= "2.8"
 _RETRY_SECONDS = 0.2
 _TELL_SECONDS = 10.0  # after so long rank 0 says for whom it waits
 _COMPLETE = "all ranks came"
