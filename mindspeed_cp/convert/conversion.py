@@ -18,7 +18,8 @@ class Change:
     """What became of a flag, and why.
 
     Attributes:
-        flag: the flag and its values as given; of an added flag, as added; a setting that no flag gave is its key.
+        flag: the flag and its values as given; of an added flag, as added; a setting that no flag gave is its key;
+            the training script, where it needs lines.
         outcome: what became of it.
         became: settings, new words, the alternative, or what to do; empty if it stays or is left out.
         reason: why.

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.config.candidates import SUITE_SECTION
-from mindspeed_cp.convert.command_line import Flag, read_flags
+from mindspeed_cp.convert.command_line import Flag, Token, read_flags
 from mindspeed_cp.convert.conversion import Change, Conversion
 from mindspeed_cp.convert.launch import Launch
 from mindspeed_cp.convert.nodes import nodes_change
 from mindspeed_cp.convert.notes import unknown_notes
 from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, LLM_FLAGS, RULES, FlagRule, Given, Outcome
-from mindspeed_cp.convert.rules.parallel import SUITE_FILE
+from mindspeed_cp.convert.rules.parallel import SPEC_WORDS, SUITE_FILE
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_file_location
@@ -25,8 +26,14 @@ from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_fi
 MEGATRON_ALGORITHM = "p2p"
 LLM_ALGORITHM = "ulysses_cp_algo"
 
+#: Training scripts of Megatron and MindSpeed-LLM that build their layers from --spec.
+SCRIPTS_WITH_SPEC = ("pretrain_gpt.py", "posttrain_gpt.py")
+
 #: Outcomes that need the value of the flag.
 _NEEDS_VALUE = (Outcome.SETTING, Outcome.STAYS_AS_SETTING, Outcome.REPLACED)
+
+_SCRIPT_LINES = "three to five lines of it: arguments, model provider and forward step (docs/megatron.md)"
+_SCRIPT_REASON = "it takes --cp-plan and the plans from mindspeed_cp.megatron.pretrain"
 
 
 def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
@@ -50,7 +57,7 @@ def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = 
     for number, flag in enumerate(flags):
         work.convert(flag, counts=last[flag.name] == number)
     work.add_defaults(launch)
-    work.add_flags(output)
+    work.add_flags(output, launch.entry)
     notes = unknown_notes(launch)
     problems = any(change.outcome in (Outcome.REFUSED, Outcome.UNRESOLVED) for change in work.changes)
     suite = None if problems else work.suite(launch.name)
@@ -165,17 +172,26 @@ class _Work:
                 if change.outcome is Outcome.STAYS_AS_SETTING:
                     self.settings["nodes"] = (int(change.became.split()[-1]), change.flag)
 
-    def add_flags(self, output: str) -> None:
-        """Add the flags that planned attention needs."""
+    def add_flags(self, output: str, entry: Token | None) -> None:
+        """Add the flags that planned attention needs, and tell what the training script needs itself."""
         for added in ADDED_FLAGS:
             if self.given.has(added.words[0]) or not (added.when is None or added.when.holds(self.given)):
                 continue
             words = [output if word == SUITE_FILE else word for word in added.words]
-            if added.by_hand:
-                self.changes.append(Change(" ".join(words), Outcome.BY_HAND, added.by_hand, added.reason))
+            by_hand = added.by_hand
+            if added.words == SPEC_WORDS and not by_hand and entry is not None and not _takes_spec(entry):
+                by_hand = (
+                    f"add it to the flags if {entry.text} builds its layers from args.spec, as pretrain_gpt.py does; "
+                    "if it makes a spec of its own, call mindspeed_cp.megatron.install there (docs/megatron.md, A "
+                    "script with a batch, loss and layers of your own)"
+                )
+            if by_hand:
+                self.changes.append(Change(" ".join(words), Outcome.BY_HAND, by_hand, added.reason))
             else:
                 self.changes.append(Change(" ".join(words), Outcome.ADDED, "", added.reason))
                 self.added += words
+        script = "the training script" if entry is None else entry.text
+        self.changes.append(Change(script, Outcome.BY_HAND, _SCRIPT_LINES, _SCRIPT_REASON))
 
     def suite(self, name: str | None) -> SuiteSettings:
         """Return the settings, checked; an error names the flag that gave the value."""
@@ -187,6 +203,11 @@ class _Work:
         lines: dict[str, int | str] = {f"{SUITE_SECTION}.{key}": f"{place}{flag}" for key, (_, flag) in values.items()}
         file = SettingsFile(name or "flags", {SUITE_SECTION: section}, {**self.overrides.lines, **lines})
         return with_file_location(file, f"{SUITE_SECTION}.", lambda: SuiteSettings(**section))
+
+
+def _takes_spec(entry: Token) -> bool:
+    """Return True if a training script is known to build its layers from --spec."""
+    return PurePosixPath(entry.text).name in SCRIPTS_WITH_SPEC
 
 
 def _doubts(flag: Flag) -> str:

@@ -65,6 +65,15 @@ MODEL_RULES = (
         case="sequence parallelism",
     ),
     Rule(
+        "mtp_use_repeated_layer",
+        is_off,
+        "False",
+        "its depths share a layer, whose number decides which attention weights are dropped, so that all would drop "
+        "the same; or attention_dropout 0.0",
+        when=lambda config: bool(config.attention_dropout) and (config.mtp_num_layers or 0) > 1,
+        case="attention dropout and several layers of multi-token prediction",
+    ),
+    Rule(
         "fine_grained_activation_offloading",
         is_off,
         "False",

@@ -178,9 +178,31 @@ def keeps_documents(flags: tuple[str, ...]) -> bool:
 def test_documents_stay_apart_without_work_by_hand(name: str) -> None:
     _, _, conversion = convert_script(LAUNCHES / f"{name}.sh")
     by_hand = [change.flag for change in conversion.changes if change.outcome is Outcome.BY_HAND]
+    assert by_hand.pop().endswith("_gpt.py")  # which needs lines of its own
     samples = [flag for flag in ("--is-instruction-dataset", "--neat-pack") if flag in conversion.kept]
     assert by_hand == samples  # whose batches are made by another trainer
     assert keeps_documents(conversion.flags) or samples
+
+
+@pytest.mark.parametrize(
+    ("launched", "takes_spec"),
+    [
+        ("pretrain_gpt.py", True),
+        ("${MEGATRON}/pretrain_gpt.py", True),
+        ("posttrain_gpt.py", True),
+        ("our/train.py", False),
+        ("pretrain_gpt.py.py", False),
+        ("-m our.train", False),
+    ],
+)
+def test_only_scripts_that_build_layers_from_the_spec_get_it(launched: str, takes_spec: bool, tmp_path: Path) -> None:
+    (tmp_path / "launch.sh").write_text(f"python {launched} --context-parallel-size 2 --num-attention-heads 4\n")
+    _, _, conversion = convert_script(tmp_path / "launch.sh")
+    assert ("--spec" in conversion.added) == takes_spec
+    *others, script = [change for change in conversion.changes if change.outcome is Outcome.BY_HAND]
+    assert script.flag == launched.removeprefix("-m ") and "docs/megatron.md" in script.became
+    assert [change.flag for change in others] == [] if takes_spec else ["--spec mindspeed_cp.megatron.pretrain spec"]
+    assert takes_spec or "mindspeed_cp.megatron.install" in others[0].became
 
 
 def check_plan(path: Path, flags: tuple[str, ...]) -> None:
@@ -260,7 +282,9 @@ def test_flags_and_scripts_convert_alike(name: str) -> None:
     assert of_flags.flags == of_script.flags
 
     def rows(conversion: Any) -> list[Any]:
-        return [replace(change, line=None, source=None, reason="") for change in conversion.changes]
+        *changes, script = conversion.changes
+        assert script.flag in ("the training script", launch.entry.text)
+        return [replace(change, line=None, source=None, reason="") for change in changes]
 
     nodes = [row for row in rows(of_script) if row.became.startswith("nodes")]
     assert [row for row in rows(of_script) if row not in nodes] == rows(of_flags)

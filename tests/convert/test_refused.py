@@ -21,6 +21,7 @@ BESIDE = {
     "qk_layernorm": ["--multi-latent-attention", "--q-lora-rank", "8", "--tensor-model-parallel-size", "2"],
     "moe_flex_dispatcher_backend": ["--num-experts", "8", "--moe-token-dispatcher-type", "flex"],
     "mlp_chunks_for_training": ["--num-experts", "8"],
+    "mtp_use_repeated_layer": ["--mtp-num-layers", "2"],
     "moe_router_load_balancing_type": ["--num-experts", "8"],
 }
 

@@ -135,6 +135,12 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--use-fused-rmsnorm"], "algorithm", "algorithm: ring"),
     (["--mtp-num-layers", "0"], "--mtp-num-layers", None),
     (["--mtp-num-layers", "1"], "--mtp-num-layers", Outcome.BY_HAND),
+    (["--mtp-num-layers", "2", "--mtp-use-repeated-layer"], "--mtp-use-repeated-layer", Outcome.REFUSED),
+    (
+        ["--mtp-num-layers", "2", "--mtp-use-repeated-layer", "--attention-dropout", "0.0"],
+        "--mtp-use-repeated-layer",
+        None,
+    ),
     (["--mrope-section", "16", "24", "24"], "--mrope-section", Outcome.REFUSED),
     (["--use-fused-rotary-pos-emb"], "--use-fused-rotary-pos-emb", Outcome.STAYS),
     (["--moe-fb-overlap"], "--moe-fb-overlap", Outcome.REFUSED),

@@ -80,7 +80,7 @@ def names_of(text: str) -> list[str]:
 
 #: Arguments that a table calls used or harmless, and of which some values are refused.
 PARTLY_REFUSED = {
-    "mtp_num_layers", "mrope_section",
+    "mtp_num_layers", "mtp_use_repeated_layer", "mrope_section",
     "moe_router_enable_expert_bias", "no_rope_freq", "qk_layernorm", "rotary_interleaved", "transformer_impl",
 }  # fmt: skip
 

@@ -22,7 +22,8 @@ from mindspeed_cp.megatron.patches.multi_token import PACKED
 from mindspeed_cp.megatron.pretrain import losses as pretrain_losses
 from mindspeed_cp.megatron.pretrain import models
 from mindspeed_cp.megatron.pretrain import step as pretrain_step
-from tests.megatron.gpt import VOCABULARY, build, transformer_config
+from mindspeed_cp.megatron.pretrain.start_line import start_line
+from tests.megatron.gpt import VOCABULARY, Suite, build, transformer_config
 from tests.megatron.script_arguments import LENGTHS, TABLE, Stopwatch, rows
 
 with megatron_imports():
@@ -78,6 +79,7 @@ def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namesp
     ("changes", "words"),
     [
         (dict(cp_plan=None), "pass --cp-plan FILE"),
+        (dict(cp_plan="nosuch.yaml"), "^--cp-plan nosuch.yaml: no such file; .*context_parallel_suite"),
         (dict(cp_plan_set=["algorithm=auto"]), "algorithm is 'auto'.*`mindspeed-cp plan`"),
         (dict(cp_plan_set=["candidates=[ulysses]"]), "candidates is .*one algorithm by name"),
         (dict(reset_position_ids=False), "attention would cross them"),
@@ -121,7 +123,9 @@ def test_interleaved_stages_need_the_wrapped_provider(run: Callable[..., Namespa
         assert pretrain.spec.layer_specs
 
 
-def test_a_wrapped_provider_installs_the_model(run: Callable[..., Namespace], alone: None) -> None:
+def test_a_wrapped_provider_installs_the_model(
+    run: Callable[..., Namespace], alone: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = run()
     calls = []
 
@@ -136,6 +140,28 @@ def test_a_wrapped_provider_installs_the_model(run: Callable[..., Namespace], al
     other = build(transformer_config(), pretrain.spec)
     assert pretrain.pre_wrap_hook([other]) == [other]
     assert all(m.installed for m in other.modules() if isinstance(m, PlannedAttention))
+    line = (
+        "mindspeed-cp: ring over 1 context-parallel ranks; layers 1-2: causal; documents: where positions restart "
+        "(--reset-position-ids)"
+    )
+    assert capsys.readouterr().out.splitlines() == [line, line]
+
+
+def test_what_will_run_is_told_layer_by_layer(run: Callable[..., Namespace], alone: None) -> None:
+    args = run(reset_position_ids=False, reset_attention_mask=False)
+    config = transformer_config(num_layers=4, window_size=(3, 0), window_attn_skip_freq=[0, 1, 1, 0])
+    config.attention_dropout = 0.25
+    model = build(config, pretrain.spec(config))
+    suite = Suite(context_parallel_size=4, algorithm="double_ring", cp_window_size=2)
+    line = start_line([model], args, suite)
+    assert line == (
+        "mindspeed-cp: double_ring, cp_window_size 2 over 4 context-parallel ranks; layer 1: causal, dropout 0.25; "
+        "layers 2-3: causal, window (3, 0), dropout 0.25; layer 4: causal, dropout 0.25; documents: each row of "
+        "Megatron's data sets is one"
+    )
+    for name in ("sft", "dataloader_inter_document_masking"):
+        flagged = Namespace(**{**vars(args), name: True})
+        assert start_line([model], flagged, suite).endswith(f"documents: by cu_seqlens (--{name.replace('_', '-')})")
 
 
 @pytest.mark.skipif(not PACKED, reason="before 0.16 Megatron-core refuses packed_seq_params there")

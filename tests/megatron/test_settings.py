@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from mindspeed_cp.megatron import (
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.ops.attention.backends import BACKENDS
 from mindspeed_cp.plan import alibi_slopes
+from mindspeed_cp.refusals import MODEL_RULES
 from tests.megatron.gpt import Suite, build, layer_spec, transformer_config
 from tests.megatron.models import EXPERTS, LATENT, LATENT_YARN
 
@@ -69,6 +71,15 @@ def test_a_transformer_setting_that_cannot_be_honoured_is_refused(setting: str, 
     with pytest.raises(ConfigError, match=alternative) as error:
         check_model_config(config, SUITE)
     assert str(error.value).startswith(f"{setting} is {value!r}")
+
+
+def test_depths_that_share_a_layer_would_drop_the_same_weights() -> None:
+    rule = next(rule for rule in MODEL_RULES if rule.setting == "mtp_use_repeated_layer")
+    config = SimpleNamespace(mtp_use_repeated_layer=True, mtp_num_layers=2, attention_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"mtp_use_repeated_layer is True; valid .*False .*attention_dropout 0\.0"):
+        rule.check(config)
+    for changes in (dict(mtp_use_repeated_layer=False), dict(mtp_num_layers=1), dict(attention_dropout=0.0)):
+        rule.check(SimpleNamespace(**{**vars(config), **changes}))
 
 
 @pytest.mark.parametrize(

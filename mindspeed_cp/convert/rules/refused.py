@@ -36,6 +36,7 @@ _NUMBERS = {
     "tensor_model_parallel_size": ("--tensor-model-parallel-size", 1),
     "expert_model_parallel_size": ("--expert-model-parallel-size", 1),
     "num_moe_experts": ("--num-experts", 0),
+    "mtp_num_layers": ("--mtp-num-layers", 0),
 }
 _SWITCHES = {
     "sequence_parallel": "--sequence-parallel",
@@ -45,7 +46,11 @@ _SWITCHES = {
 
 #: Flags that the conditions read.
 READ_FLAGS = frozenset(
-    {*(flag for flag, _ in _NUMBERS.values()), *_SWITCHES.values(), "--q-lora-rank", "--moe-token-dispatcher-type"}
+    {
+        *(flag for flag, _ in _NUMBERS.values()),
+        *_SWITCHES.values(),
+        *("--q-lora-rank", "--moe-token-dispatcher-type", "--attention-dropout"),
+    }
 )
 
 #: Valid values that a flag which is left out has.
@@ -66,6 +71,7 @@ def _settings(given: Given) -> dict[str, Any]:
         **switches,
         "q_lora_rank": given.value("--q-lora-rank") or None,
         "moe_token_dispatcher_type": given.value("--moe-token-dispatcher-type", "allgather"),
+        "attention_dropout": _number(given.value("--attention-dropout", "0.1")),
     }
 
 

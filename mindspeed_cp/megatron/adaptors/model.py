@@ -22,6 +22,7 @@ from mindspeed_cp.megatron.adaptors.multimodal_rotary import MultimodalRotary
 from mindspeed_cp.megatron.adaptors.padding import give_padding_to_recomputed
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
+from mindspeed_cp.megatron.adaptors.token_counts import compare_token_counts
 from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
 from mindspeed_cp.megatron.beside_mindspeed.rotation import rotation_operator
 
@@ -38,9 +39,9 @@ def install_model(model: ModelT) -> ModelT:
     Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
     and puts hooks around every self attention (:class:`mindspeed_cp.megatron.adaptors.hidden.HiddenMove`) and before
     the model, where plain PackedSeqParams get their plans, and the plans of a micro-batch begin to be compared over the
-    ranks. Multi-token prediction takes tokens, labels and loss masks of later positions by the plan; Megatron's
-    functions are patched for that during the forward alone. Models with learned positions or none need the call too. A
-    second call changes nothing.
+    ranks. The token counts of the loss function are compared before Megatron divides by them. Multi-token prediction
+    takes tokens, labels and loss masks of later positions by the plan; Megatron's functions are patched for that during
+    the forward alone. Models with learned positions or none need the call too. A second call changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).
@@ -93,6 +94,7 @@ def _install_chunk(chunk: nn.Module) -> int:
             attention.packed = planner
         chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
         give_padding_to_recomputed(chunk)
+        compare_token_counts(chunk, attentions[0].cp_group)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
         operator = rotation_operator(attention.config)

@@ -10,6 +10,9 @@ from torch import Tensor
 #: True if the loop of megatron.training sums the reports of loss functions over data- and context-parallel ranks.
 LOOP_SUMS_REPORTS = True
 
+#: True if counts of tokens, the second value of loss functions, are added up over context-parallel ranks, too.
+SUMS_COUNTS = True
+
 
 def draw_expert(config: Any, submodules: Any, groups: Any) -> None:
     """Draw the initial weights of one expert, and discard it."""

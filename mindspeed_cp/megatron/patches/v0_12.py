@@ -15,6 +15,9 @@ GROUPS: str | None = None
 #: True if the loop of megatron.training sums the reports of loss functions over data- and context-parallel ranks.
 LOOP_SUMS_REPORTS = False
 
+#: True if counts of tokens, the second value of loss functions, are added up over context-parallel ranks, too.
+SUMS_COUNTS = False
+
 
 def latent_factor_of_scale(config: Any) -> float:
     """Return YaRN's factor in the scale of multi-latent attention; later versions take mscale_all_dim."""

@@ -6,11 +6,18 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mindspeed_cp.megatron.patches.since_0_13 import LOOP_SUMS_REPORTS, counted_tokens, draw_expert, latent_rows
+from mindspeed_cp.megatron.patches.since_0_13 import (
+    LOOP_SUMS_REPORTS,
+    SUMS_COUNTS,
+    counted_tokens,
+    draw_expert,
+    latent_rows,
+)
 
 __all__ = [
     "GROUPS",
     "LOOP_SUMS_REPORTS",
+    "SUMS_COUNTS",
     "all_groups",
     "counted_tokens",
     "draw_expert",

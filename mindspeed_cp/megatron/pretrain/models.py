@@ -14,6 +14,7 @@ from mindspeed_cp.megatron.adaptors.model import install_model
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.megatron.pretrain.layers import building_virtual_stage, mtp_block_spec, pipelined, planned_layers
 from mindspeed_cp.megatron.pretrain.options import suite_of
+from mindspeed_cp.megatron.pretrain.start_line import print_start_line
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -24,10 +25,11 @@ SPEC = ("mindspeed_cp.megatron.pretrain", "spec")
 def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., ModelT]:
     """Return a model provider whose models take their positions from plans; for ``pretrain`` up to 0.16.
 
-    Megatron's arguments are checked before anything is built. Without ``--spec``, which Megatron 0.12 and 0.14 refuse
-    for models with experts, ``args.spec`` becomes that of this package. Between pipeline stages,
-    ``args.variable_seq_lengths`` becomes True: micro-batches differ in rows. Models of Megatron 0.16's gpt_builders get
-    planned layers of multi-token prediction, too; other providers pass ``mtp_block_spec(config, args, vp_stage)``.
+    Megatron's arguments are checked before anything is built; the first rank prints a line of what will run. Without
+    ``--spec``, which Megatron 0.12 and 0.14 refuse for models with experts, ``args.spec`` becomes that of this package.
+    Between pipeline stages, ``args.variable_seq_lengths`` becomes True: micro-batches differ in rows. Models of
+    Megatron 0.16's gpt_builders get planned layers of multi-token prediction, too; other providers pass
+    ``mtp_block_spec(config, args, vp_stage)``.
 
     Args:
         model_provider: as the script gives it to ``pretrain``.
@@ -37,7 +39,7 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
         from megatron.training import get_args
 
         arguments = get_args()
-        suite_of(arguments)
+        suite = suite_of(arguments)
         if arguments.spec is None:
             arguments.spec = list(SPEC)
         if pipelined(arguments):
@@ -53,6 +55,7 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
                     f"--spec {' '.join(SPEC)}, or install(spec, suite_of(args)) where the script makes its own spec"
                 ) from None
         install_model(model)
+        print_start_line([model], arguments, suite)
         return model
 
     return provider
@@ -83,6 +86,8 @@ def pre_wrap_hook(models: list[ModelT]) -> list[ModelT]:
     """Set up the models of all virtual stages: ``model_cfg.pre_wrap_hooks.append(pre_wrap_hook)`` in 0.19."""
     from megatron.training import get_args
 
-    suite_of(get_args())
+    args = get_args()
+    suite = suite_of(args)
     install_model(models)
+    print_start_line(models, args, suite)
     return models

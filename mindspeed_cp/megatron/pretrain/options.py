@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from mindspeed_cp.algorithms import AUTO
@@ -71,6 +72,11 @@ def settings_of(args: Namespace) -> SuiteSettings:
 
 @lru_cache
 def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> SuiteSettings:
+    if not Path(path).exists():
+        raise ConfigError(
+            f"--cp-plan {path}: no such file; give a YAML file with the section {SECTION}, or of its keys alone, for "
+            "example one line `algorithm: ring`"
+        )
     data = read_settings_file(path).data
     nested = SECTION in data
     prefix = f"{SECTION}." if nested else ""
