@@ -37,8 +37,8 @@ from mindspeed_cp.train.worker import run_rank
 
 # The watchdog of HCCL or NCCL aborts the whole process and prints the reason on standard error.
 _ABORTED = (
-    "aborted (SIGABRT): on NPUs and GPUs torch_npu and torch do that when an operation of HCCL or NCCL fails or a peer "
-    f"does not answer within {TIMEOUTS}; its log names them"
+    "aborted (SIGABRT): on NPUs torch_npu does that when an operation of HCCL fails or a peer does not answer within "
+    f"{TIMEOUTS}, on GPUs torch for NCCL and context_parallel_suite.timeout_seconds; its log names them"
 )
 _RESUME_HINT = "the same command goes on from the newest checkpoint, if there is one"
 

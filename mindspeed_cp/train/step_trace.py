@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import wraps
 from typing import Any
 
 import torch
@@ -217,6 +218,7 @@ def _record_reduction(config: Any) -> Iterator[None]:
     """Record within the block the reduction of gradients at the end of Megatron's schedule."""
     reduce = config.finalize_model_grads_func
 
+    @wraps(reduce)
     def recorded(*arguments: Any, **named: Any) -> Any:
         with timed_span(REDUCTION):
             return reduce(*arguments, **named)

@@ -47,6 +47,7 @@ with megatron_imports():
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 SWIGLU: dict[str, Any] = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
 UP_PROJECTION: dict[str, Any] = dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
@@ -214,7 +215,9 @@ BAD: dict[str, Any] = dict(
     alibi_fusion_attn_type=2, schedules_method="dualpipev", rope_scaling_type="yarn",
     position_embedding_type="alibi",
 )  # fmt: skip
-NAMES = [rule.setting for rule in MINDSPEED_RULES]
+#: Of one line of MindSpeed; it has a test of its own.
+RECOMPUTED_NORM = "recompute_norm"
+NAMES = [rule.setting for rule in MINDSPEED_RULES if rule.setting != RECOMPUTED_NORM]
 
 
 def mindspeed_arguments(**changes: Any) -> Namespace:
@@ -238,6 +241,24 @@ def test_an_argument_of_mindspeed_is_refused_by_name(name: str) -> None:
         with pytest.raises(ConfigError) as caught:
             check_arguments(mindspeed_arguments(**{name: BAD.get(name, True)}))
     assert re.match(rf"{name} is .+; valid with planned attention: .+ \(.+\)", str(caught.value))
+
+
+def test_a_layers_forward_without_the_padding_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of MindSpeed for Megatron 0.16 takes none; earlier Megatrons hand none to it."""
+
+    def forward(self: Any, hidden_states: Any, attention_mask: Any = None, packed_seq_params: Any = None) -> None:
+        raise AssertionError("never called")
+
+    given = mindspeed_arguments(**{RECOMPUTED_NORM: True})
+    with beside_mindspeed("--context-parallel-size", "2"):
+        check_arguments(given)
+        monkeypatch.setattr(TransformerLayer, "forward", forward)
+        check_arguments(mindspeed_arguments(**{RECOMPUTED_NORM: False}))
+        if "padding_mask" not in signature(TransformerBlock.forward).parameters:
+            check_arguments(given)
+            return
+        with pytest.raises(ConfigError, match=r"recompute_norm is True; valid.*no padding_mask.*modules layernorm"):
+            check_arguments(given)
 
 
 def test_without_mindspeed_its_flag_for_documents_is_megatrons() -> None:

@@ -172,9 +172,15 @@ def test_positions_tell_a_batch_that_was_cut_in_the_other_way(cut: str, way: str
     module.packed.check_positions(planned, None)
     module.packed.check_positions(planned, torch.arange(72)[None])  # of another shape: not those of the rows
     other, _ = cut_batch(tokens, lengths, way, 3, rank)
-    for name in ("position_ids", "tokens"):
+    module.packed.check_positions(planned, mrope(batch["position_ids"]))
+    for positions in (other["position_ids"], other["tokens"], mrope(other["position_ids"])):
         with pytest.raises(ConfigError, match=rf"those of a batch cut by {way}; valid here: .*packed_cut='{way}'\)"):
-            module.packed.check_positions(planned, other[name])
+            module.packed.check_positions(planned, positions)
+
+
+def mrope(positions: torch.Tensor) -> torch.Tensor:
+    """Positions of time, height and width, [3, b, s], of a row without pictures."""
+    return positions.expand(3, *positions.shape)
 
 
 def test_plans_are_proved_where_settings_say_so(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

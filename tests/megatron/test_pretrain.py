@@ -159,6 +159,8 @@ def test_what_will_run_is_told_layer_by_layer(run: Callable[..., Namespace], alo
         "layers 2-3: causal, window (3, 0), dropout 0.25; layer 4: causal, dropout 0.25; documents: each row of "
         "Megatron's data sets is one"
     )
+    piped = Namespace(**{**vars(args), "pipeline_model_parallel_size": 2})
+    assert "these are the layers of the first of 2 pipeline stages; documents" in start_line([model], piped, suite)
     for name in ("sft", "dataloader_inter_document_masking"):
         flagged = Namespace(**{**vars(args), name: True})
         assert start_line([model], flagged, suite).endswith(f"documents: by cu_seqlens (--{name.replace('_', '-')})")

@@ -102,7 +102,7 @@ def seen_by_torchrun(
             {0: failure(-6, seconds=1), 1: failure(-6)},
             [],
             1,
-            "rank 1 (process 100) aborted (SIGABRT): on NPUs and GPUs torch_npu and torch do that when an operation of HCCL or NCCL fails or a peer does not answer within context_parallel_suite.timeout_seconds or HCCL_EXEC_TIMEOUT",
+            "rank 1 (process 100) aborted (SIGABRT): on NPUs torch_npu does that when an operation of HCCL fails or a peer does not answer within context_parallel_suite.timeout_seconds or HCCL_EXEC_TIMEOUT, on GPUs torch for NCCL and context_parallel_suite.timeout_seconds",
         ),
         (
             {0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9)},
@@ -123,7 +123,7 @@ def seen_by_torchrun(
             {0: failure(-6, EXIT_NOTE, "last words")},
             [],
             1,
-            "rank 0 (process 100) aborted (SIGABRT): on NPUs and GPUs torch_npu",
+            "rank 0 (process 100) aborted (SIGABRT): on NPUs torch_npu",
         ),
         ({0: failure(-9, EXIT_NOTE, "last words"), 1: failure(1, "peer", "lost")}, [], 1, "was killed by SIGKILL"),
         (  # the agent killed a rank that hung, half a minute after the others had given it up

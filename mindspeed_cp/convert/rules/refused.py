@@ -86,7 +86,8 @@ def _read_value(values: tuple[str, ...]) -> Any:
 def _number(text: str) -> int | float | str:
     if re.fullmatch(r"-?[0-9]{1,18}", text):
         return int(text)
-    return float(text) if re.fullmatch(r"-?[0-9]{0,18}\.[0-9]{1,18}", text) else text
+    is_number = re.fullmatch(r"-?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][-+]?[0-9]{1,3})?", text)
+    return float(text) if is_number else text
 
 
 def _flag_rule(rule: Rule) -> FlagRule:

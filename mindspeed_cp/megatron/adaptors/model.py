@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -94,13 +95,15 @@ def _install_chunk(chunk: nn.Module) -> int:
             attention.packed = planner
         chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
         give_padding_to_recomputed(chunk)
-        compare_token_counts(chunk, attentions[0].cp_group)
     for attention in attentions:
         attention.use_rotary(latent_rotaries.get(id(attention), rotary))
         operator = rotation_operator(attention.config)
         if attention.rotary is not None and operator is not None:
             attention.rotary.rotary_mul = operator  # type: ignore[assignment]
     install_multi_token(chunk, attentions[0] if attentions else None)
+    cp_group = attentions[0].cp_group if attentions else parallel_state.get_context_parallel_group(False)
+    if cp_group is not None:
+        compare_token_counts(chunk, cp_group)
     return len(attentions)
 
 

@@ -137,14 +137,19 @@ class PackedPlanner:
         """Raise ConfigError if positions show that the batch was cut in another way than this planner takes it.
 
         Positions of another shape than this rank's rows are not looked at, nor those that follow no known way: models
-        with rotary positions do not read them. Positions may restart in every document, or run through the row.
+        with rotary positions do not read them. Positions may restart in every document, or run through the row. Of
+        mrope's, the times are compared, which are plain positions in a row without pictures.
 
         Args:
             params: result of :meth:`planned`.
             position_ids: positions of this rank's rows, as the model gets them, or None.
         """
         layout, rank = params.layout, params.rank
-        if layout.ranks == 1 or not isinstance(position_ids, Tensor) or position_ids.numel() != params.rows:
+        if layout.ranks == 1 or not isinstance(position_ids, Tensor):
+            return
+        if position_ids.dim() == 3:  # [3, b, s]: times, heights, widths
+            position_ids = position_ids[0]
+        if position_ids.numel() != params.rows:
             return
         own = position_ids.detach().reshape(-1).cpu().numpy()
         if _are_positions(own, layout, rank):

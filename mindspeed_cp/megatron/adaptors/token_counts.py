@@ -1,139 +1,225 @@
-"""Hold the number of tokens that a script's loss function returns against the tokens that have a gradient.
+"""Hold the number of tokens that a script's loss function returns against the gradients of the tokens' losses.
 
 Megatron divides gradients by that number. Up to 0.12 it is added up over data-parallel ranks alone, so that a loss
 function must return that of all context-parallel ranks; from 0.13 on it is added up over these, too. By the other rule
 no loss curve looks wrong: 0.12 divides the gradients of each rank by another number, and copies of weights drift apart;
 later versions divide them by context_parallel_size in addition.
+
+A number alone does not show which rule a loss follows: one that is divided, or multiplied by context_parallel_size, in
+the script may need none, or the other one. So losses are judged whose gradients say what they are: the plain sum over
+tokens, where every token's gradient is the loss scale, and the mean of a rank's tokens without a number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import wraps
-from typing import Any
+from math import isclose
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.patches.spans import SPAN
 
-_REMEDY = "return mindspeed_cp.megatron.pretrain.loss_func(loss_mask, losses), or its second value (docs/megatron.md)"
-_MARK = "_compares_token_counts"  # on the function that the config has
+_REMEDY = (
+    "return mindspeed_cp.megatron.loss_function(loss_mask, losses), in Megatron's scripts "
+    "mindspeed_cp.megatron.pretrain.loss_func, or its second value (docs/megatron.md)"
+)
+_MARK = "_compares_token_counts"  # on models that are watched, and on the function that a config has
+_TOLERANCE = 0.01  # relative, of gradients in bf16
+
+
+class LossKind(IntEnum):
+    """What the gradients of a rank's tokens say of its loss."""
+
+    NONE = 0  # no token had a gradient
+    SUM = 1  # of the tokens' losses
+    MEAN = 2  # of them, in every micro-batch, without a number of tokens
+    OTHER = 3  # weights, or a division of its own
+    UNKNOWN = 4  # the model returns no losses of tokens
+
+
+class _Process:
+    """What the models of this process share: in a pipeline with virtual stages the config of the first one has
+    Megatron's function, while the last one returns the losses."""
+
+    wrapped = False  # some config has a function that compares
+    watched: ClassVar[list[_Losses]] = []  # those with a micro-batch since that function was last called
 
 
 def compare_token_counts(chunk: nn.Module, cp_group: Any) -> None:
-    """Compare the counts of a model's loss function with its gradients in the first step; in Megatron 0.12, where ranks
-    may differ later, those of the ranks with each other in every step.
+    """Compare the counts of a model's loss function with its gradients, in the first step in which tokens have any; in
+    Megatron 0.12, where ranks may differ later, counts of losses that cannot be judged in every step.
 
-    The comparison runs before Megatron's ``finalize_model_grads``, the function that the model's config has.
+    The comparison runs before Megatron's ``finalize_model_grads``, the function that the config of the model, or of the
+    first virtual stage, has. A second call changes nothing.
 
     Args:
-        chunk: the model, or one of its virtual pipeline stages; without effect for those that compute no loss.
-        cp_group: its context-parallel group, in which ranks gather two numbers.
+        chunk: the model, or one of its virtual pipeline stages.
+        cp_group: its context-parallel group, in which ranks gather three numbers.
     """
     stage = next((module for module in chunk.modules() if hasattr(module, "post_process")), None)
-    if stage is None or not stage.post_process:
+    if stage is None or hasattr(stage, _MARK):
         return
-    comparison = _Comparison(cp_group)
+    setattr(stage, _MARK, True)
 
-    def after_forward(module: nn.Module, _: Any, output: Any) -> None:
-        comparison.watch(output)
+    def before_forward(module: nn.Module, _: Any) -> None:
         config: Any = module.config
         finalize = getattr(config, "finalize_model_grads_func", None)
         if finalize is not None and not hasattr(finalize, _MARK):
-            config.finalize_model_grads_func = comparison.before(finalize)
+            config.finalize_model_grads_func = _comparing(finalize, config)
+            _Process.wrapped = True
 
-    stage.register_forward_hook(after_forward)
+    stage.register_forward_pre_hook(before_forward)
+    if stage.post_process:
+        losses = _Losses(cp_group)
+        stage.register_forward_hook(lambda module, _, output: losses.watch(output))
 
 
-class _Comparison:
-    """Counts of the tokens of this rank that have a gradient, until the end of the first step."""
+def _comparing(finalize: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """Return a function that compares the counts of a step, and calls Megatron's."""
+
+    @wraps(finalize)
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        count = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
+        watched = _Process.watched[:]
+        _Process.watched.clear()
+        if isinstance(count, Tensor):
+            scale = getattr(config, "grad_scale_func", None)
+            for losses in watched:
+                losses.compare(count, 1.0 if scale is None else float(scale(torch.ones((), device=count.device))))
+        return finalize(*args, **kwargs)
+
+    setattr(compared, _MARK, True)
+    return compared
+
+
+class _Losses:
+    """Gradients of the losses of this rank's tokens, over the micro-batches of a step, until they were judged."""
 
     def __init__(self, cp_group: Any) -> None:
         self.cp_group = cp_group
-        self.first = True
-        self.counted: Tensor | None = None  # tokens with a gradient, on the device; None: none was watched
+        self.judged = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.micro_batches = 0
+        self.counts: list[Tensor] = []  # of each: tokens with a gradient
+        self.sizes: list[Tensor] = []  # of each: the smallest one that is not 0, the largest, and their sum
 
     def watch(self, output: Any) -> None:
-        """Count the tokens of a micro-batch that get a gradient.
+        """Look at the gradients of a micro-batch.
 
         Args:
-            output: losses, [b, s], or logits, [b, s, vocabulary].
+            output: losses, [b, s]; others, as logits, are not looked at.
         """
-        if self.first and isinstance(output, Tensor) and output.dim() >= 2 and output.requires_grad:
-            output.register_hook(self._count)
+        if self.judged or not _Process.wrapped or not torch.is_grad_enabled():
+            return
+        if self not in _Process.watched:
+            self._clear()
+            _Process.watched.append(self)
+        if isinstance(output, Tensor) and output.dim() == 2 and output.requires_grad:
+            self.micro_batches += 1
+            output.register_hook(self._look)
 
-    def _count(self, gradient: Tensor) -> None:
-        with_gradient = gradient.ne(0)
-        if gradient.dim() > 2:  # logits
-            with_gradient = with_gradient.flatten(2).any(dim=2)
-        count = with_gradient.sum().to(torch.int32)
-        self.counted = count if self.counted is None else self.counted + count
+    def _look(self, gradient: Tensor) -> None:
+        if gradient.numel() == 0:
+            return
+        size = gradient.detach().abs().float()
+        self.counts.append((size > 0).sum().to(torch.int32))
+        smallest = size.masked_fill(size == 0, float("inf")).min()
+        self.sizes.append(torch.stack([smallest, size.max(), size.sum()]))
 
-    def before(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that compares the counts, and calls Megatron's."""
+    def compare(self, count: Tensor, scale: float) -> None:
+        """Raise ConfigError, on all ranks of the group, if their counts do not fit their losses.
 
-        @wraps(finalize)
-        def compared(*args: Any, **kwargs: Any) -> Any:
-            count = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
-            if isinstance(count, Tensor) and (self.first or not SPAN.SUMS_COUNTS):
-                self._compare(count)
-            return finalize(*args, **kwargs)
-
-        setattr(compared, _MARK, True)
-        return compared
-
-    def _compare(self, count: Tensor) -> None:
-        """Raise ConfigError, on all ranks of the group, if their counts do not fit."""
-        counted = torch.full_like(count, -1) if self.counted is None else self.counted.to(count)
-        own = torch.stack([count.reshape([]), counted.reshape([])]).to(torch.int32)
+        Args:
+            count: of a step, as the loss function returned it.
+            scale: of the loss.
+        """
+        ranks = self.cp_group.size()
+        counted, kind = self._kind(scale, without_count=not count.item())
+        own = torch.tensor([int(count), counted, kind], dtype=torch.int32, device=count.device)
         gathered = [own]
-        if self.cp_group.size() > 1:
-            gathered = [torch.empty_like(own) for _ in range(self.cp_group.size())]
+        if ranks > 1:
+            gathered = [torch.empty_like(own) for _ in range(ranks)]
             dist.all_gather(gathered, own, group=self.cp_group)
-        pairs = [pair.tolist() for pair in gathered]
-        self.first, self.counted = False, None
-        problem = problem_of_counts([pair[0] for pair in pairs], [pair[1] for pair in pairs], SPAN.SUMS_COUNTS)
+        counts, counted_of, kinds = zip(*torch.stack(gathered).tolist(), strict=True)
+        self._clear()
+        unknown = LossKind.UNKNOWN in kinds
+        self.judged = SPAN.SUMS_COUNTS if unknown else any(kinds)
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        problem = problem_of_counts(counts, counted_of, kinds, SPAN.SUMS_COUNTS, replicas)
         if problem is not None:
             raise ConfigError(problem)
 
+    def _kind(self, scale: float, *, without_count: bool) -> tuple[int, LossKind]:
+        """Return the number of tokens with a gradient, and what these are."""
+        if not self.micro_batches:
+            return 0, LossKind.UNKNOWN
+        counts = torch.stack(self.counts).tolist() if self.counts else []
+        if not any(counts):
+            return 0, LossKind.NONE
+        sizes = [size for size, n in zip(torch.stack(self.sizes).tolist(), counts, strict=True) if n]
+        # Two values of a loss function: Megatron's schedules multiply the first one by this, and the count is 0.
+        factor = scale * (self.cp_group.size() / self.micro_batches if without_count else 1.0)
+        kind = LossKind.OTHER
+        if all(isclose(edge, factor, rel_tol=_TOLERANCE) for size in sizes for edge in size[:2]):
+            kind = LossKind.SUM
+        elif without_count and all(isclose(size[2], factor, rel_tol=_TOLERANCE) for size in sizes):
+            kind = LossKind.MEAN
+        return sum(counts), kind
 
-def problem_of_counts(counts: Sequence[int], counted: Sequence[int], megatron_sums: bool) -> str | None:
+
+def problem_of_counts(
+    counts: Sequence[int], counted: Sequence[int], kinds: Sequence[int], megatron_sums: bool, replicas: int
+) -> str | None:
     """Return what is wrong with the counts of a step; None if nothing is known to be.
-
-    Counts that are neither those of the ranks nor their sum, as a loss function with weights may have, are its own
-    matter.
 
     Args:
         counts: what the loss function returned, over the micro-batches of a step, by context-parallel rank.
-        counted: number of tokens that have a gradient, by context-parallel rank; -1: unknown.
+        counted: number of tokens that have a gradient, by context-parallel rank.
+        kinds: of the losses, by context-parallel rank (:class:`LossKind`).
         megatron_sums: True if Megatron adds the counts up over context-parallel ranks.
+        replicas: ranks whose gradients Megatron adds up: data-parallel times context-parallel ones.
     """
-    known, total = min(counted) >= 0, sum(counted)
-    if known and total and not any(counts):
-        return (
-            f"the loss function returned a count of 0 tokens in a step, but {total} have a gradient; valid: three "
-            "values, (sum of losses, number of tokens, report), since calculate_per_token_loss makes Megatron divide "
-            f"by the number alone; {_REMEDY}"
-        )
-    uneven = known and list(counted) != [total] * len(counted)
+    total, kind = sum(counted), max(kinds)
+    same = all(one in (kind, LossKind.NONE) for one in kinds)
+    if not any(counts):
+        if replicas > 1 and same and kind in (LossKind.SUM, LossKind.MEAN):
+            return (
+                f"the loss function returned the {LossKind(kind).name.lower()} of {total} tokens' losses without their "
+                "number (two values, or a number of 0); valid: three values, (sum of losses, number of tokens, "
+                "report), since with calculate_per_token_loss Megatron adds up the gradients of "
+                f"{replicas} ranks and divides them by that number alone; {_REMEDY}"
+            )
+        return None
+    split = same and kind == LossKind.SUM and list(counted) != [total] * len(counted)
     if megatron_sums:
-        if uneven and list(counts) == [total] * len(counts):
+        if split and list(counts) == [total] * len(counts):
             return (
                 f"the loss function returned a count of {total} tokens on every context-parallel rank, the sum over "
                 f"them; valid: each rank's own ({_listed(counted)}), since Megatron adds these up, and would divide "
                 f"gradients by {len(counts)} times as many; {_REMEDY}"
             )
         return None
-    if len(set(counts)) > 1 or (uneven and list(counts) == list(counted)):
-        return (
-            f"the loss function returned counts of {_listed(counts)} tokens on the context-parallel ranks; valid in "
-            "Megatron 0.12: their sum on each, since it adds counts up over data-parallel ranks alone, and would "
-            f"divide every rank's gradients by its own count, so that copies of weights drift apart; {_REMEDY}"
-        )
-    return None
+    if len(set(counts)) == 1 and not (split and list(counts) == list(counted)):
+        return None
+    result = (
+        "every rank's gradients by its own count, so that copies of weights drift apart"
+        if len(set(counts)) > 1
+        else "gradients by a part of them"
+    )
+    return (
+        f"the loss function returned counts of {_listed(counts)} tokens on the context-parallel ranks; valid in "
+        "Megatron 0.12: their sum on each, since it adds counts up over data-parallel ranks alone, and would divide "
+        f"{result}; {_REMEDY}"
+    )
 
 
 def _listed(counts: Sequence[int]) -> str:

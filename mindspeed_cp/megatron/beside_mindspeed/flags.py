@@ -6,9 +6,11 @@ there is not looked at.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from mindspeed_cp.megatron.beside_mindspeed.origin import is_active
+from mindspeed_cp.megatron.patches.imports import megatron_imports
 from mindspeed_cp.refusals import Rule
 
 
@@ -30,6 +32,19 @@ def _scales_otherwise(config: Any) -> bool:
     """True if MindSpeed-LLM's attention would scale scores by another number than the width of a head."""
     scale = config.query_pre_attn_scalar
     return bool(scale) and scale != getattr(config, "kv_channels", None)
+
+
+def _layers_lack_padding(config: Any) -> bool:
+    """True if a layer's forward is not given the padding mask that Megatron-core hands to it (MindSpeed for 0.16)."""
+    if not is_active():
+        return False
+    with megatron_imports():
+        from megatron.core.transformer.transformer_block import TransformerBlock
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    handed = "padding_mask" in signature(TransformerBlock.forward).parameters
+    own = signature(TransformerLayer.forward).parameters
+    return handed and "padding_mask" not in own and not any(x.kind is x.VAR_KEYWORD for x in own.values())
 
 
 _LLM = "MindSpeed-LLM's own attention reads it, and planned attention takes its place"
@@ -123,6 +138,14 @@ MINDSPEED_RULES = (
     Rule("optimize_send_recv_comm", _off, "False", _SCHEDULE),
     Rule("recompute_in_bubble", _off, "False", _SCHEDULE),
     Rule("recompute_in_advance", _off, "False", _SCHEDULE),
+    Rule(
+        "recompute_norm",
+        _off,
+        "False",
+        "MindSpeed's forward of a layer for it takes no padding_mask, which this Megatron-core hands over; use "
+        "--recompute-granularity selective --recompute-modules layernorm",
+        when=_layers_lack_padding,
+    ),
     Rule("moe_fb_overlap", _off, "False", "its schedule of half layers carries no plan"),
     Rule("moe_tp_extend_ep", _off, "False", _MOE),
     Rule("moe_alltoall_overlap_comm", _off, "False", _MOE),

@@ -289,7 +289,7 @@ REPLACEMENTS = (
         (f"{_CORE}.transformer.transformer_layer.TransformerLayer.forward",),
         "--recompute-norm",
         "kept",
-        "it hands packed_seq_params to attention",
+        "it hands packed_seq_params to attention; the flag is refused where it takes no padding_mask (0.16)",
     ),
     Replacement(
         (f"{_CORE}.transformer.transformer_block.TransformerBlock._checkpointed_forward",),

@@ -35,6 +35,8 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
         model_provider: as the script gives it to ``pretrain``.
     """
 
+    built: list[nn.Module] = []  # virtual stages, until they are all there
+
     def provider(*args: Any, **kwargs: Any) -> ModelT:
         from megatron.training import get_args
 
@@ -55,7 +57,10 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
                     f"--spec {' '.join(SPEC)}, or install(spec, suite_of(args)) where the script makes its own spec"
                 ) from None
         install_model(model)
-        print_start_line([model], arguments, suite)
+        built.append(model)
+        if len(built) == (getattr(arguments, "virtual_pipeline_model_parallel_size", None) or 1):
+            print_start_line(built, arguments, suite)
+            built.clear()
         return model
 
     return provider

@@ -21,10 +21,10 @@ def print_start_line(models: Sequence[nn.Module], args: Namespace, suite: SuiteS
 
 
 def start_line(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> str:
-    """Return a line of the algorithm, the attention of each layer of this pipeline stage, and where documents end.
+    """Return a line of the algorithm, the attention of each layer of the first pipeline stage, and where documents end.
 
     Args:
-        models: the model, or its virtual stages.
+        models: the model of the first pipeline stage, or its virtual stages.
         args: Megatron's arguments.
         suite: the settings that all layers have.
     """
@@ -41,6 +41,9 @@ def start_line(models: Sequence[nn.Module], args: Namespace, suite: SuiteSetting
         whole = numbers == list(range(numbers[0], numbers[-1] + 1))
         text = f"{numbers[0]}-{numbers[-1]}" if whole and len(numbers) > 1 else ", ".join(map(str, numbers))
         parts.append(f"layer{'s' if len(numbers) > 1 else ''} {text}: {words}")
+    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
+    if stages > 1:
+        parts.append(f"these are the layers of the first of {stages} pipeline stages")
     return "; ".join([*parts, f"documents: {_document_words(args)}"])
 
 
