@@ -47,7 +47,10 @@ def _serve(pipe: Connection, rank: int, world: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.gloo import share_event_loop
+
     torch.set_num_threads(1)
+    share_event_loop()
     torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN: whoever reads it is found
     torch.utils.deterministic.fill_uninitialized_memory = True
 

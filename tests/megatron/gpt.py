@@ -40,6 +40,7 @@ from mindspeed_cp.megatron import (
 from mindspeed_cp.megatron.arguments import entry_of
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.megatron.patches.spans import SPAN
+from tests.gloo import share_event_loop
 from tests.limits import HANG
 from tests.megatron.packed import cut_batch, cut_of, plan_whole
 
@@ -115,7 +116,7 @@ class Outcome:
 
 
 def collect_garbage() -> None:
-    """Free the process groups of a test that cycles hold: such a gloo group goes on polling, with threads of its own.
+    """Free the process groups of a test that cycles hold: each has threads of its own.
 
     What survives belongs to modules. It is frozen, since looking at all of it again takes half a second.
     """
@@ -128,6 +129,7 @@ def one_rank() -> Iterator[None]:
     """Megatron in this process: a world of one rank, one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    share_event_loop()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with megatron():

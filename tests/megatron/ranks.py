@@ -45,9 +45,11 @@ def _in_a_world(rank: int, size: int, folder: str, function: Callable[..., Any],
     import torch.distributed as dist
 
     from mindspeed_cp.ops.torch_release import torch_release
+    from tests.gloo import share_event_loop
     from tests.megatron.gpt import collect_garbage
 
     torch.set_num_threads(1)
+    share_event_loop()
     dist.init_process_group("gloo", init_method=(Path(folder) / "store").as_uri(), rank=rank, world_size=size)
     try:
         return function(rank, None, *args)

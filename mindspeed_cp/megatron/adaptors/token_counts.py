@@ -30,7 +30,8 @@ _REMEDY = (
     "return mindspeed_cp.megatron.loss_function(loss_mask, losses), in Megatron's scripts "
     "mindspeed_cp.megatron.pretrain.loss_func, or its second value (docs/megatron.md)"
 )
-_MARK = "_compares_token_counts"  # on models that are watched, and on the function that a config has
+_LOSSES = "_losses_of_tokens"  # of a stage: its _Losses, or None if it has no loss
+_COMPARES = "_compares_token_counts"  # of the function that a config has
 _TOLERANCE = 0.01  # relative, of gradients in bf16
 
 
@@ -44,14 +45,6 @@ class LossKind(IntEnum):
     UNKNOWN = 4  # the model returns no losses of tokens
 
 
-class _Process:
-    """What the models of this process share: in a pipeline with virtual stages the config of the first one has
-    Megatron's function, while the last one returns the losses."""
-
-    wrapped = False  # some config has a function that compares
-    watched: ClassVar[list[_Losses]] = []  # those with a micro-batch since that function was last called
-
-
 def compare_token_counts(chunk: nn.Module, cp_group: Any) -> None:
     """Compare the counts of a model's loss function with its gradients, in the first step in which tokens have any; in
     Megatron 0.12, where ranks may differ later, counts of losses that cannot be judged in every step.
@@ -63,44 +56,52 @@ def compare_token_counts(chunk: nn.Module, cp_group: Any) -> None:
         chunk: the model, or one of its virtual pipeline stages.
         cp_group: its context-parallel group, in which ranks gather three numbers.
     """
-    stage = next((module for module in chunk.modules() if hasattr(module, "post_process")), None)
-    if stage is None or hasattr(stage, _MARK):
+    stage = _stage_of(chunk)
+    if stage is None or hasattr(stage, _LOSSES):
         return
-    setattr(stage, _MARK, True)
+    losses = _Losses(cp_group) if stage.post_process else None
+    setattr(stage, _LOSSES, losses)
 
     def before_forward(module: nn.Module, _: Any) -> None:
         config: Any = module.config
         finalize = getattr(config, "finalize_model_grads_func", None)
-        if finalize is not None and not hasattr(finalize, _MARK):
+        if finalize is not None and not hasattr(finalize, _COMPARES):
             config.finalize_model_grads_func = _comparing(finalize, config)
-            _Process.wrapped = True
+            _Losses.are_compared = True
 
     stage.register_forward_pre_hook(before_forward)
-    if stage.post_process:
-        losses = _Losses(cp_group)
+    if losses is not None:
         stage.register_forward_hook(lambda module, _, output: losses.watch(output))
+
+
+def _stage_of(chunk: nn.Module) -> Any:
+    """Return the module of Megatron's model inside its wrappers, or None."""
+    return next((module for module in chunk.modules() if hasattr(module, "post_process")), None)
 
 
 def _comparing(finalize: Callable[..., Any], config: Any) -> Callable[..., Any]:
     """Return a function that compares the counts of a step, and calls Megatron's."""
 
     @wraps(finalize)
-    def compared(*args: Any, **kwargs: Any) -> Any:
-        count = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
-        watched = _Process.watched[:]
-        _Process.watched.clear()
-        if isinstance(count, Tensor):
+    def compared(model: Sequence[nn.Module], num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if num_tokens is not None:
             scale = getattr(config, "grad_scale_func", None)
-            for losses in watched:
-                losses.compare(count, 1.0 if scale is None else float(scale(torch.ones((), device=count.device))))
-        return finalize(*args, **kwargs)
+            for chunk in model:
+                losses = getattr(_stage_of(chunk), _LOSSES, None)
+                if losses is not None and losses.seen:
+                    one = torch.ones((), device=num_tokens.device)
+                    losses.compare(num_tokens, 1.0 if scale is None else float(scale(one)))
+        return finalize(model, num_tokens, *args, **kwargs)
 
-    setattr(compared, _MARK, True)
+    setattr(compared, _COMPARES, True)
     return compared
 
 
 class _Losses:
     """Gradients of the losses of this rank's tokens, over the micro-batches of a step, until they were judged."""
+
+    #: Some config of this process has a function that compares. With virtual stages it is that of the first one.
+    are_compared: ClassVar[bool] = False
 
     def __init__(self, cp_group: Any) -> None:
         self.cp_group = cp_group
@@ -108,7 +109,8 @@ class _Losses:
         self._clear()
 
     def _clear(self) -> None:
-        self.micro_batches = 0
+        self.seen = False  # a micro-batch, since the last comparison
+        self.micro_batches = 0  # with losses of tokens
         self.counts: list[Tensor] = []  # of each: tokens with a gradient
         self.sizes: list[Tensor] = []  # of each: the smallest one that is not 0, the largest, and their sum
 
@@ -118,11 +120,9 @@ class _Losses:
         Args:
             output: losses, [b, s]; others, as logits, are not looked at.
         """
-        if self.judged or not _Process.wrapped or not torch.is_grad_enabled():
+        if self.judged or not self.are_compared or not torch.is_grad_enabled():
             return
-        if self not in _Process.watched:
-            self._clear()
-            _Process.watched.append(self)
+        self.seen = True
         if isinstance(output, Tensor) and output.dim() == 2 and output.requires_grad:
             self.micro_batches += 1
             output.register_hook(self._look)
