@@ -42,11 +42,13 @@ def rewrite_script(
         _edit(source, launch, change) for change in conversion.changes if change.outcome in _CHANGED and change.source
     }
     launches = find_launches(source, str(launch.name), _FLAGS, defined)
-    alike = [other for other in launches if other.words == launch.words]
+    own = launch.words
+    words_of = {other.number: other.words for other in launches}
+    alike = [other for other in launches if words_of[other.number] == own]
     entries = [other.entry for other in alike if other.entry is not None and other.entry.pieces]
     if not alike or len(entries) < len(alike):
         raise _not_exact(launch, "the command names no training script (.py or -m) to put the new flags behind")
-    wanted = {other.number: None if other in alike else other.words for other in launches}
+    wanted = {number: None if words == own else words for number, words in words_of.items()}
     depths = min(len(entry.pieces[-1].sites) for entry in entries)
     for depth in range(1, depths + 1):  # where the command names it, then where its text stands
         places = {_word_end(source, entry.pieces[-1].sites[-depth]) for entry in entries}
