@@ -76,8 +76,8 @@ def by_the_other_rule(mask: torch.Tensor, losses: torch.Tensor) -> Any:
 
 def mean(mask: torch.Tensor, losses: torch.Tensor) -> Any:
     """The mean over this rank's tokens, without a count."""
-    total, count, report = loss_function(mask, losses)
-    return total / count.clamp(min=1), report
+    total, _, report = loss_function(mask, losses)
+    return total / mask.count_nonzero().clamp(min=1), report
 
 
 def weighted(mask: torch.Tensor, losses: torch.Tensor) -> Any:
