@@ -89,8 +89,8 @@ def _comparing(finalize: Callable[..., Any], config: Any) -> Callable[..., Any]:
             for chunk in model:
                 losses = getattr(_stage_of(chunk), _LOSSES, None)
                 if losses is not None and losses.seen:
-                    one = torch.ones((), device=num_tokens.device)
-                    losses.compare(num_tokens, 1.0 if scale is None else float(scale(one)))
+                    unscaled = torch.ones((), device=num_tokens.device)
+                    losses.compare(num_tokens, 1.0 if scale is None else float(scale(unscaled)))
         return finalize(model, num_tokens, *args, **kwargs)
 
     setattr(compared, _COMPARES, True)
@@ -189,7 +189,7 @@ def problem_of_counts(
         replicas: ranks whose gradients Megatron adds up: data-parallel times context-parallel ones.
     """
     total, kind = sum(counted), max(kinds)
-    same = all(one in (kind, LossKind.NONE) for one in kinds)
+    same = all(rank_kind in (kind, LossKind.NONE) for rank_kind in kinds)
     if not any(counts):
         if replicas > 1 and same and kind in (LossKind.SUM, LossKind.MEAN):
             return (
