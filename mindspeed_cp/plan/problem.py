@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +49,40 @@ class Topology:
                 f"Topology.cluster is {self.cluster!r}; valid: the name of a preset, a YAML file, or None"
             )
         check_count("Topology.nodes * ranks_per_node", int(self.nodes) * int(self.ranks_per_node), most=RANK_LIMIT)
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, processes_per_node: int | None = None, cluster: str | None = None) -> Topology:
+        """Make the topology of a device mesh of context-parallel ranks, such as ``mesh["cp"]``.
+
+        >>> Topology.from_mesh(init_device_mesh("cuda", (2, 16), mesh_dim_names=("dp", "cp"))["cp"], 8)
+        Topology(nodes=2, ranks_per_node=8, cluster=None)
+
+        Args:
+            mesh: torch's DeviceMesh with one dimension; nothing is sent.
+            processes_per_node: processes that the launcher starts on a node, numbered node by node; default: the
+                LOCAL_WORLD_SIZE that torchrun sets; where that is not set, all processes are on one node.
+            cluster: as for Topology.
+
+        Raises:
+            ConfigError: the mesh has several dimensions, or the nodes have different numbers of its ranks.
+        """
+        table = np.asarray(mesh.mesh)
+        if table.ndim != 1:
+            names = getattr(mesh, "mesh_dim_names", None)
+            raise ConfigError(
+                f"mesh has the dimensions {names or table.ndim}; valid: the context-parallel one alone, mesh[name]"
+            )
+        if processes_per_node is None:
+            processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or int(table.max()) + 1
+        check_count("processes_per_node", processes_per_node)
+        node = table // processes_per_node
+        counts = np.unique(node, return_counts=True)[1]
+        if len(set(counts.tolist())) > 1 or (np.diff(node) < 0).any():
+            raise ConfigError(
+                f"mesh has the ranks {table.tolist()}, with {processes_per_node} processes on a node; valid: equally "
+                "many ranks on every node, node by node"
+            )
+        return cls(len(counts), int(counts[0]), cluster)
 
     @property
     def ranks(self) -> int:

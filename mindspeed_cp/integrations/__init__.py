@@ -1,0 +1,1 @@
+"""Entries beside Megatron; nothing in this package imports megatron-core."""

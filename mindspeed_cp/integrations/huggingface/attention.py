@@ -1,0 +1,137 @@
+"""The attention function of all layers: compares what the model asks for with the plan, and runs the plan."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from mindspeed_cp.engine import context_parallel_attention
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.families import window_of_side
+from mindspeed_cp.integrations.huggingface.plans import RankPlans
+from mindspeed_cp.plan import AttentionConfig
+
+#: Arguments that change attention in a way that no plan has: each must be None or False.
+UNSUPPORTED = {
+    "attention_mask": "a plan's documents say what is visible",
+    "softcap": "planned attention does not cap scores",
+    "s_aux": "planned attention has no sinks",
+    "position_bias": "planned attention has no bias but ALiBi",
+    "cache": "planned attention is for training",
+    "output_attentions": "the weights exist on no rank",
+    "head_mask": "planned attention masks no heads",
+}
+
+
+def planned_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    plan: RankPlans | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer; the function that models call under attn_implementation "mindspeed_cp".
+
+    Args:
+        module: the attention layer, with its `layer_idx`.
+        query: [1, heads, rows, dim] of this rank.
+        key, value: [1, kv_heads, rows, dim].
+        attention_mask: None.
+        plan: the model's argument ``plan``, from :func:`shard_batch`.
+        dropout, scaling, sliding_window, is_causal, others: what the model asks for; compared with the plan.
+
+    Returns:
+        [1, rows, heads, dim_v], and None for the weights.
+
+    Raises:
+        ConfigError: there is no plan, or the model asks for something that the plan does not have.
+    """
+    layer = getattr(module, "layer_idx", None)
+    label = f"layer {layer} ({type(module).__name__})"
+    if not isinstance(plan, RankPlans):
+        raise ConfigError(f"{label}: plan is {plan!r}; valid: model(**batch) with the batch of shard_batch")
+    if layer is None:
+        raise ConfigError(f"{label} has no layer_idx; valid: models that number their layers")
+    layer_plan = plan.plans.of_layer(layer)
+    wanted = layer_plan.attention
+    for name, why in UNSUPPORTED.items():
+        given = attention_mask if name == "attention_mask" else others.get(name)
+        if given is not None and given is not False:
+            text = "a tensor" if isinstance(given, Tensor) else repr(given)
+            raise ConfigError(f"{label}: {name} is {text}, but {why}; valid: None")
+    _check_settings(label, module, wanted, dropout, scaling, sliding_window, is_causal)
+    _check_shapes(label, query, key, value, wanted, plan)
+    q, k, v = (x[0, :, : plan.rows].transpose(0, 1) for x in (query, key, value))
+    out = context_parallel_attention(
+        q,
+        k,
+        v,
+        layer_plan,
+        group=plan.group,
+        backend=plan.backend,
+        timeout=plan.timeout,
+        dropout_key=None if plan.dropout_seed is None else (plan.dropout_seed, layer),
+        training=module.training,
+    )
+    padding = plan.padded_rows - plan.rows
+    return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None
+
+
+def _check_settings(
+    label: str,
+    module: Any,
+    wanted: AttentionConfig,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    is_causal: bool | None,
+) -> None:
+    """Raise ConfigError if a setting of the call differs from the plan's."""
+    window = None if sliding_window is None else window_of_side(sliding_window, wanted.mask)
+    if window != wanted.window:
+        raise _differs(label, "sliding_window", sliding_window, f"window {wanted.window}")
+    scale = wanted.head_dim**-0.5 if scaling is None else float(scaling)
+    if not math.isclose(scale, wanted.softmax_scale, rel_tol=1e-6):
+        raise _differs(label, "scaling", scale, f"scale {wanted.softmax_scale}")
+    rate = wanted.dropout if module.training else 0.0
+    if not math.isclose(dropout, rate, abs_tol=1e-9):
+        raise _differs(label, "dropout", dropout, f"dropout {rate}")
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if getattr(getattr(module, "config", None), "is_causal", True) is False:
+        causal = False
+    if causal is not None and bool(causal) != (wanted.mask == "causal"):
+        raise _differs(label, "is_causal", causal, f"mask {wanted.mask!r}")
+
+
+def _differs(label: str, name: str, value: object, planned: str) -> ConfigError:
+    return ConfigError(
+        f"{label}: {name} is {value!r}, but the plan has {planned}; valid: plans built for this model's configuration "
+        "as it is now, build_plans(model.config, ...)"
+    )
+
+
+def _check_shapes(
+    label: str, query: Tensor, key: Tensor, value: Tensor, wanted: AttentionConfig, plan: RankPlans
+) -> None:
+    """Raise ConfigError if heads, channels or rows of a call differ from the plan's."""
+    shapes = {
+        "query": (1, wanted.heads, plan.padded_rows, wanted.head_dim),
+        "key": (1, wanted.kv_heads, plan.padded_rows, wanted.head_dim),
+        "value": (1, wanted.kv_heads, plan.padded_rows, wanted.head_dim_v),
+    }
+    for (name, shape), x in zip(shapes.items(), (query, key, value), strict=True):
+        if tuple(x.shape) != shape:
+            raise ConfigError(
+                f"{label}: {name} has shape {list(x.shape)}, [batch, heads, rows, channels]; the plan gives rank "
+                f"{plan.rank} {list(shape)}; valid: the batch of shard_batch, use_cache=False"
+            )

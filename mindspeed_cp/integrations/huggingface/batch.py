@@ -1,0 +1,196 @@
+"""Batches: the documents of a batch, labels, and the rows of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mindspeed_cp.comm import DEFAULT_TIMEOUT
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans
+from mindspeed_cp.layout import Documents
+
+#: Label of rows that predict nothing, as in cross_entropy.
+IGNORED = -100
+
+#: Keys that describe documents or padding; they are read and left out.
+CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+DESCRIPTIONS = (*CU_SEQLENS, "attention_mask", "max_length_q", "max_length_k", "position_ids")
+
+#: Values of padding rows; 0 for other keys.
+_PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
+
+
+def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
+    """Return the documents of a batch of whole rows, not yet cut over ranks.
+
+    Documents are said by cumulative lengths (``cu_seq_lens_q``, as DataCollatorWithFlattening makes them), by
+    position_ids that restart, or by an attention_mask [rows, tokens] with padding at the end or the beginning of rows.
+    Without any of them each row is a document.
+
+    Args:
+        batch: input_ids (or inputs_embeds) [rows, tokens, ...] and what describes them.
+
+    Raises:
+        ConfigError: two descriptions differ, or one cannot be read.
+    """
+    shape, kept = _token_shape(batch), _kept(batch)
+    described: dict[str, Documents] = {}
+    for name in CU_SEQLENS:
+        if batch.get(name) is not None:
+            described[name] = Documents.from_cu_seqlens(_host(batch[name]).reshape(-1))
+    positions = batch.get("position_ids")
+    if positions is not None and positions.dim() == 2:
+        rows = _host(positions.expand(shape))
+        lengths = [Documents.from_position_ids(row[keep]).lengths for row, keep in zip(rows, kept, strict=True)]
+        described["position_ids"] = Documents(np.concatenate(lengths))
+    if not described:
+        return Documents(kept.sum(1))
+    (first, documents), *rest = described.items()
+    for name, other in rest:
+        if other != documents:
+            raise ConfigError(f"{name} says {other!r}, but {first} says {documents!r}; valid: the same documents")
+    if documents.tokens != int(kept.sum()):
+        raise ConfigError(f"{first} says {documents!r}, but the batch has {int(kept.sum())} tokens without padding")
+    return documents
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    plans: ModelPlans,
+    rank: int,
+    *,
+    group: Any = None,
+    backend: Any = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    dropout_seed: int | None = None,
+    rows_multiple: int = 1,
+) -> dict[str, Any]:
+    """Return the rows of one context-parallel rank, as keyword arguments of the model.
+
+    Padding is left out. With a causal mask labels are shifted inside documents, before rows are cut: the last token of
+    a document predicts nothing. They come back as ``shift_labels``, which :func:`loss` takes and which a model's own
+    loss takes as well; with a full mask they come back as ``labels``.
+
+    Args:
+        batch: the whole batch, the same on all ranks of the group: input_ids or inputs_embeds, labels, loss_mask and
+            other tensors over tokens, each [rows, tokens, ...]; position_ids of vision-language models may be
+            [3, rows, tokens].
+        plans: result of :func:`build_plans` for the documents of this batch.
+        rank: this rank in the context-parallel group.
+        group: context-parallel ranks; default: all processes.
+        backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
+        dropout_seed: needed with attention dropout; another number for every batch, the same on all ranks.
+        rows_multiple: pad this rank's rows to a multiple of this, as sequence parallelism needs.
+
+    Returns:
+        Tensors [1, t, ...], ``position_ids`` that restart in every document, ``use_cache=False``, and ``plan``.
+
+    Raises:
+        ConfigError: the batch has other documents than the plans, a key is no tensor over tokens, or a weight is given
+            to a label that does not exist.
+    """
+    rank_plans = RankPlans(
+        as_model_plans(plans), rank,
+        group=group, backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
+    )  # fmt: skip
+    shape, kept = _token_shape(batch), _kept(batch)
+    _check_documents(batch, plans, kept)
+    positions = batch.get("position_ids")
+    cut: dict[str, Any] = {}
+    device = torch.device("cpu")
+    for name, value in batch.items():
+        if value is None or name in DESCRIPTIONS:
+            continue
+        if not isinstance(value, Tensor) or tuple(value.shape[:2]) != shape:
+            kind = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ConfigError(
+                f"the batch's {name} is {kind}; valid: a tensor [{shape[0]}, {shape[1]}, ...] over tokens; pass "
+                "others to the model yourself"
+            )
+        device, packed = value.device, value[torch.from_numpy(kept).to(value.device)]
+        if name == "labels" and plans.mask == "causal":
+            name, packed = "shift_labels", shifted_labels(packed, plans.documents)
+        cut[name] = _rows(packed, rank_plans, _PADDING.get(name, 0))
+    if positions is not None and positions.dim() == 3:
+        packed = positions.expand(-1, *shape).permute(1, 2, 0)[torch.from_numpy(kept).to(positions.device)]
+        cut["position_ids"] = _rows(packed, rank_plans, 0).permute(2, 0, 1)
+    elif plans.has_positions:
+        own = torch.from_numpy(plans.layout.positions(rank)).to(device)
+        cut["position_ids"] = F.pad(own, (0, rank_plans.padded_rows - rank_plans.rows))[None]
+    return {**cut, "use_cache": False, "plan": rank_plans}
+
+
+def shifted_labels(labels: Tensor, documents: Documents) -> Tensor:
+    """Return for each token the label of the next one in its document, [tokens]; the last one predicts nothing."""
+    shifted = torch.cat([labels[1:], labels.new_full((1,), IGNORED)]) if len(labels) else labels.clone()
+    ends = documents.offsets[1:][documents.lengths > 0] - 1
+    shifted[torch.from_numpy(ends).to(labels.device)] = IGNORED
+    return shifted
+
+
+def _rows(packed: Tensor, plans: RankPlans, padding: int) -> Tensor:
+    """Return the rows of a rank, [1, padded rows, ...]."""
+    rows = packed[torch.from_numpy(plans.plans.layout.tokens(plans.rank)).to(packed.device)]
+    missing = plans.padded_rows - plans.rows
+    if missing:
+        rows = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), padding)])
+    return rows[None]
+
+
+def _check_documents(batch: Mapping[str, Any], plans: ModelPlans, kept: np.ndarray) -> None:
+    """Raise ConfigError if the batch says other documents than the plans, or has another number of tokens."""
+    positions = batch.get("position_ids")
+    has_positions = positions is not None and positions.dim() == 2
+    says = has_positions or any(batch.get(name) is not None for name in CU_SEQLENS)
+    if says or len(kept) > 1 or batch.get("attention_mask") is not None:
+        documents = documents_of_batch(batch)
+        if _without_empty(documents) != _without_empty(plans.documents):
+            raise ConfigError(
+                f"the batch has {documents!r}, but the plans are for {plans.documents!r}; valid: "
+                "build_plans(model.config, documents_of_batch(batch), ...)"
+            )
+    elif int(kept.sum()) != plans.documents.tokens:
+        raise ConfigError(f"the batch has {int(kept.sum())} tokens, but the plans are for {plans.documents!r}")
+
+
+def _without_empty(documents: Documents) -> Documents:
+    return Documents(documents.lengths[documents.lengths > 0])
+
+
+def _token_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (rows, tokens) of a batch."""
+    for name in ("input_ids", "inputs_embeds"):
+        if batch.get(name) is not None:
+            shape = tuple(batch[name].shape)
+            if len(shape) < 2:
+                raise ConfigError(f"{name} has shape {list(shape)}; valid: [rows, tokens, ...]")
+            return int(shape[0]), int(shape[1])
+    raise ConfigError("the batch has neither input_ids nor inputs_embeds; valid: one of them")
+
+
+def _kept(batch: Mapping[str, Any]) -> np.ndarray:
+    """Return which tokens are no padding, bool [rows, tokens]."""
+    shape, mask = _token_shape(batch), batch.get("attention_mask")
+    if mask is None:
+        return np.ones(shape, bool)
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
+        raise ConfigError(
+            f"attention_mask has shape {list(np.shape(mask))}; valid: [{shape[0]}, {shape[1]}], which says what is "
+            "padding; documents are said by position_ids that restart or by cu_seq_lens_q"
+        )
+    kept = _host(mask).astype(bool)
+    runs = np.diff(kept.astype(np.int8), axis=1, prepend=0, append=0)
+    holes = np.flatnonzero((runs == 1).sum(1) > 1)
+    if len(holes):
+        raise ConfigError(f"attention_mask has padding between tokens in row {holes[0]}; valid: at one of its ends")
+    return kept
+
+
+def _host(x: Any) -> np.ndarray:
+    return x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)

@@ -1,0 +1,236 @@
+"""The attention of each layer of a Hugging Face model, read from its configuration: the third input of build_plan.
+
+A configuration says in different ways what its layers compute, and each family of models has switches of its own. Only
+families that are tested against the documents one by one are read; others are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan.problem import AttentionConfig
+
+_NO_CAP = "caps the scores, which planned attention does not do"
+_BOTH_WAYS = "lets tokens see later ones, by a mask of the model's own"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the configuration of a family of models is read.
+
+    Attributes:
+        mask: "causal" or "full".
+        window: function of (configuration, layer) that returns how many tokens a query sees on a side, itself included;
+            None: all.
+        scale: function of (configuration, layer, channels of q and k) that returns the factor of the scores.
+        dropout: name of the setting with the dropout rate of attention weights.
+        slopes: function of the configuration that returns the slopes of ALiBi, or None.
+        widths: function of the configuration that returns the channels of q and k, and of v; None: `head_dim`.
+        refused: settings with their only valid value and why others do not work; a model without one is valid.
+        has_positions: True if the model takes position_ids.
+    """
+
+    mask: str = "causal"
+    window: Callable[[Any, int], int | None] = lambda config, layer: None
+    scale: Callable[[Any, int, int], float] = lambda config, layer, width: width**-0.5
+    dropout: str = "attention_dropout"
+    slopes: Callable[[Any], tuple[float, ...] | None] = lambda config: None
+    widths: Callable[[Any], tuple[int, int]] | None = None
+    refused: tuple[tuple[str, Any, str], ...] = ()
+    has_positions: bool = True
+
+
+def _layer_window(config: Any, layer: int) -> int | None:
+    """Return the window of a layer whose kind is in layer_types."""
+    return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+
+
+def _qwen_moe_window(config: Any, layer: int) -> int | None:
+    """Return the window of models in which a switch gives it to all layers."""
+    return config.sliding_window if getattr(config, "use_sliding_window", False) else None
+
+
+def _gpt2_scale(config: Any, layer: int, width: int) -> float:
+    scale = width**-0.5 if config.scale_attn_weights else 1.0
+    return scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale
+
+
+def _latent_scale(config: Any, layer: int, width: int) -> float:
+    """Return the scale of multi-head latent attention, with the concentration of YaRN (2309.00071) if it is on."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    all_dims, factor = rope.get("mscale_all_dim", 0), rope.get("factor", 1.0)
+    if rope.get("rope_type", "default") == "default" or not all_dims or factor <= 1:
+        return width**-0.5
+    return width**-0.5 * (0.1 * all_dims * math.log(factor) + 1.0) ** 2
+
+
+def _mpt_scale(config: Any, layer: int, width: int) -> float:
+    given = config.attn_config.softmax_scale
+    return width**-0.5 if given is None else float(given)
+
+
+def _bloom_slopes(config: Any) -> tuple[float, ...]:
+    from mindspeed_cp.plan.problem import alibi_slopes
+
+    return tuple(alibi_slopes(config.num_attention_heads).tolist())
+
+
+def _mpt_slopes(config: Any) -> tuple[float, ...]:
+    """Return MPT's slopes: those of the next power of two, of which every second one comes first."""
+    heads = config.num_attention_heads
+    power = 1 << (heads - 1).bit_length()
+    slopes = 2.0 ** (-8.0 / power * np.arange(1, power + 1))  # 8: the default of build_mpt_alibi_tensor
+    return tuple((slopes if power == heads else np.concatenate([slopes[1::2], slopes[::2]])[:heads]).tolist())
+
+
+_DECODER = (("is_causal", True, _BOTH_WAYS),)
+_QWEN = Family(window=_layer_window, refused=_DECODER)
+_GEMMA = Family(
+    window=_layer_window,
+    scale=lambda config, layer, width: config.query_pre_attn_scalar**-0.5,
+    refused=(
+        *_DECODER,
+        ("attn_logit_softcapping", None, _NO_CAP),
+        ("use_bidirectional_attention", None, _BOTH_WAYS),
+    ),
+)
+
+#: Families by the model_type of their configuration.
+FAMILIES: dict[str, Family] = {
+    "llama": Family(refused=_DECODER),
+    "mistral": Family(window=lambda config, layer: config.sliding_window, refused=_DECODER),
+    "mixtral": Family(window=lambda config, layer: config.sliding_window, refused=_DECODER),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "qwen3_moe": Family(window=_qwen_moe_window, refused=_DECODER),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "deepseek_v3": Family(
+        scale=_latent_scale,
+        widths=lambda config: (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim),
+        refused=_DECODER,
+    ),
+    "gpt2": Family(
+        scale=_gpt2_scale,
+        dropout="attn_pdrop",
+        refused=(("add_cross_attention", False, "attends to another model's states"),),
+    ),
+    "bloom": Family(
+        slopes=_bloom_slopes,
+        has_positions=False,
+        refused=(("slow_but_exact", False, "adds up in the order of another program's ranks"),),
+    ),
+    "mpt": Family(scale=_mpt_scale, dropout="attn_config.attn_pdrop", slopes=_mpt_slopes, has_positions=False),
+    "bert": Family(
+        mask="full",
+        dropout="attention_probs_dropout_prob",
+        refused=(
+            ("is_decoder", False, "makes the mask causal; valid: an encoder"),
+            ("add_cross_attention", False, "attends to another model's states"),
+        ),
+    ),
+    "modernbert": Family(
+        mask="full", window=lambda config, layer: _plus_one(_layer_window(config, layer)), dropout="attention_dropout"
+    ),
+}
+
+#: Models that planned attention does not compute, and why.
+REFUSED_MODELS = {
+    "gpt_oss": "its layers have attention sinks (s_aux), which planned attention does not have",
+    "llama4_text": "its layers attend inside chunks (attention_chunk_size)",
+    "qwen3_next": "its linear attention layers need their tokens in order on one rank",
+}
+
+
+def attention_config(
+    config: Any, layer: int, *, tensor_parallel_size: int = 1, tensor_parallel_rank: int = 0
+) -> AttentionConfig:
+    """Return the attention of a layer of a Hugging Face model on one tensor-parallel rank.
+
+    Args:
+        config: the model's configuration (``model.config``).
+        layer: index of the layer, from 0, as the model's `layer_idx`.
+        tensor_parallel_size: ranks that share the heads.
+        tensor_parallel_rank: number among them; ALiBi and dropout depend on it.
+
+    Raises:
+        ConfigError: the family is unknown, a setting is not supported, the layer does not exist, or the heads cannot be
+            shared.
+    """
+    family = family_of(config)
+    layers = config.num_hidden_layers
+    if not 0 <= layer < layers:
+        raise ConfigError(f"layer is {layer}; valid: 0 to {layers - 1}, the layers of the model")
+    if not 0 <= tensor_parallel_rank < tensor_parallel_size:
+        raise ConfigError(f"tensor_parallel_rank is {tensor_parallel_rank}; valid: 0 to {tensor_parallel_size - 1}")
+    heads, kv_heads = _heads(config, tensor_parallel_size)
+    own_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width, width_v = (own_width, own_width) if family.widths is None else family.widths(config)
+    side, rate, slopes = family.window(config, layer), float(_setting(config, family.dropout) or 0.0), family.slopes(config)
+    first = tensor_parallel_rank * heads
+    return AttentionConfig(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        head_dim_v=width_v,
+        mask=family.mask,
+        window=None if side is None else window_of_side(side, family.mask),
+        alibi=False if slopes is None else slopes[first : first + heads],
+        dropout=rate,
+        scale=family.scale(config, layer, width),
+        first_head=first if rate else 0,
+    )
+
+
+def family_of(config: Any) -> Family:
+    """Return the family of a configuration, with its settings checked.
+
+    Raises:
+        ConfigError: the family is unknown, or a setting is not supported; names the setting and the valid value.
+    """
+    name = getattr(config, "model_type", None)
+    if name not in FAMILIES:
+        why = REFUSED_MODELS.get(str(name), "its attention has not been compared with planned attention")
+        raise ConfigError(f"model_type is {name!r}: {why}; valid: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    for setting, valid, why in family.refused:
+        value = getattr(config, setting, valid)
+        if value != valid and not (valid is None and not value):
+            raise ConfigError(f"{setting} is {value!r}: it {why}; valid with planned attention: {valid!r}")
+    return family
+
+
+def window_of_side(side: int, mask: str) -> tuple[int, int]:
+    """Return the window in which a query sees `side` tokens on a side, itself included, as models count them."""
+    return (side - 1, 0) if mask == "causal" else (side - 1, side - 1)
+
+
+def _plus_one(side: int | None) -> int | None:
+    """Return ModernBERT's window with the query itself, which its setting does not count."""
+    return None if side is None else side + 1
+
+
+def _heads(config: Any, tensor_parallel_size: int) -> tuple[int, int]:
+    """Return the query and kv heads of one tensor-parallel rank."""
+    heads = config.num_attention_heads
+    kv_heads = heads if config.model_type == "deepseek_v3" else getattr(config, "num_key_value_heads", None) or heads
+    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if count % tensor_parallel_size:
+            raise ConfigError(
+                f"{name} is {count}; valid: a multiple of tensor_parallel_size, which is {tensor_parallel_size}"
+            )
+    return heads // tensor_parallel_size, kv_heads // tensor_parallel_size
+
+
+def _setting(config: Any, path: str) -> Any:
+    """Return a setting by its name, with dots for settings in settings."""
+    value = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

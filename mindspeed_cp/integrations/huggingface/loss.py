@@ -1,0 +1,68 @@
+"""The loss of a planned batch: global sum over global count, independent of how rows are cut over ranks.
+
+A mean of the ranks' means would differ whenever ranks count unequal numbers of labels, as they do with packed
+documents. DDP and FSDP2 average gradients over ranks, so that each rank's share is multiplied by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from mindspeed_cp.comm import group_size
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.batch import IGNORED
+
+
+def count_labels(labels: Tensor | Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+    """Count the labels of a step over all ranks.
+
+    Args:
+        labels: this rank's labels of all batches of the step (several with gradient accumulation).
+        group: all ranks that average their gradients, data- and context-parallel ones; default: all processes.
+
+    Returns:
+        int64 scalar on the device of the labels, the same on all ranks.
+    """
+    tensors = [labels] if isinstance(labels, Tensor) else list(labels)
+    if not tensors:
+        raise ConfigError("labels has no tensor; valid: the labels of all batches of the step")
+    count = torch.stack([(tensor != IGNORED).sum() for tensor in tensors]).sum()
+    if group_size(group) > 1:
+        dist.all_reduce(count, group=group)
+    return count
+
+
+def loss(logits: Tensor, labels: Tensor, count: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return this rank's share of the mean cross-entropy over all labels of a step.
+
+    Averaged over the ranks of the group, and added up over the batches of the step, it is the mean over all labels: so
+    are gradients under DDP and FSDP2, and so is ``all_reduce(loss, op=AVG)`` for the report.
+
+    Args:
+        logits: [1, t, vocabulary] of this rank.
+        labels: [1, t], ``shift_labels`` of :func:`shard_batch` (``labels`` with a full mask).
+        count: result of :func:`count_labels`.
+        group: as for :func:`count_labels`.
+
+    Returns:
+        float32 scalar; 0 for a rank without labels.
+
+    Raises:
+        ConfigError: logits and labels do not fit.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; valid: those of the same batch, "
+            "without logits_to_keep"
+        )
+    total = F.cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
+    )
+    ranks = max(1, group_size(group))
+    counted = count.clamp(min=1).to(total.device) if isinstance(count, Tensor) else max(1, count)
+    return total * ranks / counted

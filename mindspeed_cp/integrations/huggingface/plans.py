@@ -1,0 +1,142 @@
+"""The plans of one packed batch for all layers of a model, and what one rank needs to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_cp.algorithms.layer_plans import build_layer_plans
+from mindspeed_cp.comm import DEFAULT_TIMEOUT
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.families import attention_config, family_of
+from mindspeed_cp.layout import Documents, Layout
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPlans:
+    """Plans of one packed batch for all layers of a model; every rank holds the same rows in all of them.
+
+    Attributes:
+        attentions: attention of each layer.
+        plans: one plan for each attention that differs.
+        has_positions: True if the model takes position_ids.
+    """
+
+    attentions: tuple[AttentionConfig, ...]
+    plans: dict[AttentionConfig, Plan]
+    has_positions: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank holds which rows."""
+        return next(iter(self.plans.values())).batch_layout
+
+    @property
+    def documents(self) -> Documents:
+        """Documents of the packed batch."""
+        return self.layout.documents
+
+    @property
+    def mask(self) -> str:
+        """"causal" or "full"."""
+        return self.attentions[0].mask
+
+    def of_layer(self, layer: int) -> Plan:
+        """Return the plan of a layer. Raises ConfigError for an unknown layer."""
+        if not 0 <= layer < len(self.attentions):
+            raise ConfigError(f"layer {layer} has no plan: the plans are for {len(self.attentions)} layers")
+        return self.plans[self.attentions[layer]]
+
+
+def build_plans(
+    config: Any,
+    documents: Documents,
+    topology: Topology,
+    algorithm: str = "direct",
+    *,
+    tensor_parallel_size: int = 1,
+    tensor_parallel_rank: int = 0,
+    **options: object,
+) -> ModelPlans:
+    """Build the plans of one packed batch for all layers of a Hugging Face model.
+
+    Args:
+        config: the model's configuration (``model.config``).
+        documents: documents of the batch.
+        topology: context-parallel ranks.
+        algorithm, options: as for :func:`mindspeed_cp.build_plan`.
+        tensor_parallel_size, tensor_parallel_rank: as for :func:`attention_config`.
+
+    Raises:
+        ConfigError: the model, a setting, the algorithm or an option is not supported.
+    """
+    family = family_of(config)
+    if options.get("remap") == "hidden":
+        raise ConfigError("remap is 'hidden'; valid for Hugging Face models: 'off', 'qkv', 'auto'")
+    attentions = tuple(
+        attention_config(
+            config, layer, tensor_parallel_size=tensor_parallel_size, tensor_parallel_rank=tensor_parallel_rank
+        )
+        for layer in range(config.num_hidden_layers)
+    )
+    distinct = tuple(dict.fromkeys(attentions))
+    plans = build_layer_plans(documents, topology, distinct, algorithm, **options)
+    return ModelPlans(attentions, dict(zip(distinct, plans, strict=True)), family.has_positions)
+
+
+class RankPlans:
+    """What one rank needs to run the layers of one batch; models take it as the argument ``plan``.
+
+    No dataclass, as torch's wrappers copy dataclasses among a model's arguments.
+
+    Attributes:
+        plans: plans of all layers.
+        rank: this context-parallel rank.
+        rows: number of this rank's rows.
+        padded_rows: number of rows with padding behind them.
+        group, backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
+        dropout_seed: seed of attention dropout for this batch; None: there is none.
+    """
+
+    __slots__ = ("__weakref__", "backend", "dropout_seed", "group", "padded_rows", "plans", "rank", "rows", "timeout")
+
+    def __init__(
+        self,
+        plans: ModelPlans,
+        rank: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        backend: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        dropout_seed: int | None = None,
+        rows_multiple: int = 1,
+    ) -> None:
+        if not 0 <= rank < plans.layout.ranks:
+            raise ConfigError(f"rank is {rank}; valid: 0 to {plans.layout.ranks - 1}, the ranks of the plan")
+        if rows_multiple < 1:
+            raise ConfigError(f"rows_multiple is {rows_multiple}; valid: 1 or more")
+        dropout = max(attention.dropout for attention in plans.attentions)
+        if dropout and dropout_seed is None:
+            raise ConfigError(
+                f"the model's attention has dropout {dropout} and no dropout_seed was given; valid: another number for "
+                "every batch of every step and replica, the same on all context- and tensor-parallel ranks"
+            )
+        self.plans, self.rank = plans, rank
+        self.group, self.backend, self.timeout, self.dropout_seed = group, backend, timeout, dropout_seed
+        self.rows = int(plans.layout.token_counts[rank])
+        # Models cannot reshape tensors without elements, so a rank without rows has one of padding.
+        self.padded_rows = max(1, -(-self.rows // rows_multiple)) * rows_multiple
+
+
+def as_model_plans(plans: object) -> ModelPlans:
+    """Return ModelPlans. Raises ConfigError for anything else."""
+    if not isinstance(plans, ModelPlans):
+        raise ConfigError(f"plans is a {type(plans).__name__}; valid: the result of build_plans(model.config, ...)")
+    return plans
+
+
+__all__: Sequence[str] = ("ModelPlans", "RankPlans", "as_model_plans", "build_plans")

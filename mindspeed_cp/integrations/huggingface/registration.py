@@ -1,0 +1,51 @@
+"""register: makes planned attention an attention implementation of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.alibi_models import current_mask, replace_alibi_attention
+from mindspeed_cp.integrations.huggingface.attention import planned_attention
+
+#: Name of planned attention among transformers' attention implementations.
+IMPLEMENTATION = "mindspeed_cp"
+
+
+def register() -> str:
+    """Register planned attention with transformers, as ``attn_implementation="mindspeed_cp"``; may be called again.
+
+    BLOOM and MPT do not call an attention implementation by name, so their attention layers are replaced in transformers'
+    modules; with another implementation they compute as before.
+
+    Returns:
+        The name of the implementation.
+
+    Raises:
+        ConfigError: transformers is missing or older than 5.
+    """
+    try:
+        import transformers
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ConfigError(f"transformers cannot be imported ({error}); valid: transformers 5 or later") from None
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ConfigError(f"transformers is {transformers.__version__}; valid: 5 or later")
+    AttentionInterface.register(IMPLEMENTATION, planned_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, planned_mask)
+    replace_alibi_attention(IMPLEMENTATION)
+    return IMPLEMENTATION
+
+
+def planned_mask(*arguments: Any, attention_mask: Any = None, **others: Any) -> Any:
+    """Return what a model passes to its layers as attention_mask: nothing, as the plan's documents say what is visible.
+
+    Raises:
+        ConfigError: the batch has an attention_mask, which says that it has padding.
+    """
+    if attention_mask is not None:
+        raise ConfigError(
+            "attention_mask was given to a model with planned attention; valid: none; shard_batch leaves padding out, "
+            "and the plan's documents say what is visible"
+        )
+    return current_mask()

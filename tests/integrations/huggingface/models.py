@@ -1,0 +1,131 @@
+"""Small random models of each family, and their steps: planned, and document by document without the suite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_cp import Documents, Topology
+from mindspeed_cp.integrations import huggingface as cp
+
+VOCABULARY = 61
+_SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GQA = {**_SMALL, "num_key_value_heads": 2}
+
+#: Name -> class of the configuration, its settings, and whether labels are shifted.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _GQA),
+    "qwen2": ("Qwen2Config", {**_GQA, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {**_GQA, "head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_GQA, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    "mistral": ("MistralConfig", {**_GQA, "sliding_window": 9}),
+    "mixtral": ("MixtralConfig", {**_GQA, "num_local_experts": 3}),
+    "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 20, "attn_logit_softcapping": None}),
+    "gemma3": ("Gemma3TextConfig", {**_GQA, "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+    "deepseek_v3": ("DeepseekV3Config", {
+        **_SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1,
+    }),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True}),
+    "bloom": ("BloomConfig", {"hidden_size": 30, "n_layer": 2, "n_head": 6, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "mpt": ("MptConfig", {"d_model": 30, "n_layers": 2, "n_heads": 6, "max_seq_len": 128}),
+    "bert": ("BertConfig", {**_SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "modernbert": ("ModernBertConfig", {**_SMALL, "local_attention": 8, "global_attn_every_n_layers": 2}),
+}  # fmt: skip
+
+
+def make_config(name: str, **changes: Any) -> Any:
+    """Configuration of a small model."""
+    import transformers
+
+    kind, settings = MODELS[name]
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    return getattr(transformers, kind)(**{**tokens, **settings, **changes})
+
+
+def make_model(config: Any, attention: str) -> torch.nn.Module:
+    """Random model with the same weights for the same configuration, under an attention implementation."""
+    import transformers
+
+    kind = "AutoModelForMaskedLM" if config.model_type in ("bert", "modernbert") else "AutoModelForCausalLM"
+    torch.manual_seed(5)
+    model = getattr(transformers, kind).from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from the zeros and ones of initialization
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    return model.train()
+
+
+@dataclass
+class Step:
+    """Result of one step: loss and gradients by the names of parameters."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def largest_error(self, other: Step) -> float:
+        """Largest difference of the loss, the norm of all gradients, and each gradient: relative to the largest of its
+        tensor, and if that is small to a hundredth of the largest of all."""
+        errors = [abs(self.loss - other.loss), abs(self.norm / other.norm - 1)]
+        largest = max(float(gradient.abs().max()) for gradient in other.gradients.values())
+        for name, gradient in self.gradients.items():
+            scale = max(float(other.gradients[name].abs().max()), 0.01 * largest)
+            errors.append(float((gradient - other.gradients[name]).abs().max()) / scale)
+        return max(errors)
+
+    @property
+    def norm(self) -> float:
+        """Norm of all gradients."""
+        return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
+
+
+def whole_batch(lengths: tuple[int, ...], seed: int = 3) -> dict[str, torch.Tensor]:
+    """One packed row; some labels are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCABULARY, (1, sum(lengths)), generator=generator)
+    labels = tokens.clone()
+    labels[torch.rand(tokens.shape, generator=generator) < 0.2] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def reference_step(name: str, lengths: tuple[int, ...], **changes: Any) -> Step:
+    """The documents one by one through the model as transformers computes it."""
+    config = make_config(name, **changes)
+    eager = name in ("bloom", "mpt", "gemma2")
+    model = make_model(config, "eager" if eager else "sdpa")
+    batch, shifts = whole_batch(lengths), name not in ("bert", "modernbert")
+    total, count = torch.zeros(()), 0
+    for tokens, labels in zip(*(batch[key].split(lengths, 1) for key in ("input_ids", "labels")), strict=True):
+        if not tokens.numel():
+            continue
+        logits = model(input_ids=tokens, use_cache=False).logits
+        rows, targets = (logits[:, :-1], labels[:, 1:]) if shifts else (logits, labels)
+        total = total + torch.nn.functional.cross_entropy(rows.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        count += int((targets != -100).sum())
+    (total / count).backward()
+    return Step(float(total.detach()) / count, {key: x.grad for key, x in model.named_parameters() if x.grad is not None})
+
+
+def planned_step(rank: int, group: Any, name: str, lengths: tuple[int, ...], algorithm: str, checkpoint: bool, changes: dict[str, Any]) -> Step:
+    """One rank's step; gradients are summed over the group."""
+    cp.register()
+    model = make_model(make_config(name, **changes), cp.IMPLEMENTATION)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ranks = 1 if group is None else group.size()
+    plans = cp.build_plans(model.config, Documents(lengths), Topology(1, ranks), algorithm)
+    batch = cp.shard_batch(whole_batch(lengths), plans, rank, group=group, dropout_seed=11)
+    labels = batch.pop("shift_labels", None)
+    labels = batch.pop("labels") if labels is None else labels
+    share = cp.loss(model(**batch).logits, labels, cp.count_labels(labels, group), group)
+    share.backward()
+    gradients = {key: x.grad / ranks for key, x in model.named_parameters() if x.grad is not None}
+    total = share.detach() / ranks
+    if ranks > 1:
+        for gradient in [*gradients.values(), total]:
+            dist.all_reduce(gradient, group=group)
+    return Step(float(total), gradients)

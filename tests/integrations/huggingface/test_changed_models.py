@@ -1,0 +1,165 @@
+"""What a model computes is compared with the plan in every call: changes behind the plan's back are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+
+from mindspeed_cp import ConfigError, Documents, Topology
+from mindspeed_cp.integrations import huggingface as cp
+from tests.integrations.huggingface.models import MODELS, make_config, make_model, whole_batch
+
+LENGTHS = (9, 4)
+
+
+def on_layer(index: int, name: str, value: Any) -> Callable[[Any, dict[str, Any]], None]:
+    """Set an attribute of the attention of a layer."""
+
+    def change(model: Any, batch: dict[str, Any]) -> None:
+        layers = [module for module in model.modules() if type(module).__name__.endswith(("SelfAttention", "Attention")) and hasattr(module, "layer_idx")]
+        assert hasattr(layers[index], name)
+        setattr(layers[index], name, value)
+
+    return change
+
+
+def on_config(name: str, value: Any) -> Callable[[Any, dict[str, Any]], None]:
+    """Set a setting of the configuration, which layers read in every call."""
+
+    def change(model: Any, batch: dict[str, Any]) -> None:
+        setattr(model.config, name, value)
+
+    return change
+
+
+def as_argument(name: str, value: Any) -> Callable[[Any, dict[str, Any]], None]:
+    """Pass an argument to the model."""
+
+    def change(model: Any, batch: dict[str, Any]) -> None:
+        batch[name] = value
+
+    return change
+
+
+def scaled(index: int) -> Callable[[Any, dict[str, Any]], None]:
+    """Multiply the factor of the scores of a layer."""
+
+    def change(model: Any, batch: dict[str, Any]) -> None:
+        layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
+        layers[index].scaling *= 1.01
+
+    return change
+
+
+#: Model, change, and what the error names.
+CHANGES: list[tuple[str, Callable[[Any, dict[str, Any]], None], str]] = [
+    *[(name, scaled(index), f"layer {index} .*scaling") for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "deepseek_v3", "gpt2") for index in (0, 1)][:17],
+    ("bert", scaled(0), "layer 0 .*scaling"),
+    ("bloom", on_layer(1, "inv_norm_factor", 0.2), "layer 1 .*scaling"),
+    ("mpt", on_layer(0, "softmax_scale", 0.2), "layer 0 .*scaling"),
+    ("mistral", on_config("sliding_window", 5), r"layer 0 .*sliding_window is 5, but the plan has window \(8, 0\)"),
+    ("mistral", on_config("sliding_window", None), "layer 0 .*sliding_window is None"),
+    ("mixtral", on_config("sliding_window", 4), "layer 0 .*sliding_window is 4, but the plan has window None"),
+    ("qwen2", on_layer(1, "sliding_window", None), "layer 1 .*sliding_window"),
+    ("qwen2", on_layer(0, "sliding_window", 7), "layer 0 .*sliding_window"),
+    ("qwen3_moe", on_layer(0, "sliding_window", 3), "layer 0 .*sliding_window"),
+    ("gemma2", on_layer(0, "sliding_window", 7), "layer 0 .*sliding_window"),
+    ("gemma3", on_layer(0, "sliding_window", None), "layer 0 .*sliding_window"),
+    ("gemma3", on_layer(1, "sliding_window", 6), "layer 1 .*sliding_window"),
+    ("modernbert", on_layer(1, "sliding_window", 4), "layer 1 .*sliding_window"),
+    ("llama", as_argument("sliding_window", 6), "layer 0 .*sliding_window"),
+    ("gemma2", on_layer(1, "attn_logit_softcapping", 30.0), "layer 1 .*softcap is 30.0"),
+    ("llama", as_argument("softcap", 20.0), "layer 0 .*softcap is 20.0"),
+    ("mistral", as_argument("s_aux", torch.zeros(4)), "layer 0 .*s_aux is a tensor"),
+    ("qwen3", as_argument("s_aux", torch.ones(4)), "layer 0 .*s_aux is a tensor"),
+    ("llama", as_argument("position_bias", torch.zeros(1, 4, 13, 13)), "layer 0 .*position_bias"),
+    ("llama", on_layer(1, "attention_dropout", 0.1), "layer 1 .*dropout is 0.1"),
+    ("bloom", lambda model, batch: setattr(model.transformer.h[1].self_attention.attention_dropout, "p", 0.2), "layer 1 .*dropout is 0.2"),
+    ("mpt", on_layer(0, "attn_dropout_p", 0.3), "layer 0 .*dropout is 0.3"),
+    ("llama", on_layer(1, "is_causal", False), "layer 1 .*is_causal"),
+    ("qwen3", on_config("is_causal", False), "layer 0 .*is_causal"),
+    ("bert", on_layer(0, "is_causal", True), "layer 0 .*is_causal"),
+    ("llama", as_argument("attention_mask", torch.ones(1, 13)), "attention_mask"),
+    ("bloom", as_argument("attention_mask", torch.ones(1, 13)), "attention_mask"),
+    ("llama", as_argument("attention_mask", torch.zeros(1, 1, 13, 13)), "layer 0 .*attention_mask"),
+    ("gpt2", as_argument("plan", None), "layer 0 .*plan is None"),
+    ("bloom", as_argument("plan", None), "plan is None"),
+    ("mpt", as_argument("plan", None), "plan is None"),
+    ("llama", on_layer(1, "layer_idx", 7), "layer 7 has no plan"),
+]  # fmt: skip
+
+
+@cache
+def plans_of(name: str) -> cp.ModelPlans:
+    return cp.build_plans(make_config(name), Documents(LENGTHS), Topology(1, 1))
+
+
+def run(name: str, change: Callable[[Any, dict[str, Any]], None]) -> None:
+    cp.register()
+    model = make_model(make_config(name), cp.IMPLEMENTATION)
+    batch = cp.shard_batch(whole_batch(LENGTHS), plans_of(name), 0)
+    batch.pop("shift_labels" if "shift_labels" in batch else "labels")
+    change(model, batch)
+    model(**batch)
+
+
+def test_there_are_forty_changes_of_window_cap_sink_and_scale() -> None:
+    assert len([says for *_, says in CHANGES if any(word in says for word in ("window", "softcap", "s_aux", "scaling"))]) >= 34
+    assert len(CHANGES) >= 40
+
+
+@pytest.mark.parametrize(("name", "change", "says"), CHANGES, ids=[f"{i}-{name}" for i, (name, *_) in enumerate(CHANGES)])
+def test_a_change_behind_the_plan_is_an_error(name: str, change: Callable[[Any, dict[str, Any]], None], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run(name, change)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_unchanged_model_runs(name: str) -> None:
+    run(name, lambda model, batch: None)
+
+
+#: Model, settings, and what the error says.
+REFUSED = [
+    ("gemma2", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50.0: it caps the scores.*; valid with planned attention: None"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("llama", {"is_causal": False}, "is_causal is False"),
+    ("bert", {"is_decoder": True}, "is_decoder is True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings", "says"), REFUSED)
+def test_settings_that_no_plan_has_are_refused_by_name(name: str, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        cp.attention_config(make_config(name, **settings), 0)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("GptOssConfig", "attention sinks"), ("Llama4TextConfig", "attention_chunk_size"), ("Qwen3NextConfig", "linear attention"), ("T5Config", "not been compared")])
+def test_models_that_are_not_computed_are_refused_by_name(kind: str, says: str) -> None:
+    import transformers
+
+    with pytest.raises(ConfigError, match=f"model_type is .*{says}.*; valid: llama, "):
+        cp.attention_config(getattr(transformers, kind)(), 0)
+
+
+def test_layers_and_ranks_that_do_not_exist_are_refused() -> None:
+    config = make_config("llama")
+    with pytest.raises(ConfigError, match="layer is 2; valid: 0 to 1"):
+        cp.attention_config(config, 2)
+    with pytest.raises(ConfigError, match="num_key_value_heads is 2; valid: a multiple of tensor_parallel_size, which is 4"):
+        cp.attention_config(config, 0, tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="tensor_parallel_rank is 2; valid: 0 to 1"):
+        cp.attention_config(config, 0, tensor_parallel_size=2, tensor_parallel_rank=2)
+    with pytest.raises(ConfigError, match="remap is 'hidden'"):
+        cp.build_plans(config, Documents(LENGTHS), Topology(1, 2), "hierarchical", remap="hidden")
+    with pytest.raises(ConfigError, match="attention has dropout 0.2 and no dropout_seed"):
+        plans = cp.build_plans(make_config("llama", attention_dropout=0.2), Documents(LENGTHS), Topology(1, 1))
+        cp.shard_batch(whole_batch(LENGTHS), plans, 0)
