@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.algorithms.registry import build_plan
@@ -17,7 +18,7 @@ def build_layer_plans(
     topology: Topology,
     attentions: Sequence[AttentionConfig],
     algorithm: str = "ring",
-    **options: object,
+    **options: Any,
 ) -> tuple[Plan, ...]:
     """Build a plan for each of the different attentions of a model's layers, such that every rank holds the same rows.
 
@@ -48,13 +49,14 @@ def build_layer_plans(
     )
 
 
-def _over_layout_of(main: Plan, attention: AttentionConfig, algorithm: str, options: dict[str, object]) -> Plan:
+def _over_layout_of(main: Plan, attention: AttentionConfig, algorithm: str, options: dict[str, Any]) -> Plan:
     """Return a plan of another attention for the rows of a plan."""
     plan = build_plan(main.documents, main.topology, attention, algorithm, **options)
     if plan.batch_layout.same_as(main.batch_layout):
         return plan
     layout, topology = main.layout, main.topology
-    return Plan("kv_fetch", attention, topology, *[layout] * 4, *staged(layout, layout, attention, topology))
+    programs = staged(layout, layout, attention, topology)
+    return Plan("kv_fetch", attention, topology, layout, layout, layout, layout, *programs)
 
 
 def _work(documents: Documents, attention: AttentionConfig) -> float:

@@ -53,10 +53,11 @@ def replace_alibi_attention(implementation: str) -> None:
         if getattr(attention.forward, "is_planned", False):
             continue
         base = getattr(module, f"{prefix}PreTrainedModel")
+        model: Any
         for model in vars(module).values():
             if isinstance(model, type) and issubclass(model, base) and "forward" in vars(model):
                 model.forward = _with_plan(model.forward, implementation)
-        attention.forward = _planned(attention.forward, {"bloom": _bloom_forward, "mpt": _mpt_forward}[name])
+        attention.forward = _planned(attention.forward, _bloom_forward if name == "bloom" else _mpt_forward)
 
 
 def _with_plan(forward: Callable[..., Any], implementation: str) -> Callable[..., Any]:
@@ -91,8 +92,6 @@ def _planned(forward: Callable[..., Any], planned: Callable[..., Any]) -> Callab
 
     run.is_planned = True  # type: ignore[attr-defined]
     return run
-
-
 
 
 def _bloom_forward(

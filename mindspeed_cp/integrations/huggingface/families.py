@@ -172,7 +172,11 @@ def attention_config(
     heads, kv_heads = _heads(config, tensor_parallel_size)
     own_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width, width_v = (own_width, own_width) if family.widths is None else family.widths(config)
-    side, rate, slopes = family.window(config, layer), float(_setting(config, family.dropout) or 0.0), family.slopes(config)
+    side, rate, slopes = (
+        family.window(config, layer),
+        float(_setting(config, family.dropout) or 0.0),
+        family.slopes(config),
+    )
     first = tensor_parallel_rank * heads
     return AttentionConfig(
         heads=heads,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ class ModelPlans:
 
     @property
     def mask(self) -> str:
-        """"causal" or "full"."""
+        """ "causal" or "full"."""
         return self.attentions[0].mask
 
     def of_layer(self, layer: int) -> Plan:
@@ -137,6 +136,3 @@ def as_model_plans(plans: object) -> ModelPlans:
     if not isinstance(plans, ModelPlans):
         raise ConfigError(f"plans is a {type(plans).__name__}; valid: the result of build_plans(model.config, ...)")
     return plans
-
-
-__all__: Sequence[str] = ("ModelPlans", "RankPlans", "as_model_plans", "build_plans")

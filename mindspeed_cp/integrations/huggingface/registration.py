@@ -15,8 +15,8 @@ IMPLEMENTATION = "mindspeed_cp"
 def register() -> str:
     """Register planned attention with transformers, as ``attn_implementation="mindspeed_cp"``; may be called again.
 
-    BLOOM and MPT do not call an attention implementation by name, so their attention layers are replaced in transformers'
-    modules; with another implementation they compute as before.
+    BLOOM and MPT do not call an attention implementation by name, so their attention layers are replaced in the modules
+    of transformers; with another implementation they compute as before.
 
     Returns:
         The name of the implementation.

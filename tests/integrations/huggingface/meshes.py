@@ -22,7 +22,10 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def batches_of(step: int, replica: int) -> list[tuple[tuple[int, ...], dict[str, torch.Tensor]]]:
     """Lengths and whole batches of a replica in a step."""
-    return [(lengths[replica], whole_batch(lengths[replica], 100 * step + 10 * i + replica)) for i, lengths in enumerate(BATCHES)]
+    return [
+        (lengths[replica], whole_batch(lengths[replica], 100 * step + 10 * i + replica))
+        for i, lengths in enumerate(BATCHES)
+    ]
 
 
 def reference(name: str, clip: float | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -33,10 +36,14 @@ def reference(name: str, clip: float | None = None) -> tuple[list[float], dict[s
         total, count = torch.zeros(()), 0
         for replica in (0, 1):
             for lengths, batch in batches_of(step, replica):
-                for tokens, labels in zip(*(batch[key].split(lengths, 1) for key in ("input_ids", "labels")), strict=True):
+                for tokens, labels in zip(
+                    *(batch[key].split(lengths, 1) for key in ("input_ids", "labels")), strict=True
+                ):
                     if tokens.numel():
                         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-                        total = total + torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+                        total = total + torch.nn.functional.cross_entropy(
+                            logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+                        )
                         count += int((labels[:, 1:] != -100).sum())
         optimizer.zero_grad()
         (total / count).backward()
@@ -57,10 +64,20 @@ def wrap(model: Any, kind: str, mesh: Any) -> Any:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         for layer in model.model.layers:
-            columns = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-            parallelize_module(layer, mesh["dp"], {**columns, "self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()})
+            columns = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
+                f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")
+            }
+            parallelize_module(
+                layer,
+                mesh["dp"],
+                {**columns, "self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()},
+            )
         return model
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if kind == "bf16" else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if kind == "bf16"
+        else MixedPrecisionPolicy()
+    )
     over = mesh if kind == "hsdp" else mesh["dp", "cp"]._flatten("dp_cp")
     for layer in layers_of(model):
         fully_shard(layer, mesh=over, mp_policy=policy)
@@ -71,7 +88,9 @@ def layers_of(model: Any) -> Any:
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
-def planned_steps(rank: int, group: Any, name: str, kind: str, algorithm: str, checkpoint: bool, clip: float | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+def planned_steps(
+    rank: int, group: Any, name: str, kind: str, algorithm: str, checkpoint: bool, clip: float | None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The steps of one of four ranks: two replicas of two context-parallel ranks (or, for "tensor parallel", two
     tensor-parallel ranks of two context-parallel ones, which take both replicas' batches in turn)."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -115,7 +134,10 @@ def planned_steps(rank: int, group: Any, name: str, kind: str, algorithm: str, c
         optimizer.step()
         dist.all_reduce(total, group=averaged)
         losses.append(float(total) / averaged.size())
-    weights = {key.removeprefix("module."): x.full_tensor() if isinstance(x, DTensor) else x for key, x in wrapped.named_parameters()}
+    weights = {
+        key.removeprefix("module."): x.full_tensor() if isinstance(x, DTensor) else x
+        for key, x in wrapped.named_parameters()
+    }
     return losses, {key: x.detach().clone() for key, x in weights.items()}
 
 

@@ -56,7 +56,9 @@ def make_model(config: Any, attention: str) -> torch.nn.Module:
     model = getattr(transformers, kind).from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():  # away from the zeros and ones of initialization
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
     return model.train()
 
 
@@ -104,13 +106,25 @@ def reference_step(name: str, lengths: tuple[int, ...], **changes: Any) -> Step:
             continue
         logits = model(input_ids=tokens, use_cache=False).logits
         rows, targets = (logits[:, :-1], labels[:, 1:]) if shifts else (logits, labels)
-        total = total + torch.nn.functional.cross_entropy(rows.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        total = total + torch.nn.functional.cross_entropy(
+            rows.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
         count += int((targets != -100).sum())
     (total / count).backward()
-    return Step(float(total.detach()) / count, {key: x.grad for key, x in model.named_parameters() if x.grad is not None})
+    return Step(
+        float(total.detach()) / count, {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+    )
 
 
-def planned_step(rank: int, group: Any, name: str, lengths: tuple[int, ...], algorithm: str, checkpoint: bool, changes: dict[str, Any]) -> Step:
+def planned_step(
+    rank: int,
+    group: Any,
+    name: str,
+    lengths: tuple[int, ...],
+    algorithm: str,
+    checkpoint: bool,
+    changes: dict[str, Any],
+) -> Step:
     """One rank's step; gradients are summed over the group."""
     cp.register()
     model = make_model(make_config(name, **changes), cp.IMPLEMENTATION)

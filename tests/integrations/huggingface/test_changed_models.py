@@ -23,7 +23,11 @@ def on_layer(index: int, name: str, value: Any) -> Callable[[Any, dict[str, Any]
     """Set an attribute of the attention of a layer."""
 
     def change(model: Any, batch: dict[str, Any]) -> None:
-        layers = [module for module in model.modules() if type(module).__name__.endswith(("SelfAttention", "Attention")) and hasattr(module, "layer_idx")]
+        layers = [
+            module
+            for module in model.modules()
+            if type(module).__name__.endswith(("SelfAttention", "Attention")) and hasattr(module, "layer_idx")
+        ]
         assert hasattr(layers[index], name)
         setattr(layers[index], name, value)
 
@@ -111,12 +115,19 @@ def run(name: str, change: Callable[[Any, dict[str, Any]], None]) -> None:
 
 
 def test_there_are_forty_changes_of_window_cap_sink_and_scale() -> None:
-    assert len([says for *_, says in CHANGES if any(word in says for word in ("window", "softcap", "s_aux", "scaling"))]) >= 34
+    assert (
+        len([says for *_, says in CHANGES if any(word in says for word in ("window", "softcap", "s_aux", "scaling"))])
+        >= 34
+    )
     assert len(CHANGES) >= 40
 
 
-@pytest.mark.parametrize(("name", "change", "says"), CHANGES, ids=[f"{i}-{name}" for i, (name, *_) in enumerate(CHANGES)])
-def test_a_change_behind_the_plan_is_an_error(name: str, change: Callable[[Any, dict[str, Any]], None], says: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "says"), CHANGES, ids=[f"{i}-{name}" for i, (name, *_) in enumerate(CHANGES)]
+)
+def test_a_change_behind_the_plan_is_an_error(
+    name: str, change: Callable[[Any, dict[str, Any]], None], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         run(name, change)
 
@@ -142,7 +153,15 @@ def test_settings_that_no_plan_has_are_refused_by_name(name: str, settings: dict
         cp.attention_config(make_config(name, **settings), 0)
 
 
-@pytest.mark.parametrize(("kind", "says"), [("GptOssConfig", "attention sinks"), ("Llama4TextConfig", "attention_chunk_size"), ("Qwen3NextConfig", "linear attention"), ("T5Config", "not been compared")])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("GptOssConfig", "attention sinks"),
+        ("Llama4TextConfig", "attention_chunk_size"),
+        ("Qwen3NextConfig", "linear attention"),
+        ("T5Config", "not been compared"),
+    ],
+)
 def test_models_that_are_not_computed_are_refused_by_name(kind: str, says: str) -> None:
     import transformers
 
@@ -154,12 +173,14 @@ def test_layers_and_ranks_that_do_not_exist_are_refused() -> None:
     config = make_config("llama")
     with pytest.raises(ConfigError, match="layer is 2; valid: 0 to 1"):
         cp.attention_config(config, 2)
-    with pytest.raises(ConfigError, match="num_key_value_heads is 2; valid: a multiple of tensor_parallel_size, which is 4"):
+    with pytest.raises(
+        ConfigError, match="num_key_value_heads is 2; valid: a multiple of tensor_parallel_size, which is 4"
+    ):
         cp.attention_config(config, 0, tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="tensor_parallel_rank is 2; valid: 0 to 1"):
         cp.attention_config(config, 0, tensor_parallel_size=2, tensor_parallel_rank=2)
     with pytest.raises(ConfigError, match="remap is 'hidden'"):
         cp.build_plans(config, Documents(LENGTHS), Topology(1, 2), "hierarchical", remap="hidden")
-    with pytest.raises(ConfigError, match="attention has dropout 0.2 and no dropout_seed"):
+    with pytest.raises(ConfigError, match=r"attention has dropout 0.2 and no dropout_seed"):
         plans = cp.build_plans(make_config("llama", attention_dropout=0.2), Documents(LENGTHS), Topology(1, 1))
         cp.shard_batch(whole_batch(LENGTHS), plans, 0)

@@ -1,0 +1,49 @@
+"""Plans of layers that attend in different ways hold the same rows, and every one is proved."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, verify_plan
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.algorithms.layer_plans import build_layer_plans
+from mindspeed_cp.report.plan.summary import summarize_plan
+
+DOCUMENTS = Documents([700, 3, 0, 90, 41, 260, 12])
+ATTENTIONS = (
+    AttentionConfig(4, 2, 16, window=(30, 0)),
+    AttentionConfig(4, 2, 16),
+    AttentionConfig(4, 2, 16, alibi=True),
+)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("topology", [Topology(1, 3), Topology(2, 2)])
+def test_layers_hold_the_same_rows(algorithm: str, topology: Topology) -> None:
+    plans = build_layer_plans(DOCUMENTS, topology, ATTENTIONS, algorithm)
+    assert [plan.attention for plan in plans] == list(ATTENTIONS)
+    for plan in plans:
+        assert plan.batch_layout.same_as(plans[0].batch_layout)
+        verify_plan(plan)
+
+
+def test_a_balanced_layout_is_that_of_the_layer_with_most_work() -> None:
+    plans = build_layer_plans(DOCUMENTS, Topology(1, 4), ATTENTIONS[:2], "direct", layout="balanced")
+    assert plans[0].layout.same_as(plans[1].layout) and plans[0].algorithm == "kv_fetch"
+    assert plans[1].algorithm == "direct"
+    verify_plan(plans[0])
+
+
+def test_a_window_fetches_only_what_it_needs() -> None:
+    window, full = build_layer_plans(
+        Documents([4000]), Topology(1, 4), ATTENTIONS[:2], "hierarchical", head_split=False
+    )
+    sent = [int(summarize_plan(plan).sent_forward.sum()) for plan in (window, full)]
+    assert window.algorithm == "kv_fetch" and 0 < sent[0] < sent[1] / 10
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no attention was given"):
+        build_layer_plans(DOCUMENTS, Topology(1, 2), ())
+    with pytest.raises(ConfigError, match="remap moves hidden states"):
+        build_layer_plans(DOCUMENTS, Topology(1, 4), ATTENTIONS[:2], "hierarchical", remap="hidden")

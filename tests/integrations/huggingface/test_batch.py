@@ -1,0 +1,160 @@
+"""Batches of Hugging Face collators: documents, labels, rows of ranks, and the loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+
+from mindspeed_cp import ConfigError, Documents, Topology
+from mindspeed_cp.integrations import huggingface as cp
+from tests.integrations.huggingface.models import make_config
+
+CONFIG = make_config("llama")
+
+
+def plans_for(documents: Documents, ranks: int = 3, name: str = "llama") -> cp.ModelPlans:
+    return cp.build_plans(make_config(name), documents, Topology(1, ranks), "ring")
+
+
+def assembled(batch: dict, plans: cp.ModelPlans, key: str) -> torch.Tensor:
+    """The rows of all ranks under a key, in the order of tokens."""
+    ranks = [cp.shard_batch(batch, plans, rank) for rank in range(plans.layout.ranks)]
+    return plans.layout.unshard([rows[key][0][: rows["plan"].rows] for rows in ranks])
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """Three rows with padding at the right, at the left, and none."""
+    tokens = torch.arange(1, 13).reshape(3, 4)
+    return {
+        "input_ids": tokens,
+        "labels": tokens * 10,
+        "attention_mask": torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]]),
+    }
+
+
+def test_rows_without_padding_are_documents() -> None:
+    batch = padded()
+    documents = cp.documents_of_batch(batch)
+    assert documents == Documents([3, 2, 4])
+    plans = plans_for(documents)
+    assert assembled(batch, plans, "input_ids").tolist() == [1, 2, 3, 7, 8, 9, 10, 11, 12]
+    assert assembled(batch, plans, "shift_labels").tolist() == [20, 30, -100, 80, -100, 100, 110, 120, -100]
+    assert assembled(batch, plans, "position_ids").tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    assert cp.documents_of_batch({"input_ids": batch["input_ids"]}) == Documents([4, 4, 4])
+
+
+def test_a_full_mask_keeps_labels_where_they_are() -> None:
+    batch = padded()
+    plans = plans_for(cp.documents_of_batch(batch), name="bert")
+    assert assembled(batch, plans, "labels").tolist() == [10, 20, 30, 70, 80, 90, 100, 110, 120]
+
+
+def test_the_flattening_collator_of_transformers_says_documents() -> None:
+    from transformers import DataCollatorWithFlattening
+
+    rows = [{"input_ids": list(range(1, n + 1))} for n in (5, 1, 9)]
+    plain = DataCollatorWithFlattening()(rows)
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+    for batch in (plain, flat):
+        documents = cp.documents_of_batch(batch)
+        assert documents == Documents([5, 1, 9])
+        plans = plans_for(documents)
+        assert assembled(batch, plans, "input_ids").tolist() == [*range(1, 6), 1, *range(1, 10)]
+        # The collator itself ignores the first token of each document; what the last one predicts is ignored here.
+        assert assembled(batch, plans, "shift_labels").tolist() == [2, 3, 4, 5, -100, -100, *range(2, 10), -100]
+
+
+def test_other_tensors_over_tokens_are_cut_with_them() -> None:
+    documents = Documents([5, 8])
+    weights, embeds = torch.rand(1, 13), torch.rand(1, 13, 4)
+    positions = torch.arange(39).reshape(3, 1, 13)
+    batch = {"inputs_embeds": embeds, "loss_mask": weights, "position_ids": positions, "labels": None}
+    plans = plans_for(documents)
+    assert torch.equal(assembled(batch, plans, "loss_mask"), weights[0])
+    assert torch.equal(assembled(batch, plans, "inputs_embeds"), embeds[0])
+    for rank in range(3):
+        rows = cp.shard_batch(batch, plans, rank)
+        assert torch.equal(rows["position_ids"][:, 0], positions[:, 0, plans.layout.tokens(rank)])
+        assert "labels" not in rows and rows["use_cache"] is False
+
+
+def test_rows_are_padded_to_a_multiple_and_never_none() -> None:
+    plans = plans_for(Documents([1]), ranks=3)
+    counts = plans.layout.token_counts.tolist()
+    assert sorted(counts) == [0, 0, 1]
+    for rank in range(3):
+        rows = cp.shard_batch(
+            {"input_ids": torch.ones(1, 1, dtype=torch.int64), "labels": torch.ones(1, 1, dtype=torch.int64)},
+            plans,
+            rank,
+            rows_multiple=4,
+        )
+        assert rows["input_ids"].shape == (1, 4) and rows["shift_labels"].tolist() == [[-100] * 4]
+        assert cp.shard_batch({"input_ids": torch.ones(1, 1)}, plans, rank)["input_ids"].shape == (1, 1)
+
+
+TOKENS = torch.zeros(1, 9, dtype=torch.int64)
+ERRORS = [
+    ({"labels": TOKENS}, "neither input_ids nor inputs_embeds"),
+    ({"input_ids": TOKENS[0]}, r"input_ids has shape \[9\]; valid: \[rows, tokens, ...\]"),
+    ({"input_ids": TOKENS, "pixel_values": torch.zeros(3, 4)}, r"pixel_values is of shape \[3, 4\]; valid: a tensor \[1, 9, ...\]"),
+    ({"input_ids": TOKENS, "texts": ["a"]}, "texts is a list"),
+    ({"input_ids": TOKENS[:, :7]}, "the batch has 7 tokens, but the plans are for"),
+    ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 4, 9])}, r"the batch has Documents\(\[4, 5\].* but the plans are for Documents\(\[3, 2, 4\]"),
+    ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 3, 5, 9]), "position_ids": torch.arange(9)[None]}, "position_ids says .*but cu_seq_lens_q says"),
+    ({"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1]])}, "padding between tokens in row 0"),
+    ({"input_ids": TOKENS, "attention_mask": torch.ones(1, 1, 9, 9)}, r"attention_mask has shape \[1, 1, 9, 9\]; valid: \[1, 9\]"),
+    ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 3, 5, 8])}, "but the batch has 9 tokens without padding"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "says"), ERRORS)
+def test_batches_that_do_not_fit_are_refused(batch: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        cp.shard_batch(batch, plans_for(Documents([3, 2, 4])), 0)
+
+
+def test_ranks_and_plans_that_do_not_fit_are_refused() -> None:
+    plans = plans_for(Documents([3, 2, 4]))
+    with pytest.raises(ConfigError, match="rank is 3; valid: 0 to 2"):
+        cp.shard_batch({"input_ids": TOKENS}, plans, 3)
+    with pytest.raises(ConfigError, match="rows_multiple is 0"):
+        cp.shard_batch({"input_ids": TOKENS}, plans, 0, rows_multiple=0)
+    with pytest.raises(ConfigError, match="plans is a Plan; valid: the result of build_plans"):
+        cp.shard_batch({"input_ids": TOKENS}, plans.of_layer(0), 0)
+
+
+def test_shares_of_the_loss_add_up_to_the_mean() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits, labels = torch.randn(1, 9, 7, generator=generator), torch.randint(0, 7, (1, 9), generator=generator)
+    labels[0, [2, 4]] = -100
+    whole = torch.nn.functional.cross_entropy(logits[0], labels[0])
+    count = cp.count_labels([labels[:, :4], labels[:, 4:]])
+    assert count == 7
+    assert cp.loss(logits[:, :4], labels[:, :4], count) + cp.loss(
+        logits[:, 4:], labels[:, 4:], int(count)
+    ) == pytest.approx(float(whole))
+    assert cp.loss(logits[:, :2], labels.new_full((1, 2), -100), 0) == 0.0
+    with pytest.raises(ConfigError, match=r"logits have shape \[1, 9, 7\], labels \[1, 4\]"):
+        cp.loss(logits, labels[:, :4], count)
+    with pytest.raises(ConfigError, match="labels has no tensor"):
+        cp.count_labels([])
+
+
+def test_attention_of_published_sizes() -> None:
+    import transformers
+
+    mistral = cp.attention_config(transformers.MistralConfig(), 3)
+    assert (mistral.heads, mistral.kv_heads, mistral.head_dim, mistral.window) == (32, 8, 128, (4095, 0))
+    gemma = [cp.attention_config(transformers.Gemma3TextConfig(), layer) for layer in (0, 5)]
+    assert [attention.window for attention in gemma] == [(4095, 0), None] and gemma[0].softmax_scale == 256**-0.5
+    latent = cp.attention_config(transformers.DeepseekV3Config(), 0)
+    assert (latent.heads, latent.kv_heads, latent.head_dim, latent.head_dim_v) == (128, 128, 192, 128)
+    modern = cp.attention_config(transformers.ModernBertConfig(), 1)
+    assert (modern.mask, modern.window) == ("full", (64, 64))
+    mpt = cp.attention_config(transformers.MptConfig(n_heads=12), 0)
+    assert mpt.slopes is not None and np.allclose(mpt.slopes[:2], [2**-1.0, 2**-2.0])
