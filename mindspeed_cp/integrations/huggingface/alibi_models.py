@@ -53,10 +53,10 @@ def replace_alibi_attention(implementation: str) -> None:
         if getattr(attention.forward, "is_planned", False):
             continue
         base = getattr(module, f"{prefix}PreTrainedModel")
-        model: Any
-        for model in vars(module).values():
-            if isinstance(model, type) and issubclass(model, base) and "forward" in vars(model):
-                model.forward = _with_plan(model.forward, implementation)
+        models = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, base)]
+        for model in models:
+            if "forward" in vars(model):
+                setattr(model, "forward", _with_plan(getattr(model, "forward"), implementation))  # noqa: B009, B010
         attention.forward = _planned(attention.forward, _bloom_forward if name == "bloom" else _mpt_forward)
 
 
