@@ -2,14 +2,15 @@
 
 ::
 
-    python examples/finetune_hf.py                                      # 4 local ranks on this CPU: 2 replicas x 2 CP ranks
+    python examples/finetune_hf.py               # 4 local ranks on this CPU: 2 replicas x 2 context-parallel ranks
     python examples/finetune_hf.py --data chats.jsonl --model qwen3 --ranks 2 --cp 2
     torchrun --nproc-per-node 8 examples/finetune_hf.py --cp 8 --device cuda
 
-A line of a .jsonl file has a "text", or "messages" with roles and contents, of which the assistant's are learned. Without
---data the pages of docs/ are the texts. A byte-pair tokenizer is trained on them, and the model starts from random
-weights, so nothing is downloaded. Every step takes the same documents on any number of ranks. A run that is started again
-with the same --out goes on where its last checkpoint is; the model at the end loads in plain transformers.
+A line of a .jsonl file has a "text", or "messages" with roles and contents, of which the assistant's are learned.
+Without --data the pages of docs/ are the texts. A byte-pair tokenizer is trained on them, and the model starts from
+random weights, so nothing is downloaded. Every step takes the same documents on any number of ranks. A run that is
+started again with the same --out goes on where its last checkpoint is; the model at the end loads in plain
+transformers.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.attention import planned_attention
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 
-_MODULES = {"bloom": "Bloom", "mpt": "Mpt"}
+#: model_type -> beginning of the names of its classes.
+ALIBI_MODELS = {"bloom": "Bloom", "mpt": "Mpt"}
 
 _current_plan: ContextVar[RankPlans | None] = ContextVar("_current_plan", default=None)
 
@@ -47,7 +48,7 @@ def replace_alibi_attention(implementation: str) -> None:
     Args:
         implementation: name of planned attention; models with another one compute as before.
     """
-    for name, prefix in _MODULES.items():
+    for name, prefix in ALIBI_MODELS.items():
         module = import_module(f"transformers.models.{name}.modeling_{name}")
         attention = getattr(module, f"{prefix}Attention")
         if getattr(attention.forward, "is_planned", False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,6 +27,7 @@ UNSUPPORTED = {
 }
 
 
+@torch.compiler.disable(reason="a plan's messages are no graph; everything around attention is compiled")
 def planned_attention(
     module: Any,
     query: Tensor,

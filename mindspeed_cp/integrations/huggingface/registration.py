@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.alibi_models import current_mask, replace_alibi_attention
+from mindspeed_cp.integrations.huggingface.alibi_models import ALIBI_MODELS, current_mask, replace_alibi_attention
 from mindspeed_cp.integrations.huggingface.attention import planned_attention
 
 #: Name of planned attention among transformers' attention implementations.
@@ -48,4 +48,5 @@ def planned_mask(*arguments: Any, attention_mask: Any = None, **others: Any) -> 
             "attention_mask was given to a model with planned attention; valid: none; shard_batch leaves padding out, "
             "and the plan's documents say what is visible"
         )
-    return current_mask()
+    model_type = getattr(others.get("config"), "model_type", None)
+    return current_mask() if model_type in ALIBI_MODELS else None

@@ -16,12 +16,12 @@ from tests.integrations.huggingface.meshes import planned_steps, reference
 wanted_of = cache(reference)
 
 CASES = [
-    ("llama", "ddp", "ring", False, None),
+    pytest.param("llama", "ddp", "ring", False, None, marks=pytest.mark.thorough),
     ("llama", "fsdp2", "direct", True, None),
     ("qwen2", "fsdp2", "hierarchical", False, 0.5),
-    ("llama", "hsdp", "ulysses", False, None),
-    ("llama", "tensor parallel", "direct", False, None),
-    ("bloom", "fsdp2", "ring", True, None),
+    pytest.param("llama", "hsdp", "ulysses", False, None, marks=pytest.mark.thorough),
+    pytest.param("llama", "tensor parallel", "direct", False, None, marks=pytest.mark.thorough),
+    pytest.param("bloom", "fsdp2", "ring", True, None, marks=pytest.mark.thorough),
 ]
 
 
@@ -34,6 +34,7 @@ def test_three_steps_equal_the_documents_one_by_one(pool, name, kind, algorithm,
         assert max(float((parameters[key] - weights[key]).abs().max()) for key in weights) < 2e-6
 
 
+@pytest.mark.thorough
 def test_mixed_precision_runs_in_bf16(pool) -> None:
     losses, _ = wanted_of("llama", None)
     for got, _ in pool.run(4, planned_steps, "llama", "bf16", "direct", False, None):
