@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans
+from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans, build_plans
 from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan import Topology
 
 #: Label of rows that predict nothing, as in cross_entropy.
 IGNORED = -100
@@ -21,6 +22,8 @@ IGNORED = -100
 #: Keys that describe documents or padding; they are read and left out.
 CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 DESCRIPTIONS = (*CU_SEQLENS, "attention_mask", "max_length_q", "max_length_k", "position_ids")
+
+_ARGUMENTS_OF_RANK = ("backend", "timeout", "dropout_seed", "rows_multiple")
 
 #: Values of padding rows; 0 for other keys.
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
@@ -124,6 +127,31 @@ def shard_batch(
         own = torch.from_numpy(plans.layout.positions(rank)).to(device)
         cut["position_ids"] = F.pad(own, (0, rank_plans.padded_rows - rank_plans.rows))[None]
     return {**cut, "use_cache": False, "plan": rank_plans}
+
+
+def planned_batch(
+    batch: Mapping[str, Any], config: Any, mesh: Any, algorithm: str = "hierarchical", **arguments: Any
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Read the documents of a batch, build their plans, and return this rank's rows and labels.
+
+    Args:
+        batch: as for :func:`shard_batch`.
+        config: the model's configuration.
+        mesh: device mesh of the context-parallel ranks, such as ``mesh["cp"]``.
+        algorithm: as for :func:`build_plans`.
+        arguments: `backend`, `timeout`, `dropout_seed` and `rows_multiple` as for :func:`shard_batch`; others as for
+            :func:`build_plans`.
+
+    Returns:
+        Keyword arguments of the model, and the labels for :func:`loss`; None if the batch has none.
+
+    Raises:
+        ConfigError: as for the functions that it calls, which are those of this module and Topology.from_mesh.
+    """
+    of_rank = {name: arguments.pop(name) for name in _ARGUMENTS_OF_RANK if name in arguments}
+    plans = build_plans(config, documents_of_batch(batch), Topology.from_mesh(mesh), algorithm, **arguments)
+    rows = shard_batch(batch, plans, mesh.get_local_rank(), group=mesh.get_group(), **of_rank)
+    return rows, rows.pop("shift_labels" if plans.mask == "causal" else "labels", None)
 
 
 def shifted_labels(labels: Tensor, documents: Documents) -> Tensor:

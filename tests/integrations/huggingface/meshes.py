@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_cp import Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
 from tests.integrations.huggingface.models import Step, make_config, make_model, whole_batch
 
@@ -98,7 +97,7 @@ def planned_steps(
 
     cp.register()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    topology, cp_group, shares = Topology.from_mesh(mesh["cp"], 4), mesh["cp"].get_group(), kind == "tensor parallel"
+    cp_group, shares = mesh["cp"].get_group(), kind == "tensor parallel"
     model = make_model(make_config(name), cp.IMPLEMENTATION)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -111,12 +110,12 @@ def planned_steps(
         cut = []
         for replica in replicas:
             for lengths, batch in batches_of(step, replica):
-                plans = cp.build_plans(model.config, Documents(lengths), topology, algorithm, **heads)
-                cut.append(cp.shard_batch(batch, plans, mesh["cp"].get_local_rank(), group=cp_group))
-        labels = [batch.pop("shift_labels") for batch in cut]
+                described = {**batch, "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0)}
+                cut.append(cp.planned_batch(described, model.config, mesh["cp"], algorithm, **heads))
+        labels = [targets for _, targets in cut]
         count, total = cp.count_labels(labels, averaged), torch.zeros(())
         optimizer.zero_grad()
-        for i, batch in enumerate(cut):
+        for i, (batch, _) in enumerate(cut):
             last = i == len(cut) - 1
             if kind not in ("ddp", "tensor parallel"):
                 wrapped.set_requires_gradient_sync(last)
