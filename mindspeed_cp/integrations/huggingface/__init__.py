@@ -17,18 +17,22 @@ from mindspeed_cp.integrations.huggingface.families import FAMILIES, attention_c
 from mindspeed_cp.integrations.huggingface.loss import count_labels, loss
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.registration import IMPLEMENTATION, register
+from mindspeed_cp.integrations.huggingface.trainer import PlannedCollator, RepeatedRows, planned_callback
 
 __all__ = [
     "FAMILIES",
     "IMPLEMENTATION",
     "ModelPlans",
+    "PlannedCollator",
     "RankPlans",
+    "RepeatedRows",
     "attention_config",
     "build_plans",
     "count_labels",
     "documents_of_batch",
     "loss",
     "planned_batch",
+    "planned_callback",
     "register",
     "shard_batch",
 ]

@@ -1,0 +1,117 @@
+"""transformers' Trainer with planned attention: a data set, a collator and a callback.
+
+The Trainer gives each process the next row of the data set and knows no context-parallel groups. So every packed row
+comes once for each rank of a group, one after the other, and the collator keeps this rank's part of it::
+
+    rows = [[document, ...], ...]                           # packed rows: {"input_ids": [...], "labels": [...]}
+    collator = PlannedCollator(model.config, mesh["cp"])
+    Trainer(model, arguments, data_collator=collator, train_dataset=RepeatedRows(rows, mesh["cp"].size()),
+            callbacks=[planned_callback(collator)])
+
+Processes of a group have consecutive ranks, as in ``init_device_mesh(device, (replicas, ranks))``. The loss is that of
+the model: shift_labels say what each row predicts, and the Trainer divides by the labels of all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.batch import planned_batch
+from mindspeed_cp.integrations.huggingface.families import attention_config
+
+#: Settings of TrainingArguments, their only valid value, and why.
+_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
+    ("per_device_train_batch_size", 1, "a row of the data set is one packed row"),
+    ("train_sampling_strategy", "sequential", "the ranks of a group take the same row; shuffle the rows yourself"),
+    ("dataloader_num_workers", 0, "a plan is bound to the process groups of this process"),
+    ("remove_unused_columns", False, "rows are lists of documents"),
+    ("average_tokens_across_devices", True, "the loss is divided by the labels of all processes"),
+    ("label_smoothing_factor", 0.0, "the Trainer would shift labels itself"),
+)
+
+
+class RepeatedRows(Dataset[dict[str, Any]]):
+    """Packed rows, each once for every rank of a context-parallel group.
+
+    Args:
+        rows: packed rows; each is a list of documents with input_ids and labels, both [tokens].
+        ranks: context-parallel ranks.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Mapping[str, Any]]], ranks: int) -> None:
+        self._rows, self._ranks = rows, ranks
+
+    def __len__(self) -> int:
+        return len(self._rows) * self._ranks
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = index // self._ranks
+        return {"number": number, "documents": self._rows[number]}
+
+
+class PlannedCollator:
+    """Packs the documents of a row, builds their plans, and keeps this rank's part.
+
+    Args:
+        config: the model's configuration.
+        mesh: device mesh of the context-parallel ranks.
+        algorithm: as for build_plans.
+        seed: of attention dropout; other rows and epochs drop other weights.
+        arguments: as for planned_batch.
+    """
+
+    def __init__(
+        self, config: Any, mesh: Any, algorithm: str = "hierarchical", seed: int = 0, **arguments: Any
+    ) -> None:
+        self.config, self.mesh, self.algorithm, self.seed, self.arguments = config, mesh, algorithm, seed, arguments
+        self.epoch = 0
+        self._has_dropout = any(attention_config(config, layer).dropout for layer in range(config.num_hidden_layers))
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the keyword arguments of the model for one row.
+
+        Raises:
+            ConfigError: there are several rows, or this is a worker process.
+        """
+        if len(rows) != 1 or "documents" not in rows[0]:
+            raise ConfigError(f"the collator got {len(rows)} rows; valid: 1 row of RepeatedRows")
+        if get_worker_info() is not None:
+            raise ConfigError("dataloader_num_workers is above 0; valid: 0, as a plan is bound to process groups")
+        documents = rows[0]["documents"]
+        batch = {
+            name: torch.cat([torch.as_tensor(document[name]) for document in documents])[None]
+            for name in ("input_ids", "labels")
+        }
+        lengths = [len(document["input_ids"]) for document in documents]
+        batch["cu_seq_lens_q"] = torch.tensor([0, *lengths]).cumsum(0)
+        seed = np.random.SeedSequence([self.seed, self.epoch, rows[0]["number"]]).generate_state(1, np.uint32)[0]
+        arguments = {"dropout_seed": int(seed), **self.arguments} if self._has_dropout else self.arguments
+        cut, labels = planned_batch(batch, self.config, self.mesh, self.algorithm, **arguments)
+        return {**cut, "labels": labels, "shift_labels": labels}
+
+
+def planned_callback(collator: PlannedCollator) -> Any:
+    """Return a TrainerCallback that checks the Trainer's settings and tells the collator the epoch.
+
+    Raises:
+        ConfigError: when the training begins, if a setting does not work with planned batches; names it.
+    """
+    from transformers import TrainerCallback
+
+    class PlannedCallback(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            for name, valid, why in _ARGUMENTS:
+                value = getattr(args, name, valid)
+                if value != valid:
+                    raise ConfigError(f"{name} is {value!r}; valid with planned batches: {valid!r} ({why})")
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            collator.epoch = int(state.epoch or 0)
+
+    return PlannedCallback()

@@ -1,0 +1,100 @@
+"""transformers' Trainer on four ranks, two replicas of two context-parallel ranks, and on one rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate, which the Trainer needs, is not installed")
+
+import torch
+
+from mindspeed_cp import ConfigError
+from mindspeed_cp.integrations import huggingface as cp
+from tests.integrations.huggingface.models import make_config, make_model, whole_batch
+
+#: Lengths of the documents of packed rows: two rows a step, one for each replica.
+ROWS = ((23, 1, 40), (9, 30), (5, 17, 2), (61, 3), (12, 12), (50,))
+SETTINGS = {
+    "per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", "remove_unused_columns": False,
+    "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 1.0, "report_to": [],
+    "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "use_cpu": True,
+}  # fmt: skip
+
+
+def rows() -> list[list[dict[str, torch.Tensor]]]:
+    packed = [whole_batch(lengths, seed) for seed, lengths in enumerate(ROWS)]
+    return [
+        [{"input_ids": ids, "labels": labels} for ids, labels in zip(*(batch[key][0].split(lengths) for key in ("input_ids", "labels")), strict=True)]
+        for batch, lengths in zip(packed, ROWS, strict=True)
+    ]  # fmt: skip
+
+
+def train(
+    rank: int, group: Any, folder: str, ranks: tuple[int, int], dropout: float
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses that the Trainer logs, and the weights after an epoch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import Trainer, TrainingArguments
+
+    world = ranks[0] * ranks[1]
+    if world > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="1",
+        )
+        mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("dp", "cp"))["cp"]
+    else:
+        mesh = SimpleNamespace(mesh=[0], get_local_rank=lambda: 0, get_group=lambda: None, size=lambda: 1)
+    model = make_model(make_config("llama", attention_dropout=dropout), cp.register())
+    collator = cp.PlannedCollator(model.config, mesh, "ring", seed=3)
+    arguments = TrainingArguments(folder, num_train_epochs=1, gradient_accumulation_steps=2 // ranks[0], **SETTINGS)
+    trainer = Trainer(
+        model,
+        arguments,
+        data_collator=collator,
+        train_dataset=cp.RepeatedRows(rows(), mesh.size()),
+        callbacks=[cp.planned_callback(collator)],
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: x.detach().clone() for name, x in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.thorough)])
+def test_four_ranks_train_as_one(pool, tmp_path: Path, dropout: float) -> None:
+    alone, weights = train(0, None, str(tmp_path / "alone"), (1, 1), dropout)
+    assert len(alone) == 3
+    for losses, parameters in pool.run(4, train, str(tmp_path / "four"), (2, 2), dropout):
+        assert losses == pytest.approx(alone, abs=1e-4)  # the log rounds
+        assert max(float((parameters[name] - weights[name]).abs().max()) for name in weights) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("per_device_train_batch_size", 2), ("train_sampling_strategy", "random"), ("dataloader_num_workers", 1),
+     ("average_tokens_across_devices", False), ("label_smoothing_factor", 0.1)],
+)  # fmt: skip
+def test_settings_that_would_change_the_result_are_refused(tmp_path: Path, setting: str, value: object) -> None:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(str(tmp_path), **{**SETTINGS, setting: value})
+    mesh = SimpleNamespace(mesh=[0], get_local_rank=lambda: 0, get_group=lambda: None)
+    callback = cp.planned_callback(cp.PlannedCollator(make_config("llama"), mesh))
+    with pytest.raises(ConfigError, match=f"{setting} is {value!r}; valid with planned batches"):
+        callback.on_train_begin(arguments, None, None)
+
+
+def test_the_collator_takes_one_row() -> None:
+    collator = cp.PlannedCollator(make_config("llama"), None)
+    with pytest.raises(ConfigError, match="the collator got 2 rows; valid: 1 row of RepeatedRows"):
+        collator(list(cp.RepeatedRows(rows(), 1))[:2])
