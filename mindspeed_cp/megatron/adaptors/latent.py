@@ -33,7 +33,10 @@ class PlannedMLASelfAttention(MLASelfAttention):
             groups = copy.copy(kwargs.get(SPAN.GROUPS) or SPAN.all_groups())
             groups.cp = UncutGroup(groups.cp)
             kwargs[SPAN.GROUPS] = groups
-        super().__init__(*args, **kwargs)
+        with SPAN.uncut_tables():
+            super().__init__(*args, **kwargs)
+        if SPAN.GROUPS is not None:
+            self.rotary_pos_emb.cp_group = groups.cp
 
     def get_query_key_value_tensors(
         self,

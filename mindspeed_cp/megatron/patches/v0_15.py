@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,6 +24,7 @@ __all__ = [
     "draw_expert",
     "latent_factor_of_scale",
     "latent_rows",
+    "uncut_tables",
 ]
 
 GROUPS = "pg_collection"
@@ -36,3 +38,8 @@ def all_groups() -> Any:
 def latent_factor_of_scale(config: Any) -> float:
     """Return YaRN's factor in the scale of multi-latent attention."""
     return float(config.mscale_all_dim)
+
+
+def uncut_tables() -> AbstractContextManager[None]:
+    """Leave tables of angles whole while modules are built: they are, as modules cut by the group that they are given."""
+    return nullcontext()
