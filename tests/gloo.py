@@ -24,12 +24,20 @@ def share_event_loop() -> None:
 
     @wraps(make)
     def make_on_device(
-        self: ProcessGroupGloo, store: Any, rank: int, size: int, options: Any = None, timeout: timedelta | None = None
+        self: ProcessGroupGloo,
+        store: Any,
+        rank: int,
+        size: int,
+        options: Any = None,
+        timeout: timedelta | None = None,
+        **others: Any,  # enable_reconfigure from torch 2.15 on, which is an option too
     ) -> None:
         if not isinstance(options, options_of):
             timeout = timeout or options or _DEFAULT_TIMEOUT
             options = options_of()
             options._timeout, options._devices, options._threads = timeout, [device], 2
+            for name, value in others.items():
+                setattr(options, name, value)
         make(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = make_on_device  # type: ignore[method-assign]

@@ -115,8 +115,11 @@ def test_its_norms_serve_sequence_parallelism(ranks: MegatronRanks, reference: d
         assert calls["norm"] and calls["rotary"]
 
 
+RECOMPUTATION = getattr(TransformerBlock, "_checkpointed_forward", None)  # a function of a module of its own in 0.19
+
+
 @pytest.mark.skipif(
-    "padding_mask" not in signature(TransformerBlock._checkpointed_forward).parameters,
+    RECOMPUTATION is None or "padding_mask" not in signature(RECOMPUTATION).parameters,
     reason="layers of this Megatron-core take no padding_mask, or it recomputes them elsewhere",
 )
 def test_routers_of_layers_that_it_recomputes_count_no_padding(ranks: MegatronRanks) -> None:

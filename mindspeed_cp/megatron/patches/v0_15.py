@@ -41,5 +41,5 @@ def latent_factor_of_scale(config: Any) -> float:
 
 
 def uncut_tables() -> AbstractContextManager[None]:
-    """Leave tables of angles whole while modules are built: they are, as modules cut by the group that they are given."""
+    """Leave tables of angles whole while modules are built: modules cut them by the group that they are given."""
     return nullcontext()
