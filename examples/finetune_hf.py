@@ -172,7 +172,7 @@ class Trainer:
         cp.register()
         ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": len(self.tokenizer)}
         config = AutoConfig.for_model(self.arguments.model, **MODELS[self.arguments.model], **ids)
-        if hasattr(config, "n_positions") or hasattr(config, "max_position_embeddings"):
+        if hasattr(config, "max_position_embeddings"):
             config.max_position_embeddings = max(self.arguments.tokens, 128)
         torch.manual_seed(self.arguments.seed)
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation=cp.IMPLEMENTATION).to(self.device)

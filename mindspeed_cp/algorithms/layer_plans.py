@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
-from mindspeed_cp.algorithms.registry import build_plan
+from mindspeed_cp.algorithms.registry import algorithm_name, build_plan
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
@@ -51,9 +51,10 @@ def build_layer_plans(
 
 def _over_layout_of(main: Plan, attention: AttentionConfig, algorithm: str, options: dict[str, Any]) -> Plan:
     """Return a plan of another attention for the rows of a plan."""
-    plan = build_plan(main.documents, main.topology, attention, algorithm, **options)
-    if plan.batch_layout.same_as(main.batch_layout):
-        return plan
+    if algorithm_name(algorithm) != "hierarchical" and options.get("layout") != "balanced":
+        plan = build_plan(main.documents, main.topology, attention, algorithm, **options)
+        if plan.batch_layout.same_as(main.batch_layout):
+            return plan
     layout, topology = main.layout, main.topology
     programs = staged(layout, layout, attention, topology)
     return Plan("kv_fetch", attention, topology, layout, layout, layout, layout, *programs)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from mindspeed_cp.algorithms.layer_plans import build_layer_plans
 from mindspeed_cp.algorithms.registry import build_plan
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
@@ -16,7 +17,8 @@ MAX_CACHED_TOKENS = 2**20  # in all cached plans; a device holds up to 1 KiB for
 
 
 class PlanCache:
-    """The most recently used plans, by documents' lengths, topology, attention, algorithm and options.
+    """The most recently used plans, by documents' lengths, topology, attention (or those of all layers), algorithm and
+    options.
 
     Rows repeat where documents are cut at the context, so that each chunk fills a row; rows of many short documents
     practically never do. A cached plan was proved and prepared when it was made.
@@ -24,7 +26,7 @@ class PlanCache:
     Args:
         on_new_plan: called with every new plan before it is returned; None: nothing is called.
         max_plans, max_tokens: bounds of the cache, in plans and in tokens of all plans; the newest plan always stays.
-        build: makes a plan of the arguments of build_plan; None: build_plan.
+        build: makes a plan of the arguments of build_plan, for :meth:`get`; None: build_plan.
 
     Attributes:
         hits, misses: number of plans that were in the cache, and that were made.
@@ -39,12 +41,12 @@ class PlanCache:
     ) -> None:
         self._on_new_plan, self._max_plans, self._max_tokens = on_new_plan, max_plans, max_tokens
         self._build = build
-        self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[Any, ...], tuple[Plan, ...]] = OrderedDict()
         self.hits = self.misses = 0
 
     def __len__(self) -> int:
         """Number of cached plans."""
-        return len(self._plans)
+        return sum(len(plans) for plans in self._plans.values())
 
     def get(
         self,
@@ -56,22 +58,42 @@ class PlanCache:
     ) -> Plan:
         """Return the plan of these arguments of build_plan, cached or new; errors as there, and those of
         on_new_plan."""
+        build = self._build or build_plan
         key = documents, topology, attention, algorithm, tuple(sorted(options.items()))
-        plan = self._plans.get(key)
-        if plan is not None:
+        (plan,) = self._get(key, lambda: (build(documents, topology, attention, algorithm, **options),))
+        return plan
+
+    def get_layers(
+        self,
+        documents: Documents,
+        topology: Topology,
+        attentions: tuple[AttentionConfig, ...],
+        algorithm: str,
+        options: dict[str, Any],
+    ) -> tuple[Plan, ...]:
+        """Return the plans of these arguments of build_layer_plans, cached or new; errors as there, and those of
+        on_new_plan."""
+        key = documents, topology, attentions, algorithm, tuple(sorted(options.items()))
+        return self._get(key, lambda: build_layer_plans(documents, topology, attentions, algorithm, **options))
+
+    def _get(self, key: tuple[Any, ...], build: Callable[[], tuple[Plan, ...]]) -> tuple[Plan, ...]:
+        """Return the plans of a key, cached or new."""
+        plans = self._plans.get(key)
+        if plans is not None:
             self._plans.move_to_end(key)
             self.hits += 1
-            return plan
-        plan = (self._build or build_plan)(documents, topology, attention, algorithm, **options)
+            return plans
+        plans = build()
         if self._on_new_plan is not None:
-            self._on_new_plan(plan)
+            for plan in plans:
+                self._on_new_plan(plan)
         self.misses += 1
-        self._plans[key] = plan
-        while len(self._plans) > max(1, self._max_plans) or (len(self._plans) > 1 and self.tokens > self._max_tokens):
+        self._plans[key] = plans
+        while len(self._plans) > 1 and (len(self) > self._max_plans or self.tokens > self._max_tokens):
             self._plans.popitem(last=False)
-        return plan
+        return plans
 
     @property
     def tokens(self) -> int:
         """Number of tokens in all cached plans."""
-        return sum(plan.documents.tokens for plan in self._plans.values())
+        return sum(plan.documents.tokens for plans in self._plans.values() for plan in plans)

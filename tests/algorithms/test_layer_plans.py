@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, verify_plan
-from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, verify_plan
+from mindspeed_cp.algorithms import ALGORITHMS, register_algorithm
 from mindspeed_cp.algorithms.layer_plans import build_layer_plans
+from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.report.plan.summary import summarize_plan
 
 DOCUMENTS = Documents([700, 3, 0, 90, 41, 260, 12])
@@ -34,6 +35,40 @@ def test_a_balanced_layout_is_that_of_the_layer_with_most_work() -> None:
     verify_plan(plans[0])
 
 
+@pytest.mark.parametrize("remap", ["off", "qkv", "auto"])
+def test_a_remap_keeps_the_rows_of_all_layers(remap: str) -> None:
+    plans = build_layer_plans(DOCUMENTS, Topology(2, 2), ATTENTIONS, "hierarchical", remap=remap)
+    for plan in plans:
+        assert plan.batch_layout.same_as(plans[0].batch_layout)
+        verify_plan(plan)
+
+
+def test_an_algorithm_with_rows_by_the_attention_keeps_those_of_the_layer_with_most_work() -> None:
+    def build(documents: Documents, kv_documents: Documents, topology: Topology, attention: AttentionConfig) -> Plan:
+        """Place rows by the window."""
+        layout = "contiguous" if attention.window is None else "zigzag"
+        return build_plan(documents, topology, attention, "direct", layout=layout)
+
+    register_algorithm("by_window", build)
+    try:
+        plans = build_layer_plans(DOCUMENTS, Topology(1, 4), ATTENTIONS[:2], "by_window")
+    finally:
+        del ALGORITHMS["by_window"]
+    assert [plan.algorithm for plan in plans] == ["kv_fetch", "direct"]
+    assert plans[0].batch_layout.same_as(plans[1].batch_layout)
+
+
+def test_plans_of_the_same_lengths_are_kept() -> None:
+    cache = PlanCache(max_tokens=3 * DOCUMENTS.tokens)
+    plans = cache.get_layers(DOCUMENTS, Topology(1, 2), ATTENTIONS[:2], "direct", {})
+    assert cache.get_layers(DOCUMENTS, Topology(1, 2), ATTENTIONS[:2], "direct", {}) is plans
+    assert (cache.hits, cache.misses, len(cache), cache.tokens) == (1, 1, 2, 2 * DOCUMENTS.tokens)
+    assert cache.get(DOCUMENTS, Topology(1, 2), ATTENTIONS[0], "direct", {}) is not plans[0]
+    assert (len(cache), cache.misses) == (3, 2)
+    cache.get_layers(DOCUMENTS, Topology(1, 2), ATTENTIONS[1:], "direct", {})
+    assert (len(cache), cache.tokens) == (3, 3 * DOCUMENTS.tokens)
+
+
 def test_a_window_fetches_only_what_it_needs() -> None:
     window, full = build_layer_plans(
         Documents([4000]), Topology(1, 4), ATTENTIONS[:2], "hierarchical", head_split=False
@@ -47,3 +82,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
         build_layer_plans(DOCUMENTS, Topology(1, 2), ())
     with pytest.raises(ConfigError, match="remap moves hidden states"):
         build_layer_plans(DOCUMENTS, Topology(1, 4), ATTENTIONS[:2], "hierarchical", remap="hidden")
+
+
+def test_kept_plans_are_told_apart_by_their_options() -> None:
+    cache = PlanCache()
+    zigzag, contiguous = (
+        cache.get_layers(DOCUMENTS, Topology(1, 4), ATTENTIONS[:1], "direct", {"layout": layout})[0]
+        for layout in ("zigzag", "contiguous")
+    )
+    assert not zigzag.layout.same_as(contiguous.layout)

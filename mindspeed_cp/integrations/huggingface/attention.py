@@ -73,7 +73,10 @@ def planned_attention(
             raise ConfigError(f"{label}: {name} is {text}, but {why}; valid: None")
     _check_settings(label, module, wanted, dropout, scaling, sliding_window, is_causal)
     _check_shapes(label, query, key, value, wanted, plan)
-    q, k, v = (x[0, :, : plan.rows].transpose(0, 1) for x in (query, key, value))
+    device = query.device.type
+    # Under autocast rotary positions leave q and k in fp32; attention is one of the operators in its lower precision.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    q, k, v = (x[0, :, : plan.rows].transpose(0, 1).to(dtype or x.dtype) for x in (query, key, value))
     out = context_parallel_attention(
         q,
         k,

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
@@ -95,38 +94,15 @@ def shard_batch(
         Tensors [1, t, ...], ``position_ids`` that restart in every document, ``use_cache=False``, and ``plan``.
 
     Raises:
-        ConfigError: the batch has other documents than the plans, a key is no tensor over tokens, or a weight is given
-            to a label that does not exist.
+        ConfigError: the batch has other documents than the plans, or a key is no tensor over tokens.
     """
     rank_plans = RankPlans(
         as_model_plans(plans), rank,
         group=group, backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
     )  # fmt: skip
-    shape, kept = _token_shape(batch), _kept(batch)
+    kept = _kept(batch)
     _check_documents(batch, plans, kept)
-    positions = batch.get("position_ids")
-    cut: dict[str, Any] = {}
-    device = torch.device("cpu")
-    for name, value in batch.items():
-        if value is None or name in DESCRIPTIONS:
-            continue
-        if not isinstance(value, Tensor) or tuple(value.shape[:2]) != shape:
-            kind = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ConfigError(
-                f"the batch's {name} is {kind}; valid: a tensor [{shape[0]}, {shape[1]}, ...] over tokens; pass "
-                "others to the model yourself"
-            )
-        device, packed = value.device, value[torch.from_numpy(kept).to(value.device)]
-        if name == "labels" and plans.mask == "causal":
-            name, packed = "shift_labels", shifted_labels(packed, plans.documents)
-        cut[name] = _rows(packed, rank_plans, _PADDING.get(name, 0))
-    if positions is not None and positions.dim() == 3:
-        packed = positions.expand(-1, *shape).permute(1, 2, 0)[torch.from_numpy(kept).to(positions.device)]
-        cut["position_ids"] = _rows(packed, rank_plans, 0).permute(2, 0, 1)
-    elif plans.has_positions:
-        own = torch.from_numpy(plans.layout.positions(rank)).to(device)
-        cut["position_ids"] = F.pad(own, (0, rank_plans.padded_rows - rank_plans.rows))[None]
-    return {**cut, "use_cache": False, "plan": rank_plans}
+    return _cut(batch, rank_plans, kept)
 
 
 def planned_batch(
@@ -150,7 +126,7 @@ def planned_batch(
     """
     of_rank = {name: arguments.pop(name) for name in _ARGUMENTS_OF_RANK if name in arguments}
     plans = build_plans(config, documents_of_batch(batch), Topology.from_mesh(mesh), algorithm, **arguments)
-    rows = shard_batch(batch, plans, mesh.get_local_rank(), group=mesh.get_group(), **of_rank)
+    rows = _cut(batch, RankPlans(plans, mesh.get_local_rank(), group=mesh.get_group(), **of_rank), _kept(batch))
     return rows, rows.pop("shift_labels" if plans.mask == "causal" else "labels", None)
 
 
@@ -162,13 +138,52 @@ def shifted_labels(labels: Tensor, documents: Documents) -> Tensor:
     return shifted
 
 
-def _rows(packed: Tensor, plans: RankPlans, padding: int) -> Tensor:
-    """Return the rows of a rank, [1, padded rows, ...]."""
-    rows = packed[torch.from_numpy(plans.plans.layout.tokens(plans.rank)).to(packed.device)]
+def _cut(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> dict[str, Any]:
+    """Return what :func:`shard_batch` returns; the documents of the batch are those of the plans.
+
+    Args:
+        batch: the whole batch.
+        rank_plans: plans of this rank.
+        kept: which tokens are no padding, bool [rows, tokens].
+    """
+    plans, shape = rank_plans.plans, _token_shape(batch)
+    tokens = np.flatnonzero(kept)[plans.layout.tokens(rank_plans.rank)]  # of the whole batch, padding included
+    positions = batch.get("position_ids")
+    cut: dict[str, Any] = {}
+    device = torch.device("cpu")
+    for name, value in batch.items():
+        if value is None or name in DESCRIPTIONS:
+            continue
+        if not isinstance(value, Tensor) or tuple(value.shape[:2]) != shape:
+            kind = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ConfigError(
+                f"the batch's {name} is {kind}; valid: a tensor [{shape[0]}, {shape[1]}, ...] over tokens; pass "
+                "others to the model yourself"
+            )
+        device = value.device
+        if name == "labels" and plans.mask == "causal":
+            packed = value[torch.from_numpy(kept).to(device)]
+            own = torch.from_numpy(plans.layout.tokens(rank_plans.rank)).to(device)
+            cut["shift_labels"] = _padded(shifted_labels(packed, plans.documents)[own], rank_plans, IGNORED)
+            continue
+        rows = value.flatten(0, 1)[torch.from_numpy(tokens).to(device)]
+        cut[name] = _padded(rows, rank_plans, _PADDING.get(name, 0))
+    if positions is not None and positions.dim() == 3:
+        rows = (
+            positions.expand(-1, *shape).permute(1, 2, 0).flatten(0, 1)[torch.from_numpy(tokens).to(positions.device)]
+        )
+        cut["position_ids"] = _padded(rows, rank_plans, 0).permute(2, 0, 1)
+    elif plans.has_positions:
+        cut["position_ids"] = _padded(
+            torch.from_numpy(plans.layout.positions(rank_plans.rank)).to(device), rank_plans, 0
+        )
+    return {**cut, "use_cache": False, "plan": rank_plans}
+
+
+def _padded(rows: Tensor, plans: RankPlans, padding: int) -> Tensor:
+    """Return rows with padding behind them, [1, padded rows, ...]."""
     missing = plans.padded_rows - plans.rows
-    if missing:
-        rows = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), padding)])
-    return rows[None]
+    return (torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), padding)]) if missing else rows)[None]
 
 
 def _check_documents(batch: Mapping[str, Any], plans: ModelPlans, kept: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.plan.problem import AttentionConfig, alibi_slopes
 
 _NO_CAP = "caps the scores, which planned attention does not do"
 _BOTH_WAYS = "lets tokens see later ones, by a mask of the model's own"
@@ -76,8 +76,6 @@ def _mpt_scale(config: Any, layer: int, width: int) -> float:
 
 
 def _bloom_slopes(config: Any) -> tuple[float, ...]:
-    from mindspeed_cp.plan.problem import alibi_slopes
-
     return tuple(alibi_slopes(config.num_attention_heads).tolist())
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed_cp.algorithms.layer_plans import build_layer_plans
+from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.families import attention_config, family_of
@@ -83,8 +84,14 @@ def build_plans(
         for layer in range(config.num_hidden_layers)
     )
     distinct = tuple(dict.fromkeys(attentions))
-    plans = build_layer_plans(documents, topology, distinct, algorithm, **options)
+    plans = plan_cache().get_layers(documents, topology, distinct, algorithm, options)
     return ModelPlans(attentions, dict(zip(distinct, plans, strict=True)), family.has_positions)
+
+
+@cache
+def plan_cache() -> PlanCache:
+    """Return the cache of the plans of this process, for batches whose documents have the same lengths again."""
+    return PlanCache()
 
 
 class RankPlans:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.integrations import huggingface as cp
-from tests.integrations.huggingface.models import Step, make_config, make_model, whole_batch
+from tests.integrations.huggingface.models import make_config, make_model, whole_batch
 
 #: Documents of each replica, for each batch of a step.
 BATCHES = (((23, 1, 0, 40), (9, 30)), ((5, 17, 2), (61, 3)))
@@ -57,7 +57,7 @@ def wrap(model: Any, kind: str, mesh: Any) -> Any:
     """The model under DDP or FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if kind == "ddp":
+    if kind in ("ddp", "autocast"):
         return torch.nn.parallel.DistributedDataParallel(model)
     if kind == "tensor parallel":
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -88,7 +88,14 @@ def layers_of(model: Any) -> Any:
 
 
 def planned_steps(
-    rank: int, group: Any, name: str, kind: str, algorithm: str, checkpoint: bool, clip: float | None
+    rank: int,
+    group: Any,
+    name: str,
+    kind: str,
+    algorithm: str,
+    checkpoint: bool,
+    clip: float | None,
+    scaled: bool = False,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The steps of one of four ranks: two replicas of two context-parallel ranks (or, for "tensor parallel", two
     tensor-parallel ranks of two context-parallel ones, which take both replicas' batches in turn)."""
@@ -104,6 +111,7 @@ def planned_steps(
     wrapped, losses = wrap(model, kind, mesh), []
     optimizer = sgd(wrapped)
     averaged = cp_group if shares else group
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
     heads = {"tensor_parallel_size": 2, "tensor_parallel_rank": mesh["dp"].get_local_rank()} if shares else {}
     for step in range(STEPS):
         replicas = (0, 1) if shares else (mesh["dp"].get_local_rank(),)
@@ -117,20 +125,23 @@ def planned_steps(
         optimizer.zero_grad()
         for i, (batch, _) in enumerate(cut):
             last = i == len(cut) - 1
-            if kind not in ("ddp", "tensor parallel"):
+            if kind not in ("ddp", "autocast", "tensor parallel"):
                 wrapped.set_requires_gradient_sync(last)
-            with wrapped.no_sync() if kind == "ddp" and not last else torch.enable_grad():
-                share = cp.loss(wrapped(**batch).logits, labels[i], count, averaged)
-                share.backward()
+            with wrapped.no_sync() if kind in ("ddp", "autocast") and not last else torch.enable_grad():
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                    share = cp.loss(wrapped(**batch).logits, labels[i], count, averaged)
+                scaler.scale(share).backward()
             total += share.detach()
         if shares:  # nothing averages gradients over context-parallel ranks here
             for parameter in model.parameters():
                 local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
                 dist.all_reduce(local, group=cp_group)
                 local /= 2
+        scaler.unscale_(optimizer)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(wrapped.parameters(), clip)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         dist.all_reduce(total, group=averaged)
         losses.append(float(total) / averaged.size())
     weights = {
@@ -140,4 +151,22 @@ def planned_steps(
     return losses, {key: x.detach().clone() for key, x in weights.items()}
 
 
-__all__ = ["STEPS", "Step", "planned_steps", "reference"]
+def skipped_step(rank: int, group: Any, kind: str) -> tuple[float, float]:
+    """A step whose scaled gradients overflow on some rank: the largest change of a weight, and the scale after it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = make_model(make_config("llama"), cp.register())
+    wrapped = wrap(model, kind, mesh)
+    before = [x.detach().clone() for x in wrapped.parameters()]
+    optimizer, scaler = sgd(wrapped), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    ((lengths, batch), *_) = batches_of(0, mesh["dp"].get_local_rank())
+    described = {**batch, "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0)}
+    rows, labels = cp.planned_batch(described, model.config, mesh["cp"], "direct")
+    share = cp.loss(wrapped(**rows).logits, labels, cp.count_labels(labels))
+    scaler.scale(share * (1e36 if rank == 2 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    changes = [x.detach() - y for x, y in zip(wrapped.parameters(), before, strict=True)]
+    return max(float((x.to_local() if isinstance(x, DTensor) else x).abs().max()) for x in changes), scaler.get_scale()

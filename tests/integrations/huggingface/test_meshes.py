@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from mindspeed_cp import ConfigError, Topology
-from tests.integrations.huggingface.meshes import planned_steps, reference
+from tests.integrations.huggingface.meshes import planned_steps, reference, skipped_step
 
 wanted_of = cache(reference)
 
@@ -34,11 +34,25 @@ def test_three_steps_equal_the_documents_one_by_one(pool, name, kind, algorithm,
         assert max(float((parameters[key] - weights[key]).abs().max()) for key in weights) < 2e-6
 
 
-@pytest.mark.thorough
-def test_mixed_precision_runs_in_bf16(pool) -> None:
-    losses, _ = wanted_of("llama", None)
-    for got, _ in pool.run(4, planned_steps, "llama", "bf16", "direct", False, None):
+@pytest.mark.parametrize("kind", ["bf16", "autocast"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("bloom", marks=pytest.mark.thorough)])
+def test_mixed_precision_runs_in_bf16(pool, kind: str, name: str) -> None:
+    losses, _ = wanted_of(name, None)
+    for got, _ in pool.run(4, planned_steps, name, kind, "direct", False, None):
         assert got == pytest.approx(losses, abs=0.03) and got != pytest.approx(losses, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_scaled_gradients_give_the_same_steps(pool, kind: str) -> None:
+    losses, weights = wanted_of("llama", 0.5)
+    for got, parameters in pool.run(4, planned_steps, "llama", kind, "ring", False, 0.5, True):
+        assert got == pytest.approx(losses, abs=2e-6)
+        assert max(float((parameters[key] - weights[key]).abs().max()) for key in weights) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(pool, kind: str) -> None:
+    assert pool.run(4, skipped_step, kind) == [(0.0, 2.0**9)] * 4
 
 
 def mesh(*ranks: object) -> SimpleNamespace:
