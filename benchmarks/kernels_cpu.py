@@ -59,7 +59,7 @@ class CpuWork(AttentionWork):
         calls = []
         for direction in ("forward", "backward"):
             costs = CpuCostModel.for_kernel(direction, attention, torch.bfloat16)
-            costs = costs if cut is None else GivenCut(direction, costs.half, costs.work, cut)
+            costs = costs if cut is None else GivenCut(direction, costs.half, costs.work, costs.native, cut)
             calls += lower_to_kernel_calls(tiles, documents.tokens, attention, costs).values()
         super().__init__(get_backend("cpu"), attention, documents, CPU, calls)
 

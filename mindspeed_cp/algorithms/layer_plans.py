@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
-from mindspeed_cp.algorithms.registry import algorithm_name, build_plan
+from mindspeed_cp.algorithms.registry import algorithm_name, build_plan, with_reduce_dtype
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
@@ -57,7 +57,8 @@ def _over_layout_of(main: Plan, attention: AttentionConfig, algorithm: str, opti
             return plan
     layout, topology = main.layout, main.topology
     programs = staged(layout, layout, attention, topology)
-    return Plan("kv_fetch", attention, topology, layout, layout, layout, layout, *programs)
+    plan = Plan("kv_fetch", attention, topology, layout, layout, layout, layout, *programs)
+    return with_reduce_dtype(plan, main.reduce_dtype)
 
 
 def _work(documents: Documents, attention: AttentionConfig) -> float:

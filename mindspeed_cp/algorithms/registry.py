@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from mindspeed_cp.algorithms.options import AlgorithmOption, read_options
 from mindspeed_cp.errors import ConfigError
@@ -36,6 +37,29 @@ class Algorithm:
     aliases: tuple[str, ...] = ()
     use_for: str = ""
 
+
+#: Types in which gradients of keys and values may travel.
+ReduceDtype = Literal["float32", "bfloat16"]
+
+
+def _common_options(
+    documents: Documents,
+    kv_documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    *,
+    reduce_dtype: ReduceDtype = "float32",
+) -> None:
+    """Declare the options that every algorithm has.
+
+    Args:
+        reduce_dtype: type in which gradients of keys and values travel between ranks; each rank sums them in float32.
+            bfloat16 sends half the bytes and rounds every message, in a ring at each hop
+    """
+
+
+#: Options of all algorithms, by name.
+COMMON_OPTIONS = read_options(_common_options)
 
 #: Registered algorithms by name, in the order of registration.
 ALGORITHMS: dict[str, Algorithm] = {}
@@ -85,8 +109,12 @@ def register_algorithm(name: str, builder: Builder, *, aliases: tuple[str, ...] 
     for given in (name, *aliases):
         if given in (*ALGORITHMS, *ALIASES, *UNSUPPORTED_ALGORITHMS, AUTO):
             raise ConfigError(f"algorithm name {given!r} is taken; valid: any other name")
+    options = read_options(builder)
+    for given in COMMON_OPTIONS:
+        if given in options:
+            raise ConfigError(f"builder of {name!r}: option {given!r} belongs to all algorithms; valid: another name")
     summary = (inspect.getdoc(builder) or "").split("\n", 1)[0]
-    ALGORITHMS[name] = Algorithm(name, builder, read_options(builder), summary, aliases, use_for)
+    ALGORITHMS[name] = Algorithm(name, builder, options | COMMON_OPTIONS, summary, aliases, use_for)
     ALIASES.update(dict.fromkeys(aliases, name))
 
 
@@ -188,4 +216,12 @@ def build_plan(
         )
     if attention.mask == "causal" and kv_documents != documents:
         raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
-    return ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)
+    reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")
+    plan = ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)
+    return plan if reduce_dtype == plan.reduce_dtype else with_reduce_dtype(plan, reduce_dtype)
+
+
+def with_reduce_dtype(plan: Plan, reduce_dtype: str) -> Plan:
+    """Return a plan whose gradients of keys and values travel in another type."""
+    parts = tuple(replace(part, reduce_dtype=reduce_dtype) for part in plan.parts)
+    return replace(plan, parts=parts, reduce_dtype=reduce_dtype)

@@ -32,7 +32,7 @@ from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
-from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.program import REDUCE_BYTES, Plan
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 
@@ -196,7 +196,8 @@ class BatchChooser:
     def _link_seconds(self, candidate: Candidate, documents: Documents, layout: str) -> tuple[float, float]:
         """Return the seconds of the busiest link, forward and backward."""
         if candidate.algorithm in KV_FETCH_ALGORITHMS:
-            return kv_fetch_link_seconds(documents, self._topology, self._cost, layout)
+            size = REDUCE_BYTES[candidate.all_options(self._options).get("reduce_dtype") or "float32"]
+            return kv_fetch_link_seconds(documents, self._topology, self._cost, layout, size)
         if candidate.algorithm != "ulysses" and (layout == "balanced" or self._cost.attention.window is not None):
             return busiest_link_seconds(self._plan(candidate, documents), self._cost)
         tokens, (forward, backward) = self._sample_links[candidate]

@@ -27,7 +27,7 @@ from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
-from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.program import REDUCE_BYTES, Plan
 from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
@@ -142,9 +142,11 @@ class _TrialRunner:
         return replace(trial, duplicate_of=owners.pop() if len(owners) == 1 and candidate not in owners else None)
 
     def _bounds_without_plan(self, candidate: Candidate, batch: Documents) -> Iterator[LowerBound]:
-        layout = candidate.all_options(self._options).get("layout", "zigzag")
+        options = candidate.all_options(self._options)
+        layout = options.get("layout", "zigzag")
         if candidate.algorithm in KV_FETCH_ALGORITHMS:
-            yield kv_fetch_lower_bound(batch, self._topology, self._cost, layout)
+            size = REDUCE_BYTES[options.get("reduce_dtype") or "float32"]
+            yield kv_fetch_lower_bound(batch, self._topology, self._cost, layout, size)
         elif candidate.algorithm in RING_ALGORITHMS:
             yield layout_lower_bound(batch, self._topology.ranks, self._cost, layout)
 

@@ -151,9 +151,11 @@ class _KvFetchTimes:
     shared_backward: np.ndarray
 
 
-def _kv_fetch_times(documents: Documents, topology: Topology, cost: ComputeCost, layout: str) -> _KvFetchTimes:
+def _kv_fetch_times(
+    documents: Documents, topology: Topology, cost: ComputeCost, layout: str, gradient_bytes: int
+) -> _KvFetchTimes:
     """Bound the incoming rows of each rank: between nodes the visible rows minus all rows of its node, in a single node
-    the visible rows minus its own. In the backward the same rows come again, and their gradients return in fp32."""
+    the visible rows minus its own. In the backward the same rows come again, and their gradients return."""
     attention, cluster, ranks_per_node = cost.attention, cost.cluster, topology.ranks_per_node
     queries, keys = build_layouts(layout, documents, documents, topology.ranks, attention)
     needed = needed_tokens(queries, keys, attention)
@@ -165,23 +167,33 @@ def _kv_fetch_times(documents: Documents, topology: Topology, cost: ComputeCost,
         node_rows = np.repeat(keys.token_counts.reshape(topology.nodes, ranks_per_node).sum(1), ranks_per_node)
         rows, link = np.maximum(visible - node_rows, 0), cluster.nic_of(np.arange(topology.ranks))
         rate = cluster.effective_nic
-    forward, backward = rows * row * element / rate, rows * row * max(element, GRADIENT_BYTES) / rate
+    forward, backward = rows * row * element / rate, rows * row * max(element, gradient_bytes) / rate
     return _KvFetchTimes(queries, forward, backward, np.bincount(link, forward), np.bincount(link, backward))
 
 
 def kv_fetch_link_seconds(
-    documents: Documents, topology: Topology, cost: ComputeCost, layout: str
+    documents: Documents,
+    topology: Topology,
+    cost: ComputeCost,
+    layout: str,
+    gradient_bytes: int = GRADIENT_BYTES,
 ) -> tuple[float, float]:
     """Return the seconds of the busiest link of a key-fetching plan, forward and backward, for ranks of a NIC that send
-    as much as they receive."""
-    times = _kv_fetch_times(documents, topology, cost, layout)
+    as much as they receive; gradient_bytes: of an element of the gradients of keys and values."""
+    times = _kv_fetch_times(documents, topology, cost, layout, gradient_bytes)
     return float(times.shared_forward.max()), float(times.shared_backward.max())
 
 
-def kv_fetch_lower_bound(documents: Documents, topology: Topology, cost: ComputeCost, layout: str) -> LowerBound:
+def kv_fetch_lower_bound(
+    documents: Documents,
+    topology: Topology,
+    cost: ComputeCost,
+    layout: str,
+    gradient_bytes: int = GRADIENT_BYTES,
+) -> LowerBound:
     """Return the bound of all plans over a layout in which ranks fetch visible keys from their owners, without
-    relays."""
-    times = _kv_fetch_times(documents, topology, cost, layout)
+    relays; gradient_bytes: of an element of the gradients of keys and values."""
+    times = _kv_fetch_times(documents, topology, cost, layout, gradient_bytes)
     linear, work = _linear_seconds(times.queries, cost), _busiest_work(times.queries, documents, cost)
     by_rank = float((times.forward + linear + times.backward).max())
     if topology.nodes == 1:

@@ -142,6 +142,7 @@ def _fingerprints(plan: Plan) -> Mapping[str, str]:
                 for field in fields(AttentionConfig)
             },
             "algorithm": " + ".join([plan.algorithm, *(part.algorithm for part in plan.parts)]),
+            "reduce_dtype": plan.reduce_dtype,
             "layout": _with_digest(f"rows {plan.layout.token_counts.tolist()}", _layouts(plan)),
             "program": _with_digest(
                 f"{len(plan.step_order('forward'))} steps forward, {len(plan.step_order('backward'))} backward, "

@@ -216,7 +216,8 @@ def _backward_part(
     else:
         label = "gradients of outputs to heads"
         (dout,) = yield from redistribute((dout,), (moves.q,), call.transport, label, part.tag, recorder)
-    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
+    reduce_dtype: torch.dtype = getattr(torch, call.plan.reduce_dtype)
+    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder, reduce_dtype)
     dq = torch.zeros_like(q, dtype=torch.float32)
     state = BackwardState(q, out, lse, dout, dq, context.heads[index], call.dropout, backend_state)
     yield from run.steps(

@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_cp.comm import Pending, Transfer, Transport, staging_buffer
 from mindspeed_cp.engine.recorder import COMPUTE, UNPACK, PartRecorder
 from mindspeed_cp.engine.schedule import P2POp, RankSchedule
-from mindspeed_cp.ops.rows import add_rows, put_rows
+from mindspeed_cp.ops.rows import add_rows, put_rows, take_rows
 
 Result = TypeVar("Result")
 
@@ -37,6 +37,7 @@ class ProgramRun:
         transport: transport to the other ranks; None for a single rank.
         tag: first tag of the messages.
         recorder: records kernels, messages and waits; None to record nothing.
+        reduce_dtype: type in which gradients of keys and values travel.
 
     Attributes:
         k, v: rows of each slot; slot 0 is the shard of this rank.
@@ -50,8 +51,10 @@ class ProgramRun:
         transport: Transport | None,
         tag: int = 0,
         recorder: PartRecorder | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._schedule, self._transport, self._tag, self._recorder = schedule, transport, tag, recorder
+        self._reduce_dtype = reduce_dtype
         self.k = [k, *(k.new_empty((rows, *k.shape[1:])) for rows in schedule.capacity[1:])]
         self.v = [v, *(v.new_empty((rows, *v.shape[1:])) for rows in schedule.capacity[1:])]
         self._gradients: list[tuple[Tensor, Tensor] | None] = [None] * len(self.k)
@@ -84,7 +87,8 @@ class ProgramRun:
             if step.p2p_ops:
                 self._post(step.p2p_ops, in_flight)
                 if recorder is not None:
-                    start = recorder.record_posted(start, number, step.p2p_ops, self.k[0], self.v[0])
+                    size = self._reduce_dtype.itemsize
+                    start = recorder.record_posted(start, number, step.p2p_ops, self.k[0], self.v[0], size)
             for slot, calls in step.compute:
                 compute(self, slot, calls)
             if recorder is not None and step.compute:
@@ -106,11 +110,14 @@ class ProgramRun:
 
     def _buffers(self, op: P2POp) -> tuple[Tensor, ...]:
         """Return the two tensors that a message reads or writes: views of the slot where its rows are contiguous,
-        otherwise copies. Gradients always arrive in buffers, from which they are added."""
+        otherwise copies. Gradients always arrive in buffers, from which they are added; in another type than fp32 they
+        also leave in copies."""
         if op.reduces and not op.sends:
             k, v = self.k[op.slot], self.v[op.slot]
-            return staging_buffer(k, op.count, torch.float32), staging_buffer(v, op.count, torch.float32)
+            return staging_buffer(k, op.count, self._reduce_dtype), staging_buffer(v, op.count, self._reduce_dtype)
         tensors = self.gradient(op.slot) if op.reduces else (self.k[op.slot], self.v[op.slot])
+        if op.reduces and self._reduce_dtype != torch.float32:
+            return tuple(take_rows(x, op.rows).to(self._reduce_dtype) for x in tensors)
         if isinstance(op.rows, slice):
             return tensors[0][op.rows], tensors[1][op.rows]
         return tuple(x.index_select(0, op.rows) if op.sends else staging_buffer(x, op.count) for x in tensors)

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from mindspeed_cp.comm import RankRedistribution
 from mindspeed_cp.engine.schedule import P2POp
-from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: Activities of the engine: attention kernels; gathering rows and posting messages; waiting for messages; copying or
 #: adding received rows to their destination.
@@ -192,12 +191,14 @@ class PartRecorder:
         self._recorder.add_span(TimeSpan(activity, self._origin, step, since, now))
         return now
 
-    def record_posted(self, since: Mark, step: int, p2p_ops: Sequence[P2POp], k: Tensor, v: Tensor) -> Mark:
-        """Record that messages were posted, with rows shaped like those of k and v."""
+    def record_posted(
+        self, since: Mark, step: int, p2p_ops: Sequence[P2POp], k: Tensor, v: Tensor, gradient_bytes: int
+    ) -> Mark:
+        """Record that messages were posted, with rows shaped like those of k and v, and gradients in so many bytes."""
         now = self.record_span(POST, since, step)
         row = k.shape[1:].numel() + v.shape[1:].numel()
         for op in p2p_ops:
-            size = op.count * row * (GRADIENT_BYTES if op.reduces else k.element_size())
+            size = op.count * row * (gradient_bytes if op.reduces else k.element_size())
             self._in_flight[op.number] = op, size, step, now
         return now
 

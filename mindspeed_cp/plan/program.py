@@ -30,6 +30,9 @@ from mindspeed_cp.plan.tiles import count_pairs, tiles_between
 SPANS_PER_BATCH = 2**13
 
 
+#: Types in which gradients of keys and values may travel, and bytes of an element.
+REDUCE_BYTES = {"float32": 4, "bfloat16": 2}
+
 #: The two programs of a plan, in the order in which ranks run them.
 DIRECTIONS = ("forward", "backward")
 
@@ -155,6 +158,7 @@ class Plan:
         backward_order: the same for the backward.
         linear_layout: layout of the linear layers and of the batch, if it differs from `layout`; hidden states are then
             redistributed before and after the attention module. None: `layout`.
+        reduce_dtype: type in which gradients of keys and values travel ("float32", "bfloat16"); ranks sum them in fp32.
     """
 
     algorithm: str
@@ -170,6 +174,12 @@ class Plan:
     forward_order: tuple[tuple[int, int], ...] = ()
     backward_order: tuple[tuple[int, int], ...] = ()
     linear_layout: Layout | None = None
+    reduce_dtype: str = "float32"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of the gradients that travel between ranks."""
+        return REDUCE_BYTES[self.reduce_dtype]
 
     @property
     def parts_or_self(self) -> tuple[Plan, ...]:

@@ -9,7 +9,7 @@ from mindspeed_cp.plan.parts import part_ends
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import int64_record
 
-GRADIENT_BYTES = 4  # of an element of gradients that are summed on their way
+GRADIENT_BYTES = 4  # of an element of gradients that are summed on their way, if the plan does not say otherwise
 
 #: Payload of a transfer, indexed by its `kind`: keys and values between steps; their gradients; q, k, v, out or their
 #: gradients between two layouts of attention; hidden states between the layouts of linear layers and attention.
@@ -103,7 +103,7 @@ def _between_steps(plan: Plan, direction: str, element: int) -> list[np.ndarray]
     for number, (part, plan_steps) in enumerate(zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True)):
         program: Program = getattr(part, direction)
         row = part.kv_layout_compute.head_counts(attention.kv_heads) * (attention.head_dim + attention.head_dim_v)
-        for messages, kind, size in ((program.fetch, KEYS, element), (program.reduce, GRADIENTS, GRADIENT_BYTES)):
+        for messages, kind, size in ((program.fetch, KEYS, element), (program.reduce, GRADIENTS, plan.gradient_bytes)):
             items = messages.items
             out = np.empty(len(items), TRANSFER)
             for name in ("src", "dst"):

@@ -12,6 +12,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig, Topology
 
 EXAMPLES = {
+    "reduce_dtype": "bfloat16",
     "layout": "contiguous",
     "cp_window_size": 2,
     "ulysses_degree": 4,

@@ -80,11 +80,7 @@ BF16 = (
     [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.thorough) for i, name in enumerate(ALGORITHMS)],
 )
 def test_the_bf16_error_does_not_grow_with_the_ranks(algorithm):
-    """At cp 8 at most 1.1 times the error at cp 1: the largest error, as a mean over problems.
-
-    By L2 norm this holds for the gradients, which are better at cp 8. `out` is up to 1.15 times worse: the CPU kernel rounds
-    the partial output of every step to bf16 before it is merged in fp32, and no fp32 output can be asked of it.
-    """
+    """At cp 8 at most 1.1 times the error at cp 1: the largest error as a mean over problems, and by L2 norm."""
     largest, l2 = {n: dict.fromkeys(NAMES, 0.0) for n in (1, 8)}, {n: dict.fromkeys(NAMES, 0.0) for n in (1, 8)}
     for case in BF16:
         for ranks in (1, 8):
@@ -96,7 +92,7 @@ def test_the_bf16_error_does_not_grow_with_the_ranks(algorithm):
     for name in NAMES:
         assert largest[1][name] < 2e-2, "the kernel itself"
         assert largest[8][name] <= 1.1 * largest[1][name], (name, largest)
-        assert l2[8][name] <= (1.2 if name == "out" else 1.1) * l2[1][name], (name, l2)
+        assert l2[8][name] <= 1.1 * l2[1][name], (name, l2)
 
 
 @pytest.mark.parametrize("ranks", [3, 8])

@@ -39,7 +39,7 @@ def run(attention, tiles, heads, q, k, v, dout, slots, cut=None, key=KEY, half=F
     def lowered(direction):
         costs = CpuCostModel.for_kernel(direction, attention, q.dtype)
         if cut is not None:
-            costs = Cut(direction, costs.half or half, costs.work, *cut)
+            costs = Cut(direction, costs.half or half, costs.work, costs.native, *cut)
         return lower_to_kernel_calls(tiles, len(q), attention, costs)
 
     key = key if attention.dropout else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -107,7 +109,7 @@ def test_calls_hold_every_visible_pair_of_a_slot_once(problem, squares, rows, ha
     sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
     count = np.zeros(sees.shape, int)
     written = np.zeros(len(q_doc), bool)
-    for call in lower_to_kernel_calls(tiles, len(q_doc), attention, Cut("forward", half, 1.0, squares, rows)).get(
+    for call in lower_to_kernel_calls(tiles, len(q_doc), attention, Cut("forward", half, 1.0, True, squares, rows)).get(
         (0, 0), []
     ):
         part, distance = sees[call.q, call.k], away[call.q, call.k]
@@ -147,7 +149,9 @@ def tile(q_row, q_rows, k_row, k_rows, mask, step=0, slot=0, q_pos=0, k_pos=0):
 
 
 def calls_of(tiles, rows, attention, direction="forward", dtype=torch.bfloat16):
-    return lower_to_kernel_calls(tiles, rows, attention, CpuCostModel.for_kernel(direction, attention, dtype))
+    return lower_to_kernel_calls(
+        tiles, rows, attention, replace(CpuCostModel.for_kernel(direction, attention, dtype), native=True)
+    )
 
 
 PLAIN = AttentionConfig(8, 8, 64)
@@ -159,7 +163,7 @@ def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores():
     )
     calls = calls_of(tiles, 2090, PLAIN)
     assert [(c.kind, c.stores) for c in calls[0, 0]] == [(MaskKind.CAUSAL, True)] * 2
-    assert calls[1, 1] == [KernelCall(slice(0, 2000), slice(0, 80), MaskKind.PLAIN, stores=False)]
+    assert calls[1, 1] == [KernelCall(slice(0, 2000), slice(0, 80), MaskKind.PLAIN, stores=False, upcast=True)]
 
 
 @pytest.mark.parametrize(
@@ -193,14 +197,33 @@ def test_alibi_uses_the_causal_mask_of_the_kernel_only_where_its_bias_stays_smal
             assert all(c.rows * steepest <= 2 * LARGEST_BIAS for c in squares)
 
 
+def upcasts(tiles: np.ndarray, direction: str, dtype: torch.dtype = torch.bfloat16, **model: bool) -> list[bool]:
+    """Which calls of a step are in fp32."""
+    costs = replace(CpuCostModel.for_kernel(direction, PLAIN, dtype), **model)
+    calls = lower_to_kernel_calls(tiles, 4096, PLAIN, costs)
+    return [call.upcast for of_slot in calls.values() for call in of_slot]
+
+
 def test_small_backward_calls_are_computed_in_fp32():
-    tiles = np.concatenate([tile(0, 100, 0, 100, CAUSAL), tile(100, 500, 100, 500, CAUSAL)])
-    for direction, dtype, want in (
-        ("backward", torch.bfloat16, [True, False]),
-        ("forward", torch.bfloat16, [False] * 2),
-        ("backward", torch.float32, [False] * 2),
-    ):
-        assert [c.upcast for c in calls_of(tiles, 600, PLAIN, direction, dtype)[0, 0]] == want
+    tiles = np.concatenate([tile(0, 100, 0, 100, CAUSAL), tile(100, 800, 100, 800, CAUSAL)])
+    assert upcasts(tiles, "backward", native=True) == [True, False]
+    assert upcasts(tiles, "forward", native=True) == [False, False]
+    assert upcasts(tiles, "backward", torch.float32, native=True) == [False, False]
+
+
+def test_forward_calls_that_are_merged_are_computed_in_fp32():
+    tiles = np.concatenate([tile(0, 900, 0, 900, CAUSAL), tile(800, 900, 0, 900, FULL), tile(1700, 9, 0, 9, FULL)])
+    assert upcasts(tiles, "forward", native=True) == [True, True, False]
+    assert upcasts(tiles, "forward", torch.float32, native=True) == [False] * 3
+    # More keys than queries: a rectangle and a causal square of the same rows.
+    assert upcasts(tile(0, 500, 0, 900, CAUSAL), "forward", native=True) == [True, True]
+
+
+def test_a_cpu_without_bf16_instructions_computes_in_fp32():
+    tiles = tile(0, 2000, 0, 2000, CAUSAL)
+    for direction in ("forward", "backward"):
+        assert upcasts(tiles, direction, native=False) == [True]
+        assert upcasts(tiles, direction, torch.float32, native=True) == [False]
 
 
 def test_no_tiles_no_calls():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,17 +20,20 @@ from mindspeed_cp.plan import CAUSAL, FULL, TILE
 
 def one_by_one(tiles, rows, attention, costs):
     """What `lower` does, with a flag for every row."""
-    out, written = {}, np.zeros(rows, bool)
+    out, written, writers = {}, np.zeros(rows, bool), np.zeros(rows, int)
+    for t in tiles:
+        writers[t["q_row"] : t["q_row"] + t["q_rows"]] += 1
     for t in tiles:
         step, slot, q, q_rows, k, k_rows, mask, document, q_pos, k_pos = t.tolist()
         calls, seen = out.setdefault((step, slot), []), written[q : q + q_rows]
         if attention.dropout or attention.alibi or not (mask == FULL or (mask == CAUSAL and q_rows == k_rows)):
-            calls += _calls_of_blocks(t, seen, attention, costs)
+            shared = bool(writers[q : q + q_rows].max() > 1)
+            calls += _calls_of_blocks(t, seen, shared, attention, costs)
             assert seen.all()  # what FirstWrite takes for granted
             continue
         kind, q_pos = (MaskKind.CAUSAL, k_pos) if mask == CAUSAL else (MaskKind.PLAIN, q_pos)
         unwritten = true_runs(~seen, q) if seen.any() and not seen.all() else ()
-        upcast = costs.upcasts(q_rows, k_rows)
+        upcast = costs.upcasts(q_rows, k_rows, bool(writers[q : q + q_rows].max() > 1))
         calls.append(
             KernelCall(
                 slice(q, q + q_rows),
@@ -66,11 +71,12 @@ SOME = [
     st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3)]),
     st.sampled_from(["forward", "backward"]),
     st.sampled_from([torch.bfloat16, torch.float32]),
+    st.booleans(),
 )
-def test_plans(lengths, settings_of_attention, algorithm, layout, topology, direction, dtype):
+def test_plans(lengths, settings_of_attention, algorithm, layout, topology, direction, dtype, native):
     attention = AttentionConfig(12, **settings_of_attention)
     plan = build_plan(Documents(lengths), Topology(*topology), attention, algorithm, layout=layout)
-    costs = CpuCostModel.for_kernel(direction, attention, dtype)
+    costs = replace(CpuCostModel.for_kernel(direction, attention, dtype), native=native)
     for rank in range(topology[0] * topology[1]):
         tiles, rows = getattr(plan, direction).tiles(rank), int(plan.q_layout_compute.token_counts[rank])
         got, want = lower_to_kernel_calls(tiles, rows, attention, costs), one_by_one(tiles, rows, attention, costs)
@@ -104,7 +110,7 @@ def any_tiles(draw):
 def test_tiles_that_overlap(tiles, settings_of_attention):
     attention = AttentionConfig(12, **settings_of_attention)
     for direction in ("forward", "backward"):
-        costs = CpuCostModel.for_kernel(direction, attention, torch.bfloat16)
+        costs = replace(CpuCostModel.for_kernel(direction, attention, torch.bfloat16), native=True)
         got, want = lower_to_kernel_calls(tiles, 600, attention, costs), one_by_one(tiles, 600, attention, costs)
         assert got == want and list(got) == list(want)
         fields = [

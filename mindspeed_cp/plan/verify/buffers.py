@@ -64,8 +64,14 @@ def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_ro
         summed[program.reduce.items["dst"], program.reduce.items["dst_slot"]] = True
         gradients = program.capacity * summed * kv_width[:, None] * 4
     staging = np.zeros((program.steps, plan.ranks), np.int64)
-    _add_staging(staging, program.fetch, size, receive_apart=~program.fetch.is_contiguous("dst"))
-    _add_staging(staging, program.reduce, 4, receive_apart=np.ones(len(program.reduce), bool))
+    fetch, reduce = program.fetch, program.reduce
+    gathered, every = ~reduce.is_contiguous("src"), np.ones(len(reduce), bool)
+    _add_staging(staging, fetch, size, ~fetch.is_contiguous("src"), ~fetch.is_contiguous("dst"))
+    if plan.gradient_bytes == 4:
+        _add_staging(staging, reduce, 4, gathered, every)
+    else:  # rounded copies are sent; scattered rows are copied in fp32 before that, and when they are added
+        _add_staging(staging, reduce, plan.gradient_bytes, every, every)
+        _add_staging(staging, reduce, 4, gathered, ~reduce.is_contiguous("dst"))
 
     qk, v = attention.head_dim, attention.head_dim_v
     q, kv = plan.q_redistribution, plan.kv_redistribution
@@ -153,11 +159,21 @@ def _is_one_run(first: np.ndarray, rows: np.ndarray) -> bool:
     return bool((first[1:] == first[:-1] + rows[:-1]).all())
 
 
-def _add_staging(staging: np.ndarray, messages: Messages, size: int, receive_apart: np.ndarray) -> None:
-    """Add the staging of messages, in bytes of one channel, to the steps in which they are in flight."""
-    for item, gathered, apart in zip(messages.items, ~messages.is_contiguous("src"), receive_apart, strict=True):
+def _add_staging(
+    staging: np.ndarray, messages: Messages, size: int, gathered: np.ndarray, received_apart: np.ndarray
+) -> None:
+    """Add the staging of messages, in bytes of one channel, to the steps in which they are in flight.
+
+    Args:
+        staging: [steps, ranks].
+        messages: messages of one kind.
+        size: bytes of an element.
+        gathered: bool [messages], True where the sender copies the rows first.
+        received_apart: bool [messages], True where they arrive in a buffer of their own.
+    """
+    for item, is_copied, apart in zip(messages.items, gathered, received_apart, strict=True):
         steps = slice(item["start"], item["done"] + 1)
-        if gathered:
+        if is_copied:
             staging[steps, item["src"]] += item["rows"] * size
         if apart:
             staging[steps, item["dst"]] += item["rows"] * size

@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from mindspeed_cp.ops.attention.cpu.arithmetic import computes_in
 from mindspeed_cp.ops.attention.cpu.tile_regions import TileRegion
 from mindspeed_cp.plan import AttentionConfig
 
@@ -37,9 +38,10 @@ CAUSAL_WASTE = 384
 STRIP_ROWS = (32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 SQUARE_ROWS = (768, 1024, 2048, 4096)
 
-#: The flash backward of calls with at most this many pairs, or queries, is faster in fp32 than in bf16 and fp16 (twice
-#: as fast if both are small), unless more keys than UPCAST_KEYS make the copies expensive.
-UPCAST_PAIRS, UPCAST_QUERIES, UPCAST_KEYS = 1 << 16, 128, 1 << 13
+#: The flash backward of calls with at most this many pairs, or fewer than 192 queries, is faster in fp32 than in bf16
+#: and fp16 (twice as fast if both are small), unless more keys than UPCAST_KEYS make the copies expensive. Up to
+#: UPCAST_QUERIES it is slower by the eighth that the figures above say, and the gradients are not rounded in each call.
+UPCAST_PAIRS, UPCAST_QUERIES, UPCAST_KEYS = 1 << 16, 767, 1 << 13
 
 
 @dataclass(frozen=True)
@@ -50,28 +52,35 @@ class CpuCostModel:
         direction: "forward" or "backward".
         half: bf16 or fp16.
         work: work of a pair relative to 8 heads x 64.
+        native: False if inputs are bf16 or fp16 and the CPU has no instructions for them: all calls are in fp32.
     """
 
     direction: str
     half: bool
     work: float
+    native: bool = True
 
     @staticmethod
     def for_kernel(direction: str, attention: AttentionConfig, dtype: torch.dtype) -> CpuCostModel:
         """Return the costs of the kernel for an attention and a type."""
         work = attention.heads * (attention.head_dim + attention.head_dim_v) / 1024
-        return CpuCostModel(direction, dtype != torch.float32, work)
+        return CpuCostModel(direction, dtype != torch.float32, work, computes_in(dtype))
 
     @overload
-    def upcasts(self, queries: int, keys: int) -> bool: ...
+    def upcasts(self, queries: int, keys: int, merged: bool) -> bool: ...
 
     @overload
-    def upcasts(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray: ...
+    def upcasts(self, queries: np.ndarray, keys: np.ndarray, merged: np.ndarray) -> np.ndarray: ...
 
-    def upcasts(self, queries: Any, keys: Any) -> Any:
-        """Return True for calls that are computed in fp32 although their inputs are bf16 or fp16."""
+    def upcasts(self, queries: Any, keys: Any, merged: Any) -> Any:
+        """Return True for calls that are computed in fp32 although their inputs are bf16 or fp16.
+
+        Args:
+            queries, keys: size of the call.
+            merged: True if another call writes some of its rows. Its output is then not rounded before it is merged.
+        """
         small = (queries * keys <= UPCAST_PAIRS) | ((queries <= UPCAST_QUERIES) & (keys <= UPCAST_KEYS))
-        return small & (self.half and self.direction == "backward")
+        return ((small if self.direction == "backward" else merged) | (not self.native)) & self.half
 
     def cut(self, region: TileRegion, square_rows: int) -> tuple[bool, int]:
         """Choose the cheapest cut of a region.
@@ -110,5 +119,7 @@ class CpuCostModel:
 
     def _call(self, rows: int, keys: float) -> float:
         """Return the nanoseconds of one row of a call."""
-        pair = NS_PER_PAIR["half" if self.half else "single", self.direction][(rows >= 192) + (rows >= 768)]
+        pair = NS_PER_PAIR["half" if self.half and self.native else "single", self.direction][
+            (rows >= 192) + (rows >= 768)
+        ]
         return self.work * keys * (pair + NS_PER_KEY[self.direction] / rows) + NS_PER_CALL[self.direction] / rows

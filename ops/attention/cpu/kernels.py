@@ -45,6 +45,8 @@ class CpuKernels:
     def forward(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the partial out [rows, heads, dim] and fp32 lse [rows, heads] of a call."""
         kind = call.kind
+        if call.upcast:
+            q, k, v = (x.float() for x in (q, k, v))
         q, k, v = (_heads_first(x, flip) for x, flip in ((q, kind.flips_q), (k, kind.flips_k), (v, kind.flips_k)))
         mask, causal, scale = self._mask(call), kind.is_causal, self.attention.softmax_scale
         if self.dropout is None:

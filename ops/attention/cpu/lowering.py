@@ -53,7 +53,7 @@ class KernelCall(NamedTuple):
         kind: its mask. CAUSAL and REVERSED calls are square.
         stores: True if no earlier call has written any of these rows: the result is stored, not merged.
         unwritten: if earlier calls have written some of the rows, the other rows; they are set to 0 first.
-        upcast: compute the backward in fp32 although the inputs are bf16 or fp16.
+        upcast: compute in fp32 although the inputs are bf16 or fp16.
         document: number of the document.
         q_pos, k_pos: position of the first query and of the first key.
     """
@@ -104,7 +104,9 @@ def lower_to_kernel_calls(tiles: np.ndarray, rows: int, attention: AttentionConf
         step_calls += (
             calls[before[a] : before[b]]
             if uncut[a]
-            else _calls_of_blocks(tiles[a], first_write.written_before(a), attention, costs)
+            else _calls_of_blocks(
+                tiles[a], first_write.written_before(a), bool(first_write.shared[a]), attention, costs
+            )
         )
     return out
 
@@ -136,7 +138,7 @@ def _calls_of_uncut(
             (MaskKind.CAUSAL if square else MaskKind.PLAIN for square in causal.tolist()),
             first_write.all_unwritten[uncut].tolist(),
             compress(unwritten, uncut),
-            costs.upcasts(q_rows, k_rows).tolist(),
+            costs.upcasts(q_rows, k_rows, first_write.shared[uncut]).tolist(),
             uncut_tiles["doc"].tolist(),
             np.where(causal, uncut_tiles["k_pos"], uncut_tiles["q_pos"]).tolist(),
             uncut_tiles["k_pos"].tolist(),
@@ -145,20 +147,24 @@ def _calls_of_uncut(
 
 
 def _calls_of_blocks(
-    tile: np.void, written: np.ndarray, attention: AttentionConfig, costs: CpuCostModel
+    tile: np.void, written: np.ndarray, shared: bool, attention: AttentionConfig, costs: CpuCostModel
 ) -> list[KernelCall]:
     """Return the calls of a tile that is cut, or needs a mask argument.
 
     Args:
         tile: one record.
         written: bool [rows of the tile], True where earlier tiles have written; updated.
+        shared: True if another tile writes some of the rows.
         attention, costs: see :func:`lower_to_kernel_calls`.
     """
     _, _, q_row, q_rows, k_row, k_rows, mask, document, q_pos, k_pos = tile.tolist()
     if mask == CAUSAL:  # a tile may join several runs of positions; row and key numbers are equivalent
         q_pos = k_pos + k_rows - q_rows
     region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
-    squares, blocks = _blocks(region, mask, q_pos - k_pos, attention, costs)
+    squares, cut = _blocks(region, mask, q_pos - k_pos, attention, costs)
+    blocks, writers = list(cut), np.zeros(q_rows, np.int64)
+    for block in blocks:
+        writers[slice(*block.q)] += 1
     out = []
     for block in blocks:
         (a, b), (c, d) = block.q, block.k
@@ -171,7 +177,7 @@ def _calls_of_blocks(
                 kind=_kind(block.shape, squares, attention),
                 stores=not merges,
                 unwritten=true_runs(~block_written, q_row + a) if merges and not block_written.all() else (),
-                upcast=costs.upcasts(b - a, d - c),
+                upcast=costs.upcasts(b - a, d - c, shared or bool(writers[a:b].max() > 1)),
                 document=document,
                 q_pos=q_pos + a,
                 k_pos=k_pos + c,

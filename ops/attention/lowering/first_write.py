@@ -22,6 +22,7 @@ class FirstWrite:
         first: number of the first tile on each segment; the number of tiles if there is none.
         start, stop: first and last-plus-one segment of each tile.
         unwritten: for each tile, number of its segments that no earlier tile has written.
+        shared: bool [tiles], True where another tile, earlier or later, writes a row of the tile.
     """
 
     edges: np.ndarray
@@ -29,6 +30,7 @@ class FirstWrite:
     start: np.ndarray
     stop: np.ndarray
     unwritten: np.ndarray
+    shared: np.ndarray
 
     @staticmethod
     def of(q_row: np.ndarray, q_rows: np.ndarray) -> FirstWrite:
@@ -46,7 +48,9 @@ class FirstWrite:
         first = np.full(len(edges), len(count))
         np.minimum.at(first, segment, tile)
         unwritten = np.bincount(tile[first[segment] == tile], minlength=len(count))
-        return FirstWrite(edges, first, start, stop, unwritten)
+        several = np.bincount(segment, minlength=len(edges)) > 1
+        shared_before = np.concatenate([[0], np.cumsum(several)])
+        return FirstWrite(edges, first, start, stop, unwritten, shared_before[stop] > shared_before[start])
 
     @property
     def all_unwritten(self) -> np.ndarray:

@@ -1,0 +1,144 @@
+"""Error of attention in bf16 on several ranks, relative to that on one rank.
+
+    python -m benchmarks.bf16_error [--ranks 2 8 16] [--tokens 2000] [--algorithms ring direct] [--masks causal full]
+        [--seeds 2] [--arithmetic auto|bf16|fp32] [--reduce-dtype float32|bfloat16]
+
+The inputs are random and rounded to bf16; the reference is dense attention in fp64 of the same inputs. A figure is the
+L2 error over that of one rank, for out, dq, dk and dv: root mean squares over the seeds. 1.00 means that the ranks add
+nothing to the rounding of the inputs of each product and of the result. All ranks run in this process, on the CPU.
+
+A CPU without instructions for bf16 computes in fp32 (--arithmetic fp32); one that has them computes in bf16 what no
+other call adds to, and large backward calls (--arithmetic bf16). auto: what this CPU does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.engine import attend_all_ranks
+from mindspeed_cp.ops.attention.cpu import cost_model
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
+from mindspeed_cp.plan.program import REDUCE_BYTES
+
+NAMES = ("out", "dq", "dk", "dv")
+
+_WIDTHS = {"head_dim": 32, "head_dim_v": 32}
+#: Masks and features by name.
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"heads": 4, "kv_heads": 4, **_WIDTHS},
+    "full": {"heads": 4, "kv_heads": 4, "mask": "full", **_WIDTHS},
+    "window": {"heads": 4, "kv_heads": 4, "window": (299, 0), **_WIDTHS},
+    "full window": {"heads": 4, "kv_heads": 4, "mask": "full", "window": (150, 150), **_WIDTHS},
+    "ALiBi": {"heads": 4, "kv_heads": 4, "alibi": True, **_WIDTHS},
+    "GQA": {"heads": 8, "kv_heads": 2, **_WIDTHS},
+    "MLA": {"heads": 4, "kv_heads": 4, "head_dim": 48, "head_dim_v": 32},
+    "dropout": {"heads": 4, "kv_heads": 4, "dropout": 0.1, **_WIDTHS},
+}
+
+
+def lengths_of(tokens: int) -> dict[str, tuple[int, ...]]:
+    """Return lengths of documents: one document, and a packed row of the same number of tokens."""
+    packed = (tokens // 2, tokens // 5, 3, 0, tokens // 8)
+    return {"one document": (tokens,), "packed": (*packed, tokens - sum(packed))}
+
+
+def draw_inputs(attention: AttentionConfig, tokens: int, seed: int) -> list[torch.Tensor]:
+    """Return q, k, v and dout in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (
+        (attention.heads, attention.head_dim),
+        (attention.kv_heads, attention.head_dim),
+        (attention.kv_heads, attention.head_dim_v),
+        (attention.heads, attention.head_dim_v),
+    )
+    return [torch.randn(tokens, *shape, generator=generator).bfloat16() for shape in shapes]
+
+
+def exact(attention: AttentionConfig, documents: Documents, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return out, dq, dk and dv in fp64."""
+    q, k, v, dout = (x.double() for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    key = (11, 3) if attention.dropout else None
+    out, _ = dense_packed_attention(attention, *leaves, documents, dropout_key=key)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def planned(
+    attention: AttentionConfig, documents: Documents, inputs: Sequence[torch.Tensor], algorithm: str, ranks: int,
+    **options: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return out, dq, dk and dv of all ranks, in the order of tokens."""
+    nodes = 2 if algorithm in ("double_ring", "hierarchical") and ranks % 2 == 0 else 1
+    plan = build_plan(documents, Topology(nodes, ranks // nodes), attention, algorithm, **options)
+    layouts = (plan.layout, plan.kv_layout_in, plan.kv_layout_in, plan.layout)
+    q, k, v, dout = (
+        [layout.shard(x, rank) for rank in range(ranks)] for layout, x in zip(layouts, inputs, strict=True)
+    )
+    leaves = [[x.requires_grad_() for x in of_ranks] for of_ranks in (q, k, v)]
+    key = (11, 3) if attention.dropout else None
+    out = attend_all_ranks(*leaves, plan, dropout_key=key)
+    gradients = torch.autograd.grad(out, [x for of_ranks in leaves for x in of_ranks], dout)
+    results = [[out[rank].detach(), *gradients[rank::ranks]] for rank in range(ranks)]
+    layouts = (plan.layout, plan.layout, plan.kv_layout_in, plan.kv_layout_in)
+    return [layout.unshard([result[i] for result in results]) for i, layout in enumerate(layouts)]
+
+
+def l2_errors(
+    attention: AttentionConfig, lengths: Sequence[int], algorithms: Sequence[str], ranks: Sequence[int], seeds: int,
+    **options: Any,
+) -> dict[tuple[str, int], np.ndarray]:  # fmt: skip
+    """Return the relative L2 errors of out, dq, dk and dv by algorithm and number of ranks, 1 among them; options: of
+    build_plan."""
+    documents = Documents(list(lengths))
+    squares: dict[tuple[str, int], list[list[float]]] = {}
+    for seed in range(seeds):
+        inputs = draw_inputs(attention, documents.tokens, seed)
+        wanted = exact(attention, documents, inputs)
+        for algorithm in algorithms:
+            for count in (1, *ranks):
+                results = planned(attention, documents, inputs, algorithm, count, **options)
+                errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(results, wanted, strict=True)]
+                squares.setdefault((algorithm, count), []).append([error**2 for error in errors])
+    return {key: np.sqrt(np.mean(values, axis=0)) for key, values in squares.items()}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 16])
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--arithmetic", choices=("auto", "bf16", "fp32"), default="auto", help="of the CPU's kernels")
+    parser.add_argument("--reduce-dtype", choices=REDUCE_BYTES, default="float32", help="of gradients that travel")
+    arguments = parser.parse_args()
+    options = {"reduce_dtype": arguments.reduce_dtype}
+    if arguments.arithmetic != "auto":
+        cost_model.computes_in = lambda dtype: arguments.arithmetic == "bf16"  # type: ignore[assignment]
+    worst = 0.0
+    for name in arguments.masks:
+        attention = AttentionConfig(**MASKS[name])
+        for kind, lengths in lengths_of(arguments.tokens).items():
+            errors = l2_errors(attention, lengths, arguments.algorithms, arguments.ranks, arguments.seeds, **options)
+            for algorithm in arguments.algorithms:
+                alone = errors[algorithm, 1]
+                cells = []
+                for count in arguments.ranks:
+                    ratios = errors[algorithm, count] / alone
+                    worst = max(worst, float(ratios.max()))
+                    cells.append(f"cp {count}: " + " ".join(f"{x:.2f}" for x in ratios))
+                alone_text = " ".join(f"{x * 1e3:.2f}" for x in alone)
+                print(f"{name:12} {kind:13} {algorithm:13} cp 1: {alone_text} e-3   " + "   ".join(cells), flush=True)
+    print(f"largest ratio: {worst:.3f}")
+
+
+if __name__ == "__main__":
+    main()
