@@ -144,6 +144,7 @@ def test_the_hybrids_default_is_the_largest_divisor_of_a_node_that_is_not_all():
     assert {name: option.default for name, option in algorithm_options("hybrid").items()} == {
         "ulysses_degree": None,
         "layout": "zigzag",
+        "reduce_dtype": "float32",
     }
 
 

@@ -21,6 +21,7 @@ from mindspeed_cp import (
 )  # fmt: skip
 from mindspeed_cp.algorithms import ALGORITHMS, ALIASES, algorithm_options
 from mindspeed_cp.algorithms.options import AtLeast, DividesRanks
+from mindspeed_cp.algorithms.registry import COMMON_OPTIONS
 from mindspeed_cp.choose.candidates import parse_candidate
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.layout import contiguous, zigzag
@@ -86,11 +87,12 @@ def test_it_is_chosen_by_name_with_its_options() -> None:
 
 
 def test_its_signature_and_docstring_declare_its_options() -> None:
-    stride, group, layout = algorithm_options("whole").values()
+    stride, group, layout, reduce_dtype = algorithm_options("whole").values()
     assert (stride.name, stride.type, stride.default, stride.minimum) == ("stride", int, 1, 1)
     assert stride.description == "distance of the ranks of two documents that follow each other."
     assert group.divides_ranks and group.optional and group.default is None
     assert layout.choices == ("zigzag", "contiguous") and layout.type is str
+    assert reduce_dtype == COMMON_OPTIONS["reduce_dtype"] and reduce_dtype.choices == ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_peak_bytes_count_slots_gradients_and_staging():
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "hybrid", ulysses_degree=4), "ulysses_degree is 4; valid: a divisor of the 6 ranks: 1, 2, 3, 6"),
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "double_ring", cp_window_size=0), "cp_window_size is 0; valid: a divisor of the 6 ranks"),
         (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "direct", prefetch=0), "prefetch is 0; valid: a whole number of rounds >= 1"),
-        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "ulysses", layout="zigzag"), "algorithm 'ulysses' has no option 'layout'; valid: none"),
+        (lambda: build_plan(Documents([4]), Topology(1, 6), AttentionConfig(4), "ulysses", layout="zigzag"), "algorithm 'ulysses' has no option 'layout'; valid: reduce_dtype"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4), kv_documents=Documents([5])), "attention.mask is 'causal' with keys of other lengths than queries"),
         (lambda: build_plan(Documents([4]), Topology(1, 2), AttentionConfig(4, mask="full"), kv_documents=Documents([5, 6])), "kv_documents has 2 documents, documents 1"),
         (lambda: AttentionConfig(4, scale=float("nan")), "scale is nan"),
