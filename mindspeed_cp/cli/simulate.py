@@ -30,7 +30,8 @@ def simulate(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="a2, a3, a800, h800, h200 or a YAML file. Default: of the settings, or a2.", show_default=False
+            help="A preset (docs/clusters.md lists them) or a YAML file. Default: of the settings, or a2.",
+            show_default=False,
         ),
     ] = None,
     ranks: Ranks = None,

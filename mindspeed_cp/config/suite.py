@@ -60,7 +60,7 @@ class SuiteSettings(Section):
     )
     cluster: str | None = Field(
         default=None,
-        description="preset (a2, a3, a800, h800, h200) or YAML file with the speeds of devices and links, by which "
+        description="preset (docs/clusters.md lists them) or YAML file with the speeds of devices and links, by which "
         "hierarchical and auto decide; null: a2",
     )
     backend: Literal["auto", "cpu", "npu", "cuda"] = Field(

@@ -184,7 +184,7 @@ def test_plan_options_are_those_of_build_plan(
         ),
         (
             ["plan", "--lengths", "5", "--algorithm", "hierarchical", "--set", "cluster=a4"],
-            "cluster 'a4': no such preset; valid: a2, a3, a800",
+            "cluster 'a4': no such preset; valid: a2, a3, a3_superpod, a800",
         ),
         (
             ["plan", "--lengths", "900,70", "--algorithm", "hierarchical", "--set", "max_seqlen_per_dp_cp_rank=200"],

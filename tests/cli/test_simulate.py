@@ -250,9 +250,18 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
             ("--lengths wikipedia: ", "documents over 4,096 ranks are ", "chunks", "at most 16,777,216"),
         ),
         (("--lengths", "1", "--tokens-per-rank", "2097153"), ("16,777,224 documents over 8 ranks", "16,777,216")),
-        (("--lengths", "700", "--cluster", "a4"), ("cluster 'a4'", "a2, a3, a800, h200, h800")),
-        (("--lengths", "700", "--cluster", ""), ("cluster ''", "a2, a3, a800, h200, h800")),
-        (("configs/quickstart.yaml", "--cluster", ""), ("cluster ''", "a2, a3, a800, h200, h800")),
+        (
+            ("--lengths", "700", "--cluster", "a4"),
+            ("cluster 'a4'", "a2, a3, a3_superpod, a800, a950, atlas350, h200, h800"),
+        ),
+        (
+            ("--lengths", "700", "--cluster", ""),
+            ("cluster ''", "a2, a3, a3_superpod, a800, a950, atlas350, h200, h800"),
+        ),
+        (
+            ("configs/quickstart.yaml", "--cluster", ""),
+            ("cluster ''", "a2, a3, a3_superpod, a800, a950, atlas350, h200, h800"),
+        ),
         (("--lengths", "700", "--ranks-per-node", "16"), ("'a2'", "8 ranks", "16 on a node")),
         (("--lengths", "700", "--nodes", "5000"), ("--nodes 5000", "40,000 ranks", "4,096")),
         (("--lengths", "700", "--nodes", "0"), ("--nodes",)),

@@ -16,7 +16,7 @@ from mindspeed_cp.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLUSTERS = ROOT / "configs" / "clusters"
-NAMES = ("a2", "a3", "a800", "h200", "h800")
+NAMES = ("a2", "a3", "a3_superpod", "a800", "a950", "atlas350", "h200", "h800")
 KEYS = [field.name for field in dataclasses.fields(Cluster)]
 
 
@@ -55,6 +55,10 @@ def test_the_presets_are_the_published_machines() -> None:
     assert (a2.fabric, a2.pair_bandwidth, a2.rank_bandwidth, a2.nic_bandwidth) == ("mesh", 28e9, 196e9, 25e9)
     assert (a3.ranks_per_node, a3.nic_bandwidth, a3.network_latency) == (16, 196e9, 5.5e-6)
     assert (a800.nics_per_node, a800.nic_bandwidth, a800.peak_flops) == (4, 25e9, 312e12)
+    pod, atlas350, a950 = (load_cluster(name) for name in ("a3_superpod", "atlas350", "a950"))
+    assert (pod.ranks_per_node, pod.nics_per_node, pod.pair_bandwidth) == (768, 384, a3.nic_bandwidth)
+    assert (atlas350.ranks_per_node, atlas350.pair_bandwidth, atlas350.peak_flops) == (4, 53e9, 378e12)
+    assert (a950.ranks_per_node, a950.memory) == (8192, 144e9)
     assert (h200.pair_bandwidth, h200.nic_bandwidth, h200.memory) == (450e9, 50e9, 141e9)
 
 
@@ -89,7 +93,9 @@ def test_what_is_wrong_is_named(pattern: str, into: str, message: str, tmp_path:
 
 
 def test_an_unknown_preset_is_answered_with_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"cluster 'h20': no such preset; did you mean h200\? valid: a2, a3, a800"):
+    with pytest.raises(
+        ConfigError, match=r"cluster 'h20': no such preset; did you mean h200\? valid: a2, a3, a3_superpod"
+    ):
         load_cluster("h20")
     with pytest.raises(ConfigError, match=r"no/such\.yaml: no such file"):
         load_cluster("no/such.yaml")
