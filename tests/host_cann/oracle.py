@@ -20,30 +20,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.host_cann import cann_rules
 from tests.host_cann import oracle_masks as masks
 from tests.host_cann import oracle_math as math
 from tests.host_cann import oracle_ring as ring
+from tests.host_cann.cann_calls import UNLIMITED, AttentionCall, Shaped, shaped
+from tests.host_cann.cann_rule import Refused
 from tests.host_cann.oracle_calls import Call, calls, record, record_update
 from tests.host_cann.oracle_dropout import dropout_bits, dropout_numels
 from tests.host_cann.oracle_faults import FAULTS, set_fault
-from tests.host_cann.oracle_given import check_dropout, check_gradient, check_slopes, check_statistics, statistics_shape
-from tests.host_cann.oracle_rules import (
-    LAYOUTS,
-    UNLIMITED,
-    Problem,
-    Refused,
-    checked_heads,
-    checked_lengths,
-    checked_pse,
-    checked_starts,
-    from_rows,
-    need,
-    to_rows,
-)
+from tests.host_cann.oracle_given import check_slopes, check_statistics, statistics_shape
+from tests.host_cann.oracle_problem import Problem, check_model, from_rows, rows_of_sequences, start_numbers, to_rows
 
 __all__ = [
     "FAULTS", "Call", "Refused", "calls", "dropout_bits", "dropout_numels", "fused_attention", "fused_attention_grad",
@@ -51,77 +43,110 @@ __all__ = [
 ]  # fmt: skip
 
 
-def problem_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+def call_of(
+    query: Tensor | Shaped,
+    key: Tensor | Shaped,
+    value: Tensor | Shaped,
     head_num: int,
     input_layout: str,
     *,
-    pse: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    scale: float = 1.0,
+    dy: Tensor | Shaped | None = None,
+    softmax_max: Tensor | Shaped | None = None,
+    softmax_sum: Tensor | Shaped | None = None,
+    attention_in: Tensor | Shaped | None = None,
+    pse: Tensor | Shaped | None = None,
+    padding_mask: Tensor | Shaped | None = None,
+    atten_mask: Tensor | Shaped | None = None,
+    drop_mask: Tensor | Shaped | None = None,
+    prefix: Sequence[int] | None = None,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    q_start_idx: Sequence[int] | None = None,
+    kv_start_idx: Sequence[int] | None = None,
+    gradient: bool = False,
     keep_prob: float = 1.0,
     pre_tokens: int = UNLIMITED,
     next_tokens: int = UNLIMITED,
     inner_precise: int = 0,
-    prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None,
     sparse_mode: int = 0,
     pse_type: int = 1,
-    q_start_idx: Sequence[int] | None = None,
-    kv_start_idx: Sequence[int] | None = None,
     softmax_layout: str = "",
-    drop_mask: Tensor | None = None,
+) -> AttentionCall:
+    """The call as the rules see it; of tensors only shapes and types."""
+    three = [shaped(x) for x in (query, key, value)]
+    assert all(x is not None for x in three)
+    return AttentionCall(
+        *three,  # type: ignore[arg-type]  # None of them is None
+        head_num=head_num,
+        layout=input_layout.upper(),
+        gradient=gradient,
+        pse=shaped(pse),
+        padding_mask=shaped(padding_mask),
+        atten_mask=shaped(atten_mask),
+        drop_mask=shaped(drop_mask),
+        keep_prob=keep_prob,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        inner_precise=inner_precise,
+        prefix=tuple(prefix or ()),
+        ends_q=None if actual_seq_qlen is None else tuple(actual_seq_qlen),
+        ends_k=None if actual_seq_kvlen is None else tuple(actual_seq_kvlen),
+        sparse_mode=sparse_mode,
+        pse_type=pse_type,
+        q_start=tuple(q_start_idx or ()),
+        kv_start=tuple(kv_start_idx or ()),
+        softmax_layout=softmax_layout,
+        dy=shaped(dy),
+        softmax_max=shaped(softmax_max),
+        softmax_sum=shaped(softmax_sum),
+        attention_in=shaped(attention_in),
+    )
+
+
+def problem_of(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *, scale: float = 1.0, **options: Any
 ) -> Problem:
     """The call, checked as far as it can be without looking into tensors.
 
+    Args:
+        options: those of call_of.
+
     Raises:
-        Refused: the operator forbids it, or the stand-in does not model it.
+        Refused: a rule of CANN is broken, or the stand-in does not model the call.
     """
-    layout = input_layout.upper()
-    need(layout in LAYOUTS, f"input_layout is {input_layout!r}; valid: {', '.join(LAYOUTS)}")
-    need(padding_mask is None, "padding_mask is not supported")
-    need(inner_precise in (0, 1, 2), f"inner_precise is {inner_precise}; valid: 0, 1, 2")
-    need(
-        softmax_layout in ("", "TND", "same_as_input") and (layout == "TND" or not softmax_layout),
-        f"softmax_layout is {softmax_layout!r}; valid: '', and 'TND' with TND",
-    )
-    kv_heads, _, _ = checked_heads(query, key, value, head_num, layout)
-    sequences = checked_lengths(query, key, value, layout, actual_seq_qlen, actual_seq_kvlen)
+    call = call_of(query, key, value, head_num, input_layout, **options)
+    cann_rules.check(call)
+    check_model(call)
+    s = call.sizes
     problem = Problem(
-        layout=layout,
-        query=to_rows(query, layout, head_num),
-        key=to_rows(key, layout, kv_heads),
-        value=to_rows(value, layout, kv_heads),
-        sequences=sequences,
-        heads=head_num,
-        kv_heads=kv_heads,
+        layout=call.layout,
+        query=to_rows(query, call.layout, s.heads),
+        key=to_rows(key, call.layout, s.kv_heads),
+        value=to_rows(value, call.layout, s.kv_heads),
+        sequences=rows_of_sequences(call),
+        heads=s.heads,
+        kv_heads=s.kv_heads,
         scale=scale,
-        pse=pse,
-        pse_type=pse_type,
-        starts=checked_starts(q_start_idx, kv_start_idx),
-        mask=atten_mask,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        prefix=tuple(prefix or ()),
-        inner_precise=inner_precise,
-        keep_prob=keep_prob,
-        drop_mask=drop_mask,
-        same_as_input=softmax_layout != "",
+        pse=options.get("pse"),
+        pse_type=call.pse_type,
+        starts=start_numbers(call),
+        mask=options.get("atten_mask"),
+        sparse_mode=call.sparse_mode,
+        pre_tokens=call.pre_tokens,
+        next_tokens=call.next_tokens,
+        prefix=call.prefix,
+        inner_precise=call.inner_precise,
+        keep_prob=call.keep_prob,
+        drop_mask=options.get("drop_mask"),
+        same_as_input=call.softmax_layout != "",
     )
     masks.check_arguments(problem)
-    checked_pse(problem, bool(q_start_idx))
-    check_dropout(problem)
     return problem
 
 
 @torch.no_grad()
 def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **options: object
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention and its softmax statistics.
 
@@ -129,7 +154,7 @@ def fused_attention(
         query, key, value: in that layout; TND: [T, N, D].
         head_num: query heads.
         input_layout: BSH, SBH, BSND, BNSD or TND.
-        options: those of problem_of.
+        options: scale, and those of call_of.
 
     Returns:
         attention_out in query's layout and type; softmax_max and softmax_sum, fp32, each value 8 times: [B, N, S, 8], or
@@ -139,7 +164,7 @@ def fused_attention(
     Raises:
         Refused: see the head of this file.
     """
-    p = problem_of(query, key, value, head_num, input_layout, **options)  # type: ignore[arg-type]
+    p = problem_of(query, key, value, head_num, input_layout, **options)
     shape = statistics_shape(p)
     if query.is_meta:
         out = torch.empty(p.query.shape[0], p.heads, p.value.shape[2], dtype=query.dtype, device="meta")
@@ -160,32 +185,20 @@ def connect(opapi: ctypes.CDLL) -> None:
 
 
 def check_gradient_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dy: Tensor,
-    head_num: int,
-    input_layout: str,
-    *,
-    softmax_max: Tensor | None = None,
-    softmax_sum: Tensor | None = None,
-    attention_in: Tensor | None = None,
-    scale_value: float = 1.0,
-    **options: object,
-) -> tuple[Problem, dict[str, Tensor]]:
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
+    scale_value: float = 1.0, **options: Any,
+) -> tuple[Problem, dict[str, Tensor]]:  # fmt: skip
     """The gradient's call, checked as far as it can be without looking into tensors, and what the forward gave."""
-    p = problem_of(query, key, value, head_num, input_layout, scale=scale_value, **options)  # type: ignore[arg-type]
-    parts = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": attention_in}
-    check_gradient(p, query, dy, parts)
-    return p, {name: x for name, x in parts.items() if x is not None}
+    p = problem_of(query, key, value, head_num, input_layout, scale=scale_value, gradient=True, dy=dy, **options)
+    return p, {name: options[name] for name in ("softmax_max", "softmax_sum", "attention_in")}
 
 
 @torch.no_grad()
 def gradients(
-    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: object
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """fused_attention_grad, and the gradient of an external pse (empty where there is none)."""
-    p, parts = check_gradient_call(query, key, value, dy, head_num, input_layout, **options)  # type: ignore[arg-type]
+    p, parts = check_gradient_call(query, key, value, dy, head_num, input_layout, **options)
     if query.is_meta:
         grads = [torch.empty_like(x) for x in (p.query, p.key, p.value, query.new_empty(0))]
     else:
@@ -202,7 +215,7 @@ def gradients(
 
 
 def fused_attention_grad(
-    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: object
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of fused_attention with the statistics and the output that are given.
 
@@ -212,7 +225,7 @@ def fused_attention_grad(
     Args:
         query, key, value, head_num, input_layout: as in the forward.
         dy: gradient of attention_out.
-        options: softmax_max, softmax_sum, attention_in; scale_value (the forward's scale); else those of problem_of.
+        options: softmax_max, softmax_sum, attention_in; scale_value (the forward's scale); else those of call_of.
 
     Returns:
         dq, dk, dv in the layouts and the type of query, key, value.
@@ -241,7 +254,7 @@ def ring_attention_update(
     Args:
         prev_attn_out, cur_attn_out: SBH [S, B, H] or TND [T, N, D], D a multiple of 64.
         prev_softmax_max and the other statistics: fp32, [B, N, S, 8], for TND [T, N, 8].
-        actual_seq_qlen: TND: cumulative ends, int64.
+        actual_seq_qlen: TND: 0 and the cumulative ends, int64.
         input_layout: "SBH" or "TND".
         input_softmax_layout: TND: order of the statistics in memory; "TND", or per sequence otherwise.
 
@@ -250,7 +263,6 @@ def ring_attention_update(
     """
     prev = (prev_attn_out, prev_softmax_max, prev_softmax_sum)
     cur = (cur_attn_out, cur_softmax_max, cur_softmax_sum)
-    ring.check_arguments(prev, cur, actual_seq_qlen, input_layout, input_softmax_layout)
     merged = ring.merge(prev, cur, actual_seq_qlen, input_layout, input_softmax_layout)
     record_update(input_layout, prev)
     return merged

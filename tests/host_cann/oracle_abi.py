@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.host_cann import device_memory, oracle, oracle_layers
+from tests.host_cann import cann_rules, device_memory, oracle, oracle_layers
 from tests.host_cann import oracle_ring as ring
+from tests.host_cann.cann_rule import Refused, need
 from tests.host_cann.oracle_dropout import mask_bytes
-from tests.host_cann.oracle_rules import Refused, need
 
 REFUSED, BROKEN = 161002, 561000  # codes of aclnn: a parameter is invalid; an error inside
 TYPES = {
@@ -163,7 +163,7 @@ def update(asked: Asked) -> None:
     need(all(x is not None for x in six), "both parts are needed")
     lengths, layouts = asked.take("actual_seq_qlen"), (asked["input_layout"], asked["input_softmax_layout"])
     if not asked.compute:
-        ring.check_arguments(tuple(six[:3]), tuple(six[3:]), lengths, *layouts)  # type: ignore[arg-type]
+        cann_rules.check(ring.call_of(tuple(six[:3]), tuple(six[3:]), lengths, *layouts))  # type: ignore[arg-type]
         return
     named: dict[str, Any] = dict(actual_seq_qlen=lengths, input_layout=layouts[0], input_softmax_layout=layouts[1])
     out, largest, total = oracle.ring_attention_update(*six, **named)  # type: ignore[arg-type]

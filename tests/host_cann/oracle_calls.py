@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.host_cann.oracle_rules import Problem
+from tests.host_cann.oracle_problem import Problem
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tests.host_cann.oracle_rules import need
+from tests.host_cann.cann_rule import need
 
 STEP, ONES = 0x9E3779B97F4A7C15, 2**64 - 1
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

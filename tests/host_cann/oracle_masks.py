@@ -1,9 +1,9 @@
-"""What each query of a call sees: the sparse modes of the fused attention operator and what it asks of atten_mask.
+"""What each query of a call sees: the sparse modes of the fused attention operator, and the contents of atten_mask.
 
 Row i and column j of a sequence of Sq queries and Skv keys; `off` = Skv - Sq puts the origin bottom right:
 
     mode                  mask tensor           row i sees column j
-    any, without a mask   none                  always (only mode 0 is accepted so: with another it would be a mistake)
+    any, without a mask   none                  always
     0                     full                  where the mask is 0; the mask must be 1 outside i-pre <= j <= i+next
     1                     full                  where the mask is 0
     2                     2048x2048, upper      j <= i
@@ -14,10 +14,10 @@ Row i and column j of a sequence of Sq queries and Skv keys; `off` = Skv - Sq pu
     7 (TND)               2048x2048, upper      last sequence: mode 4; others: mode 3
     8 (TND)               2048x2048, upper      first sequence: mode 4; others: mode 2
 
-Where modes 7 and 8 stand at an empty end (a first or last sequence with keys but no queries) is not documented, and
-refused. Hidden scores are -FLT_MAX, not -inf. A row that sees nothing is forbidden in TND; elsewhere it is zeroed with
-inner_precise 2, and refused otherwise. Where documents differ the stricter one holds: mode 3 with Sq > Skv is refused in
-every layout (as for npu_fusion_attention_v2; the first version's text lets rows be zeroed).
+Modes 7 and 8 take the last, or first, sequence that has queries for the band. Hidden scores are -FLT_MAX, not -inf. A row
+that sees nothing is forbidden in TND (but in mode 6); elsewhere it is zeroed with inner_precise 2, and in the band and prefix
+modes without it (the operator sees there that such rows are), and refused otherwise. What the operator takes is in
+cann_rules_masks.py and cann_rules_lengths.py; here is what needs the contents of the mask.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tests.host_cann.oracle_rules import UNLIMITED, Problem, need
-
-COMPRESSED = (2, 3, 4, 6, 7, 8)
+from tests.host_cann.cann_calls import UNLIMITED
+from tests.host_cann.cann_rule import need
+from tests.host_cann.cann_rules_masks import COMPRESSED
+from tests.host_cann.oracle_problem import Problem
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,8 @@ def upper(rows: int) -> Tensor:
 
 def band_sequence(p: Problem) -> int:
     """Index of the sequence that modes 7 and 8 treat as a band."""
-    present = [i for i, x in enumerate(p.sequences) if x.sizes != (0, 0)]
-    index = (present or [0])[-1 if p.sparse_mode == 7 else 0]
-    need(
-        p.sequences[index].sizes[0] > 0,
-        f"not modelled: sparse_mode {p.sparse_mode} where the {'last' if p.sparse_mode == 7 else 'first'} sequence has keys but no queries",
-    )
-    return index
+    present = [i for i, x in enumerate(p.sequences) if x.sizes[0]]
+    return (present or [0])[-1 if p.sparse_mode == 7 else 0]
 
 
 def sight(p: Problem, index: int) -> Sight:
@@ -106,74 +102,16 @@ def sight(p: Problem, index: int) -> Sight:
 def refuse_blind_rows(p: Problem, index: int, seen: Sight) -> None:
     """Raise Refused where a row sees nothing and the operator does not zero it."""
     if seen.blind(*p.sequences[index].sizes):
-        need(not p.packed, f"TND: a row of sequence {index} has every key masked")
-        need(p.inner_precise == 2, "a row has every key masked: it is zeroed only with inner_precise 2")
+        need(not p.packed or p.sparse_mode == 6, f"TND: a row of sequence {index} has every key masked")
+        zeroed = p.inner_precise == 2 or p.sparse_mode in (3, 4, 5, 6)
+        need(zeroed, "a row has every key masked: it is zeroed only with inner_precise 2")
 
 
 def check_arguments(p: Problem) -> None:
-    """Raise Refused for what can be said against sparse_mode and mask without looking into the mask."""
-    mode, mask = p.sparse_mode, p.mask
-    valid = (0, 1, 2, 3, 4, 6, 7, 8) if p.packed else tuple(range(7))
-    need(mode in valid, f"sparse_mode is {mode}; valid for {p.layout}: {valid}")
-    need(mode in (5, 6) or not p.prefix, f"prefix means nothing with sparse_mode {mode}")
-    if mask is None:
-        need(mode == 0, f"sparse_mode {mode} needs atten_mask: without it the operator lets every query see every key")
-        return
-    need(mask.dtype in (torch.bool, torch.uint8), f"atten_mask must be bool or uint8, is {mask.dtype}")
-    check_shape(p, mask)
-    if mode in (5, 6):
-        need(len(p.prefix) == len(p.sequences) <= 32, "prefix needs one number for each batch entry, at most 32")
-        for x, n in zip(p.sequences, p.prefix, strict=True):
-            sq, sk = x.sizes
-            need(max(0, sk - sq) <= n <= sk, f"prefix is {n}; valid for Sq {sq}, Skv {sk}: {max(0, sk - sq)} to {sk}")
-    sizes = [x.sizes for x in p.sequences]
-    long = [i for i, (sq, sk) in enumerate(sizes) if sq > sk]
-    if mode == 3 or (p.packed and mode == 6):
-        need(
-            not long,
-            f"sparse_mode {mode} needs Sq <= Skv; sequences {long[:4]} have {[sizes[i] for i in long[:4]]}",
-        )
-    if mode in (0, 4, 7, 8):
-        need(
-            p.pre_tokens + p.next_tokens >= 0, f"pre_tokens {p.pre_tokens} and next_tokens {p.next_tokens} must overlap"
-        )
-    if mode in (7, 8):
-        check_outer_cut(p, sizes, long)
-    if mode in COMPRESSED:
+    """Raise Refused where rows see nothing by the arguments alone, and the operator does not zero them."""
+    if p.mask is not None and p.sparse_mode in COMPRESSED:
         for i in range(len(p.sequences)):
             refuse_blind_rows(p, i, sight(p, i))
-
-
-def check_outer_cut(p: Problem, sizes: list[tuple[int, int]], long: list[int]) -> None:
-    """Modes 7 and 8: what is left of a long sequence whose queries were cut over devices."""
-    band = band_sequence(p)
-    if p.sparse_mode == 7:
-        need(set(long) <= {band}, "TND: sparse_mode 7 needs Sq <= Skv in every sequence but the last")
-    if sum(x != (0, 0) for x in sizes) == 1:
-        return  # one sequence alone: a band as in mode 4
-    need(
-        p.pre_tokens >= sizes[band][1],
-        f"sparse_mode {p.sparse_mode}: pre_tokens is {p.pre_tokens}; valid: from {sizes[band][1]}, Skv of the band's sequence",
-    )
-    if p.sparse_mode == 7:
-        need(p.next_tokens <= 0, f"sparse_mode 7: next_tokens is {p.next_tokens}; valid: at most 0")
-
-
-def check_shape(p: Problem, mask: Tensor) -> None:
-    """Raise Refused for a mask of a shape that the mode does not take."""
-    mode, shape = p.sparse_mode, list(mask.shape)
-    sq, sk = (max(x.sizes[axis] for x in p.sequences) for axis in (0, 1))
-    b, n = len(p.sequences), p.heads
-    if mode in COMPRESSED:
-        rows = 3072 if mode == 6 else 2048
-        valid = [[rows, 2048]] if p.packed else [[rows, 2048], [1, 1, rows, 2048]]
-    elif mode == 5:
-        valid = [[b, 1, sq, sk], [b, n, sq, sk]]
-    elif p.packed:
-        valid = [[sq, sk]]
-    else:
-        valid = [[sq, sk], [1, 1, sq, sk], [b, 1, sq, sk], [b, n, sq, sk]]
-    need(shape in valid, f"sparse_mode {mode}: atten_mask has shape {shape}; valid: {valid}")
 
 
 def check_contents(p: Problem) -> None:

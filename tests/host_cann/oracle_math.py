@@ -25,7 +25,7 @@ from torch import Tensor
 from tests.host_cann import oracle_faults as faults
 from tests.host_cann.oracle_dropout import kept
 from tests.host_cann.oracle_masks import Sight, sight
-from tests.host_cann.oracle_rules import Problem, Rows
+from tests.host_cann.oracle_problem import Problem, Rows
 
 FLT_MAX = torch.finfo(torch.float32).max
 BLOCK = 2**23  # scores of a block

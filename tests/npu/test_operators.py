@@ -98,7 +98,7 @@ def test_gradients_of_parts_of_the_keys_with_the_statistics_of_all_add_up():
         more = options | {"actual_seq_kvlen": [len(k[rows])]}
         kv = [x.detach()[rows].contiguous() for x in (k, v)]
         parts.append((kv, more, torch_npu.npu_fusion_attention_v2(q.detach(), *kv, 4, "TND", **more)))
-    ends = torch.tensor([24], device="npu")
+    ends = torch.tensor([0, 24], device="npu")
     out, largest, total = torch_npu.npu_ring_attention_update(
         *parts[0][2][:3], *parts[1][2][:3], actual_seq_qlen=ends, input_layout="TND"
     )

@@ -65,5 +65,5 @@ def test_ring_update_of_a_head_size_that_is_no_multiple_of_64():
     out, stats = torch.ones(6, 2, 32, device="npu"), torch.ones(6, 2, 8, device="npu")
     with pytest.raises(RuntimeError, match="multiples of 64"):
         torch_npu.npu_ring_attention_update(
-            out, stats, stats, out, stats, stats, actual_seq_qlen=torch.tensor([6], device="npu"), input_layout="TND"
+            out, stats, stats, out, stats, stats, actual_seq_qlen=torch.tensor([0, 6], device="npu"), input_layout="TND"
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
-from tests.host_cann import oracle
+from tests.host_cann import cann_rules, oracle
 
 
 class OracleOperator:
@@ -28,7 +28,9 @@ class OracleOperator:
             oracle.dropout_numels(arguments.heads, sizes(q, k, arguments)) if arguments.keep_prob < 1 else 0,
         )
         given = dict(scale=arguments.scale, **oracle_keywords(arguments, rng_state))
-        return *oracle.fused_attention(q, k, v, arguments.heads, arguments.layout, **given), rng_state
+        results = oracle.fused_attention(q, k, v, arguments.heads, arguments.layout, **given)
+        assert not cann_rules.ignored, cann_rules.ignored
+        return *results, rng_state
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor, rng_state: DropoutState,
@@ -45,9 +47,9 @@ class OracleOperator:
 
 
 def sizes(q: Tensor, k: Tensor, arguments: FusedArguments) -> list[tuple[int, int]]:
-    """(Sq, Skv) of each sequence."""
+    """(Sq, Skv) of each sequence or batch entry."""
     if arguments.actual_seq_qlen is None or arguments.actual_seq_kvlen is None:
-        return [(q.shape[1], k.shape[1])]
+        return [(q.shape[1], k.shape[1])] * q.shape[0]
     pairs = zip(pairwise([0, *arguments.actual_seq_qlen]), pairwise([0, *arguments.actual_seq_kvlen]), strict=True)
     return [(b - a, d - c) for (a, b), (c, d) in pairs]
 

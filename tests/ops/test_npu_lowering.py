@@ -46,6 +46,9 @@ def sequences(call: FusedCall):
     padding = np.zeros(call.rows, bool)
     if call.padding is not None:
         padding[numbers(call.padding)] = True
+    if call.layout == "BSND" and call.batch == call.rows == call.keys:  # a batch of single rows
+        assert call.visible_ranges is None
+        return [(i, i, np.ones((1, 1), bool)) for i in range(call.rows)]
     if call.layout == "BSND":
         column = np.arange(call.keys)
         seen = np.ones((call.rows, call.keys), bool)
@@ -68,15 +71,16 @@ def check_rules(call: FusedCall, limits: CallLimits) -> None:
     """What the operator's documentation demands."""
     q, k = numbers(call.q), numbers(call.k)
     assert len(q) == call.rows and len(k) == call.keys and len(call.actual_seq_qlen) == len(call.actual_seq_kvlen) > 0
-    assert len(call.actual_seq_qlen) <= limits.max_sequences and max(call.rows, call.keys) <= limits.max_rows
+    assert max(call.rows, call.keys) <= limits.max_rows
     assert min(call.pre_tokens, call.next_tokens) >= 0 and max(call.pre_tokens, call.next_tokens) <= NO_LIMIT
     if call.layout == "BSND":
-        ((_, _, seen),) = sequences(call)
+        seen = sequences(call)[0][2]
         assert seen.any(1).all() and seen.any(0).all() and not call.uses_compressed_mask
         assert (call.sparse_mode, call.visible_ranges is None) in ((0, True), (1, False)) and seen.all() == (
             call.visible_ranges is None
         )
         return
+    assert len(call.actual_seq_qlen) <= limits.max_sequences
     assert call.visible_ranges is None and call.uses_compressed_mask == (call.sparse_mode != 0)
     n, m = np.diff([0, *call.actual_seq_qlen]), np.diff([0, *call.actual_seq_kvlen])
     assert call.sparse_mode != 3 or (n <= m).all()
@@ -154,7 +158,7 @@ def check(program: Program, rank: int, lowering, limits: CallLimits) -> None:
             check_rules(call, limits)
             q, k, distance = expanded(call)
             np.add.at(count, (q, k), 1)
-            if attention.slopes is not None:
+            if attention.slopes is not None and attention.reach != (0, 0):
                 assert call.start_idx is not None and (distance == np.abs(away[q, k])).all()
                 assert limits.share_calls or call.bias_shift is None
             else:
@@ -185,7 +189,8 @@ def test_calls_of_any_plan_hold_every_visible_pair_once_and_break_no_rule(data):
     rank = data.draw(st.integers(0, problem.ranks - 1))
     tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
     cut = np.where(tiles["mask"] == BAND, tiles["k_rows"], 0)
-    if len(tiles) and max(tiles["q_rows"].max(), cut.max()) > limits.max_rows:
+    too_tall = len(tiles) and max(tiles["q_rows"].max(), cut.max()) > limits.max_rows
+    if too_tall and problem.attention.reach != (0, 0):
         with pytest.raises(ConfigError, match="use more context-parallel ranks"):
             lower_to_fused_calls(tiles, rows, problem.attention, limits)
     else:

@@ -61,7 +61,6 @@ UNEQUAL = torch.ones(32, 4, 8).index_fill(2, torch.tensor([3]), 2.0)
     (dict(softmax_sum=UNEQUAL), "each value 8 times"),
     (dict(attention_in=torch.zeros(32, 4, 16)), "attention_in has shape"),
     (dict(dy=torch.zeros(32, 4, 32).bfloat16()), "dy must have the type of query"),
-    (dict(sparse_mode=3), "needs atten_mask"),
 ])  # fmt: skip
 def test_a_wrong_gradient_is_refused(change, says, calls):
     with pytest.raises(oracle.Refused, match=says):
@@ -86,15 +85,16 @@ def test_dropout_needs_its_bits(change, says):
 
 OUT, STATS = torch.zeros(6, 2, 64), torch.ones(6, 2, 8)
 SBH, OF_SBH = torch.zeros(6, 1, 128), torch.ones(1, 2, 6, 8)
-TND = dict(input_layout="TND", actual_seq_qlen=torch.tensor([2, 6]))
+TND = dict(input_layout="TND", actual_seq_qlen=torch.tensor([0, 2, 6]))
 
 
 @pytest.mark.parametrize("parts, options, says", [
     ((OUT, STATS), TND | dict(input_layout="BSH"), "valid: SBH, TND"),
     ((OUT, STATS), TND | dict(input_softmax_layout="BSH"), "valid: '', SBH, TND"),
     ((OUT, STATS), TND | dict(actual_seq_qlen=None), "needs actual_seq_qlen"),
-    ((OUT, STATS), TND | dict(actual_seq_qlen=torch.tensor([2, 5])), "does not cover 6 rows"),
-    ((OUT, STATS), TND | dict(actual_seq_qlen=torch.tensor([2, 6]).int()), "must be int64"),
+    ((OUT, STATS), TND | dict(actual_seq_qlen=torch.tensor([0, 2, 5])), "does not cover 6 rows"),
+    ((OUT, STATS), TND | dict(actual_seq_qlen=torch.tensor([2, 6])), "does not begin with 0"),
+    ((OUT, STATS), TND | dict(actual_seq_qlen=torch.tensor([0, 2, 6]).int()), "must be int64"),
     ((OUT[..., :32], STATS), TND, "multiples of 64"),
     ((OUT.double(), STATS), TND, "share one type"),
     ((OUT, STATS.half()), TND, "must be float32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -40,6 +41,7 @@ class CallLimits:
             error of the bias grows with it.
         max_sequences, max_rows: maximum sequences, and rows of queries or keys, of a call.
         pad_up_to, min_square: see PAD_UP_TO and MIN_SQUARE.
+        single_keys_in_batch: a window of (0, 0) is a batch of single rows; otherwise a band of TND.
     """
 
     share_calls: bool = True
@@ -48,6 +50,7 @@ class CallLimits:
     max_rows: int = MAX_CALL_ROWS
     pad_up_to: int = PAD_UP_TO
     min_square: int = MIN_SQUARE
+    single_keys_in_batch: bool = True
 
 
 class BlockKind(IntEnum):
@@ -103,7 +106,7 @@ class FusedCall:
     """One call of the operator.
 
     Attributes:
-        layout: "TND", or "BSND" with batch size 1.
+        layout: "TND", or "BSND" with a batch entry for each sequence, which are equally long.
         q, k: rows of the rank's queries, and of the slot, that the call gets.
         actual_seq_qlen, actual_seq_kvlen: ends of the sequences, without a leading 0.
         sparse_mode, pre_tokens, next_tokens: arguments of Ascend's operator.
@@ -123,8 +126,8 @@ class FusedCall:
     layout: str
     q: HostRows
     k: HostRows
-    actual_seq_qlen: list[int]
-    actual_seq_kvlen: list[int]
+    actual_seq_qlen: Sequence[int]
+    actual_seq_kvlen: Sequence[int]
     sparse_mode: int
     pre_tokens: int
     next_tokens: int
@@ -145,6 +148,11 @@ class FusedCall:
         return self.actual_seq_qlen[-1]
 
     @property
+    def batch(self) -> int:
+        """Number of sequences: in BSND the batch size."""
+        return len(self.actual_seq_qlen)
+
+    @property
     def keys(self) -> int:
         """Number of keys."""
         return self.actual_seq_kvlen[-1]
@@ -158,6 +166,15 @@ def as_host_rows(rows: np.ndarray) -> HostRows:
     if int(rows[-1]) - int(rows[0]) == n - 1 and (n < 3 or bool((rows[1:] - rows[:-1] == 1).all())):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows
+
+
+def mark_written(written: np.ndarray, rows: HostRows) -> bool | np.ndarray:
+    """Return the rows that no earlier call has written (True: all), and mark all rows as written."""
+    unwritten = ~written[rows]
+    written[rows] = True
+    if unwritten.all():
+        return True
+    return (np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)[unwritten]
 
 
 def ramps(first: np.ndarray, count: np.ndarray, sign: np.ndarray, stop: np.ndarray | None = None) -> np.ndarray:

@@ -20,8 +20,10 @@ from mindspeed_cp.ops.attention.lowering.fused_call import (
     HostRows,
     as_host_rows,
     content_key,
+    mark_written,
     ramps,
 )
+from mindspeed_cp.ops.attention.lowering.single_keys import lower_single_keys
 from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED, AttentionConfig
 
 FusedCalls = dict[tuple[int, int], list[FusedCall]]
@@ -41,6 +43,8 @@ def lower_to_fused_calls(tiles: np.ndarray, rows: int, attention: AttentionConfi
     """
     if not len(tiles):
         return {}
+    if limits.single_keys_in_batch and attention.reach == (0, 0):
+        return lower_single_keys(tiles, rows, attention, limits)
     tiles = _split_tall_tiles(tiles, limits.max_rows)
     new = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
     step_slot = np.concatenate([[0], np.cumsum(new)])
@@ -183,15 +187,6 @@ def _call(blocks: np.ndarray, attention: AttentionConfig, limits: CallLimits, wr
         unwritten=mark_written(written, q_scatter.target),
         content_key=content_key(blocks, names) if attention.dropout > 0 else b"",
     )
-
-
-def mark_written(written: np.ndarray, rows: HostRows) -> bool | np.ndarray:
-    """Return the rows that no earlier call has written (True: all), and mark all rows as written."""
-    unwritten = ~written[rows]
-    written[rows] = True
-    if unwritten.all():
-        return True
-    return (np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)[unwritten]
 
 
 def _keys_with_gaps(blocks: np.ndarray, limits: CallLimits) -> tuple[slice, np.ndarray, np.ndarray] | None:

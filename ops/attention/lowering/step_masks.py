@@ -16,8 +16,15 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.layout import ragged_arange
-from mindspeed_cp.ops.attention.lowering.fused_call import NO_LIMIT, FusedCall, ScatterRows, as_host_rows, content_key
-from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, mark_written
+from mindspeed_cp.ops.attention.lowering.fused_call import (
+    NO_LIMIT,
+    FusedCall,
+    ScatterRows,
+    as_host_rows,
+    content_key,
+    mark_written,
+)
+from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls
 from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 from mindspeed_cp.plan.tiles import visible_keys
 

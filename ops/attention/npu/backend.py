@@ -155,7 +155,7 @@ class NpuAttention(FusedBackend):
         # softmax_max = lse and softmax_sum = 1 give the same weights exp(score - lse).
         softmax_max = statistics_order(call, arguments.heads, device).from_rows(lse)
         if call.layout == "BSND":
-            softmax_max = softmax_max.view(1, arguments.heads, call.rows, -1)
+            softmax_max = softmax_max.view(call.batch, arguments.heads, call.rows // call.batch, -1)
         q, k, v, out = (_operator_rows(x, call) for x in (*qkv, out))
         dout = _without_padding(_operator_rows(dout, call), on)
         grads = self._operator.backward(
@@ -200,8 +200,8 @@ def _operator_arguments(
     return FusedArguments(
         heads=group.q.stop - group.q.start,
         layout=call.layout,
-        actual_seq_qlen=call.actual_seq_qlen if packed else None,
-        actual_seq_kvlen=call.actual_seq_kvlen if packed else None,
+        actual_seq_qlen=list(call.actual_seq_qlen) if packed else None,
+        actual_seq_kvlen=list(call.actual_seq_kvlen) if packed else None,
         sparse_mode=call.sparse_mode,
         pre_tokens=call.pre_tokens,
         next_tokens=call.next_tokens,
@@ -216,7 +216,7 @@ def _operator_arguments(
 def _operator_rows(x: Tensor, call: FusedCall) -> Tensor:
     """Return rows in the layout of the call, contiguous."""
     x = x.contiguous()
-    return x if call.layout == "TND" else x.unsqueeze(0)
+    return x if call.layout == "TND" else x.unflatten(0, (call.batch, -1))
 
 
 def _without_padding(dout: Tensor, on: DeviceCall) -> Tensor:

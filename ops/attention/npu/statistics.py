@@ -1,7 +1,7 @@
 """Conversion between the order of the operator's softmax statistics and [rows, heads].
 
-The operator returns maximum and sum of a row, each repeated eight times; in TND one sequence after the other,
-[heads, rows of the sequence, 8]::
+The operator returns maximum and sum of a row, each repeated eight times; in TND one sequence after the other, in BSND
+one batch entry, [heads, rows of the sequence, 8]::
 
     2 heads, sequences of 2 rows and 1     memory, each number eight times      [rows, heads]
                                            h0r0 h0r1 h1r0 h1r1 | h0r2 h1r2      r0: h0 h1   r1: h0 h1   r2: h0 h1
@@ -9,7 +9,7 @@ The operator returns maximum and sum of a row, each repeated eight times; in TND
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -33,13 +33,16 @@ class StatisticsOrder:
         device: device of the index tables.
     """
 
-    def __init__(self, ends: list[int], heads: int, device: torch.device) -> None:
-        lengths = [b - a for a, b in pairwise([0, *ends]) if b > a]
-        self._runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    def __init__(self, ends: Sequence[int], heads: int, device: torch.device) -> None:
+        lengths = np.diff(np.array(ends, np.int64), prepend=0)
+        lengths = lengths[lengths > 0]
+        begins = np.flatnonzero(np.append(True, lengths[1:] != lengths[:-1]))
+        sequences = np.diff(np.append(begins, len(lengths)))
+        self._runs = list(zip(lengths[begins].tolist(), sequences.tolist(), strict=True))
         self._heads = heads
         self._tables: tuple[Tensor, Tensor] | None = None
         if len(self._runs) > MAX_LOOPED_RUNS:
-            index = _row_head_index(np.array(lengths, np.int64), heads)
+            index = _row_head_index(lengths, heads)
             inverse = np.empty_like(index)
             inverse[index] = np.arange(len(index), dtype=np.int32)
             self._tables = torch.from_numpy(index).to(device), torch.from_numpy(inverse).to(device)
