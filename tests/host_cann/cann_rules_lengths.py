@@ -184,7 +184,7 @@ def band_rows(call: AttentionCall) -> str | None:
     "band-gradient", "TND, mode 4, gradient: pre_tokens + next_tokens > 0; -pre_tokens <= Sq and -next_tokens <= Skv, "
     "also where a sequence has no queries.",
     "flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp: ProcessTokensInfo",
-    "a window of one key is a batch of single rows in BSND (`single_keys.py`); `_keys_with_gaps` leaves no gap shorter than -next_tokens",
+    "a window of one key is a batch of single rows in BSND (`single_keys.py`); no band has negative next_tokens (`plain_blocks`)",
 )  # fmt: skip
 def band_gradient(call: AttentionCall) -> str | None:
     if not (call.gradient and call.packed and call.sparse_mode == 4 and call.atten_mask is not None):

@@ -145,7 +145,7 @@ def pse_empty(call: AttentionCall) -> str | None:
 
 
 @mask_rules.add(
-    "slopes-square", "pse_type 2 and 3 need Sq == Skv.",
+    "slopes-square", "pse_type 2 and 3 need Sq == Skv (in TND the document alone says so).",
     "flash_attention_score_tiling_general.cpp: SetPseAlibiParams", "`alibi_blocks` cuts tiles into squares",
 )  # fmt: skip
 def slopes_square(call: AttentionCall) -> str | None:

@@ -2,8 +2,10 @@
 //
 // Messages between two ranks of a communicator are matched in the order of the calls; their sizes are compared, their
 // types are not.
-#include <set>
-#include <utility>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
 
 #include "hccl/hccl.h"
 #include "hccl_data.h"
@@ -25,8 +27,9 @@ static uint64_t next(Communicator& comm, std::vector<uint64_t>& counts, uint32_t
     return counts[peer]++;
 }
 
-static void issue(const char* name, const Comm& comm, const HcclSendRecvItem* items, uint32_t count, void* stream) {
-    Exchange exchange{name, P2P, SEND_RECV, INT8, {}, {}, 0, {}, nullptr};
+static void issue(const char* name, const Comm& comm, const HcclSendRecvItem* items, uint32_t count, void* stream,
+                  std::shared_ptr<void> held = nullptr) {
+    Exchange exchange{name, P2P, SEND_RECV, INT8, {}, {}, 0, {}, nullptr, std::move(held)};
     std::string list;
     uint64_t sent = 0, received = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -67,22 +70,53 @@ static void single(const char* name, HcclSendRecvType direction, void* buffer, u
     grouped.push_back({comm, stream, {item}});
 }
 
-// The documentation (CANN 8.0 to 8.3) forbids two sends, or two receives, with the same rank in one list.
-static void check_list(const HcclSendRecvItem* items, uint32_t count) {
-    std::set<std::pair<int, uint32_t>> seen;
-    for (uint32_t i = 0; i < count; i++) {
-        if (seen.insert({items[i].sendRecvType, items[i].remoteRank}).second) continue;
-        throw Failure(E_PARA, std::string("two ") +
-                                  (items[i].sendRecvType == HCCL_SEND ? "sends to" : "receives from") + " rank " +
-                                  std::to_string(items[i].remoteRank) +
-                                  " in one list, which the documentation of HcclBatchSendRecv forbids; make one " +
-                                  "message of them, or several calls");
+// Calls of HcclBatchSendRecv whose tasks have not ended, by stream.
+static std::mutex flights_lock;
+static std::map<void*, int> flights;
+
+struct Flight {
+    void* stream;
+    explicit Flight(void* on) : stream(on) {
+        std::lock_guard<std::mutex> guard(flights_lock);
+        flights[stream]++;
     }
+    ~Flight() {
+        std::lock_guard<std::mutex> guard(flights_lock);
+        if (--flights[stream] == 0) flights.erase(stream);
+    }
+};
+
+static size_t streams_in_flight() {
+    std::lock_guard<std::mutex> guard(flights_lock);
+    return flights.size();
+}
+
+// Does CANN take this list (JSON; tests/host_cann/cann_rules_hccl.py)? 0, or 1 and the reason in `text`.
+typedef int (*BatchRules)(const char* call, char* text, uint32_t size);
+static BatchRules rules = nullptr;
+
+static void check_list(const Communicator& comm, const HcclSendRecvItem* items, uint32_t count) {
+    if (!rules) throw Failure(E_PARA, "libhccl has no rules: tests.host_cann.load() connects them");
+    std::string list;
+    for (uint32_t i = 0; i < count; i++) {
+        const HcclSendRecvItem& item = items[i];
+        const bool known = item.sendRecvType == HCCL_SEND || item.sendRecvType == HCCL_RECV;
+        const std::string direction = known ? (item.sendRecvType == HCCL_SEND ? "send" : "recv") : std::to_string(item.sendRecvType);
+        list += std::string(i ? ", " : "") + "[\"" + direction + "\", " + std::to_string(item.remoteRank) + ", " +
+                std::to_string(item.count) + ", " + std::to_string(item.dataType) + "]";
+    }
+    const std::string call = "{" + field("rank", comm.rank) + ", " + field("ranks", comm.size) + ", " +
+                             field("in_flight", streams_in_flight()) + ", \"items\": [" + list + "]}";
+    char text[1024] = "";
+    if (rules(call.c_str(), text, sizeof text)) throw Failure(E_PARA, text);
 }
 
 }  // namespace host_hccl
 
 using namespace host_hccl;
+
+/* For tests.host_cann.load(): the function that knows the rules. */
+extern "C" void host_hccl_set_rules(BatchRules function) { rules = function; }
 
 extern "C" {
 
@@ -96,9 +130,12 @@ HcclResult HcclRecv(void* buffer, uint64_t count, HcclDataType type, uint32_t fr
 
 HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, HcclComm comm, aclrtStream stream) {
     return guarded("HcclBatchSendRecv", [&] {
-        if (!items || !count) throw Failure(E_PARA, "the list is empty");
-        check_list(items, count);
-        issue("HcclBatchSendRecv", find(comm), items, count, stream);
+        if (!count) return; /* HCCL warns, and does nothing */
+        if (!items) throw Failure(E_PTR, "no list");
+        const Comm on = find(comm);
+        std::shared_ptr<void> flight = std::make_shared<Flight>(stream);
+        check_list(*on, items, count);
+        issue("HcclBatchSendRecv", on, items, count, stream, std::move(flight));
     });
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mindspeed_cp.device.select import batched_messages_problem
 from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import OperatorError
 from mindspeed_cp.ops.attention import attention
@@ -62,14 +63,19 @@ COMMAND = "from tests.npu.command import main; main()"
 
 
 def start(
-    folder: Path, ranks: int, program: str, alone: bool = False, **environment: str
+    folder: Path,
+    ranks: int,
+    program: str,
+    alone: bool = False,
+    change: dict[str, object] | None = None,
+    **environment: str,
 ) -> list[tuple[int, str, dict]]:
     """Exit code, standard error and the record for torchrun, of each rank; of the first alone when the others are not
-    started. Ranks that others have given up are ended."""
+    started. Ranks that others have given up are ended. `change`: settings besides SHORT."""
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": "the plan of a ring " * (3 + n % 9)}) + "\n" for n in range(50)))
     settings = SHORT | {"output.folder": folder / "run", "data.corpus": corpus}
-    settings["context_parallel_suite.context_parallel_size"] = ranks
+    settings |= {"context_parallel_suite.context_parallel_size": ranks} | (change or {})
     place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", program, "train", str(ROOT / "configs" / "quickstart.yaml")]
@@ -107,6 +113,25 @@ def test_an_older_cann_is_refused_before_anything_runs(tmp_path: Path) -> None:
     wanted = "train.device = npu: CANN is 8.3.RC1, needed is 8.5 or later; install CANN 8.5 or later"
     assert code == 2 and len(lines(errors)) == 1 and wanted in errors
     assert told["message"].startswith(wanted) and told["extraInfo"]["kind"] == "input"
+
+
+def test_batched_messages_under_virtual_stages_want_cann_9(tmp_path: Path) -> None:
+    """The documentation of HcclBatchSendRecv, which CANN 8 sends them by, excludes virtual pipeline stages."""
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "global_batch_size": 2}
+    change = {f"train.{name}": value for name, value in stages.items()} | {"model.num_layers": 4}
+    change |= {"context_parallel_suite.context_parallel_size": 2, "context_parallel_suite.p2p_groups": "batched"}
+    [(code, errors, told)] = start(tmp_path, 4, COMMAND, True, change, HOST_CANN_VERSION="8.5.0")
+    assert code == 2 and len(lines(errors)) == 1, errors
+    assert told["message"] == (
+        "context_parallel_suite.p2p_groups is 'batched': messages of a step go in one launch, CANN is 8.5.0, and each "
+        "pipeline stage is 2 virtual ones: HcclBatchSendRecv of CANN 8 is not for virtual stages; use "
+        "context_parallel_suite.p2p_groups: directional, or CANN 9"
+    )
+
+
+@pytest.mark.parametrize("version, stages", [("9.0.0", 2), ("8.5.0", 1), (None, 2), ("9.1.RC1", 4)])
+def test_batched_messages_elsewhere(version: str | None, stages: int) -> None:
+    assert batched_messages_problem(version, stages) is None
 
 
 def test_more_ranks_than_devices(tmp_path: Path) -> None:

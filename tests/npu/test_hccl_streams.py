@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.host_cann import cann_rules_hccl
 from tests.limits import HANG
 from tests.npu import ranks
 from tests.npu.groups import MOVED, SIZES, numbers, same
@@ -132,6 +137,49 @@ def test_a_batch_of_cann_8_is_one_HcclBatchSendRecv_which_refuses_two_sends_to_t
             [["send", 1 - rank, 512], ["recv", 1 - rank, 512]]
         ] * 3
         assert f"two sends to rank {1 - rank} in one list" in told
+
+
+def batches_against_rules(rank: int, size: int) -> list[str]:
+    """What HcclBatchSendRecv says under virtual pipeline stages, and to a second batch while another stream has one, of
+    which rank 1's send is still to come."""
+    first, second = (dist.new_group([0, 1], backend="hccl") for _ in range(2))
+    x, told = torch.ones(2, device="npu"), []
+    for group in (first, second):
+        dist.all_reduce(x, group=group)
+    torch.npu.synchronize()
+
+    def batch(operation: Any, group: dist.ProcessGroup) -> None:
+        dist.batch_isend_irecv([dist.P2POp(operation, x, 1 - rank, group=group)])
+
+    def refused(operation: Any, group: dist.ProcessGroup) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            batch(operation, group)
+        told.append(str(caught.value))
+
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["refused"])
+        batch(dist.isend, first)
+        return told
+    module = ModuleType("megatron.core.parallel_state")
+    module.get_virtual_pipeline_model_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    refused(dist.irecv, second)
+    del sys.modules[module.__name__]
+    cann_rules_hccl.MANY_RANKS, cann_rules_hccl.MOST_AT_ONCE = 1, 1
+    batch(dist.irecv, first)
+    refused(dist.irecv, second)
+    store.set("refused", "both")
+    torch.npu.synchronize()
+    return told
+
+
+def test_a_batch_of_cann_8_passes_the_rules_before_it_is_sent() -> None:
+    done = ranks.run(2, batches_against_rules, environment={"HOST_CANN_VERSION": "8.3.0"})
+    pipeline, at_once = next(iter(done.values()))
+    assert "with 2 virtual pipeline stages (rule batch-virtual-pipeline; " in pipeline
+    assert "2 calls at once on a communicator of 2 ranks" in at_once and "(rule batch-at-once; " in at_once
+    assert [line["items"] for line in done.calls(0, "HcclBatchSendRecv")] == [[["recv", 1, 8]]]
 
 
 def test_messages_of_8_megabytes() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch_npu
 
+from mindspeed_cp.ops.attention import attention, attention_backward
 from tests.host_cann import oracle
+from tests.host_cann.oracle_cases import band
 from tests.host_cann.oracle_wrong import WRONG, arguments, sound
 from tests.npu.operators import UNEVEN, gradient_v2, on_npu, to_npu
 
@@ -59,6 +63,34 @@ def test_a_mask_on_the_cpu_is_refused(calls):
     with pytest.raises(RuntimeError, match="atten_mask is on cpu"):
         torch_npu.npu_fusion_attention_v2(**call, sparse_mode=1, atten_mask=torch.zeros(32, 32, dtype=torch.bool))
     assert not calls
+
+
+BAND = replace(
+    UNEVEN, sees=band(0, 0), options=dict(sparse_mode=4, pre_tokens=0, next_tokens=0), sizes=((5, 5), (9, 12))
+)
+
+
+def test_the_gradient_of_a_band_of_one_key_is_refused_and_its_forward_is_not(calls):
+    _, leaves, dy, options = on_npu(BAND, torch.float32)
+    results = torch_npu.npu_fusion_attention_v2(*leaves, 4, "TND", **options)
+    with pytest.raises(RuntimeError, match=r"pre_tokens \+ next_tokens above 0; got 0 and 0 \(rule band-gradient; "):
+        gradient_v2(leaves, dy, 4, results, options)
+    assert [call.operator for call in calls] == ["fused_attention"]
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_the_backend_has_another_way_to_a_window_of_one_key(calls, alibi):
+    inputs = [torch.randn(42, heads, 16) for heads in (4, 2, 2, 4)]
+    how = dict(window=(0, 0), alibi=alibi)
+    results = []
+    for device in ("cpu", "npu"):
+        q, k, v, dout = (x.to(device) for x in inputs)
+        out, lse = attention(q, k, v, [0, 5, 42], [0, 5, 42], backend=device, **how)
+        grads = attention_backward(dout, q, k, v, out, lse, [0, 5, 42], [0, 5, 42], backend=device, **how)
+        results.append([x.cpu() for x in (out, lse, *grads)])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert [(call.layout, set(call.sizes)) for call in calls] == [("BSND", {(1, 1)})] * 2
 
 
 def test_ring_update_of_a_head_size_that_is_no_multiple_of_64():

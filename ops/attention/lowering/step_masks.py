@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention.lowering.fused_call import (
+    MAX_CALL_ROWS,
     NO_LIMIT,
     FusedCall,
     ScatterRows,
@@ -36,6 +38,9 @@ def lower_to_masks(tiles: np.ndarray, rows: int, attention: AttentionConfig) -> 
         tiles: records of dtype TILE in execution order.
         rows: number of the rank's queries.
         attention: configuration of the layer; without ALiBi.
+
+    Raises:
+        ConfigError: a (step, slot) has more rows than the operator takes.
     """
     new = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
     written = np.zeros(rows, bool)
@@ -63,6 +68,11 @@ def _call(tiles: np.ndarray, attention: AttentionConfig, written: np.ndarray) ->
     visible[range_index, 0, row_index], visible[range_index, 1, row_index] = before[first], before[last]
     q, k = as_host_rows(row[begins]), as_host_rows(np.flatnonzero(used))
     n, m = len(begins), int(before[-1])
+    if max(n, m) > MAX_CALL_ROWS:
+        raise ConfigError(
+            f"a step of a rank's attention has {n} queries and {m} keys; valid for npu_lowering 'masks': "
+            f"{MAX_CALL_ROWS} of each at most; use npu_lowering 'tnd', or use more context-parallel ranks"
+        )
     all_visible = bool(((visible[:, 1] - visible[:, 0]).sum(0) == m).all())  # ranges of a row do not overlap
     names = ("q_row", "q_rows", "doc", "q_pos", "k_pos", "k_rows", "mask")
     return FusedCall(

@@ -1,0 +1,45 @@
+"""The calls that the backend makes of random plans break none of CANN's rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from itertools import islice
+
+import pytest
+
+from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits
+from mindspeed_cp.ops.attention.npu import backend
+from tests.host_cann import cann_rules
+from tests.host_cann.cann_calls import UpdateCall
+from tests.ops.lowered_calls import lowered_calls
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.thorough)])
+def test_lowered_calls_of_random_plans_break_no_rule(count):
+    kinds: Counter[object] = Counter()
+    for call in islice(lowered_calls(seed=count), count):
+        assert cann_rules.breaches(call) == [], call
+        if isinstance(call, UpdateCall):
+            kinds["update"] += 1
+            continue
+        direction = "gradient" if call.gradient else "forward"
+        kinds.update([direction, (call.layout, call.sparse_mode), call.query.dtype, f"pse {call.pse is not None}"])
+        kinds.update([f"dropout {call.keep_prob < 1}", f"groups {call.sizes.heads > call.sizes.kv_heads}"])
+        kinds.update(
+            [f"batch {call.layout == 'BSND' and call.sizes.batch > 1}", f"wide {call.sizes.d > call.sizes.dv}"]
+        )
+        kinds.update([f"keys of no query {any(sq == 0 for sq, _ in call.sequences)}"])
+    assert kinds["forward"] + kinds["gradient"] + kinds["update"] == count
+    seen = {kind for kind, number in kinds.items() if number >= count / 2000}
+    assert seen >= {
+        "forward", "gradient", "update", ("TND", 0), ("TND", 3), ("TND", 4), ("BSND", 0), ("BSND", 1), "float32", "bfloat16",
+        "float16", "pse True", "dropout True", "groups True", "batch True", "wide True", "keys of no query True",
+    }, kinds  # fmt: skip
+
+
+def test_a_lowering_that_breaks_a_rule_is_found(monkeypatch):
+    """A window of one key as a band of TND, whose gradient CANN refuses."""
+    monkeypatch.setattr(backend, "CallLimits", partial(CallLimits, single_keys_in_batch=False))
+    broken = (cann_rules.breaches(call) for call in islice(lowered_calls(seed=1), 2_000))
+    assert [breach.rule.name for breach in next(filter(None, broken))] == ["band-gradient"]
