@@ -92,16 +92,17 @@ def draw(rng: random.Random, operator: DescribingOperator) -> Drawn | None:
     (heads, kv_heads), (width, width_v) = rng.choice(HEADS), rng.choice(WIDTHS)
     alibi, dropout = rng.random() < 0.35, rng.choice((0.0, 0.0, 0.1))
     lowering = "tnd" if alibi or rng.random() < 0.8 else "masks"
-    algorithm = rng.choice(list(ALGORITHMS))
+    algorithm, lengths = rng.choice(list(ALGORITHMS)), _lengths(rng)
+    squares = "split" if max(lengths) <= 300 and rng.random() < 0.5 else "shared"  # split: thousands of calls else
     try:
         attention = AttentionConfig(
             heads, kv_heads, width, width_v,
             mask=rng.choice(("causal", "full")), window=rng.choice(WINDOWS), alibi=alibi, dropout=dropout,
         )  # fmt: skip
         options = _options(rng, algorithm, nodes * ranks)
-        plan = build_plan(Documents(_lengths(rng)), Topology(nodes, ranks), attention, algorithm, **options)
+        plan = build_plan(Documents(lengths), Topology(nodes, ranks), attention, algorithm, **options)
         merge = rng.choice(("fp32", "ring_update"))
-        backend = NpuAttention(lowering, rng.choice(("shared", "split")), merge, operator)
+        backend = NpuAttention(lowering, squares, merge, operator)
         dtype = rng.choice(DTYPES)
         backend.check(attention, dtype)
     except ConfigError:
