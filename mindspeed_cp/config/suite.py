@@ -71,15 +71,25 @@ class SuiteSettings(Section):
         description="npu backend: tnd: packed sequences and compressed masks; masks: one call per step with a mask of "
         "its rows and keys; use masks if `doctor` shows that your CANN fails on packed sequences",
     )
-    npu_alibi: Literal["shared", "split"] = Field(
-        default="shared",
-        description="npu backend, ALiBi: shared: squares beside the diagonal share a call, whose statistics are "
-        "corrected; split: one call per square; use split if `doctor` shows that shared is inexact on your CANN",
+    npu_alibi: Literal["split", "shared"] = Field(
+        default="split",
+        description="npu backend, ALiBi: split: one call per square; shared: squares beside the diagonal share a call, "
+        "whose statistics are corrected, which takes far fewer calls; use shared if `doctor` passes it on your CANN",
     )
     npu_merge: Literal["fp32", "ring_update", "triton"] = Field(
         default="fp32",
         description="npu backend, merge of partial results: fp32: in torch; ring_update: npu_ring_attention_update; "
         "triton: one kernel, needs triton-ascend; use the latter two to save kernel launches if `doctor` passes them",
+    )
+    npu_statistics: Literal["max_sum", "lse"] = Field(
+        default="max_sum",
+        description="npu backend, statistics that the gradient gets: max_sum: largest score and sum of a row over all "
+        "keys; lse: lse and 1, which keeps less for the backward; use lse if `doctor` passes it on your CANN",
+    )
+    npu_key_gaps: Literal["copied", "skipped"] = Field(
+        default="copied",
+        description="npu backend, keys between those of a call: copied: the call gets a copy without them; skipped: "
+        "they are sequences without queries, without a copy; use skipped if `doctor` passes it on your CANN",
     )
     p2p_groups: Literal["auto", "batched", "directional"] = Field(
         default="auto",
@@ -119,7 +129,13 @@ class SuiteSettings(Section):
     @property
     def npu_options(self) -> dict[str, str]:
         """Options of the npu backend."""
-        return {"lowering": self.npu_lowering, "alibi": self.npu_alibi, "merge": self.npu_merge}
+        return {
+            "lowering": self.npu_lowering,
+            "alibi": self.npu_alibi,
+            "merge": self.npu_merge,
+            "statistics": self.npu_statistics,
+            "key_gaps": self.npu_key_gaps,
+        }
 
     @property
     def row_candidates(self) -> list[str]:

@@ -26,6 +26,7 @@ from mindspeed_cp.ops.attention import (
 )
 from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
 from mindspeed_cp.ops.attention.lowering.device_call import on_device
+from mindspeed_cp.ops.attention.lowering.fused_backend import LARGEST_SCORE
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.statistics import StatisticsOrder
 from tests.engine.cases import Case
@@ -99,13 +100,15 @@ CELLS = [
     st.sampled_from(("tnd", "masks")),
     st.sampled_from(("shared", "split")),
     st.sampled_from(("fp32", "ring_update", "triton")),
+    st.sampled_from(("max_sum", "lse")),
+    st.sampled_from(("copied", "skipped")),
     st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
     st.randoms(use_true_random=False),
 )
-def test_any_plan_agrees_with_fp64(cell, ranks, lowering, alibi, merge, dtype, rng):
+def test_any_plan_agrees_with_fp64(cell, ranks, lowering, alibi, merge, statistics, key_gaps, dtype, rng):
     case = replace(problem(cell, ranks, rng), dtype=dtype)
     lowering = "tnd" if case.alibi else lowering
-    backend = NpuAttention(lowering, alibi, merge, OracleOperator())
+    backend = NpuAttention(lowering, alibi, merge, statistics, key_gaps, OracleOperator())
     compare(case, backend, EXACT if dtype == torch.float32 else HALF)
 
 
@@ -114,7 +117,7 @@ def kept_by(case: Case, ranks: list[IsolatedRank]) -> torch.Tensor:
     keys = case.documents if case.kv_documents is None else case.kv_documents
     keep = torch.ones(case.heads, case.documents.tokens, keys.tokens, dtype=torch.bool)
     for rank in ranks:
-        kept = dict(rank.state.saved)
+        kept = {key: state for key, state in rank.state.saved.items() if key[0] != LARGEST_SCORE}
         for calls, k, _, rows, tokens in rank.slot_calls("forward"):
             token = torch.full((len(k),), -1)
             token[rows] = tokens
@@ -163,7 +166,8 @@ def test_a_backward_call_without_its_forward_is_refused():
     backend = NpuAttention(operator=OracleOperator())
     rank = rank_of(case, 0, backend)
     rank.forward()
-    assert len(rank.state.saved) == 3  # its own block, and the full tiles against the other rank
+    kept = [key for key in rank.state.saved if key[0] != LARGEST_SCORE]
+    assert len(kept) == 3  # its own block, and the full tiles against the other rank
     rank.state.saved.clear()
     with pytest.raises(ConfigError, match="has a call that the forward did not have, so"):
         rank.backward(*(torch.zeros(49, 4, 16) for _ in "kv"))
@@ -176,7 +180,8 @@ def test_nothing_is_dropped_where_the_state_says_so():
     rank.state = replace(rank.state, dropout=None)
     oracle.calls.clear()
     rank.forward()
-    assert not rank.state.saved and all(call.drop_bytes == 0 for call in oracle.calls)
+    assert {key[0] for key in rank.state.saved} == {LARGEST_SCORE}
+    assert all(call.drop_bytes == 0 for call in oracle.calls)
 
 
 @pytest.mark.parametrize(("lowering", "alibi"), [("tnd", False), ("masks", False), ("tnd", True)])
@@ -336,11 +341,12 @@ def test_what_the_operator_does_not_compute_is_refused(options, settings, dtype,
         NpuAttention(**options).check(attention, dtype)
 
 
-@pytest.mark.parametrize("option", ["lowering", "alibi", "merge"])
+@pytest.mark.parametrize("option", ["lowering", "alibi", "merge", "statistics", "key_gaps"])
 def test_options_have_their_values(option):
     with pytest.raises(ConfigError, match=rf"npu\.{option} is 'fast'; valid: "):
         NpuAttention(**{option: "fast"})
-    assert len({NpuAttention().key, NpuAttention("masks").key, NpuAttention(alibi="split").key}) == 3
+    others = {"lowering": "masks", "alibi": "shared", "merge": "triton", "statistics": "lse", "key_gaps": "skipped"}
+    assert NpuAttention(**{option: others[option]}).key != NpuAttention().key
 
 
 def test_backends_are_named_or_given():

@@ -114,14 +114,14 @@ class CudaFlashAttention(FusedBackend):
 
     def _forward_call(
         self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...], dropout: bool
-    ) -> tuple[Tensor, Tensor, RngState]:
+    ) -> tuple[Tensor, Tensor, RngState, None]:
         q, k, v = qkv
         out, lse, rng_state = self._run.forward(q, k, v, _operator_arguments(call, attention, q.device, dropout))
-        return out, lse.T.contiguous(), rng_state
+        return out, lse.T.contiguous(), rng_state, None
 
     def _backward_call(
         self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...],
-        dout: Tensor, out: Tensor, lse: Tensor, rng_state: RngState, dropout: bool,
+        dout: Tensor, out: Tensor, lse: Tensor, largest: Tensor | None, rng_state: RngState, dropout: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v = qkv
         arguments = _operator_arguments(call, attention, q.device, dropout)

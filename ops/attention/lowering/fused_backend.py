@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
@@ -21,6 +22,9 @@ from mindspeed_cp.ops.attention.lowering.device_call import DeviceCall, on_devic
 from mindspeed_cp.ops.attention.lowering.fused_call import FusedCall
 from mindspeed_cp.ops.rows import put_rows, take_rows
 from mindspeed_cp.plan import AttentionConfig
+
+#: Key of the largest scores among what the forward saves for the backward.
+LARGEST_SCORE = "largest score"
 
 
 class FusedBackend(ABC):
@@ -43,7 +47,7 @@ class FusedBackend(ABC):
     @abstractmethod
     def _forward_call(
         self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...], dropout: bool
-    ) -> tuple[Tensor, Tensor, Any]:
+    ) -> tuple[Tensor, Tensor, Any, Tensor | None]:
         """Run the forward of one call.
 
         Args:
@@ -51,15 +55,17 @@ class FusedBackend(ABC):
             dropout: drop weights.
 
         Returns:
-            out [rows, heads, dim], lse fp32 [rows, heads], and the state of the random numbers.
+            out [rows, heads, dim], lse fp32 [rows, heads], the state of the random numbers, and the largest score of
+            each row, fp32 [rows, heads]; None if the backward does not need it.
         """
 
     @abstractmethod
     def _backward_call(
         self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...],
-        dout: Tensor, out: Tensor, lse: Tensor, rng_state: Any, dropout: bool,
+        dout: Tensor, out: Tensor, lse: Tensor, largest: Tensor | None, rng_state: Any, dropout: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dq, dk and dv of one call, [rows, heads, dim], from the complete out and lse."""
+        """Return dq, dk and dv of one call, [rows, heads, dim], from the complete out and lse, and the largest score of
+        each row over all keys if the forward has kept it."""
 
     @abstractmethod
     def _merge(self, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +92,7 @@ class FusedBackend(ABC):
             for call in calls:
                 on = on_device(call, q.device)
                 qkv = take_rows(q, on.q), take_rows(k, on.k), take_rows(v, on.k)
-                part_out, part_lse, rng_state = self._forward_call(call, attention, group, qkv, dropout)
+                part_out, part_lse, rng_state, largest = self._forward_call(call, attention, group, qkv, dropout)
                 if dropout:
                     state.saved[call.content_key, group.q_range] = rng_state
                 part_out = part_out[..., :head_dim_v]
@@ -94,6 +100,8 @@ class FusedBackend(ABC):
                     part_out = part_out.float().contiguous()
                 part_out, part_lse = on.q_scatter.merge_duplicates((part_out, part_lse), self._merge_duplicates)
                 self._accumulate(call, on, out, lse, part_out, part_lse)
+                if largest is not None:
+                    _keep_largest(state, group, on, largest)
             write_heads(state.out, group.q, out)
             write_heads(state.lse, group.q, lse)
 
@@ -119,8 +127,10 @@ class FusedBackend(ABC):
                 qkv = take_rows(q, on.q), take_rows(group_k, on.k), take_rows(group_v, on.k)
                 call_dout, call_out, call_lse = (take_rows(x, on.q) for x in (dout, out, lse))
                 rng_state = self._saved_rng_state(state, call, group)
+                largest = state.saved.get((LARGEST_SCORE, group.q_range))
+                call_largest = None if largest is None else take_rows(largest, on.q)
                 dq_part, dk_part, dv_part = self._backward_call(
-                    call, attention, group, qkv, call_dout, call_out, call_lse, rng_state, dropout
+                    call, attention, group, qkv, call_dout, call_out, call_lse, call_largest, rng_state, dropout
                 )
                 on.q_scatter.add_to((dq,), (dq_part[..., :head_dim],))
                 on.k_scatter.add_to((group_dk, group_dv), (dk_part[..., :head_dim], dv_part[..., :head_dim_v]))
@@ -158,3 +168,18 @@ class FusedBackend(ABC):
                 "or dropout 0.0"
             )
         return state.saved[key]
+
+
+def _keep_largest(state: ForwardState, group: HeadGroup, on: DeviceCall, largest: Tensor) -> None:
+    """Keep the largest score of each row for the backward, over this call and those before."""
+    key = LARGEST_SCORE, group.q_range
+    if key not in state.saved:
+        state.saved[key] = torch.full_like(state.lse[:, group.q], -torch.inf, memory_format=torch.contiguous_format)
+    kept, target = state.saved[key], on.q_scatter.target
+    (of_targets,) = on.q_scatter.merge_duplicates((largest,), _take_larger)
+    put_rows(kept, target, torch.maximum(take_rows(kept, target), of_targets))
+
+
+def _take_larger(into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
+    for x, y in zip(into, more, strict=True):
+        torch.maximum(x, y, out=x)

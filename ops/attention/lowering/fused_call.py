@@ -41,6 +41,7 @@ class CallLimits:
             error of the bias grows with it.
         max_sequences, max_rows: maximum sequences, and rows of queries or keys, of a call.
         pad_up_to, min_square: see PAD_UP_TO and MIN_SQUARE.
+        key_gaps: keys between those of a call may be sequences without queries; otherwise the keys are copied.
         single_keys_in_batch: a window of (0, 0) is a batch of single rows; otherwise a band of TND.
     """
 
@@ -50,6 +51,7 @@ class CallLimits:
     max_rows: int = MAX_CALL_ROWS
     pad_up_to: int = PAD_UP_TO
     min_square: int = MIN_SQUARE
+    key_gaps: bool = True
     single_keys_in_batch: bool = True
 
 

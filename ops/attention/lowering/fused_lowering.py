@@ -157,7 +157,8 @@ def _call(blocks: np.ndarray, attention: AttentionConfig, limits: CallLimits, wr
     q_row = np.where(is_reversed == 1, blocks["q_row"] + blocks["q_rows"] - 1, blocks["q_row"])
     k_row = np.where(is_reversed == 1, blocks["k_row"] + k_rows - 1, blocks["k_row"])
     q: HostRows = as_host_rows(ramps(q_row, size, 1 - 2 * is_reversed, blocks["q_rows"]))
-    spread = None if with_bias or attention.dropout > 0 else _keys_with_gaps(blocks, limits)
+    spreads = limits.key_gaps and not with_bias and attention.dropout == 0
+    spread = _keys_with_gaps(blocks, limits) if spreads else None
     k: HostRows = as_host_rows(ramps(k_row, k_rows, 1 - 2 * is_reversed)) if spread is None else spread[0]
     actual_seq_qlen, actual_seq_kvlen = (np.cumsum(size), np.cumsum(k_rows)) if spread is None else spread[1:]
     k_start = k_start if spread is None else blocks["k_row"] - spread[0].start

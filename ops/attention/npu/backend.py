@@ -49,6 +49,10 @@ class NpuAttention(FusedBackend):
         merge: "fp32": :func:`mindspeed_cp.ops.merge.merge_`; "ring_update": npu_ring_attention_update, which rounds to
             its input's type at every hop and therefore gets fp32 inputs; "triton":
             :func:`mindspeed_cp.ascend_kernels.merge_parts_`, one launch, by triton-ascend.
+        statistics: what the gradient gets of the softmax: "max_sum": the largest score of a row over all keys and the
+            sum of the exponentials, as of one forward; "lse": lse and 1, the same weights with nothing more kept.
+        key_gaps: rows of keys between those of a call: "copied": the call gets a copy without them; "skipped": they
+            are sequences without queries, and nothing is copied.
         operator: the fused operators; None: those of torch_npu.
 
     Raises:
@@ -56,8 +60,10 @@ class NpuAttention(FusedBackend):
     """
 
     lowering: str = "tnd"
-    alibi: str = "shared"
+    alibi: str = "split"
     merge: str = "fp32"
+    statistics: str = "max_sum"
+    key_gaps: str = "copied"
     operator: FusedOperator | None = None
 
     # Without annotations: constants of the class, not options.
@@ -68,6 +74,8 @@ class NpuAttention(FusedBackend):
         check_choice("npu.lowering", self.lowering, ("tnd", "masks"))
         check_choice("npu.alibi", self.alibi, ("shared", "split"))
         check_choice("npu.merge", self.merge, ("fp32", "ring_update", "triton"))
+        check_choice("npu.statistics", self.statistics, ("max_sum", "lse"))
+        check_choice("npu.key_gaps", self.key_gaps, ("copied", "skipped"))
 
     @property
     def deterministic(self) -> bool:
@@ -78,7 +86,7 @@ class NpuAttention(FusedBackend):
     @property
     def key(self) -> Hashable:
         """Name and options."""
-        return self.name, self.lowering, self.alibi, self.merge
+        return self.name, self.lowering, self.alibi, self.merge, self.statistics, self.key_gaps
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
         """See the contract."""
@@ -97,7 +105,8 @@ class NpuAttention(FusedBackend):
         """See the contract."""
         if self.lowering == "masks":
             return lower_to_masks(tiles, rows, attention)
-        return lower_to_fused_calls(tiles, rows, attention, CallLimits(self.alibi == "shared", MAX_BIAS_EXCESS[dtype]))
+        limits = CallLimits(self.alibi == "shared", MAX_BIAS_EXCESS[dtype], key_gaps=self.key_gaps == "skipped")
+        return lower_to_fused_calls(tiles, rows, attention, limits)
 
     def lower_backward(
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
@@ -131,36 +140,43 @@ class NpuAttention(FusedBackend):
 
     def _forward_call(
         self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...], dropout: bool
-    ) -> tuple[Tensor, Tensor, DropoutState]:
+    ) -> tuple[Tensor, Tensor, DropoutState, Tensor | None]:
         device = qkv[0].device
         arguments = _operator_arguments(call, attention, group, device, dropout)
         q, k, v = (_operator_rows(x, call) for x in qkv)
         out, softmax_max, softmax_sum, rng_state = self._operator.forward(q, k, v, arguments)
         order = statistics_order(call, arguments.heads, device)
-        lse = order.to_rows(softmax_max) + order.to_rows(softmax_sum).log()
+        largest = order.to_rows(softmax_max)
+        lse = largest + order.to_rows(softmax_sum).log()
         shift = on_device(call, device).bias_shift
         if shift is not None and arguments.slopes is not None:
             lse -= shift * arguments.slopes
-        return out.reshape(call.rows, arguments.heads, -1), lse, rng_state
+            largest = largest - shift * arguments.slopes
+        kept = largest.contiguous() if self.statistics == "max_sum" else None
+        return out.reshape(call.rows, arguments.heads, -1), lse, rng_state, kept
 
     def _backward_call(
         self, call: FusedCall, attention: AttentionConfig, group: HeadGroup, qkv: tuple[Tensor, ...],
-        dout: Tensor, out: Tensor, lse: Tensor, rng_state: DropoutState, dropout: bool,
+        dout: Tensor, out: Tensor, lse: Tensor, largest: Tensor | None, rng_state: DropoutState, dropout: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         device = lse.device
         on = on_device(call, device)
         arguments = _operator_arguments(call, attention, group, device, dropout)
+        order = statistics_order(call, arguments.heads, device)
+        # softmax_max = lse and softmax_sum = 1 give the same weights exp(score - lse), also where no forward on this
+        # rank has kept the largest scores.
+        row_max = lse if largest is None else largest
+        shifted = row_max
         if on.bias_shift is not None and arguments.slopes is not None:
-            lse = lse + on.bias_shift * arguments.slopes
-        # softmax_max = lse and softmax_sum = 1 give the same weights exp(score - lse).
-        softmax_max = statistics_order(call, arguments.heads, device).from_rows(lse)
+            shifted = row_max + on.bias_shift * arguments.slopes
+        softmax_max = order.from_rows(shifted)
+        softmax_sum = ones(softmax_max.shape, device) if largest is None else order.from_rows((lse - largest).exp())
         if call.layout == "BSND":
-            softmax_max = softmax_max.view(call.batch, arguments.heads, call.rows // call.batch, -1)
+            shape = call.batch, arguments.heads, call.rows // call.batch, -1
+            softmax_max, softmax_sum = softmax_max.view(shape), softmax_sum.view(shape)
         q, k, v, out = (_operator_rows(x, call) for x in (*qkv, out))
         dout = _without_padding(_operator_rows(dout, call), on)
-        grads = self._operator.backward(
-            q, k, v, dout, out, softmax_max, ones(softmax_max.shape, device), rng_state, arguments
-        )
+        grads = self._operator.backward(q, k, v, dout, out, softmax_max, softmax_sum, rng_state, arguments)
         dq, dk, dv = (x.reshape(-1, *x.shape[-2:]) for x in grads)
         return dq, dk, dv
 
