@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from tests.host_cann.cann_calls import AttentionCall, BatchCall, UpdateCall
 from tests.host_cann.cann_rule import IGNORED, SOURCES, Breach, Refused, Rule, Rules
+from tests.host_cann.cann_rules_given import given_rules
 from tests.host_cann.cann_rules_hccl import batch_rules
 from tests.host_cann.cann_rules_lengths import length_rules
 from tests.host_cann.cann_rules_masks import mask_rules
@@ -35,7 +36,7 @@ __all__ = [
 
 #: Operators -> their rules.
 OPERATORS: dict[str, tuple[Rules, ...]] = {
-    "FlashAttentionScore, FlashAttentionScoreGrad": (shape_rules, length_rules, mask_rules),
+    "FlashAttentionScore, FlashAttentionScoreGrad": (shape_rules, length_rules, given_rules, mask_rules),
     "RingAttentionUpdate": (update_rules,),
     "HcclBatchSendRecv": (batch_rules,),
 }
