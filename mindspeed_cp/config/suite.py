@@ -145,9 +145,18 @@ class SuiteSettings(Section):
     @property
     def uses_directional_groups(self) -> bool:
         """True if transfers between devices use directional groups."""
+        return self.p2p_groups == "directional" or (self.p2p_groups == "auto" and self._has_rings_only)
+
+    @property
+    def uses_batched_launches(self) -> bool:
+        """True if transfers between devices may be one launch of several: those of a step without directional groups,
+        and redistributions, which rings have none of."""
+        return not (self.uses_directional_groups and self._has_rings_only)
+
+    @property
+    def _has_rings_only(self) -> bool:
         names = (self.algorithm, *(word.partition(":")[0] for word in self.row_candidates))
-        rings = all(ALIASES.get(name, name) in ("ring", "double_ring") for name in names)
-        return self.p2p_groups == "directional" or (self.p2p_groups == "auto" and rings)
+        return all(ALIASES.get(name, name) in ("ring", "double_ring") for name in names)
 
     @property
     def hccl_options(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.open_files import check_open_files
-from mindspeed_cp.device.select import batched_messages_problem, cann_version, set_hccl_timeouts
+from mindspeed_cp.device.select import batched_launches_problem, cann_version, set_hccl_timeouts
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.host_memory import keep_freed_memory
@@ -159,10 +159,12 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     suite = settings.context_parallel_suite
     library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
     options = suite.hccl_options if library == "hccl" else {}
-    if library == "hccl" and suite.context_parallel_size > 1 and not suite.uses_directional_groups:
-        problem = batched_messages_problem(cann_version(), settings.train.virtual_pipeline_model_parallel_size)
+    if library == "hccl" and suite.context_parallel_size > 1 and suite.uses_batched_launches:
+        problem = batched_launches_problem(cann_version(), settings.train.virtual_pipeline_model_parallel_size)
         if problem is not None:
-            raise ConfigError(f"context_parallel_suite.p2p_groups is {suite.p2p_groups!r}: {problem}")
+            raise ConfigError(
+                f"context_parallel_suite.p2p_groups is {suite.p2p_groups!r}, algorithm {suite.algorithm!r}: {problem}"
+            )
     joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
     store = open_store(environment, rank, size, local_size, joining)
     _init_process_group(store, rank, size, device, timeout, library, options)

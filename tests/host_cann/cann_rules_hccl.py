@@ -47,7 +47,7 @@ def batch_dtype(call: BatchCall) -> str | None:
 
 @batch_rules.add(
     "batch-duplicate", "A list has one send to a rank, and one receive from it, at most.",
-    DOCUMENT, "K and V are two launches", UNDEFINED,
+    DOCUMENT, "`split_launches`: K and V to one rank are two launches", UNDEFINED,
 )  # fmt: skip
 def batch_duplicate(call: BatchCall) -> str | None:
     twice = [x for x, n in Counter((x.direction, x.peer) for x in call.items).items() if n > 1]
@@ -73,7 +73,7 @@ def batch_self(call: BatchCall) -> str | None:
 
 @batch_rules.add(
     "batch-virtual-pipeline", "The call is not made where pipeline stages are virtual (VPP).",
-    DOCUMENT, "`train` refuses it before CANN 9 (`batched_messages_problem`); Megatron's own scripts are not asked", UNDEFINED,
+    DOCUMENT, "`train` refuses it before CANN 9 (`batched_launches_problem`); Megatron's own scripts are not asked", UNDEFINED,
 )  # fmt: skip
 def batch_virtual_pipeline(call: BatchCall) -> str | None:
     if call.virtual_stages <= 1:

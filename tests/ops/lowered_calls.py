@@ -1,5 +1,5 @@
 """Random plans lowered to Ascend's operators by the real backend, on tensors without contents: a test double for the
-operators describes every call, and nothing is computed."""
+operators describes every call, and nothing is computed. And the lists of messages that such plans post."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options
+from mindspeed_cp.comm.group_transport import split_launches
+from mindspeed_cp.comm.transport import Transfer
+from mindspeed_cp.engine.rank_schedule import _p2p_ops
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
 from mindspeed_cp.plan import Plan, Program
 from tests.host_cann import oracle
-from tests.host_cann.cann_calls import AttentionCall, Shaped, UpdateCall
+from tests.host_cann.cann_calls import AttentionCall, BatchCall, Item, Shaped, UpdateCall
 from tests.host_cann.oracle_ring import call_of as update_call_of
 from tests.ops.npu_oracle import sizes
 from tests.plan.problems import LEFT_AT_DEFAULT
@@ -194,3 +197,31 @@ def lowered_calls(seed: int) -> Iterator[AttentionCall | UpdateCall]:
         if drawn is not None:
             run(drawn, operator)
             yield from operator.calls
+
+
+def posted_lists(seed: int) -> Iterator[BatchCall]:
+    """Calls of HcclBatchSendRecv for the messages of random plans, without end: keys and values of every message of a
+    step, as the transport splits them."""
+    rng = random.Random(seed)
+    while True:
+        drawn = draw(rng, DescribingOperator())
+        if drawn is None:
+            continue
+        ranks, attention = drawn.plan.topology.ranks, drawn.plan.attention
+        for direction in ("forward", "backward"):
+            program: Program = getattr(drawn.plan, direction)
+            for operations in _p2p_ops(program, drawn.rank, META)[0]:
+                transfers = [
+                    Transfer(
+                        torch.empty(x.count, width, dtype=drawn.dtype, device=META), x.peer, x.sends, x.number, x.label
+                    )
+                    for x in operations
+                    for width in (attention.head_dim, attention.head_dim_v)
+                ]
+                for launch in split_launches(transfers):
+                    yield BatchCall([_item(transfers[i], drawn.dtype) for i in launch], drawn.rank, ranks)
+
+
+def _item(transfer: Transfer, dtype: torch.dtype) -> Item:
+    number = {torch.float32: 4, torch.float16: 3, torch.bfloat16: 11}[dtype]
+    return Item("send" if transfer.sends else "recv", transfer.peer, transfer.tensor.numel(), number)

@@ -12,7 +12,8 @@ from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits
 from mindspeed_cp.ops.attention.npu import backend
 from tests.host_cann import cann_rules
 from tests.host_cann.cann_calls import UpdateCall
-from tests.ops.lowered_calls import lowered_calls
+from tests.ops import lowered_calls as lowered_calls_module
+from tests.ops.lowered_calls import lowered_calls, posted_lists
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.thorough)])
@@ -43,3 +44,18 @@ def test_a_lowering_that_breaks_a_rule_is_found(monkeypatch):
     monkeypatch.setattr(backend, "CallLimits", partial(CallLimits, single_keys_in_batch=False))
     broken = (cann_rules.breaches(call) for call in islice(lowered_calls(seed=1), 2_000))
     assert [breach.rule.name for breach in next(filter(None, broken))] == ["band-gradient"]
+
+
+def test_lists_of_messages_of_random_plans_break_no_rule():
+    several = 0
+    for call in islice(posted_lists(seed=0), 2_000):
+        assert cann_rules.breaches(call) == [], call
+        several += len(call.items) > 1
+    assert several > 500
+
+
+def test_a_step_in_one_launch_breaks_a_rule(monkeypatch):
+    """Keys and values to one rank in one list."""
+    monkeypatch.setattr(lowered_calls_module, "split_launches", lambda transfers: [range(len(transfers))])
+    broken = (cann_rules.breaches(call) for call in islice(posted_lists(seed=0), 100) if call.items)
+    assert [breach.rule.name for breach in next(filter(None, broken))] == ["batch-duplicate"]
