@@ -105,7 +105,8 @@ def draw(rng: random.Random, operator: DescribingOperator) -> Drawn | None:
         options = _options(rng, algorithm, nodes * ranks)
         plan = build_plan(Documents(lengths), Topology(nodes, ranks), attention, algorithm, **options)
         merge = rng.choice(("fp32", "ring_update"))
-        backend = NpuAttention(lowering, squares, merge, operator)
+        statistics, key_gaps = rng.choice(("max_sum", "lse")), rng.choice(("copied", "skipped"))
+        backend = NpuAttention(lowering, squares, merge, statistics, key_gaps, operator)
         dtype = rng.choice(DTYPES)
         backend.check(attention, dtype)
     except ConfigError:
