@@ -28,8 +28,9 @@ class OracleOperator:
             oracle.dropout_numels(arguments.heads, sizes(q, k, arguments)) if arguments.keep_prob < 1 else 0,
         )
         given = dict(scale=arguments.scale, **oracle_keywords(arguments, rng_state))
+        before = len(cann_rules.ignored)
         results = oracle.fused_attention(q, k, v, arguments.heads, arguments.layout, **given)
-        assert not cann_rules.ignored, cann_rules.ignored
+        assert not cann_rules.ignored[before:], "CANN takes this call, and ignores an argument of it"
         return *results, rng_state
 
     def backward(
