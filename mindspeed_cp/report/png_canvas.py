@@ -38,12 +38,12 @@ TIMELINE_LABELS = {
 class Canvas:
     """A figure with places in inches from its upper left corner."""
 
-    def __init__(self, figure: Figure, height: float) -> None:
-        self.figure, self.height = figure, height
+    def __init__(self, figure: Figure, height: float, width: float = FIGURE_WIDTH) -> None:
+        self.figure, self.height, self.width = figure, height, width
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
         """Return axes without a frame."""
-        place = (left / FIGURE_WIDTH, 1 - (top + height) / self.height, width / FIGURE_WIDTH, height / self.height)
+        place = (left / self.width, 1 - (top + height) / self.height, width / self.width, height / self.height)
         axes = self.figure.add_axes(place)
         for side in axes.spines.values():
             side.set_visible(False)
@@ -53,6 +53,6 @@ class Canvas:
     def text(self, left: float, top: float, words: str, points: float = 9, **how: Any) -> float:
         """Write words at a place, and return where they end."""
         artist = self.figure.text(
-            left / FIGURE_WIDTH, 1 - top / self.height, drawn_text(words), fontsize=points, va="center", **how
+            left / self.width, 1 - top / self.height, drawn_text(words), fontsize=points, va="center", **how
         )
         return float(artist.get_window_extent().x1) / self.figure.dpi

@@ -15,6 +15,7 @@ from mindspeed_cp.errors import shortened
 from mindspeed_cp.plan import AttentionConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.table import Table as RichTable
 
 _COLUMN_GAP = 3  # spaces between columns
@@ -69,6 +70,12 @@ def format_bytes(number: float) -> str:
         if number < limit:
             return f"{number:,.0f} B" if unit == "B" else f"{number * 1024 / limit:,.1f} {unit}"
     return f"{number / (1 << 30):,.1f} GiB"
+
+
+def format_lengths(lengths: np.ndarray) -> str:
+    """Return the number of documents and the lengths of the first: "3 (700, 30, 4,100)"."""
+    shown = ", ".join(format_count(n) for n in lengths[:8]) + (", ..." if len(lengths) > 8 else "")
+    return f"{len(lengths):,}" + (f" ({shown})" if len(lengths) else "")
 
 
 def describe_attention(attention: AttentionConfig) -> str:
@@ -136,7 +143,7 @@ def _column_widths(table: Table) -> list[int]:
     return [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
 
 
-def _is_numeric(table: Table, column: int) -> bool:
+def is_numeric_column(table: Table, column: int) -> bool:
     """Return True if the cells of a column are numbers, with or without units."""
     return all(re.match(r"[-+]?$|[-+]?[.\d]", row[column]) for row in table.rows)
 
@@ -152,7 +159,7 @@ def _rich_table(table: Table, block: Sequence[int], width: int) -> RichTable:
     for index in block:
         result.add_column(
             table.columns[index],
-            justify="right" if has_headings and index and _is_numeric(table, index) else "left",
+            justify="right" if has_headings and index and is_numeric_column(table, index) else "left",
             overflow="fold",
             no_wrap=fits or widths[index] <= width // 2,
         )

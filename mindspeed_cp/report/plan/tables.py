@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_cp.report.plan.summary import PlanSummary
-from mindspeed_cp.report.text import Table, describe_attention, format_bytes, format_count
+from mindspeed_cp.report.text import Table, describe_attention, format_bytes, format_count, format_lengths
 
 TABLE_RANK_LIMIT, TABLE_STEP_LIMIT = 64, 16  # a larger table has the extremes, or the first steps
 
@@ -35,11 +35,6 @@ def _range(first: int, last: int) -> str:
     return str(first) if last == first + 1 else f"{first}-{last - 1}"
 
 
-def _lengths_text(lengths: np.ndarray) -> str:
-    shown = ", ".join(format_count(n) for n in lengths[:8]) + (", ..." if len(lengths) > 8 else "")
-    return f"{len(lengths):,}" + (f" ({shown})" if len(lengths) else "")
-
-
 def _plan_table(summary: PlanSummary) -> Table:
     attention, topology, sent = summary.plan.attention, summary.plan.topology, summary.traffic
     width = f"{attention.head_dim}" + (f"/{attention.head_dim_v}" * (attention.head_dim != attention.head_dim_v))
@@ -48,7 +43,7 @@ def _plan_table(summary: PlanSummary) -> Table:
         ("algorithm", summary.plan.algorithm),
         ("ranks", f"{summary.ranks}" + (f" ({topology.nodes} nodes)" if topology.nodes > 1 else "")),
         ("steps", str(summary.steps)),
-        ("documents", _lengths_text(summary.lengths)),
+        ("documents", format_lengths(summary.lengths)),
         ("tokens", format_count(summary.lengths.sum())),
         ("attention", describe_attention(attention)),
         ("heads", f"{attention.heads}, key/value heads {attention.kv_heads}, of width {width}"),
@@ -63,7 +58,7 @@ def _plan_table(summary: PlanSummary) -> Table:
         ("imbalance of tokens", f"{summary.token_imbalance:.3f}"),
     ]
     if summary.kv_lengths is not summary.lengths:
-        rows.insert(5, ("keys of the documents", _lengths_text(summary.kv_lengths)))
+        rows.insert(5, ("keys of the documents", format_lengths(summary.kv_lengths)))
     return Table("Plan", ("", ""), tuple(rows))
 
 

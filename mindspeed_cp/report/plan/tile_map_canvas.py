@@ -5,15 +5,13 @@ from __future__ import annotations
 import colorsys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mindspeed_cp.report.figure import new_figure
 from mindspeed_cp.report.plan.summary import PlanSummary
 from mindspeed_cp.report.text import drawn_text
-
-if TYPE_CHECKING:
-    pass
 
 MARGIN, GAP = 0.3, 0.14
 MAX_SQUARE, MAX_WIDTH, MAX_HEIGHT = 1.8, 40.0, 60.0  # of a square, and of the page
@@ -56,9 +54,6 @@ class TileMapCanvas:
     """
 
     def __init__(self, summary: PlanSummary, dpi: int) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
         self.rows, self.steps = summary.work.shape
         band = 0.5 if summary.has_redistribution else 0.0
         self.left = MARGIN + (0.3 if summary.plan.topology.nodes > 1 else 0.0)
@@ -77,8 +72,7 @@ class TileMapCanvas:
         self.pitch = self.cell + GAP + 2 * CAPTION_HEIGHT * self.captions
         self.shaded = False
         height = self.top + self.rows * self.pitch
-        self.figure = Figure(figsize=(self.width, height), dpi=dpi)
-        FigureCanvasAgg(self.figure)
+        self.figure = new_figure("the tile map", self.width, height, dpi)
         self.axes: Any = self.figure.add_axes((0, 0, 1, 1), xlim=(0, self.width), ylim=(height, 0))
         self.axes.set_axis_off()
 
