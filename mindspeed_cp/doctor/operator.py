@@ -89,11 +89,25 @@ LONG_CASES = (
         npu={"merge": "ring_update"},
     ),
     OperatorCase(
-        "a ring of 3, npu_alibi: split",
+        "a ring of 3, npu_alibi: shared",
         [903, 97],
         AttentionConfig(2, 1, 32, alibi=True),
         plan=("ring", 3, {}),
-        npu={"alibi": "split"},
+        npu={"alibi": "shared"},
+    ),
+    OperatorCase(
+        "a ring of 3, npu_statistics: lse",
+        [901, 97],
+        AttentionConfig(2, 1, 64),
+        plan=("ring", 3, {}),
+        npu={"statistics": "lse"},
+    ),
+    OperatorCase(  # the second document's keys have a gap before them in one of the steps
+        "a ring of 3, npu_key_gaps: skipped",
+        [901, 97],
+        AttentionConfig(2, 1, 64),
+        plan=("ring", 3, {}),
+        npu={"key_gaps": "skipped"},
     ),
     OperatorCase(
         "direct, 4 ranks, full mask", [1201, 97], AttentionConfig(2, 1, 32, mask="full"), plan=("direct", 4, {})
