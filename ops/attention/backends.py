@@ -28,8 +28,8 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 @cache
-def _npu(lowering: str, alibi: str, merge: str) -> NpuAttention:
-    return NpuAttention(lowering, alibi, merge)
+def _npu(**options: str) -> NpuAttention:
+    return NpuAttention(**options)
 
 
 def backend_from_settings(suite: Any, device_type: str) -> AttentionBackend:

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_cp.engine import prepare
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from tests.engine.cases import Case, attend, local
 from tests.npu.ranks import run
 
@@ -74,15 +75,15 @@ def test_the_first_layer_neither_waits_nor_copies(name: str) -> None:
 
 
 def ones_made(rank: int, size: int) -> list[int]:
-    """Tensors of ones that each of three layers makes."""
-    case = CASES["ALiBi"]
+    """Tensors of ones that each of three layers makes, where the gradient gets lse and 1."""
+    case, backend = CASES["ALiBi"], NpuAttention(statistics="lse")
     plan, leaves, dout = local(rank, case)
-    prepare(plan, rank, case.dtype, device=torch.device("npu", rank))
+    prepare(plan, rank, case.dtype, backend, torch.device("npu", rank))
     on_npu, on_npu_dout = [x.detach().to("npu").requires_grad_() for x in leaves], dout.to("npu")
     results = []
     for _ in range(3):
         with Seen() as seen:
-            torch.autograd.grad(attend(case, plan, on_npu, None), on_npu, on_npu_dout)
+            torch.autograd.grad(attend(case, plan, on_npu, None, backend=backend), on_npu, on_npu_dout)
         results.append(sum(name in ("ones", "ones_like") for name in seen.names))
     return results
 

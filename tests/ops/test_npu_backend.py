@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from benchmarks.isolated_rank import IsolatedRank, attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
-from mindspeed_cp.config import capabilities
+from mindspeed_cp.config import SuiteSettings, capabilities
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention import (
     BACKENDS,
     attention,
     attention_backward,
     backend_for_device,
+    backend_from_settings,
     dense_attention,
 )
 from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
@@ -347,6 +348,13 @@ def test_options_have_their_values(option):
         NpuAttention(**{option: "fast"})
     others = {"lowering": "masks", "alibi": "shared", "merge": "triton", "statistics": "lse", "key_gaps": "skipped"}
     assert NpuAttention(**{option: others[option]}).key != NpuAttention().key
+
+
+def test_every_option_of_the_settings_is_one_of_the_backend():
+    suite = SuiteSettings(npu_alibi="shared", npu_statistics="lse", npu_key_gaps="skipped", backend="npu")
+    chosen = backend_from_settings(suite, "npu")
+    assert chosen == NpuAttention(alibi="shared", statistics="lse", key_gaps="skipped")
+    assert backend_from_settings(SuiteSettings(backend="npu"), "npu") == NpuAttention()
 
 
 def test_backends_are_named_or_given():
