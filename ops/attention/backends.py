@@ -28,7 +28,7 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 @cache
-def _npu(**options: str) -> NpuAttention:
+def _npu(**options: Any) -> NpuAttention:
     return NpuAttention(**options)
 
 
