@@ -7,6 +7,9 @@ from io import BytesIO
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+#: Pixels per inch of a picture in a notebook, which stores every picture: enough for small text, less than on paper.
+NOTEBOOK_DPI = 88
+
 
 class PngFigure(Figure):
     """Figure without pyplot. A notebook shows it without `%matplotlib inline`, which only figures of pyplot need."""
@@ -18,5 +21,5 @@ class PngFigure(Figure):
     def _repr_png_(self) -> bytes:
         """Return the picture as a PNG file, for IPython."""
         file = BytesIO()
-        self.savefig(file, dpi=self.dpi, format="png")
+        self.savefig(file, dpi=NOTEBOOK_DPI, format="png")
         return file.getvalue()

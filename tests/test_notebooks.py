@@ -1,0 +1,129 @@
+"""The notebooks of docs/notebooks run, their stored outputs are those of a run, and they are small and of no machine."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.limits import HANG
+from tools.notebooks import FOLDER, METADATA, as_text, execute, run_cells
+
+NAMES = ("a_hugging_face_model", "a_plan_explained", "choosing_for_my_lengths")
+SIZE_LIMIT = 600_000  # bytes of all notebooks, pictures included
+
+#: Run by default are those without processes of their own and without transformers.
+CASES = [pytest.param(name, marks=[pytest.mark.thorough] if name == "a_hugging_face_model" else []) for name in NAMES]
+
+
+def stored(name: str) -> dict[str, Any]:
+    notebook: dict[str, Any] = json.loads((FOLDER / f"{name}.ipynb").read_text("utf-8"))
+    return notebook
+
+
+def texts(notebook: dict[str, Any]) -> list[tuple[str, str]]:
+    """(Kind, text) of all outputs; of a picture only that it is one, as fonts differ between releases."""
+    out = []
+    for output in (output for cell in notebook["cells"] for output in cell.get("outputs", [])):
+        for kind, value in output.get("data", {"stdout": output.get("text")}).items():
+            text = "" if kind == "image/png" else "".join(value)
+            out.append((kind, re.sub(r"size [\d.]+x[\d.]+", "size", text) if "Figure" in text else text))
+    return out
+
+
+@pytest.mark.timeout(HANG)
+@pytest.mark.parametrize("name", CASES)
+def test_stored_outputs_are_those_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "a_hugging_face_model" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed; it has no release for Python 3.10")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = stored(name)
+    assert texts(execute(FOLDER / f"{name}.ipynb")) == texts(notebook), "stale: run `python -m tools.notebooks`"
+
+
+def test_the_folder_has_these_notebooks_and_they_are_small() -> None:
+    files = sorted(FOLDER.glob("*"))
+    assert [file.stem for file in files] == sorted(NAMES)
+    assert sum(file.stat().st_size for file in files) < SIZE_LIMIT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_says_nothing_of_a_machine_and_ran_from_top_to_bottom(name: str) -> None:
+    notebook = stored(name)
+    assert as_text(notebook) == (FOLDER / f"{name}.ipynb").read_text("utf-8")
+    assert notebook["metadata"] == METADATA and (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert all(cell["metadata"] == {} for cell in notebook["cells"])
+    assert not re.search(
+        r"/(home|tmp|work|root|usr)/|\b20\d\d-\d\d-\d\d\b", "".join(text for _, text in texts(notebook))
+    )
+    assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
+    pictures = [
+        output["data"]["image/png"]
+        for cell in code
+        for output in cell["outputs"]
+        if "image/png" in output.get("data", {})
+    ]
+    assert pictures and all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_of_a_notebook_lead_to_files(name: str) -> None:
+    words = "".join("".join(cell["source"]) for cell in stored(name)["cells"] if cell["cell_type"] == "markdown")
+    links = re.findall(r"\]\(([^)#:]+)\)", words) + [str(Path(link)) for link in re.findall(r"`(\w+\.ipynb)`", words)]
+    assert links and all((FOLDER / link).exists() for link in links)
+
+
+class Shown:
+    """A value with HTML and a picture."""
+
+    def _repr_html_(self) -> str:
+        return "<b>1</b>\n2"
+
+    def _repr_png_(self) -> bytes:
+        return b"picture"
+
+    def __repr__(self) -> str:
+        return "Shown()"
+
+
+def test_outputs_are_what_a_cell_prints_and_the_value_of_its_last_line() -> None:
+    cells = [
+        "from tests.test_notebooks import Shown\nx = 1",
+        "print(x)\nprint(2)",
+        "x + 1",
+        "Shown()",
+        "x;",
+        "None",
+        "# nothing",
+    ]
+    outputs = run_cells(cells, "test")
+    assert outputs[1] == [{"name": "stdout", "output_type": "stream", "text": ["1\n", "2\n"]}]
+    assert outputs[2][0]["data"] == {"text/plain": ["2"]} and outputs[2][0]["execution_count"] == 3
+    data = outputs[3][0]["data"]
+    assert data["text/html"] == ["<b>1</b>\n", "2"] and data["text/plain"] == ["Shown()"]
+    assert base64.b64decode(data["image/png"]) == b"picture"
+    assert [outputs[number] for number in (0, 4, 5, 6)] == [[], [], [], []]
+
+
+def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.ipynb"
+    cells = [{"cell_type": "code", "source": ["x = 1\n", "x / 0"]}]
+    path.write_text(json.dumps({"cells": cells}), "utf-8")
+    with pytest.raises(RuntimeError, match=r"(?s)broken\.ipynb failed:.*code cell 1.*ZeroDivisionError"):
+        execute(path)
+
+
+def test_a_stale_output_is_seen() -> None:
+    notebook = stored("a_plan_explained")
+    changed = json.loads(json.dumps(notebook))
+    printed = next(output for cell in changed["cells"] for output in cell.get("outputs", []) if "text" in output)
+    printed["text"][0] = printed["text"][0].replace("rank 0", "rank 9")
+    assert texts(changed) != texts(notebook)
