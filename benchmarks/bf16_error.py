@@ -1,7 +1,7 @@
 """Error of attention in bf16 on several ranks, relative to that on one rank.
 
     python -m benchmarks.bf16_error [--ranks 2 8 16] [--tokens 2000] [--algorithms ring direct] [--masks causal full]
-        [--seeds 2] [--arithmetic auto|bf16|fp32] [--reduce-dtype float32|bfloat16]
+        [--seeds 2] [--backend cpu|npu|npu-fp32] [--arithmetic auto|bf16|fp32] [--reduce-dtype float32|bfloat16]
 
 The inputs are random and rounded to bf16; the reference is dense attention in fp64 of the same inputs. A figure is the
 L2 error over that of one rank, for out, dq, dk and dv: root mean squares over the seeds. 1.00 means that the ranks add
@@ -9,6 +9,10 @@ nothing to the rounding of the inputs of each product and of the result. All ran
 
 A CPU without instructions for bf16 computes in fp32 (--arithmetic fp32); one that has them computes in bf16 what no
 other call adds to, and large backward calls (--arithmetic bf16). auto: what this CPU does.
+
+--backend npu runs the npu backend over the tests' stand-in for CANN's operators, whose arithmetic is in fp32 and which
+rounds the result of each call: a device also rounds the weights, on one rank as on many, so its ratios are smaller.
+npu-fp32: the same with npu_precision fp32.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ def exact(attention: AttentionConfig, documents: Documents, inputs: Sequence[tor
 
 def planned(
     attention: AttentionConfig, documents: Documents, inputs: Sequence[torch.Tensor], algorithm: str, ranks: int,
-    **options: Any,
+    backend: Any = None, **options: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return out, dq, dk and dv of all ranks, in the order of tokens."""
     nodes = 2 if algorithm in ("double_ring", "hierarchical") and ranks % 2 == 0 else 1
@@ -83,7 +87,7 @@ def planned(
     )
     leaves = [[x.requires_grad_() for x in of_ranks] for of_ranks in (q, k, v)]
     key = (11, 3) if attention.dropout else None
-    out = attend_all_ranks(*leaves, plan, dropout_key=key)
+    out = attend_all_ranks(*leaves, plan, backend=backend, dropout_key=key)
     gradients = torch.autograd.grad(out, [x for of_ranks in leaves for x in of_ranks], dout)
     results = [[out[rank].detach(), *gradients[rank::ranks]] for rank in range(ranks)]
     layouts = (plan.layout, plan.layout, plan.kv_layout_in, plan.kv_layout_in)
@@ -92,7 +96,7 @@ def planned(
 
 def l2_errors(
     attention: AttentionConfig, lengths: Sequence[int], algorithms: Sequence[str], ranks: Sequence[int], seeds: int,
-    **options: Any,
+    backend: Any = None, **options: Any,
 ) -> dict[tuple[str, int], np.ndarray]:  # fmt: skip
     """Return the relative L2 errors of out, dq, dk and dv by algorithm and number of ranks, 1 among them; options: of
     build_plan."""
@@ -103,10 +107,20 @@ def l2_errors(
         wanted = exact(attention, documents, inputs)
         for algorithm in algorithms:
             for count in (1, *ranks):
-                results = planned(attention, documents, inputs, algorithm, count, **options)
+                results = planned(attention, documents, inputs, algorithm, count, backend, **options)
                 errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(results, wanted, strict=True)]
                 squares.setdefault((algorithm, count), []).append([error**2 for error in errors])
     return {key: np.sqrt(np.mean(values, axis=0)) for key, values in squares.items()}
+
+
+def make_backend(name: str) -> Any:
+    """Return the backend of an argument of the command line; None: that of the CPU."""
+    if name == "cpu":
+        return None
+    from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+    from tests.ops.npu_oracle import OracleOperator
+
+    return NpuAttention(precision="fp32" if name == "npu-fp32" else "input", operator=OracleOperator())
 
 
 def main() -> None:
@@ -117,17 +131,21 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--backend", choices=("cpu", "npu", "npu-fp32"), default="cpu")
     parser.add_argument("--arithmetic", choices=("auto", "bf16", "fp32"), default="auto", help="of the CPU's kernels")
     parser.add_argument("--reduce-dtype", choices=REDUCE_BYTES, default="float32", help="of gradients that travel")
     arguments = parser.parse_args()
     options = {"reduce_dtype": arguments.reduce_dtype}
     if arguments.arithmetic != "auto":
         cost_model.computes_in = lambda dtype: arguments.arithmetic == "bf16"  # type: ignore[assignment]
-    worst = 0.0
-    for name in arguments.masks:
+    worst, backend = 0.0, make_backend(arguments.backend)
+    masks = [name for name in arguments.masks if backend is None or name != "dropout"]  # a device draws its own
+    for name in masks:
         attention = AttentionConfig(**MASKS[name])
         for kind, lengths in lengths_of(arguments.tokens).items():
-            errors = l2_errors(attention, lengths, arguments.algorithms, arguments.ranks, arguments.seeds, **options)
+            errors = l2_errors(
+                attention, lengths, arguments.algorithms, arguments.ranks, arguments.seeds, backend, **options
+            )
             for algorithm in arguments.algorithms:
                 alone = errors[algorithm, 1]
                 cells = []

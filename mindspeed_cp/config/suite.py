@@ -91,6 +91,12 @@ class SuiteSettings(Section):
         description="npu backend, keys between those of a call: copied: the call gets a copy without them; skipped: "
         "they are sequences without queries, without a copy; use skipped if `doctor` passes it on your CANN",
     )
+    npu_precision: Literal["input", "fp32"] = Field(
+        default="input",
+        description="npu backend, type that the operator computes in: input: that of q, k and v, to which each call "
+        "rounds its result; fp32: rows are converted, and results are rounded once; slower, use it to tell rounding "
+        "from other errors",
+    )
     p2p_groups: Literal["auto", "batched", "directional"] = Field(
         default="auto",
         description="on devices: batched: one launch for all messages of a step; directional: a group per direction, "
@@ -135,6 +141,7 @@ class SuiteSettings(Section):
             "merge": self.npu_merge,
             "statistics": self.npu_statistics,
             "key_gaps": self.npu_key_gaps,
+            "precision": self.npu_precision,
         }
 
     @property

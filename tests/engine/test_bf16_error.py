@@ -8,18 +8,11 @@ from benchmarks.bf16_error import MASKS, NAMES, l2_errors, lengths_of
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.ops.attention.cpu import cost_model
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from tests.ops.npu_oracle import OracleOperator
 
 LENGTHS = lengths_of(1200)
 DEFAULT = {("causal", "ring"), ("full", "hierarchical"), ("window", "direct"), ("GQA", "ulysses"), ("MLA", "ring")}
-
-
-def limit(has_bf16: bool, mask: str, algorithm: str) -> float:
-    """Largest ratio of errors.
-
-    With bf16 instructions one rank may cut a window into calls so small that all of them run in fp32, while a rank of
-    hierarchical, with fewer heads, cuts it into larger ones in bf16. Its error is still below that of plain causal attention.
-    """
-    return 1.4 if has_bf16 and algorithm == "hierarchical" and "window" in mask else 1.1
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])
@@ -40,4 +33,24 @@ def test_the_ranks_add_nothing(
         errors = l2_errors(AttentionConfig(**MASKS[mask]), lengths, [algorithm], ranks, 1)
         for count in ranks:
             ratios = dict(zip(NAMES, errors[algorithm, count] / errors[algorithm, 1], strict=True))
-            assert max(ratios.values()) <= limit(has_bf16, mask, algorithm), (lengths, count, ratios)
+            assert max(ratios.values()) <= 1.1, (lengths, count, ratios)
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("input", 1.5), ("fp32", 1.05)])
+@pytest.mark.parametrize(
+    ("mask", "algorithm"),
+    [
+        pytest.param(mask, name, marks=() if (mask, name) == ("GQA", "ring") else pytest.mark.thorough)
+        for mask in MASKS
+        for name in ("ring", "hierarchical", "all_gather")
+        if mask != "dropout"
+    ],
+)
+def test_the_npu_backend_adds_the_rounding_of_each_call_or_nothing(
+    mask: str, algorithm: str, precision: str, limit: float
+) -> None:
+    backend = NpuAttention(precision=precision, operator=OracleOperator())
+    for lengths in lengths_of(600).values():
+        errors = l2_errors(AttentionConfig(**MASKS[mask]), lengths, [algorithm], (8,), 1, backend)
+        ratios = dict(zip(NAMES, errors[algorithm, 8] / errors[algorithm, 1], strict=True))
+        assert max(ratios.values()) <= limit, (lengths, ratios)

@@ -103,13 +103,14 @@ CELLS = [
     st.sampled_from(("fp32", "ring_update", "triton")),
     st.sampled_from(("max_sum", "lse")),
     st.sampled_from(("copied", "skipped")),
+    st.sampled_from(("input", "fp32")),
     st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
     st.randoms(use_true_random=False),
 )
-def test_any_plan_agrees_with_fp64(cell, ranks, lowering, alibi, merge, statistics, key_gaps, dtype, rng):
+def test_any_plan_agrees_with_fp64(cell, ranks, lowering, alibi, merge, statistics, key_gaps, precision, dtype, rng):
     case = replace(problem(cell, ranks, rng), dtype=dtype)
     lowering = "tnd" if case.alibi else lowering
-    backend = NpuAttention(lowering, alibi, merge, statistics, key_gaps, OracleOperator())
+    backend = NpuAttention(lowering, alibi, merge, statistics, key_gaps, precision, OracleOperator())
     compare(case, backend, EXACT if dtype == torch.float32 else HALF)
 
 
@@ -342,18 +343,26 @@ def test_what_the_operator_does_not_compute_is_refused(options, settings, dtype,
         NpuAttention(**options).check(attention, dtype)
 
 
-@pytest.mark.parametrize("option", ["lowering", "alibi", "merge", "statistics", "key_gaps"])
+@pytest.mark.parametrize("option", ["lowering", "alibi", "merge", "statistics", "key_gaps", "precision"])
 def test_options_have_their_values(option):
     with pytest.raises(ConfigError, match=rf"npu\.{option} is 'fast'; valid: "):
         NpuAttention(**{option: "fast"})
-    others = {"lowering": "masks", "alibi": "shared", "merge": "triton", "statistics": "lse", "key_gaps": "skipped"}
+    others = {
+        "lowering": "masks",
+        "alibi": "shared",
+        "merge": "triton",
+        "statistics": "lse",
+        "key_gaps": "skipped",
+        "precision": "fp32",
+    }
     assert NpuAttention(**{option: others[option]}).key != NpuAttention().key
 
 
 def test_every_option_of_the_settings_is_one_of_the_backend():
-    suite = SuiteSettings(npu_alibi="shared", npu_statistics="lse", npu_key_gaps="skipped", backend="npu")
+    values = {"alibi": "shared", "statistics": "lse", "key_gaps": "skipped", "precision": "fp32"}
+    suite = SuiteSettings(**{f"npu_{name}": value for name, value in values.items()}, backend="npu")
     chosen = backend_from_settings(suite, "npu")
-    assert chosen == NpuAttention(alibi="shared", statistics="lse", key_gaps="skipped")
+    assert chosen == NpuAttention(**values)
     assert backend_from_settings(SuiteSettings(backend="npu"), "npu") == NpuAttention()
 
 

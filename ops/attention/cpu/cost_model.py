@@ -53,18 +53,27 @@ class CpuCostModel:
         half: bf16 or fp16.
         work: work of a pair relative to 8 heads x 64.
         native: False if inputs are bf16 or fp16 and the CPU has no instructions for them: all calls are in fp32.
+        windowed: True under a window. Backward calls are then in fp32: a window's calls are so small on one rank that
+            they are in fp32 anyway, and larger ones on other ranks would have up to 1.4 times the error.
     """
 
     direction: str
     half: bool
     work: float
     native: bool = True
+    windowed: bool = False
 
     @staticmethod
     def for_kernel(direction: str, attention: AttentionConfig, dtype: torch.dtype) -> CpuCostModel:
         """Return the costs of the kernel for an attention and a type."""
         work = attention.heads * (attention.head_dim + attention.head_dim_v) / 1024
-        return CpuCostModel(direction, dtype != torch.float32, work, computes_in(dtype))
+        windowed = attention.window is not None
+        return CpuCostModel(direction, dtype != torch.float32, work, computes_in(dtype), windowed)
+
+    @property
+    def single(self) -> bool:
+        """True if all calls are in fp32."""
+        return not self.half or not self.native or (self.windowed and self.direction == "backward")
 
     @overload
     def upcasts(self, queries: int, keys: int, merged: bool) -> bool: ...
@@ -80,7 +89,7 @@ class CpuCostModel:
             merged: True if another call writes some of its rows. Its output is then not rounded before it is merged.
         """
         small = (queries * keys <= UPCAST_PAIRS) | ((queries <= UPCAST_QUERIES) & (keys <= UPCAST_KEYS))
-        return ((small if self.direction == "backward" else merged) | (not self.native)) & self.half
+        return ((small if self.direction == "backward" else merged) | self.single) & self.half
 
     def cut(self, region: TileRegion, square_rows: int) -> tuple[bool, int]:
         """Choose the cheapest cut of a region.
@@ -119,7 +128,5 @@ class CpuCostModel:
 
     def _call(self, rows: int, keys: float) -> float:
         """Return the nanoseconds of one row of a call."""
-        pair = NS_PER_PAIR["half" if self.half and self.native else "single", self.direction][
-            (rows >= 192) + (rows >= 768)
-        ]
+        pair = NS_PER_PAIR["single" if self.single else "half", self.direction][(rows >= 192) + (rows >= 768)]
         return self.work * keys * (pair + NS_PER_KEY[self.direction] / rows) + NS_PER_CALL[self.direction] / rows

@@ -53,6 +53,8 @@ class NpuAttention(FusedBackend):
             sum of the exponentials, as of one forward; "lse": lse and 1, the same weights with nothing more kept.
         key_gaps: rows of keys between those of a call: "copied": the call gets a copy without them; "skipped": they
             are sequences without queries, and nothing is copied.
+        precision: "input": the operator gets rows in their own type, and rounds the result of each call to it; "fp32":
+            it gets them in fp32, so that results of several calls are rounded once, after they are added up.
         operator: the fused operators; None: those of torch_npu.
 
     Raises:
@@ -64,6 +66,7 @@ class NpuAttention(FusedBackend):
     merge: str = "fp32"
     statistics: str = "max_sum"
     key_gaps: str = "copied"
+    precision: str = "input"
     operator: FusedOperator | None = None
 
     # Without annotations: constants of the class, not options.
@@ -76,6 +79,7 @@ class NpuAttention(FusedBackend):
         check_choice("npu.merge", self.merge, ("fp32", "ring_update", "triton"))
         check_choice("npu.statistics", self.statistics, ("max_sum", "lse"))
         check_choice("npu.key_gaps", self.key_gaps, ("copied", "skipped"))
+        check_choice("npu.precision", self.precision, ("input", "fp32"))
 
     @property
     def deterministic(self) -> bool:
@@ -86,7 +90,7 @@ class NpuAttention(FusedBackend):
     @property
     def key(self) -> Hashable:
         """Name and options."""
-        return self.name, self.lowering, self.alibi, self.merge, self.statistics, self.key_gaps
+        return self.name, self.lowering, self.alibi, self.merge, self.statistics, self.key_gaps, self.precision
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
         """See the contract."""
@@ -143,7 +147,7 @@ class NpuAttention(FusedBackend):
     ) -> tuple[Tensor, Tensor, DropoutState, Tensor | None]:
         device = qkv[0].device
         arguments = _operator_arguments(call, attention, group, device, dropout)
-        q, k, v = (_operator_rows(x, call) for x in qkv)
+        q, k, v = (self._operator_rows(x, call) for x in qkv)
         out, softmax_max, softmax_sum, rng_state = self._operator.forward(q, k, v, arguments)
         order = statistics_order(call, arguments.heads, device)
         largest = order.to_rows(softmax_max)
@@ -174,11 +178,16 @@ class NpuAttention(FusedBackend):
         if call.layout == "BSND":
             shape = call.batch, arguments.heads, call.rows // call.batch, -1
             softmax_max, softmax_sum = softmax_max.view(shape), softmax_sum.view(shape)
-        q, k, v, out = (_operator_rows(x, call) for x in (*qkv, out))
-        dout = _without_padding(_operator_rows(dout, call), on)
+        q, k, v, out = (self._operator_rows(x, call) for x in (*qkv, out))
+        dout = _without_padding(self._operator_rows(dout, call), on)
         grads = self._operator.backward(q, k, v, dout, out, softmax_max, softmax_sum, rng_state, arguments)
         dq, dk, dv = (x.reshape(-1, *x.shape[-2:]) for x in grads)
         return dq, dk, dv
+
+    def _operator_rows(self, x: Tensor, call: FusedCall) -> Tensor:
+        """Return rows in the type that the operator gets and the layout of the call, contiguous."""
+        x = x.float().contiguous() if self.precision == "fp32" else x.contiguous()
+        return x if call.layout == "TND" else x.unflatten(0, (call.batch, -1))
 
     def _merge_duplicates(self, into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
         (out, lse), (part_out, part_lse) = into, more
@@ -227,12 +236,6 @@ def _operator_arguments(
         scale=attention.softmax_scale,
         keep_prob=1.0 - attention.dropout if dropout else 1.0,
     )
-
-
-def _operator_rows(x: Tensor, call: FusedCall) -> Tensor:
-    """Return rows in the layout of the call, contiguous."""
-    x = x.contiguous()
-    return x if call.layout == "TND" else x.unflatten(0, (call.batch, -1))
 
 
 def _without_padding(dout: Tensor, on: DeviceCall) -> Tensor:
