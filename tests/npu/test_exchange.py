@@ -16,7 +16,7 @@ def test_hccl_agrees_with_fp64_by_all_to_all_v_alone(size: int) -> None:
     """Ragged rows, ranks without rows, several rounds under way, streams that are delayed at random. A rank makes one
     call for each exchange of the plans, and no batch of sends and receives."""
     cases = [on(CASES[i], size, prefetch=1 + i % 2) for i in (0, 1, 4)]
-    ran = start(size, attend_all, cases, False, environment=ROUGH, trace=True)
+    ran = start(size, attend_all, cases, False, environment=ROUGH)
     parts = ran.values()
     for i, case in enumerate(cases):
         assert worst(case, [tensors(part[i]) for part in parts]) <= 1e-5, case
