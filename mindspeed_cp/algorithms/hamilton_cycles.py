@@ -116,7 +116,7 @@ def _unused_links(count: int, cycles: list[Path]) -> list[set[int]]:
 
 
 def _decomposed(count: int, links: list[set[int]]) -> list[Path]:
-    """Return Hamilton cycles that use all of some links, equally many from and to each rank; empty if there are none."""
+    """Return Hamilton cycles that use all links given, equally many from and to each rank; empty if there are none."""
     if len(links[0]) == 1:
         return list(_cycles_of(count, links))
     for first in _cycles_of(count, links):

@@ -79,4 +79,5 @@ def exchange_buffers(
             offset += part.size
         buffers.append(buffer)
         sizes.append(per_rank)
-    return ExchangeBuffers(*buffers, *sizes), [view for view in views if view is not None]
+    (send, receive), (send_bytes, receive_bytes) = buffers, sizes
+    return ExchangeBuffers(send, receive, send_bytes, receive_bytes), [view for view in views if view is not None]

@@ -16,7 +16,6 @@ from mindspeed_cp.comm.exchange import ExchangeBuffers
 from mindspeed_cp.comm.transport import Transfer
 from mindspeed_cp.errors import PeerError
 
-
 #: Bytes of this value are NaN in every floating-point type.
 NAN_BYTE = 0xFF
 

@@ -17,8 +17,8 @@ KINDS = ("keys", "gradients", "redistribution", "hidden_states")
 KEYS, GRADIENTS, REDISTRIBUTION, HIDDEN_STATES = range(len(KINDS))
 
 #: `bytes` from src to dst for part `part`, posted by both when timeline step `start` begins and finished in step
-#: `done`. Transfers of a part with the same `start`, `done` and `exchange` 1 are one exchange of all ranks; 0: a message
-#: by itself. Timeline steps are the plan steps with :func:`edge_steps` others before and after them.
+#: `done`. Transfers of a part with the same `start`, `done` and `exchange` 1 are one exchange of all ranks; with 0,
+#: each is a message by itself. Timeline steps are the plan steps with :func:`edge_steps` others before and after them.
 TRANSFER = np.dtype(
     [
         *((name, np.int64) for name in ("src", "dst", "start", "done", "kind", "part", "exchange")),
