@@ -10,8 +10,8 @@ that they make as few tiles as in a ring::
 
 In every step each rank computes with a share of several blocks that is as large as one block. Under a causal mask and
 the zig-zag layout its work is the ring's, because a share has its part of both chunks of each block. In the backward,
-gradients follow their pieces one step behind, as in a ring, and the last rank that sees a piece returns its gradient
-to the owner. (Wang et al. 2025, arXiv 2509.26541, for cycles in place of one ring.)
+gradients follow their pieces one step behind, as in a ring, from the first rank that sees a piece on; the last one
+returns the gradient to the owner. (Wang et al. 2025, arXiv 2509.26541, for cycles in place of one ring.)
 """
 
 from __future__ import annotations
@@ -102,21 +102,28 @@ def mesh_ring_programs(
     position = np.argsort(cycles, axis=1)[pieces.cycle, pieces.owner]
     rank_at = cycles[pieces.cycle[:, None], (position[:, None] + np.arange(ranks)) % ranks]  # [pieces, hops]
     hops = np.arange(ranks)
-    last_hop = np.where(np.take_along_axis(seen, rank_at, 1) & (hops > 0), hops, 0).max(axis=1, initial=0)
+    seen_at = np.take_along_axis(seen, rank_at, 1) & (hops > 0)
+    last_hop = np.where(seen_at, hops, 0).max(axis=1, initial=0)
+    first_hop = np.where(seen_at, hops, ranks).min(axis=1, initial=ranks)
 
     piece, hop = np.nonzero((hops > 0) & (hops <= last_hop[:, None]))
     fetches, row_at = _hops(pieces, piece, hop, rank_at)
     slot = np.where(hops == 0, 0, 1 + (hops - 1) % 2)  # by hop
     stages = hops[:-1]  # hop h is stage h - 1
     move = Hop(fetches, stages, stages, stages + 1, stages + 1, slot[:-1], slot[1:])
-    needed = seen[_piece_of(fetches, pieces), fetches.dst]
+    moved = _piece_of(fetches, pieces)
+    needed = seen[moved, fetches.dst]
     times = Schedule([move], [Buffer(fetches, stages + 1, slot[1:], needed)], 0, 0)
     contents, spans = slot_contents(keys, times)
     capacity = np.zeros((ranks, 3), np.int64)
     used = slot_capacity(keys, times)
     capacity[:, : used.shape[1]] = used
     fetch = concatenate_messages([move.fetch()])
-    reduce = concatenate_messages([*_following(move), _returns(pieces, last_hop, rank_at, row_at, slot)])
+    follows = fetches.stage >= first_hop[moved]  # stage h takes a piece from hop h
+    returns = _returns(pieces, last_hop, rank_at, row_at)
+    reduce = concatenate_messages(
+        [_gradients(fetches[follows], slot[:-1], slot[1:]), _gradients(returns, slot, np.zeros_like(slot))]
+    )
 
     documents = keys.documents
     forward_steps = int(contents["step"].max(initial=0)) + 1
@@ -151,26 +158,19 @@ def _piece_of(fetches: KvFetches, pieces: Pieces) -> np.ndarray:
     return order[np.searchsorted(pieces.start[order], fetches.start)]
 
 
-def _following(move: Hop) -> list[Messages]:
-    """Return the gradients that follow their pieces: the moves from the second on, one step later."""
-    fetch = move.fetch()
-    items = fetch.items[fetch.items["src_slot"] > 0]
-    items["start"] += 1
-    items["done"] += 1
-    return [Messages(items, fetch.runs)] if len(items) else []
-
-
-def _returns(
-    pieces: Pieces, last_hop: np.ndarray, rank_at: np.ndarray, row_at: np.ndarray, slot: np.ndarray
-) -> Messages:
-    """Return the gradients that go from the last rank that sees a piece to its owner, in the step after."""
+def _returns(pieces: Pieces, last_hop: np.ndarray, rank_at: np.ndarray, row_at: np.ndarray) -> KvFetches:
+    """Return the moves of gradients from the last rank that sees a piece to its owner; stage: the last hop."""
     piece = np.flatnonzero(last_hop)
     piece = piece[np.lexsort((pieces.start[piece], pieces.owner[piece], last_hop[piece]))]
     hop = last_hop[piece]
-    fetches = KvFetches(
+    return KvFetches(
         hop, pieces.owner[piece], rank_at[piece, hop], pieces.doc[piece], pieces.start[piece], pieces.stop[piece],
         row_at[piece, hop], pieces.row[piece],
     )  # fmt: skip
-    messages, stage = messages_of(fetches, slot, np.zeros_like(slot))
+
+
+def _gradients(moves: KvFetches, src_slot: np.ndarray, dst_slot: np.ndarray) -> Messages:
+    """Return the messages of gradients, each in the step after that in which its source computes: stage h, step h + 1."""
+    messages, stage = messages_of(moves, src_slot, dst_slot)
     messages.items["start"] = messages.items["done"] = stage + 1
     return messages
