@@ -170,7 +170,7 @@ def _returns(pieces: Pieces, last_hop: np.ndarray, rank_at: np.ndarray, row_at: 
 
 
 def _gradients(moves: KvFetches, src_slot: np.ndarray, dst_slot: np.ndarray) -> Messages:
-    """Return the messages of gradients, each in the step after that in which its source computes: stage h, step h + 1."""
+    """Return the messages of gradients: those of stage h, from the ranks that compute in step h, move in step h + 1."""
     messages, stage = messages_of(moves, src_slot, dst_slot)
     messages.items["start"] = messages.items["done"] = stage + 1
     return messages
