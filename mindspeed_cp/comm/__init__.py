@@ -6,6 +6,7 @@ from mindspeed_cp.comm.directional_groups import (
     open_directional_groups,
     warm_up,
 )
+from mindspeed_cp.comm.exchange import ExchangeBuffers, ExchangePart, exchange_buffers
 from mindspeed_cp.comm.group_transport import GroupTransport
 from mindspeed_cp.comm.groups import comm_library, group_rank, group_size, resolve_group
 from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending, InMemoryTransport
@@ -28,6 +29,8 @@ from mindspeed_cp.comm.transport import (
 __all__ = [
     "DEFAULT_TIMEOUT",
     "DirectionalGroups",
+    "ExchangeBuffers",
+    "ExchangePart",
     "GroupTransport",
     "InMemoryNetwork",
     "InMemoryPending",
@@ -41,6 +44,7 @@ __all__ = [
     "checked_timeout",
     "close_directional_groups",
     "comm_library",
+    "exchange_buffers",
     "group_rank",
     "group_size",
     "open_directional_groups",

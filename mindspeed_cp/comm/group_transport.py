@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, DirectionalGroups, connection_order
+from mindspeed_cp.comm.exchange import ExchangeBuffers
 from mindspeed_cp.comm.groups import comm_library, resolve_group
-from mindspeed_cp.comm.last_wait import note_arrival, note_wait
+from mindspeed_cp.comm.last_wait import note_arrival, note_exchange, note_wait
 from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, checked_timeout
 from mindspeed_cp.device.npu_errors import HCCL_REMEDY, is_lost_peer, short_cause
 from mindspeed_cp.errors import PeerError
@@ -68,6 +69,23 @@ class GroupTransport:
         posted = {i: self._post_one(transfers[i], directional) for i in order}
         return [posted[i] for i in indices]
 
+    def all_to_all(self, buffers: ExchangeBuffers, label: str) -> Pending:
+        """Start an exchange as one all-to-all-v in the group; see :meth:`mindspeed_cp.comm.Transport.all_to_all`."""
+        try:
+            work = dist.all_to_all_single(
+                buffers.receive,
+                buffers.send,
+                list(buffers.receive_bytes),
+                list(buffers.send_bytes),
+                group=self.group,
+                async_op=True,
+            )
+        except RuntimeError as error:
+            if self.is_unrelated(error):
+                raise
+            raise self.exchange_failure(label, error) from error
+        return _PendingExchange(self, label, work, buffers)
+
     def _connection_order(self, transfers: Sequence[Transfer]) -> list[int]:
         """Return indices of transfers in the order in which all ranks go through the edges of a step: the first
         transfer over an edge creates a communicator, for which both ends wait, and different orders could wait in a
@@ -113,6 +131,11 @@ class GroupTransport:
                 pending[i] = _PendingWork(self, transfers[i], works[min(position, len(works) - 1)])
         return [pending[i] for i in range(len(transfers))]
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the group."""
+        return len(self._global_ranks)
+
     def global_rank(self, peer: int) -> int:
         """Return the global rank of a rank of the group."""
         return self._global_ranks[peer]
@@ -125,17 +148,26 @@ class GroupTransport:
 
     def failure(self, transfer: Transfer, error: RuntimeError) -> PeerError:
         """Return the error that names the peer of a failed transfer."""
-        text = " ".join(str(error).split())
-        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-        if self.is_gloo:
-            reason = f"no answer within {self.timeout:g} s" if timed_out else f"the connection failed ({text[:160]})"
-        else:  # the timeout is that of the group or of the library
-            reason = f"the connection failed ({short_cause(str(error))})" + f"; {HCCL_REMEDY}" * self._is_hccl
         action = "sending to" if transfer.sends else "receiving from"
         return PeerError(
             f"rank {self._rank}: {action} rank {transfer.peer} (global rank {self._global_ranks[transfer.peer]}), "
-            f"{transfer.label}: {reason}"
+            f"{transfer.label}: {self._reason(error)}"
         )
+
+    def exchange_failure(self, label: str, error: RuntimeError) -> PeerError:
+        """Return the error of a failed exchange, which names no peer: all ranks take part."""
+        return PeerError(
+            f"rank {self._rank}: the exchange of all {len(self._global_ranks)} ranks, {label}: a rank died, or did not "
+            f"take part: {self._reason(error)}"
+        )
+
+    def _reason(self, error: RuntimeError) -> str:
+        text = " ".join(str(error).split())
+        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+        if self.is_gloo:
+            return f"no answer within {self.timeout:g} s" if timed_out else f"the connection failed ({text[:160]})"
+        # the timeout is that of the group or of the library
+        return f"the connection failed ({short_cause(str(error))})" + f"; {HCCL_REMEDY}" * self._is_hccl
 
 
 def split_launches(transfers: Sequence[Transfer]) -> list[list[int]]:
@@ -171,3 +203,24 @@ class _PendingWork(NamedTuple):
             if transport.is_unrelated(error):
                 raise
             raise transport.failure(self.transfer, error) from error
+
+
+class _PendingExchange(NamedTuple):
+    """A posted exchange. It keeps its buffers alive."""
+
+    transport: GroupTransport
+    label: str
+    work: Any
+    buffers: ExchangeBuffers
+
+    def wait(self) -> None:
+        """See :class:`mindspeed_cp.comm.Pending`."""
+        transport = self.transport
+        note_exchange(self.label)
+        try:
+            self.work.wait(transport.gloo_timeout) if transport.is_gloo else self.work.wait()
+            note_arrival()
+        except RuntimeError as error:
+            if transport.is_unrelated(error):
+                raise
+            raise transport.exchange_failure(self.label, error) from error

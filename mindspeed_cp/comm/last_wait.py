@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mindspeed_cp.comm.transport import Transfer
 
-_last: tuple[bool, int, str, bool] | None = None  # sends, global rank of the peer, label; True: the host still waits
+#: True to send, global rank of the peer (None: an exchange of all ranks), label, True while the host waits.
+_last: tuple[bool, int | None, str, bool] | None = None
 
 
 def note_wait(transfer: Transfer, peer: int) -> None:
@@ -16,6 +17,12 @@ def note_wait(transfer: Transfer, peer: int) -> None:
     """
     global _last
     _last = transfer.sends, peer, transfer.label, True  # not the transfer, which keeps its tensor alive
+
+
+def note_exchange(label: str) -> None:
+    """Note that the host begins to wait for an exchange of all ranks."""
+    global _last
+    _last = False, None, label, True
 
 
 def note_arrival() -> None:
@@ -30,6 +37,8 @@ def describe_last_wait() -> str:
     if _last is None:
         return "it has not waited for a message of the engine yet"
     sends, peer, label, waits = _last
-    action = "sending to" if sends else "receiving from"
+    action = (
+        "the exchange of all ranks" if peer is None else f"{'sending to' if sends else 'receiving from'} rank {peer}"
+    )
     when = "it waits for" if waits else "the last message of the engine that it waited for is"
-    return f"{when} {action} rank {peer}, {label}"
+    return f"{when} {action}, {label}"

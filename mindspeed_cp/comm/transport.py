@@ -1,4 +1,5 @@
-"""The interface of transports: transfers between two ranks, posted together and waited for one by one."""
+"""The interface of transports: transfers between two ranks, posted together and waited for one by one, and exchanges
+of all ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindspeed_cp.comm.exchange import ExchangeBuffers
 from mindspeed_cp.errors import ConfigError
 
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -49,7 +51,14 @@ class Pending(Protocol):
 
 class Transport(Protocol):
     """Carries transfers between the ranks of a group: :class:`GroupTransport` over a process group,
-    :class:`InMemoryTransport` between ranks that share one process."""
+    :class:`InMemoryTransport` between ranks that share one process.
+
+    Attributes:
+        ranks: number of ranks.
+    """
+
+    @property
+    def ranks(self) -> int: ...
 
     def post(self, transfers: Sequence[Transfer], all_to_all: bool = False) -> Sequence[Pending]:
         """Start transfers and return one :class:`Pending` for each, in the same order.
@@ -57,6 +66,18 @@ class Transport(Protocol):
         Args:
             transfers: sends and receives of this rank.
             all_to_all: True if this rank exchanges data with most other ranks.
+
+        Raises:
+            PeerError: a peer is known to be gone.
+        """
+
+    def all_to_all(self, buffers: ExchangeBuffers, label: str) -> Pending:
+        """Start an exchange of all ranks. Every rank calls it, also with empty buffers, in the order of its other
+        exchanges; the received bytes are there when it has been waited for.
+
+        Args:
+            buffers: what this rank sends, and where it receives. The caller must not touch them until then.
+            label: description for error messages.
 
         Raises:
             PeerError: a peer is known to be gone.

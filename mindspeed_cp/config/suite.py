@@ -100,8 +100,8 @@ class SuiteSettings(Section):
     p2p_groups: Literal["auto", "batched", "directional"] = Field(
         default="auto",
         description="on devices: batched: one launch for all messages of a step; directional: a group per direction, "
-        "so that each neighbour has one stream for sending and one for receiving; auto: directional for rings, else "
-        "batched",
+        "so that each neighbour has one stream for sending and one for receiving; auto: directional for rings (one "
+        "cycle), else batched",
     )
     hccl_buffer_mb: PositiveInt | None = Field(
         default=None,
@@ -162,6 +162,8 @@ class SuiteSettings(Section):
 
     @property
     def _has_rings_only(self) -> bool:
+        if self.options.get("cycles") == "all":  # a rank then has all others of its node as neighbours
+            return False
         names = (self.algorithm, *(word.partition(":")[0] for word in self.row_candidates))
         return all(ALIASES.get(name, name) in ("ring", "double_ring") for name in names)
 

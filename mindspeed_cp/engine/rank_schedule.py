@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from mindspeed_cp.engine.schedule import P2POp, RankSchedule, RankStep
+from mindspeed_cp.engine.schedule import ExchangeOp, P2POp, RankSchedule, RankStep
 from mindspeed_cp.ops.attention import AttentionBackend
 from mindspeed_cp.ops.rows import RowIndex
 from mindspeed_cp.plan import Messages, Plan, Program
+from mindspeed_cp.plan.exchanges import Exchanges
 
 
 def build_rank_schedule(
@@ -44,6 +45,8 @@ def build_rank_schedule(
         RankStep(p2p_ops[s], [(slot, lowered[s, slot]) for slot in slots if (s, slot) in lowered], wait_for[s])
         for s in range(program.steps)
     ]
+    if plan.exchange == "all_to_all":
+        steps = _with_exchanges(steps, Exchanges.of(program))
     return RankSchedule(steps, program.capacity[rank].tolist(), stores_all_rows(tiles, rows))
 
 
@@ -74,6 +77,26 @@ def _p2p_ops(program: Program, rank: int, device: torch.device) -> tuple[list[li
             p2p_ops[int(messages.items["start"][index])].append(op)
             wait_for[int(messages.items["done"][index])].append(op.number)
     return p2p_ops, wait_for
+
+
+def _with_exchanges(steps: Sequence[RankStep], exchanges: Exchanges) -> list[RankStep]:
+    """Let the messages of a rank travel in exchanges."""
+    by_parity = exchanges.of_fetch, exchanges.of_reduce
+    ops_of: list[list[P2POp]] = [[] for _ in range(len(exchanges))]
+    for op in (op for step in steps for op in step.p2p_ops):
+        ops_of[by_parity[op.reduces][op.number // 2]].append(op)
+    posted = [
+        ExchangeOp(number, ops, f"steps {start} to {done}")
+        for number, (ops, start, done) in enumerate(zip(ops_of, exchanges.start, exchanges.done, strict=True))
+    ]
+    return [
+        replace(
+            step,
+            exchanges=[posted[number] for number in np.flatnonzero(exchanges.start == s)],
+            wait_for_exchanges=np.flatnonzero(exchanges.done == s).tolist(),
+        )
+        for s, step in enumerate(steps)
+    ]
 
 
 def _p2p_op(

@@ -1,4 +1,4 @@
-"""Data of a rank's schedule: the point-to-point operations and kernel calls of every step."""
+"""Data of a rank's schedule: the point-to-point operations, exchanges and kernel calls of every step."""
 
 from __future__ import annotations
 
@@ -35,18 +35,37 @@ class P2POp:
 
 
 @dataclass(frozen=True)
+class ExchangeOp:
+    """One exchange of all ranks, as one of them executes it.
+
+    Attributes:
+        number: identifies the exchange within the program, the same on all ranks.
+        ops: the messages of this rank that travel in it; none if the rank only takes part.
+        label: description for error messages.
+    """
+
+    number: int
+    ops: Sequence[P2POp]
+    label: str
+
+
+@dataclass(frozen=True)
 class RankStep:
     """Work of one rank in one step.
 
     Attributes:
-        p2p_ops: operations to post, in the order of the plan.
+        p2p_ops: operations of messages that start, in the order of the plan.
         compute: pairs of a slot and its kernel calls.
         wait_for: numbers of the messages to wait for at the end of the step, reduces first.
+        exchanges: exchanges to post, which then carry all of `p2p_ops`; empty if messages travel by themselves.
+        wait_for_exchanges: numbers of the exchanges to wait for at the end of the step.
     """
 
     p2p_ops: Sequence[P2POp]
     compute: Sequence[tuple[int, Sequence[Any]]]
     wait_for: Sequence[int]
+    exchanges: Sequence[ExchangeOp] = ()
+    wait_for_exchanges: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ SPANS_PER_BATCH = 2**13
 #: Types in which gradients of keys and values may travel, and bytes of an element.
 REDUCE_BYTES = {"float32": 4, "bfloat16": 2}
 
+#: How messages travel: each by itself, or those with the same first and last step as one all-to-all-v of all ranks.
+EXCHANGES = ("messages", "all_to_all")
+
 #: The two programs of a plan, in the order in which ranks run them.
 DIRECTIONS = ("forward", "backward")
 
@@ -163,6 +166,7 @@ class Plan:
         linear_layout: layout of the linear layers and of the batch, if it differs from `layout`; hidden states are then
             redistributed before and after the attention module. None: `layout`.
         reduce_dtype: type in which gradients of keys and values travel ("float32", "bfloat16"); ranks sum them in fp32.
+        exchange: how the messages of the programs travel, one of `EXCHANGES` (:mod:`mindspeed_cp.plan.exchanges`).
     """
 
     algorithm: str
@@ -179,6 +183,7 @@ class Plan:
     backward_order: tuple[tuple[int, int], ...] = ()
     linear_layout: Layout | None = None
     reduce_dtype: str = "float32"
+    exchange: str = "messages"
 
     @property
     def gradient_bytes(self) -> int:

@@ -17,9 +17,13 @@ KINDS = ("keys", "gradients", "redistribution", "hidden_states")
 KEYS, GRADIENTS, REDISTRIBUTION, HIDDEN_STATES = range(len(KINDS))
 
 #: `bytes` from src to dst for part `part`, posted by both when timeline step `start` begins and finished in step
-#: `done`. Timeline steps are the plan steps with :func:`edge_steps` others before and after them.
+#: `done`. Transfers of a part with the same `start`, `done` and `exchange` 1 are one exchange of all ranks; with 0,
+#: each is a message by itself. Timeline steps are the plan steps with :func:`edge_steps` others before and after them.
 TRANSFER = np.dtype(
-    [*((name, np.int64) for name in ("src", "dst", "start", "done", "kind", "part")), ("bytes", np.float64)]
+    [
+        *((name, np.int64) for name in ("src", "dst", "start", "done", "kind", "part", "exchange")),
+        ("bytes", np.float64),
+    ]
 )
 
 
@@ -110,7 +114,7 @@ def _between_steps(plan: Plan, direction: str, element: int) -> list[np.ndarray]
                 out[name] = items[name]
             for name in ("start", "done"):
                 out[name] = plan_steps[items[name]]
-            out["kind"], out["part"] = kind, number
+            out["kind"], out["part"], out["exchange"] = kind, number, part.exchange == "all_to_all"
             out["bytes"] = items["rows"] * row[items["src"]] * float(size)
             tables.append(out)
     return tables
@@ -160,6 +164,6 @@ def _messages(
     pairs = pairs[pairs["src"] != pairs["dst"]]
     out = np.empty(len(pairs), TRANSFER)
     out["src"], out["dst"] = (pairs["dst"], pairs["src"]) if adjoint else (pairs["src"], pairs["dst"])
-    out["start"], out["done"], out["kind"], out["part"] = start, done, kind, part
+    out["start"], out["done"], out["kind"], out["part"], out["exchange"] = start, done, kind, part, 0
     out["bytes"] = pairs["rows"] * pairs["heads"] * float(row)
     return out

@@ -2,9 +2,10 @@
 
 Every rank runs the plan's steps in order, as the engine does: it posts the step's messages, computes its tiles on its
 compute stream, and waits for the messages that are due. Sends and receives have their own streams: a message travels
-from the moment at which both ends have posted it, in parallel with computation. LinkQueues are queues
-(:class:`.link_queues.LinkQueues`). Relayed messages are messages of the plan like all others: a rank posts them in the
-step after their arrival.
+from the moment at which both ends have posted it, in parallel with computation. Links are queues
+(:class:`.link_queues.LinkQueues`). An exchange begins when all ranks have posted it, and ends on all ranks when the
+last of its rows has arrived. Relayed messages are messages of the plan like all others: a rank posts them in the step
+after their arrival.
 
 Each step is simulated for all ranks at once. This is exact with one exception: where ranks share a NIC, a message of an
 earlier step is served before a message of a later step that was posted before it.
@@ -127,9 +128,12 @@ def simulate_direction(
         posted = timed[bounds[step] : bounds[step + 1]]
         if len(posted):
             src, dst = posted["src"], posted["dst"]
-            posted["begin"], posted["end"] = links.serve(src, dst, posted["bytes"], np.maximum(now[src], now[dst]))
+            both_posted = np.where(posted["exchange"], now.max(), np.maximum(now[src], now[dst]))
+            posted["begin"], posted["end"] = links.serve(src, dst, posted["bytes"], both_posted)
             for rank in (src, dst):
                 np.maximum.at(arrived, (rank, posted["done"]), posted["end"])
+            in_exchange = posted[posted["exchange"] > 0]
+            np.maximum.at(arrived.T, in_exchange["done"], in_exchange["end"][:, None])
         out[:, step, 0] = now
         out[:, step, 1] = now + kernels[:, step]
         out[:, step, 2] = now = np.maximum(out[:, step, 1], arrived[:, step])

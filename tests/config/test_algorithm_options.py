@@ -17,6 +17,8 @@ EXAMPLES = {
     "cp_window_size": 2,
     "ulysses_degree": 4,
     "prefetch": 3,
+    "exchange": "all_to_all",
+    "cycles": "all",
     "routing": False,
     "head_split": False,
     "remap": "off",

@@ -47,6 +47,7 @@ VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
     "ring": ("ring", ()),
     "ring, contiguous": ("ring", (("layout", "contiguous"),)),
     "ring, balanced": ("ring", (("layout", "balanced"),)),
+    "ring, all cycles": ("ring", (("cycles", "all"),)),
     "double_ring": ("double_ring", ()),
     "ulysses": ("ulysses", ()),
     "hybrid": ("hybrid", ()),
@@ -54,6 +55,7 @@ VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
     "direct": ("direct", ()),
     "direct, 3 rounds ahead": ("direct", (("prefetch", 3),)),
     "direct, balanced": ("direct", (("layout", "balanced"),)),
+    "direct, exchanges": ("direct", (("exchange", "all_to_all"), ("prefetch", 2))),
     "hierarchical": ("hierarchical", ()),
     "hierarchical, KV fetch": ("hierarchical", (("head_split", False), ("remap", "qkv"))),
 }

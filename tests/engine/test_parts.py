@@ -173,7 +173,7 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(ranks):
         limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
         for rank in range(ranks):
             there, back, *peaks = results[rank]
-            assert_planned_bytes_sent(said[rank], there, back, case)
+            assert_planned_bytes_sent(said[rank], there, back, case, rank)
             for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
                 got = {name: (peak[name], int(limit[rank][name])) for name in (*BUFFERS, "total")}
                 assert all(actual <= most for actual, most in got.values()), (direction, rank, case, got)

@@ -124,8 +124,8 @@ def _programs(
         shares: shares of the local block in the steps of the backward.
         alone: shares of the local block in the steps of both programs if nothing is fetched.
     """
-    contents, spans = _contents(keys, times)
-    capacity = _capacity(keys, times)
+    contents, spans = slot_contents(keys, times)
+    capacity = slot_capacity(keys, times)
     fetch = concatenate_messages([hop.fetch() for hop in times.hops])
     documents, none = keys.documents, Messages.empty()
     if not len(fetch):
@@ -143,7 +143,7 @@ def _programs(
     )  # fmt: skip
 
 
-def _contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray]:
+def slot_contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """Return the contents of all slots, local blocks first, and the spans that they refer to."""
     local = np.zeros(keys.ranks, CONTENT)
     local["rank"], local["first"], local["count"] = np.arange(keys.ranks), keys.span_offsets[:-1], np.diff(
@@ -167,7 +167,7 @@ def _contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray]:
     return sorted_contents(np.concatenate(contents)), np.concatenate(spans)
 
 
-def _capacity(keys: Layout, times: Schedule) -> np.ndarray:
+def slot_capacity(keys: Layout, times: Schedule) -> np.ndarray:
     """Return the rows of every slot, int64 [ranks, slots]."""
     slots = 1 + max((int(hop.dst_slot.max(initial=0)) for hop in times.hops), default=0)
     capacity = np.zeros((keys.ranks, slots), np.int64)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mindspeed_cp.errors import PlanError
 from mindspeed_cp.layout import Layout
-from mindspeed_cp.plan.program import Plan, Program
+from mindspeed_cp.plan.program import EXCHANGES, Plan, Program
 from mindspeed_cp.plan.verify.explain import raise_wrong_gradient, raise_wrong_query
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
 from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
@@ -68,6 +68,8 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
 def _prove(plan: Plan, seed: int) -> None:
     """Prove a plan without parts."""
     attention = plan.attention
+    if plan.exchange not in EXCHANGES:
+        raise PlanError(f"exchange is {plan.exchange!r}; valid: {', '.join(EXCHANGES)}")
     _check_layouts(plan)
     _check_heads(plan)
     for name in ("q_redistribution", "kv_redistribution"):

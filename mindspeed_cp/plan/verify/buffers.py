@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_cp.layout import Redistribution, ragged_arange
+from mindspeed_cp.plan.exchanges import aligned
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages
 
@@ -63,15 +64,10 @@ def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_ro
         summed[program.contents["rank"], program.contents["slot"]] = True
         summed[program.reduce.items["dst"], program.reduce.items["dst_slot"]] = True
         gradients = program.capacity * summed * kv_width[:, None] * 4
-    staging = np.zeros((program.steps, plan.ranks), np.int64)
-    fetch, reduce = program.fetch, program.reduce
-    gathered, every = ~reduce.is_contiguous("src"), np.ones(len(reduce), bool)
-    _add_staging(staging, fetch, size, ~fetch.is_contiguous("src"), ~fetch.is_contiguous("dst"))
-    if plan.gradient_bytes == 4:
-        _add_staging(staging, reduce, 4, gathered, every)
-    else:  # rounded copies are sent; scattered rows are copied in fp32 before that, and when they are added
-        _add_staging(staging, reduce, plan.gradient_bytes, every, every)
-        _add_staging(staging, reduce, 4, gathered, ~reduce.is_contiguous("dst"))
+    if plan.exchange == "all_to_all":
+        staging = _exchange_staging(plan, program, size)
+    else:
+        staging = _message_staging(plan, program, size) * kv_width
 
     qk, v = attention.head_dim, attention.head_dim_v
     q, kv = plan.q_redistribution, plan.kv_redistribution
@@ -86,7 +82,7 @@ def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_ro
     return BufferBytes(
         kv=program.capacity[:, 1:].sum(1) * kv_width * size,
         gradients=gradients,
-        staging=staging * kv_width,
+        staging=staging,
         saved_inputs=_result_bytes(plan, saved, adjoint=False),
         inputs=_result_bytes(plan, inputs, adjoint=False),
         outputs=_result_bytes(plan, outputs, adjoint=True),
@@ -157,6 +153,42 @@ def staging_volume(redistribution: Redistribution, adjoint: bool, rows: Rows = N
 
 def _is_one_run(first: np.ndarray, rows: np.ndarray) -> bool:
     return bool((first[1:] == first[:-1] + rows[:-1]).all())
+
+
+def _message_staging(plan: Plan, program: Program, size: int) -> np.ndarray:
+    """Return the staging of messages that travel by themselves, in bytes of one channel, int64 [steps, ranks]."""
+    staging = np.zeros((program.steps, plan.ranks), np.int64)
+    fetch, reduce = program.fetch, program.reduce
+    gathered, every = ~reduce.is_contiguous("src"), np.ones(len(reduce), bool)
+    _add_staging(staging, fetch, size, ~fetch.is_contiguous("src"), ~fetch.is_contiguous("dst"))
+    if plan.gradient_bytes == 4:
+        _add_staging(staging, reduce, 4, gathered, every)
+    else:  # rounded copies are sent; scattered rows are copied in fp32 before that, and when they are added
+        _add_staging(staging, reduce, plan.gradient_bytes, every, every)
+        _add_staging(staging, reduce, 4, gathered, ~reduce.is_contiguous("dst"))
+    return staging
+
+
+def _exchange_staging(plan: Plan, program: Program, size: int) -> np.ndarray:
+    """Return the buffers of exchanges, in bytes, int64 [steps, ranks]: packed rows at both ends of every message, and
+    copies of scattered rows while they are packed, or are added in another type."""
+    attention, rounded = plan.attention, plan.gradient_bytes < 4
+    heads = plan.kv_layout_compute.head_counts(attention.kv_heads)
+    staging = np.zeros((program.steps, plan.ranks), np.int64)
+    kinds = ((program.fetch, size, size, False), (program.reduce, plan.gradient_bytes, 4, rounded))
+    for messages, element, own_element, is_converted in kinds:
+        scattered = {side: ~messages.is_contiguous(side) for side in ("src", "dst")}
+        for index, item in enumerate(messages.items):
+            channels = [
+                int(item["rows"] * heads[item["src"]]) * width for width in (attention.head_dim, attention.head_dim_v)
+            ]
+            packed, copied = (sum(aligned(n * element) for n in channels), max(channels) * own_element)
+            steps = slice(item["start"], item["done"] + 1)
+            for side, copies in (("src", True), ("dst", is_converted)):
+                staging[steps, item[side]] += packed
+                step = item["start"] if side == "src" else item["done"]
+                staging[step, item[side]] += copied * (copies and scattered[side][index])
+    return staging
 
 
 def _add_staging(
