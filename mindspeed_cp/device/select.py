@@ -13,6 +13,7 @@ import re
 import sys
 from typing import Any
 
+from mindspeed_cp.device.npu_profile import NpuIdentity
 from mindspeed_cp.errors import ConfigError
 
 #: Minimum CANN (major, minor) from a release of torch on. The READMEs in the wheels of torch-npu pair 2.7.1 and 2.8.0
@@ -122,6 +123,16 @@ def cann_version(module: str = "CANN") -> str | None:
         return get_cann_version(module) or None
     except RuntimeError:
         return None
+
+
+def npu_identity() -> NpuIdentity:
+    """Return the name of the first NPU, and the versions of torch-npu and CANN."""
+    import torch
+    import torch_npu
+
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    name = str(npu.get_device_name(0))
+    return NpuIdentity(name, _release(str(torch_npu.__version__)), cann_version())
 
 
 def min_cann(torch_version: str | None = None) -> str:
