@@ -143,7 +143,7 @@ def measure_habit(case: HabitCase, dtype: str, seed: int, operator: FusedOperato
     recorder = RecordingOperator(TorchNpuOperator() if operator is None else operator)
     backend = NpuAttention(**case.case.npu, operator=recorder)
     plan = plan_of(case.case, documents, keys)
-    with _deterministic(case.condition.deterministic):
+    with deterministic_algorithms(case.condition.deterministic):
         first, templates = _run(plan, rows, backend), describe_templates(recorder.calls)
         start = time.perf_counter()
         second = _run(plan, rows, backend)
@@ -167,7 +167,8 @@ def _run(plan: Plan, rows: Sequence[Tensor], backend: NpuAttention) -> dict[str,
 
 
 @contextmanager
-def _deterministic(enabled: bool) -> Iterator[None]:
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Set torch.use_deterministic_algorithms within the block."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(enabled)
     try:
