@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from mindspeed_cp.doctor.cann_templates import (
     SOURCES,
@@ -18,12 +15,9 @@ from mindspeed_cp.doctor.cann_templates import (
     gradient_template,
 )
 from mindspeed_cp.doctor.habit_cases import HABIT_CASES, HabitCase
-from mindspeed_cp.doctor.habits import RecordingOperator, deterministic_algorithms, habit_calls
-from mindspeed_cp.doctor.operator import DTYPES, plan_of
-from mindspeed_cp.engine import attend_in_process
-from mindspeed_cp.layout import Documents
-from mindspeed_cp.ops.attention.npu.backend import NpuAttention
-from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
+from mindspeed_cp.doctor.habits import habit_calls
+from mindspeed_cp.doctor.operator import DTYPES
+from tests.doctor.habit_calls import calls_of
 
 BASIC, NEWER = SOURCES
 CAUSAL = CallShape("bf16", "TND", 2, 1, 64, 64, (1100, 1000), (1100, 1000), sparse_mode=3, has_mask=True)
@@ -93,47 +87,6 @@ def test_forward(change: dict, template: tuple[str, str]) -> None:
 
 def test_where_the_sources_differ_both_are_named() -> None:
     assert describe_templates([CAUSAL, CAUSAL]) == ["forward varlen", "gradient basic or SameAB"]
-
-
-class NoArithmetic:
-    """Fused operators whose results are zeros."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments
-    ) -> tuple[Tensor, Tensor, Tensor, DropoutState]:
-        statistics = torch.ones(*q.shape[:-1], 8)
-        if arguments.layout == "BSND":
-            statistics = statistics.transpose(1, 2)
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), statistics, statistics, (0, 0, 0)
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, *more: object) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
-    def update(self, *parts: object) -> tuple[Tensor, ...]:
-        raise AssertionError("no row merges by the operator")
-
-
-def calls_of(case: HabitCase, dtype: str) -> tuple[CallShape, ...]:
-    """Return the calls that the backend makes of a row."""
-    return _calls(HABIT_CASES.index(case), dtype)
-
-
-@cache
-def _calls(index: int, dtype: str) -> tuple[CallShape, ...]:
-    case = HABIT_CASES[index]
-    attention, q_lengths = case.case.attention, case.case.lengths
-    kv_lengths = q_lengths if case.case.kv_lengths is None else case.case.kv_lengths
-    q = torch.zeros(sum(q_lengths), attention.heads, attention.head_dim, dtype=DTYPES[dtype])
-    k, v = (
-        torch.zeros(sum(kv_lengths), attention.kv_heads, width, dtype=DTYPES[dtype])
-        for width in (attention.head_dim, attention.head_dim_v)
-    )
-    recorder = RecordingOperator(NoArithmetic())
-    plan = plan_of(case.case, Documents(q_lengths), Documents(kv_lengths))
-    with deterministic_algorithms(case.condition.deterministic):
-        backend = NpuAttention(**case.case.npu, operator=recorder)
-        attend_in_process(plan, q, k, v, q.new_zeros(*q.shape[:-1], attention.head_dim_v), backend)
-    return tuple(recorder.calls)
 
 
 def reached(cases: tuple[HabitCase, ...], dtype: str, source: str) -> set[str]:
