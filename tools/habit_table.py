@@ -9,7 +9,10 @@ from mindspeed_cp.doctor.cann_templates import SOURCES, CallShape, forward_templ
 from mindspeed_cp.doctor.habit_cases import HABIT_CASES, HabitCase
 from tests.doctor.habit_calls import calls_of
 
-HEAD = "| row | variant | counts for | forward, bf16 and fp16 | gradient, bf16 and fp16 | gradient, fp32 |\n|---|---|---|---|---|---|\n"
+HEAD = (
+    "| row | variant | counts for | forward, bf16 and fp16 | gradient, bf16 and fp16 | gradient, fp32 |\n"
+    "|---|---|---|---|---|---|\n"
+)
 
 
 def rows_page(page: str) -> str:

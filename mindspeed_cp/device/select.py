@@ -131,8 +131,11 @@ def npu_identity() -> NpuIdentity:
     import torch_npu
 
     npu: Any = torch.npu  # type: ignore[attr-defined]
-    name = str(npu.get_device_name(0))
-    return NpuIdentity(name, _release(str(torch_npu.__version__)), cann_version())
+    try:
+        version = importlib.metadata.version("torch-npu")  # with .post1, which has other host code
+    except importlib.metadata.PackageNotFoundError:  # a source tree
+        version = str(torch_npu.__version__)
+    return NpuIdentity(str(npu.get_device_name(0)), version, cann_version())
 
 
 def min_cann(torch_version: str | None = None) -> str:

@@ -128,15 +128,16 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(f"note: {report['network']['note']}")
     failed = sum(not check["ok"] for check in report["checks"])
     total = len(report["checks"])
+    profile = report.get("npu_profile") or {"rows": []}
     failed_links = [row["case"] for row in report["links"] if not row["ok"]]
     if report["ok"]:
         links = f"; all {len(report['links'])} rings of this machine's NPUs work" if report["links"] else ""
-        print(f"ok: all {total} checks of the attention operator agree with the fp64 reference{links}")
+        rows = f"; so do all {len(profile['rows'])} rows of the npu backend's variants" if profile["rows"] else ""
+        print(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}{links}")
     elif failed:
         print(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
     elif not total and all(row["ok"] for row in report["requirements"]):
         print("FAILED: no backend of the attention operator runs here")
-    profile = report.get("npu_profile") or {"rows": []}
     failed_rows = list(dict.fromkeys(row["name"] for row in profile["rows"] if not row["ok"]))
     if failed_rows:
         names = ", ".join(failed_rows[:6]) + f" and {len(failed_rows) - 6} more" * (len(failed_rows) > 6)
