@@ -65,17 +65,18 @@ def failed(report: dict[str, Any]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "option", "settings"),
+    ("fault", "option", "ranks", "settings"),
     [
-        (SUM_OF_ONE, "statistics", ()),
-        pytest.param(GAPS, "key_gaps", (), marks=pytest.mark.thorough),
-        pytest.param(STARTS_FIRST, "alibi", ("model.position_embedding_type=alibi",), marks=pytest.mark.thorough),
+        (SUM_OF_ONE, "statistics", 2, ()),
+        pytest.param(GAPS, "key_gaps", 3, (), marks=pytest.mark.thorough),  # a ring of two has no gaps
+        pytest.param(STARTS_FIRST, "alibi", 2, ("model.position_embedding_type=alibi",), marks=pytest.mark.thorough),
     ],
     ids=["statistics", "key gaps", "ALiBi"],
 )
 def test_a_broken_habit_is_left_out_and_the_losses_are_those_without_the_fault(
     fault: str,
     option: str,
+    ranks: int,
     settings: tuple[str, ...],
     corpus: Path,  # noqa: F811
     tmp_path: Path,
@@ -90,7 +91,7 @@ def test_a_broken_habit_is_left_out_and_the_losses_are_those_without_the_fault(
 
     def run(name: str, *more: str) -> list[float]:
         common = (f"data.corpus={corpus}", "train.device=npu", "train.train_iters=2", *settings)
-        lines = train(2, tmp_path / name, *common, "context_parallel_suite.algorithm=ring", *more)
+        lines = train(ranks, tmp_path / name, *common, "context_parallel_suite.algorithm=ring", *more)
         return [line[key] for line in lines for key in ("loss", "grad_norm")]
 
     sound = run("sound")
