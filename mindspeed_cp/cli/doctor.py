@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,18 @@ def doctor(
         float | None,
         typer.Option(help="Time limit in seconds for the links between NPUs. Default: 120, plus 15 per NPU."),
     ] = None,
+    npu_profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write: which variants of the npu backend this NPU computes right, for the settings' "
+            "npu_profile.",
+            show_default=False,
+        ),
+    ] = None,
+    row_seconds: Annotated[
+        float | None,
+        typer.Option(help="Time limit in seconds for each check of an NPU. Default: 60.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Check this machine: versions, devices, links, and the attention operator against the fp64 reference."""
@@ -23,14 +36,25 @@ def doctor(
         raise ConfigError(f"--device {device}: cannot be checked; valid: auto, cpu, cuda, npu")
     if link_seconds is not None and not link_seconds > 0:
         raise ConfigError(f"--link-seconds {link_seconds:g}: must be more than 0, or left out")
+    if row_seconds is not None and not row_seconds > 0:
+        raise ConfigError(f"--row-seconds {row_seconds:g}: must be more than 0, or left out")
+    if npu_profile is not None and device not in ("auto", "npu"):
+        raise ConfigError(f"--npu-profile {npu_profile}: --device {device} has none; use --device npu, or leave it out")
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
         return _versions_alone(as_json)
     from mindspeed_cp.doctor import run_checks, write_report
+    from mindspeed_cp.doctor.npu_rows import check_profile_path, write_profile
 
-    report = run_checks(device, link_seconds=link_seconds)
+    if npu_profile is not None:
+        check_profile_path(npu_profile)
+    report = run_checks(device, link_seconds=link_seconds, row_seconds=row_seconds)
     write_report(report, as_json=as_json)
+    if npu_profile is not None:
+        if report["npu_profile"] is None:
+            raise ConfigError(f"--npu-profile {npu_profile}: no NPU was checked, so it was not written")
+        write_profile(report["npu_profile"], npu_profile)
     return 0 if report["ok"] else 1
 
 

@@ -18,7 +18,8 @@ from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.device.npu_limits import check_npu_limits
 from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.schema.messages import bad_value
+from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.schema.messages import SettingError, bad_value
 
 #: Key of each feature of the table of capabilities; an error names the key of the first feature of a refusal.
 KEY_OF_FEATURE = {
@@ -115,7 +116,8 @@ def _check_capabilities(settings: Sections) -> None:
             raise bad_value("train.bf16", False, rule)
         if device == "npu":
             heads = max(1, attention.heads // settings.train.tensor_model_parallel_size)
-            check_npu_limits(replace(attention, heads=heads, kv_heads=heads), suite.npu_lowering)
+            lowering = _check_npu_variants(settings, attention)["lowering"]
+            check_npu_limits(replace(attention, heads=heads, kv_heads=heads), lowering)
         return
     key = next(
         (KEY_OF_FEATURE[feature] for feature in KEY_OF_FEATURE if feature in row.where),
@@ -124,6 +126,15 @@ def _check_capabilities(settings: Sections) -> None:
     section, name = key.split(".")
     value = getattr(getattr(settings, section), name)
     raise bad_value(key, value, f"{row} (algorithm {suite.algorithm}, backend {suite.backend})")
+
+
+def _check_npu_variants(settings: Sections, attention: AttentionConfig) -> dict[str, str]:
+    """Return the options of the npu backend; check that npu_profile can be read and leaves each one a variant."""
+    dtype = "bf16" if settings.train.bf16 else "fp32"
+    try:
+        return settings.context_parallel_suite.npu_options(attention, dtype, settings.train.deterministic_mode)
+    except SettingError as error:
+        raise error.with_prefix(f"{SUITE_SECTION}.") from None
 
 
 def _check_heads(settings: Sections) -> None:

@@ -18,8 +18,9 @@ from mindspeed_cp.config.aliases import (
     read_algorithm,
     translate_megatron_keys,
 )
+from mindspeed_cp.device.npu_variants import DEFAULTS, Need, profile_of_process, profile_variants
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan import RANK_LIMIT, Topology
+from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value, unknown_key
 from mindspeed_cp.schema.yaml_file import apply_overrides, read_settings_file, with_file_location
@@ -66,30 +67,38 @@ class SuiteSettings(Section):
     backend: Literal["auto", "cpu", "npu", "cuda"] = Field(
         default="auto", description="implementation of the attention operator; auto: of the device"
     )
-    npu_lowering: Literal["tnd", "masks"] = Field(
-        default="tnd",
-        description="npu backend: tnd: packed sequences and compressed masks; masks: one call per step with a mask of "
-        "its rows and keys; use masks if `doctor` shows that your CANN fails on packed sequences",
+    npu_profile: str | None = Field(
+        default=None,
+        min_length=1,
+        description="npu backend: file of `mindspeed-cp doctor --device npu --npu-profile FILE`, by which each null of "
+        "npu_lowering, npu_alibi, npu_statistics and npu_key_gaps becomes the fastest variant that this device "
+        "computes right; null: their first values",
     )
-    npu_alibi: Literal["split", "shared"] = Field(
-        default="split",
+    npu_lowering: Literal["tnd", "masks"] | None = Field(
+        default=None,
+        description="npu backend: tnd: packed sequences and compressed masks; masks: one call per step with a mask of "
+        "its rows and keys; use masks if `doctor` shows that your CANN fails on packed sequences; null: by "
+        "npu_profile, without one tnd",
+    )
+    npu_alibi: Literal["split", "shared"] | None = Field(
+        default=None,
         description="npu backend, ALiBi: split: one call per square; shared: squares beside the diagonal share a call, "
-        "whose statistics are corrected, which takes far fewer calls; use shared if `doctor` passes it on your CANN",
+        "whose statistics are corrected, which takes far fewer calls; null: by npu_profile, without one split",
     )
     npu_merge: Literal["fp32", "ring_update", "triton"] = Field(
         default="fp32",
         description="npu backend, merge of partial results: fp32: in torch; ring_update: npu_ring_attention_update; "
         "triton: one kernel, needs triton-ascend; use the latter two to save kernel launches if `doctor` passes them",
     )
-    npu_statistics: Literal["max_sum", "lse"] = Field(
-        default="max_sum",
+    npu_statistics: Literal["max_sum", "lse"] | None = Field(
+        default=None,
         description="npu backend, statistics that the gradient gets: max_sum: largest score and sum of a row over all "
-        "keys; lse: lse and 1, which keeps less for the backward; use lse if `doctor` passes it on your CANN",
+        "keys; lse: lse and 1, which keeps less for the backward; null: by npu_profile, without one max_sum",
     )
-    npu_key_gaps: Literal["copied", "skipped"] = Field(
-        default="copied",
+    npu_key_gaps: Literal["copied", "skipped"] | None = Field(
+        default=None,
         description="npu backend, keys between those of a call: copied: the call gets a copy without them; skipped: "
-        "they are sequences without queries, without a copy; use skipped if `doctor` passes it on your CANN",
+        "they are sequences without queries, without a copy; null: by npu_profile, without one copied",
     )
     npu_precision: Literal["input", "fp32"] = Field(
         default="input",
@@ -133,16 +142,27 @@ class SuiteSettings(Section):
         return dict(self.model_extra or {})
 
     @property
-    def npu_options(self) -> dict[str, str]:
-        """Options of the npu backend."""
-        return {
-            "lowering": self.npu_lowering,
-            "alibi": self.npu_alibi,
-            "merge": self.npu_merge,
-            "statistics": self.npu_statistics,
-            "key_gaps": self.npu_key_gaps,
-            "precision": self.npu_precision,
-        }
+    def npu_variants(self) -> dict[str, str]:
+        """Variants of the npu backend that are given, not left to npu_profile or to their defaults."""
+        given = {option: getattr(self, f"npu_{option}") for option in DEFAULTS}
+        return {option: variant for option, variant in given.items() if variant is not None}
+
+    def npu_options(self, attention: AttentionConfig, dtype: str, deterministic: bool) -> dict[str, str]:
+        """Return the options of the npu backend for an attention.
+
+        Args:
+            attention: attention of a layer.
+            dtype: "fp32", "fp16" or "bf16".
+            deterministic: True under torch.use_deterministic_algorithms.
+
+        Raises:
+            SettingError: npu_profile cannot be read, or leaves no variant that is right.
+        """
+        given = {"merge": self.npu_merge, "precision": self.npu_precision, **self.npu_variants}
+        if self.npu_profile is None:
+            return DEFAULTS | given
+        need = Need.of_attention(attention, "fp32" if self.npu_precision == "fp32" else dtype, deterministic)
+        return given | profile_variants(self.npu_profile, need, tuple(self.npu_variants.items()))
 
     @property
     def row_candidates(self) -> list[str]:
@@ -210,6 +230,12 @@ class SuiteSettings(Section):
                     f"to leave it out: {name}: null, on the command line --set context_parallel_suite.{name}=null"
                 )
                 raise bad_value(name, value, rule)
+        return self
+
+    @model_validator(mode="after")
+    def _read_npu_profile(self) -> SuiteSettings:
+        if self.npu_profile is not None:
+            profile_of_process(self.npu_profile)
         return self
 
     @model_validator(mode="after")

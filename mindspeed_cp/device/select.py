@@ -13,6 +13,7 @@ import re
 import sys
 from typing import Any
 
+from mindspeed_cp.device.npu_profile import NpuIdentity
 from mindspeed_cp.errors import ConfigError
 
 #: Minimum CANN (major, minor) from a release of torch on. The READMEs in the wheels of torch-npu pair 2.7.1 and 2.8.0
@@ -122,6 +123,19 @@ def cann_version(module: str = "CANN") -> str | None:
         return get_cann_version(module) or None
     except RuntimeError:
         return None
+
+
+def npu_identity() -> NpuIdentity:
+    """Return the name of the first NPU, and the versions of torch-npu and CANN."""
+    import torch
+    import torch_npu
+
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    try:
+        version = importlib.metadata.version("torch-npu")  # with .post1, which has other host code
+    except importlib.metadata.PackageNotFoundError:  # a source tree
+        version = str(torch_npu.__version__)
+    return NpuIdentity(str(npu.get_device_name(0)), version, cann_version())
 
 
 def min_cann(torch_version: str | None = None) -> str:

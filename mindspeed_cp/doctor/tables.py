@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_cp.device.npu_profile import NpuProfile
 from mindspeed_cp.device.open_files import largest_run
 from mindspeed_cp.doctor.operator import RESULT_NAMES
+from mindspeed_cp.doctor.profile_tables import profile_tables
 from mindspeed_cp.report.text import Table
 
 
 def report_tables(report: dict[str, Any]) -> list[Table]:
-    """Return the tables: versions, devices, checks of the operator, rings between NPUs, the network."""
+    """Return the tables: versions, devices, checks of the operator, variants of the npu backend, rings between NPUs,
+    the network."""
     machine = report["machine"]
     known = {row["package"]: row for row in report.get("version_status", ())}
     versions = [(name, _version(version, known.get(name))) for name, version in report["versions"].items()]
@@ -47,6 +50,8 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
             (", ".join(row["where"]) or "everything", row["dtype"], row["kernel"]) for row in report["kernels"]
         )
         tables.insert(2, Table("Kernels of the cuda backend", ("attention", "type", "served by"), rows))
+    if report.get("npu_profile"):
+        tables += profile_tables(NpuProfile(**report["npu_profile"]))
     if report.get("fused_operators"):
         fused = [
             (

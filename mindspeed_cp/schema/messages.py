@@ -133,7 +133,7 @@ def _describe_type(annotation: Any, bounds: str) -> str:
         words = [format_value(a) if isinstance(a, bool) else str(a) for a in arguments]
         return ("one of " if len(words) > 1 else "") + ", ".join(words)
     if origin is list:
-        return f"a list of {_PLURALS[arguments[0]]}"
+        return f"a list of {_PLURALS.get(arguments[0], 'sections')}"
     text = _SCALARS.get(
         annotation,
         "a section" if isinstance(annotation, type) and issubclass(annotation, BaseModel) else str(annotation),

@@ -185,7 +185,8 @@ class MicroBatchLoader:
         if self._verifies:
             verify_plan(plan)
         device = self._world.device
-        prepare(plan, self._world.cp_rank, self._dtype, backend_from_settings(self._suite, device.type), device)
+        backend = backend_from_settings(self._suite, device.type, plan.attention, self._dtype)
+        prepare(plan, self._world.cp_rank, self._dtype, backend, device)
         if plan.linear_layout is not None:
             # Hidden states move: under sequence parallelism, this rank's share of the rows.
             shares = self._rows_multiple

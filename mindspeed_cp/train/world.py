@@ -23,6 +23,7 @@ from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.device.select import batched_launches_problem, cann_version, set_hccl_timeouts
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
+from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.train.device import COLLECTIVE_LIBRARIES, device_memory, pick_device
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
@@ -154,6 +155,8 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
         keep_freed_memory()
     else:
         check_memory(settings, local_size, device_memory(device) * local_size, size)
+    if device.type == "npu" and settings.context_parallel_suite.npu_profile is not None:
+        check_npu_profile(settings.context_parallel_suite.npu_profile)
     torch.set_num_threads(settings.train.threads_per_rank or max(1, _cores() // local_size))
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     suite = settings.context_parallel_suite

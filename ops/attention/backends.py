@@ -5,15 +5,25 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
+
+from mindspeed_cp.device.npu_profile import check_profile_device
+from mindspeed_cp.device.npu_variants import profile_of_process
+from mindspeed_cp.device.select import npu_identity
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from mindspeed_cp.ops.attention.npu.fused_operator import loaded_torch_npu
+from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.schema.messages import short_repr
 
 #: Backends with their default options. The npu backend imports torch_npu at its first computation.
 BACKENDS: dict[str, AttentionBackend] = {"cpu": CpuAttention(), "npu": NpuAttention(), "cuda": CudaAttention()}
+
+#: Names of the types that profiles of NPUs use.
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def get_backend(name: str) -> AttentionBackend:
@@ -32,19 +42,37 @@ def _npu(**options: Any) -> NpuAttention:
     return NpuAttention(**options)
 
 
-def backend_from_settings(suite: Any, device_type: str) -> AttentionBackend:
+def backend_from_settings(
+    suite: Any, device_type: str, attention: AttentionConfig, dtype: torch.dtype
+) -> AttentionBackend:
     """Return the backend that settings choose for tensors of a device type.
 
     Args:
-        suite: section context_parallel_suite; `backend` and, if present, `npu_options` are read.
+        suite: section context_parallel_suite; `backend` and, if present, `npu_options` and `npu_profile` are read.
         device_type: device type of the tensors.
+        attention: attention of the layer.
+        dtype: type of q, k and v.
 
     Raises:
-        ConfigError: as for :func:`backend_for_device`.
+        ConfigError: as for :func:`backend_for_device`; or npu_profile is damaged, of another device, or leaves no
+            variant that is right.
     """
-    options = getattr(suite, "npu_options", None)
     name = device_type if suite.backend == "auto" else suite.backend
-    return backend_for_device(device_type, _npu(**options) if name == "npu" and options else name)
+    if name != "npu" or not hasattr(suite, "npu_options"):
+        return backend_for_device(device_type, name)
+    if device_type == "npu" and suite.npu_profile is not None:
+        check_npu_profile(suite.npu_profile)
+    if dtype not in DTYPE_NAMES:
+        return backend_for_device(device_type, name)  # the backend refuses the type
+    options = suite.npu_options(attention, DTYPE_NAMES[dtype], torch.are_deterministic_algorithms_enabled())
+    return backend_for_device(device_type, _npu(**options))
+
+
+@cache
+def check_npu_profile(path: str) -> None:
+    """Raise ConfigError unless the profile of a file is of the NPU and the versions of this process."""
+    loaded_torch_npu()
+    check_profile_device(profile_of_process(path), path, npu_identity())
 
 
 def backend_for_device(device_type: str, backend: str | AttentionBackend | None = None) -> AttentionBackend:

@@ -16,6 +16,7 @@ the scores stay small in memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from tests.host_cann import oracle_faults as faults
 from tests.host_cann.oracle_dropout import kept
 from tests.host_cann.oracle_masks import Sight, sight
 from tests.host_cann.oracle_problem import Problem, Rows
+from tests.limits import HANG
 
 FLT_MAX = torch.finfo(torch.float32).max
 BLOCK = 2**23  # scores of a block
@@ -60,6 +62,8 @@ def bias(p: Problem, index: int, first: int, last: int) -> Tensor | None:
     q_start, kv_start = p.starts
     if faults.on(faults.KV_START):
         kv_start = 0
+    if faults.on(faults.STARTS_FIRST) and index:
+        q_start = kv_start = 0
     i = torch.arange(first, last)[:, None] + q_start
     j = torch.arange(p.sequences[index].sizes[1])[None] + kv_start
     far = (j - i).abs().float()
@@ -117,16 +121,31 @@ def statistics(p: Problem, memory: Tensor, rows: Rows, tnd: bool) -> Tensor:
     return memory[rows.q0 * n * 8 : rows.q1 * n * 8].view(n, -1, 8)
 
 
+def keys_of(p: Problem, index: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a sequence, fp32 [heads, Skv, dim]."""
+    rows = p.sequences[index]
+    first = rows.k0
+    if faults.on(faults.GAPS):
+        first = sum(x.sizes[1] for x in p.sequences[:index] if x.sizes[0])
+    k, v = (of_heads(x, first, first + rows.sizes[1], p.heads) for x in (p.key, p.value))
+    equal = p.packed and len({size for x in p.sequences for size in x.sizes}) == 1
+    if faults.on(faults.EQUAL_LENGTHS) and equal and k.shape[2] == 128 and p.pse is None:
+        return k.roll(1, 1), v.roll(1, 1)
+    return k, v
+
+
 def forward(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """out [T, N, Dv] of the type of query; max and sum, flat [T * N * 8] in the order of memory."""
     t, n = p.query.shape[0], p.heads
     out = torch.zeros(t, n, p.value.shape[2], dtype=p.query.dtype)
     largest, total = torch.zeros(t * n * 8), torch.zeros(t * n * 8)
+    if faults.on(faults.BAND_HANGS) and p.sparse_mode == 4:
+        time.sleep(HANG)
     tnd = p.same_as_input or (p.packed and faults.on(faults.ORDER))
     for index, rows in enumerate(p.sequences):
         if not rows.sizes[0]:
             continue
-        k, v = (of_heads(x, rows.k0, rows.k1, n) for x in (p.key, p.value))
+        k, v = keys_of(p, index)
         for first, last in blocks(p, index):
             q = of_heads(p.query, rows.q0 + first, rows.q0 + last, n)
             s, hides = scores(p, index, first, last, q, k)
@@ -168,13 +187,16 @@ def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor
     for index, rows in enumerate(p.sequences):
         if not rows.sizes[0]:
             continue
-        k, v = (of_heads(x, rows.k0, rows.k1, n) for x in (p.key, p.value))
+        k, v = keys_of(p, index)
         m, sums = (statistics(p, x, rows, p.same_as_input)[..., :1] for x in (largest, total))
         for first, last in blocks(p, index):
             a, b = rows.q0 + first, rows.q0 + last
             q, g, o = (of_heads(x, a, b, n) for x in (p.query, dy, out))
             s, hides = scores(p, index, first, last, q, k)
-            if faults.on(faults.STATISTICS):
+            given = not faults.on(faults.STATISTICS)
+            if faults.on(faults.SUM_OF_ONE):
+                given = not bool((sums == 1).all())
+            if not given:
                 weights = s.softmax(-1)
             else:
                 weights = (s - m[:, first:last]).exp() / sums[:, first:last]
@@ -192,4 +214,6 @@ def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor
                     where += x.sum(1, keepdim=True)
                 else:
                     where[:, first:last] += x
+    if faults.on(faults.OTHER_BITS):
+        dq *= 1 + 1e-6 * torch.rand(dq.shape)
     return [*(x.to(p.query.dtype) for x in grads), dpse.to(p.query.dtype)]

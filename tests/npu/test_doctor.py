@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES
+from mindspeed_cp.doctor.habit_cases import HABIT_CASES
 from mindspeed_cp.doctor.links import _run_rings
 from mindspeed_cp.doctor.operator import OperatorCase, check
 from mindspeed_cp.errors import ConfigError
@@ -53,6 +54,11 @@ def test_every_row_passes_and_odd_rings_turn(program: str) -> None:
         (f"ring of {ranks}, {how}", True) for ranks in (4, 3) for how in ("one launch a step", "directional groups")
     ]
     assert all(row["gigabytes_per_second"] > 0 for row in report["links"])
+    profile = report["npu_profile"]
+    names = [report["devices"]["npu"]["names"][0], report["versions"]["torch-npu"], report["versions"]["CANN"]]
+    assert [profile["device"], profile["torch_npu"], profile["cann"]] == names
+    rows = len(HABIT_CASES) if program == "tests.npu.command" else 1
+    assert len(profile["rows"]) == 3 * rows and all(row["ok"] for row in profile["rows"])
     assert len(report["fused_operators"]) == 10 and all(row["ok"] for row in report["fused_operators"])
 
 

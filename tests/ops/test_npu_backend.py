@@ -361,9 +361,10 @@ def test_options_have_their_values(option):
 def test_every_option_of_the_settings_is_one_of_the_backend():
     values = {"alibi": "shared", "statistics": "lse", "key_gaps": "skipped", "precision": "fp32"}
     suite = SuiteSettings(**{f"npu_{name}": value for name, value in values.items()}, backend="npu")
-    chosen = backend_from_settings(suite, "npu")
+    chosen = backend_from_settings(suite, "npu", AttentionConfig(2), torch.float32)
     assert chosen == NpuAttention(**values)
-    assert backend_from_settings(SuiteSettings(backend="npu"), "npu") == NpuAttention()
+    default = backend_from_settings(SuiteSettings(backend="npu"), "npu", AttentionConfig(2), torch.bfloat16)
+    assert default == NpuAttention()
 
 
 def test_backends_are_named_or_given():

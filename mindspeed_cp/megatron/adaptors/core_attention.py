@@ -190,7 +190,7 @@ class PlannedAttention(MegatronModule):
             v,
             plan,
             group=self.cp_group,
-            backend=backend_from_settings(self.suite, q.device.type),
+            backend=backend_from_settings(self.suite, q.device.type, plan.attention, q.dtype),
             timeout=self.suite.timeout_seconds,
             dropout_key=dropout_key,
             training=self.training,

@@ -1,0 +1,209 @@
+"""Rows of the profile of a device: each variant of the npu backend on each shape, against dense attention in fp64."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_cp.device.npu_profile import NpuIdentity, NpuProfile, ProfileRow
+from mindspeed_cp.doctor.cann_templates import CallShape, describe_templates
+from mindspeed_cp.doctor.guarded import Failure, GuardedCall
+from mindspeed_cp.doctor.habit_cases import HABIT_CASES, HabitCase
+from mindspeed_cp.doctor.operator import (
+    DTYPES,
+    MAX_DIFFERENCE,
+    RESULT_NAMES,
+    dense_reference,
+    plan_of,
+    relative_difference,
+)
+from mindspeed_cp.engine import attend_in_process
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from mindspeed_cp.ops.attention.npu.fused_operator import (
+    DropoutState,
+    FusedArguments,
+    FusedOperator,
+    TorchNpuOperator,
+)
+from mindspeed_cp.plan import AttentionConfig, Plan
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: Error of a deterministic row whose second run gave other bits.
+_OTHER_BITS = "two runs under deterministic algorithms have other bits in {}"
+
+
+class RecordingOperator:
+    """The fused operators, and the shapes of the calls that they got."""
+
+    def __init__(self, operator: FusedOperator) -> None:
+        self.calls: list[CallShape] = []
+        self._operator = operator
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments
+    ) -> tuple[Tensor, Tensor, Tensor, DropoutState]:
+        """Record the call and make it."""
+        self.calls.append(call_shape(q, k, v, arguments))
+        return self._operator.forward(q, k, v, arguments)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor,
+        rng_state: DropoutState, arguments: FusedArguments,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Make the call; its shape is that of its forward."""
+        return self._operator.backward(q, k, v, dout, out, softmax_max, softmax_sum, rng_state, arguments)
+
+    def update(self, before: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Make the call."""
+        return self._operator.update(before, part)
+
+
+def call_shape(q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments) -> CallShape:
+    """Return what decides the template of a call."""
+    if arguments.actual_seq_qlen is None or arguments.actual_seq_kvlen is None:
+        lengths = (q.shape[1],) * q.shape[0], (k.shape[1],) * k.shape[0]
+    else:
+        lengths = _lengths(arguments.actual_seq_qlen), _lengths(arguments.actual_seq_kvlen)
+    return CallShape(
+        dtype=_NAMES[q.dtype],
+        layout=arguments.layout,
+        heads=arguments.heads,
+        kv_heads=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        q_lengths=lengths[0],
+        kv_lengths=lengths[1],
+        sparse_mode=arguments.sparse_mode,
+        has_mask=arguments.mask is not None,
+        has_bias=arguments.slopes is not None,
+        has_dropout=arguments.keep_prob < 1,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def habit_calls(seed: int = 0, cases: Sequence[HabitCase] = HABIT_CASES) -> list[tuple[HabitCase, str, GuardedCall]]:
+    """Return case, type and guarded call of every row, in an order in which references can be used again."""
+    return [
+        (case, dtype, GuardedCall(measure_habit, (case, dtype, seed), case.case.name))
+        for case in sorted(cases, key=lambda case: repr(_reference_key(case)))
+        for dtype in DTYPES
+    ]
+
+
+def profile_row(case: HabitCase, dtype: str, result: dict[str, Any] | Failure) -> ProfileRow:
+    """Return the row of a result of :func:`measure_habit`, or of its failure."""
+    limit = MAX_DIFFERENCE[dtype]
+    if isinstance(result, Failure):
+        result = {"templates": [], "differences": {}, "seconds": None, "error": result.error}
+    sizes = result["differences"].values()
+    values: dict[str, Any] = {
+        "name": case.case.name,
+        "option": case.option,
+        "variant": case.variant,
+        "lowering": case.lowering,
+        "dtype": dtype,
+        "condition": case.condition,
+        "limit": limit,
+        "ok": result["error"] is None and all(size is not None and size <= limit for size in sizes),
+    }
+    return ProfileRow(**values, **result)
+
+
+def make_profile(rows: Sequence[ProfileRow], identity: NpuIdentity) -> NpuProfile:
+    """Return the profile of rows and of the device that they were measured on."""
+    return NpuProfile(format=1, rows=list(rows), **vars(identity))
+
+
+def measure_habit(case: HabitCase, dtype: str, seed: int, operator: FusedOperator | None = None) -> dict[str, Any]:
+    """Run forward and backward of a case twice and compare the first with the fp64 reference.
+
+    Args:
+        case: the case.
+        dtype: "fp32", "fp16" or "bf16".
+        seed: seed of the inputs.
+        operator: the fused operators, for tensors on the CPU; None: those of torch_npu, on the NPU.
+
+    Returns:
+        {"templates", "differences", "seconds", "error"} of a ProfileRow: the seconds are those of the second run, whose
+        kernels are loaded.
+    """
+    documents = Documents(case.case.lengths)
+    keys = documents if case.case.kv_lengths is None else Documents(case.case.kv_lengths)
+    device = "npu" if operator is None else "cpu"
+    inputs = _inputs(_reference_key(case), seed)
+    rows = [x.to(DTYPES[dtype]).to(device) for x in inputs]
+    recorder = RecordingOperator(TorchNpuOperator() if operator is None else operator)
+    backend = NpuAttention(**case.case.npu, operator=recorder)
+    plan = plan_of(case.case, documents, keys)
+    with deterministic_algorithms(case.condition.deterministic):
+        first, templates = _run(plan, rows, backend), describe_templates(recorder.calls)
+        start = time.perf_counter()
+        second = _run(plan, rows, backend)
+        seconds = time.perf_counter() - start
+    reference = _reference(_reference_key(case), seed)
+    differences = {name: relative_difference(first[name], reference[name]) for name in RESULT_NAMES}
+    other_bits = [name for name in RESULT_NAMES if not torch.equal(first[name], second[name])]
+    error = _OTHER_BITS.format(", ".join(other_bits)) if case.condition.deterministic and other_bits else None
+    return {
+        "templates": templates,
+        "differences": {name: size if size < float("inf") else None for name, size in differences.items()},
+        "seconds": seconds,
+        "error": error,
+    }
+
+
+def _run(plan: Plan, rows: Sequence[Tensor], backend: NpuAttention) -> dict[str, Tensor]:
+    """Return the results of forward and backward, on the host."""
+    q, k, v, dout = rows
+    return {name: x.cpu() for name, x in vars(attend_in_process(plan, q, k, v, dout, backend)).items()}
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Set torch.use_deterministic_algorithms within the block."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+ReferenceKey = tuple[tuple[int, ...], tuple[int, ...], AttentionConfig]
+
+
+def _reference_key(case: HabitCase) -> ReferenceKey:
+    lengths = tuple(case.case.lengths)
+    return lengths, lengths if case.case.kv_lengths is None else tuple(case.case.kv_lengths), case.case.attention
+
+
+@lru_cache(maxsize=1)
+def _inputs(key: ReferenceKey, seed: int) -> tuple[Tensor, ...]:
+    """Return q, k, v and dout: multiples of 1/16 below 8, which every type holds, so that one reference serves all."""
+    lengths, kv_lengths, attention = key
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (
+        (sum(lengths), attention.heads, attention.head_dim),
+        (sum(kv_lengths), attention.kv_heads, attention.head_dim),
+        (sum(kv_lengths), attention.kv_heads, attention.head_dim_v),
+        (sum(lengths), attention.heads, attention.head_dim_v),
+    )
+    return tuple((torch.randn(x, generator=generator) * 16).round().clamp(-127, 127) / 16 for x in shapes)
+
+
+@lru_cache(maxsize=1)
+def _reference(key: ReferenceKey, seed: int) -> dict[str, Tensor]:
+    lengths, kv_lengths, attention = key
+    return dense_reference(_inputs(key, seed), Documents(list(lengths)), Documents(list(kv_lengths)), attention)
+
+
+def _lengths(ends: Sequence[int]) -> tuple[int, ...]:
+    return tuple(end - start for start, end in zip((0, *ends), ends, strict=False))

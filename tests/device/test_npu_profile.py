@@ -1,0 +1,164 @@
+"""Files of the doctor: what is wrong with one is told in one line, when settings are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_cp import AttentionConfig, ConfigError
+from mindspeed_cp.cli.main import run
+from mindspeed_cp.config.settings import Settings, load_settings
+from mindspeed_cp.config.suite import SuiteSettings
+from mindspeed_cp.device.npu_profile import NpuIdentity, check_profile_device, read_profile
+from mindspeed_cp.device.npu_variants import DEFAULTS
+from mindspeed_cp.doctor.npu_rows import check_profile_path, write_profile
+from mindspeed_cp.ops.attention import backend_from_settings
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from tests.device.profiles import profile
+
+
+def written(folder: Path, content: Any) -> str:
+    path = folder / "doctor.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Return the content of a sound file after a change."""
+    content = profile().model_dump()
+    change(content)
+    return content
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    write_profile(profile(("alibi", "shared")).model_dump(), path)
+    assert read_profile(str(path)) == profile(("alibi", "shared"))
+    assert [file.name for file in tmp_path.iterdir()] == ["doctor.json"]
+
+
+TEXT = json.dumps(profile().model_dump())
+DAMAGED = {
+    "cut off": (TEXT[: len(TEXT) // 2], "is damaged, or no JSON"),
+    "empty": ("", "is damaged, or no JSON"),
+    "no text": ("\x00\xff", "is damaged, or no JSON"),
+    "deep": ("[" * 100_000, "is damaged, or no JSON"),
+    "a list": ([], "is no profile of this version"),
+    "another format": (changed(lambda x: x.update(format=2)), "is no profile of this version"),
+    "the report of --json": ({"ok": True, "checks": []}, "is no profile of this version"),
+    "no rows": (changed(lambda x: x.update(rows=[])), "is damaged (rows"),
+    "rows missing": (changed(lambda x: x.pop("rows")), "is damaged (rows: is missing"),
+    "a key too many": (changed(lambda x: x.update(more=1)), "is damaged (more: unknown key"),
+    "a row without a verdict": (changed(lambda x: x["rows"][3].pop("ok")), "is damaged (rows.3.ok"),
+    "a verdict in words": (changed(lambda x: x["rows"][0].update(ok="yes")), "is damaged (rows.0.ok"),
+    "another option": (changed(lambda x: x["rows"][0].update(option="speed")), "is damaged (rows.0.option"),
+    "not a number": (changed(lambda x: x["rows"][0].update(limit=float("nan"))), "is damaged (rows.0.limit"),
+    "ok above the limit": (changed(lambda x: x["rows"][0]["differences"].update(dq=0.7)), "is ok with differences above its limit"),
+    "ok with infinity": (changed(lambda x: x["rows"][0]["differences"].update(dq=None)), "is ok with differences above its limit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_one_line(name: str, tmp_path: Path) -> None:
+    content, words = DAMAGED[name]
+    path = written(tmp_path, content)
+    with pytest.raises(ConfigError) as caught:
+        SuiteSettings(npu_profile=path)
+    line = str(caught.value)
+    assert line.startswith(f'npu_profile = "{path}": ') and words in line and "\n" not in line
+    assert f"run `mindspeed-cp doctor --device npu --npu-profile {path}` on this machine again" in line
+
+
+def test_a_file_that_is_not_there_is_told_with_the_line_of_the_settings(tmp_path: Path) -> None:
+    settings = tmp_path / "mine.yaml"
+    settings.write_text("context_parallel_suite:\n  npu_profile: nowhere.json\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(settings)
+    line = f'{settings}:2: context_parallel_suite.npu_profile = "nowhere.json": cannot be read (No such file'
+    assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("identity", "words"),
+    [
+        (NpuIdentity("Ascend910_9392", "2.13.0", "9.0.0"), "is of device Ascend910B1, and this machine has Ascend910_9392"),
+        (NpuIdentity("Ascend910B1", "2.9.0", "9.0.0"), "is of torch-npu 2.13.0, and this machine has 2.9.0"),
+        (NpuIdentity("Ascend910B1", "2.13.0", "8.5.0"), "is of CANN 9.0.0, and this machine has 8.5.0"),
+        (NpuIdentity("Ascend910B1", "2.13.0", None), "is of CANN 9.0.0, and this machine has unknown"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_device_or_version_is_refused(identity: NpuIdentity, words: str) -> None:
+    check_profile_device(profile(), "doctor.json", NpuIdentity("Ascend910B1", "2.13.0", "9.0.0"))
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_profile_device(profile(), "doctor.json", identity)
+    assert "\n" not in str(caught.value) and "npu_profile: null" in str(caught.value)
+
+
+def test_settings_take_what_passed_in_the_type_of_the_tensors(tmp_path: Path) -> None:
+    """On the CPU, the npu backend with an operator of its own has no device to be of."""
+    content = profile(("statistics", "lse"), dtypes=("bf16",)).rows + profile(dtypes=("fp32",)).rows
+    path = written(tmp_path, profile().model_dump() | {"rows": [row.model_dump() for row in content]})
+    suite = SuiteSettings(npu_profile=path)
+    attention = AttentionConfig(2, alibi=True)
+    assert suite.npu_options(attention, "fp32", False)["statistics"] == "lse"
+    assert suite.npu_options(attention, "bf16", False)["statistics"] == "max_sum"
+    assert suite.npu_options(attention, "bf16", False)["alibi"] == "shared"
+    assert SuiteSettings().npu_options(attention, "bf16", False) == DEFAULTS | {"merge": "fp32"}
+    merging = SuiteSettings(npu_profile=path, npu_merge="ring_update", npu_alibi="split")
+    assert merging.npu_options(attention, "fp32", False) == {
+        "lowering": "tnd", "alibi": "split", "merge": "ring_update", "statistics": "lse", "key_gaps": "skipped",
+    }  # fmt: skip
+
+
+def test_the_backend_of_settings_without_a_profile_is_the_default() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        backend = backend_from_settings(SuiteSettings(backend="npu"), "npu", AttentionConfig(2), dtype)
+        assert backend == NpuAttention()
+
+
+def on_an_npu(path: str, **suite: Any) -> Settings:
+    section = {"npu_profile": path, **suite}
+    return Settings(**{"train": {"device": "npu"}, "context_parallel_suite": section})
+
+
+def test_settings_of_a_training_are_checked_with_its_own_attention(tmp_path: Path) -> None:
+    both = ("statistics", "lse"), ("statistics", "max_sum")
+    path = written(tmp_path, profile(("alibi", "shared"), ("alibi", "split"), *both).model_dump())
+    with pytest.raises(ConfigError, match="leaves no safe way to compute attention in fp32") as caught:
+        on_an_npu(path)
+    assert str(caught.value).startswith(f'context_parallel_suite.npu_profile = "{path}": ')
+
+
+def test_a_variant_that_failed_and_is_named_is_told_by_its_own_key(tmp_path: Path) -> None:
+    path = written(tmp_path, profile(("statistics", "lse")).model_dump())
+    assert on_an_npu(path).context_parallel_suite.npu_profile == path
+    with pytest.raises(ConfigError, match=r'^context_parallel_suite\.npu_statistics = "lse": failed in npu_profile'):
+        on_an_npu(path, npu_statistics="lse")
+
+
+def test_a_place_where_no_file_can_be_written_is_told_before_anything_runs(tmp_path: Path) -> None:
+    check_profile_path(tmp_path / "doctor.json")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        check_profile_path(tmp_path / "nowhere" / "doctor.json")
+    precious = tmp_path / "mine.yaml"
+    precious.write_text("model: {}\n")
+    with pytest.raises(ConfigError, match="there is another file, which is no sound profile"):
+        check_profile_path(precious)
+    assert precious.read_text() == "model: {}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--device", "cpu", "--npu-profile", "x.json"], "error: --npu-profile x.json: --device cpu has none; use --device npu"),
+        (["--row-seconds", "0"], "error: --row-seconds 0: must be more than 0, or left out"),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_what_it_cannot_do(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    assert run(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(line)
