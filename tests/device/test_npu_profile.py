@@ -99,6 +99,10 @@ def test_a_file_of_another_device_or_version_is_refused(identity: NpuIdentity, w
     assert "\n" not in str(caught.value) and "npu_profile: null" in str(caught.value)
 
 
+#: Options that no profile decides.
+OTHERS = {"merge": "fp32", "precision": "input"}
+
+
 def test_settings_take_what_passed_in_the_type_of_the_tensors(tmp_path: Path) -> None:
     """On the CPU, the npu backend with an operator of its own has no device to be of."""
     content = profile(("statistics", "lse"), dtypes=("bf16",)).rows + profile(dtypes=("fp32",)).rows
@@ -108,10 +112,11 @@ def test_settings_take_what_passed_in_the_type_of_the_tensors(tmp_path: Path) ->
     assert suite.npu_options(attention, "fp32", False)["statistics"] == "lse"
     assert suite.npu_options(attention, "bf16", False)["statistics"] == "max_sum"
     assert suite.npu_options(attention, "bf16", False)["alibi"] == "shared"
-    assert SuiteSettings().npu_options(attention, "bf16", False) == DEFAULTS | {"merge": "fp32"}
+    assert SuiteSettings().npu_options(attention, "bf16", False) == DEFAULTS | OTHERS
     merging = SuiteSettings(npu_profile=path, npu_merge="ring_update", npu_alibi="split")
     assert merging.npu_options(attention, "fp32", False) == {
         "lowering": "tnd", "alibi": "split", "merge": "ring_update", "statistics": "lse", "key_gaps": "skipped",
+        "precision": "input",
     }  # fmt: skip
 
 

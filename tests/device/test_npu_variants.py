@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError
+from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.device.npu_profile import NpuProfile
 from mindspeed_cp.device.npu_variants import DEFAULTS, VARIANTS, Need, choose_variants, concerns
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
@@ -73,6 +75,17 @@ def test_what_an_attention_needs_is_read_from_it() -> None:
     assert Need.of_attention(attention, "fp16", True) == Need("fp16", True, True, (192, 128), 4, True)
     plain = AttentionConfig(4, head_dim=64)
     assert Need.of_attention(plain, "fp32", False) == Need("fp32", False, False, (64, 64), 1, False)
+
+
+def test_calls_in_fp32_need_the_rows_of_fp32(tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    content = profile(dtypes=("bf16",), more=tuple(x for x in profile(("statistics", "lse"), dtypes=("fp32",)).rows))
+    path.write_text(content.model_dump_json())
+    attention = AttentionConfig(2)
+    for precision, statistics in (("input", "lse"), ("fp32", "max_sum")):
+        suite = SuiteSettings(npu_profile=str(path), npu_precision=precision, backend="npu")
+        options = suite.npu_options(attention, "bf16", False)
+        assert (options["statistics"], options["precision"]) == (statistics, precision)
 
 
 def test_a_variant_that_settings_name_is_taken_if_it_passed() -> None:
