@@ -1,0 +1,117 @@
+"""`mindspeed-cp doctor --cluster` on the emulated cluster: its rehearsal, with NICs and faults that are known.
+
+    python -m benchmarks.cluster.doctor_day FOLDER [--nodes 2] [--ranks-per-node 2] [--rate 100] [--link-rate 2000]
+        [--slow-rank R] [--slow-rate 25] [--hang-after LINE] [-- OPTIONS OF DOCTOR]
+
+Needs root and iproute2. Every rank is a process in a network namespace of its own; NICs and links inside nodes are
+limited by tc to --rate and --link-rate Mbit/s. --slow-rank gives the NIC of a rank another rate, which the report has
+to name. --hang-after cuts the NIC of the last rank off (it drops everything) once the first rank has printed a line
+with that text: the report has to say which links were lost, and to have everything that was measured before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.cluster.fabric import ENDING, ClusterError, cluster, run, run_ranks, terminated
+from benchmarks.cluster.network import Names, Shape, limiter
+
+PORT = 29573
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the options; what follows `--` is for the doctor."""
+    argv = sys.argv[1:] if argv is None else argv
+    own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser("python -m benchmarks.cluster.doctor_day", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of a NIC, each way")
+    parser.add_argument("--link-rate", type=float, default=2000.0, help="Mbit/s of a link inside a node")
+    parser.add_argument("--slow-rank", type=int, help="rank whose NIC is slow")
+    parser.add_argument("--slow-rate", type=float, default=25.0, help="Mbit/s of the slow NIC")
+    parser.add_argument("--hang-after", help="text of a line of the first rank, after which the last NIC drops all")
+    args = parser.parse_args(own)
+    args.doctor = rest
+    return args
+
+
+def limit_nic(names: Names, shape: Shape, rank: int, rate: int) -> None:
+    """Give the NIC of a rank another rate, both ways."""
+    for device in (f"up{shape.nic(rank)}", f"down{shape.nic(rank)}"):
+        run(["tc", "-n", names.fabric, "qdisc", "delete", "dev", device, "root"])
+        for command in limiter(names.fabric, device, rate):
+            run(command)
+
+
+def cut_off(names: Names, shape: Shape, rank: int) -> None:
+    """Take the NIC of a rank down: packets vanish, and nobody is told."""
+    run(["ip", "-n", names.fabric, "link", "set", f"up{shape.nic(rank)}", "down"])
+
+
+def rehearse(args: argparse.Namespace, interpreter: tuple[str, ...] = (sys.executable,)) -> str:
+    """Run the doctor on all ranks; return what the first rank printed.
+
+    Args:
+        args: options.
+        interpreter: the program that runs `-m mindspeed_cp`.
+
+    Raises:
+        ClusterError: a rank failed otherwise than by finding something (exit code 1).
+    """
+    rates = (round(args.rate * 1e6), round(args.link_rate * 1e6))
+    shape = Shape(args.nodes, args.ranks_per_node, args.ranks_per_node, rates[0], link_rate=rates[1])
+    with tempfile.TemporaryDirectory(prefix="mindspeed-cp-") as folder, cluster(shape) as names:
+        if args.slow_rank is not None:
+            limit_nic(names, shape, args.slow_rank, round(args.slow_rate * 1e6))
+        command = _rank_command(args, shape, interpreter)
+        run_ranks(names, shape, command, Path(folder), _cutter(args, names, shape, Path(folder)))
+        return Path(folder, "rank0.log").read_text(errors="replace")
+
+
+def _rank_command(args: argparse.Namespace, shape: Shape, interpreter: tuple[str, ...]) -> Callable[[int], list[str]]:
+    def command(rank: int) -> list[str]:
+        settings = {
+            "RANK": rank, "WORLD_SIZE": shape.ranks, "LOCAL_RANK": rank % shape.ranks_per_node,
+            "LOCAL_WORLD_SIZE": shape.ranks_per_node, "MASTER_ADDR": shape.address(0), "MASTER_PORT": PORT,
+        }  # fmt: skip
+        doctor = ["-m", "mindspeed_cp", "doctor", "--cluster", "--device", "cpu", "--folder", str(args.folder)]
+        inner = ["env", *(f"{name}={value}" for name, value in settings.items()), *interpreter, *doctor, *args.doctor]
+        # 1: the doctor found something, which is what a rehearsal is for.
+        return ["sh", "-c", '"$@" || test $? -eq 1', "sh", *inner]
+
+    return command
+
+
+def _cutter(args: argparse.Namespace, names: Names, shape: Shape, folder: Path) -> Callable[[], None]:
+    """Return what watches the first rank's lines and cuts the last rank off once."""
+    waiting = [args.hang_after] if args.hang_after else []
+
+    def watch() -> None:
+        if waiting and waiting[0] in Path(folder, "rank0.log").read_text(errors="replace"):
+            waiting.clear()
+            cut_off(names, shape, shape.ranks - 1)
+
+    return watch
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    for number in ENDING:
+        signal.signal(number, terminated)
+    try:
+        print(rehearse(args), end="")
+    except ClusterError as error:
+        sys.exit(f"benchmarks.cluster.doctor_day: {error}")
+    except KeyboardInterrupt:
+        sys.exit("benchmarks.cluster.doctor_day: stopped; everything it made is removed")
+
+
+if __name__ == "__main__":
+    main()
