@@ -1,12 +1,13 @@
 """`mindspeed-cp doctor --cluster` on the emulated cluster: its rehearsal, with NICs and faults that are known.
 
     python -m benchmarks.cluster.doctor_day FOLDER [--nodes 2] [--ranks-per-node 2] [--rate 100] [--link-rate 2000]
-        [--slow-rank R] [--slow-rate 25] [--hang-after LINE] [-- OPTIONS OF DOCTOR]
+        [--slow-rank R] [--slow-rate 25] [--cut R S] [--cut-after TEXT] [-- OPTIONS OF DOCTOR]
 
 Needs root and iproute2. Every rank is a process in a network namespace of its own; NICs and links inside nodes are
 limited by tc to --rate and --link-rate Mbit/s. --slow-rank gives the NIC of a rank another rate, which the report has
-to name. --hang-after cuts the NIC of the last rank off (it drops everything) once the first rank has printed a line
-with that text: the report has to say which links were lost, and to have everything that was measured before.
+to name. --cut lets all packets between two ranks vanish once the first rank has printed --cut-after: the report has to
+name these ranks, and to have everything that was measured before. If rank 0, which serves the store, is cut off from a
+rank, that rank counts as lost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--link-rate", type=float, default=2000.0, help="Mbit/s of a link inside a node")
     parser.add_argument("--slow-rank", type=int, help="rank whose NIC is slow")
     parser.add_argument("--slow-rate", type=float, default=25.0, help="Mbit/s of the slow NIC")
-    parser.add_argument("--hang-after", help="text of a line of the first rank, after which the last NIC drops all")
+    parser.add_argument("--cut", type=int, nargs=2, help="ranks between which packets vanish")
+    parser.add_argument("--cut-after", default="ranks:", help="text of the first rank after which they do")
     args = parser.parse_args(own)
     args.doctor = rest
     return args
@@ -50,9 +52,10 @@ def limit_nic(names: Names, shape: Shape, rank: int, rate: int) -> None:
             run(command)
 
 
-def cut_off(names: Names, shape: Shape, rank: int) -> None:
-    """Take the NIC of a rank down: packets vanish, and nobody is told."""
-    run(["ip", "-n", names.fabric, "link", "set", f"up{shape.nic(rank)}", "down"])
+def cut_off(names: Names, shape: Shape, first: int, second: int) -> None:
+    """Let all packets between two ranks vanish; nobody is told."""
+    for rank, other in ((first, second), (second, first)):
+        run(["ip", "-n", names.rank(rank), "route", "replace", "blackhole", f"{shape.address(other)}/32"])
 
 
 def rehearse(args: argparse.Namespace, interpreter: tuple[str, ...] = (sys.executable,)) -> str:
@@ -90,13 +93,12 @@ def _rank_command(args: argparse.Namespace, shape: Shape, interpreter: tuple[str
 
 
 def _cutter(args: argparse.Namespace, names: Names, shape: Shape, folder: Path) -> Callable[[], None]:
-    """Return what watches the first rank's lines and cuts the last rank off once."""
-    waiting = [args.hang_after] if args.hang_after else []
+    """Return what watches the lines of the first rank, and cuts two ranks off once."""
+    waiting = [args.cut] if args.cut else []
 
     def watch() -> None:
-        if waiting and waiting[0] in Path(folder, "rank0.log").read_text(errors="replace"):
-            waiting.clear()
-            cut_off(names, shape, shape.ranks - 1)
+        if waiting and args.cut_after in Path(folder, "rank0.log").read_text(errors="replace"):
+            cut_off(names, shape, *waiting.pop())
 
     return watch
 

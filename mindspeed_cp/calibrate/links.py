@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,14 +33,18 @@ TIMEOUT = 90.0  # seconds to wait for a rank
 
 
 def measure_links(
-    device: torch.device, local_size: int, largest: int = SIZES[-1], sign: Callable[[], None] = lambda: None
+    device: torch.device,
+    local_size: int,
+    largest: Mapping[str, int] | None = None,
+    sign: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
     """Time messages among the ranks of the default process group; every rank calls it.
 
     Args:
         device: device of this rank.
         local_size: ranks of each node; ranks are numbered node by node.
-        largest: bytes of the largest message; on slow links 16 MiB take minutes.
+        largest: bytes of the largest message of "in_node" and of "network"; None: 16 MiB, which take minutes over slow
+            links.
         sign: called between rounds.
 
     Returns:
@@ -72,16 +76,22 @@ class _LinkTimer:
     """Times messages of one rank."""
 
     def __init__(
-        self, transport: GroupTransport, device: torch.device, rank: int, largest: int, sign: Callable[[], None]
+        self,
+        transport: GroupTransport,
+        device: torch.device,
+        rank: int,
+        largest: Mapping[str, int] | None,
+        sign: Callable[[], None],
     ) -> None:
         self.transport, self.device, self.rank = transport, device, rank
-        self.largest, self.sign = largest, sign
+        self.largest, self.sign = largest or {}, sign
 
     def time_pair(self, kind: str, first: int, second: int) -> list[Measurement]:
         """Time round trips between two ranks while the others wait; a message takes half of one."""
         measurements = []
-        for size in (size for size in SIZES if size <= self.largest):
-            repeats = max(4, min(200, BYTES_OF_A_SIZE * self.largest // SIZES[-1] // size // 8))
+        largest = self.largest.get(kind, SIZES[-1])
+        for size in (size for size in SIZES if size <= largest):
+            repeats = max(4, min(200, BYTES_OF_A_SIZE * largest // SIZES[-1] // size // 8))
             data = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
             def round_trip(data: torch.Tensor = data) -> None:
@@ -95,7 +105,7 @@ class _LinkTimer:
 
     def time_all(self, kind: str, peers: Sequence[int]) -> Measurement:
         """Time an exchange in which every rank sends to all its peers at once, and receives as much from each."""
-        size = min(BYTES_TO_EACH_PEER, self.largest)
+        size = min(BYTES_TO_EACH_PEER, self.largest.get(kind.removesuffix("_all"), SIZES[-1]))
         sent = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in peers]
         received = [torch.empty_like(data) for data in sent]
 

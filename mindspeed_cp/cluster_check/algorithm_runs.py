@@ -105,8 +105,8 @@ def _compare(
     """Return what is wrong, and the number of queries that this rank compared.
 
     Output and gradient of q of sampled queries are compared with the fp64 reference
-    (:mod:`mindspeed_cp.engine.canary`). Gradients of all keys and values are compared in sum: attention is linear in v, so <dout, out> = <v, dv>, and its
-    scores are linear in q and in k, so <q, dq> = <k, dk>, all summed over all ranks.
+    (:mod:`mindspeed_cp.engine.canary`). Gradients of all keys and values are compared in sum: attention is linear in v,
+    so <dout, out> = <v, dv>, and its scores are linear in q and in k, so <q, dq> = <k, dk>, summed over all ranks.
     """
     rank = context.launch.rank
     canaries = [AttentionCanary(1, (seed, number), context.link_seconds) for number in range(samples)]

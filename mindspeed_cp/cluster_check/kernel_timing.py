@@ -72,6 +72,7 @@ def time_overlap(context: MeasuringRank, item: dict[str, Any]) -> dict[str, Any]
 
         sent = torch.zeros(item["bytes"], dtype=torch.uint8, device=context.device)
         received = torch.empty_like(sent)
+        acknowledgement = torch.zeros(1, dtype=torch.int64, device=context.device)
 
         def transfers(sends: bool, receives: bool) -> list[Transfer]:
             if peer is None:
@@ -87,6 +88,9 @@ def time_overlap(context: MeasuringRank, item: dict[str, Any]) -> dict[str, Any]
                     compute()
                 for transfer in pending:
                     transfer.wait()
+                if sends != receives and peer is not None:  # a send is over when its receiver says so
+                    end = context.receive if sends else context.send
+                    end(acknowledgement, peer, "an acknowledgement")
 
             return run
 

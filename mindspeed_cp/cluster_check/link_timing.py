@@ -217,7 +217,12 @@ def _hops(context: MeasuringRank, item: dict[str, Any]) -> list[list[tuple[int, 
 
 
 def time_for_fit(context: MeasuringRank, item: dict[str, Any]) -> dict[str, Any] | None:
-    """Time messages of many sizes as `calibrate` does, up to item["most"] bytes; returns {"measurements"} on rank 0."""
+    """Time messages of many sizes as `calibrate` does; return {"measurements"} on rank 0.
+
+    Args:
+        context: this rank.
+        item: {"most": bytes of the largest message by kind}.
+    """
     _ = context.transport
     measurements = measure_links(context.device, context.launch.ranks_per_node, item["most"], context.sign)
     rows = [vars(measurement) for measurement in measurements]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 from mindspeed_cp.cluster_check.html_parts import heat_html, section, table_html
@@ -73,7 +73,7 @@ def _slowest(links: Sequence[dict[str, Any]]) -> Table:
             if row["kind"] == kind
             for way, pair in (("there", row["pair"]), ("back", row["pair"][::-1]))
         ]
-        middle = median(rate for rate, *_ in directions) if directions else 0.0
+        middle = median_high(rate for rate, *_ in directions) if directions else 0.0
         for rate, (source, target), row in sorted(directions, key=lambda entry: entry[0])[:LISTED]:
             if rate < 0.9 * middle:
                 rows.append(

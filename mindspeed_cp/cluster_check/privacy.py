@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -34,9 +35,8 @@ PRIVATE = (
 )
 SET = "(set)"
 
-_ADDRESS = re.compile(
-    r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|\[?[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?:%\w+)?\]?)(?::\d{1,5})?(?![\w.])"
-)
+#: What may be an address; :func:`_hide_address` decides.
+_CANDIDATE = re.compile(r"(?<![\w.:])[0-9A-Fa-f:.]*[:.][0-9A-Fa-f:.]*(?:%\w+)?(?!\w)")
 HIDDEN_ADDRESS = "<address>"
 
 
@@ -54,7 +54,19 @@ def without_addresses(text: str, names: Iterable[str] = ()) -> str:
     """Return a text with addresses, and with names of hosts that are given, replaced."""
     for name in sorted((name for name in names if name), key=len, reverse=True):
         text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", "<host>", text)
-    return _ADDRESS.sub(HIDDEN_ADDRESS, text)
+    return _CANDIDATE.sub(_hide_address, text)
+
+
+def _hide_address(match: re.Match[str]) -> str:
+    """Return a text without the address that it begins with; the port stays."""
+    text = match[0]
+    for address in (text, text.rpartition(":")[0], text.rstrip(".:")):
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            continue
+        return HIDDEN_ADDRESS + text[len(address) :]
+    return text
 
 
 def scrubbed(value: Any, names: Iterable[str]) -> Any:

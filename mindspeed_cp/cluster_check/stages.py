@@ -29,6 +29,7 @@ KERNEL_SECONDS_OF_OVERLAP = 0.2
 REPEATS, SAMPLES = 3, 4
 LEAST_MESSAGE = 1 << 16
 LEAST_TILE_ROWS = 256
+SIZES_END = 1 << 24  # bytes of the largest message for the fit
 
 
 class ClusterDay:
@@ -148,8 +149,8 @@ class ClusterDay:
     def _fit(self, name: str) -> None:
         """Measure messages of many sizes, and fit the cluster to them and to the kernels."""
         results = self._results
-        kinds = tuple({row["kind"] for row in results.links})
-        most = min(1 << 24, self._message_bytes(kinds, MESSAGE_SECONDS))
+        kinds = sorted({row["kind"] for row in results.links})
+        most = {kind: min(SIZES_END, self._message_bytes((kind,), MESSAGE_SECONDS)) for kind in kinds}
         measured = [row["measurements"] for _, row in rows_by_rank(self._run(name, [{"most": most}]))]
         if not measured or not results.kernels:
             results.failures.append(Failure("fit", None, {0: "kernels or links were not measured, see above"}))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_cp.cluster_check.worker import GRACE_SECONDS, Item, Outcome, Row, Worker
+from mindspeed_cp.cluster_check.worker import Item, Outcome, Row, Worker
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -24,7 +24,8 @@ Measurements = Mapping[str, tuple[str, str]]
 POLL_SECONDS = 0.1
 MAX_FAILURES = 4  # of a stage; then what is left of its items is not measured
 GOODBYE_SECONDS = 10.0
-LOST_MARGIN = 15.0  # seconds for a supervisor beyond the silence of its worker
+SIGN_SECONDS = 1.0  # between two signs of a supervisor
+LOST_SECONDS, JOIN_SECONDS = 60.0, 300.0  # without a sign of a rank, and until its first one
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class Supervisor:
         self.rank, self.ranks, self.store, self.silence = rank, ranks, store, silence
         self._measurements, self._start_worker = measurements, start_worker
         self._worker: Worker | None = None
-        self._generation = 0
+        self._generation = self._signs = 0
+        self._signed = 0.0  # monotonic seconds
 
     def run(self, number: int, stage: Mapping[str, Any]) -> Outcome:
         """Let the worker run a stage; publish its signs, its failure and its outcome."""
@@ -94,21 +96,22 @@ class Supervisor:
             self.end()
             self._generation = stage["generation"]
             self._worker = self._start_worker(self._generation)
-        signs, failed = 0, f"failed/{number}"
-
-        def sign() -> None:
-            nonlocal signs
-            signs += 1
-            self.store.set(f"sign/{number}/{self.rank}", str(signs))
-
+        failed = f"failed/{number}"
         outcome = self._worker.run(
-            self._measurements[stage["name"]], stage["items"], stage["first"], self.silence, sign,
+            self._measurements[stage["name"]], stage["items"], stage["first"], self.silence, self._sign,
             lambda: bool(self.store.check([failed])),
         )  # fmt: skip
         if outcome.error is not None:
             self.store.set(failed, str(self.rank))
         self.store.set(f"outcome/{number}/{self.rank}", json.dumps(asdict(outcome)))
         return outcome
+
+    def _sign(self) -> None:
+        """Tell rank 0, every now and then, that this supervisor is there, whatever its worker hangs in."""
+        if time.monotonic() > self._signed + SIGN_SECONDS:
+            self._signed = time.monotonic()
+            self._signs += 1
+            self.store.set(f"sign/{self.rank}", str(self._signs))
 
     def follow(self) -> int:
         """Run the stages that rank 0 posts until it ends the check; return the exit code.
@@ -148,6 +151,7 @@ class Coordinator:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor, self._store = supervisor, supervisor.store
         self._number = self._generation = 0
+        self._signs: dict[int, tuple[bytes, float]] = {}
         self.lost: list[int] = []
 
     def run(self, name: str, items: Sequence[Item]) -> StageResult:
@@ -192,30 +196,31 @@ class Coordinator:
         self._store.set(f"stage/{number}", json.dumps(stage))
         outcomes = {0: self._supervisor.run(number, stage)}
         waiting = list(range(1, self._supervisor.ranks))
-        signs = dict.fromkeys(waiting, (b"", time.monotonic()))
+        for rank in waiting:
+            self._signs[rank] = self._signs.get(rank, (b"", 0.0))[0], time.monotonic()
         while waiting:
             for rank in list(waiting):
                 key = f"outcome/{number}/{rank}"
                 if self._store.check([key]):
                     outcomes[rank] = _read_outcome(self._store.get(key))
                     waiting.remove(rank)
-                elif self._is_lost(number, rank, signs):
+                elif self._is_lost(rank):
                     self.lost.append(rank)
                     waiting.remove(rank)
-                    seconds = self._supervisor.silence + LOST_MARGIN
-                    outcomes[rank] = Outcome({}, first, f"gave no sign of life for {seconds:g} s", True)
+                    text = "is gone" if self._signs[rank][0] else "did not start"
+                    outcomes[rank] = Outcome({}, first, f"{text}: no sign of life of its process", True)
                     self._store.set(f"failed/{number}", str(rank))
             time.sleep(POLL_SECONDS / 5 if waiting else 0.0)
         return dict(sorted(outcomes.items()))
 
-    def _is_lost(self, number: int, rank: int, signs: dict[int, tuple[bytes, float]]) -> bool:
-        """Return True if a rank has given no sign for longer than its supervisor would wait for its worker."""
-        key, (last, since) = f"sign/{number}/{rank}", signs[rank]
+    def _is_lost(self, rank: int) -> bool:
+        """Return True if the supervisor of a rank has given no sign for too long."""
+        key, (last, since) = f"sign/{rank}", self._signs[rank]
         sign = self._store.get(key) if self._store.check([key]) else b""
         if sign != last:
-            signs[rank] = sign, time.monotonic()
+            self._signs[rank] = sign, time.monotonic()
             return False
-        return time.monotonic() > since + self._supervisor.silence + LOST_MARGIN + GRACE_SECONDS
+        return time.monotonic() > since + (LOST_SECONDS if last else JOIN_SECONDS)
 
 
 def _read_outcome(text: bytes) -> Outcome:

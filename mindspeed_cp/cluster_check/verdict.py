@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean, median, median_high
 from typing import Any
 
 from mindspeed_cp.cluster_check.results import CheckResults
@@ -135,7 +135,7 @@ def _links(results: CheckResults) -> Iterator[Finding]:
         rates = [(row[way], row["pair"] if way == "there" else row["pair"][::-1]) for row in rows for way in WAYS]
         if not rates:
             continue
-        middle = median(rate for rate, _ in rates)
+        middle = median_high(rate for rate, _ in rates)
         slow = [(rate, pair) for rate, pair in sorted(rates) if rate < SLOW_LINK * middle]
         for rank, number in _common_ends(slow, rates):
             yield Finding(

@@ -24,6 +24,7 @@ Item = Mapping[str, Any]
 
 ERROR_LIMIT = 600  # characters of an error
 POLL_SECONDS = 0.1
+START_SECONDS = 300.0  # until a new process must have imported what it needs
 GRACE_SECONDS = 5.0  # for the worker of a rank, after that of another rank has failed
 
 
@@ -58,6 +59,7 @@ class Worker:
         self._pipe, child = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(child, make_context, tuple(context)), daemon=True)
         self._process.start()
+        self._started = False
         child.close()
 
     def run(
@@ -66,7 +68,7 @@ class Worker:
         items: Sequence[Item],
         first: int,
         silence: float,
-        sign: Callable[[], None] = lambda: None,
+        alive: Callable[[], None] = lambda: None,
         others_failed: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         """Run items and return their rows; end the worker if it hangs.
@@ -75,8 +77,8 @@ class Worker:
             measurement: module and name of the function, called as function(context, item).
             items: all items.
             first: number of the first one to run.
-            silence: seconds without a sign after which the worker counts as hung.
-            sign: called at each sign of the worker.
+            silence: seconds without a sign after which a worker that has started counts as hung.
+            alive: called several times a second.
             others_failed: returns True once another rank has failed.
         """
         rows: dict[int, Row] = {}
@@ -85,13 +87,15 @@ class Worker:
             self._pipe.send((measurement, list(items), first))
         except OSError:
             return Outcome(rows, running, self._end_text(), True)
-        deadline = time.monotonic() + silence
+        deadline = time.monotonic() + START_SECONDS
         while True:
+            alive()
             if not wait([self._pipe], POLL_SECONDS):
                 now = time.monotonic()
                 if now > deadline:
                     self.end()
-                    return Outcome(rows, running, f"no sign of life for {silence:g} s; its process was ended", True)
+                    limit = silence if self._started else START_SECONDS
+                    return Outcome(rows, running, f"no sign of life for {limit:g} s; its process was ended", True)
                 if failed_since is None and others_failed():
                     failed_since = now
                 if failed_since is not None and now > failed_since + GRACE_SECONDS:
@@ -102,7 +106,7 @@ class Worker:
                 kind, number, value = self._pipe.recv()
             except (EOFError, OSError):
                 return Outcome(rows, running, self._end_text(), True)
-            sign()
+            self._started = True
             deadline = time.monotonic() + silence
             if kind == "end":
                 return Outcome(rows)
@@ -138,6 +142,7 @@ def _serve(pipe: Connection, make_context: Callable[..., Any], arguments: tuple[
             return
         number = first
         try:
+            pipe.send(("begin", first, None))
             if context is None:
                 context = make_context(*arguments)
             function = getattr(import_module(module), name)
