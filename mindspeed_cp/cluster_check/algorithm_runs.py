@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.choose.candidates import parse_candidate
+from mindspeed_cp.cluster_check.gradient_sums import gradient_sums, wrong_sums
 from mindspeed_cp.cluster_check.kernel_timing import TORCH_TYPES
 from mindspeed_cp.cluster_check.measuring_rank import MeasuringRank
 from mindspeed_cp.engine import context_parallel_attention, prepare
@@ -20,11 +21,6 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from mindspeed_cp.report.files import replace_file
-
-#: Largest difference of two sums of products that must be equal, relative to the root of the sum of squares of the
-#: products: what one of them without a message from a rank is off by is near 1, what rounding adds is measured in
-#: tests/cluster_check/test_algorithm_runs.py.
-SUM_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
 def run_algorithm(context: MeasuringRank, item: dict[str, Any]) -> dict[str, Any]:
@@ -105,8 +101,7 @@ def _compare(
     """Return what is wrong, and the number of queries that this rank compared.
 
     Output and gradient of q of sampled queries are compared with the fp64 reference
-    (:mod:`mindspeed_cp.engine.canary`). Gradients of all keys and values are compared in sum: attention is linear in v,
-    so <dout, out> = <v, dv>, and its scores are linear in q and in k, so <q, dq> = <k, dk>, summed over all ranks.
+    (:mod:`mindspeed_cp.engine.canary`), gradients of all keys and values in sum (:mod:`.gradient_sums`).
     """
     rank = context.launch.rank
     canaries = [AttentionCanary(1, (seed, number), context.link_seconds) for number in range(samples)]
@@ -121,22 +116,10 @@ def _compare(
         context.sign()
         wrong.append(canary.check(None))
     text = next((text for text in wrong if text is not None), None)
-    pairs = ((dout, out), (v, v.grad), (q, q.grad), (k, k.grad))
-    totals = context.sum(*(number for x, y in pairs for number in _products(x, y)))
-    for name, first, second in (("values", 0, 2), ("keys", 4, 6)):
-        difference = abs(totals[first] - totals[second])
-        relative = difference / max(totals[first + 1] ** 0.5, totals[second + 1] ** 0.5, 1e-30)
-        limit = SUM_TOLERANCE[q.dtype]
-        if text is None and rank == 0 and not relative <= limit:
-            text = f"the gradients of all {name} are wrong in sum by {relative:.1e}; rounding explains {limit:.1e}"
+    gradients = [x.grad for x in (q, k, v)]
+    totals = context.sum(*gradient_sums((q, k, v), out, dout, gradients))
+    if text is None and rank == 0:
+        text = wrong_sums(totals, q.dtype)
     for x in (q, k, v):
         x.grad = None
     return text, queries
-
-
-def _products(x: Tensor, y: Tensor | None) -> tuple[float, float]:
-    """Return the sum of the products of two tensors, element by element, and that of their squares, in fp64."""
-    if y is None:
-        return 0.0, 0.0
-    products = x.detach().cpu().double() * y.detach().cpu().double()
-    return float(products.sum()), float(products.square().sum())

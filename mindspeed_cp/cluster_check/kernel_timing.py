@@ -32,7 +32,7 @@ def time_kernels(context: MeasuringRank, item: dict[str, Any]) -> dict[str, Any]
     Returns:
         {"measurements": [{"kind", "seconds", "flops", "short_side", "calls"}]}.
     """
-    context.barrier()
+    context.meet()
     with torch.no_grad():
         measurements = measure_kernels(context.device, _sizes(item))
     return {"measurements": [vars(measurement) for measurement in measurements]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_NODE_ROUNDS = 63  # of pairs of nodes: all pairs of 64 nodes; of more nodes, some
+MAX_NODE_ROUNDS = 7  # of pairs of nodes: all pairs of 8 nodes; of more nodes, each meets 7
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def link_slots(nodes: int, ranks_per_node: int) -> list[LinkSlot]:
     """Return the slots of all links.
 
     Inside nodes every pair of ranks is measured, one pair of each node at a time. Between nodes every rank is measured
-    with the rank of its own local number on every other node, one NIC of a node at a time; nodes meet in disjoint
-    pairs.
+    with the rank of its own local number on every other node, or on some of more than 8 nodes, one NIC of a node at a
+    time; nodes meet in disjoint pairs.
     """
     slots = []
     for pairs in tournament(ranks_per_node):

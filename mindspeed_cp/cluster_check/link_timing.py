@@ -32,15 +32,15 @@ def time_pair(context: MeasuringRank, item: dict[str, Any]) -> dict[str, Any] | 
     """
     rank = context.launch.rank
     pair = next((pair for pair in item["pairs"] if rank in pair), None)
-    context.barrier()
+    context.meet()
     if pair is None:
         return None
-    peer = pair[1] if rank == pair[0] else pair[0]
-    ends = _PairEnds(context, peer, f"the link {pair[0]} - {pair[1]}", item["most"])
-    if rank != pair[0]:
+    with context.pair(pair) as peer:
+        ends = _PairEnds(context, peer, f"the link {pair[0]} - {pair[1]}", item["most"])
+        if rank == pair[0]:
+            return {"pair": pair, "kind": item["kind"], **ends.measure(item["seconds"])}
         ends.answer()
-        return None
-    return {"pair": pair, "kind": item["kind"], **ends.measure(item["seconds"])}
+    return None
 
 
 class _PairEnds:
@@ -112,6 +112,11 @@ class _PairEnds:
                 Transfer(self._received[:size], self._peer, False, 0, self._label),
             ]
         )
+
+
+def join_all(context: MeasuringRank, item: dict[str, Any]) -> None:
+    """Form the group of all ranks, which all later measurements need."""
+    context.barrier()
 
 
 def time_together(context: MeasuringRank, item: dict[str, Any]) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from mindspeed_cp.cluster_check.worker import Worker
 MEASUREMENTS = {
     "ranks": ("mindspeed_cp.cluster_check.facts", "rank_facts"),
     "links": ("mindspeed_cp.cluster_check.link_timing", "time_pair"),
+    "all ranks": ("mindspeed_cp.cluster_check.link_timing", "join_all"),
     "links together": ("mindspeed_cp.cluster_check.link_timing", "time_together"),
     "forwarding": ("mindspeed_cp.cluster_check.link_timing", "time_forwarding"),
     "kernels": ("mindspeed_cp.cluster_check.kernel_timing", "time_kernels"),

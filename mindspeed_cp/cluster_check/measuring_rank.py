@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 
@@ -19,6 +20,8 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 
 STORE_SECONDS = 60.0
+MEETING_LINKS = 3  # limits of a link that a rank waits for others, which may wait for their own link
+MEETING_POLL_SECONDS = 0.002
 
 
 class OthersSilentError(PeerError):
@@ -45,6 +48,8 @@ class MeasuringRank:
         self.launch, self.link_seconds = launch, link_seconds
         self._device_type, self._generation = device_type, generation
         self.sign: Callable[[], None] = lambda: None
+        self._transport: GroupTransport | None = None
+        self._meetings = 0
 
     @cached_property
     def device(self) -> torch.device:
@@ -55,21 +60,62 @@ class MeasuringRank:
         return torch.device("npu", self.launch.local_rank)
 
     @cached_property
+    def _store(self) -> dist.Store:
+        """What the workers of this generation agree over."""
+        return dist.PrefixStore(f"workers/{self._generation}", open_store(self.launch, STORE_SECONDS, serve=False))
+
+    @property
     def transport(self) -> GroupTransport:
-        """Transfers over the group of all ranks, which is made here."""
+        """Transfers over the current group: that of a pair inside :meth:`pair`, else that of all ranks, made here."""
+        if self._transport is None:
+            self._transport = self._join("all", self.launch.rank, self.launch.ranks)
+        return self._transport
+
+    @contextmanager
+    def pair(self, ranks: Sequence[int]) -> Iterator[int]:
+        """Make a group of two ranks the current one, and yield the other one's number in it. A group of all ranks needs
+        every link: here a link that is broken spoils no other pair."""
+        number = list(ranks).index(self.launch.rank)
+        self._leave()
+        self._transport = self._join(f"pair {ranks[0]} {ranks[1]}", number, 2)
+        yield 1 - number
+        self._leave()
+
+    def _join(self, name: str, rank: int, ranks: int) -> GroupTransport:
         device = self.device
         if device.type == "npu":
             set_hccl_timeouts(self.link_seconds)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,npu:hccl",
-            store=dist.PrefixStore(f"group/{self._generation}", open_store(self.launch, STORE_SECONDS, serve=False)),
-            rank=self.launch.rank,
-            world_size=self.launch.ranks,
+            store=dist.PrefixStore(name, self._store),
+            rank=rank,
+            world_size=ranks,
             timeout=timedelta(seconds=self.link_seconds),
         )
-        ranks = self.launch.ranks
         warm_up(build_plan(Documents([4 * ranks]), Topology(1, ranks), AttentionConfig(1), "ring"), None, device)
         return GroupTransport(None, self.link_seconds, device)
+
+    def _leave(self) -> None:
+        if self._transport is not None:
+            dist.destroy_process_group()
+            self._transport = None
+
+    def meet(self) -> None:
+        """Wait for all ranks over the store, without a link between them.
+
+        Raises:
+            OthersSilentError: a rank did not come within the limit of a link.
+        """
+        self._meetings += 1
+        key = f"meeting/{self._meetings}"
+        if self._store.add(f"{key}/count", 1) == self.launch.ranks:
+            self._store.set(key, "")
+        deadline = time.monotonic() + MEETING_LINKS * self.link_seconds
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise OthersSilentError(f"waited for all ranks for {MEETING_LINKS * self.link_seconds:g} s")
+            self.sign()
+            time.sleep(MEETING_POLL_SECONDS)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         """Post transfers and wait for them."""

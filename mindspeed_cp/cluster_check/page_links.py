@@ -8,13 +8,17 @@ from statistics import median, median_high
 from typing import Any
 
 from mindspeed_cp.cluster_check.html_parts import heat_html, section, table_html
-from mindspeed_cp.cluster_check.results import CheckResults
+from mindspeed_cp.cluster_check.results import CheckResults, rate_text, rate_unit
 from mindspeed_cp.cluster_check.verdict import alone_rates
 from mindspeed_cp.report.text import Table, format_bytes
 
 KINDS = {"in_node": "inside nodes", "network": "between nodes"}
 MATRIX_RANKS = 64  # a larger matrix is not readable; the table has the slowest links
 LISTED = 12
+MATRIX_NOTE = (
+    "From the rank of the row to the rank of the column. Alone: no other message of the pair is on its way. Both ways: "
+    "the opposite message travels at the same time."
+)
 
 
 def links_section(results: CheckResults) -> str:
@@ -22,10 +26,7 @@ def links_section(results: CheckResults) -> str:
     parts = []
     if results.links and results.size <= MATRIX_RANKS:
         matrices = [_matrix(results, kind, ways) for kind in KINDS for ways in (("there", "back"), ("both", "both"))]
-        note = (
-            "<p class='quiet'>GB/s from the rank of the row to the rank of the column. Alone: no other message of the "
-            "pair is on its way. Both ways: the opposite message travels at the same time.</p>"
-        )
+        note = f"<p class='quiet'>{MATRIX_NOTE}</p>"
         parts += [note, f"<div class='beside'>{''.join(matrices)}</div>"]
     if results.links:
         parts += [table_html(_summary(results.links)), table_html(_slowest(results.links))]
@@ -37,9 +38,12 @@ def _matrix(results: CheckResults, kind: str, ways: tuple[str, str]) -> str:
     for row in results.links:
         if row["kind"] == kind:
             first, second = row["pair"]
-            values[first, second], values[second, first] = row[ways[0]] / 1e9, row[ways[1]] / 1e9
-    title = f"{KINDS[kind]}, {'both ways' if ways[0] == 'both' else 'alone'}"
-    return heat_html(title, results.size, values, "GB/s") if values else ""
+            values[first, second], values[second, first] = row[ways[0]], row[ways[1]]
+    if not values:
+        return ""
+    unit, size = rate_unit(max(values.values()))
+    title = f"{KINDS[kind]}, {'both ways' if ways[0] == 'both' else 'alone'}, {unit}"
+    return heat_html(title, results.size, {pair: rate / size for pair, rate in values.items()}, unit)
 
 
 def _summary(links: Sequence[dict[str, Any]]) -> Table:
@@ -47,18 +51,18 @@ def _summary(links: Sequence[dict[str, Any]]) -> Table:
     for kind, name in KINDS.items():
         of_kind = [row for row in links if row["kind"] == kind]
         if of_kind:
-            alone = [row[way] / 1e9 for row in of_kind for way in ("there", "back")]
-            both = [row["both"] / 1e9 for row in of_kind]
+            alone = [row[way] for row in of_kind for way in ("there", "back")]
+            both = [row["both"] for row in of_kind]
             rows.append(
                 (
-                    name, str(len(of_kind)), f"{min(alone):.3g}", f"{median(alone):.3g}", f"{max(alone):.3g}",
-                    f"{min(both):.3g}", f"{median(both):.3g}",
+                    name, str(len(of_kind)), rate_text(min(alone)), rate_text(median(alone)), rate_text(max(alone)),
+                    rate_text(min(both)), rate_text(median(both)),
                     f"{median(row['latency'] for row in of_kind) * 1e6:,.0f}",
                     f"{max(row['latency'] for row in of_kind) * 1e6:,.0f}",
                 )
             )  # fmt: skip
     columns = (
-        "links", "pairs", "alone, GB/s: least", "median", "most", "both ways: least", "median ", "latency, us: median",
+        "links", "pairs", "alone: least", "median", "most", "both ways: least", "median ", "latency, us: median",
         "most ",
     )  # fmt: skip
     return Table("", columns, tuple(rows))
@@ -80,14 +84,14 @@ def _slowest(links: Sequence[dict[str, Any]]) -> Table:
                     (
                         f"{source} to {target}",
                         name,
-                        f"{rate / 1e9:.3g}",
+                        rate_text(rate),
                         f"{rate / middle:.0%}",
                         format_bytes(row["bytes"]),
                     )
                 )
     return Table(
         "Slowest directions (below 90 % of the median of their kind)" if rows else "",
-        ("from, to", "", "GB/s", "of the median", "message"), tuple(rows),
+        ("from, to", "", "rate", "of the median", "message"), tuple(rows),
     ) if rows else Table("", ("no direction is below 90 % of the median of its kind",), ())  # fmt: skip
 
 
@@ -101,8 +105,8 @@ def _together(results: CheckResults) -> str:
         network = row["kind"] == "network_all"
         share = f"{rate / alone[rank]:.0%}" if network and rank in alone else ""
         name = "to its like on the next node" if network else "to all ranks of its node"
-        rows.append((str(rank), str(rank // results.ranks_per_node), name, f"{rate / 1e9:.3g}", share))
-    columns = ("rank", "node", "sends, and receives as much", "GB/s each way", "of what it sends alone")
+        rows.append((str(rank), str(rank // results.ranks_per_node), name, rate_text(rate), share))
+    columns = ("rank", "node", "sends, and receives as much", "each way", "of what it sends alone")
     return table_html(Table("All links at once", columns, tuple(rows)))
 
 
@@ -112,10 +116,10 @@ def _forwarding(results: CheckResults) -> str:
     rows = tuple(
         (
             "over all NICs, forwarded inside both nodes" if row["forwarded"] else "over one NIC",
-            format_bytes(row["bytes"]), f"{row['seconds'] * 1e3:.2f}", f"{row['rate'] / 1e9:.3g}",
+            format_bytes(row["bytes"]), f"{row['seconds'] * 1e3:.2f}", rate_text(row["rate"]),
         )
         for row in results.forwarding
     )  # fmt: skip
     first = results.forwarding[0]
     title = escape(f"One message from rank {first['source']} to rank {first['target']}")
-    return table_html(Table(title, ("way", "bytes", "ms", "GB/s"), rows))
+    return table_html(Table(title, ("way", "bytes", "ms", "rate"), rows))

@@ -29,6 +29,7 @@ class CheckResults:
         batches: lengths by name.
         algorithms: {"batch", "algorithm", "measured", "predicted", "refused", "wrong", "error", ...}.
         failures: what failed.
+        skipped: stages that were left out, since the group of all ranks could not be formed.
         seconds: duration of each stage, by name.
         finished: False until the last stage is done.
     """
@@ -46,6 +47,7 @@ class CheckResults:
     batches: dict[str, list[int]] = field(default_factory=dict)
     algorithms: list[dict[str, Any]] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     finished: bool = False
 
@@ -63,6 +65,17 @@ class CheckResults:
     def as_json(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
         return {"format": FORMAT, **asdict(self)}
+
+
+def rate_unit(rate: float) -> tuple[str, float]:
+    """Return the unit that shows a rate in bytes/second with digits before the point, and its size."""
+    return ("GB/s", 1e9) if rate >= 1e9 else ("MB/s", 1e6)
+
+
+def rate_text(rate: float) -> str:
+    """Return a rate in bytes/second with three digits and its unit."""
+    unit, size = rate_unit(rate)
+    return f"{rate / size:.3g} {unit}"
 
 
 def rows_by_rank(result: StageResult) -> Iterable[tuple[int, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from mindspeed_cp.cluster_check.link_slots import link_slots
 from mindspeed_cp.cluster_check.prediction import fit_cluster, simulate_batch
 from mindspeed_cp.cluster_check.request import DTYPES, ClusterRequest
 from mindspeed_cp.cluster_check.results import CheckResults, layer_seconds, median_measurements, rows_by_rank
-from mindspeed_cp.cluster_check.supervisor import Coordinator, Failure, StageResult
+from mindspeed_cp.cluster_check.supervisor import MAX_FAILURES, Coordinator, Failure, StageResult
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Topology
 from mindspeed_cp.report.files import replace_file
@@ -29,6 +29,7 @@ KERNEL_SECONDS_OF_OVERLAP = 0.2
 REPEATS, SAMPLES = 3, 4
 LEAST_MESSAGE = 1 << 16
 LEAST_TILE_ROWS = 256
+MAX_BROKEN_LINKS = 12  # slots with a failed link, after which no more are measured
 SIZES_END = 1 << 24  # bytes of the largest message for the fit
 
 
@@ -57,6 +58,7 @@ class ClusterDay:
         self._request, self._launch, self._coordinator, self._results = request, launch, coordinator, results
         self._scratch = scratch
         self._topology = Topology(launch.nodes, launch.ranks_per_node)
+        self._is_apart = False
         self.comparisons: dict[str, Comparison] = {}
 
     def stages(self) -> Iterator[str]:
@@ -69,23 +71,27 @@ class ClusterDay:
         stages: list[tuple[str, Callable[[str], None]]] = [
             ("ranks", self._ranks),
             ("links", self._links),
+            ("kernels", self._kernels),
+            ("all ranks", self._join),
             ("links together", self._together),
             ("forwarding", self._forwarding),
-            ("kernels", self._kernels),
             ("messages of many sizes", self._fit),
             ("overlap", self._overlap),
             *((f"algorithms, {batch}", partial(self._algorithms, batch)) for batch in BATCHES),
         ]
         for name, run in stages:
+            if self._is_apart:
+                results.skipped.append(name)
+                continue
             before = len(results.failures)
             run(name)
             failed = len(results.failures) - before
             text = f"{name}: {results.seconds.get(name, 0.0):.1f} s"
             yield f"{text}, {failed} failed" if failed else text
 
-    def _run(self, name: str, items: list[dict[str, Any]]) -> StageResult:
+    def _run(self, name: str, items: list[dict[str, Any]], most_failures: int = MAX_FAILURES) -> StageResult:
         """Run the measurement that a stage is named for, up to its comma."""
-        return self._results.add(name, self._coordinator.run(name.partition(",")[0], items))
+        return self._results.add(name, self._coordinator.run(name.partition(",")[0], items, most_failures))
 
     def _ranks(self, name: str) -> None:
         request, launch = self._request, self._launch
@@ -107,8 +113,13 @@ class ClusterDay:
         slots = link_slots(self._launch.nodes, self._launch.ranks_per_node)
         most = self._request.defaults.message_bytes
         common = {"seconds": MESSAGE_SECONDS, "most": most}
-        result = self._run(name, [{"kind": slot.kind, "pairs": slot.pairs, **common} for slot in slots])
+        items = [{"kind": slot.kind, "pairs": slot.pairs, **common} for slot in slots]
+        result = self._run(name, items, MAX_BROKEN_LINKS)
         self._results.links = [row for _, row in rows_by_rank(result)]
+
+    def _join(self, name: str) -> None:
+        """Form the group of all ranks; if that fails, nothing that needs it is tried."""
+        self._is_apart = bool(self._run(name, [{}]).failures)
 
     def _message_bytes(self, kinds: tuple[str, ...], seconds: float) -> int:
         """Return the bytes that the slowest link of these kinds carries in so many seconds, within limits."""

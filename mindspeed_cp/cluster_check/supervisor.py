@@ -154,8 +154,9 @@ class Coordinator:
         self._signs: dict[int, tuple[bytes, float]] = {}
         self.lost: list[int] = []
 
-    def run(self, name: str, items: Sequence[Item]) -> StageResult:
-        """Run a measurement on all ranks, item by item. After a failed item the others go on with the next one."""
+    def run(self, name: str, items: Sequence[Item], most_failures: int = MAX_FAILURES) -> StageResult:
+        """Run a measurement on all ranks, item by item. After a failed item the others go on with the next one, and
+        after so many of them what is left is not measured."""
         start = time.monotonic()
         result = StageResult([{} for _ in items])
         first = 0
@@ -164,8 +165,8 @@ class Coordinator:
                 text = f"rank {', '.join(map(str, self.lost))} gave no sign of life, so this was not measured"
                 result.failures.append(Failure(name, None, {0: text}))
                 break
-            if len(result.failures) == MAX_FAILURES:
-                text = f"{MAX_FAILURES} items failed; the {len(items) - first} after them were not measured"
+            if len(result.failures) == most_failures:
+                text = f"{most_failures} items failed; the {len(items) - first} after them were not measured"
                 result.failures.append(Failure(name, None, {0: text}))
                 break
             outcomes = self._run_once(name, items, first)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean, median, median_high
 from typing import Any
 
-from mindspeed_cp.cluster_check.results import CheckResults
+from mindspeed_cp.cluster_check.results import CheckResults, rate_text
 
 #: A device or link below these shares of the median of its kind is named.
 SLOW_DEVICE, SLOW_LINK = 0.85, 0.7
@@ -57,6 +57,9 @@ def _failures(results: CheckResults) -> Iterator[Finding]:
     for failure in results.failures:
         item = describe_item(failure.item)
         yield Finding(BAD, f"{failure.stage}{f' ({item})' if item else ''}: {failure.first_error}")
+
+    if results.skipped:
+        yield Finding(BAD, f"not measured, since the ranks form no group: {'; '.join(results.skipped)}")
 
 
 def describe_item(item: dict[str, Any] | None) -> str:
@@ -144,15 +147,13 @@ def _links(results: CheckResults) -> Iterator[Finding]:
             )  # fmt: skip
         for rate, (source, target) in slow[:8]:
             yield Finding(
-                WARNING, f"link {source} to {target} ({name}) carries {rate / 1e9:.3g} GB/s, {rate / middle:.0%} of "
+                WARNING, f"link {source} to {target} ({name}) carries {rate_text(rate)}, {rate / middle:.0%} of "
                 "the median",
             )  # fmt: skip
         if len(slow) > 8:
             yield Finding(WARNING, f"links {name}: {len(slow) - 8} more directions are slow")
         if not slow:
-            yield Finding(
-                GOOD, f"links {name}: {middle / 1e9:.3g} GB/s in the median, none below {SLOW_LINK:.0%} of that"
-            )
+            yield Finding(GOOD, f"links {name}: {rate_text(middle)} in the median, none below {SLOW_LINK:.0%} of that")
         held = [row["pair"] for row in rows if row["both"] < HELD_UP * min(row["there"], row["back"])]
         if held:
             pairs = ", ".join(f"{a} - {b}" for a, b in held[:6])
@@ -200,7 +201,7 @@ def _together(results: CheckResults) -> Iterator[Finding]:
         share = sum(rows[rank] for rank in ranks) / sum(alone[rank] for rank in ranks)
         level = WARNING if share < SLOW_LINK else GOOD
         yield Finding(
-            level, f"node {node}: with all NICs at once {sum(rows[r] for r in ranks) / 1e9:.3g} GB/s leave it, "
+            level, f"node {node}: with all NICs at once {rate_text(sum(rows[r] for r in ranks))} leave it, "
             f"{share:.0%} of what its ranks reach alone",
         )  # fmt: skip
 
