@@ -37,6 +37,7 @@ def run_algorithm(context: MeasuringRank, item: dict[str, Any]) -> dict[str, Any
         batch.
     """
     keep_freed_memory()
+    context.barrier()  # a new worker joins the group here
     launch, dtype = context.launch, TORCH_TYPES[item["dtype"]]
     topology = Topology(launch.nodes, launch.ranks_per_node, _cluster_file(item))
     attention = AttentionConfig(item["heads"], item["kv_heads"], item["head_dim"])

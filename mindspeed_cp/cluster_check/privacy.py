@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 PREFIXES = (
@@ -70,8 +71,10 @@ def _hide_address(match: re.Match[str]) -> str:
 
 
 def scrubbed(value: Any, names: Iterable[str]) -> Any:
-    """Return plain data with all texts as by :func:`without_addresses`."""
+    """Return plain data, or a dataclass of it, with all texts as by :func:`without_addresses`."""
     names = tuple(names)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: scrubbed(getattr(value, field.name), names) for field in fields(value)})
     if isinstance(value, str):
         return without_addresses(value, names)
     if isinstance(value, Mapping):

@@ -28,7 +28,8 @@ MESSAGE_SECONDS = 0.1  # of one message of a pair; some twenty messages of each 
 KERNEL_SECONDS_OF_OVERLAP = 0.2
 REPEATS, SAMPLES = 3, 4
 LEAST_MESSAGE = 1 << 16
-LEAST_TILE_ROWS = 256
+LEAST_TILE_ROWS = 1024  # the fit of attention needs tiles whose time grows with their FLOPs
+ALONE = ("ranks", "links", "kernels", "all ranks")  # stages that need no group of all ranks
 MAX_BROKEN_LINKS = 12  # slots with a failed link, after which no more are measured
 SIZES_END = 1 << 24  # bytes of the largest message for the fit
 
@@ -85,6 +86,8 @@ class ClusterDay:
                 continue
             before = len(results.failures)
             run(name)
+            if name not in ALONE and len(results.failures) > before:
+                self._join("all ranks")  # with new workers: if they cannot meet, the rest would only wait
             failed = len(results.failures) - before
             text = f"{name}: {results.seconds.get(name, 0.0):.1f} s"
             yield f"{text}, {failed} failed" if failed else text
@@ -197,7 +200,7 @@ class ClusterDay:
         launch = self._launch
         kinds = ("network",) if launch.nodes > 1 else ("in_node",)
         item = self._kernel_item(KERNEL_SECONDS_OF_OVERLAP)
-        item["longest"] = max(LEAST_TILE_ROWS, min(item["longest"], self._request.tokens))
+        item["longest"] = min(item["longest"], max(LEAST_TILE_ROWS, self._request.tokens))
         item["bytes"] = self._message_bytes(kinds, KERNEL_SECONDS_OF_OVERLAP)
         self._results.overlap = [{"rank": rank, **row} for rank, row in rows_by_rank(self._run(name, [item]))]
 

@@ -231,7 +231,7 @@ def _overlap(results: CheckResults) -> Iterator[Finding]:
         texts = ", ".join(f"rank {rank} {share:.0%}" for rank, share in sorted(bad.items(), key=lambda x: x[1])[:8])
         yield Finding(WARNING, f"messages hide badly behind kernels: {texts}")
     elif shares:
-        yield Finding(GOOD, f"messages hide behind kernels: {min(shares.values()):.0%} or more on every rank")
+        yield Finding(GOOD, f"messages hide behind kernels: at least {min(shares.values()):.0%} on every rank")
 
 
 def simulator_errors(results: CheckResults) -> list[float]:

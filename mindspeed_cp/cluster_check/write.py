@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_cp.choose.compare import Comparison
 from mindspeed_cp.cluster_check.page import page
-from mindspeed_cp.cluster_check.privacy import scrubbed, without_addresses
+from mindspeed_cp.cluster_check.privacy import scrubbed
 from mindspeed_cp.cluster_check.results import CheckResults
 from mindspeed_cp.report.files import write_atomically
 from mindspeed_cp.report.simulation.html_page import page as simulation_page
@@ -35,8 +35,12 @@ class ReportWriter:
 
     def plain(self, results: CheckResults) -> dict[str, Any]:
         """Return the figures as JSON values, without names of hosts."""
-        values: dict[str, Any] = scrubbed(results.as_json(), self._hosts)
-        return values
+        return self._clean(results).as_json()
+
+    def _clean(self, results: CheckResults) -> CheckResults:
+        """Return the figures without names of hosts."""
+        clean: CheckResults = scrubbed(results, self._hosts)
+        return clean
 
     def write(self, results: CheckResults, comparisons: Mapping[str, Comparison]) -> None:
         """Write page, figures and cluster, each in one move."""
@@ -45,7 +49,7 @@ class ReportWriter:
                 buffer = io.BytesIO()
                 timeline_figure(comparison).savefig(buffer, dpi=DPI, format="png")
                 self._pictures[name] = buffer.getvalue()
-        self._write("report.html", without_addresses(page(results, self._pictures), self._hosts))
+        self._write("report.html", page(self._clean(results), self._pictures))
         self._write("results.json", json.dumps(self.plain(results), indent=1))
         if results.cluster is not None:
             self._write("cluster.yaml", results.cluster["text"])

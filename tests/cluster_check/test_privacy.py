@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_cp.cluster_check.privacy import library_variables, scrubbed, without_addresses
+from mindspeed_cp.cluster_check.supervisor import Failure
 
 
 def test_variables_of_libraries_are_kept_and_private_values_are_not() -> None:
@@ -36,4 +37,6 @@ def test_addresses_and_hosts_are_replaced(text: str, clean: str) -> None:
 
 def test_plain_data_is_scrubbed_everywhere() -> None:
     data = {"a": ["at 10.0.0.1", 3, None, {"b": "node17"}], "c": 1.5}
+    failure = Failure("links", {"pairs": [[0, 1]]}, {0: "10.0.0.1 is gone"})
+    assert scrubbed([failure], ()) == [Failure("links", {"pairs": [[0, 1]]}, {0: "<address> is gone"})]
     assert scrubbed(data, ("node17",)) == {"a": ["at <address>", 3, None, {"b": "<host>"}], "c": 1.5}
