@@ -25,7 +25,7 @@ from mindspeed_cp.plan import Topology
 from mindspeed_cp.report.files import replace_file
 
 MESSAGE_SECONDS = 0.1  # of one message of a pair; some twenty messages of each pair are timed
-KERNEL_SECONDS_OF_OVERLAP = 0.2
+KERNEL_SECONDS_OF_OVERLAP = 0.1
 REPEATS, SAMPLES = 3, 4
 LEAST_MESSAGE = 1 << 16
 LEAST_TILE_ROWS = 1024  # the fit of attention needs tiles whose time grows with their FLOPs
