@@ -31,7 +31,8 @@ LEAST_MESSAGE = 1 << 16
 LEAST_TILE_ROWS = 1024  # the fit of attention needs tiles whose time grows with their FLOPs
 ALONE = ("ranks", "links", "kernels", "all ranks")  # stages that need no group of all ranks
 MAX_BROKEN_LINKS = 12  # slots with a failed link, after which no more are measured
-SIZES_END = 1 << 24  # bytes of the largest message for the fit
+FIT_SECONDS = 0.5  # of the largest message for the fit, which takes short ones into account as well
+LARGEST_OF_FIT = 1 << 24
 
 
 class ClusterDay:
@@ -124,11 +125,11 @@ class ClusterDay:
         """Form the group of all ranks; if that fails, nothing that needs it is tried."""
         self._is_apart = bool(self._run(name, [{}]).failures)
 
-    def _message_bytes(self, kinds: tuple[str, ...], seconds: float) -> int:
+    def _message_bytes(self, kinds: tuple[str, ...], seconds: float, most: int | None = None) -> int:
         """Return the bytes that the slowest link of these kinds carries in so many seconds, within limits."""
         rates = [min(row["there"], row["back"]) for row in self._results.links if row["kind"] in kinds]
         size = int(min(rates, default=0.0) * seconds)
-        return max(LEAST_MESSAGE, min(size, self._request.defaults.message_bytes))
+        return max(LEAST_MESSAGE, min(size, most or self._request.defaults.message_bytes))
 
     def _together(self, name: str) -> None:
         launch, items = self._launch, []
@@ -164,7 +165,7 @@ class ClusterDay:
         """Measure messages of many sizes, and fit the cluster to them and to the kernels."""
         results = self._results
         kinds = sorted({row["kind"] for row in results.links})
-        most = {kind: min(SIZES_END, self._message_bytes((kind,), MESSAGE_SECONDS)) for kind in kinds}
+        most = {kind: self._message_bytes((kind,), FIT_SECONDS, LARGEST_OF_FIT) for kind in kinds}
         measured = [row["measurements"] for _, row in rows_by_rank(self._run(name, [{"most": most}]))]
         if not measured or not results.kernels:
             results.failures.append(Failure("fit", None, {0: "kernels or links were not measured, see above"}))

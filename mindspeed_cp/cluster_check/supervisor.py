@@ -46,7 +46,8 @@ class Failure:
     def first_error(self) -> str:
         """The message of the first rank, with its number."""
         rank, text = next(iter(self.errors.items()))
-        return f"rank {rank}: {text}"
+        name = f"rank {rank}: "
+        return text if text.startswith(name) else name + text
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from mindspeed_cp.cluster_check import supervisor as supervision
-from mindspeed_cp.cluster_check.supervisor import MAX_FAILURES, Coordinator, StageResult, Supervisor
+from mindspeed_cp.cluster_check.supervisor import MAX_FAILURES, Coordinator, Failure, StageResult, Supervisor
 from mindspeed_cp.cluster_check.worker import Worker
 from tests.cluster_check.faulty import MEASUREMENTS, Context
 from tests.limits import HANG
@@ -56,7 +56,8 @@ def test_faults_become_rows_and_later_items_run_on_new_workers() -> None:
     raised, died = result.failures
     assert raised.item == items[1] and raised.errors == {1: "ValueError: a bad cable"}
     assert died.item == items[3] and died.errors == {1: "its process ended with signal 9"}
-    assert died.first_error.startswith("rank 1: ")
+    assert died.first_error == "rank 1: its process ended with signal 9"
+    assert Failure("links", None, {1: "rank 1: sending to rank 0"}).first_error == "rank 1: sending to rank 0"
     assert codes == [0]
 
 
