@@ -14,7 +14,7 @@ from mindspeed_cp.cluster_check.measuring_rank import MeasuringRank
 from mindspeed_cp.comm import Transfer
 
 PROBE_BYTES = 1 << 16
-ROUND_TRIPS = 8
+ROUND_TRIPS, PROBES = 8, 3
 TIMED_ROUNDS = 3
 PIECES = 4
 
@@ -58,7 +58,7 @@ class _PairEnds:
         """Ask for all measurements; messages take about so many seconds."""
         latency = min(self._ask(self.PING, 0) for _ in range(ROUND_TRIPS)) / 2
         self._ask(self.THERE, PROBE_BYTES)  # connects whatever large messages need
-        probe = max(self._ask(self.THERE, PROBE_BYTES) - 2 * latency, 1e-7)
+        probe = max(min(self._ask(self.THERE, PROBE_BYTES) for _ in range(PROBES)) - 2 * latency, 1e-7)
         size = int(min(max(PROBE_BYTES, PROBE_BYTES * seconds / probe), len(self._sent)))
         rates = {}
         for name, order in (("there", self.THERE), ("back", self.BACK), ("both", self.BOTH)):

@@ -14,7 +14,7 @@ from mindspeed_cp.report.text import Table, format_bytes
 
 KINDS = {"in_node": "inside nodes", "network": "between nodes"}
 MATRIX_RANKS = 64  # a larger matrix is not readable; the table has the slowest links
-LISTED = 12
+LISTED, LISTED_BELOW = 12, 0.9
 MATRIX_NOTE = (
     "From the rank of the row to the rank of the column. Alone: no other message of the pair is on its way. Both ways: "
     "the opposite message travels at the same time."
@@ -29,7 +29,7 @@ def links_section(results: CheckResults) -> str:
         note = f"<p class='quiet'>{MATRIX_NOTE}</p>"
         parts += [note, f"<div class='beside'>{''.join(matrices)}</div>"]
     if results.links:
-        parts += [table_html(_summary(results.links)), table_html(_slowest(results.links))]
+        parts += [table_html(_summary(results.links)), _slowest(results.links)]
     return section("Links", *parts, _together(results), _forwarding(results))
 
 
@@ -68,7 +68,7 @@ def _summary(links: Sequence[dict[str, Any]]) -> Table:
     return Table("", columns, tuple(rows))
 
 
-def _slowest(links: Sequence[dict[str, Any]]) -> Table:
+def _slowest(links: Sequence[dict[str, Any]]) -> str:
     rows = []
     for kind, name in KINDS.items():
         directions = [
@@ -79,20 +79,13 @@ def _slowest(links: Sequence[dict[str, Any]]) -> Table:
         ]
         middle = median_high(rate for rate, *_ in directions) if directions else 0.0
         for rate, (source, target), row in sorted(directions, key=lambda entry: entry[0])[:LISTED]:
-            if rate < 0.9 * middle:
-                rows.append(
-                    (
-                        f"{source} to {target}",
-                        name,
-                        rate_text(rate),
-                        f"{rate / middle:.0%}",
-                        format_bytes(row["bytes"]),
-                    )
-                )
-    return Table(
-        "Slowest directions (below 90 % of the median of their kind)" if rows else "",
-        ("from, to", "", "rate", "of the median", "message"), tuple(rows),
-    ) if rows else Table("", ("no direction is below 90 % of the median of its kind",), ())  # fmt: skip
+            if rate < LISTED_BELOW * middle:
+                ends, size = f"{source} to {target}", format_bytes(row["bytes"])
+                rows.append((ends, name, rate_text(rate), f"{rate / middle:.0%}", size))
+    if not rows:
+        return f"<p class='quiet'>No direction is below {LISTED_BELOW:.0%} of the median of its kind.</p>"
+    title = f"Slowest directions, below {LISTED_BELOW:.0%} of the median of their kind"
+    return table_html(Table(title, ("from, to", "", "rate", "of the median", "message"), tuple(rows)))
 
 
 def _together(results: CheckResults) -> str:

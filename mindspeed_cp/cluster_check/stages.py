@@ -176,7 +176,9 @@ class ClusterDay:
         try:
             cluster, results.cluster = fit_cluster(rows, self._launch.ranks_per_node, memory, title)
         except ConfigError as error:
-            results.failures.append(Failure("fit", None, {0: str(error)}))
+            hint = "; here: give a larger --tokens-per-rank" if str(error).startswith("attention") else ""
+            text = f"{error}{hint}"
+            results.failures.append(Failure("fit", None, {0: text}))
             return
         results.cluster["measurements"] = rows
         self._simulate(cluster)

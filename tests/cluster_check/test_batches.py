@@ -17,8 +17,8 @@ from mindspeed_cp.errors import ConfigError
 def test_batches_are_full_and_what_they_are_called(tokens: int, ranks: int) -> None:
     batches = make_batches(tokens, ranks)
     assert tuple(batches) == BATCHES and make_batches(tokens, ranks) == batches
-    one, uneven, short = batches.values()
-    assert one == [tokens] and sum(uneven) == sum(short) == tokens
+    long, uneven, short = batches.values()
+    assert long == [tokens] and sum(uneven) == sum(short) == tokens
     assert all(length > 0 for length in uneven + short)
     assert max(uneven) > 2 * np.mean(uneven) and max(short) < 2 * np.mean(short)
     assert len(short) > ranks
