@@ -23,6 +23,7 @@ from benchmarks.cluster.fabric import ENDING, ClusterError, cluster, run, run_ra
 from benchmarks.cluster.network import Names, Shape, limiter
 
 PORT = 29573
+RANK = "as-a-rank"  # first argument of the processes that this program starts in the namespaces
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,12 +59,8 @@ def cut_off(names: Names, shape: Shape, first: int, second: int) -> None:
         run(["ip", "-n", names.rank(rank), "route", "replace", "blackhole", f"{shape.address(other)}/32"])
 
 
-def rehearse(args: argparse.Namespace, interpreter: tuple[str, ...] = (sys.executable,)) -> str:
+def rehearse(args: argparse.Namespace) -> str:
     """Run the doctor on all ranks; return what the first rank printed.
-
-    Args:
-        args: options.
-        interpreter: the program that runs `-m mindspeed_cp`.
 
     Raises:
         ClusterError: a rank failed otherwise than by finding something (exit code 1).
@@ -73,21 +70,19 @@ def rehearse(args: argparse.Namespace, interpreter: tuple[str, ...] = (sys.execu
     with tempfile.TemporaryDirectory(prefix="mindspeed-cp-") as folder, cluster(shape) as names:
         if args.slow_rank is not None:
             limit_nic(names, shape, args.slow_rank, round(args.slow_rate * 1e6))
-        command = _rank_command(args, shape, interpreter)
-        run_ranks(names, shape, command, Path(folder), _cutter(args, names, shape, Path(folder)))
+        run_ranks(names, shape, _rank_command(args, shape), Path(folder), _cutter(args, names, shape, Path(folder)))
         return Path(folder, "rank0.log").read_text(errors="replace")
 
 
-def _rank_command(args: argparse.Namespace, shape: Shape, interpreter: tuple[str, ...]) -> Callable[[int], list[str]]:
+def _rank_command(args: argparse.Namespace, shape: Shape) -> Callable[[int], list[str]]:
     def command(rank: int) -> list[str]:
         settings = {
             "RANK": rank, "WORLD_SIZE": shape.ranks, "LOCAL_RANK": rank % shape.ranks_per_node,
             "LOCAL_WORLD_SIZE": shape.ranks_per_node, "MASTER_ADDR": shape.address(0), "MASTER_PORT": PORT,
         }  # fmt: skip
-        doctor = ["-m", "mindspeed_cp", "doctor", "--cluster", "--device", "cpu", "--folder", str(args.folder)]
-        inner = ["env", *(f"{name}={value}" for name, value in settings.items()), *interpreter, *doctor, *args.doctor]
-        # 1: the doctor found something, which is what a rehearsal is for.
-        return ["sh", "-c", '"$@" || test $? -eq 1', "sh", *inner]
+        doctor = ["doctor", "--cluster", "--device", "cpu", "--folder", str(args.folder), *args.doctor]
+        program = [sys.executable, "-m", "benchmarks.cluster.doctor_day", RANK, *doctor]
+        return ["env", *(f"{name}={value}" for name, value in settings.items()), *program]
 
     return command
 
@@ -103,7 +98,18 @@ def _cutter(args: argparse.Namespace, names: Names, shape: Shape, folder: Path) 
     return watch
 
 
+def run_rank(options: list[str]) -> int:
+    """Run the command line in this process; what the doctor finds (exit code 1) is what a rehearsal is for."""
+    from mindspeed_cp.cli.main import run as command_line
+
+    code = command_line(options)
+    return 0 if code == 1 else code
+
+
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == [RANK]:
+        sys.exit(run_rank(argv[1:]))
     args = arguments(argv)
     for number in ENDING:
         signal.signal(number, terminated)

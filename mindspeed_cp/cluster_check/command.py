@@ -46,10 +46,12 @@ def run_cluster_check(request: ClusterRequest, *, as_json: bool) -> int:
     store = open_store(launch, JOIN_SECONDS)
     start_worker = worker_starter(launch, request.device_type, request.link_limit)
     supervisor = Supervisor(launch.rank, launch.ranks, store, MEASUREMENTS, start_worker, request.silence)
+    import torch.distributed as dist
+
     if launch.rank:
         try:
             return supervisor.follow()
-        except RuntimeError as error:
+        except dist.DistError as error:
             raise PeerError(f"rank {launch.rank}: the store of the ranks is gone, so rank 0 has ended") from error
     scratch = Path(tempfile.gettempdir(), f"mindspeed-cp-{secrets.token_hex(8)}")
     coordinator = Coordinator(supervisor)
@@ -58,6 +60,8 @@ def run_cluster_check(request: ClusterRequest, *, as_json: bool) -> int:
     except ConfigError:
         coordinator.stop(BAD_INPUT)
         raise
+    except dist.DistError as error:
+        raise PeerError(f"rank 0: the store of the ranks is gone; what was measured is in {request.folder}") from error
     except BaseException:
         coordinator.stop(FAILED)
         raise

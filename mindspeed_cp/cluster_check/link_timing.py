@@ -64,7 +64,7 @@ class _PairEnds:
         for name, order in (("there", self.THERE), ("back", self.BACK), ("both", self.BOTH)):
             best = min(self._ask(order, size) for _ in range(TIMED_ROUNDS))
             extra = 2 * latency if order != self.BOTH else latency
-            rates[name] = size / max(best - extra, best / 10)
+            rates[name] = size / max(best - extra, best / 2)
             self._context.sign()
         self._ask(self.STOP, 0)
         return {"bytes": size, "latency": latency, **rates}

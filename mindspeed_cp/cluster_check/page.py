@@ -166,8 +166,9 @@ def _algorithms(results: CheckResults, pictures: Mapping[str, bytes]) -> list[st
         shortest, longest = min(lengths), max(lengths)
         span = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
         what = f"{len(lengths):,} document{'s' * (len(lengths) > 1)} of {span} tokens"
+        total = f", {format_count(sum(lengths))} in all" if len(lengths) > 1 else ""
         note = (
-            f"<p class='quiet'>{what}, {format_count(sum(lengths))} in all. One layer of attention, forward and "
+            f"<p class='quiet'>{what}{total}. One layer of attention, forward and "
             "backward; the slowest rank, median of the repeats. Kernels and waits: mean of the ranks in one more run, "
             "which is recorded.</p>"
         )
