@@ -47,7 +47,7 @@ class KernelSizes:
 
 
 @dataclass
-class _TimedCall:
+class TimedCall:
     """A call to time, and the measurement that its time completes."""
 
     measurement: Measurement
@@ -68,9 +68,9 @@ def measure_kernels(
     Returns:
         A measurement for each size, with the minimum over all rounds: other processes only add time.
     """
-    cases: list[_TimedCall] = []
+    cases: list[TimedCall] = []
     if "attention" in kinds:
-        cases += [_attention(device, sizes, *rows) for rows in _tiles(sizes.longest)]
+        cases += [attention_call(device, sizes, *rows) for rows in _tiles(sizes.longest)]
     if "linear" in kinds:
         cases += [_linear(device, sizes, tokens) for tokens in _powers(64, max(2048, sizes.longest))]
     for case in cases:  # the first call allocates and compiles; the second is timed to choose the number of calls
@@ -79,7 +79,7 @@ def measure_kernels(
     return _rounds(cases, device, sizes.seconds)
 
 
-def _rounds(cases: list[_TimedCall], device: torch.device, seconds: float) -> list[Measurement]:
+def _rounds(cases: list[TimedCall], device: torch.device, seconds: float) -> list[Measurement]:
     seconds_of_cases: list[list[float]] = [[] for _ in cases]
     end = time.monotonic() + seconds
     rounds = 0
@@ -93,7 +93,7 @@ def _rounds(cases: list[_TimedCall], device: torch.device, seconds: float) -> li
     ]
 
 
-def _timed(case: _TimedCall, device: torch.device) -> float:
+def _timed(case: TimedCall, device: torch.device) -> float:
     """Return the seconds of one call, with the device synchronized before and after all calls."""
     _synchronize(device)
     start = time.perf_counter()
@@ -123,7 +123,7 @@ def _powers(first: int, last: int) -> list[int]:
     return sizes
 
 
-def _attention(device: torch.device, sizes: KernelSizes, queries: int, keys: int, mask: str) -> _TimedCall:
+def attention_call(device: torch.device, sizes: KernelSizes, queries: int, keys: int, mask: str) -> TimedCall:
     """Return the forward and backward of one tile as one call, since cluster models cover both together."""
     config = AttentionConfig(sizes.heads, sizes.kv_heads, sizes.head_dim, mask=mask)
     runner: Any = get_backend(device.type)
@@ -156,7 +156,7 @@ def _attention(device: torch.device, sizes: KernelSizes, queries: int, keys: int
         runner.forward(forward, config, state, k, v)
         runner.backward(backward, config, back, k, v, dk, dv)
 
-    return _TimedCall(Measurement("attention", 1.0, flops=flops, short_side=float(min(queries, keys)), calls=2.0), run)
+    return TimedCall(Measurement("attention", 1.0, flops=flops, short_side=float(min(queries, keys)), calls=2.0), run)
 
 
 def _span(rows: int) -> np.ndarray:
@@ -165,7 +165,7 @@ def _span(rows: int) -> np.ndarray:
     return span
 
 
-def _linear(device: torch.device, sizes: KernelSizes, tokens: int) -> _TimedCall:
+def _linear(device: torch.device, sizes: KernelSizes, tokens: int) -> TimedCall:
     hidden = sizes.hidden_size
     x = torch.randn(tokens, hidden).to(sizes.dtype).to(device)
     weight = torch.randn(hidden, hidden).to(sizes.dtype).to(device)
@@ -174,4 +174,4 @@ def _linear(device: torch.device, sizes: KernelSizes, tokens: int) -> _TimedCall
     def run() -> None:
         torch.mm(x, weight, out=out)
 
-    return _TimedCall(Measurement("linear", 1.0, flops=2.0 * tokens * hidden * hidden), run)
+    return TimedCall(Measurement("linear", 1.0, flops=2.0 * tokens * hidden * hidden), run)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,12 +32,20 @@ BYTES_OF_A_SIZE = 1 << 26  # sent in total for each size, about
 TIMEOUT = 90.0  # seconds to wait for a rank
 
 
-def measure_links(device: torch.device, local_size: int) -> list[Measurement]:
+def measure_links(
+    device: torch.device,
+    local_size: int,
+    largest: Mapping[str, int] | None = None,
+    sign: Callable[[], None] = lambda: None,
+) -> list[Measurement]:
     """Time messages among the ranks of the default process group; every rank calls it.
 
     Args:
         device: device of this rank.
         local_size: ranks of each node; ranks are numbered node by node.
+        largest: bytes of the largest message of "in_node" and of "network"; None: 16 MiB, which take minutes over slow
+            links.
+        sign: called between rounds.
 
     Returns:
         Measurements of "in_node" and "in_node_all" if a node has several ranks, and of "network" and "network_all" if
@@ -51,7 +59,7 @@ def measure_links(device: torch.device, local_size: int) -> list[Measurement]:
     if size % local_size:
         raise ConfigError(f"{size} ranks do not make whole nodes of {local_size}; start as many on every node")
     warm_up(build_plan(Documents([4 * size]), Topology(1, size), AttentionConfig(1), "ring"), None, device)
-    timer = _LinkTimer(GroupTransport(None, TIMEOUT, device), device, rank)
+    timer = _LinkTimer(GroupTransport(None, TIMEOUT, device), device, rank, largest, sign)
     measurements: list[Measurement] = []
     if local_size > 1:
         measurements += timer.time_pair("in_node", 0, 1)
@@ -67,14 +75,23 @@ def measure_links(device: torch.device, local_size: int) -> list[Measurement]:
 class _LinkTimer:
     """Times messages of one rank."""
 
-    def __init__(self, transport: GroupTransport, device: torch.device, rank: int) -> None:
+    def __init__(
+        self,
+        transport: GroupTransport,
+        device: torch.device,
+        rank: int,
+        largest: Mapping[str, int] | None,
+        sign: Callable[[], None],
+    ) -> None:
         self.transport, self.device, self.rank = transport, device, rank
+        self.largest, self.sign = largest or {}, sign
 
     def time_pair(self, kind: str, first: int, second: int) -> list[Measurement]:
         """Time round trips between two ranks while the others wait; a message takes half of one."""
         measurements = []
-        for size in SIZES:
-            repeats = max(4, min(200, BYTES_OF_A_SIZE // size // 8))
+        largest = self.largest.get(kind, SIZES[-1])
+        for size in (size for size in SIZES if size <= largest):
+            repeats = max(4, min(200, BYTES_OF_A_SIZE * largest // SIZES[-1] // size // 8))
             data = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
             def round_trip(data: torch.Tensor = data) -> None:
@@ -88,7 +105,8 @@ class _LinkTimer:
 
     def time_all(self, kind: str, peers: Sequence[int]) -> Measurement:
         """Time an exchange in which every rank sends to all its peers at once, and receives as much from each."""
-        sent = [torch.zeros(BYTES_TO_EACH_PEER, dtype=torch.uint8, device=self.device) for _ in peers]
+        size = min(BYTES_TO_EACH_PEER, self.largest.get(kind.removesuffix("_all"), SIZES[-1]))
+        sent = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in peers]
         received = [torch.empty_like(data) for data in sent]
 
         def exchange() -> None:
@@ -98,7 +116,7 @@ class _LinkTimer:
             self._transfer(transfers)
 
         seconds = self._slowest_rank(exchange if peers else None, repeats=4)
-        return Measurement(kind, seconds, bytes=BYTES_TO_EACH_PEER * self._max_over_ranks(len(peers)))
+        return Measurement(kind, seconds, bytes=size * self._max_over_ranks(len(peers)))
 
     def _transfer(self, transfers: Sequence[Transfer]) -> None:
         for pending in self.transport.post(transfers):
@@ -109,6 +127,7 @@ class _LinkTimer:
         rank only waits."""
         seconds_of_rounds = []
         for round_number in range(4):  # the first one connects
+            self.sign()
             self._max_over_ranks(0)
             start = time.perf_counter()
             if run is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,10 @@ def doctor(
     device: Annotated[str, typer.Option(help="cpu, cuda, npu, or auto: all that are present.")] = "auto",
     link_seconds: Annotated[
         float | None,
-        typer.Option(help="Time limit in seconds for the links between NPUs. Default: 120, plus 15 per NPU."),
+        typer.Option(
+            help="Time limit in seconds for the links between NPUs; default: 120, plus 15 per NPU. With --cluster: for "
+            "each link; default: 20 between CPUs, 150."
+        ),
     ] = None,
     npu_profile: Annotated[
         Path | None,
@@ -30,8 +33,62 @@ def doctor(
         typer.Option(help="Time limit in seconds for each check of an NPU. Default: 60.", show_default=False),
     ] = None,
     as_json: AsJson = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Measure all ranks that torchrun started, and write one report.")
+    ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="With --cluster: folder of the report. Default: cluster-report.", show_default=False),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="With --cluster: replace the folder's report.")
+    ] = False,
+    tokens_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="With --cluster: tokens of a batch / ranks. Default: 1024 on a CPU, 8192.", show_default=False
+        ),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="With --cluster: query heads. Default: 8.", show_default=False)
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="With --cluster: key/value heads. Default: as many.", show_default=False)
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="With --cluster: channels of a head. Default: 64.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="With --cluster: bf16, fp16 or fp32. Default: fp32 on a CPU, bf16.", show_default=False),
+    ] = None,
+    kernel_seconds: Annotated[
+        float | None, typer.Option(help="With --cluster: seconds for timing kernels. Default: 10.", show_default=False)
+    ] = None,
 ) -> int:
-    """Check this machine: versions, devices, links, and the attention operator against the fp64 reference."""
+    """Check this machine: versions, devices, links, and the attention operator against the fp64 reference.
+
+    With --cluster, under torchrun, on every rank: links, kernels, overlap, and every algorithm beside the simulator:
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m mindspeed_cp doctor --cluster
+    """
+    options = {
+        "folder": folder, "tokens_per_rank": tokens_per_rank, "heads": heads, "kv_heads": kv_heads,
+        "head_dim": head_dim, "dtype": dtype, "kernel_seconds": kernel_seconds, "overwrite": overwrite or None,
+    }  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if cluster:
+        for option, value in (("--npu-profile", npu_profile), ("--row-seconds", row_seconds)):
+            if value is not None:
+                raise ConfigError(f"{option} {value}: not with --cluster; run doctor --device npu without --cluster")
+        from mindspeed_cp.cluster_check.command import run_cluster_check
+        from mindspeed_cp.cluster_check.request import ClusterRequest
+
+        given["folder"] = folder or Path("cluster-report")
+        request = ClusterRequest(**given, device=device, link_seconds=link_seconds)
+        return run_cluster_check(request, as_json=as_json)
+    if given:
+        option = "--" + next(iter(given)).replace("_", "-")
+        raise ConfigError(f"{option}: only for --cluster; give --cluster, or leave {option} out")
     if device not in ("auto", "cpu", "cuda", "npu"):
         raise ConfigError(f"--device {device}: cannot be checked; valid: auto, cpu, cuda, npu")
     if link_seconds is not None and not link_seconds > 0:
