@@ -80,6 +80,7 @@ def test_rank_0_refuses_for_all(tmp_path: Path) -> None:
         (["--cluster"], "error: --cluster: RANK is not set; start the ranks with torchrun"),
         (["--heads", "4"], "error: --heads: only for --cluster; give --cluster, or leave --heads out"),
         (["--cluster", "--device", "cuda"], "error: --device cuda: --cluster measures cpu and npu"),
+        (["--cluster", "--npu-profile", "f.json"], "error: --npu-profile f.json: not with --cluster; run doctor"),
     ],
 )
 def test_a_start_that_is_wrong_is_one_line(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
