@@ -67,6 +67,7 @@ def test_two_ranks_write_a_report_and_an_archive(tmp_path: Path) -> None:
             assert str(tmp_path) not in text and "127.0.0.1" not in text, name
 
 
+@pytest.mark.thorough  # two more starts of torch; tests/cluster_check/test_supervisor.py has the way of the exit code
 def test_rank_0_refuses_for_all(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("")
     (code, _, messages), (other_code, _, other_messages) = run(tmp_path)

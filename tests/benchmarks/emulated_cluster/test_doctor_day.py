@@ -32,7 +32,8 @@ def test_a_slow_nic_is_named(tmp_path: Path) -> None:
     rates = {tuple(row["pair"]): row["there"] for row in results["links"] if row["kind"] == "network"}
     assert rates[0, 2] > 2 * rates[1, 3]
     assert not results["failures"] and all(row["wrong"] is None for row in results["algorithms"])
-    assert results["cluster"]["values"]["nics_per_node"] == 2
+    together = {row["rank"]: row["rate"] for row in results["together"] if row["kind"] == "network_all"}
+    assert together[0] > 2 * together[1] and together[2] > 2 * together[3]
 
 
 def test_a_link_that_is_cut_is_the_only_one_that_is_blamed(tmp_path: Path) -> None:
