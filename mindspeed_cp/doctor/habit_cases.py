@@ -13,7 +13,7 @@ from mindspeed_cp.device.npu_profile import Condition
 from mindspeed_cp.doctor.operator import OperatorCase
 from mindspeed_cp.plan import AttentionConfig
 
-ONE_RANK: tuple[str, int, dict[str, Any]] = ("ring", 1, {})
+ON_ONE_RANK: tuple[str, int, dict[str, Any]] = ("ring", 1, {})
 
 SHORT = [301, 97, 510]  # mean below 1,024
 LONG = [1290, 801]  # mean from 1,024
@@ -48,7 +48,7 @@ def _shape(
     lengths: list[int],
     attention: AttentionConfig,
     kv_lengths: list[int] | None = None,
-    plan: tuple[str, int, dict[str, Any]] = ONE_RANK,
+    plan: tuple[str, int, dict[str, Any]] = ON_ONE_RANK,
     **npu: str,
 ) -> OperatorCase:
     return OperatorCase(name, lengths, attention, kv_lengths, plan, npu)
