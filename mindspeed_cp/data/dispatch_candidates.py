@@ -37,8 +37,11 @@ def _candidates(problem: DispatchProblem) -> Iterator[DocumentGroups]:
     rows = [row for group in ordered for row in group]
     count = 0  # number of micro-batches in which documents are then arranged by cost
     if all(problem.tokens_of(row) <= problem.token_bound for row in rows):
-        yield ordered
-        yield improve_by_rows(problem, assign_rows(problem, rows))
+        for groups in (ordered, improve_by_rows(problem, assign_rows(problem, rows))):
+            if len(set(map(len, groups))) <= 1:
+                yield groups
+            else:
+                yield from with_equal_counts(problem, groups)
         count = len(rows)
     yield from with_equal_counts(problem, longest_first(problem))
     for packed in (fill_by_cost(problem, documents, count), best_fit_decreasing(problem, documents)):

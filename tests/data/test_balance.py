@@ -116,6 +116,23 @@ def test_equal_counts_are_kept_where_the_rows_fill_them(
 
 
 @law
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), replica_counts)
+def test_equal_counts_without_rows_are_kept_or_refused(lengths: list[int], replicas: int) -> None:
+    try:
+        equal = assign(lengths, square, replicas, token_bound=20, equal_counts=True)
+    except ConfigError as error:
+        assert "equal_counts" in str(error)
+        return
+    assert len(set(equal.counts)) == 1
+    assert all(len(row) for replica in range(replicas) for row in equal.rows(replica))
+
+
+def test_documents_that_fill_no_equal_counts_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"equal_counts: 3 documents of 30 tokens were not packed into equally many"):
+        assign([10, 10, 10], [1.0, 1.0, 1.0], 2, token_bound=10, equal_counts=True)
+
+
+@law
 @given(lengths_lists, replica_counts, fixed_times, st.sampled_from([1.0, 3.0, 1e-9, 7e12]))
 def test_the_same_costs_in_any_unit_give_the_same_assignment(
     lengths: list[int], replicas: int, fixed: float, unit: float
