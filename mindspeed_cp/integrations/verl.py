@@ -218,6 +218,12 @@ def planned_engine(engine_class: type, algorithm: str = "hierarchical", **argume
         def prepare_model_inputs(self, micro_batch: Any) -> Any:
             if not self.use_ulysses_sp:
                 return super().prepare_model_inputs(micro_batch)
+            distills = micro_batch.get("distillation_use_topk", None)
+            if getattr(distills, "data", distills):
+                raise ConfigError(
+                    "distillation_use_topk is set, and verl slices the teacher's rows by its own rule; valid with "
+                    "planned engines: no top-k distillation, or ulysses_sequence_parallel_size 1"
+                )
             self.use_ulysses_sp = False  # the whole row, which is sliced below
             try:
                 inputs, outputs = super().prepare_model_inputs(micro_batch)

@@ -13,10 +13,10 @@ plan does not have is an error that names the layer. Needs transformers 5, which
 """
 
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch, planned_batch, shard_batch
-from mindspeed_cp.integrations.huggingface.families import FAMILIES, attention_config
+from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, attention_config
 from mindspeed_cp.integrations.huggingface.loss import count_labels, loss
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, build_plans
-from mindspeed_cp.integrations.huggingface.registration import IMPLEMENTATION, register
+from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.trainer import PlannedCollator, RepeatedRows, planned_callback
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mindspeed_cp.engine import context_parallel_attention
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.families import window_of_side
+from mindspeed_cp.integrations.huggingface.families import FAMILIES, attention_config, window_of_side
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.plan import AttentionConfig
 
@@ -72,6 +72,7 @@ def planned_attention(
             text = "a tensor" if isinstance(given, Tensor) else repr(given)
             raise ConfigError(f"{label}: {name} is {text}, but {why}; valid: None")
     _check_settings(label, module, wanted, dropout, scaling, sliding_window, is_causal)
+    _check_configuration(label, module, layer, wanted)
     _check_shapes(label, query, key, value, wanted, plan)
     device = query.device.type
     # Under autocast rotary positions leave q and k in fp32; attention is one of the operators in its lower precision.
@@ -116,6 +117,21 @@ def _check_settings(
         causal = False
     if causal is not None and bool(causal) != (wanted.mask == "causal"):
         raise _differs(label, "is_causal", causal, f"mask {wanted.mask!r}")
+
+
+def _check_configuration(label: str, module: Any, layer: int, wanted: AttentionConfig) -> None:
+    """Raise ConfigError if the layer's configuration has another window or mask than the plan: many layers have copied
+    their window when the model was built, and do not pass on what is changed afterwards."""
+    config = getattr(module, "config", None)
+    if getattr(config, "model_type", None) not in FAMILIES:
+        return
+    configured = attention_config(config, layer)
+    if (configured.window, configured.mask) != (wanted.window, wanted.mask):
+        raise ConfigError(
+            f"{label}: the configuration says window {configured.window}, mask {configured.mask!r}, but the plan has "
+            f"window {wanted.window}, mask {wanted.mask!r}; valid: a configuration that stays as it was when the model "
+            "was built, or another model and other plans from the changed one"
+        )
 
 
 def _differs(label: str, name: str, value: object, planned: str) -> ConfigError:

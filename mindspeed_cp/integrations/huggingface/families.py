@@ -16,6 +16,9 @@ import numpy as np
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.problem import AttentionConfig, alibi_slopes
 
+#: Name of planned attention among transformers' attention implementations.
+IMPLEMENTATION = "mindspeed_cp"
+
 _NO_CAP = "caps the scores, which planned attention does not do"
 _BOTH_WAYS = "lets tokens see later ones, by a mask of the model's own"
 
@@ -138,6 +141,10 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+#: Rotary positions whose frequencies depend on the longest position among the rows that a model is given, so that every
+#: rank would have its own.
+REFUSED_ROPE_TYPES = ("dynamic", "longrope")
+
 #: Models that planned attention does not compute, and why.
 REFUSED_MODELS = {
     "gpt_oss": "its layers have attention sinks (s_aux), which planned attention does not have",
@@ -205,6 +212,13 @@ def family_of(config: Any) -> Family:
         value = getattr(config, setting, valid)
         if value != valid and not (valid is None and not value):
             raise ConfigError(f"{setting} is {value!r}: it {why}; valid with planned attention: {valid!r}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if parameters.get("rope_type") in REFUSED_ROPE_TYPES:
+            raise ConfigError(
+                f"rope_type is {parameters['rope_type']!r}: its frequencies depend on the longest position of a rank's "
+                "own rows; valid with planned attention: default, linear, llama3, yarn"
+            )
     return family
 
 

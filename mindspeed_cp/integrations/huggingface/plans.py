@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.families import attention_config, family_of
+from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION, attention_config, family_of
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
@@ -75,6 +75,12 @@ def build_plans(
         ConfigError: the model, a setting, the algorithm or an option is not supported.
     """
     family = family_of(config)
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in (None, IMPLEMENTATION):
+        raise ConfigError(
+            f"the model's attention implementation is {implementation!r}, which ignores plans; valid: "
+            'from_pretrained(..., attn_implementation=register()) or model.set_attn_implementation("mindspeed_cp")'
+        )
     if options.get("remap") == "hidden":
         raise ConfigError("remap is 'hidden'; valid for Hugging Face models: 'off', 'qkv', 'auto'")
     attentions = tuple(

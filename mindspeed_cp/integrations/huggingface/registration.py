@@ -7,9 +7,7 @@ from typing import Any
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.alibi_models import ALIBI_MODELS, current_mask, replace_alibi_attention
 from mindspeed_cp.integrations.huggingface.attention import planned_attention
-
-#: Name of planned attention among transformers' attention implementations.
-IMPLEMENTATION = "mindspeed_cp"
+from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION
 
 
 def register() -> str:
