@@ -52,7 +52,8 @@ struct Field {
 /* Phase one: 0 and an executor, or the code of a refusal, whose text is then the thread's error text. */
 int prepare(const char* name, std::initializer_list<Field> fields, uint64_t* workspace, aclOpExecutor** executor);
 
-/* Phase two: 0, or the code of what went wrong on the stream or in the call. Deletes the executor. */
+/* Phase two: 0 if the call was launched. What goes wrong when it computes is an error of the stream, as a kernel's is on a device,
+ * and is told at the next synchronize. Deletes the executor. */
 int run(aclOpExecutor* executor, void* stream);
 
 }  // namespace opapi
