@@ -38,8 +38,11 @@ def declare(acl: ctypes.CDLL) -> None:
 def stream(device: torch.device) -> int:
     """Handle of the current stream of this thread. Waits until torch_npu's queue has made all calls, and for no stream."""
     task_queue.release_lock_in_waits()
-    index = torch.npu.current_device() if device.index is None else device.index
-    return _raw_stream(index)
+    current = torch.npu.current_device()
+    if device.index in (None, current):
+        return _raw_stream(current)
+    with torch.npu.device(device.index):  # a queue for each device: torch_npu empties the current one's
+        return _raw_stream(device.index)
 
 
 def drain(device: torch.device, name: str) -> None:

@@ -4,7 +4,7 @@
  * without looking into tensors, and answers with an executor; the second runs the executor on a stream. Here the first writes
  * the arguments down as JSON, under the names that torch_npu has for them, and asks a Python function whether it takes them; the
  * second waits for the stream's tasks, so that the order within a stream is kept, and has the same function compute on the
- * calling thread. Tensors in the text are addresses: device memory is host memory here.
+ * calling thread, which is the caller's or that of torch_npu's queue. Tensors in the text are addresses: device memory is host memory here.
  */
 #ifndef HOST_CANN_OPAPI_H
 #define HOST_CANN_OPAPI_H
