@@ -39,7 +39,7 @@ _NOISE = re.compile(
     r"|Trace[bB]ack|\[W\d|#\d+ |E\w\d{4}: Inner Error!"
     r"|Since the operator is called asynchronously|Note: ASCEND_LAUNCH_BLOCKING=1)"
 )
-#: How torch_npu begins what it raises later for a call that failed in its queue (TASK_QUEUE_ENABLE). The reason is in its log.
+#: torch_npu raises this later for a call that failed in its queue (TASK_QUEUE_ENABLE); the reason is in its log.
 _QUEUE = "The Inner error is reported as above"
 
 REMEDY = (
