@@ -9,6 +9,8 @@
 #   make test JOBS=1                                     test files one after the other; JOBS of them run at once
 #   make test-all                                        the full matrix: all sizes, more random examples
 #   make test-npu ARGS="-k streams"                      the same for the tests of tests/npu
+#   make test-npu QUEUE=2                                under another mode of torch-npu's queue (TASK_QUEUE_ENABLE): 0, 1 or 2 (1)
+#   make test-npu LATE=1 SEGMENTS=True                   with late results, with the allocator's expandable segments
 #   make test-cuda GPUS=2                                on two GPUs, fewer are an error (1)
 #   make test PYTHON=python3.12 VENV=.venv-3.12          another Python (3.10, 3.11 or 3.12), its own environment
 #   make test TORCH_INDEX=https://mirror/whl/cpu         another index of CPU builds of torch
@@ -17,6 +19,10 @@ CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 JOBS ?= 2
 GPUS ?= 1
+QUEUE ?= 1
+LATE ?= 0
+SEGMENTS ?=
+NPU_TESTS ?= tests/npu
 PYTHON ?=
 VENV ?= .venv
 VENV_NPU ?= $(VENV)-npu
@@ -33,7 +39,9 @@ RUN = $(VENV)/bin
 ENVIRONMENT = @python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py
 ifeq ($(shell uname -s),Linux)
 PARTS = $(MAKE) --no-print-directory test-npu test-triton FULL=$(FULL)
+MODES = $(MAKE) --no-print-directory test-npu-modes
 else
+MODES = echo "test-npu-modes is left out"
 PARTS = echo "test-npu and test-triton are left out: torch-npu, triton and triton-ascend have wheels for Linux alone"
 endif
 # Whole files go to JOBS processes, long ones first (tests/conftest.py). One for each of
@@ -47,7 +55,11 @@ export PYTHONDONTWRITEBYTECODE =
 # test-all sets this: the tests marked `thorough` run too, and hypothesis draws more examples.
 FULL ?=
 
-.PHONY: help train soak test test-all test-versions test-npu test-triton test-cuda lint docs-tables lock format bench environment clean
+# Tests of tests/npu on which the mode of the queue, late results and the allocator bear: operators, streams, HCCL, the engine.
+QUEUE_TESTS = $(wildcard $(addprefix tests/npu/test_,task_queue*.py operators*.py oracle*.py streams.py syncs.py waits.py late*.py \
+	order.py hccl*.py aten.py fused.py runtime.py counts.py table.py roll.py parts.py agreement.py bad_input.py))
+
+.PHONY: help train soak test test-all test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -63,9 +75,17 @@ test: lint ## the linters and the tests, with the parts under torch-npu and Trit
 test-all: export HYPOTHESIS_PROFILE = thorough
 test-all: ## the same with the full matrix of sizes and random examples
 	@$(MAKE) --no-print-directory test FULL=--thorough
+	$(if $(strip $(ARGS)),,@$(MODES))
 
 test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
-	$(THREADS) TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann $(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) $(FULL) tests/npu $(ARGS)
+	$(THREADS) TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann \
+	TASK_QUEUE_ENABLE=$(QUEUE) HOST_CANN_LATE=$(LATE) $(if $(strip $(SEGMENTS)),PYTORCH_NPU_ALLOC_CONF=expandable_segments:$(SEGMENTS)) \
+	$(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) $(FULL) $(NPU_TESTS) $(ARGS)
+
+test-npu-modes: ## those that differ under the other modes of torch-npu's queue, with late results, with expandable segments
+	@$(MAKE) --no-print-directory test-npu QUEUE=0 NPU_TESTS="$(QUEUE_TESTS)" ARGS=
+	@$(MAKE) --no-print-directory test-npu QUEUE=2 NPU_TESTS="$(QUEUE_TESTS)" ARGS=
+	@$(MAKE) --no-print-directory test-npu LATE=1 SEGMENTS=True NPU_TESTS="$(QUEUE_TESTS)" ARGS=
 
 test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpreted, and compiled for NPUs and GPUs
 	$(THREADS) TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) $(FULL) tests/ascend_kernels $(ARGS)

@@ -36,8 +36,11 @@ _MAX_CHARACTERS = 240
 #: Lines without information about the cause.
 _NOISE = re.compile(
     r"^(\[ERROR\]|\[Error\]: *$|\[Error\]: .*internal error occurs|Rectify the fault|Exception raised from|frame #"
-    r"|Trace[bB]ack|\[W\d|#\d+ |E\w\d{4}: Inner Error!)"
+    r"|Trace[bB]ack|\[W\d|#\d+ |E\w\d{4}: Inner Error!"
+    r"|Since the operator is called asynchronously|Note: ASCEND_LAUNCH_BLOCKING=1)"
 )
+#: torch_npu raises this later for a call that failed in its queue (TASK_QUEUE_ENABLE); the reason is in its log.
+_QUEUE = "The Inner error is reported as above"
 
 REMEDY = (
     "`mindspeed-cp doctor --device npu` tries every path of the operator; use what passes there, a later CANN, or "
@@ -125,7 +128,10 @@ def operator_error_line(text: str, call: str = "") -> str:
             f"the attention operator {name[0] if name else 'of torch_npu'} is missing in this CANN{call}; install the "
             f"CANN that `mindspeed-cp doctor --device npu` asks for, and `source .../ascend-toolkit/set_env.sh`"
         )
-    return f"the attention operator of the NPU refused a call{call}: {short_cause(text)}; {REMEDY}"
+    cause = short_cause(text)
+    if _QUEUE in text:
+        cause += " (torch-npu's queue raised it later, perhaps at another call; its log on standard error says why)"
+    return f"the attention operator of the NPU refused a call{call}: {cause}; {REMEDY}"
 
 
 def device_error_line(text: str) -> str:

@@ -42,6 +42,15 @@ FRAMES = (
     "\nException raised from wait at ../torch_npu/csrc/distributed/ProcessGroupHCCL.cpp:474\nframe #0: c10d_npu::HCCL"
 )
 LATE = REFUSED + "\nThe process exits for this inner error, and the current working operator name is HcclSend." + FRAMES
+# TASK_QUEUE_ENABLE=2: the queue's thread was refused; the reason is in torch_npu's log alone.
+QUEUE = """The Inner error is reported as above. The process exits for this inner error, and the current working operator name is \
+aclnnFlashAttentionVarLenScoreV2.
+Since the operator is called asynchronously, the stacktrace may be inaccurate. If you want to get the accurate stacktrace, please \
+set the environment variable ASCEND_LAUNCH_BLOCKING=1.
+Note: ASCEND_LAUNCH_BLOCKING=1 will force ops to run in synchronous mode, resulting in performance degradation. Please unset \
+ASCEND_LAUNCH_BLOCKING in time after debugging.
+[ERROR] 2026-11-25-18:57:57 (PID:4883, Device:0, RankID:-1) ERR00100 PTA call acl api failed.
+"""
 DIST = """create_config:../torch_npu/csrc/distributed/HCCLUtils.cpp:129 HCCL function error: \
 hcclCommInitRootInfoConfig(numRanks, &rootInfo, rank, config, &(comm->hcclComm_)), error code is {code}
 [ERROR] 2026-11-21-09:24:07 (PID:1, Device:0, RankID:0) ERR02200 DIST call hccl api failed.
@@ -64,6 +73,8 @@ OTHER = DIST.format(code=1, text="EI0003: In [HcclSend], value [-1] for paramete
         (MISSING, "device", ("aclnnFlashAttentionVarLenScoreV2 is missing in this CANN", "set_env.sh")),
         (DEVICE, "device", ("the NPU failed", "aicore execution times out", "ASCEND_LAUNCH_BLOCKING=1")),
         (LATE, "device", ("refused a call", "head size 800; valid: 1 to 768", "doctor --device npu")),
+        (QUEUE, "device", ("refused a call: The Inner error is", "its log on standard error says why")),
+        (QUEUE + "EZ9999: head size 800", "device", ("refused a call: EZ9999: head size 800 (torch-npu's queue",)),
         (DEVICE + FRAMES, "device", ("the NPU failed", "aicore execution times out", "ASCEND_LAUNCH_BLOCKING=1")),
         (HCCL, "peer", ("HCCL failed", "Notify register times out", npu_errors.HCCL_REMEDY)),
         (SOCKET, "peer", ("HCCL failed", "Getting socket times out", npu_errors.HCCL_REMEDY)),
@@ -77,6 +88,8 @@ OTHER = DIST.format(code=1, text="EI0003: In [HcclSend], value [-1] for paramete
         "missing",
         "device",
         "late",
+        "queue",
+        "queue with a reason",
         "late-device",
         "hccl",
         "socket",

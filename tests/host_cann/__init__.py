@@ -30,10 +30,11 @@ def load(folder: str | Path | None = None) -> ModuleType:
     """Builds what is not up to date, loads it, imports torch_npu on top and returns it.
 
     Must come before anything imports torch_npu. `folder` defaults to the environment's HOST_CANN_BUILD, then to FOLDER.
-    Sets TASK_QUEUE_ENABLE=0 (torch_npu's own queue would hide from the fallback what is under way) and
-    TORCH_DEVICE_BACKEND_AUTOLOAD=0. A second call returns the same module.
+    Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0, and TASK_QUEUE_ENABLE=1, as on a device, unless it is set. A second call returns
+    the same module.
 
-    Raises NotAvailable without torch_npu or compilers, RuntimeError if torch_npu was imported before.
+    Raises NotAvailable without torch_npu or compilers, RuntimeError if torch_npu was imported before, ValueError if
+    TASK_QUEUE_ENABLE is not 0, 1 or 2.
     """
     if _libraries:
         return sys.modules["torch_npu"]
@@ -42,9 +43,10 @@ def load(folder: str | Path | None = None) -> ModuleType:
             "torch_npu is already imported; set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before torch is imported"
         )
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    if os.environ.setdefault("TASK_QUEUE_ENABLE", "0") != "0":
-        raise RuntimeError(f"TASK_QUEUE_ENABLE={os.environ['TASK_QUEUE_ENABLE']}; the stand-in needs 0")
+    from tests.host_cann import task_queue
     from tests.host_cann.build import BuildError, build
+
+    os.environ["TASK_QUEUE_ENABLE"] = str(task_queue.mode())
 
     try:
         paths = build(Path(folder or os.environ.get("HOST_CANN_BUILD") or FOLDER))

@@ -96,7 +96,10 @@ aclError aclGetCompileopt(aclCompileOpt option, char* value, size_t length) {
 aclError aclrtPeekAtLastError(aclrtLastErrLevel level) { (void)level; return ACL_SUCCESS; }
 aclError aclrtGetLastError(aclrtLastErrLevel level) { (void)level; return ACL_SUCCESS; }
 
-/* Settings: taken, without effect. */
+/* Settings and logs: taken, without effect. */
+void aclAppLog(aclLogLevel level, const char* function, const char* file, uint32_t line, const char* format, ...) {
+    (void)level, (void)function, (void)file, (void)line, (void)format;
+}
 aclError aclInit(const char* path) { (void)path; return ACL_SUCCESS; }
 aclError aclFinalize(void) { return ACL_SUCCESS; }
 aclError aclSetCompileopt(aclCompileOpt option, const char* value) { (void)option, (void)value; return ACL_SUCCESS; }

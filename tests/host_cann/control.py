@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch_npu
 
 from tests.host_cann import device_memory, library
 
 
 def _handle(stream: torch.npu.Stream) -> ctypes.c_void_p:
+    """Once torch_npu's queue has made all calls, so that what comes into the stream next comes after them."""
+    device_memory.stream(stream.device)  # before the first wait
     return ctypes.c_void_p(stream.npu_stream)
+
+
+def _handle_at_once(stream: torch.npu.Stream) -> ctypes.c_void_p:
+    """Without that wait: for the queue's own thread, and for what lets that thread go on."""
+    with torch.npu.stream(stream):
+        return ctypes.c_void_p(torch_npu._C._npu_getCurrentRawStreamNoWait(stream.device_index))
 
 
 def delay(stream: torch.npu.Stream, seconds: float) -> None:
@@ -29,7 +38,7 @@ def hold(stream: torch.npu.Stream) -> None:
 
 def release(stream: torch.npu.Stream) -> None:
     """Opens one `hold` of this stream."""
-    assert library("acl").host_cann_release(_handle(stream)) == 0
+    assert library("acl").host_cann_release(_handle_at_once(stream)) == 0
 
 
 @contextmanager
@@ -78,9 +87,11 @@ def operator_held(stream: torch.npu.Stream, seconds: float | None = None) -> Ite
     Needs `late`. (`held` would stop the operator itself, which waits for its stream before it computes.)
     """
 
+    handle = _handle(stream)
+
     def once() -> None:
         device_memory.before_late.remove(once)
-        hold(stream)
+        assert library("acl").host_cann_hold(handle) == 0
         if timer:
             timer.start()
 
@@ -89,6 +100,7 @@ def operator_held(stream: torch.npu.Stream, seconds: float | None = None) -> Ite
     try:
         yield
     finally:
+        _handle(stream)  # torch_npu's queue has made the call
         assert once not in device_memory.before_late, "no operator ran late"
         if timer:
             timer.join()
@@ -98,6 +110,7 @@ def operator_held(stream: torch.npu.Stream, seconds: float | None = None) -> Ite
 
 def tasks() -> int:
     """How many tasks the streams of this process have finished."""
+    device_memory.stream(torch.device("npu"))  # what torch_npu's queue has yet to call is on its way
     count = library("acl").host_cann_tasks
     count.restype = ctypes.c_uint64
     return count()

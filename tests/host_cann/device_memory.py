@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.host_cann import task_queue
+
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # ACL_MEMCPY_...
 DIMENSIONS = 12  # HOST_CANN_DIMENSIONS
 before_late: list[Callable[[], None]] = []  # for tests: called before an operator's late tasks go into the stream
@@ -34,9 +36,13 @@ def declare(acl: ctypes.CDLL) -> None:
 
 
 def stream(device: torch.device) -> int:
-    """Handle of the current stream of this thread."""
-    index = torch.npu.current_device() if device.index is None else device.index
-    return _raw_stream(index)
+    """Handle of the current stream of this thread. Waits until torch_npu's queue has made all calls, and for no stream."""
+    task_queue.release_lock_in_waits()
+    current = torch.npu.current_device()
+    if device.index in (None, current):
+        return _raw_stream(current)
+    with torch.npu.device(device.index):  # a queue for each device: torch_npu empties the current one's
+        return _raw_stream(device.index)
 
 
 def drain(device: torch.device, name: str) -> None:

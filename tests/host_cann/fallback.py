@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from tests.host_cann import device_memory
+from tests.host_cann import device_memory, task_queue
 from tests.host_cann.device_memory import copied, copy_bytes, drain, fill_bytes, host, late, poison, put, tensors, watch
 from tests.host_cann.kernels import HAS_KERNELS, kernel, replace
 
@@ -251,6 +251,7 @@ def _copy_kernel() -> Callable[..., torch.Tensor]:
         between = _copy_between
 
     def copy(keyset: Any, self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        task_queue.release_lock_in_waits()
         calls["aten::copy_"] += 1
         if self.numel() == 0:
             return self
@@ -303,6 +304,7 @@ def _allocation_kernel(name: str) -> Callable[..., torch.Tensor]:
     original = torch.library.get_kernel(name, "PrivateUse1")
 
     def allocate(keyset: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        task_queue.release_lock_in_waits()
         result = original.call_boxed(keyset, *arguments, **options)
         if poison():
             fill_bytes(result, 0xFF)

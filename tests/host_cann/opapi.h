@@ -4,7 +4,7 @@
  * without looking into tensors, and answers with an executor; the second runs the executor on a stream. Here the first writes
  * the arguments down as JSON, under the names that torch_npu has for them, and asks a Python function whether it takes them; the
  * second waits for the stream's tasks, so that the order within a stream is kept, and has the same function compute on the
- * calling thread. Tensors in the text are addresses: device memory is host memory here.
+ * calling thread, which is the caller's or that of torch_npu's queue. Tensors in the text are addresses: device memory is host memory here.
  */
 #ifndef HOST_CANN_OPAPI_H
 #define HOST_CANN_OPAPI_H
@@ -52,7 +52,8 @@ struct Field {
 /* Phase one: 0 and an executor, or the code of a refusal, whose text is then the thread's error text. */
 int prepare(const char* name, std::initializer_list<Field> fields, uint64_t* workspace, aclOpExecutor** executor);
 
-/* Phase two: 0, or the code of what went wrong on the stream or in the call. Deletes the executor. */
+/* Phase two: 0 if the call was launched. What goes wrong when it computes is an error of the stream, as a kernel's is on a device,
+ * and is told at the next synchronize. Deletes the executor. */
 int run(aclOpExecutor* executor, void* stream);
 
 }  // namespace opapi

@@ -6,9 +6,12 @@
 
 #include "host_cann.h"
 
+extern "C" const char* aclGetRecentErrMsg(); /* of libascendcl */
+
 namespace {
 
 const int PARAM_NULLPTR = 161001, INNER_ERROR = 561000; /* codes of aclnn */
+const int AICORE_EXCEPTION = 507015;                     /* of the runtime: a kernel failed */
 
 /* phase 1: are these arguments taken? 2: compute, for that stream, of which nothing is left to do. Returns 0 or a code, having set
  * the error text. */
@@ -77,8 +80,9 @@ int prepare(const char* name, std::initializer_list<Field> fields, uint64_t* wor
 
 int run(aclOpExecutor* executor, void* stream) {
     if (!executor) return PARAM_NULLPTR;
-    int status = host_cann_drain(stream); /* what was enqueued before this call comes before it */
-    if (status == 0) status = ask(2, executor->name.c_str(), executor->arguments.c_str(), stream);
+    host_cann_drain(stream); /* what was enqueued before this call comes before it; an error of it stays with the stream */
+    int status = ask(2, executor->name.c_str(), executor->arguments.c_str(), stream);
+    if (status) status = host_cann_fail(stream, AICORE_EXCEPTION, aclGetRecentErrMsg());
     delete executor;
     return status;
 }

@@ -61,8 +61,10 @@ struct mark {
     bool set;
     struct timespec time;
 };
+/* A handle stays valid memory for ever, so that a stale one is an error and no crash. */
 struct event {
     struct mark* mark;  /* of the last record; NULL before the first */
+    bool destroyed;
 };
 
 static pthread_mutex_t marks = PTHREAD_MUTEX_INITIALIZER;
@@ -107,9 +109,10 @@ aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) { return acl
 aclError aclrtCreateEvent(aclrtEvent* event) { return aclrtCreateEventExWithFlag(event, 0); }
 aclError aclrtDestroyEvent(aclrtEvent event) {
     pthread_mutex_lock(&marks);
-    let_go(((struct event*)event)->mark);
+    struct event* ended = event;
+    let_go(ended->mark);
+    *ended = (struct event){NULL, true};
     pthread_mutex_unlock(&marks);
-    free(event);
     return ACL_SUCCESS;
 }
 aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
@@ -133,8 +136,13 @@ aclError aclrtResetEvent(aclrtEvent event, aclrtStream stream) {
 }
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
     pthread_mutex_lock(&marks);
+    bool destroyed = ((struct event*)event)->destroyed;
     struct mark* mark = hold(((struct event*)event)->mark);
     pthread_mutex_unlock(&marks);
+    if (destroyed) {
+        set_error("host_cann: a stream waits for event %p, which was destroyed", event);
+        return ACL_ERROR_RT_PARAM_INVALID;
+    }
     int error = mark ? host_cann_enqueue(stream, await_mark, mark) : ACL_SUCCESS;
     if (error) {
         pthread_mutex_lock(&marks);

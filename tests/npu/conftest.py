@@ -17,6 +17,7 @@ MISSING = "torch_npu is not installed (package torch-npu, requirements/npu.txt);
 
 if importlib.util.find_spec("torch_npu") is not None:
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # before anything imports torch
+    from tests.npu import queue_ends
     from tests.npu.ranks import ranks  # noqa: F401  a fixture
 
 
@@ -34,6 +35,15 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
     host_cann.load()
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that end torch_npu's queue run in processes of their own (queue_ends.py)."""
+    if importlib.util.find_spec("torch_npu") is None or not queue_ends.needs_process(pyfuncitem):
+        return None
+    queue_ends.run_alone(pyfuncitem)
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
 
+import pytest
 import torch
 import torch_npu
 from torch import Tensor
@@ -13,6 +19,37 @@ from tests.host_cann.oracle_cases import PACKED, Case, Inputs, compare, inputs_o
 
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
 UNEVEN = next(case for case in PACKED if case.name == "mode 3")
+
+
+@contextmanager
+def refused(says: str, *errors: type[Exception]) -> Iterator[None]:
+    """Calls in the block are refused with this text: at the call, by torch_npu's queue, or by the stream that computes them.
+
+    What the queue raises names the operator alone; the reason is in torch_npu's log, on standard error.
+
+    Args:
+        says: regular expression.
+        errors: besides RuntimeError.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        with _standard_error_to(log), pytest.raises((RuntimeError, *errors)) as caught:
+            yield
+            torch.npu.synchronize()
+        log.seek(0)
+        text = str(caught.value)
+        text += log.read() if "The Inner error is reported as above" in text else ""
+    assert re.search(says, text), text
+
+
+@contextmanager
+def _standard_error_to(file: IO[str]) -> Iterator[None]:
+    kept = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def to_npu(x: Any) -> Any:

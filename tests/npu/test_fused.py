@@ -91,6 +91,7 @@ def test_equal_to_the_plain_operator(
         whole = place(dout)
         gaps = whole[..., : shape[-1]] if whole.device.type == "npu" else whole[..., : shape[-1]].contiguous()
         results.append(run(function(module), [place(x) for x in inputs], [place(x) for x in tables], gaps))
+    torch.npu.synchronize()
     assert sum(calls.values()) == 2  # one forward, one gradient
     for fused, same_device, exact in zip(*results, strict=True):
         size = max(1.0, float(exact.abs().max()))
@@ -108,6 +109,7 @@ def test_a_rank_without_rows(
     dout = torch.zeros_like(function(plain)(*inputs, *tables))
     for x, y in zip(*(run(function(module), inputs, tables, dout) for module in (npu, plain)), strict=True):
         assert torch.equal(x, y)
+    torch.npu.synchronize()
     assert not calls
 
 
@@ -127,6 +129,7 @@ def test_adamw_is_torchs(calls: dict[str, int]) -> None:
             for weight, g in zip(ours, gradient, strict=True):
                 weight.grad = g.to(weight.device)
             adam.step()
+        torch.npu.synchronize()
         assert calls["aclnnApplyAdamWV2"] == 2 * (step + 1)
     for ours, theirs in zip(fused, single, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)
@@ -148,6 +151,7 @@ def test_megatrons_swiglu_is_replaced_within_the_block(weighted: bool, has_bias:
         out = (
             mlp.weighted_bias_swiglu_impl(x, bias, weights, False) if weighted else mlp.bias_swiglu_impl(x, bias, False)
         )
+    torch.npu.synchronize()
     assert calls["aclnnSwiGlu"] == 1 and [getattr(mlp, name) for name in names] == before
     want = plain.swiglu(x if bias is None else x + bias) * (weights if weighted else 1)
     torch.testing.assert_close(out.cpu(), want.cpu(), rtol=1e-5, atol=1e-6)

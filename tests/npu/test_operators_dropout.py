@@ -56,10 +56,12 @@ def test_a_mask_of_the_caller_is_used(calls):
     results = dropped(dropout_mask=bits.to("npu"), seed=5, offset=6)
     want = reference(DROPPED, inputs_of(DROPPED, torch.float32), bits)["out"]
     compare({"out": results[0]}, {"out": want}, torch.float32)
+    torch.npu.synchronize()
     assert results[4:7] == (5, 6, numels) and calls[-1].drop_bytes == bits.numel()
 
 
 def test_without_dropout_there_is_no_mask(calls):
     _, leaves, _, options = on_npu(UNEVEN, torch.float32)
     torch_npu.npu_fusion_attention_v2(*leaves, 4, "TND", **options)
+    torch.npu.synchronize()
     assert calls[-1].drop_bytes == 0

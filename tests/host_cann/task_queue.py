@@ -1,0 +1,54 @@
+"""torch_npu's own queue (TASK_QUEUE_ENABLE), over operators that are Python here.
+
+torch_npu hands its calls of CANN to a thread of its own, one per process and device, first in, first out. With 1 the second phase of
+an operator's call is made there, with 2 both phases, with 0 none. Whoever asks for a raw stream first waits until that thread has made
+all calls; it waits for no stream.
+
+The thread calls Python here (the oracle), as on a device CANN's old compiler of operators does. Then no thread may wait for the queue with
+Python's lock. torch_npu lets go of the lock in all these places as soon as the process has used an operator of the old way
+(aclop): `release_lock_in_waits` uses one, once, on a stream that goes past the queue.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+MODES = ("0", "1", "2")
+DEFAULT = "1"  # torch_npu's own
+
+_lock = threading.RLock()
+_begun = _done = False
+
+
+def mode() -> int:
+    """TASK_QUEUE_ENABLE of this process.
+
+    Raises:
+        ValueError: it is not 0, 1 or 2.
+    """
+    setting = os.environ.get("TASK_QUEUE_ENABLE", DEFAULT)
+    if setting not in MODES:
+        raise ValueError(f"TASK_QUEUE_ENABLE={setting}; valid: {', '.join(MODES)}")
+    return int(setting)
+
+
+def release_lock_in_waits() -> None:
+    """Let torch_npu give Python's lock away while it waits for its queue. Needs a device; later calls do nothing."""
+    global _begun, _done
+    if _done:
+        return
+    with _lock:
+        if _begun:  # by this thread: the operator below comes here again for its memory
+            return
+        _begun = True
+        if mode():
+            try:
+                with torch.npu.stream(torch.npu.SyncLaunchStream()):
+                    torch.ops.npu.fast_gelu(torch.empty(0, device="npu"))
+            except RuntimeError as error:  # refused by the stand-in, as all of its kind
+                if "has no implementation in the stand-in" not in str(error):
+                    raise
+        _done = True
