@@ -10,7 +10,7 @@ from mindspeed_cp.cluster_check.supervisor import Failure
 
 def test_variables_of_libraries_are_kept_and_private_values_are_not() -> None:
     environment = {
-        "HCCL_CONNECT_TIMEOUT": "1200", "HCCL_IF_IP": "10.1.2.3", "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/home/ada",
+        "HCCL_CONNECT_TIMEOUT": "1200", "HCCL_IF_IP": "10.1.2.3", "NCCL_SOCKET_IFNAME": "eth0", "HOME": "home-of-ada",
         "TORCH_TOKEN": "s3cret", "ASCEND_HOME_PATH": "/usr/local", "AWS_SECRET_ACCESS_KEY": "x",
         "NCCL_DEBUG": "INFO to 10.1.2.3", "TORCHELASTIC_RUN_ID": "job-of-ada",
     }  # fmt: skip
