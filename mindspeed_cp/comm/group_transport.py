@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -154,6 +154,16 @@ class GroupTransport:
             f"{transfer.label}: {self._reason(error)}"
         )
 
+    def finish(self, work: Any, failure: Callable[[RuntimeError], Exception]) -> None:
+        """Wait for posted work; an error that blames a peer is raised as `failure` returns it."""
+        try:
+            work.wait(self.gloo_timeout) if self.is_gloo else work.wait()
+            note_arrival()
+        except RuntimeError as error:
+            if self.is_unrelated(error):
+                raise
+            raise failure(error) from error
+
     def exchange_failure(self, label: str, error: RuntimeError) -> PeerError:
         """Return the error of a failed exchange, which names no peer: all ranks take part."""
         return PeerError(
@@ -196,13 +206,7 @@ class _PendingWork(NamedTuple):
         """See :class:`mindspeed_cp.comm.Pending`."""
         transport = self.transport
         note_wait(self.transfer, transport.global_rank(self.transfer.peer))
-        try:
-            self.work.wait(transport.gloo_timeout) if transport.is_gloo else self.work.wait()
-            note_arrival()
-        except RuntimeError as error:
-            if transport.is_unrelated(error):
-                raise
-            raise transport.failure(self.transfer, error) from error
+        transport.finish(self.work, lambda error: transport.failure(self.transfer, error))
 
 
 class _PendingExchange(NamedTuple):
@@ -217,10 +221,4 @@ class _PendingExchange(NamedTuple):
         """See :class:`mindspeed_cp.comm.Pending`."""
         transport = self.transport
         note_exchange(self.label)
-        try:
-            self.work.wait(transport.gloo_timeout) if transport.is_gloo else self.work.wait()
-            note_arrival()
-        except RuntimeError as error:
-            if transport.is_unrelated(error):
-                raise
-            raise transport.exchange_failure(self.label, error) from error
+        transport.finish(self.work, lambda error: transport.exchange_failure(self.label, error))
