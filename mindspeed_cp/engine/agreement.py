@@ -90,7 +90,7 @@ def compare_plans(
     raise ConfigError(
         f"rank {group_rank(group)}: the ranks of the group do not have the same plan: {' | '.join(differences)}; every "
         "rank gives build_plan the same documents, topology, attention, algorithm and options, and q, k and v of one "
-        "type (is a rank's data loader a batch ahead?)"
+        "type and batch (is a rank's data loader a batch ahead?)"
     )
 
 
@@ -159,7 +159,7 @@ def _root_causes(names: Sequence[str]) -> Sequence[str]:
     """Remove differences that follow from others: layout and program follow from the inputs, the program from the
     layout."""
     inputs = [name for name in names if name not in ("layout", "program")]
-    if set(inputs) - {"dtype", "dropout_key"}:
+    if set(inputs) - {"dtype", "dropout_key", "batch_digest"}:
         names = inputs
     if "layout" in names:
         names = [name for name in names if name != "program"]

@@ -39,6 +39,7 @@ def context_parallel_attention(
     timeout: float = DEFAULT_TIMEOUT,
     dropout_key: DropoutKey | None = None,
     training: bool = True,
+    batch_digest: int | None = None,
 ) -> Tensor:
     """Compute exact attention over all ranks of a plan. Every rank of the group must call it with its own rows, and
     every rank must run its backward, including ranks without tokens: keys, values and their gradients pass through all
@@ -54,7 +55,8 @@ def context_parallel_attention(
             [t, kv_heads, head_dim].
         v: [t, kv_heads, head_dim_v], rows as for k.
         plan: from :func:`mindspeed_cp.build_plan`, the same on every rank. Every call compares a digest of it, of the
-            type of q and of the dropout key over the group; :mod:`mindspeed_cp.engine.call_agreement` says when.
+            type of q, of the dropout key and of `batch_digest` over the group;
+            :mod:`mindspeed_cp.engine.call_agreement` says when.
         group: context-parallel ranks; default: all processes.
         backend: attention backend, by name or as an object with options; default: chosen by the device of q.
         timeout: seconds to wait for a peer in one transfer, on gloo. NCCL and HCCL use the timeout of their group.
@@ -63,12 +65,15 @@ def context_parallel_attention(
             decides which weights are dropped, so the result depends neither on the number of ranks nor on the
             algorithm.
         training: False disables dropout.
+        batch_digest: a number that each rank computes from its whole batch, such as a checksum of the tokens, so that
+            ranks with the same plan and other tokens are found; None: the tokens are not compared.
 
     Returns:
         [t, heads, head_dim_v] of the type of q.
 
     Raises:
-        ConfigError: a shape, a type, the group or the backend does not fit the plan, or ranks run different plans.
+        ConfigError: a shape, a type, the group or the backend does not fit the plan, or ranks run different plans or
+            batches.
         PeerError: the neighbor that this rank waited for died or did not answer within `timeout`. The error names it;
             the neighbor may itself have waited for another rank.
     """
@@ -78,7 +83,7 @@ def context_parallel_attention(
     context, runner, transport, agreement = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
     if agreement is not None:
-        agreement.check(plan, q.dtype, key)
+        agreement.check(plan, q.dtype, key, batch_digest)
     check_inputs(q, k, v, context)
     return _Attention.apply(q, k, v, RankCall(plan, context, runner, transport, key, recorded_call(), agreement))
 

@@ -1,7 +1,7 @@
 """Compares what the ranks of a group run, in every call of attention: always on, 8 bytes per rank and call.
 
-A digest of the plan, the type of the tensors and the dropout key is gathered before the first message of a call. How
-soon the result is read depends on the device::
+A digest of the plan, the type of the tensors, the dropout key and, where one is given, the digest of the batch is
+gathered before the first message of a call. How soon the result is read depends on the device::
 
     tensors on the CPU        the call waits for it: ranks that differ raise before a message travels
     device, group with gloo   a plan's first call waits; later calls go on, and read it in the backward or the next call
@@ -18,7 +18,7 @@ The backward of a call runs what its forward has compared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -123,29 +123,32 @@ class CallAgreement:
         comparison = self._start(digest64(" ".join(map(str, compared))), plans[0])
         _announced[self._group] = _Announcement(frozenset(digests), comparison)
 
-    def check(self, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None = None) -> None:
+    def check(
+        self, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None = None, batch_digest: int | None = None
+    ) -> None:
         """Compare this call with those of the other ranks, and read earlier comparisons that have finished.
 
         Raises:
-            ConfigError: ranks run different plans, types or dropout keys; names ranks and differences if this call
-                waits for the comparison, else the ranks.
+            ConfigError: ranks run different plans, types, dropout keys or batches; names ranks and differences if this
+                call waits for the comparison, else the ranks.
         """
         self.read_finished()
-        call = digest64(f"{plan_digest(plan)} {dtype} {dropout}")
+        details = {"dtype": str(dtype), "dropout_key": str(dropout), "batch_digest": str(batch_digest)}
+        call = digest64(" ".join([str(plan_digest(plan)), *details.values()]))
         announced = _announced.get(self._group)
         if announced is not None and plan_digest(plan) in announced.plans:
             announced.calls = digest64(f"{announced.calls} {call}")
             if not announced.is_awaited:
                 announced.is_awaited = True
-                self._wait(announced.comparison, plan, dtype, dropout)
+                self._wait(announced.comparison, plan, details)
             return
         comparison = self._start(call, plan)
         if self._has_host_library and (self._device.type == "cpu" or not self._is_agreed):
-            self._is_agreed = self._wait(comparison, plan, dtype, dropout)
+            self._is_agreed = self._wait(comparison, plan, details)
         else:
             self._unread.append(comparison)
 
-    def _wait(self, comparison: _Comparison, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None) -> bool:
+    def _wait(self, comparison: _Comparison, plan: Plan, details: Mapping[str, str]) -> bool:
         """Wait until all ranks take part, for a share of the time-out; return False after that: it is read later,
         unless the messages of this call fail as well.
 
@@ -161,7 +164,6 @@ class CallAgreement:
         if _all_equal(comparison.digests):
             return True
         error = self._late_error(comparison)
-        details = {"dtype": str(dtype), "dropout_key": str(dropout)}
         with suppress(PeerError):  # ranks that came long before this one have gone on
             compare_plans(plan, details, self._group, "cpu", WAIT_SHARE * self._timeout)
         raise error
@@ -197,7 +199,7 @@ class CallAgreement:
         return ConfigError(
             f"rank {self._rank}: ranks ran different plans in the same {where}: "
             f"{'; '.join(texts)}; this rank ran {comparison.call}; every rank "
-            "calls attention with the same plans, types and dropout keys in the same order (is a rank's data loader a "
+            "calls attention with the same plans, types, dropout keys and batches in the same order (is a rank's data loader a "
             "batch ahead?)"
         )
 

@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.batch import IGNORED, documents_of_batch
+from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
+from mindspeed_cp.integrations.huggingface.labels import IGNORED
 from mindspeed_cp.integrations.huggingface.families import attention_config
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.registration import register

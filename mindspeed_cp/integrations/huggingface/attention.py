@@ -61,7 +61,11 @@ def planned_attention(
     layer = getattr(module, "layer_idx", None)
     label = f"layer {layer} ({type(module).__name__})"
     if not isinstance(plan, RankPlans):
-        raise ConfigError(f"{label}: plan is {plan!r}; valid: model(**batch) with the batch of shard_batch")
+        kind = "no plan was given" if plan is None else f"plan is a {type(plan).__name__}"
+        raise ConfigError(
+            f"{label}: {kind}; valid: model(**rows) with the rows of planned_batch or shard_batch; for generation and "
+            'other steps without plans model.set_attn_implementation("sdpa")'
+        )
     if layer is None:
         raise ConfigError(f"{label} has no layer_idx; valid: models that number their layers")
     layer_plan = plan.plans.of_layer(layer)
@@ -88,6 +92,7 @@ def planned_attention(
         timeout=plan.timeout,
         dropout_key=None if plan.dropout_seed is None else (plan.dropout_seed, layer),
         training=module.training,
+        batch_digest=plan.batch_digest,
     )
     padding = plan.padded_rows - plan.rows
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.labels import IGNORED, masked_labels, shifted_labels
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans, build_plans
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import Topology
-
-#: Label of rows that predict nothing, as in cross_entropy.
-IGNORED = -100
 
 #: Keys that describe documents or padding; they are read and left out.
 CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
@@ -41,7 +39,7 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     Raises:
         ConfigError: two descriptions differ, or one cannot be read.
     """
-    shape, kept = _token_shape(batch), _kept(batch)
+    shape, kept = _checked_shape(batch), _kept(batch)
     described: dict[str, Documents] = {}
     for name in CU_SEQLENS:
         if batch.get(name) is not None:
@@ -49,6 +47,12 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     positions = batch.get("position_ids")
     if positions is not None and positions.dim() == 2:
         rows = _host(positions.expand(shape))
+        starts = np.array([row[keep][0] for row, keep in zip(rows, kept, strict=True) if keep.any()])
+        if (starts != 0).any():
+            raise ConfigError(
+                f"position_ids begin with {starts[starts != 0][0]} in a row; valid: 0, the first token of a document: "
+                "rows of whole documents, on every rank of the group; shard_batch cuts them"
+            )
         lengths = [Documents.from_position_ids(row[keep]).lengths for row, keep in zip(rows, kept, strict=True)]
         described["position_ids"] = Documents(np.concatenate(lengths))
     if not described:
@@ -77,12 +81,13 @@ def shard_batch(
 
     Padding is left out. With a causal mask labels are shifted inside documents, before rows are cut: the last token of
     a document predicts nothing. They come back as ``shift_labels``, which :func:`loss` takes and which a model's own
-    loss takes as well; with a full mask they come back as ``labels``.
+    loss takes as well; with a full mask they come back as ``labels``. Tokens whose ``loss_mask`` is 0 are ignored in
+    them. The first call of attention compares the tokens and labels of all ranks by their digest.
 
     Args:
-        batch: the whole batch, the same on all ranks of the group: input_ids or inputs_embeds, labels, loss_mask and
-            other tensors over tokens, each [rows, tokens, ...]; position_ids of vision-language models may be
-            [3, rows, tokens].
+        batch: the whole batch, the same on all ranks of the group: input_ids or inputs_embeds, labels, loss_mask (0
+            or 1 for each token, not shifted) and other tensors over tokens, each [rows, tokens, ...]; position_ids of
+            vision-language models may be [3, rows, tokens].
         plans: result of :func:`build_plans` for the documents of this batch.
         rank: this rank in the context-parallel group.
         group: context-parallel ranks; default: all processes.
@@ -94,12 +99,14 @@ def shard_batch(
         Tensors [1, t, ...], ``position_ids`` that restart in every document, ``use_cache=False``, and ``plan``.
 
     Raises:
-        ConfigError: the batch has other documents than the plans, or a key is no tensor over tokens.
+        ConfigError: the batch has other documents than the plans, a key is no tensor over tokens, or the rank is not
+            that of this process in the group.
     """
     rank_plans = RankPlans(
         as_model_plans(plans), rank,
         group=group, backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
     )  # fmt: skip
+    _checked_shape(batch)
     kept = _kept(batch)
     _check_documents(batch, plans, kept)
     return _cut(batch, rank_plans, kept)
@@ -130,14 +137,6 @@ def planned_batch(
     return rows, rows.pop("shift_labels" if plans.mask == "causal" else "labels", None)
 
 
-def shifted_labels(labels: Tensor, documents: Documents) -> Tensor:
-    """Return for each token the label of the next one in its document, [tokens]; the last one predicts nothing."""
-    shifted = torch.cat([labels[1:], labels.new_full((1,), IGNORED)]) if len(labels) else labels.clone()
-    ends = documents.offsets[1:][documents.lengths > 0] - 1
-    shifted[torch.from_numpy(ends).to(labels.device)] = IGNORED
-    return shifted
-
-
 def _cut(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> dict[str, Any]:
     """Return what :func:`shard_batch` returns; the documents of the batch are those of the plans.
 
@@ -147,6 +146,9 @@ def _cut(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> d
         kept: which tokens are no padding, bool [rows, tokens].
     """
     plans, shape = rank_plans.plans, _token_shape(batch)
+    if batch.get("loss_mask") is not None:
+        batch = {**batch, "labels": masked_labels(batch.get("labels"), batch["loss_mask"]), "loss_mask": None}
+    rank_plans.batch_digest = _digest(batch)
     tokens = np.flatnonzero(kept)[plans.layout.tokens(rank_plans.rank)]  # of the whole batch, padding included
     positions = batch.get("position_ids")
     cut: dict[str, Any] = {}
@@ -204,6 +206,30 @@ def _check_documents(batch: Mapping[str, Any], plans: ModelPlans, kept: np.ndarr
 
 def _without_empty(documents: Documents) -> Documents:
     return Documents(documents.lengths[documents.lengths > 0])
+
+
+def _digest(batch: Mapping[str, Any]) -> int:
+    """Return a digest of the integers over tokens of a batch, computed where they are: all 64-bit sums wrap around."""
+    digest = 0
+    for name, value in sorted(batch.items()):
+        if isinstance(value, Tensor) and not value.is_floating_point() and name not in DESCRIPTIONS:
+            flat = value.flatten().to(torch.int64)
+            places = torch.arange(1, len(flat) + 1, device=flat.device)
+            mixed = (flat + places) * 0x9E3779B97F4A7C1  # so that no exchange of tokens leaves the sum as it is
+            digest = (digest * 31 + int(((mixed ^ (mixed >> 29)) * (2 * places + 1)).sum())) % 2**63
+    return digest
+
+
+def _checked_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (rows, tokens) of a batch. Raises ConfigError if its tokens or what describes them are no tensors."""
+    for name in ("input_ids", "inputs_embeds", *DESCRIPTIONS[: len(CU_SEQLENS) + 1], "position_ids"):
+        value = batch.get(name)
+        if value is not None and not isinstance(value, Tensor) and not isinstance(value, np.ndarray):
+            raise ConfigError(
+                f"the batch's {name} is a {type(value).__name__}; valid: a tensor (tokenizers and collators make them "
+                'with return_tensors="pt")'
+            )
+    return _token_shape(batch)
 
 
 def _token_shape(batch: Mapping[str, Any]) -> tuple[int, int]:

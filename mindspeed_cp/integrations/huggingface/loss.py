@@ -15,7 +15,11 @@ from torch.nn import functional as F
 
 from mindspeed_cp.comm import group_size
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.batch import IGNORED
+from mindspeed_cp.integrations.huggingface.labels import IGNORED
+
+_NO_LABELS = (
+    "labels has no tensor; valid: shift_labels of shard_batch, or what planned_batch returns, of a batch with labels"
+)
 
 
 def count_labels(labels: Tensor | Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
@@ -27,10 +31,15 @@ def count_labels(labels: Tensor | Iterable[Tensor], group: dist.ProcessGroup | N
 
     Returns:
         int64 scalar on the device of the labels, the same on all ranks.
+
+    Raises:
+        ConfigError: there are no labels.
     """
+    if labels is None:
+        raise ConfigError(_NO_LABELS)
     tensors = [labels] if isinstance(labels, Tensor) else list(labels)
-    if not tensors:
-        raise ConfigError("labels has no tensor; valid: the labels of all batches of the step")
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ConfigError(f"{_NO_LABELS}; of all batches of the step")
     count = torch.stack([(tensor != IGNORED).sum() for tensor in tensors]).sum()
     if group_size(group) > 1:
         dist.all_reduce(count, group=group)
@@ -55,6 +64,8 @@ def loss(logits: Tensor, labels: Tensor, count: Tensor | int, group: dist.Proces
     Raises:
         ConfigError: logits and labels do not fit.
     """
+    if labels is None:
+        raise ConfigError(_NO_LABELS)
     if logits.shape[:-1] != labels.shape:
         raise ConfigError(
             f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; valid: those of the same batch, "

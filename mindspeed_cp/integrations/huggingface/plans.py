@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
-from mindspeed_cp.comm import DEFAULT_TIMEOUT
+from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_rank, group_size
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION, attention_config, family_of
 from mindspeed_cp.layout import Documents, Layout
@@ -112,9 +112,10 @@ class RankPlans:
         padded_rows: number of rows with padding behind them.
         group, backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
         dropout_seed: seed of attention dropout for this batch; None: there is none.
+        batch_digest: digest of the whole batch, compared over the group; None: it is not compared.
     """
 
-    __slots__ = ("__weakref__", "backend", "dropout_seed", "group", "padded_rows", "plans", "rank", "rows", "timeout")
+    __slots__ = ("__weakref__", "backend", "batch_digest", "dropout_seed", "group", "padded_rows", "plans", "rank", "rows", "timeout")
 
     def __init__(
         self,
@@ -129,6 +130,11 @@ class RankPlans:
     ) -> None:
         if not 0 <= rank < plans.layout.ranks:
             raise ConfigError(f"rank is {rank}; valid: 0 to {plans.layout.ranks - 1}, the ranks of the plan")
+        if group_size(group) > 1 and group_rank(group) != rank:
+            raise ConfigError(
+                f"rank is {rank}, but this process is rank {group_rank(group)} of the group; valid: "
+                'group=mesh["cp"].get_group() and its rank, mesh["cp"].get_local_rank()'
+            )
         if rows_multiple < 1:
             raise ConfigError(f"rows_multiple is {rows_multiple}; valid: 1 or more")
         dropout = max(attention.dropout for attention in plans.attentions)
@@ -139,6 +145,7 @@ class RankPlans:
             )
         self.plans, self.rank = plans, rank
         self.group, self.backend, self.timeout, self.dropout_seed = group, backend, timeout, dropout_seed
+        self.batch_digest: int | None = None
         self.rows = int(plans.layout.token_counts[rank])
         # Models cannot reshape tensors without elements, so a rank without rows has one of padding.
         self.padded_rows = max(1, -(-self.rows // rows_multiple)) * rows_multiple

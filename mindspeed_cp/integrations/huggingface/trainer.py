@@ -9,7 +9,8 @@ comes once for each rank of a group, one after the other, and the collator keeps
             callbacks=[planned_callback(collator)])
 
 Processes of a group have consecutive ranks, as in ``init_device_mesh(device, (replicas, ranks))``. The loss is that of
-the model: shift_labels say what each row predicts, and the Trainer divides by the labels of all processes.
+the model: shift_labels say what each row predicts, and the Trainer divides by the labels of all processes. Evaluation,
+with the rows in RepeatedRows as well, gives the mean over steps, each the mean over the labels of all processes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,17 @@ _ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
     ("remove_unused_columns", False, "rows are lists of documents"),
     ("average_tokens_across_devices", True, "the loss is divided by the labels of all processes"),
     ("label_smoothing_factor", 0.0, "the Trainer would shift labels itself"),
+)
+
+#: The same for a Trainer that evaluates.
+_EVALUATION: tuple[tuple[str, Any, str], ...] = (
+    ("per_device_eval_batch_size", 1, "a row of the data set is one packed row"),
+)
+
+#: Settings of TrainingArguments.accelerator_config, as above.
+_LOADER: tuple[tuple[str, Any, str], ...] = (
+    ("dispatch_batches", None, "each process cuts its own rows; a plan cannot be sent"),
+    ("split_batches", False, "a row of the data set is one packed row of one process"),
 )
 
 
@@ -80,7 +92,10 @@ class PlannedCollator:
             ConfigError: there are several rows, or this is a worker process.
         """
         if len(rows) != 1 or "documents" not in rows[0]:
-            raise ConfigError(f"the collator got {len(rows)} rows; valid: 1 row of RepeatedRows")
+            raise ConfigError(
+                f"the collator got {len(rows)} rows; valid: 1 row of RepeatedRows, with per_device_train_batch_size=1 "
+                "and per_device_eval_batch_size=1"
+            )
         if get_worker_info() is not None:
             raise ConfigError("dataloader_num_workers is above 0; valid: 0, as a plan is bound to process groups")
         documents = rows[0]["documents"]
@@ -100,18 +115,32 @@ def planned_callback(collator: PlannedCollator) -> Any:
     """Return a TrainerCallback that checks the Trainer's settings and tells the collator the epoch.
 
     Raises:
-        ConfigError: when the training begins, if a setting does not work with planned batches; names it.
+        ConfigError: when the training begins, if a setting of the Trainer or the model does not work with planned
+            batches; names it.
     """
     from transformers import TrainerCallback
 
     class PlannedCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            for name, valid, why in _ARGUMENTS:
-                value = getattr(args, name, valid)
-                if value != valid:
-                    raise ConfigError(f"{name} is {value!r}; valid with planned batches: {valid!r} ({why})")
+            _check(args, _ARGUMENTS)
+            _check(getattr(args, "accelerator_config", None), _LOADER)
+            if getattr(args, "eval_strategy", "no") != "no" or getattr(args, "eval_on_start", False):
+                _check(args, _EVALUATION)
+            model = others.get("model")
+            if getattr(getattr(model, "config", None), "output_router_logits", False):
+                raise ConfigError(
+                    "output_router_logits is True; valid under the Trainer with planned batches: False: the model adds "
+                    "an auxiliary loss of each rank's rows, with a weight that would grow with the number of ranks"
+                )
 
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             collator.epoch = int(state.epoch or 0)
-
     return PlannedCallback()
+
+
+def _check(settings: Any, rules: tuple[tuple[str, Any, str], ...]) -> None:
+    """Raise ConfigError for a setting that has another value than the valid one; a setting that is missing is valid."""
+    for name, valid, why in rules:
+        value = getattr(settings, name, valid)
+        if value != valid and not (valid is None and not value):
+            raise ConfigError(f"{name} is {value!r}; valid with planned batches: {valid!r} ({why})")

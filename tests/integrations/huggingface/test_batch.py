@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +14,7 @@ import torch
 
 from mindspeed_cp import ConfigError, Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
-from tests.integrations.huggingface.models import make_config
+from tests.integrations.huggingface.models import make_config, make_model, whole_batch
 
 CONFIG = make_config("llama")
 
@@ -72,14 +75,66 @@ def test_other_tensors_over_tokens_are_cut_with_them() -> None:
     documents = Documents([5, 8])
     weights, embeds = torch.rand(1, 13), torch.rand(1, 13, 4)
     positions = torch.arange(39).reshape(3, 1, 13)
-    batch = {"inputs_embeds": embeds, "loss_mask": weights, "position_ids": positions, "labels": None}
+    batch = {"inputs_embeds": embeds, "weights": weights, "position_ids": positions, "labels": None}
     plans = plans_for(documents)
-    assert torch.equal(assembled(batch, plans, "loss_mask"), weights[0])
+    assert torch.equal(assembled(batch, plans, "weights"), weights[0])
     assert torch.equal(assembled(batch, plans, "inputs_embeds"), embeds[0])
     for rank in range(3):
         rows = cp.shard_batch(batch, plans, rank)
         assert torch.equal(rows["position_ids"][:, 0], positions[:, 0, plans.layout.tokens(rank)])
         assert "labels" not in rows and rows["use_cache"] is False
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_a_loss_mask_leaves_its_tokens_out(dtype: torch.dtype) -> None:
+    tokens = torch.arange(10, 19)[None]
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1, 1]]).to(dtype)
+    batch = {"input_ids": tokens, "labels": tokens, "loss_mask": mask}
+    # Token i is learned by the row before it: the masks of 12 and 13, and of the first token of the second document.
+    causal = plans_for(Documents([4, 5]))
+    assert assembled(batch, causal, "shift_labels").tolist() == [11, -100, -100, -100, 15, -100, 17, 18, -100]
+    full = plans_for(Documents([4, 5]), name="bert")
+    assert assembled(batch, full, "labels").tolist() == [10, 11, -100, -100, 14, 15, -100, 17, 18]
+    assert "loss_mask" not in cp.shard_batch(batch, causal, 0)
+
+
+def test_loss_masks_that_fit_no_labels_are_refused() -> None:
+    plans, tokens = plans_for(Documents([9])), torch.arange(9)[None]
+    with pytest.raises(ConfigError, match="loss_mask and no labels; valid: labels as well"):
+        cp.shard_batch({"input_ids": tokens, "loss_mask": tokens > 3}, plans, 0)
+    with pytest.raises(ConfigError, match="loss_mask has other values than 0 and 1; valid: 0 and 1; weights of"):
+        cp.shard_batch({"input_ids": tokens, "labels": tokens, "loss_mask": tokens * 0.5}, plans, 0)
+    with pytest.raises(ConfigError, match=r"loss_mask has shape \[1, 8\]; valid: \[1, 9\]"):
+        cp.shard_batch({"input_ids": tokens, "labels": tokens, "loss_mask": tokens[:, :8] > 3}, plans, 0)
+
+
+def wrong_call(rank: int, group: Any, fault: str) -> str:
+    """What a rank says to a batch that only rank 1 has otherwise, or to a rank that is not its own."""
+    lengths = (9, 5, 13)
+    batch = whole_batch(lengths)
+    if rank == 1 and fault in ("tokens", "labels"):
+        name = "input_ids" if fault == "tokens" else "labels"
+        batch[name][0, [3, 4]] = batch[name][0, [4, 3]]
+    model = make_model(make_config("llama"), cp.register())
+    try:
+        plans = cp.build_plans(model.config, Documents(lengths), Topology(1, 3), "ring")
+        rows = cp.shard_batch(batch, plans, (rank + (fault == "rank")) % 3, group=group)
+        rows.pop("shift_labels")
+        model(**rows)
+    except ConfigError as error:
+        return str(error)
+    return "trains"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("tokens", "batch_digest: rank 1 has"), ("labels", "batch_digest: rank 1 has"), ("none", "trains"),
+     ("rank", r"^rank is \d, but this process is rank \d of the group; valid: group=mesh")],
+)  # fmt: skip
+def test_ranks_with_other_tokens_or_another_number_are_found(pool, fault: str, says: str) -> None:
+    assert (whole_batch((9, 5, 13))["labels"][0, [3, 4]] >= 0).all()  # an exchange that a plain sum would not show
+    for text in pool.run(3, wrong_call, fault):
+        assert re.search(says, text)
 
 
 def test_rows_are_padded_to_a_multiple_and_never_none() -> None:
@@ -103,6 +158,9 @@ ERRORS = [
     ({"input_ids": TOKENS[0]}, r"input_ids has shape \[9\]; valid: \[rows, tokens, ...\]"),
     ({"input_ids": TOKENS, "pixel_values": torch.zeros(3, 4)}, r"pixel_values is of shape \[3, 4\]; valid: a tensor \[1, 9, ...\]"),
     ({"input_ids": TOKENS, "texts": ["a"]}, "texts is a list"),
+    ({"input_ids": [[0] * 9]}, 'input_ids is a list; valid: a tensor .*return_tensors="pt"'),
+    ({"input_ids": TOKENS, "position_ids": [list(range(9))]}, "position_ids is a list; valid: a tensor"),
+    ({"input_ids": TOKENS, "position_ids": torch.arange(4, 13)[None]}, "position_ids begin with 4 in a row; valid: 0, the first token of a document"),
     ({"input_ids": TOKENS[:, :7]}, "the batch has 7 tokens, but the plans are for"),
     ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 4, 9])}, r"the batch has Documents\(\[4, 5\].* but the plans are for Documents\(\[3, 2, 4\]"),
     ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 3, 5, 9]), "position_ids": torch.arange(9)[None]}, "position_ids says .*but cu_seq_lens_q says"),
@@ -141,8 +199,21 @@ def test_shares_of_the_loss_add_up_to_the_mean() -> None:
     assert cp.loss(logits[:, :2], labels.new_full((1, 2), -100), 0) == 0.0
     with pytest.raises(ConfigError, match=r"logits have shape \[1, 9, 7\], labels \[1, 4\]"):
         cp.loss(logits, labels[:, :4], count)
+    for labels in ([], None, [None]):
+        with pytest.raises(ConfigError, match="labels has no tensor; valid: shift_labels of shard_batch"):
+            cp.count_labels(labels)
     with pytest.raises(ConfigError, match="labels has no tensor"):
-        cp.count_labels([])
+        cp.loss(logits, None, count)
+
+
+def test_calls_without_a_plan_say_what_to_do() -> None:
+    model = make_model(make_config("llama"), cp.register()).eval()
+    with pytest.raises(ConfigError, match=r"attention_mask was given .*for generation .*sdpa"):
+        model.generate(TOKENS, max_new_tokens=2)
+    with pytest.raises(ConfigError, match=r"no plan was given; valid: .*planned_batch or shard_batch.*sdpa"):
+        model(TOKENS)
+    with pytest.raises(ConfigError, match=r"plan is a ModelPlans; valid: model\(\*\*rows\)"):
+        model(TOKENS, plan=plans_for(Documents([9])), use_cache=False)
 
 
 def test_attention_of_published_sizes() -> None:

@@ -24,6 +24,7 @@ SETTINGS = {
     "per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", "remove_unused_columns": False,
     "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 1.0, "report_to": [],
     "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "use_cpu": True,
+    "eval_strategy": "epoch", "per_device_eval_batch_size": 1,
 }  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def rows() -> list[list[dict[str, torch.Tensor]]]:
 def train(
     rank: int, group: Any, folder: str, ranks: tuple[int, int], dropout: float
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses that the Trainer logs, and the weights after an epoch."""
+    """Losses that the Trainer logs, that of an evaluation behind them, and the weights after an epoch."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import Trainer, TrainingArguments
 
@@ -63,17 +64,19 @@ def train(
         arguments,
         data_collator=collator,
         train_dataset=cp.RepeatedRows(rows(), mesh.size()),
+        eval_dataset=cp.RepeatedRows([row for row in rows()[:2] for _ in range(ranks[0])], mesh.size()),
         callbacks=[cp.planned_callback(collator)],
     )
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    logged = trainer.state.log_history
+    losses = [entry[name] for name in ("loss", "eval_loss") for entry in logged if name in entry]
     return losses, {name: x.detach().clone() for name, x in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.thorough)])
 def test_four_ranks_train_as_one(pool, tmp_path: Path, dropout: float) -> None:
     alone, weights = train(0, None, str(tmp_path / "alone"), (1, 1), dropout)
-    assert len(alone) == 3
+    assert len(alone) == 3 + 1
     for losses, parameters in pool.run(4, train, str(tmp_path / "four"), (2, 2), dropout):
         assert losses == pytest.approx(alone, abs=1e-4)  # the log rounds
         assert max(float((parameters[name] - weights[name]).abs().max()) for name in weights) < 2e-6
@@ -82,7 +85,7 @@ def test_four_ranks_train_as_one(pool, tmp_path: Path, dropout: float) -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("per_device_train_batch_size", 2), ("train_sampling_strategy", "random"), ("dataloader_num_workers", 1),
-     ("average_tokens_across_devices", False), ("label_smoothing_factor", 0.1)],
+     ("average_tokens_across_devices", False), ("label_smoothing_factor", 0.1), ("per_device_eval_batch_size", 4)],
 )  # fmt: skip
 def test_settings_that_would_change_the_result_are_refused(tmp_path: Path, setting: str, value: object) -> None:
     from transformers import TrainingArguments
@@ -92,6 +95,28 @@ def test_settings_that_would_change_the_result_are_refused(tmp_path: Path, setti
     callback = cp.planned_callback(cp.PlannedCollator(make_config("llama"), mesh))
     with pytest.raises(ConfigError, match=f"{setting} is {value!r}; valid with planned batches"):
         callback.on_train_begin(arguments, None, None)
+
+
+def begin(tmp_path: Path, model: Any = None, **changes: Any) -> None:
+    """What the callback says to the beginning of a training."""
+    from transformers import TrainingArguments
+
+    callback = cp.planned_callback(cp.PlannedCollator(make_config("llama"), SimpleNamespace(mesh=[0])))
+    callback.on_train_begin(TrainingArguments(str(tmp_path), **{**SETTINGS, **changes}), None, None, model=model)
+
+
+def test_a_loader_that_hands_out_one_batch_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path, per_device_eval_batch_size=8, eval_strategy="no")  # only the settings that are used
+    with pytest.raises(ConfigError, match="dispatch_batches is True; valid with planned batches: None"):
+        begin(tmp_path, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ConfigError, match="split_batches is True; valid with planned batches: False"):
+        begin(tmp_path, accelerator_config={"split_batches": True})
+
+
+def test_an_auxiliary_loss_of_experts_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path, SimpleNamespace(config=make_config("qwen3_moe")))
+    with pytest.raises(ConfigError, match="output_router_logits is True; valid under the Trainer .* False"):
+        begin(tmp_path, SimpleNamespace(config=make_config("qwen3_moe", output_router_logits=True)))
 
 
 def test_the_collator_takes_one_row() -> None:
