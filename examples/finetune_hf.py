@@ -8,7 +8,8 @@
 
 A line of a .jsonl file has a "text", or "messages" with roles and contents, of which the assistant's are learned.
 Without --data the pages of docs/ are the texts. A byte-pair tokenizer is trained on them, and the model starts from
-random weights, so nothing is downloaded. Every step takes the same documents on any number of ranks. A run that is
+random weights, so nothing is downloaded. Models with a causal mask learn the next token, those with a full mask
+(bert, modernbert) the tokens that are masked. Every step takes the same documents on any number of ranks. A run that is
 started again with the same --out goes on where its last checkpoint is; the model at the end loads in plain
 transformers.
 """
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
+from finetune_data import digest_of, documents_of_step, read_samples, tokenize, train_tokenizer, with_masks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,24 +37,27 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
-from mindspeed_cp import ConfigError, Documents, Topology
+from mindspeed_cp import ConfigError
 from mindspeed_cp.data.balance import assign
 from mindspeed_cp.integrations import huggingface as cp
 
-DOCS = Path(__file__).parents[1] / "docs"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 _SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
 _GQA = {**_SIZES, "num_key_value_heads": 4}
+RUN = "run.json"  # in the folder of a run: what it was started with
+
 #: Small models by their model_type.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _GQA,
     "mistral": {**_GQA, "sliding_window": 128},
+    "mixtral": {**_GQA, "num_local_experts": 4},
     "qwen2": _GQA,
     "qwen3": {**_GQA, "head_dim": 16},
     "qwen3_moe": {**_GQA, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "gemma2": {**_GQA, "head_dim": 16, "sliding_window": 64, "attn_logit_softcapping": None},
     "gemma3_text": {**_GQA, "head_dim": 16, "sliding_window": 64},
     "deepseek_v3": {
         **_SIZES, "num_key_value_heads": 8, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 2,
@@ -60,13 +66,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "bloom": {"hidden_size": 128, "n_layer": 4, "n_head": 8},
+    "mpt": {"d_model": 128, "n_layers": 4, "n_heads": 8},
+    "bert": {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "modernbert": {**_SIZES, "local_attention": 64},
 }  # fmt: skip
-
-CHAT = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
-    "{% endgeneration %}{% else %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
-)
-SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
 def read_arguments() -> argparse.Namespace:
@@ -91,59 +94,31 @@ def read_arguments() -> argparse.Namespace:
     for name in ("ranks", "cp", "steps", "documents", "tokens", "save_every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}; valid: 1 or more")
+    ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks))
+    if ranks % arguments.cp:
+        parser.error(f"--cp {arguments.cp}; valid: a divisor of the number of ranks, which is {ranks}")
+    if arguments.documents < ranks // arguments.cp:
+        parser.error(f"--documents {arguments.documents}; valid: {ranks // arguments.cp} or more, one for each replica")
     return arguments
 
 
-def read_samples(path: Path | None) -> list[dict[str, Any]]:
-    """Return the lines of a .jsonl file, or the paragraphs of docs/ under their headings."""
-    if path is None:
-        pages = [page.read_text("utf-8") for page in sorted(DOCS.glob("*.md"))]
-        return [{"text": "## " + part} for page in pages for part in page.split("\n## ") if part.strip()]
-    samples = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-    for number, sample in enumerate(samples, 1):
-        if not isinstance(sample, dict) or not ("text" in sample or "messages" in sample):
-            raise ConfigError(f'{path}: sample {number} has neither "text" nor "messages"; valid: one of them')
-    if not samples:
-        raise ConfigError(f"{path}: has no line; valid: one JSON object a line")
-    return samples
+def check_run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what says which run this is: its model, data and steps, not how many ranks share the work.
 
-
-def train_tokenizer(samples: list[dict[str, Any]]) -> PreTrainedTokenizerFast:
-    """Train a byte-level byte-pair tokenizer on the samples."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    texts = [sample.get("text") or "\n".join(m["content"] for m in sample["messages"]) for sample in samples]
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocab_size=2048, special_tokens=SPECIAL, show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token=SPECIAL[0], pad_token=SPECIAL[0])
-    tokenizer.chat_template = CHAT
-    return tokenizer
-
-
-def tokenize(samples: list[dict[str, Any]], tokenizer: Any, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the token numbers and labels of every document; longer ones are cut into several."""
-    documents = []
-    for sample in samples:
-        if "messages" in sample:
-            encoded = tokenizer.apply_chat_template(
-                sample["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    Raises:
+        ConfigError: the data cannot be read, or the folder of --out holds a run of others.
+    """
+    run = {name: getattr(arguments, name) for name in ("model", "documents", "tokens", "lr", "seed")}
+    run["data"] = f"{arguments.data or 'docs/'} (digest {digest_of(read_samples(arguments.data))})"
+    path = arguments.out / RUN
+    begun = json.loads(path.read_text("utf-8")) if path.exists() else run
+    for name, value in run.items():
+        if begun.get(name) != value:
+            raise ConfigError(
+                f"--{name} is {value}, but {arguments.out} holds a run with {begun.get(name)}; valid: the same, or "
+                "another --out"
             )
-            ids, learned = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool)
-        else:
-            ids = np.array([*tokenizer(sample["text"])["input_ids"], tokenizer.eos_token_id])
-            learned = np.ones(len(ids), bool)
-        labels = np.where(learned, ids, -100)
-        documents += [(ids[i : i + tokens], labels[i : i + tokens]) for i in range(0, len(ids), tokens)]
-    return documents
-
-
-def documents_of_step(step: int, count: int, total: int, seed: int) -> np.ndarray:
-    """Return the documents of a step: those of an epoch in random order, then those of the next."""
-    numbers = np.arange(step * count, (step + 1) * count)
-    orders = {
-        epoch: np.random.default_rng([seed, epoch]).permutation(total) for epoch in set((numbers // total).tolist())
-    }
-    return np.array([orders[number // total][number % total] for number in numbers.tolist()])
+    return run
 
 
 class Trainer:
@@ -151,17 +126,16 @@ class Trainer:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, world = arguments, dist.get_world_size()
-        if world % arguments.cp:
-            raise ConfigError(f"--cp {arguments.cp}; valid: a divisor of the number of ranks, which is {world}")
         local = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device(arguments.device if arguments.device == "cpu" else f"{arguments.device}:{local}")
         self.mesh = init_device_mesh(
             arguments.device, (world // arguments.cp, arguments.cp), mesh_dim_names=("dp", "cp")
         )
-        self.topology = Topology.from_mesh(self.mesh["cp"])
-        samples, folder = read_samples(arguments.data), arguments.out / "tokenizer"
-        if dist.get_rank() == 0 and not folder.exists():
+        run, samples, folder = check_run(arguments), read_samples(arguments.data), arguments.out / "tokenizer"
+        dist.barrier()  # all have read what the first rank may write now
+        if dist.get_rank() == 0 and not (arguments.out / RUN).exists():
             train_tokenizer(samples).save_pretrained(folder)
+            (arguments.out / RUN).write_text(json.dumps(run, indent=1), "utf-8")
         dist.barrier()
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.documents = tokenize(samples, self.tokenizer, arguments.tokens)
@@ -172,21 +146,29 @@ class Trainer:
         cp.register()
         ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": len(self.tokenizer)}
         config = AutoConfig.for_model(self.arguments.model, **MODELS[self.arguments.model], **ids)
-        if hasattr(config, "max_position_embeddings"):
-            config.max_position_embeddings = max(self.arguments.tokens, 128)
+        for name in ("max_position_embeddings", "max_seq_len"):  # the latter is MPT's
+            if hasattr(config, name):
+                setattr(config, name, max(self.arguments.tokens, 128))
         torch.manual_seed(self.arguments.seed)
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation=cp.IMPLEMENTATION).to(self.device)
+        self.has_full_mask = cp.attention_config(config, 0).mask == "full"
+        kind = AutoModelForMaskedLM if self.has_full_mask else AutoModelForCausalLM
+        self.model = kind.from_config(config, attn_implementation=cp.IMPLEMENTATION).to(self.device)
         over = self.mesh["dp", "cp"]._flatten("dp_cp")
+        tied = self.model.get_input_embeddings()  # weights that the head may share stay with the whole model
         for module in self.model.modules():
-            if type(module).__name__ in (self.model._no_split_modules or ()):
+            if type(module).__name__ in (self.model._no_split_modules or ()) and tied not in module.modules():
                 fully_shard(module, mesh=over)
         fully_shard(self.model, mesh=over)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.arguments.lr, eps=1e-6)
 
-    def batches(self) -> list[tuple[Documents, dict[str, torch.Tensor]]]:
+    def batches(self) -> list[dict[str, torch.Tensor]]:
         """Return the packed rows of this replica: the documents of the step, balanced over replicas."""
         numbers = documents_of_step(self.step, self.arguments.documents, len(self.documents), self.arguments.seed)
-        lengths = np.array([len(self.documents[number][0]) for number in numbers])
+        documents = [self.documents[number] for number in numbers]
+        if self.has_full_mask:
+            mask, seed = self.tokenizer.mask_token_id, [self.arguments.seed, self.step]
+            documents = [with_masks(document, mask, [*seed, i]) for i, document in enumerate(documents)]
+        lengths = np.array([len(ids) for ids, _ in documents])
         hidden = self.model.config.hidden_size
         # Work of a layer: 24 h^2 for each token in linear layers, 4 h for each pair in attention.
         assignment = assign(
@@ -195,26 +177,19 @@ class Trainer:
         )  # fmt: skip
         rows = []
         for chosen in assignment.rows(self.mesh["dp"].get_local_rank()):
-            ids, labels = (
-                torch.from_numpy(np.concatenate([self.documents[number][i] for number in numbers[chosen]]))[None]
-                for i in (0, 1)
-            )
-            rows.append(
-                (Documents(lengths[chosen]), {"input_ids": ids.to(self.device), "labels": labels.to(self.device)})
-            )
+            ids, labels = (np.concatenate([documents[i][part] for i in chosen])[None] for part in (0, 1))
+            row = {"input_ids": ids, "labels": labels, "cu_seq_lens_q": np.cumsum([0, *lengths[chosen]])}
+            rows.append({name: torch.from_numpy(value).to(self.device) for name, value in row.items()})
         return rows
 
     def train_step(self) -> float:
         """Run one optimizer step; return the mean loss over all labels of all ranks."""
-        cut, rank, group = [], self.mesh["cp"].get_local_rank(), self.mesh["cp"].get_group()
-        for documents, batch in self.batches():
-            plans = cp.build_plans(self.model.config, documents, self.topology, self.arguments.algorithm)
-            cut.append(cp.shard_batch(batch, plans, rank, group=group))
-        labels = [batch.pop("shift_labels") for batch in cut]
-        count, total = cp.count_labels(labels), torch.zeros((), device=self.device)
-        for i, batch in enumerate(cut):
+        config, algorithm = self.model.config, self.arguments.algorithm
+        cut = [cp.planned_batch(batch, config, self.mesh["cp"], algorithm) for batch in self.batches()]
+        count, total = cp.count_labels([labels for _, labels in cut]), torch.zeros((), device=self.device)
+        for i, (rows, labels) in enumerate(cut):
             self.model.set_requires_gradient_sync(i == len(cut) - 1)
-            share = cp.loss(self.model(**batch).logits, labels[i], count)
+            share = cp.loss(self.model(**rows).logits, labels, count)
             share.backward()
             total += share.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -285,6 +260,10 @@ def run_local_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
 def main() -> None:
     """Train, on ranks of torchrun or on local ones that are started here."""
     arguments = read_arguments()
+    try:
+        check_run(arguments)
+    except ConfigError as error:
+        sys.exit(f"finetune_hf.py: {error}")
     if "RANK" in os.environ:
         return run(arguments)
     with socket.socket() as free:

@@ -199,8 +199,8 @@ class CallAgreement:
         return ConfigError(
             f"rank {self._rank}: ranks ran different plans in the same {where}: "
             f"{'; '.join(texts)}; this rank ran {comparison.call}; every rank "
-            "calls attention with the same plans, types, dropout keys and batches in the same order (is a rank's data loader a "
-            "batch ahead?)"
+            "calls attention with the same plans, types, dropout keys and batches in the same order (is a rank's data "
+            "loader a batch ahead?)"
         )
 
     def _start(self, digest: int, plan: Plan) -> _Comparison:

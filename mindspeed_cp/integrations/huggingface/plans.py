@@ -115,7 +115,18 @@ class RankPlans:
         batch_digest: digest of the whole batch, compared over the group; None: it is not compared.
     """
 
-    __slots__ = ("__weakref__", "backend", "batch_digest", "dropout_seed", "group", "padded_rows", "plans", "rank", "rows", "timeout")
+    __slots__ = (
+        "__weakref__",
+        "backend",
+        "batch_digest",
+        "dropout_seed",
+        "group",
+        "padded_rows",
+        "plans",
+        "rank",
+        "rows",
+        "timeout",
+    )
 
     def __init__(
         self,

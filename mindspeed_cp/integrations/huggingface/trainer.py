@@ -135,6 +135,7 @@ def planned_callback(collator: PlannedCollator) -> Any:
 
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             collator.epoch = int(state.epoch or 0)
+
     return PlannedCallback()
 
 

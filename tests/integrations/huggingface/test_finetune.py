@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+
+from mindspeed_cp import ConfigError
 
 ROOT = Path(__file__).parents[3]
 CHATS = [
@@ -19,14 +23,24 @@ CHATS = [
 ]  # fmt: skip
 
 
-def finetune(out: Path, *arguments: str) -> list[str]:
+def started(*arguments: str) -> list[str]:
     """Lines that the example prints."""
-    (out.parent / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
-    command = [sys.executable, "examples/finetune_hf.py", "--out", str(out), "--data", str(out.parent / "chats.jsonl")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "examples/finetune_hf.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
+
+
+def finetune(out: Path, *arguments: str) -> list[str]:
+    """Lines that the example prints, with chats as its data."""
+    data = written(out.parent / "chats.jsonl", CHATS)
+    return started("--out", str(out), "--data", data, *arguments)
+
+
+def written(path: Path, samples: list[dict]) -> str:
+    path.write_text("\n".join(map(json.dumps, samples)))
+    return str(path)
 
 
 def losses(lines: list[str]) -> dict[int, float]:
@@ -35,6 +49,65 @@ def losses(lines: list[str]) -> dict[int, float]:
 
 
 SMALL = ("--documents", "8", "--tokens", "256", "--save-every", "2")
+
+
+def test_replicas_share_the_pages_and_another_run_needs_another_folder(tmp_path: Path, monkeypatch) -> None:
+    out = ("--out", str(tmp_path / "out"))
+    lines = started(*out, "--ranks", "2", "--cp", "1", "--steps", "2", "--documents", "9", "--tokens", "1024")
+    assert losses(lines).keys() == {1, 2}
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from finetune_hf import check_run
+
+    begun = {"model": "llama", "documents": 9, "tokens": 1024, "lr": 3e-4, "seed": 1, "data": None, "out": tmp_path / "out"}  # fmt: skip
+    check_run(Namespace(**begun))
+    with pytest.raises(ConfigError, match=r"--model is qwen3, but .* holds a run with llama; valid: the same, or"):
+        check_run(Namespace(**{**begun, "model": "qwen3"}))
+    with pytest.raises(ConfigError, match=r"--data is .*chats.jsonl \(digest .* holds a run with docs/"):
+        check_run(Namespace(**{**begun, "data": Path(written(tmp_path / "chats.jsonl", CHATS))}))
+
+
+def read(path: Path, text: str) -> list[dict]:
+    """Samples of a file with a text."""
+    from finetune_data import read_samples  # beside the example
+
+    path.write_text(text)
+    return read_samples(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("", "has no line"), ("{", "line 1 is no JSON"), ('{"words": 1}', 'line 1 has neither "text" nor "messages"'),
+     ('{"text": "a"}\n{"messages": [{"role": "user", "content": "x"}]}', "line 2 has no message of the assistant"),
+     ('{"messages": [{"role": "tool", "content": "x"}]}', "role 'tool'; valid: .* system, user or assistant")],
+)  # fmt: skip
+def test_data_that_cannot_be_learned_is_refused(tmp_path, monkeypatch, text: str, says: str) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    with pytest.raises(ConfigError, match=says):
+        read(tmp_path / "data.jsonl", text)
+
+
+def test_masks_hide_a_share_of_what_is_learned(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from finetune_data import with_masks
+
+    ids, learned = np.arange(4000), np.arange(4000) % 2 == 0
+    masked, labels = with_masks((ids, np.where(learned, ids, -100)), 7777, [1, 2, 3])
+    hidden = masked == 7777
+    assert (masked[~hidden] == ids[~hidden]).all() and (labels[hidden] == ids[hidden]).all()
+    assert (labels[~hidden] == -100).all() and not (hidden & ~learned).any()
+    assert 0.12 < hidden.sum() / learned.sum() < 0.18
+    assert (with_masks((ids, labels), 7777, [1, 2, 4])[0] != masked).any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", ["gemma2", "mixtral", "mpt", "deepseek_v3", "modernbert"])
+def test_every_kind_of_model_trains_the_same_on_more_ranks(tmp_path: Path, model: str) -> None:
+    found = []
+    for name, ranks in (("one", ("1", "--cp", "1")), ("three", ("3", "--cp", "3"))):
+        (tmp_path / name).mkdir()
+        found.append(losses(finetune(tmp_path / name / "out", "--model", model, "--steps", "3", *SMALL, "--ranks", *ranks)))  # fmt: skip
+    assert found[0].keys() == {1, 2, 3}
+    assert all(found[1][step] == pytest.approx(loss, abs=1e-5) for step, loss in found[0].items())
 
 
 @pytest.mark.thorough

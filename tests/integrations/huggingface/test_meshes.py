@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from mindspeed_cp import ConfigError, Topology
 from tests.integrations.huggingface.meshes import planned_steps, reference, skipped_step
+from tests.integrations.huggingface.models import make_config, make_model
 
 wanted_of = cache(reference)
 
@@ -37,9 +39,13 @@ def test_three_steps_equal_the_documents_one_by_one(pool, name, kind, algorithm,
 @pytest.mark.parametrize("kind", ["bf16", "autocast"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("bloom", marks=pytest.mark.thorough)])
 def test_mixed_precision_runs_in_bf16(pool, kind: str, name: str) -> None:
-    losses, _ = wanted_of(name, None)
-    for got, _ in pool.run(4, planned_steps, name, kind, "direct", False, None):
+    losses, weights = wanted_of(name, None)
+    start = dict(make_model(make_config(name), "eager" if name == "bloom" else "sdpa").named_parameters())
+    for got, parameters in pool.run(4, planned_steps, name, kind, "direct", False, None):
         assert got == pytest.approx(losses, abs=0.03) and got != pytest.approx(losses, abs=1e-6)
+        moved = torch.cat([(weights[key] - start[key]).flatten() for key in weights])
+        error = torch.cat([(parameters[key] - weights[key]).flatten() for key in weights])
+        assert error.norm() < 0.03 * moved.norm()
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", pytest.param("ddp", marks=pytest.mark.thorough)])

@@ -115,7 +115,7 @@ def test_a_loader_that_hands_out_one_batch_is_refused(tmp_path: Path) -> None:
 
 def test_an_auxiliary_loss_of_experts_is_refused(tmp_path: Path) -> None:
     begin(tmp_path, SimpleNamespace(config=make_config("qwen3_moe")))
-    with pytest.raises(ConfigError, match="output_router_logits is True; valid under the Trainer .* False"):
+    with pytest.raises(ConfigError, match=r"output_router_logits is True; valid under the Trainer .* False"):
         begin(tmp_path, SimpleNamespace(config=make_config("qwen3_moe", output_router_logits=True)))
 
 
