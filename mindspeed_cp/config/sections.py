@@ -36,10 +36,12 @@ class DataSettings(Section):
     seq_length: Annotated[int, Field(ge=2, le=SETTING_LIMIT)] = Field(
         default=4096, description="context: tokens of a packed row; longer documents are cut and counted"
     )
-    balance: Literal["none", "time"] = Field(
+    balance: Literal["none", "time", "pool"] = Field(
         default="none",
         description="time: dispatch the documents of each step over replicas and micro-batches, so that all replicas "
-        "end at the same modelled time, with different numbers of micro-batches; none: rows in order",
+        "end at the same modelled time, with different numbers of micro-batches; pool: as time, or all ranks of all "
+        "replicas as one pool in the steps where that is modelled to be faster, with algorithm: hierarchical; none: "
+        "rows in order",
     )
 
 

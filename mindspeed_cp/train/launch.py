@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
+from mindspeed_cp.config.pool import POOL, pool_topology
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import open_corpus
@@ -103,7 +104,9 @@ def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
         nodes: the nodes of the run; the first one alone looks at the checkpoints, with its key.
     """
     all_ranks = ranks * nodes.count
-    data_parallel_size(settings, all_ranks)
+    replicas = data_parallel_size(settings, all_ranks)
+    if settings.data.balance == POOL:
+        pool_topology(settings, replicas, ranks)
     check_memory(settings, ranks, ranks=all_ranks)
     check_tensorboard(settings)
     check_open_files(all_ranks)
