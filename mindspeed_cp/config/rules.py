@@ -67,6 +67,12 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
         )
     _check_expert_ranks(settings, world_size)
     replicas = world_size // size
+    if train.data_parallel_size not in (None, replicas):
+        rule = (
+            f"needs {train.data_parallel_size * size} ranks ({product} each), and there are {world_size}; "
+            f"use {replicas}, or null"
+        )
+        raise bad_value("train.data_parallel_size", train.data_parallel_size, rule)
     if train.global_batch_size % replicas:
         fitting = -(-train.global_batch_size // replicas) * replicas
         raise bad_value(

@@ -83,6 +83,11 @@ class TrainSettings(Section):
         default=1,
         description="virtual stages of each pipeline stage, of the interleaved schedule; 1: the 1F1B schedule",
     )
+    data_parallel_size: PositiveInt | None = Field(
+        default=None,
+        description="data-parallel replicas, for which `mindspeed-cp train` starts ranks; null: as many as the ranks "
+        "make, one where no number of ranks is given",
+    )
     sequence_parallel: bool = Field(
         default=False, description="tensor-parallel ranks also share the rows between their matrices"
     )

@@ -4,7 +4,7 @@ own: which of both ends earlier.
 Gradients are summed over the same ranks either way, and the loss is a sum over tokens divided by their number over all
 ranks, so a step may do either::
 
-    replicas   [ row 0 ][ row 1 ]     each over its own context-parallel ranks; the step lasts as long as the slowest one
+    replicas   [ row 0 ][ row 1 ]     each over its own ranks; the step lasts as long as the slowest one
     pool       [ rows 0 and 1   ]     every document on as many of all ranks as it needs
 
 A document as long as the context keeps one replica busy longer than the others, and a pool shares it among all ranks. A

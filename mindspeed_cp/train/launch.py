@@ -47,7 +47,7 @@ _RESUME_HINT = "the same command goes on from the newest checkpoint, if there is
 def start_local_ranks(
     settings: Settings, nproc: int | None, *, as_json: bool, nodes: Nodes | None = None, logs: Path | None = None
 ) -> int:
-    """Train with `nproc` ranks on this machine (default: its share of one replica).
+    """Train with `nproc` ranks on this machine (default: its share of the replicas of the settings, or of one).
 
     Args:
         settings, as_json: of the run.
@@ -63,7 +63,8 @@ def start_local_ranks(
         ConfigError: A setting is wrong; found before any rank is started, or by a rank.
     """
     nodes = nodes or Nodes()
-    ranks = -(-settings.model_parallel_size // nodes.count) if nproc is None else nproc
+    all_ranks = settings.model_parallel_size * (settings.train.data_parallel_size or 1)
+    ranks = -(-all_ranks // nodes.count) if nproc is None else nproc
     keep_files_owned()
     preflight(settings, ranks, nodes)
     restarts = settings.train.max_restarts

@@ -53,8 +53,8 @@ class World:
         local_size: number of ranks on this machine, as its launcher says.
         tp_size: number of tensor-parallel ranks; ranks with the same rank // tp_size hold the same tokens.
         stages, stage: number of pipeline stages, and its stage; a stage is consecutive ranks.
-        pool: context-parallel ranks of all replicas of a stage, numbered replica by replica, which may share plans; None
-            without data.balance: pool.
+        pool: context-parallel ranks of all replicas of a stage, numbered replica by replica, which may share plans;
+            None without data.balance: pool.
         store: the key-value store through which the ranks found each other.
     """
 

@@ -293,9 +293,10 @@ class PlannedAttention(MegatronModule):
         group = self.group_of(given)
         ranks, rank = group.size(), group.rank()
         if (given.plan.ranks, given.rank) != (ranks, rank):
+            group_name = "pool" if given.pooled else "context-parallel group"
             raise ConfigError(
                 f"packed_seq_params are those of rank {given.rank} of {given.plan.ranks}, but this is rank {rank} of "
-                f"{ranks} in the {'pool' if given.pooled else 'context-parallel group'}; build the plan for that group and give planned_params its rank"
+                f"{ranks} in the {group_name}; build the plan for that group and give planned_params its rank"
             )
         plan = given.plan_for(self.attention)
         if plan is None:
