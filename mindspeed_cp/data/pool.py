@@ -55,7 +55,7 @@ class PoolModel:
     """Models the time of a step on replicas and on the pool of all their ranks.
 
     The placement model of the planner estimates all micro-batches. If the two times are within `SIMULATED_WITHIN` of
-    each other, or attention has a window, which that model leaves out, the pool and the slowest replica are simulated.
+    each other, or attention has a window, which that model leaves out, the pool and the replicas are simulated.
 
     Attributes:
         replica: context-parallel ranks of a replica.
@@ -87,14 +87,19 @@ class PoolModel:
         of_replicas = np.array([self._estimate(lengths, group, self.replica) for group in replicas])
         # Last, so that its placements are in the planner's cache when they are built.
         of_pool = self._estimate(lengths, pooled, self.pool)
-        slowest = int(of_replicas.argmax())
-        static = float(of_replicas[slowest])
+        static = float(of_replicas.max())
+        is_pooled = of_pool < static
         if not self._has_window and max(static, of_pool) <= SIMULATED_WITHIN * min(static, of_pool):
-            static = self._simulate(lengths, replicas[slowest], self.replica)
             of_pool = self._simulate(lengths, pooled, self.pool)
-        if of_pool < static:
-            return PoolChoice(True, np.full(len(replicas), of_pool))
-        return PoolChoice(False, of_replicas)
+            is_pooled = self._is_any_slower(of_pool, lengths, replicas, of_replicas)
+        return PoolChoice(is_pooled, np.full(len(replicas), of_pool) if is_pooled else of_replicas)
+
+    def _is_any_slower(
+        self, seconds: float, lengths: np.ndarray, replicas: Sequence[MicroBatches], estimates: np.ndarray
+    ) -> bool:
+        """Return True if a replica is slower by simulation than `seconds`; the slowest by estimate come first."""
+        order = np.argsort(-estimates, kind="stable").tolist()
+        return any(self._simulate(lengths, replicas[replica], self.replica) > seconds for replica in order)
 
     @property
     def _has_window(self) -> bool:
