@@ -12,7 +12,7 @@ from mindspeed_cp.algorithms import algorithm_options
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER
 from mindspeed_cp.config.sections import Sections
-from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
+from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, SuiteSettings
 from mindspeed_cp.data import DocumentCost, PackedStream, open_corpus
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
@@ -57,12 +57,17 @@ def first_rows(settings: Sections, count: int) -> list[Documents]:
 def training_plan_options(settings: Sections) -> dict[str, Any]:
     """Return the options of build_plan in a training: those of the settings and, where the algorithm has it and no
     other is given, a bound of tokens of a rank: `TOKENS_OVER_MEAN` times its share of a full row, rounded up."""
-    suite, options = settings.context_parallel_suite, settings.plan_options
+    suite = settings.context_parallel_suite
     is_shared = suite.context_parallel_size > 1 or settings.data.balance == "pool"
-    if TOKEN_CAP_OPTION in algorithm_options(suite.algorithm) and is_shared:
-        share = settings.data.seq_length / suite.context_parallel_size
-        options = {TOKEN_CAP_OPTION: ceil(TOKENS_OVER_MEAN * share), **options}
-    return options
+    return {**(default_token_bound(suite, settings.data.seq_length) if is_shared else {}), **settings.plan_options}
+
+
+def default_token_bound(suite: SuiteSettings, tokens: int) -> dict[str, int]:
+    """Return the option of the bound of tokens of a rank, for full rows of so many tokens; {} where the algorithm has
+    none."""
+    if TOKEN_CAP_OPTION not in algorithm_options(suite.algorithm):
+        return {}
+    return {TOKEN_CAP_OPTION: ceil(TOKENS_OVER_MEAN * tokens / suite.context_parallel_size)}
 
 
 def mean_layer_cost(settings: Sections) -> LayerCost:

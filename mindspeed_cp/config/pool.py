@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.config.sections import Sections
+from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.data.pool import POOL_ALGORITHM
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, Topology
@@ -45,20 +46,21 @@ def check_pool(settings: Sections) -> None:
             raise bad_value(KEY, POOL, rule)
 
 
-def pool_topology(settings: Sections, replicas: int, local_ranks: int) -> Topology:
+def pool_topology(suite: SuiteSettings, replicas: int, local_ranks: int, tensor: int, key: str = KEY) -> Topology:
     """Return the context-parallel ranks of all replicas of a pipeline stage, numbered replica by replica.
 
     Several replicas may share a machine, or each has several machines (context_parallel_suite.nodes).
 
     Args:
-        settings: settings of the run.
+        suite: the section context_parallel_suite.
         replicas: number of data-parallel replicas.
         local_ranks: number of ranks on each machine.
+        tensor: tensor-parallel ranks.
+        key: the setting that asks for a pool, for errors.
 
     Raises:
         ConfigError: machines would hold different numbers of whole replicas, or the cluster has no such nodes.
     """
-    suite, tensor = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
     ranks = suite.context_parallel_size * replicas
     per_node = suite.topology.ranks_per_node
     if suite.nodes == 1:
@@ -67,16 +69,20 @@ def pool_topology(settings: Sections, replicas: int, local_ranks: int) -> Topolo
             rule = (
                 f"needs equally many whole replicas on every machine, and {local_ranks} ranks of a machine with "
                 f"tensor_model_parallel_size {tensor} hold {per_node} of the {ranks} ranks of {replicas} replicas of "
-                f"context_parallel_size {suite.context_parallel_size}; start other numbers of ranks, or use time"
+                f"context_parallel_size {suite.context_parallel_size}; start other numbers of ranks, or leave the pool "
+                "out"
             )
-            raise bad_value(KEY, POOL, rule)
+            raise bad_value(key, POOL, rule)
     if ranks > RANK_LIMIT:
-        rule = f"makes a pool of {ranks} ranks, and a plan has at most {RANK_LIMIT}; use time"
-        raise bad_value(KEY, POOL, rule)
+        rule = f"makes a pool of {ranks} ranks, and a plan has at most {RANK_LIMIT}; leave the pool out"
+        raise bad_value(key, POOL, rule)
     topology = Topology(ranks // per_node, per_node, suite.cluster)
     try:
         cluster_of(topology)
     except ConfigError as error:
-        rule = f"makes nodes of {per_node} ranks, which context_parallel_suite.cluster cannot be: {error}; or use time"
-        raise bad_value(KEY, POOL, rule) from None
+        rule = (
+            f"makes nodes of {per_node} ranks, which context_parallel_suite.cluster cannot be: {error}; or leave the "
+            "pool out"
+        )
+        raise bad_value(key, POOL, rule) from None
     return topology

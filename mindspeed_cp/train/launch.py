@@ -107,7 +107,8 @@ def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
     all_ranks = ranks * nodes.count
     replicas = data_parallel_size(settings, all_ranks)
     if settings.data.balance == POOL:
-        pool_topology(settings, replicas, ranks)
+        suite, tensor = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
+        pool_topology(suite, replicas, ranks, tensor)
     check_memory(settings, ranks, ranks=all_ranks)
     check_tensorboard(settings)
     check_open_files(all_ranks)

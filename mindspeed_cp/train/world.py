@@ -162,7 +162,9 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     rank, size, local_size = _read_rank_environment(environment)
     replicas = data_parallel_size(settings, size)
     check_nodes(settings, local_size, size)
-    pool = pool_topology(settings, replicas, min(local_size, size)) if settings.data.balance == POOL else None
+    pool, tensor = None, settings.train.tensor_model_parallel_size
+    if settings.data.balance == POOL:
+        pool = pool_topology(settings.context_parallel_suite, replicas, min(local_size, size), tensor)
     check_memory(settings, local_size, ranks=size)
     check_open_files(size)
     if settings.train.deterministic_mode:

@@ -21,6 +21,11 @@ def pool(*overrides: str) -> Settings:
     return load_settings(CONFIG, overrides)
 
 
+def of_pool(settings: Settings, replicas: int, local_ranks: int) -> Topology:
+    tensor = settings.train.tensor_model_parallel_size
+    return pool_topology(settings.context_parallel_suite, replicas, local_ranks, tensor)
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -63,7 +68,7 @@ def test_virtual_stages_are_refused() -> None:
 def test_the_pool_has_the_nodes_of_its_machines(
     overrides: tuple[str, ...], replicas: int, local_ranks: int, topology: Topology
 ) -> None:
-    assert pool_topology(pool(*overrides), replicas, local_ranks) == topology
+    assert of_pool(pool(*overrides), replicas, local_ranks) == topology
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_machines_that_hold_no_equal_numbers_of_replicas_are_refused(
     replicas: int, local_ranks: int, overrides: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        pool_topology(pool(*overrides), replicas, local_ranks)
+        of_pool(pool(*overrides), replicas, local_ranks)
 
 
 def test_a_given_number_of_replicas_must_be_that_of_the_ranks() -> None:
