@@ -26,7 +26,7 @@ from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
 from mindspeed_cp.ops.attention import backend_from_settings
-from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
 from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from mindspeed_cp.train.world import World
@@ -110,7 +110,7 @@ class MicroBatchLoader:
         self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(train.prefetch_micro_batches)
         self._plans = PlanCache(self._prepare)
         self._verifies = False  # this rank proves the plans of the row that is being made
-        self._rank = world.cp_rank  # of this rank in these plans
+        self._pooled = False  # the plans of these rows are over the pool
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="mindspeed-cp-batches", daemon=True)
 
@@ -168,8 +168,9 @@ class MicroBatchLoader:
         """Put this replica's micro-batches of the next global batch into the queue."""
         batch = self._stream.next_batch(self._rows, self._dispatcher)
         dispatched, count = batch.dispatched, len(batch.rows)
+        self._pooled = dispatched.pooled
         for number, row in enumerate(batch.rows):
-            micro = self._make(row, dispatched.pooled)
+            micro = self._make(row)
             seconds = micro.planning_seconds + (0.0 if number else dispatched.dispatch_seconds)
             self._ready.put(
                 replace(
@@ -190,7 +191,7 @@ class MicroBatchLoader:
         """Prove a new plan, where it is this rank's turn, and prepare the engine for it."""
         if self._verifies:
             verify_plan(plan)
-        device, rank = self._world.device, self._rank
+        device, rank = self._world.device, self._topology_and_rank[1]
         backend = backend_from_settings(self._suite, device.type, plan.attention, self._dtype)
         prepare(plan, rank, self._dtype, backend, device)
         if plan.linear_layout is not None:
@@ -198,13 +199,17 @@ class MicroBatchLoader:
             shares = self._rows_multiple
             hidden_redistribution(plan, rank * shares + self._world.rank % shares, device, shares, shares)
 
-    def _make(self, row: PackedRow, pooled: bool) -> MicroBatch:
-        suite, world = self._suite, self._world
-        topology, rank = suite.topology, world.cp_rank
-        if pooled:
-            assert world.pool is not None
-            topology, rank = world.pool, world.pool_rank
-        self._rank = rank
+    @property
+    def _topology_and_rank(self) -> tuple[Topology, int]:
+        """The ranks of the plans, and this one among them."""
+        if not self._pooled:
+            return self._suite.topology, self._world.cp_rank
+        assert self._world.pool is not None
+        return self._world.pool, self._world.pool_rank
+
+    def _make(self, row: PackedRow) -> MicroBatch:
+        suite, world, pooled = self._suite, self._world, self._pooled
+        topology, rank = self._topology_and_rank
         # Every rank has the same plans: the ranks of a plan take turns to prove them.
         self._verifies = suite.verify_plans and row.index // world.replicas % topology.ranks == rank
         began, hits = time.perf_counter(), self._plans.hits
