@@ -67,6 +67,7 @@ class Dispatcher:
         keeps_document_numbers: documents keep their index in the global batch, on which attention dropout depends; in a
             micro-batch, documents of other micro-batches then have length 0.
         pool: compares replicas with the pool; None, or with one replica: there is no pool.
+        stages: number of pipeline stages, for which micro-batches are packed and ordered unless `balance` is "none".
     """
 
     balance: str
@@ -77,6 +78,7 @@ class Dispatcher:
     equal_counts: bool = False
     keeps_document_numbers: bool = False
     pool: PoolModel | None = None
+    stages: int = 1
 
     def __call__(self, rows: Sequence[np.ndarray]) -> DispatchedBatch:
         """Dispatch the rows of one global batch, each DOC_CHUNK [chunks]; the number of rows is a multiple of
@@ -98,6 +100,7 @@ class Dispatcher:
             per_micro_batch=self.per_micro_batch,
             rows=row_of_chunk,
             equal_counts=self.equal_counts,
+            stages=self.stages,
         )
         micro_batches = [assignment.rows(replica) for replica in range(self.replicas)]
         seconds, pooled = assignment.seconds, False
@@ -110,8 +113,8 @@ class Dispatcher:
         return DispatchedBatch(chunks, micro_batches, seconds, time.perf_counter() - began, pooled)
 
     def _pool_micro_batches(self, lengths: np.ndarray, row_of_chunk: np.ndarray) -> list[np.ndarray]:
-        """Return the micro-batches of the pool: as few as there can be, equal in modelled time, each with as many
-        tokens as the replicas have room for together."""
+        """Return the micro-batches of the pool: as few as there can be (with pipeline stages, as many as end soonest),
+        equal in modelled time, each with as many tokens as the replicas have room for together."""
         assignment = assign(
             lengths,
             self.cost(lengths) / self.replicas,
@@ -119,5 +122,6 @@ class Dispatcher:
             token_bound=self.context * self.replicas,
             per_micro_batch=self.per_micro_batch,
             rows=row_of_chunk // self.replicas,
+            stages=self.stages,
         )
         return assignment.rows(0)

@@ -26,6 +26,7 @@ from mindspeed_cp.choose.batch_chooser import PLACEMENT_OPTIONS, SIMULATED_WITHI
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.document_cost import LINEAR_KERNELS
+from mindspeed_cp.data.pipeline import BACKWARD, pipeline_time
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.simulate.simulator import simulate_plan
@@ -64,6 +65,7 @@ class PoolModel:
         layer: its linear part.
         layers: number of layers.
         options: options of the plans (`build_plan`).
+        stages: number of pipeline stages, which share the layers.
     """
 
     replica: Topology
@@ -72,6 +74,7 @@ class PoolModel:
     layer: LayerCost
     layers: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    stages: int = 1
 
     def choose(self, lengths: np.ndarray, replicas: Sequence[MicroBatches], pooled: MicroBatches) -> PoolChoice:
         """Return the faster of both.
@@ -118,20 +121,24 @@ class PoolModel:
         """Return the seconds of micro-batches, one after the other: of the placement model, or simulated."""
         if self._has_window:
             return self._simulate(lengths, micro_batches, topology)
-        seconds = 0.0
+        seconds = []
         for numbers in micro_batches:
             documents = Documents(lengths[numbers])
             result = choose_placement(documents, documents, topology, self.attention, **self._placement_options)
-            seconds += self.layers * result.score.total + self._per_micro_batch
-        return seconds
+            seconds.append(self.layers * result.score.total + self._per_micro_batch)
+        return self._scheduled(seconds)
 
     def _simulate(self, lengths: np.ndarray, micro_batches: MicroBatches, topology: Topology) -> float:
         """Return the seconds of the plans of micro-batches by event simulation."""
-        cluster, seconds = cluster_of(topology), 0.0
+        cluster, seconds = cluster_of(topology), []
         for numbers in micro_batches:
             plan = build_plan(
                 Documents(lengths[numbers]), topology, self.attention, POOL_ALGORITHM, **dict(self.options)
             )
-            seconds += self.layers * simulate_plan(plan, cluster, self.layer, COARSE_SPANS).total
-            seconds += self._per_micro_batch
-        return seconds
+            timeline = simulate_plan(plan, cluster, self.layer, COARSE_SPANS)
+            seconds.append(self.layers * timeline.total + self._per_micro_batch)
+        return self._scheduled(seconds)
+
+    def _scheduled(self, seconds: list[float]) -> float:
+        """Return when a step of these micro-batches ends: one after the other, with stages by the 1F1B schedule."""
+        return pipeline_time(seconds, self.stages) / (self.stages * (1 + BACKWARD))

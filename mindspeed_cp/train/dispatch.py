@@ -29,6 +29,7 @@ def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], w
             layer=mean_layer_cost(settings),
             layers=len(attentions),
             options=training_plan_options(settings),
+            stages=world.stages,
         )
     # Megatron lays expert-parallel groups over consecutive ranks of a pipeline stage, and a replica's part of it is
     # consecutive ranks. Where experts span replicas, these wait for each other in every layer and need equally many
@@ -43,4 +44,5 @@ def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], w
         equal_counts=has_experts and world.cp_size * world.tp_size % expert_ranks != 0,
         keeps_document_numbers=settings.model.attention_dropout > 0,
         pool=pool,
+        stages=world.stages,
     )
