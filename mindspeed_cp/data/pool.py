@@ -35,6 +35,10 @@ from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 #: The algorithm whose plans have groups of any size, so that a pool is one plan.
 POOL_ALGORITHM = "hierarchical"
 
+#: The pool is taken if its time is less than this much of the replicas'. Times that are equal but for rounding, which
+#: may differ between machines, then give replicas on all of them.
+CLEARLY_LESS = 1 - 1e-9
+
 MicroBatches = Sequence[np.ndarray]  # of a replica or of the pool: the documents of each, int64
 
 
@@ -91,7 +95,7 @@ class PoolModel:
         # Last, so that its placements are in the planner's cache when they are built.
         of_pool = self._estimate(lengths, pooled, self.pool)
         static = float(of_replicas.max())
-        is_pooled = of_pool < static
+        is_pooled = of_pool < CLEARLY_LESS * static
         if not self._has_window and max(static, of_pool) <= SIMULATED_WITHIN * min(static, of_pool):
             of_pool = self._simulate(lengths, pooled, self.pool)
             is_pooled = self._is_any_slower(of_pool, lengths, replicas, of_replicas)
@@ -102,7 +106,8 @@ class PoolModel:
     ) -> bool:
         """Return True if a replica is slower by simulation than `seconds`; the slowest by estimate come first."""
         order = np.argsort(-estimates, kind="stable").tolist()
-        return any(self._simulate(lengths, replicas[replica], self.replica) > seconds for replica in order)
+        least = seconds / CLEARLY_LESS
+        return any(self._simulate(lengths, replicas[replica], self.replica) > least for replica in order)
 
     @property
     def _has_window(self) -> bool:

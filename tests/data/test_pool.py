@@ -124,6 +124,17 @@ def test_all_replicas_read_the_same_rows_of_a_pooled_batch() -> None:
     assert streams[0].state_dict() == streams[1].state_dict()
 
 
+def test_replicas_stay_where_both_are_equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for rounding, which may differ between machines."""
+    seconds = {RANKS: 1.0, RANKS * REPLICAS: 1.0 - 2.0**-50}
+    for name in ("_estimate", "_simulate"):
+        monkeypatch.setattr(PoolModel, name, lambda self, lengths, groups, topology: seconds[topology.ranks])
+    groups = [[np.array([0])], [np.array([1])]]
+    assert not pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pooled
+    seconds[RANKS * REPLICAS] = 0.99
+    assert pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pooled
+
+
 def test_one_replica_has_no_pool() -> None:
     assert not dispatcher(1)(rows([4096])).pooled
 
