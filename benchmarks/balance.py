@@ -2,12 +2,17 @@
 
     python -m benchmarks.balance [--lengths wikipedia prolong lognormal] [--replicas 4 8 16] [--micro-batches 1 2 4 8]
                                  [--batches 20] [--context 32768] [--ranks 8] [--cluster a2] [--equal]
+                                 [--only replicas pool pipeline] [--pool-contexts 32768 131072]
+                                 [--simulated-placements 1]
 
 Global batches are drawn from the lengths, chunk_documents at the context and packed into rows as training packs them;
 every method gets the same documents. Times are modelled (mindspeed_cp/data/document_cost.py); planning is measured, on
 one core. Of every method: the slowest replica's time over the mean of its replicas, on average over the batches, and
 at worst; then the slowest replica's time over that of `bound`, on average. No method can be faster than `bound`: the
 mean of all documents' time, or the longest document.
+
+Then rows of one pool against static replicas (benchmarks/pool.py), 8 replicas of one row each, and of 4 replicas of 4
+pipeline stages (benchmarks/pipeline.py).
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ import numpy as np
 
 from benchmarks.data import real_lengths_folder
 from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
+from benchmarks.pipeline import print_pipeline_rows
+from benchmarks.pool import Batch, PoolCase, print_pool_rows
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import DocumentCost, Packer, assign
@@ -29,6 +36,9 @@ from mindspeed_cp.data.balance import Assignment
 from mindspeed_cp.data.lengths import load_lengths
 from mindspeed_cp.data.stream import LOOKAHEAD
 
+PARTS = ("replicas", "pool", "pipeline")
+POOL_REPLICAS = 8
+PIPELINE_REPLICAS, STAGES = 4, 4
 SETS = ("wikipedia", "prolong", "lognormal")
 
 
@@ -42,7 +52,7 @@ def draw(name: str, count: int, random: np.random.Generator) -> tuple[np.ndarray
     return lengths, "bins of configs/lengths" if folder is None else "real lengths"
 
 
-def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -> list[Batch]:
     """Draw global batches of so many packed rows: lengths of their documents, shuffled, and the row of each."""
     packer, random = Packer(lengths, context, 0, LOOKAHEAD), np.random.default_rng(0)
     result = []
@@ -85,10 +95,32 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="context-parallel ranks of a replica")
     parser.add_argument("--cluster", default="a2")
     parser.add_argument("--equal", action="store_true", help="also with as many micro-batches on every replica")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--pool-contexts", type=int, nargs="+", default=[32768, 131072], help="contexts of the pool")
+    parser.add_argument("--simulated-placements", type=int, default=1, help="option of the pool's plans")
     args = parser.parse_args()
+    if "replicas" in args.only:
+        _print_replica_rows(args)
+
+    def draw_batches(name: str, context: int, rows: int) -> list[Batch]:
+        return global_batches(draw(name, 200_000, np.random.default_rng(0))[0], context, rows, args.batches)
+
+    if "pool" in args.only:
+        case = PoolCase(POOL_REPLICAS, args.ranks, args.context, args.cluster, args.simulated_placements)
+        print_pool_rows(args.lengths, draw_batches, args.pool_contexts, case)
+    if "pipeline" in args.only:
+        cost = _cost(args)
+        print_pipeline_rows(args.lengths, draw_batches, args.pool_contexts, cost, PIPELINE_REPLICAS, STAGES)
+
+
+def _cost(args: argparse.Namespace) -> DocumentCost:
     attention = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
     layers = ((attention, LayerCost.for_attention(attention)),) * 32
-    cost = DocumentCost(load_cluster(args.cluster), layers, args.ranks, whole_documents=True)
+    return DocumentCost(load_cluster(args.cluster), layers, args.ranks, whole_documents=True)
+
+
+def _print_replica_rows(args: argparse.Namespace) -> None:
+    cost = _cost(args)
     print(
         f"32 layers of 32 heads, 8 kv heads, width 4096; {args.ranks} context-parallel ranks of {args.cluster}; "
         f"context {args.context}; {args.batches} batches; times of replicas are modelled"

@@ -26,7 +26,7 @@ def train(
     nproc: Annotated[
         int | None,
         typer.Option(
-            help="Ranks of this machine. Default: one replica, tensor * context parallel size, over all nodes.",
+            help="Ranks of this machine. Default: train.data_parallel_size replicas, or one, over all nodes.",
             show_default=False,
         ),
     ] = None,

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from math import ceil
+from typing import Any
 
+from mindspeed_cp.algorithms import algorithm_options
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER
 from mindspeed_cp.config.sections import Sections
+from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, SuiteSettings
 from mindspeed_cp.data import DocumentCost, PackedStream, open_corpus
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
+
+#: Most tokens of a rank over the mean of a full row, where max_seqlen_per_dp_cp_rank is not given: activations, which
+#: are in proportion to a rank's tokens, then take at most this many times the memory of equal shares.
+TOKENS_OVER_MEAN = 1.5
 
 #: Algorithms whose attention works on whole documents.
 WHOLE_DOCUMENT_ALGORITHMS = ("ulysses", "hierarchical")
@@ -44,6 +52,22 @@ def first_rows(settings: Sections, count: int) -> list[Documents]:
     """Return the documents of the first rows of a training."""
     stream = PackedStream(open_corpus(settings.data.corpus), settings.data.seq_length, settings.train.seed)
     return [row.documents for row in islice(stream, count)]
+
+
+def training_plan_options(settings: Sections) -> dict[str, Any]:
+    """Return the options of build_plan in a training: those of the settings and, where the algorithm has it and no
+    other is given, a bound of tokens of a rank: `TOKENS_OVER_MEAN` times its share of a full row, rounded up."""
+    suite = settings.context_parallel_suite
+    is_shared = suite.context_parallel_size > 1 or settings.data.balance == "pool"
+    return {**(default_token_bound(suite, settings.data.seq_length) if is_shared else {}), **settings.plan_options}
+
+
+def default_token_bound(suite: SuiteSettings, tokens: int) -> dict[str, int]:
+    """Return the option of the bound of tokens of a rank, for full rows of so many tokens; {} where the algorithm has
+    none."""
+    if TOKEN_CAP_OPTION not in algorithm_options(suite.algorithm):
+        return {}
+    return {TOKEN_CAP_OPTION: ceil(TOKENS_OVER_MEAN * tokens / suite.context_parallel_size)}
 
 
 def mean_layer_cost(settings: Sections) -> LayerCost:

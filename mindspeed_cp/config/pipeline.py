@@ -49,12 +49,12 @@ def check_pipeline(settings: Sections) -> None:
                 + ", or one stage"
             )
             raise bad_value(f"output.{key}", trace, rule)
-    if virtual > 1 and settings.data.balance == "time":
+    if virtual > 1 and settings.data.balance != "none":
         rule = (
             f"gives replicas different numbers of micro-batches, and {VIRTUAL_STAGES} = {virtual} needs multiples of "
             f"{STAGES} = {stages}; use none, or one virtual stage"
         )
-        raise bad_value("data.balance", "time", rule)
+        raise bad_value("data.balance", settings.data.balance, rule)
 
 
 def _check_experts_of_stages(settings: Sections) -> None:

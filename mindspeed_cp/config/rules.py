@@ -13,6 +13,7 @@ from mindspeed_cp.config.algorithm_options import check_divides
 from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings, replace_algorithm
 from mindspeed_cp.config.derived import whole_attention
 from mindspeed_cp.config.pipeline import check_interleaved_batch, check_pipeline
+from mindspeed_cp.config.pool import check_pool
 from mindspeed_cp.config.sections import Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.device.npu_limits import check_npu_limits
@@ -66,6 +67,12 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
         )
     _check_expert_ranks(settings, world_size)
     replicas = world_size // size
+    if train.data_parallel_size not in (None, replicas):
+        rule = (
+            f"needs {train.data_parallel_size * size} ranks ({product} each), and there are {world_size}; "
+            f"use {replicas}, or null"
+        )
+        raise bad_value("train.data_parallel_size", train.data_parallel_size, rule)
     if train.global_batch_size % replicas:
         fitting = -(-train.global_batch_size // replicas) * replicas
         raise bad_value(
@@ -214,6 +221,7 @@ def _check_parallel(settings: Sections) -> None:
     if model.multi_latent_attention:
         _check_latent(settings)
     _check_balance(settings)
+    check_pool(settings)
     suite = settings.context_parallel_suite
     placing = {"layout": suite.options.get("layout") == "balanced", "algorithm": suite.algorithm == "hierarchical"}
     for key, places in placing.items():
@@ -226,15 +234,15 @@ def _check_parallel(settings: Sections) -> None:
 
 
 def _check_balance(settings: Sections) -> None:
-    model = settings.model
+    model, balance = settings.model, settings.data.balance
     kind, weight = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    if settings.data.balance == "time" and model.num_moe_experts is not None and kind != "none" and weight:
+    if balance != "none" and model.num_moe_experts is not None and kind != "none" and weight:
         rule = (
             f"repacks rows for every number of replicas, and model.moe_router_load_balancing_type = {kind} with "
             f"model.moe_aux_loss_coeff = {weight:g} is a loss of whole rows, which would change; use none, or "
             "model.moe_aux_loss_coeff: 0"
         )
-        raise bad_value("data.balance", "time", rule)
+        raise bad_value("data.balance", balance, rule)
 
 
 def _check_expert_ranks(settings: Sections, world_size: int) -> None:

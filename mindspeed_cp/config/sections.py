@@ -36,10 +36,12 @@ class DataSettings(Section):
     seq_length: Annotated[int, Field(ge=2, le=SETTING_LIMIT)] = Field(
         default=4096, description="context: tokens of a packed row; longer documents are cut and counted"
     )
-    balance: Literal["none", "time"] = Field(
+    balance: Literal["none", "time", "pool"] = Field(
         default="none",
         description="time: dispatch the documents of each step over replicas and micro-batches, so that all replicas "
-        "end at the same modelled time, with different numbers of micro-batches; none: rows in order",
+        "end at the same modelled time, with different numbers of micro-batches; pool: as time, or all ranks of all "
+        "replicas as one pool in the steps where that is modelled to be faster, with algorithm: hierarchical; none: "
+        "rows in order",
     )
 
 
@@ -80,6 +82,11 @@ class TrainSettings(Section):
     virtual_pipeline_model_parallel_size: PositiveInt = Field(
         default=1,
         description="virtual stages of each pipeline stage, of the interleaved schedule; 1: the 1F1B schedule",
+    )
+    data_parallel_size: PositiveInt | None = Field(
+        default=None,
+        description="data-parallel replicas, for which `mindspeed-cp train` starts ranks; null: as many as the ranks "
+        "make, one where no number of ranks is given",
     )
     sequence_parallel: bool = Field(
         default=False, description="tensor-parallel ranks also share the rows between their matrices"

@@ -8,6 +8,7 @@ from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.document_cost import DocumentCost
 from mindspeed_cp.data.file_corpus import FileCorpus
 from mindspeed_cp.data.packing import Packer
+from mindspeed_cp.data.pool import PoolModel
 from mindspeed_cp.data.stream import PackedRow, PackedStream, ReplicaBatch
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "PackedRow",
     "PackedStream",
     "Packer",
+    "PoolModel",
     "ReplicaBatch",
     "assign",
     "check_learnable",

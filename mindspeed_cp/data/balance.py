@@ -29,6 +29,7 @@ import numpy as np
 
 from mindspeed_cp.data.dispatch_candidates import best_candidate
 from mindspeed_cp.data.dispatch_problem import DispatchProblem, DocumentGroups
+from mindspeed_cp.data.pipeline import BACKWARD, pipeline_time, pipelined
 from mindspeed_cp.errors import ConfigError
 
 LARGEST_COST = 2**40  #: the integer to which the largest cost is scaled
@@ -81,12 +82,14 @@ def assign(
     per_micro_batch: float = 0.0,
     rows: Sequence[int] | np.ndarray | None = None,
     equal_counts: bool = False,
+    stages: int = 1,
 ) -> Assignment:
     """Assign the documents of one global batch to replicas and their micro-batches.
 
     The time of the slowest replica is minimized; of equal times, the assignment with fewer micro-batches is taken, then
     the one whose longest micro-batch is shortest. The micro-batches of a replica are sorted by descending time, so that
-    one that does not fit into memory fails first.
+    one that does not fit into memory fails first. With pipeline stages, the documents of each replica are then packed
+    and ordered for the 1F1B schedule (:func:`mindspeed_cp.data.pipeline.pipelined`).
 
     Args:
         lengths: tokens of each document, int [documents].
@@ -98,13 +101,17 @@ def assign(
             is on replica i % replicas. None: micro-batches are filled in the order of the documents.
         equal_counts: all replicas have the same number of micro-batches, for replicas that wait for each other in each
             of them. Always possible if `rows` has the same number of micro-batches on each replica, none empty.
+        stages: number of pipeline stages.
 
     Raises:
         ConfigError: a document is longer than the bound, there are too few documents for equal counts, or an argument
             is out of range.
     """
     problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch, rows, equal_counts)
-    return to_assignment(problem, best_candidate(problem))
+    groups = best_candidate(problem)
+    if stages > 1:
+        groups = [pipelined(problem, rows, stages) for rows in groups]
+    return to_assignment(problem, groups, stages)
 
 
 def make_dispatch_problem(
@@ -153,14 +160,18 @@ def make_dispatch_problem(
     )
 
 
-def to_assignment(problem: DispatchProblem, groups: DocumentGroups) -> Assignment:
-    """Return the groups as arrays; the micro-batches of each replica by descending time."""
+def to_assignment(problem: DispatchProblem, groups: DocumentGroups, stages: int = 1) -> Assignment:
+    """Return the groups as arrays; the micro-batches of each replica by descending time, with pipeline stages in the
+    given order."""
     replica, micro_batch = (np.zeros(len(problem.lengths), np.int64) for _ in range(2))
     for number, group in enumerate(groups):
-        ordered = sorted((sorted(row) for row in group), key=lambda row: (-problem.time_of(row), row))
+        ordered = [sorted(row) for row in group]
+        if stages == 1:
+            ordered.sort(key=lambda row: (-problem.time_of(row), row))
         for position, row in enumerate(ordered):
             replica[row], micro_batch[row] = number, position
-    seconds = np.array([problem.replica_time(group) for group in groups]) * problem.unit
+    times = [[problem.time_of(row) + problem.micro_batch_cost for row in group] for group in groups]
+    seconds = np.array([pipeline_time(own, stages) for own in times]) * problem.unit / (stages * (1 + BACKWARD))
     for array in (replica, micro_batch, seconds):
         array.setflags(write=False)
     return Assignment(replica, micro_batch, seconds)

@@ -1,4 +1,4 @@
-"""Dispatch of a global batch's documents to replicas: whole rows in turn, or balanced by modelled time."""
+"""Dispatch of a global batch's documents to replicas: whole rows in turn, balanced by modelled time, or to one pool."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hashlib import blake2b
 import numpy as np
 
 from mindspeed_cp.data.balance import assign
+from mindspeed_cp.data.pool import PoolModel
 
-BALANCES = ("none", "time")
+BALANCES = ("none", "time", "pool")
 DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
 
 
@@ -24,12 +25,14 @@ class DispatchedBatch:
         micro_batches: micro-batches of each replica, each the ascending indices of its chunks, int64.
         seconds: modelled time of each replica, float64 [replicas].
         dispatch_seconds: wall time of the dispatch.
+        pooled: the ranks of all replicas compute every micro-batch together; all replicas have the same ones.
     """
 
     chunks: np.ndarray
     micro_batches: Sequence[Sequence[np.ndarray]]
     seconds: np.ndarray
     dispatch_seconds: float
+    pooled: bool = False
 
     @property
     def imbalance(self) -> float:
@@ -38,8 +41,8 @@ class DispatchedBatch:
 
     @property
     def digest(self) -> int:
-        """Hash of the documents and their assignment, an integer of 52 bits."""
-        digest = blake2b(digest_size=8)
+        """Hash of the documents, their assignment and whether they are pooled, an integer of 52 bits."""
+        digest = blake2b(digest_size=8, person=b"pool" if self.pooled else b"")
         for replica in self.micro_batches:
             digest.update(len(replica).to_bytes(8, "little"))
             for numbers in replica:
@@ -54,7 +57,8 @@ class Dispatcher:
     """Dispatches global batches by lengths alone, so every rank gets the same result.
 
     Attributes:
-        balance: "none": row i is a micro-batch of replica i % replicas; "time": `balance.assign` decides.
+        balance: "none": row i is a micro-batch of replica i % replicas; "time": `balance.assign` decides; "pool": as
+            "time", or one pool of all ranks where `pool` finds that faster.
         replicas: number of data-parallel replicas.
         context: largest number of tokens in a micro-batch.
         cost: modelled seconds of documents, from lengths int64 [documents] to float64 [documents].
@@ -62,6 +66,8 @@ class Dispatcher:
         equal_counts: all replicas have the same number of micro-batches.
         keeps_document_numbers: documents keep their index in the global batch, on which attention dropout depends; in a
             micro-batch, documents of other micro-batches then have length 0.
+        pool: compares replicas with the pool; None, or with one replica: there is no pool.
+        stages: number of pipeline stages, for which micro-batches are packed and ordered unless `balance` is "none".
     """
 
     balance: str
@@ -71,6 +77,8 @@ class Dispatcher:
     per_micro_batch: float = 0.0
     equal_counts: bool = False
     keeps_document_numbers: bool = False
+    pool: PoolModel | None = None
+    stages: int = 1
 
     def __call__(self, rows: Sequence[np.ndarray]) -> DispatchedBatch:
         """Dispatch the rows of one global batch, each DOC_CHUNK [chunks]; the number of rows is a multiple of
@@ -92,6 +100,28 @@ class Dispatcher:
             per_micro_batch=self.per_micro_batch,
             rows=row_of_chunk,
             equal_counts=self.equal_counts,
+            stages=self.stages,
         )
         micro_batches = [assignment.rows(replica) for replica in range(self.replicas)]
-        return DispatchedBatch(chunks, micro_batches, assignment.seconds, time.perf_counter() - began)
+        seconds, pooled = assignment.seconds, False
+        if self.balance == "pool" and self.pool is not None and self.replicas > 1:
+            pool_micro_batches = self._pool_micro_batches(chunks["length"], row_of_chunk)
+            choice = self.pool.choose(chunks["length"], micro_batches, pool_micro_batches)
+            seconds, pooled = choice.seconds, choice.pooled
+            if pooled:
+                micro_batches = [pool_micro_batches] * self.replicas
+        return DispatchedBatch(chunks, micro_batches, seconds, time.perf_counter() - began, pooled)
+
+    def _pool_micro_batches(self, lengths: np.ndarray, row_of_chunk: np.ndarray) -> list[np.ndarray]:
+        """Return the micro-batches of the pool: as few as there can be (with pipeline stages, as many as end soonest),
+        equal in modelled time, each with as many tokens as the replicas have room for together."""
+        assignment = assign(
+            lengths,
+            self.cost(lengths) / self.replicas,
+            1,
+            token_bound=self.context * self.replicas,
+            per_micro_batch=self.per_micro_batch,
+            rows=row_of_chunk // self.replicas,
+            stages=self.stages,
+        )
+        return assignment.rows(0)

@@ -49,9 +49,9 @@ class ReplicaBatch:
     """One replica's micro-batches of a global batch, and the dispatch of the whole batch.
 
     Attributes:
-        rows: the micro-batches.
+        rows: the micro-batches; those of the pool where the batch is pooled.
         dispatched: the dispatch.
-        content_digest: digest of the tokens of the rows, 52 bits; equal on all ranks of a replica.
+        content_digest: digest of the tokens of the rows, 52 bits; equal on all ranks of a replica, or of the pool.
         sample_digest: digest of the tokens of the batch's first chunk, which every replica reads; equal on all ranks.
     """
 
@@ -159,8 +159,9 @@ class PackedStream:
         with self._restored_on_error():
             drawn = [self._packer.next_row() for _ in range(rows)]
             dispatched = dispatcher(drawn)
+            replica = 0 if dispatched.pooled else self.replica
             replica_rows = [
-                self._load_numbers(dispatched.chunks, numbers, number * self.replicas + self.replica, dispatcher)
+                self._load_numbers(dispatched.chunks, numbers, number * self.replicas + replica, dispatcher)
                 for number, numbers in enumerate(dispatched.micro_batches[self.replica])
             ]
             document, start, length = dispatched.chunks[0].tolist()

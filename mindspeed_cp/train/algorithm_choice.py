@@ -15,7 +15,7 @@ from mindspeed_cp.choose.batch_chooser import BatchChooser, shortlist
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
 from mindspeed_cp.choose.choose import Decision, choose_algorithm
 from mindspeed_cp.config.candidates import candidate_settings, replace_algorithm
-from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
+from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention, training_plan_options
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.errors import ConfigError
@@ -80,7 +80,7 @@ class RowChooser:
     def __init__(self, settings: Settings) -> None:
         self._algorithms: dict[Candidate, RowAlgorithm] = {}
         for variant in candidate_settings(settings):
-            suite, options = variant.context_parallel_suite, variant.plan_options
+            suite, options = variant.context_parallel_suite, training_plan_options(variant)
             word = Candidate(suite.algorithm, tuple(suite.options.items())).as_setting
             candidate = Candidate(suite.algorithm, tuple(options.items()))
             self._algorithms[candidate] = RowAlgorithm(suite.algorithm, options, word)

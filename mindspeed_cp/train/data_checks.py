@@ -101,16 +101,18 @@ def check_digests(digests: Tensor, step: int, replica_ranks: Sequence[Sequence[i
         )
 
 
-def check_calls(digests: Tensor, step: int, world: World) -> None:
-    """Raise ConfigError, naming the ranks, unless all ranks of each context-parallel group have called attention alike.
+def check_calls(digests: Tensor, step: int, world: World, pooled: bool = False) -> None:
+    """Raise ConfigError, naming the ranks, unless all ranks of each plan have called attention alike.
 
     Args:
         digests: fp64 [ranks]: of the plans, types and dropout keys of the calls of the last micro-batch; those before
             are compared with the announcement of the next one.
         step: number of the step.
         world: this rank among all.
+        pooled: plans are over the pool, else over context-parallel ranks.
     """
-    ranks = torch.arange(world.size).view(-1, world.cp_size, world.tp_size).mT.reshape(-1, world.cp_size)
+    of_plan = world.cp_size * (world.replicas if pooled else 1)
+    ranks = torch.arange(world.size).view(-1, of_plan, world.tp_size).mT.reshape(-1, of_plan)
     different, is_tie = [], False
     for group in ranks.tolist():
         suspects, is_split = _suspects(digests[group].tolist())

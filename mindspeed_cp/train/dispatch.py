@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_cp.config.derived import document_cost
+from mindspeed_cp.config.derived import document_cost, mean_layer_cost, training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import Dispatcher
+from mindspeed_cp.data import Dispatcher, PoolModel
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.world import World
 
@@ -20,6 +20,17 @@ def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], w
         world: this rank among all.
     """
     cost = document_cost(settings, attentions)
+    suite, pool = settings.context_parallel_suite, None
+    if world.pool is not None:
+        pool = PoolModel(
+            replica=suite.topology,
+            pool=world.pool,
+            attention=attentions[0],  # layers of different attention cannot share a placement, and are refused
+            layer=mean_layer_cost(settings),
+            layers=len(attentions),
+            options=training_plan_options(settings),
+            stages=world.stages,
+        )
     # Megatron lays expert-parallel groups over consecutive ranks of a pipeline stage, and a replica's part of it is
     # consecutive ranks. Where experts span replicas, these wait for each other in every layer and need equally many
     # micro-batches.
@@ -32,4 +43,6 @@ def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], w
         per_micro_batch=cost.per_micro_batch,
         equal_counts=has_experts and world.cp_size * world.tp_size % expert_ranks != 0,
         keeps_document_numbers=settings.model.attention_dropout > 0,
+        pool=pool,
+        stages=world.stages,
     )

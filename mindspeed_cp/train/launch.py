@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
+from mindspeed_cp.config.pool import POOL, pool_topology
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import open_corpus
@@ -46,7 +47,7 @@ _RESUME_HINT = "the same command goes on from the newest checkpoint, if there is
 def start_local_ranks(
     settings: Settings, nproc: int | None, *, as_json: bool, nodes: Nodes | None = None, logs: Path | None = None
 ) -> int:
-    """Train with `nproc` ranks on this machine (default: its share of one replica).
+    """Train with `nproc` ranks on this machine (default: its share of the replicas of the settings, or of one).
 
     Args:
         settings, as_json: of the run.
@@ -62,7 +63,8 @@ def start_local_ranks(
         ConfigError: A setting is wrong; found before any rank is started, or by a rank.
     """
     nodes = nodes or Nodes()
-    ranks = -(-settings.model_parallel_size // nodes.count) if nproc is None else nproc
+    all_ranks = settings.model_parallel_size * (settings.train.data_parallel_size or 1)
+    ranks = -(-all_ranks // nodes.count) if nproc is None else nproc
     keep_files_owned()
     preflight(settings, ranks, nodes)
     restarts = settings.train.max_restarts
@@ -103,7 +105,10 @@ def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
         nodes: the nodes of the run; the first one alone looks at the checkpoints, with its key.
     """
     all_ranks = ranks * nodes.count
-    data_parallel_size(settings, all_ranks)
+    replicas = data_parallel_size(settings, all_ranks)
+    if settings.data.balance == POOL:
+        suite, tensor = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
+        pool_topology(suite, replicas, ranks, tensor)
     check_memory(settings, ranks, ranks=all_ranks)
     check_tensorboard(settings)
     check_open_files(all_ranks)

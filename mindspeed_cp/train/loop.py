@@ -14,6 +14,7 @@ import torch
 from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.candidates import candidate_settings
+from mindspeed_cp.config.derived import training_plan_options
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, open_corpus
 from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError, PeerError
@@ -145,7 +146,14 @@ def _warm_up_connections(settings: Settings, world: World, training: TrainingMod
     The connections are those of a row that is one document and, where a window skips ranks, of shorter documents, which
     reach over more ranks. Connections that only other rows need are made when these come.
     """
-    if world.device.type == "cpu" or world.cp_size == 1:
+    if world.device.type == "cpu":
+        return
+    if world.pool is not None and world.pool.ranks > 1:
+        rows = Documents([settings.data.seq_length] * world.replicas)
+        algorithm, options = settings.context_parallel_suite.algorithm, training_plan_options(settings)
+        plan = build_plan(rows, world.pool, training.attentions[0], algorithm, **options)
+        warm_up(plan, world.plan_group(True), world.device)
+    if world.cp_size == 1:
         return
     suite = settings.context_parallel_suite
     cases = [
@@ -157,7 +165,7 @@ def _warm_up_connections(settings: Settings, world: World, training: TrainingMod
         length = settings.data.seq_length
         while True:
             row, algorithm = Documents([length]), variant.context_parallel_suite.algorithm
-            plan = build_plan(row, suite.topology, attention, algorithm, **variant.plan_options)
+            plan = build_plan(row, suite.topology, attention, algorithm, **training_plan_options(variant))
             warm_up(plan, world.cp_group, world.device)
             length //= 2
             if attention.window is None or length < 2 * world.cp_size:
@@ -170,7 +178,8 @@ def _run_steps(
     """Run all remaining steps; return the progress, the newest checkpoint and the reason for an early stop."""
     settings, world, writer = run.settings, run.world, run.writer
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
-    compare_digests = settings.context_parallel_suite.verify_plans
+    # Ranks that choose differently between pool and replicas would wait for each other.
+    compare_digests = settings.context_parallel_suite.verify_plans or world.pool is not None
     policy = BadStepPolicy(settings)
     newest = run.files.checkpoint(progress.step) if progress.step else None
     saver = CheckpointSaver(run.files, run.training, settings, world, newest)

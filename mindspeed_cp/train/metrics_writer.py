@@ -100,6 +100,7 @@ class MetricsWriter:
             "seconds": seconds,
             "documents": result.documents,
             "replica_imbalance": result.replica_imbalance,
+            **({"pooled": result.pooled} if self._settings.data.balance == "pool" else {}),
             "planning_seconds": result.planning_seconds,
             "waiting_seconds": result.waiting_seconds,
             "plans": result.plans,

@@ -26,7 +26,7 @@ from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
 from mindspeed_cp.ops.attention import backend_from_settings
-from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
 from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from mindspeed_cp.train.world import World
@@ -43,18 +43,21 @@ class MicroBatch:
     Attributes:
         batch: tokens, labels, loss_mask and position_ids, each [1, t].
         params: carries the row's plan to every layer.
-        tokens, documents: their numbers in the whole row, over all ranks.
+        tokens, documents: their numbers in the whole row, over all ranks; 0 for rows of the pool that the first replica
+            counts.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
         state: state of the data stream behind the global batch of this row.
         planning_seconds: time in which this rank dispatched the global batch (counted in its first row), chose the
             row's algorithm and planned it.
-        plans, cached_plans: number of plans that the row needs, and how many of them were in the cache.
+        plans, cached_plans: number of plans that the row needs, and how many of them were in the cache; counted as
+            `tokens`.
         algorithm_choice: algorithm of these plans.
         digest: digest of the dispatched global batch; equal on all ranks.
         content_digest: digest of the tokens of this replica's rows in that batch; equal on all its ranks.
         sample_digest: digest of the tokens of that batch's first chunk; equal on all ranks.
         imbalance: modelled time of that batch's slowest replica over the mean.
         micro_batches: number of micro-batches that this replica has in that batch.
+        pooled: that batch is computed by the pool, the ranks of all replicas together.
     """
 
     batch: dict[str, Tensor]
@@ -72,6 +75,7 @@ class MicroBatch:
     sample_digest: int = 0
     imbalance: float = 1.0
     micro_batches: int = 1
+    pooled: bool = False
 
 
 class MicroBatchLoader:
@@ -106,6 +110,7 @@ class MicroBatchLoader:
         self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(train.prefetch_micro_batches)
         self._plans = PlanCache(self._prepare)
         self._verifies = False  # this rank proves the plans of the row that is being made
+        self._pooled = False  # the plans of these rows are over the pool
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="mindspeed-cp-batches", daemon=True)
 
@@ -163,6 +168,7 @@ class MicroBatchLoader:
         """Put this replica's micro-batches of the next global batch into the queue."""
         batch = self._stream.next_batch(self._rows, self._dispatcher)
         dispatched, count = batch.dispatched, len(batch.rows)
+        self._pooled = dispatched.pooled
         for number, row in enumerate(batch.rows):
             micro = self._make(row)
             seconds = micro.planning_seconds + (0.0 if number else dispatched.dispatch_seconds)
@@ -174,6 +180,7 @@ class MicroBatchLoader:
                     sample_digest=batch.sample_digest,
                     imbalance=dispatched.imbalance,
                     micro_batches=count,
+                    pooled=dispatched.pooled,
                     planning_seconds=seconds,
                 )
             )
@@ -184,24 +191,31 @@ class MicroBatchLoader:
         """Prove a new plan, where it is this rank's turn, and prepare the engine for it."""
         if self._verifies:
             verify_plan(plan)
-        device = self._world.device
+        device, rank = self._world.device, self._topology_and_rank[1]
         backend = backend_from_settings(self._suite, device.type, plan.attention, self._dtype)
-        prepare(plan, self._world.cp_rank, self._dtype, backend, device)
+        prepare(plan, rank, self._dtype, backend, device)
         if plan.linear_layout is not None:
             # Hidden states move: under sequence parallelism, this rank's share of the rows.
             shares = self._rows_multiple
-            hidden_redistribution(
-                plan, self._world.cp_rank * shares + self._world.rank % shares, device, shares, shares
-            )
+            hidden_redistribution(plan, rank * shares + self._world.rank % shares, device, shares, shares)
+
+    @property
+    def _topology_and_rank(self) -> tuple[Topology, int]:
+        """The ranks of the plans, and this one among them."""
+        if not self._pooled:
+            return self._suite.topology, self._world.cp_rank
+        assert self._world.pool is not None
+        return self._world.pool, self._world.pool_rank
 
     def _make(self, row: PackedRow) -> MicroBatch:
-        suite, rank = self._suite, self._world.cp_rank
-        # Every rank has the same plans: the ranks of a context-parallel group take turns to prove them.
-        self._verifies = suite.verify_plans and row.index // self._world.replicas % self._world.cp_size == rank
+        suite, world, pooled = self._suite, self._world, self._pooled
+        topology, rank = self._topology_and_rank
+        # Every rank has the same plans: the ranks of a plan take turns to prove them.
+        self._verifies = suite.verify_plans and row.index // world.replicas % topology.ranks == rank
         began, hits = time.perf_counter(), self._plans.hits
         choice = self._choose(row.documents)
         plans = {
-            attention: self._plans.get(row.documents, suite.topology, attention, choice.algorithm, choice.options)
+            attention: self._plans.get(row.documents, topology, attention, choice.algorithm, choice.options)
             for attention in self._layers
         }
         planning_seconds = time.perf_counter() - began
@@ -211,18 +225,20 @@ class MicroBatchLoader:
             rank,
             rows_multiple=self._rows_multiple,
             dropout_seed=micro_batch_seed(self._seed, row.dropout_stream_id),
+            pooled=pooled,
         )
+        counts = int(not pooled or world.replica == 0)
         return MicroBatch(
-            batch={name: x.to(self._world.device) for name, x in batch.items()},
+            batch={name: x.to(world.device) for name, x in batch.items()},
             params=params,
-            tokens=row.documents.tokens,
-            documents=int(np.count_nonzero(row.documents.lengths)),
+            tokens=counts * row.documents.tokens,
+            documents=counts * int(np.count_nonzero(row.documents.lengths)),
             visible_pairs=sum(
                 layers * int(plans[attention].work_of(rank).sum()) for attention, layers in self._layers.items()
             ),
             state=self._stream.state_dict(),
             planning_seconds=planning_seconds,
-            plans=len(plans),
-            cached_plans=self._plans.hits - hits,
+            plans=counts * len(plans),
+            cached_plans=counts * (self._plans.hits - hits),
             algorithm_choice=choice,
         )

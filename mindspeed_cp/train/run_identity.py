@@ -39,6 +39,8 @@ def identity(settings: Settings) -> dict[str, Any]:
     values |= {f"data.{key}": value for key, value in data.model_dump().items()}
     if not model.attention_dropout:  # else the dropped weights depend on the rows
         del values["data.balance"]
+    elif data.balance == "pool":  # documents keep the numbers by which weights are dropped, as with time
+        values["data.balance"] = "time"
     values |= {f"train.{key}": getattr(train, key) for key in _TRAIN}
     if train.lr_decay_style != "constant":
         values["train.lr_decay_iters"] = train.lr_decay_iters or train.train_iters

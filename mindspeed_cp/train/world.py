@@ -17,6 +17,7 @@ from mindspeed_cp.comm import open_directional_groups
 from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE
 from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.config.candidates import candidate_settings
+from mindspeed_cp.config.pool import POOL, pool_topology
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.open_files import check_open_files
@@ -25,6 +26,7 @@ from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
+from mindspeed_cp.plan import Topology
 from mindspeed_cp.train.device import COLLECTIVE_LIBRARIES, device_memory, pick_device
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.memory import check_memory
@@ -51,6 +53,8 @@ class World:
         local_size: number of ranks on this machine, as its launcher says.
         tp_size: number of tensor-parallel ranks; ranks with the same rank // tp_size hold the same tokens.
         stages, stage: number of pipeline stages, and its stage; a stage is consecutive ranks.
+        pool: context-parallel ranks of all replicas of a stage, numbered replica by replica, which may share plans;
+            None without data.balance: pool.
         store: the key-value store through which the ranks found each other.
     """
 
@@ -66,6 +70,18 @@ class World:
     store: dist.Store
     stages: int = 1
     stage: int = 0
+    pool: Topology | None = None
+
+    @property
+    def pool_rank(self) -> int:
+        """Number of this rank in the pool: the context-parallel ranks of all replicas of its stage."""
+        return self.replica * self.cp_size + self.cp_rank
+
+    def plan_group(self, pooled: bool) -> dist.ProcessGroup:
+        """Return the ranks of a plan: the pool, or the context-parallel ranks of this replica."""
+        if pooled:
+            return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return self.cp_group
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
@@ -146,6 +162,9 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     rank, size, local_size = _read_rank_environment(environment)
     replicas = data_parallel_size(settings, size)
     check_nodes(settings, local_size, size)
+    pool, tensor = None, settings.train.tensor_model_parallel_size
+    if settings.data.balance == POOL:
+        pool = pool_topology(settings.context_parallel_suite, replicas, min(local_size, size), tensor)
     check_memory(settings, local_size, ranks=size)
     check_open_files(size)
     if settings.train.deterministic_mode:
@@ -208,6 +227,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
             store=store,
             stages=train.pipeline_model_parallel_size,
             stage=parallel_state.get_pipeline_model_parallel_rank(),
+            pool=pool,
         )
 
 

@@ -24,6 +24,7 @@ def planned_params(
     batch_size: int | None = None,
     rows_multiple: int = 1,
     dropout_seed: int | None = None,
+    pooled: bool = False,
 ) -> PlannedBatchParams:
     """Return the ``packed_seq_params`` of one micro-batch for one context-parallel rank.
 
@@ -36,6 +37,8 @@ def planned_params(
             parallelism).
         dropout_seed: needed with attention dropout; another number for every micro-batch of every step and replica, the
             same on all context- and tensor-parallel ranks (``micro_batch_seed``).
+        pooled: the plan is over the context-parallel ranks of all data-parallel replicas, numbered replica by replica,
+            and `rank` is the one among these (``get_data_parallel_group(with_context_parallel=True)``).
 
     Raises:
         ConfigError: the rank, format or batch size does not fit the plan, or plans do not fit each other.
@@ -75,6 +78,7 @@ def planned_params(
         batch_size=batch_size,
         rows_multiple=rows_multiple,
         dropout_seed=dropout_seed,
+        pooled=pooled,
     )
     params.cp_group = RotaryTripwire()  # from 0.16 on; before, Megatron cuts its table by
     if "cp_group" not in PackedSeqParams.__dataclass_fields__:
@@ -152,6 +156,7 @@ def planned_batch(
     batch_size: int | None = None,
     rows_multiple: int = 1,
     dropout_seed: int | None = None,
+    pooled: bool = False,
 ) -> tuple[dict[str, Tensor], PlannedBatchParams]:
     """Return this rank's rows of a micro-batch with their positions, and the ``packed_seq_params`` that belong to them.
 
@@ -159,7 +164,7 @@ def planned_batch(
         batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T], [1, T] or, for "sbhd",
             [batch_size, S]; labels shifted already (:func:`shift_labels`). For models with mrope "position_ids",
             [3, T] or [3, batch_size, S]: positions of time, height and width.
-        plan, rank, qkv_format, batch_size, rows_multiple, dropout_seed: as for :func:`planned_params`.
+        plan, rank, qkv_format, batch_size, rows_multiple, dropout_seed, pooled: as for :func:`planned_params`.
 
     Returns:
         The same keys, each [1, t] or [batch_size, s], and "position_ids" (int64), which restart in every document, or
@@ -171,7 +176,13 @@ def planned_batch(
             mask, or positions in one dimension.
     """
     params = planned_params(
-        plan, rank, qkv_format, batch_size=batch_size, rows_multiple=rows_multiple, dropout_seed=dropout_seed
+        plan,
+        rank,
+        qkv_format,
+        batch_size=batch_size,
+        rows_multiple=rows_multiple,
+        dropout_seed=dropout_seed,
+        pooled=pooled,
     )
     if batch.get("attention_mask") is not None:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
@@ -137,6 +138,13 @@ class PlannedAttention(MegatronModule):
             )
         self.rotary, self.installed = rotary, True
 
+    def group_of(self, params: PlannedBatchParams) -> dist.ProcessGroup:
+        """Return the ranks of a micro-batch's plan: the context-parallel ones, or for a pooled plan those of all
+        data-parallel replicas."""
+        if not params.pooled:
+            return self.cp_group
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
     def check_installed(self) -> None:
         """Raise ConfigError if install_model was not called."""
         if not self.installed:
@@ -189,7 +197,7 @@ class PlannedAttention(MegatronModule):
             k,
             v,
             plan,
-            group=self.cp_group,
+            group=self.group_of(params),
             backend=backend_from_settings(self.suite, q.device.type, plan.attention, q.dtype),
             timeout=self.suite.timeout_seconds,
             dropout_key=dropout_key,
@@ -202,13 +210,13 @@ class PlannedAttention(MegatronModule):
     def announce(self, params: PlannedBatchParams, weight: Tensor) -> None:
         """Start to compare the plans of a micro-batch with those of other ranks, before its first attention; also the
         type of the weights, the dropout seed, and whether the model is trained."""
-        if self.cp_group.size() > 1:
+        if self.group_of(params).size() > 1:
             words = f"{weight.dtype} {params.dropout_seed} {self.training}"
             self._agreement(params, weight.device).announce(params.plans, words)
 
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
         """Raise ConfigError if ranks have different plans, before hidden states move: what travels depends on it."""
-        if self.cp_group.size() > 1:
+        if self.group_of(params).size() > 1:
             self._agreement(params, hidden.device).check(params.plans[0], hidden.dtype)
 
     def params_without_plan(self, rows: int, batch_size: int) -> PlannedBatchParams:
@@ -231,7 +239,7 @@ class PlannedAttention(MegatronModule):
 
     def _agreement(self, params: PlannedBatchParams, device: torch.device) -> CallAgreement:
         if params.agreement is None:
-            params.agreement = CallAgreement(self.cp_group, self.suite.timeout_seconds, device)
+            params.agreement = CallAgreement(self.group_of(params), self.suite.timeout_seconds, device)
         return params.agreement
 
     def _dropout_key(self, params: PlannedBatchParams) -> tuple[int, int] | None:
@@ -267,7 +275,6 @@ class PlannedAttention(MegatronModule):
 
     def _params(self, query: Tensor, given: PackedSeqParams | None) -> tuple[PlannedBatchParams, Plan]:
         """Return the parameters of this call, checked against model and group, and the plan of this layer."""
-        ranks, rank = self.cp_group.size(), self.cp_group.rank()
         if given is None and query.dim() == 4:
             params = self.params_without_plan(*query.shape[:2])
             return params, params.plans[0]
@@ -283,10 +290,13 @@ class PlannedAttention(MegatronModule):
                 "plan; valid: what mindspeed_cp.megatron.planned_params(plan, rank) returns, or Megatron's "
                 "PackedSeqParams with cu_seqlens_q"
             )
+        group = self.group_of(given)
+        ranks, rank = group.size(), group.rank()
         if (given.plan.ranks, given.rank) != (ranks, rank):
+            group_name = "pool" if given.pooled else "context-parallel group"
             raise ConfigError(
                 f"packed_seq_params are those of rank {given.rank} of {given.plan.ranks}, but this is rank {rank} of "
-                f"{ranks} in the context-parallel group; build the plan for that group and give planned_params its rank"
+                f"{ranks} in the {group_name}; build the plan for that group and give planned_params its rank"
             )
         plan = given.plan_for(self.attention)
         if plan is None:

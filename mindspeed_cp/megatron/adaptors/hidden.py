@@ -96,16 +96,19 @@ class HiddenMove:
         context-parallel rank."""
         config = self._core.config
         shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        plan_group = self._core.group_of(params)
         if shares == 1:
-            return self._core.cp_group, params.rank, 1
+            return plan_group, params.rank, 1
         if params.rows_multiple % shares:
             raise ConfigError(
                 f"rows_multiple is {params.rows_multiple}; valid under sequence parallelism: a multiple of "
                 f"tensor_model_parallel_size, {shares}; pass planned_batch(..., rows_multiple=rows_multiple(config))"
             )
         group = self._tp_cp or parallel_state.get_tensor_and_context_parallel_group()
+        if params.pooled:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         rank = params.rank * shares + self._core.tp_group.rank()
-        if (dist.get_world_size(group), dist.get_rank(group)) != (self._core.cp_group.size() * shares, rank):
+        if (dist.get_world_size(group), dist.get_rank(group)) != (plan_group.size() * shares, rank):
             raise ConfigError(
                 f"this rank is number {dist.get_rank(group)} of the tensor- and context-parallel ranks; valid with "
                 f"sequence parallelism and a linear layout of its own: {rank}, in Megatron's order 'tp-cp-...'; or "

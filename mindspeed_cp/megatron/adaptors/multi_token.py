@@ -75,6 +75,12 @@ class PlannedRolls:
         if given is None:
             return self._core.params_without_plan(tensor.shape[-1], tensor.shape[-2])
         if isinstance(given, PlannedBatchParams):
+            if given.pooled:
+                raise ConfigError(
+                    "the micro-batch is pooled over all data-parallel replicas, and multi-token prediction counts "
+                    "tokens over context-parallel ranks; plan it over the context-parallel ranks, or set "
+                    "mtp_num_layers to None"
+                )
             return given
         return self._core.packed.planned(given, self._core.cp_group)
 

@@ -46,7 +46,9 @@ class PlannedBatchParams(PackedSeqParams):
     Attributes:
         plan: plan of the rows.
         plans: plans of the same rows, one for each different attention of the layers; `plan` is the first.
-        rank: context-parallel rank of the rows.
+        rank: context-parallel rank of the rows; of a pooled plan, the rank in the pool.
+        pooled: the plan is over the pool: the context-parallel ranks of all data-parallel replicas, replica by replica,
+            which all hold a part of the same micro-batch.
         batch_size: b of "sbhd"; 1 for "thd".
         rows_multiple: divisor of this rank's rows with padding.
         dropout_seed: seed of this micro-batch; with the number of a layer it decides which attention weights are
@@ -62,6 +64,7 @@ class PlannedBatchParams(PackedSeqParams):
     plan: Plan | None = None
     plans: tuple[Plan, ...] = ()
     rank: int = 0
+    pooled: bool = False
     batch_size: int = 1
     rows_multiple: int = 1
     dropout_seed: int | None = None

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mindspeed_cp import ConfigError
+from mindspeed_cp import ConfigError, Topology
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.adaptors.batch import mrope_of_rank, planned_params, positions_of_rank, rows_of_rank
@@ -39,6 +39,7 @@ def planned_batch_from(
     alibi: bool = False,
     dropout_seed: int | None = None,
     pass_through: Sequence[str] = (),
+    pool: Topology | None = None,
 ) -> tuple[dict[str, Any], PlannedBatchParams]:
     """Plan a whole batch by the documents that it tells, and return this rank's rows and ``packed_seq_params``.
 
@@ -68,6 +69,8 @@ def planned_batch_from(
         alibi: as given to install.
         dropout_seed: as for planned_batch.
         pass_through: keys that are returned as they are, such as those of images or provenance.
+        pool: the context-parallel ranks of all data-parallel replicas, for a batch of the rows of all of them: it is
+            planned over these ranks, and `rank` is the one among them; None: over the context-parallel ranks.
 
     Returns:
         The same keys without those that describe documents: tensors over tokens [1, t, ...], packed into one row; and
@@ -83,11 +86,18 @@ def planned_batch_from(
     is_mrope = _check_mrope(batch.get("position_ids"), config)
     attentions = list(dict.fromkeys(layer_attentions(config, alibi=alibi)))
     documents = documents_of_batch(batch, shape, eod)
+    topology = suite.topology if pool is None else pool
     plans = [
-        plan_cache(None, suite.verify_plans).get(documents, suite.topology, attention, suite.algorithm, suite.options)
+        plan_cache(None, suite.verify_plans).get(documents, topology, attention, suite.algorithm, suite.options)
         for attention in attentions
     ]
-    params = planned_params(plans, _rank(rank, suite), rows_multiple=rows_multiple(config), dropout_seed=dropout_seed)
+    params = planned_params(
+        plans,
+        _rank(rank, suite),
+        rows_multiple=rows_multiple(config),
+        dropout_seed=dropout_seed,
+        pooled=pool is not None,
+    )
     rows: dict[str, Any] = {}
     device = torch.device("cpu")
     for name, value in batch.items():

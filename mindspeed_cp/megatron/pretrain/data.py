@@ -11,12 +11,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mindspeed_cp.config.derived import default_token_bound
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
 from mindspeed_cp.megatron.pretrain.options import settings_of
+from mindspeed_cp.megatron.pretrain.pool import pool_of, pool_rank, pooled_batch
 
 #: Tensors over tokens of a batch of Megatron's data sets, and their types.
 TOKEN_TENSORS = {
@@ -47,7 +49,9 @@ def get_batch(
     """Return this rank's rows of the next micro-batch, and the ``packed_seq_params`` with their plan.
 
     The first tensor-parallel rank reads whole rows and gives them to the others, as Megatron does. All rows of the
-    micro-batch are packed into one. Documents end where the batch's cu_seqlens say (``--sft``,
+    micro-batch are packed into one. With ``--cp-plan-pool`` these may be the rows of all data-parallel replicas, over
+    all their ranks. A rank holds at most 1.5 times its share of the tokens (`TOKENS_OVER_MEAN`), unless
+    max_seqlen_per_dp_cp_rank says otherwise. Documents end where the batch's cu_seqlens say (``--sft``,
     ``--dataloader-inter-document-masking``) and where positions restart (``--reset-position-ids``); else each row is
     one.
 
@@ -69,10 +73,16 @@ def get_batch(
     config = transformer_config_of(args) if config is None else config
     drops = training and bool(config.attention_dropout)
     whole, digest = _shared_in_tensor_parallel_group(data_iterator, drops)
+    suite = suite.model_copy(update={**default_token_bound(suite, whole["tokens"].numel()), **suite.options})
+    pool, rank = None, None
+    if getattr(args, "cp_plan_pool", False):
+        of_replicas = pooled_batch(whole, digest, config, suite)
+        if of_replicas is not None:
+            (whole, digest), pool, rank = of_replicas, pool_of(suite), pool_rank()
     seed = None
     if drops:
         seed = micro_batch_seed(args.seed, (int(args.curr_iteration) << 32) + digest)
-    rows, params = planned_batch_from(whole, config, suite, dropout_seed=seed)
+    rows, params = planned_batch_from(whole, config, suite, rank, dropout_seed=seed, pool=pool)
     batch = {name: rows[name].cuda(non_blocking=True) for name in TOKEN_TENSORS}
     return batch, params
 

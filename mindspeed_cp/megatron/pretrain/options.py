@@ -12,6 +12,7 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.arguments import check_arguments
 from mindspeed_cp.megatron.beside_mindspeed import check_beside_mindspeed
+from mindspeed_cp.megatron.pretrain.pool import check_pool_arguments
 from mindspeed_cp.schema.yaml_file import read_settings_file
 
 SECTION = "context_parallel_suite"
@@ -39,6 +40,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="attention stays inside the documents whose positions restart (--reset-position-ids); beside MindSpeed in "
         "place of --reset-attention-mask, for which it replaces Megatron's attention",
     )
+    group.add_argument(
+        "--cp-plan-pool",
+        action="store_true",
+        help="plan the rows of all data-parallel replicas over all their ranks as one pool, in the micro-batches where "
+        "that is modelled to be faster; algorithm hierarchical",
+    )
     return parser
 
 
@@ -53,6 +60,7 @@ def suite_of(args: Namespace) -> SuiteSettings:
     suite = settings_of(args)
     check_beside_mindspeed()
     check_arguments(args, suite)
+    check_pool_arguments(args, suite)
     return suite
 
 

@@ -1,0 +1,88 @@
+"""Rules of data.balance: pool, and the topology of the pool."""
+
+from __future__ import annotations
+
+from mindspeed_cp.cluster.cluster import cluster_of
+from mindspeed_cp.config.sections import Sections
+from mindspeed_cp.config.suite import SuiteSettings
+from mindspeed_cp.data.pool import POOL_ALGORITHM
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan import RANK_LIMIT, Topology
+from mindspeed_cp.schema.messages import bad_value
+
+KEY, POOL = "data.balance", "pool"
+
+
+def check_pool(settings: Sections) -> None:
+    """Raise SettingError unless the settings fit to data.balance: pool, if they have it."""
+    suite, output = settings.context_parallel_suite, settings.output
+    if settings.data.balance != POOL:
+        return
+    if suite.algorithm != POOL_ALGORITHM:
+        rule = (
+            f"plans the documents of a step in groups of any size, which context_parallel_suite.algorithm = "
+            f"{suite.algorithm} has not; use context_parallel_suite.algorithm: {POOL_ALGORITHM}, or time"
+        )
+        raise bad_value(KEY, POOL, rule)
+    if suite.row_candidates:
+        rule = (
+            f"has one algorithm, {POOL_ALGORITHM}, and context_parallel_suite.candidates names others; use null there, "
+            "or time"
+        )
+        raise bad_value(KEY, POOL, rule)
+    if suite.p2p_groups == "directional":
+        rule = (
+            "sends between any two ranks, and context_parallel_suite.p2p_groups = directional opens groups for "
+            "neighbours alone; use auto there, or time"
+        )
+        raise bad_value(KEY, POOL, rule)
+    traces: list[tuple[str, object]] = [("trace_steps", output.trace_steps), ("trace_interval", output.trace_interval)]
+    for key, trace in traces:
+        if trace:
+            rule = (
+                f"changes the ranks of a plan from step to step, which the report of a trace (output.{key} = {trace}) "
+                f"does not follow; use {'null' if key == 'trace_steps' else '0'} there, or time"
+            )
+            raise bad_value(KEY, POOL, rule)
+
+
+def pool_topology(suite: SuiteSettings, replicas: int, local_ranks: int, tensor: int, key: str = KEY) -> Topology:
+    """Return the context-parallel ranks of all replicas of a pipeline stage, numbered replica by replica.
+
+    Several replicas may share a machine, or each has several machines (context_parallel_suite.nodes).
+
+    Args:
+        suite: the section context_parallel_suite.
+        replicas: number of data-parallel replicas.
+        local_ranks: number of ranks on each machine.
+        tensor: tensor-parallel ranks.
+        key: the setting that asks for a pool, for errors.
+
+    Raises:
+        ConfigError: machines would hold different numbers of whole replicas, or the cluster has no such nodes.
+    """
+    ranks = suite.context_parallel_size * replicas
+    per_node = suite.topology.ranks_per_node
+    if suite.nodes == 1:
+        per_node = min(ranks, max(per_node, local_ranks // tensor))
+        if per_node % suite.context_parallel_size or ranks % per_node:
+            rule = (
+                f"needs equally many whole replicas on every machine, and {local_ranks} ranks of a machine with "
+                f"tensor_model_parallel_size {tensor} hold {per_node} of the {ranks} ranks of {replicas} replicas of "
+                f"context_parallel_size {suite.context_parallel_size}; start other numbers of ranks, or leave the pool "
+                "out"
+            )
+            raise bad_value(key, POOL, rule)
+    if ranks > RANK_LIMIT:
+        rule = f"makes a pool of {ranks} ranks, and a plan has at most {RANK_LIMIT}; leave the pool out"
+        raise bad_value(key, POOL, rule)
+    topology = Topology(ranks // per_node, per_node, suite.cluster)
+    try:
+        cluster_of(topology)
+    except ConfigError as error:
+        rule = (
+            f"makes nodes of {per_node} ranks, which context_parallel_suite.cluster cannot be: {error}; or leave the "
+            "pool out"
+        )
+        raise bad_value(key, POOL, rule) from None
+    return topology

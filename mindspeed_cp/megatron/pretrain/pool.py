@@ -1,0 +1,147 @@
+"""--cp-plan-pool: the rows of all data-parallel replicas over all their ranks, where that is modelled to be faster.
+
+Every replica reads its own rows, as Megatron deals them. Ranks with the same context-parallel number gather them, with
+the lengths of their documents, so that every rank of the pool has the whole micro-batch of all replicas and makes the
+same choice.  Megatron sums gradients and tokens over the same ranks either way.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from argparse import Namespace
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mindspeed_cp import Documents
+from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.config.pool import pool_topology
+from mindspeed_cp.data.pool import POOL_ALGORITHM, PoolModel
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
+from mindspeed_cp.megatron.adaptors.batch_documents import documents_of_batch, token_shape
+from mindspeed_cp.plan import Topology
+
+#: Tensors over tokens that replicas gather; positions follow from the documents.
+GATHERED = ("tokens", "labels", "loss_mask")
+
+
+def check_pool_arguments(args: Namespace, suite: SuiteSettings) -> None:
+    """Raise ConfigError if arguments ask for what micro-batches of the pool do not compute."""
+    if not getattr(args, "cp_plan_pool", False):
+        return
+    if suite.algorithm != POOL_ALGORITHM:
+        raise ConfigError(
+            f"cp_plan_pool is True, and algorithm is {suite.algorithm!r}; valid with it: {POOL_ALGORITHM!r}, whose "
+            "plans have groups of any size; or leave --cp-plan-pool out"
+        )
+    kind = getattr(args, "moe_router_load_balancing_type", "none")
+    weight = getattr(args, "moe_aux_loss_coeff", 0.0)
+    has_loss = kind not in ("none", ["none"]) and np.any(np.asarray(weight, float))
+    if getattr(args, "num_experts", None) and has_loss:
+        raise ConfigError(
+            f"cp_plan_pool is True, and moe_aux_loss_coeff is {weight}: {kind} is a loss of whole micro-batches, which "
+            "the pool changes; valid with it: 0, or moe_router_load_balancing_type 'none'; or leave --cp-plan-pool out"
+        )
+    if getattr(args, "mtp_num_layers", None):
+        raise ConfigError(
+            f"cp_plan_pool is True, and mtp_num_layers is {args.mtp_num_layers}; valid with it: None, since "
+            "multi-token prediction counts tokens over context-parallel ranks; or leave --cp-plan-pool out"
+        )
+
+
+def pool_of(suite: SuiteSettings) -> Topology:
+    """Return the topology of the pool of this process's stage, from LOCAL_WORLD_SIZE, which launchers set; without it
+    all ranks are on one machine.
+
+    Raises:
+        ConfigError: machines hold different numbers of whole replicas.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+    tensor, replicas = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    return pool_topology(suite, replicas, local_ranks, tensor, "cp_plan_pool")
+
+
+def pool_rank() -> int:
+    """Return the number of this rank in the pool."""
+    return int(dist.get_rank(parallel_state.get_data_parallel_group(with_context_parallel=True)))
+
+
+def pooled_batch(
+    whole: Mapping[str, Tensor], digest: int, config: TransformerConfig, suite: SuiteSettings
+) -> tuple[dict[str, Tensor], int] | None:
+    """Return the rows of all replicas, and a number of their tokens, or None where replicas are modelled to be faster.
+
+    A collective of the ranks of all replicas.
+
+    Args:
+        whole: micro-batch of this replica: tensors over tokens, and ends of documents.
+        digest: number of its tokens.
+        config: the model's settings.
+        suite: the section context_parallel_suite, with the options of the plans.
+
+    Returns:
+        tokens, labels and loss_mask of all replicas, [replicas * rows, tokens], with cu_seqlens of the whole; and the
+        number. None: each replica computes its own.
+    """
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return None
+    documents = documents_of_batch(whole, token_shape(whole), None)
+    lengths, digests = _gather_lengths(documents, digest, group)
+    attentions = layer_attentions(config)
+    model = PoolModel(
+        replica=suite.topology,
+        pool=pool_of(suite),
+        attention=attentions[0],
+        layer=LayerCost.for_attention(attentions[0]),
+        layers=len(attentions),
+        options=suite.options,
+    )
+    ends = np.cumsum([len(own) for own in lengths])
+    replicas = [[np.arange(end - len(own), end)] for own, end in zip(lengths, ends, strict=True)]
+    tokens = np.concatenate(lengths)
+    if not model.choose(tokens, replicas, [np.arange(len(tokens))]).pooled:
+        return None
+    rows = {name: _gather_rows(whole[name], group) for name in GATHERED}
+    borders = Documents(tokens).offsets.astype(np.int32)
+    return {**rows, "cu_seqlens": torch.from_numpy(borders)}, zlib.crc32(np.array(digests, np.int64).tobytes())
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device whose tensors the group carries."""
+    return (
+        torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    )
+
+
+def _gather_lengths(documents: Documents, digest: int, group: dist.ProcessGroup) -> tuple[list[np.ndarray], list[int]]:
+    """Return the lengths of the documents of each replica, int64 [documents], and their digests."""
+    device = _device(group)
+    sizes = _gathered(torch.tensor([len(documents), digest], device=device), group).tolist()
+    own = torch.zeros(max(count for count, _ in sizes), dtype=torch.int64)
+    own[: len(documents)] = torch.from_numpy(documents.lengths)
+    table = _gathered(own.to(device), group).cpu().numpy()
+    return [row[:count] for row, (count, _) in zip(table, sizes, strict=True)], [value for _, value in sizes]
+
+
+def _gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all replicas, [replicas * rows, tokens]; Megatron deals all replicas equally many."""
+    return _gathered(rows.to(_device(group)).contiguous(), group).flatten(0, 1)
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks of a group, [ranks, ...]."""
+    out = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(out, own, group=group)
+    return torch.stack(out)

@@ -1,0 +1,146 @@
+"""The choice between replicas and one pool of their ranks, and the micro-batches of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_cp.cluster import LayerCost, load_cluster
+from mindspeed_cp.data import Dispatcher, DocumentCost, PackedStream, PoolModel
+from mindspeed_cp.data.packing import DOC_CHUNK
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan import AttentionConfig, Topology
+from tests.data.corpora import ListCorpus, law
+
+CONTEXT, RANKS, REPLICAS = 4096, 4, 2
+ATTENTION = AttentionConfig(heads=8, kv_heads=2, head_dim=64)
+LAYER = LayerCost.for_attention(ATTENTION)
+
+
+def pool_model(replicas: int = REPLICAS, attention: AttentionConfig = ATTENTION, **options: Any) -> PoolModel:
+    topologies = Topology(1, RANKS, "a3"), Topology(1, RANKS * replicas, "a3")
+    return PoolModel(*topologies, attention, LAYER, layers=2, options=options)
+
+
+def dispatcher(replicas: int = REPLICAS, context: int = CONTEXT, **more: Any) -> Dispatcher:
+    cost = DocumentCost(load_cluster("a3"), ((ATTENTION, LAYER),) * 2, RANKS, whole_documents=True)
+    model = pool_model(replicas)
+    return Dispatcher("pool", replicas, context, cost, cost.per_micro_batch, pool=model, **more)
+
+
+def rows(*lengths: Sequence[int]) -> list[np.ndarray]:
+    """Rows of documents of these lengths."""
+    result = []
+    for number, row in enumerate(lengths):
+        chunks = np.zeros(len(row), DOC_CHUNK)
+        chunks["document"], chunks["length"] = number * 1000 + np.arange(len(row)), row
+        result.append(chunks)
+    return result
+
+
+def test_a_giant_document_beside_short_ones_is_shared_by_the_pool() -> None:
+    batch = dispatcher()(rows([4096], [64] * 32))
+    assert batch.pooled and batch.imbalance == 1.0
+    assert [len(group) for group in batch.micro_batches] == [1, 1]
+    assert sorted(batch.micro_batches[0][0].tolist()) == list(range(33))
+    static = replace(dispatcher(), balance="time")(rows([4096], [64] * 32))
+    assert not static.pooled and static.digest != batch.digest
+
+
+def test_the_faster_one_by_the_model_is_taken() -> None:
+    """Of even replicas too; `seconds` are those of what is taken."""
+    model = pool_model()
+    for lengths in ([1024] * 8, [4096] * 2, [4096, *[64] * 32], [700, 30, 2000, 1300, 4000]):
+        tokens = np.array(lengths)
+        half = np.cumsum(tokens) > tokens.sum() / 2
+        groups = [[np.flatnonzero(~half)], [np.flatnonzero(half)]]
+        pooled = [np.arange(len(tokens))]
+        static = max(model._simulate(tokens, group, model.replica) for group in groups)
+        together = model._simulate(tokens, pooled, model.pool)
+        choice = model.choose(tokens, groups, pooled)
+        if max(static, together) > 1.2 * min(static, together):
+            assert choice.pooled == (together < static), lengths
+        assert choice.seconds.shape == (2,) and (choice.seconds > 0).all()
+        if choice.pooled:
+            assert choice.seconds[0] == choice.seconds[1]
+
+
+def test_near_times_and_windows_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+    simulate = PoolModel._simulate
+
+    def counted(self: PoolModel, *given: Any) -> float:
+        simulated.append(given[2].ranks)
+        return simulate(self, *given)
+
+    monkeypatch.setattr(PoolModel, "_simulate", counted)
+    lengths, pooled = np.array([4096] * 2), [np.arange(2)]
+    groups = [[np.array([0])], [np.array([1])]]
+    pool_model().choose(lengths, groups, pooled)
+    assert simulated[:2] == [RANKS * 2, RANKS], "the pool, then replicas until one is slower"
+    simulated.clear()
+    pool_model(attention=replace(ATTENTION, window=(256, 0))).choose(np.array([4096, 64]), groups, pooled)
+    assert simulated == [RANKS, RANKS, RANKS * 2], "the placement model knows no window"
+    simulated.clear()
+    pool_model().choose(np.array([4096, 64]), groups, pooled)
+    assert not simulated, "the estimates are far from each other"
+
+
+@law
+@given(
+    st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=6), min_size=4, max_size=8).filter(
+        lambda x: len(x) % 4 == 0
+    ),
+    st.sampled_from([2, 4]),
+)
+def test_every_document_is_in_one_micro_batch_of_the_pool_within_its_room(
+    lengths: list[list[int]], replicas: int
+) -> None:
+    context = 48
+    own = dispatcher(replicas, context)
+    all_rows = rows(*lengths)
+    numbers = np.repeat(np.arange(len(lengths)), [len(row) for row in lengths])
+    tokens = np.concatenate(all_rows)["length"]
+    micro_batches = own._pool_micro_batches(tokens, numbers)
+    assert sorted(np.concatenate(micro_batches).tolist()) == list(range(len(tokens)))
+    assert max(int(tokens[group].sum()) for group in micro_batches) <= context * replicas
+    assert len(micro_batches) <= len(lengths) // replicas
+
+
+def test_all_replicas_read_the_same_rows_of_a_pooled_batch() -> None:
+    corpus = ListCorpus([4095, *[63] * 40])
+    streams = [PackedStream(corpus, CONTEXT, 1, replica, REPLICAS) for replica in range(REPLICAS)]
+    batches = [stream.next_batch(REPLICAS, dispatcher()) for stream in streams]
+    assert all(batch.dispatched.pooled for batch in batches)
+    first, second = (batch.rows[0] for batch in batches)
+    assert np.array_equal(first.tokens, second.tokens) and first.index == second.index == 0
+    assert batches[0].content_digest == batches[1].content_digest
+    assert streams[0].state_dict() == streams[1].state_dict()
+
+
+def test_replicas_stay_where_both_are_equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for rounding, which may differ between machines."""
+    seconds = {RANKS: 1.0, RANKS * REPLICAS: 1.0 - 2.0**-50}
+    for name in ("_estimate", "_simulate"):
+        monkeypatch.setattr(PoolModel, name, lambda self, lengths, groups, topology: seconds[topology.ranks])
+    groups = [[np.array([0])], [np.array([1])]]
+    assert not pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pooled
+    seconds[RANKS * REPLICAS] = 0.99
+    assert pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pooled
+
+
+def test_one_replica_has_no_pool() -> None:
+    assert not dispatcher(1)(rows([4096])).pooled
+
+
+def test_what_cannot_be_planned_is_an_error() -> None:
+    lengths = np.array([4096, 64])
+    with pytest.raises(ConfigError, match="max_seqlen_per_dp_cp_rank"):
+        groups = [[np.array([0])], [np.array([1])]]
+        pool_model(max_seqlen_per_dp_cp_rank=16).choose(lengths, groups, [np.arange(2)])
