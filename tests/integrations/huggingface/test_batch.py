@@ -210,7 +210,7 @@ def test_calls_without_a_plan_say_what_to_do() -> None:
     model = make_model(make_config("llama"), cp.register()).eval()
     with pytest.raises(ConfigError, match=r"attention_mask was given .*for generation .*sdpa"):
         model.generate(TOKENS, max_new_tokens=2)
-    with pytest.raises(ConfigError, match=r"no plan was given; valid: .*planned_batch or shard_batch.*sdpa"):
+    with pytest.raises(ConfigError, match=r"plan is None; valid: .*planned_batch or shard_batch.*sdpa"):
         model(TOKENS)
     with pytest.raises(ConfigError, match=r"plan is a ModelPlans; valid: model\(\*\*rows\)"):
         model(TOKENS, plan=plans_for(Documents([9])), use_cache=False)
