@@ -61,7 +61,7 @@ def planned_attention(
     layer = getattr(module, "layer_idx", None)
     label = f"layer {layer} ({type(module).__name__})"
     if not isinstance(plan, RankPlans):
-        kind = "no plan was given" if plan is None else f"plan is a {type(plan).__name__}"
+        kind = "plan is None" if plan is None else f"plan is a {type(plan).__name__}"
         raise ConfigError(
             f"{label}: {kind}; valid: model(**rows) with the rows of planned_batch or shard_batch; for generation and "
             'other steps without plans model.set_attn_implementation("sdpa")'
