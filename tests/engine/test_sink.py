@@ -74,7 +74,9 @@ def run(case: Case, stepping: Stepping | None = None, **how: Any) -> dict[str, t
     key = case.dropout_key if case.dropout else None
     with filled_with_nan():
         return vars(
-            attend_in_process(case.plan(), *case.inputs(), dropout_key=key, stepping=stepping, sink=sink_of(case), **how)
+            attend_in_process(
+                case.plan(), *case.inputs(), dropout_key=key, stepping=stepping, sink=sink_of(case), **how
+            )
         )
 
 

@@ -120,7 +120,8 @@ class PlannedAttention(MegatronModule):
             dropout=attention_dropout,
         )
         self.softmax_type = getattr(config, "softmax_type", "vanilla")  # from Megatron 0.16 on
-        self.softmax_offset = learnable_sinks(config, self.attention.heads, self.softmax_type)
+        heads = self.attention.heads
+        self.softmax_offset = learnable_sinks(config, tp_group.rank() * heads, heads, self.softmax_type)
         self.packed = PackedPlanner(suite, (self.attention,), packed_cut)
         without_rope = getattr(config, "no_rope_freq", None)  # from Megatron 0.14 on
         self.rotates = not (without_rope and without_rope[layer_number - 1])

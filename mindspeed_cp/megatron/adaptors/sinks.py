@@ -10,22 +10,26 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def learnable_sinks(config: TransformerConfig, heads: int, softmax_type: str) -> torch.nn.Parameter | None:
-    """Return the parameter of a layer with softmax_type "learnable", initialized as Megatron does; None for others.
+def learnable_sinks(
+    config: TransformerConfig, first_head: int, heads: int, softmax_type: str
+) -> torch.nn.Parameter | None:
+    """Return the parameter of a layer with softmax_type "learnable", drawn as Megatron draws it; None for others.
 
     Args:
         config: the model's settings.
-        heads: query heads of this tensor-parallel rank.
+        first_head, heads: query heads of this tensor-parallel rank.
         softmax_type: "vanilla", "off-by-one" or "learnable".
     """
     if softmax_type != "learnable":
         return None
+    whole = torch.zeros(config.num_attention_heads)
+    if config.perform_initialization:
+        config.init_method(whole)  # of all heads, so that they do not depend on the number of ranks
     device = None if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
-    sinks = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+    own = whole[first_head : first_head + heads].to(device=device, dtype=config.params_dtype, copy=True)
+    sinks = torch.nn.Parameter(own)
     # Heads are split over tensor parallelism: norms of gradients count all ranks' sinks.
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-    if config.perform_initialization:
-        config.init_method(sinks)
     return sinks
 
 
