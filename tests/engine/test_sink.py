@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from mindspeed_cp import ConfigError, context_parallel_attention
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
+from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
 from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, sink_gradient
-from tests.engine.cases import NAMES, Case, filled_with_nan, variants
+from tests.engine.cases import NAMES, Case, all_ranks, attend_here, filled_with_nan, variants
 
 RESULTS = (*NAMES, "dsink")
 
@@ -145,7 +146,7 @@ def call(rank: int, group: Any) -> str:
 
 def test_a_sink_on_one_rank_alone_is_refused(workers) -> None:
     for text in workers.run(3, call):
-        assert re.search("has_sink: rank 2 has True; ranks 0 and 1 have False", text)
+        assert re.search("has_sink: rank 2 has True; ranks 0, 1 have False", text)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,25 @@ def test_one_device_agrees_with_fp64(name: str) -> None:
     gradients = attention_backward(dout, q, k, v, out, lse, case.documents.offsets, kv.offsets, **options)
     dsink = sink_gradient(dout, out, lse, sink_of(case))
     assert max(largest_errors(case, dict(zip(RESULTS, (out, *gradients, dsink), strict=True))).values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["window", pytest.param("dropout", marks=pytest.mark.thorough)])
+def test_the_canary_knows_the_sink(name: str) -> None:
+    case = PROBLEMS[name].on(3, "ring")
+    plan, leaves, dout = all_ranks(case)
+    out = attend_here(case, plan, leaves, sink=sink_of(case))
+    texts: dict[bool, list[str | None]] = {True: [], False: []}
+    for told in (True, False):
+        for seed in range(4):
+            canaries = [AttentionCanary(1, (seed,)) for _ in range(case.ranks)]
+            for rank, canary in enumerate(canaries):
+                rows, key = [of_ranks[rank] for of_ranks in leaves], case.dropout_key if case.dropout else None
+                canary.observe(*rows, out[rank], plan, rank, key, sink_of(case) if told else None)
+            if told:
+                torch.autograd.grad(out, [x for of_ranks in leaves for x in of_ranks], dout, retain_graph=True)
+            texts[told].append(check_all_ranks(canaries))
+    assert texts[True] == [None] * 4
+    assert any(text is not None for text in texts[False])
 
 
 def test_only_the_sink_may_want_a_gradient() -> None:
