@@ -186,9 +186,10 @@ def _run_forward(
     calls: Sequence[RankCall], stepping: Stepping, qkv: Sequence[Tensor], sink: Tensor | None
 ) -> list[ForwardResult]:
     """Run the forward of all ranks, with q of all ranks, then k, then v."""
-    network = InMemoryNetwork(len(calls), stepping.lazy)
+    network, ranks = InMemoryNetwork(len(calls), stepping.lazy), len(calls)
+    q, k, v = (qkv[ranks * i : ranks * (i + 1)] for i in range(3))
     runs = [
-        forward_run(replace(call, transport=network.transport(rank)), *qkv[rank :: len(calls)], sink)
+        forward_run(replace(call, transport=network.transport(rank)), q[rank], k[rank], v[rank], sink)
         for rank, call in enumerate(calls)
     ]
     with torch.autocast(qkv[0].device.type, enabled=False):
