@@ -57,6 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": _GQA,
     "qwen3": {**_GQA, "head_dim": 16},
     "qwen3_moe": {**_GQA, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "gpt_oss": {**_GQA, "head_dim": 16, "sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {**_GQA, "head_dim": 16, "sliding_window": 64, "attn_logit_softcapping": None},
     "gemma3_text": {**_GQA, "head_dim": 16, "sliding_window": 64},
     "deepseek_v3": {

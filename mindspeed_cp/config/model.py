@@ -57,6 +57,11 @@ class ModelSettings(Section):
         default=None,
         description="N: every N-th layer has no window; or a list with 1 (window) or 0 for each layer",
     )
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = Field(
+        default="vanilla",
+        description="attention sinks, one more score for each head without a value: none, fixed at 0, or learned; "
+        "Megatron-core 0.16 or later",
+    )
     qk_layernorm: bool = Field(default=False, description="norm on q and k; with MLA on their compressed forms")
     multi_latent_attention: bool = Field(
         default=False,

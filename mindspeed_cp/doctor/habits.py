@@ -163,7 +163,8 @@ def measure_habit(case: HabitCase, dtype: str, seed: int, operator: FusedOperato
 def _run(plan: Plan, rows: Sequence[Tensor], backend: NpuAttention) -> dict[str, Tensor]:
     """Return the results of forward and backward, on the host."""
     q, k, v, dout = rows
-    return {name: x.cpu() for name, x in vars(attend_in_process(plan, q, k, v, dout, backend)).items()}
+    results = vars(attend_in_process(plan, q, k, v, dout, backend))
+    return {name: x.cpu() for name, x in results.items() if x is not None}
 
 
 @contextmanager

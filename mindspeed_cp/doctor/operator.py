@@ -170,7 +170,8 @@ def _run(
     q, k, v, dout = (x.to(backend) for x in inputs)
     if case.plan is not None:
         runner = NpuAttention(**case.npu) if backend == "npu" else get_backend(backend)
-        return vars(attend_in_process(plan_of(case, documents, keys), q, k, v, dout, runner))
+        results = vars(attend_in_process(plan_of(case, documents, keys), q, k, v, dout, runner))
+        return {name: results[name] for name in RESULT_NAMES}
     config, lengths = case.attention, (documents.offsets, keys.offsets)
     options: dict[str, Any] = {
         "mask": config.mask,

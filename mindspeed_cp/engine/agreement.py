@@ -159,7 +159,7 @@ def _root_causes(names: Sequence[str]) -> Sequence[str]:
     """Remove differences that follow from others: layout and program follow from the inputs, the program from the
     layout."""
     inputs = [name for name in names if name not in ("layout", "program")]
-    if set(inputs) - {"dtype", "dropout_key", "batch_digest"}:
+    if set(inputs) - {"dtype", "dropout_key", "batch_digest", "has_sink"}:
         names = inputs
     if "layout" in names:
         names = [name for name in names if name != "program"]

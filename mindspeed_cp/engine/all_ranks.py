@@ -23,17 +23,16 @@ from mindspeed_cp.engine.attention import (
     SAVED_TENSORS,
     RankCall,
     backward_run,
-    check_inputs,
-    check_types,
-    checked_key,
     forward_run,
 )
+from mindspeed_cp.engine.inputs import check_inputs, check_types, checked_key
 from mindspeed_cp.engine.program_run import Run
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention import AttentionBackend, backend_for_device
 from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.ops.attention.sink import checked_sink
 from mindspeed_cp.plan import Plan, document_mask
 
 Result = TypeVar("Result")
@@ -113,13 +112,14 @@ def attend_all_ranks(
     dropout_key: DropoutKey | None = None,
     training: bool = True,
     stepping: Stepping | None = None,
+    sink: Tensor | None = None,
 ) -> list[Tensor]:
     """Run :func:`mindspeed_cp.context_parallel_attention` for all ranks of a plan in this process. Differentiable; the
     backward runs for all ranks at once.
 
     Args:
         q, k, v: for each rank its rows, as for :func:`mindspeed_cp.context_parallel_attention`.
-        plan, backend, dropout_key, training: as there.
+        plan, backend, dropout_key, training, sink: as there; the gradient of the sink is that of all ranks.
         stepping: order in which the ranks run.
 
     Returns:
@@ -130,7 +130,8 @@ def attend_all_ranks(
         PeerError: the plan dead-locks, or the two ends of a message do not match.
     """
     calls = _checked_calls(q, k, v, plan, backend, dropout_key, training)
-    return list(_AllRanks.apply(calls, stepping or Stepping(), *q, *k, *v))
+    sink = None if sink is None else checked_sink(sink, plan.attention.heads, q[0].device)
+    return list(_AllRanks.apply(calls, stepping or Stepping(), sink, *q, *k, *v))
 
 
 def _checked_calls(
@@ -162,8 +163,10 @@ def _checked_calls(
 
 class _AllRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, calls: Sequence[RankCall], stepping: Stepping, *qkv: Tensor) -> tuple[Tensor, ...]:
-        results = _run_forward(calls, stepping, qkv)
+    def forward(
+        ctx: Any, calls: Sequence[RankCall], stepping: Stepping, sink: Tensor | None, *qkv: Tensor
+    ) -> tuple[Tensor, ...]:
+        results = _run_forward(calls, stepping, qkv, sink)
         ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
         ctx.call = calls, stepping, [states for *_, states in results]
         return tuple(out for out, *_ in results)
@@ -175,14 +178,18 @@ class _AllRanks(torch.autograd.Function):
         saved = ctx.saved_tensors
         count = len(saved) // len(calls)
         saved_of_ranks = [saved[count * rank : count * (rank + 1)] for rank in range(len(calls))]
-        return None, None, *_run_backward(calls, stepping, dout, saved_of_ranks, backend_states)
+        gradients, dsink = _run_backward(calls, stepping, dout, saved_of_ranks, backend_states)
+        return None, None, dsink, *gradients
 
 
-def _run_forward(calls: Sequence[RankCall], stepping: Stepping, qkv: Sequence[Tensor]) -> list[ForwardResult]:
+def _run_forward(
+    calls: Sequence[RankCall], stepping: Stepping, qkv: Sequence[Tensor], sink: Tensor | None
+) -> list[ForwardResult]:
     """Run the forward of all ranks, with q of all ranks, then k, then v."""
-    network = InMemoryNetwork(len(calls), stepping.lazy)
+    network, ranks = InMemoryNetwork(len(calls), stepping.lazy), len(calls)
+    q, k, v = (qkv[ranks * i : ranks * (i + 1)] for i in range(3))
     runs = [
-        forward_run(replace(call, transport=network.transport(rank)), *qkv[rank :: len(calls)])
+        forward_run(replace(call, transport=network.transport(rank)), q[rank], k[rank], v[rank], sink)
         for rank, call in enumerate(calls)
     ]
     with torch.autocast(qkv[0].device.type, enabled=False):
@@ -195,8 +202,8 @@ def _run_backward(
     dout: Sequence[Tensor],
     saved: Sequence[Sequence[Tensor]],
     backend_states: Sequence[Sequence[Any]],
-) -> list[Tensor]:
-    """Run the backward of all ranks. Returns dq of all ranks, then dk, then dv."""
+) -> tuple[list[Tensor], Tensor | None]:
+    """Run the backward of all ranks. Returns dq of all ranks, then dk, then dv; and the sum of dsink over them."""
     network = InMemoryNetwork(len(calls), stepping.lazy)
     runs = [
         backward_run(replace(call, transport=network.transport(rank)), dout[rank], saved[rank], backend_states[rank])
@@ -205,7 +212,9 @@ def _run_backward(
     del saved
     with torch.autocast(dout[0].device.type, enabled=False):
         gradients = run_all_ranks(runs, network, stepping)
-    return [x for of_ranks in zip(*gradients, strict=True) for x in of_ranks]
+    dsinks = [dsink for *_, dsink in gradients if dsink is not None]
+    qkv_gradients = [gradient[i] for i in range(3) for gradient in gradients]
+    return cast(list[Tensor], qkv_gradients), torch.stack(dsinks).sum(0) if dsinks else None
 
 
 @dataclass(frozen=True)
@@ -214,8 +223,9 @@ class WholeResult:
 
     Attributes:
         out: [tokens, heads, head_dim_v].
-        lse: fp32 [tokens, heads].
+        lse: fp32 [tokens, heads], with the sink if there is one.
         dq, dk, dv: of the shapes of q, k and v; None without `dout`.
+        dsink: fp32 [heads]; None without `dout` or a sink.
     """
 
     out: Tensor
@@ -223,6 +233,7 @@ class WholeResult:
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
+    dsink: Tensor | None = None
 
 
 @torch.no_grad()
@@ -236,6 +247,7 @@ def attend_in_process(
     dropout_key: DropoutKey | None = None,
     training: bool = True,
     stepping: Stepping | None = None,
+    sink: Tensor | None = None,
 ) -> WholeResult:
     """Run all ranks of a plan on the whole batch, forward and, with ``dout``, backward::
 
@@ -247,7 +259,7 @@ def attend_in_process(
         q: [tokens, heads, head_dim].
         k, v: [tokens, kv_heads, head_dim] and [tokens, kv_heads, head_dim_v]; in cross-attention, tokens of the keys.
         dout: gradient of the output [tokens, heads, head_dim_v].
-        backend, dropout_key, training, stepping: as for :func:`attend_all_ranks`.
+        backend, dropout_key, training, stepping, sink: as for :func:`attend_all_ranks`.
 
     Raises:
         ConfigError: a shape, a type or the backend does not fit the plan.
@@ -258,20 +270,21 @@ def attend_in_process(
         [layout.shard(x, rank) for rank in range(ranks)] for x, layout in zip((q, k, v), layouts, strict=True)
     )
     calls = _checked_calls(qs, ks, vs, plan, backend, dropout_key, training)
-    results = _run_forward(calls, stepping, [*qs, *ks, *vs])
+    sink = None if sink is None else checked_sink(sink, plan.attention.heads, q.device)
+    results = _run_forward(calls, stepping, [*qs, *ks, *vs], sink)
     saved = [saved for _, saved, _ in results]
     out, lse = plan.layout.unshard([out for out, *_ in results]), _whole_lse(plan, saved)
     if dout is None:
         return WholeResult(out, lse, None, None, None)
     douts = [plan.layout.shard(dout, rank) for rank in range(ranks)]
-    gradients = _run_backward(calls, stepping, douts, saved, [states for *_, states in results])
+    gradients, dsink = _run_backward(calls, stepping, douts, saved, [states for *_, states in results])
     dq, dk, dv = (layout.unshard(gradients[ranks * i : ranks * (i + 1)]) for i, layout in enumerate(layouts))
-    return WholeResult(out, lse, dq, dk, dv)
+    return WholeResult(out, lse, dq, dk, dv, dsink)
 
 
 def _whole_lse(plan: Plan, saved: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the lse of the batch, fp32 [tokens, heads], from the tensors that each rank saved."""
-    lse = saved[0][-1].new_empty(plan.documents.tokens, plan.attention.heads)
+    lse = saved[0][SAVED_TENSORS - 1].new_empty(plan.documents.tokens, plan.attention.heads)
     for index, part in enumerate(plan.parts_or_self):
         tokens = np.flatnonzero(np.repeat(document_mask(part), plan.documents.lengths))
         for rank, tensors in enumerate(saved):

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
 from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine.inputs import check_inputs, check_types, checked_key
 from mindspeed_cp.engine.program_run import ProgramRun, Run, run_interleaved, run_to_end
 from mindspeed_cp.engine.rank_context import RankContext, bind_rank
 from mindspeed_cp.engine.rank_parts import REDISTRIBUTION_TAGS, join_rows
@@ -21,7 +22,8 @@ from mindspeed_cp.engine.redistribute import redistribute
 from mindspeed_cp.engine.schedule import RankSchedule
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState
-from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
+from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.ops.attention.sink import add_sink, checked_sink, sink_gradient
 from mindspeed_cp.ops.rows import take_rows
 from mindspeed_cp.plan import Plan
 
@@ -40,6 +42,7 @@ def context_parallel_attention(
     dropout_key: DropoutKey | None = None,
     training: bool = True,
     batch_digest: int | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Compute exact attention over all ranks of a plan. Every rank of the group must call it with its own rows, and
     every rank must run its backward, including ranks without tokens: keys, values and their gradients pass through all
@@ -67,6 +70,9 @@ def context_parallel_attention(
         training: False disables dropout.
         batch_digest: a number that each rank computes from its whole batch, such as a checksum of the tokens, so that
             ranks with the same plan and other tokens are found; None: the tokens are not compared.
+        sink: attention sinks, fp32 [heads], one logit for each head in the softmax's denominator, which has no value
+            (:mod:`mindspeed_cp.ops.attention.sink`); the same on all ranks. Its gradient on a rank is the sum over the
+            rank's rows, as that of any parameter that all ranks hold.
 
     Returns:
         [t, heads, head_dim_v] of the type of q.
@@ -83,9 +89,11 @@ def context_parallel_attention(
     context, runner, transport, agreement = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
     if agreement is not None:
-        agreement.check(plan, q.dtype, key, batch_digest)
+        agreement.check(plan, q.dtype, key, batch_digest, sink is not None)
     check_inputs(q, k, v, context)
-    return _Attention.apply(q, k, v, RankCall(plan, context, runner, transport, key, recorded_call(), agreement))
+    sink = None if sink is None else checked_sink(sink, plan.attention.heads, q.device)
+    call = RankCall(plan, context, runner, transport, key, recorded_call(), agreement)
+    return _Attention.apply(q, k, v, sink, call)
 
 
 @dataclass(frozen=True)
@@ -113,9 +121,9 @@ class RankCall:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: RankCall) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # accumulators stay fp32 under autocast
-            out, saved, backend_states = run_to_end(forward_run(call, q, k, v))
+            out, saved, backend_states = run_to_end(forward_run(call, q, k, v, sink))
         ctx.save_for_backward(*saved)
         ctx.call, ctx.backend_states = call, backend_states
         return out
@@ -130,13 +138,15 @@ class _Attention(torch.autograd.Function):
         return *gradients, None
 
 
-def forward_run(call: RankCall, q: Tensor, k: Tensor, v: Tensor) -> Run[tuple[Tensor, Sequence[Tensor], Sequence[Any]]]:
-    """Run the forward of one rank. Returns its output, the tensors to save for the backward, and what the backend saves
-    for each part."""
+def forward_run(
+    call: RankCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
+) -> Run[tuple[Tensor, Sequence[Tensor], Sequence[Any]]]:
+    """Run the forward of one rank. Returns its output, the tensors to save for the backward (those of each part, then
+    the sink if there is one), and what the backend saves for each part."""
     context, parts = call.context, call.context.parts
     schedules = context.schedules(call.plan, call.backend, "forward", call.dropout is not None)
     runs = [
-        _forward_part(n, schedule, q.contiguous(), k.contiguous(), v.contiguous(), call)
+        _forward_part(n, schedule, q.contiguous(), k.contiguous(), v.contiguous(), sink, call)
         for n, schedule in enumerate(schedules)
     ]
     count = len(q)
@@ -145,35 +155,42 @@ def forward_run(call: RankCall, q: Tensor, k: Tensor, v: Tensor) -> Run[tuple[Te
     out = results[0][0]
     if len(results) > 1:
         out = join_rows([(result[0], part.rows) for result, part in zip(results, parts.parts, strict=True)], count)
-    return out, [x for _, tensors, _ in results for x in tensors], [state for *_, state in results]
+    saved = [x for _, tensors, _ in results for x in tensors] + ([] if sink is None else [sink])
+    return out, saved, [state for *_, state in results]
 
 
 def backward_run(
     call: RankCall, dout: Tensor, saved: Sequence[Tensor], backend_states: Sequence[Any]
-) -> Run[tuple[Tensor, Tensor, Tensor]]:
-    """Run the backward of one rank. Returns dq, dk and dv."""
+) -> Run[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Run the backward of one rank. Returns dq, dk and dv, and dsink if there is a sink."""
     context, parts = call.context, call.context.parts
     schedules = context.schedules(call.plan, call.backend, "backward", call.dropout is not None)
     dout = dout.contiguous()
+    sink = saved[-1] if len(saved) % SAVED_TENSORS else None
+    dsink = None if sink is None else torch.zeros_like(sink)
+    sinks = None if sink is None or dsink is None else (sink, dsink)
     runs = [
-        _backward_part(n, schedule, dout, saved[SAVED_TENSORS * n : SAVED_TENSORS * (n + 1)], backend_states[n], call)
+        _backward_part(
+            n, schedule, dout, saved[SAVED_TENSORS * n : SAVED_TENSORS * (n + 1)], backend_states[n], sinks, call
+        )
         for n, schedule in enumerate(schedules)
     ]
     del dout, saved
     results = yield from run_interleaved(runs, parts.step_order["backward"])
     if len(results) == 1:
-        return results[0]
+        return *results[0], dsink
     rows, kv_rows = [part.rows for part in parts.parts], [part.kv_rows for part in parts.parts]
     dq, dk, dv = zip(*results, strict=True)
     return (
         join_rows(list(zip(dq, rows, strict=True)), context.shapes["q"][0]),
         join_rows(list(zip(dk, kv_rows, strict=True)), context.shapes["k"][0]),
         join_rows(list(zip(dv, kv_rows, strict=True)), context.shapes["v"][0]),
+        dsink,
     )
 
 
 def _forward_part(
-    index: int, schedule: RankSchedule, q: Tensor, k: Tensor, v: Tensor, call: RankCall
+    index: int, schedule: RankSchedule, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: RankCall
 ) -> Run[tuple[Tensor, Sequence[Tensor], Any]]:
     """Run the forward of one part on the rows of the caller. Returns its output there, the tensors to save for the
     backward, and what the backend saves."""
@@ -197,6 +214,8 @@ def _forward_part(
     run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
     yield from run.steps(lambda run, slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
     del run  # frees its buffers
+    if sink is not None:  # rows are complete: once for each, however many calls and ranks their keys were in
+        add_sink(out, lse, sink[slice(*state.heads.q)])
     out = out.to(q.dtype)
     saved = q, k, v, out, lse
     if moves.q_adjoint is None:
@@ -208,9 +227,16 @@ def _forward_part(
 
 
 def _backward_part(
-    index: int, schedule: RankSchedule, dout: Tensor, saved: Sequence[Tensor], backend_state: Any, call: RankCall
+    index: int,
+    schedule: RankSchedule,
+    dout: Tensor,
+    saved: Sequence[Tensor],
+    backend_state: Any,
+    sinks: tuple[Tensor, Tensor] | None,
+    call: RankCall,
 ) -> Run[tuple[Tensor, Tensor, Tensor]]:
-    """Run the backward of one part. Returns dq, dk and dv in the layout of the caller."""
+    """Run the backward of one part. Returns dq, dk and dv in the layout of the caller, and adds to the second of
+    `sinks`, which are the sink and its gradient."""
     context, backend = call.context, call.backend
     recorder = None if call.recorded is None else call.recorded.part_recorder("backward", index)
     attention, part = context.attentions[index], context.parts.parts[index]
@@ -221,6 +247,9 @@ def _backward_part(
     else:
         label = "gradients of outputs to heads"
         (dout,) = yield from redistribute((dout,), (moves.q,), call.transport, label, part.tag, recorder)
+    if sinks is not None:
+        sink, dsink = (x[slice(*context.heads[index].q)] for x in sinks)
+        dsink += sink_gradient(dout, out, lse, sink)
     reduce_dtype: torch.dtype = getattr(torch, call.plan.reduce_dtype)
     run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder, reduce_dtype)
     dq = torch.zeros_like(q, dtype=torch.float32)
@@ -240,36 +269,3 @@ def _backward_part(
     to_caller, label = (moves.q_adjoint, moves.kv_adjoint, moves.kv_adjoint), "gradients of q, k and v to tokens"
     dq, dk, dv = yield from redistribute((dq.to(q.dtype), dk, dv), to_caller, call.transport, label, part.tag, recorder)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def checked_key(plan: Plan, key: DropoutKey | None) -> DropoutKey:
-    """Check the dropout key of a plan with dropout."""
-    if key is None:
-        raise ConfigError(
-            f"attention.dropout is {plan.attention.dropout} and no dropout_key was given; valid: dropout_key=(seed, "
-            "layer), the same on all ranks, or training=False, which drops nothing"
-        )
-    return checked_dropout_key(key)
-
-
-def check_types(q: object, k: object, v: object) -> None:
-    """Check that q, k and v are tensors of rows in memory."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
-        if x.layout != torch.strided or x.is_nested or x.is_quantized:
-            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
-            raise ConfigError(f"{name} is {kind}; valid: a dense torch.Tensor, for example {name}.to_dense()")
-
-
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, context: RankContext) -> None:
-    """Check the tensors of one rank against its plan."""
-    for (name, shape), x in zip(context.shapes.items(), (q, k, v), strict=True):
-        if x.shape != shape:
-            raise ConfigError(
-                f"rank {context.rank}: {name} has shape {list(x.shape)}; the plan gives this rank {list(shape)}"
-            )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ConfigError(
-                f"rank {context.rank}: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must agree"
-            )

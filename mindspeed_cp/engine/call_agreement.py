@@ -124,7 +124,12 @@ class CallAgreement:
         _announced[self._group] = _Announcement(frozenset(digests), comparison)
 
     def check(
-        self, plan: Plan, dtype: torch.dtype, dropout: DropoutKey | None = None, batch_digest: int | None = None
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        dropout: DropoutKey | None = None,
+        batch_digest: int | None = None,
+        has_sink: bool = False,
     ) -> None:
         """Compare this call with those of the other ranks, and read earlier comparisons that have finished.
 
@@ -133,7 +138,12 @@ class CallAgreement:
                 call waits for the comparison, else the ranks.
         """
         self.read_finished()
-        details = {"dtype": str(dtype), "dropout_key": str(dropout), "batch_digest": str(batch_digest)}
+        details = {
+            "dtype": str(dtype),
+            "dropout_key": str(dropout),
+            "batch_digest": str(batch_digest),
+            "has_sink": str(has_sink),
+        }
         call = digest64(" ".join([str(plan_digest(plan)), *details.values()]))
         announced = _announced.get(self._group)
         if announced is not None and plan_digest(plan) in announced.plans:

@@ -39,6 +39,7 @@ class _Taken:
     dropout_key: DropoutKey | None
     kv: Tensor
     dtype: torch.dtype
+    sink: Tensor | None = None
     rows: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -75,6 +76,7 @@ class AttentionCanary:
         plan: Plan,
         rank: int,
         dropout_key: DropoutKey | None,
+        sink: Tensor | None = None,
     ) -> None:
         """Copy what the comparison needs of the first call; of the first call with gradients, those of the queries.
 
@@ -82,7 +84,7 @@ class AttentionCanary:
 
         Args:
             q, k, v, out: arguments and result of context_parallel_attention on this rank.
-            plan, dropout_key: as given to it; no key where nothing is dropped.
+            plan, dropout_key, sink: as given to it; no key where nothing is dropped.
             rank: context-parallel rank.
         """
         if self._taken is None:
@@ -92,7 +94,8 @@ class AttentionCanary:
             first, positions = sample.key_rows(plan, rank)
             keys = slice(first, first + len(positions)), sample.kv_head
             kv = torch.cat([k[keys].detach(), v[keys].detach()], 1)
-            self._taken = _Taken(sample, plan, rank, dropout_key, kv, q.dtype)
+            of_head = None if sink is None else sink[sample.head].detach().clone()
+            self._taken = _Taken(sample, plan, rank, dropout_key, kv, q.dtype, of_head)
             if rank == sample.rank:
                 self._take("q", q)
                 self._take("out", out)
@@ -187,7 +190,8 @@ def _compare(taken: _Taken, shards: Mapping[int, Tensor], ranks: Sequence[int], 
         kv[torch.from_numpy(sample.key_rows(plan, rank)[1])] = shard.cpu().double()
     k, v = kv.split([plan.attention.head_dim, plan.attention.head_dim_v], 1)
     signs = torch.from_numpy(np.random.default_rng(0).choice([-1.0, 1.0], (len(kv), 1)))
-    reference = SampleReference(plan, sample, taken.dropout_key)
+    sink = None if taken.sink is None else taken.sink.cpu()
+    reference = SampleReference(plan, sample, taken.dropout_key, sink)
     with torch.enable_grad():
         query = torch.cat([rows["q"], torch.zeros_like(rows["q"])], 1).requires_grad_()
         values = torch.cat([v, v * signs, k], 1)

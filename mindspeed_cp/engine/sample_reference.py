@@ -22,11 +22,13 @@ class SampleReference:
         plan: the plan that the sample was drawn from.
         sample: queries of one head, and the keys that they see.
         dropout_key: (seed, layer); None where nothing is dropped.
+        sink: sink of the sample's head, a scalar; None: there is none.
     """
 
     plan: Plan
     sample: AttentionSample
     dropout_key: DropoutKey | None
+    sink: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute dense_attention of the sample's queries. Differentiable.
@@ -35,7 +37,7 @@ class SampleReference:
             q: [queries, channels]; more channels than the head has need zeros in q or in k.
             k: [keys, channels].
             v: [keys, any number of channels].
-            keys: number of each key among the sample's, int64 [keys]; None: all keys.
+            keys: number of each key among the sample's, int64 [keys]; None: all keys, and the sink.
 
         Returns:
             out fp64 [queries, channels of v], lse fp64 [queries].
@@ -52,5 +54,6 @@ class SampleReference:
             position_q, position_k, mask=attention.mask, scale=attention.softmax_scale, window=attention.window,
             slopes=None if attention.slopes is None else attention.slopes[sample.head : sample.head + 1],
             keep=keep, dropout_p=attention.dropout,
+            sink=None if self.sink is None or keys is not None else self.sink.reshape(1),
         )  # fmt: skip
         return out[:, 0], lse[:, 0]

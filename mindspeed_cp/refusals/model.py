@@ -39,7 +39,6 @@ MODEL_RULES = (
         "True",
         "ranks hold unequal numbers of tokens, so averaging their means would make gradients depend on the rank count",
     ),
-    Rule("softmax_type", lambda v: v == "vanilla", "'vanilla'", "attention sinks are not in this version"),
     Rule("qk_clip", is_off, "False", "the largest logit is not reported; qk_layernorm bounds it instead"),
     Rule("log_max_attention_logit", is_off, "False", "the largest logit is not reported"),
     Rule("experimental_attention_variant", lambda v: v is None, "None", "use softmax attention in every layer"),

@@ -12,6 +12,7 @@ from torch import nn
 
 from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS, ModelSettings
 from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import layer_attentions, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.finite_probe import FiniteProbe
@@ -20,6 +21,7 @@ from mindspeed_cp.train.stages import build_stage_models, count_parameters
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
 
 with megatron_imports():
+    from megatron.core import __version__ as MEGATRON_VERSION
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -101,8 +103,24 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     )
 
 
+def _sinks(model: ModelSettings) -> dict[str, str]:
+    """Return Megatron's setting of attention sinks, which older versions do not have."""
+    if model.softmax_type == "vanilla":
+        return {}
+    if not hasattr(TransformerConfig, "softmax_type"):
+        raise ConfigError(
+            f"model.softmax_type is {model.softmax_type!r}, which Megatron-core {MEGATRON_VERSION} does not "
+            "have; valid: vanilla, or Megatron-core 0.16 or later"
+        )
+    return {"softmax_type": model.softmax_type}
+
+
 def transformer_config(settings: Settings) -> TransformerConfig:
-    """Return Megatron's settings of the model."""
+    """Return Megatron's settings of the model.
+
+    Raises:
+        ConfigError: the installed version does not have a setting.
+    """
     model, train = settings.model, settings.train
     dtype = torch.bfloat16 if train.bf16 else torch.float32
     whole_layers = model.recompute_granularity == "full"
@@ -142,6 +160,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **_sinks(model),
         **_latent(model),
         **_experts(settings),
     )

@@ -11,6 +11,7 @@ from mindspeed_cp.ops.attention.contract import (
 )
 from mindspeed_cp.ops.attention.operator import attention, attention_backward
 from mindspeed_cp.ops.attention.reference import dense_attention, dense_packed_attention
+from mindspeed_cp.ops.attention.sink import sink_gradient
 
 __all__ = [
     "BACKENDS",
@@ -27,4 +28,5 @@ __all__ = [
     "dense_attention",
     "dense_packed_attention",
     "get_backend",
+    "sink_gradient",
 ]

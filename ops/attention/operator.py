@@ -13,6 +13,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.arguments import CheckedArguments
 from mindspeed_cp.ops.attention.backends import backend_for_device
 from mindspeed_cp.ops.attention.contract import BackwardState, DropoutKey, ForwardState, Heads
+from mindspeed_cp.ops.attention.sink import add_sink, checked_sink
 
 Slopes = Sequence[float] | np.ndarray | Tensor
 
@@ -33,6 +34,7 @@ def attention(
     dropout_key: DropoutKey | None = None,
     backend: str | None = None,
     saved: dict[Any, Any] | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of packed sequences; sequence i of q attends to sequence i of k and v. Not differentiable: use
     :func:`attention_backward` for gradients, or :func:`mindspeed_cp.context_parallel_attention` under autograd.
@@ -58,10 +60,12 @@ def attention(
         backend: name; default: by the device of q.
         saved: an empty dict that the forward fills for :func:`attention_backward` with states of the random numbers.
             Required on NPUs and GPUs with dropout.
+        sink: fp32 [heads], one more score for each row, whose key has the value 0. The backward takes out and lse as
+            they are returned, with the sink; :func:`mindspeed_cp.ops.attention.sink_gradient` returns its gradient.
 
     Returns:
         out [tq, heads, head_dim_v] of q's type and lse = log(sum(exp(scores))) fp32 [tq, heads], without dropout. Rows
-        without a visible key are 0 and -inf.
+        without a visible key are 0 and -inf, or the sink.
 
     Raises:
         ConfigError: shapes, lengths, types or settings do not fit, or the backend does not support them.
@@ -79,6 +83,8 @@ def attention(
     q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
     state = ForwardState(q, out, lse, Heads.all(config), problem.dropout_key, {} if saved is None else saved)
     runner.forward(calls, config, state, k, v)
+    if sink is not None:
+        add_sink(out, lse, checked_sink(sink, q.shape[1], q.device))
     return out.to(q.dtype), lse
 
 

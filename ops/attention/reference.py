@@ -30,6 +30,7 @@ def dense_attention(
     slopes: Sequence[float] | np.ndarray | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention by its definition, with rows in any order. Differentiable.
 
@@ -48,9 +49,10 @@ def dense_attention(
         slopes: ALiBi, one for each head: -slope * |query position - key position| is added to the scaled scores.
         keep: bool [heads, tq, tk], True where an attention weight is kept; None: all.
         dropout_p: if keep is given, kept weights are divided by 1 - dropout_p.
+        sink: [heads]: one more score for each row, whose key has the value 0.
 
     Returns:
-        out fp64 [tq, heads, head_dim_v] and lse fp64 [tq, heads], without dropout.
+        out fp64 [tq, heads, head_dim_v] and lse fp64 [tq, heads], without dropout and with the sink.
     """
     heads_per_kv = q.shape[1] // k.shape[1]
     q, k, v = (x.double() for x in (q, k, v))
@@ -70,6 +72,8 @@ def dense_attention(
         scores = scores - slope[:, None, None] * distance.abs().double()
     lse = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
     no_key = ~visible.any(1)
+    if sink is not None:
+        lse, no_key = torch.logaddexp(lse, sink.double()[:, None]), torch.zeros_like(no_key)
     weights = (scores - lse.masked_fill(no_key, 0.0)[..., None]).masked_fill(~visible, float("-inf")).exp()
     if keep is not None:
         weights = weights * keep / (1.0 - dropout_p)
@@ -85,6 +89,7 @@ def dense_packed_attention(
     *,
     kv_documents: Documents | None = None,
     dropout_key: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`dense_attention` of a whole packed batch in token order, one document at a time.
 
@@ -94,6 +99,7 @@ def dense_packed_attention(
             sides.
         kv_documents: lengths of the keys, as many documents.
         dropout_key: (seed, layer) of :func:`mindspeed_cp.ops.dropout.keep_mask`; None: no dropout.
+        sink: [heads], as for :func:`dense_attention`.
     """
     results = []
     keys = documents if kv_documents is None else kv_documents
@@ -107,7 +113,7 @@ def dense_packed_attention(
         result = dense_attention(
             q[a:b], k[c:d], v[c:d], torch.zeros_like(position_q), torch.zeros_like(position_k), position_q, position_k,
             mask=attention.mask, scale=attention.scale, window=attention.window, slopes=attention.slopes,
-            keep=keep, dropout_p=attention.dropout,
+            keep=keep, dropout_p=attention.dropout, sink=sink,
         )  # fmt: skip
         results.append(result)
     outs, statistics = zip(*results, strict=True)

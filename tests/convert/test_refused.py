@@ -27,7 +27,7 @@ BESIDE = {
 
 #: A refused value of each setting that is no switch, and a valid one that a launch may give.
 VALUES = {
-    "softmax_type": ("learnable", "vanilla"), "experimental_attention_variant": ("dsa", None),
+    "experimental_attention_variant": ("dsa", None),
     "cuda_graph_impl": ("local", "none"),
     "gtp_weight_remat_size": ("2", "1"), "expert_gtp_weight_remat_size": ("2", "1"), "no_rope_freq": ("4", None),
     "moe_flex_dispatcher_backend": ("hybridep", "deepep"), "mlp_chunks_for_training": ("2", "1"),

@@ -36,6 +36,11 @@ ALL_CASES = {
     "learned positions": Case((RAGGED,), model=dict(position_embedding_type="learned_absolute")),
     "sliding window": Case((RAGGED, MORE), config=dict(window_size=(9, 0))),
     "window in every other layer": Case((RAGGED, MORE), config=dict(window_size=(9, 0), window_attn_skip_freq=2)),
+    "learned sinks": Case((RAGGED, MORE), config=dict(softmax_type="learnable")),
+    "sinks fixed at 0, windows": Case((RAGGED, MORE), config=dict(softmax_type="off-by-one", window_size=(9, 0))),
+    "learned sinks, fully recomputed, dropout": Case(
+        (RAGGED,), config=dict(softmax_type="learnable", **FULL, **DROPOUT)
+    ),
     "ALiBi": Case((RAGGED, MORE), alibi=True, config=SIX_HEADS),
     "latent": Case((RAGGED, MORE), config={**LATENT, "q_lora_rank": None}),
     "latent, YaRN": Case((RAGGED, MORE), config={**LATENT, **LATENT_YARN}),

@@ -37,7 +37,6 @@ SUITE = Suite()
     ("setting", "value", "alternative"),
     [
         ("calculate_per_token_loss", False, "valid with planned attention: True"),
-        ("softmax_type", "off-by-one", "'vanilla'"),
         ("qk_clip", True, "qk_layernorm"),
         ("log_max_attention_logit", True, "False"),
         ("experimental_attention_variant", "dsa", "softmax attention"),

@@ -53,7 +53,7 @@ ATTENTION_RULES = (
         "MindSpeed-LLM hands the window to its own kernels, and a plan would not see it",
         becomes=f"{WINDOW_FLAG} in its place, and --window-attn-skip-freq for layers without a window",
     ),
-    FlagRule("--softmax-type", 1, STAYS, "softmax without a sink", value="vanilla"),
+    FlagRule("--softmax-type", 1, STAYS, "attention sinks: none, fixed at 0, or learned"),
     FlagRule("--linear-attention-freq", 1, REFUSED, _STATE, becomes=_SOFTMAX),
     FlagRule("--full-attention-interval", 1, REFUSED, _STATE, becomes=_SOFTMAX),
     FlagRule("--enable-dsa-indexer", 0, REFUSED, _INDEXED, becomes=_WITHOUT),

@@ -19,7 +19,6 @@ from mindspeed_cp.plan import AttentionConfig
 UNSUPPORTED = {
     "attention_mask": "a plan's documents say what is visible",
     "softcap": "planned attention does not cap scores",
-    "s_aux": "planned attention has no sinks",
     "position_bias": "planned attention has no bias but ALiBi",
     "cache": "planned attention is for training",
     "output_attentions": "the weights exist on no rank",
@@ -40,6 +39,7 @@ def planned_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer; the function that models call under attn_implementation "mindspeed_cp".
@@ -51,6 +51,7 @@ def planned_attention(
         attention_mask: None.
         plan: the model's argument ``plan``, from :func:`shard_batch`.
         dropout, scaling, sliding_window, is_causal, others: what the model asks for; compared with the plan.
+        s_aux: sinks of the layer's heads, [heads].
 
     Returns:
         [1, rows, heads, dim_v], and None for the weights.
@@ -75,6 +76,12 @@ def planned_attention(
         if given is not None and given is not False:
             text = "a tensor" if isinstance(given, Tensor) else repr(given)
             raise ConfigError(f"{label}: {name} is {text}, but {why}; valid: None")
+    if (s_aux is not None) != plan.plans.has_sinks:
+        given, planned = ("None", "with sinks") if s_aux is None else ("a tensor", "without sinks")
+        raise ConfigError(
+            f"{label}: s_aux is {given}, but the plan is for layers {planned}; valid: the model as it was when the plans "
+            "were built"
+        )
     _check_settings(label, module, wanted, dropout, scaling, sliding_window, is_causal)
     _check_configuration(label, module, layer, wanted)
     _check_shapes(label, query, key, value, wanted, plan)
@@ -93,6 +100,7 @@ def planned_attention(
         dropout_key=None if plan.dropout_seed is None else (plan.dropout_seed, layer),
         training=module.training,
         batch_digest=plan.batch_digest,
+        sink=None if s_aux is None else s_aux.float(),
     )
     padding = plan.padded_rows - plan.rows
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None

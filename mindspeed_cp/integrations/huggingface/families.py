@@ -37,6 +37,7 @@ class Family:
         widths: function of the configuration that returns the channels of q and k, and of v; None: `head_dim`.
         refused: settings with their only valid value and why others do not work; a model without one is valid.
         has_positions: True if the model takes position_ids.
+        has_sinks: True if the layers have attention sinks, which they pass as `s_aux`.
     """
 
     mask: str = "causal"
@@ -47,6 +48,7 @@ class Family:
     widths: Callable[[Any], tuple[int, int]] | None = None
     refused: tuple[tuple[str, Any, str], ...] = ()
     has_positions: bool = True
+    has_sinks: bool = False
 
 
 def _layer_window(config: Any, layer: int) -> int | None:
@@ -110,6 +112,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _QWEN,
     "qwen3": _QWEN,
     "qwen3_moe": Family(window=_qwen_moe_window, refused=_DECODER),
+    "gpt_oss": Family(window=_layer_window, refused=_DECODER, has_sinks=True),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "deepseek_v3": Family(
@@ -147,7 +150,6 @@ REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 
 #: Models that planned attention does not compute, and why.
 REFUSED_MODELS = {
-    "gpt_oss": "its layers have attention sinks (s_aux), which planned attention does not have",
     "llama4_text": "its layers attend inside chunks (attention_chunk_size)",
     "qwen3_next": "its linear attention layers need their tokens in order on one rank",
 }

@@ -24,11 +24,13 @@ class ModelPlans:
         attentions: attention of each layer.
         plans: one plan for each attention that differs.
         has_positions: True if the model takes position_ids.
+        has_sinks: True if the model's layers have attention sinks.
     """
 
     attentions: tuple[AttentionConfig, ...]
     plans: dict[AttentionConfig, Plan]
     has_positions: bool = True
+    has_sinks: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -91,7 +93,7 @@ def build_plans(
     )
     distinct = tuple(dict.fromkeys(attentions))
     plans = plan_cache().get_layers(documents, topology, distinct, algorithm, options)
-    return ModelPlans(attentions, dict(zip(distinct, plans, strict=True)), family.has_positions)
+    return ModelPlans(attentions, dict(zip(distinct, plans, strict=True)), family.has_positions, family.has_sinks)
 
 
 @cache

@@ -22,6 +22,7 @@ from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
+from mindspeed_cp.megatron.adaptors.sinks import learnable_sinks, sharded_sinks
 from mindspeed_cp.ops.attention import backend_from_settings
 
 _MASKS = {
@@ -36,8 +37,8 @@ class PlannedAttention(MegatronModule):
     """Exact attention over a context-parallel group by the plan of the micro-batch.
 
     Obeys Megatron's contract of core_attention for grouped queries, heads split over tensor parallelism, values of
-    another width than keys, sliding windows of some or all layers, attention dropout, and recomputation (selective and
-    full). It has no parameters and keeps nothing between calls: what a call needs arrives in
+    another width than keys, sliding windows of some or all layers, attention sinks, attention dropout, and
+    recomputation (selective and full). It keeps nothing between calls: what a call needs arrives in
     :class:`PlannedBatchParams`, the seed of dropout too, so that recomputation drops the same. Megatron's plain
     PackedSeqParams are converted once per micro-batch (:class:`mindspeed_cp.megatron.adaptors.packed.PackedPlanner`).
 
@@ -57,6 +58,8 @@ class PlannedAttention(MegatronModule):
         packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
 
     Attributes:
+        softmax_offset: attention sinks of the heads of this tensor-parallel rank, under Megatron's name; a parameter
+            under softmax_type "learnable", and else None.
         layers_before: number of layers of the model that layer_number does not count; above 0 for multi-token
             prediction in Megatron 0.19, which begins again at 1 there.
 
@@ -117,6 +120,9 @@ class PlannedAttention(MegatronModule):
             scale=softmax_scale,
             dropout=attention_dropout,
         )
+        self.softmax_type = getattr(config, "softmax_type", "vanilla")  # from Megatron 0.16 on
+        heads = self.attention.heads
+        self.softmax_offset = learnable_sinks(config, tp_group.rank() * heads, heads, self.softmax_type)
         self.packed = PackedPlanner(suite, (self.attention,), packed_cut)
         without_rope = getattr(config, "no_rope_freq", None)  # from Megatron 0.14 on
         self.rotates = not (without_rope and without_rope[layer_number - 1])
@@ -191,7 +197,7 @@ class PlannedAttention(MegatronModule):
             q, k = self.rotary.rotate(q, params), self.rotary.rotate(k, params)
         if self.config.deterministic_mode and self.suite.backend == "auto":
             check_deterministic(q.device.type)
-        dropout_key = self._dropout_key(params)
+        dropout_key, sink = self._dropout_key(params), self._sink(q)
         out = context_parallel_attention(
             q,
             k,
@@ -202,9 +208,10 @@ class PlannedAttention(MegatronModule):
             timeout=self.suite.timeout_seconds,
             dropout_key=dropout_key,
             training=self.training,
+            sink=sink,
         )
         if params.canary is not None and params.canary.layer == self.number_in_model:
-            params.canary.observe(q, k, v, out, plan, params.rank, dropout_key)
+            params.canary.observe(q, k, v, out, plan, params.rank, dropout_key, sink)
         return params.from_rows(out)
 
     def announce(self, params: PlannedBatchParams, weight: Tensor) -> None:
@@ -236,6 +243,18 @@ class PlannedAttention(MegatronModule):
             )
         ranks, rank, options = self.cp_group.size(), self.cp_group.rank(), tuple(self.suite.options.items())
         return params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Return the sinks for a distributed checkpoint, as Megatron's own core_attention stores them."""
+        if self.softmax_offset is None:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return sharded_sinks(self, prefix, sharded_offsets, metadata)
+
+    def _sink(self, q: Tensor) -> Tensor | None:
+        """Return the sinks of this call, fp32 [heads]; None for a softmax without one."""
+        if self.softmax_offset is not None:
+            return self.softmax_offset.float()
+        return q.new_zeros(q.shape[1], dtype=torch.float32) if self.softmax_type == "off-by-one" else None
 
     def _agreement(self, params: PlannedBatchParams, device: torch.device) -> CallAgreement:
         if params.agreement is None:

@@ -6,7 +6,6 @@ COMM_TYPE_REASON = "valid: the default, or a name of context_parallel_suite.algo
 
 #: Name -> span, as read_span reads it; "none" for settings that no listed version has (0.17, 0.18 or development).
 REFUSED_SPANS: dict[str, str] = {
-    "softmax_type": "0.16-",
     "qk_clip": "0.16-",
     "log_max_attention_logit": "0.16-",
     "experimental_attention_variant": "0.16-",

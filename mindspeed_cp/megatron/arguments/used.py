@@ -8,6 +8,7 @@ USED = {
         window_attn_skip_freq:0.16- softmax_scale attention_dropout multi_latent_attention q_lora_rank kv_lora_rank
         qk_head_dim qk_pos_emb_head_dim v_head_dim use_mup:0.19- mup_base_hidden_size:0.19- mup_base_head_dim:0.19-
         mup_attn_scale_power:0.19-""",
+    "PlannedAttention has the sinks that it asks for": "softmax_type:0.16-",
     "frequencies of the rotation that PlannedRotary applies at the positions of the plan": """
         rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
         rope_scaling_factor no_rope_freq:0.14- rope_type rotary_scaling_factor mscale mscale_all_dim beta_fast

@@ -25,6 +25,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {**_GQA, "num_local_experts": 3}),
     "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 20, "attn_logit_softcapping": None}),
     "gemma3": ("Gemma3TextConfig", {**_GQA, "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt_oss": ("GptOssConfig", {**_GQA, "head_dim": 8, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"]}),
     "deepseek_v3": ("DeepseekV3Config", {
         **_SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -55,10 +56,11 @@ def make_model(config: Any, attention: str) -> torch.nn.Module:
     torch.manual_seed(5)
     model = getattr(transformers, kind).from_config(config, attn_implementation=attention)
     with torch.no_grad():
-        for parameter in model.parameters():  # away from the zeros and ones of initialization
-            parameter.add_(
-                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-            )
+        for key, parameter in model.named_parameters():  # away from the zeros and ones of initialization
+            generator = torch.Generator().manual_seed(parameter.numel())
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            if key.endswith(".sinks"):  # as large as the scores of some tens of keys
+                parameter.add_(3.0)
     return model.train()
 
 
@@ -97,7 +99,7 @@ def whole_batch(lengths: tuple[int, ...], seed: int = 3) -> dict[str, torch.Tens
 def reference_step(name: str, lengths: tuple[int, ...], **changes: Any) -> Step:
     """The documents one by one through the model as transformers computes it."""
     config = make_config(name, **changes)
-    eager = name in ("bloom", "mpt", "gemma2")
+    eager = name in ("bloom", "mpt", "gemma2", "gpt_oss")
     model = make_model(config, "eager" if eager else "sdpa")
     batch, shifts = whole_batch(lengths), name not in ("bert", "modernbert")
     total, count = torch.zeros(()), 0

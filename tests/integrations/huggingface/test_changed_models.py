@@ -64,7 +64,7 @@ def scaled(index: int) -> Callable[[Any, dict[str, Any]], None]:
 
 #: Model, change, and what the error names.
 CHANGES: list[tuple[str, Callable[[Any, dict[str, Any]], None], str]] = [
-    *[(name, scaled(index), f"layer {index} .*scaling") for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "deepseek_v3", "gpt2") for index in (0, 1)],
+    *[(name, scaled(index), f"layer {index} .*scaling") for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2") for index in (0, 1)],
     ("bert", scaled(0), "layer 0 .*scaling"),
     ("bloom", on_layer(1, "inv_norm_factor", 0.2), "layer 1 .*scaling"),
     ("mpt", on_layer(0, "softmax_scale", 0.2), "layer 0 .*scaling"),
@@ -87,6 +87,8 @@ CHANGES: list[tuple[str, Callable[[Any, dict[str, Any]], None], str]] = [
     ("llama", as_argument("softcap", 20.0), "layer 0 .*softcap is 20.0"),
     ("mistral", as_argument("s_aux", torch.zeros(4)), "layer 0 .*s_aux is a tensor"),
     ("qwen3", as_argument("s_aux", torch.ones(4)), "layer 0 .*s_aux is a tensor"),
+    ("gpt_oss", on_layer(1, "sinks", None), "layer 1 .*s_aux is None, but the plan is for layers with sinks"),
+    ("gpt_oss", on_layer(0, "sliding_window", None), "layer 0 .*sliding_window is None"),
     ("llama", as_argument("position_bias", torch.zeros(1, 4, 13, 13)), "layer 0 .*position_bias"),
     ("llama", on_layer(1, "attention_dropout", 0.1), "layer 1 .*dropout is 0.1"),
     ("bloom", lambda model, batch: setattr(model.transformer.h[1].self_attention.attention_dropout, "p", 0.2), "layer 1 .*dropout is 0.2"),
@@ -176,7 +178,6 @@ def test_settings_that_no_plan_has_are_refused_by_name(name: str, settings: dict
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("GptOssConfig", "attention sinks"),
         ("Llama4TextConfig", "attention_chunk_size"),
         ("Qwen3NextConfig", "linear attention"),
         ("T5Config", "not been compared"),

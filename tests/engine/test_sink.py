@@ -1,0 +1,209 @@
+"""Attention sinks: out, dq, dk, dv and dsink against the dense fp64 reference, with sinks about as large as lse.
+
+A sink that is counted once a call, or not at all, is wrong by a tenth and more here; one near zero would hide it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_cp import ConfigError, context_parallel_attention
+from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
+from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
+from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, sink_gradient
+from tests.engine.cases import NAMES, Case, all_ranks, attend_here, filled_with_nan, variants
+
+RESULTS = (*NAMES, "dsink")
+
+PROBLEMS = {
+    "packed and ragged": Case((129, 3, 0, 50, 7, 190), 1),
+    "GQA": Case((61, 130, 5), 1, heads=6, kv_heads=2),
+    "heads that no rank count divides": Case((90, 41), 1, heads=7, kv_heads=7),
+    "shorter than the ranks": Case((1, 2, 0, 1), 1),
+    "no token": Case((0, 0), 1),
+    "full mask": Case((129, 3, 0, 50, 7), 1, mask="full", kv_heads=2),
+    "window": Case((129, 3, 0, 50, 7, 190), 1, window=(30, 0)),
+    "window on both sides": Case((129, 3, 50, 190), 1, mask="full", window=(13, 40)),
+    "window that looks ahead only": Case((60, 31), 1, mask="full", window=(0, 25)),
+    "ALiBi": Case((129, 3, 0, 50, 7), 1, heads=6, kv_heads=3, alibi=True),
+    "latent attention": Case((65, 30), 1, heads=2, kv_heads=2, head_dim=48, head_dim_v=32),
+    "dropout": Case((129, 3, 0, 50), 1, dropout=0.3),
+    "keys of other lengths": Case((40, 0, 7, 90), 1, kv_lengths=(13, 5, 0, 120), mask="full", kv_heads=2),
+    "queries, but no keys": Case((9, 30), 1, kv_lengths=(0, 0), mask="full"),
+    "everything": Case((129, 3, 0, 50), 1, 6, 2, 24, 16, "full", (50, 9), True, 0.2, kv_lengths=(90, 0, 8, 70)),
+}
+
+
+def sink_of(case: Case) -> torch.Tensor:
+    """A sink for each head: between 2 and 6, as lse is for 10 to 400 keys."""
+    return 4.0 + 2.0 * torch.linspace(-1, 1, case.heads) if case.heads > 1 else torch.full((1,), 4.0)
+
+
+@lru_cache(64)
+def exact_results(case: Case) -> dict[str, torch.Tensor]:
+    """out, dq, dk, dv and dsink in fp64, of a case on one rank."""
+    q, k, v, dout = (x.double() for x in case.inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v, sink_of(case).double())]
+    key = case.dropout_key if case.dropout else None
+    out, _ = dense_packed_attention(
+        case.attention, *leaves[:3], case.documents, kv_documents=case.kv_documents, dropout_key=key, sink=leaves[3]
+    )
+    gradients = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+    zeros = [torch.zeros_like(leaf) if x is None else x for x, leaf in zip(gradients, leaves, strict=True)]
+    return dict(zip(RESULTS, [out.detach(), *zeros], strict=True))
+
+
+def largest_errors(case: Case, results: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest error of each result over its largest number, which counts as 1 at least."""
+    alone = exact_results(replace(case, ranks=1, nodes=1, algorithm="ring", options=(), dtype=torch.float32))
+    errors = {}
+    for name, wanted in alone.items():
+        assert results[name].shape == wanted.shape and torch.isfinite(results[name]).all(), (name, case)
+        scale = max(1 / (1 - case.dropout), float(wanted.abs().max()) if wanted.numel() else 0.0)
+        errors[name] = float((results[name].double() - wanted).abs().max()) / scale if wanted.numel() else 0.0
+    return errors
+
+
+def run(case: Case, stepping: Stepping | None = None, **how: Any) -> dict[str, torch.Tensor]:
+    key = case.dropout_key if case.dropout else None
+    with filled_with_nan():
+        return vars(
+            attend_in_process(
+                case.plan(), *case.inputs(), dropout_key=key, stepping=stepping, sink=sink_of(case), **how
+            )
+        )
+
+
+@variants()
+def test_fp32_agrees_with_fp64(variant: str, ranks: int) -> None:
+    stepping = Stepping(lazy=ranks % 2 == 0)
+    worst = {}
+    for name, problem in PROBLEMS.items():
+        case = problem.on(ranks, variant)
+        worst[name] = max(largest_errors(case, run(case, stepping)).values())
+    assert {name: error for name, error in worst.items() if error > 1e-5} == {}
+
+
+def test_the_sink_takes_a_share_of_every_row() -> None:
+    case = PROBLEMS["packed and ragged"].on(3, "ring")
+    without = attend_in_process(case.plan(), *case.inputs())
+    moved = (run(case)["out"] - without.out).abs().max() / without.out.abs().max()
+    assert moved > 0.2
+    assert without.dsink is None
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_bf16_is_as_exact_as_without_a_sink(ranks: int) -> None:
+    case = replace(Case((129, 3, 0, 50, 7, 311), 1, kv_heads=2), dtype=torch.bfloat16).on(ranks, "hierarchical")
+    errors = largest_errors(case, run(case))
+    assert max(errors.values()) < 2e-2, errors
+
+
+def step(rank: int, group: Any, cases: list[Case]) -> list[list[torch.Tensor]]:
+    """This rank's out, dq, dk and dv of each case, and dsink summed over the ranks, over real messages."""
+    results = []
+    for case in cases:
+        plan, (q, k, v, dout) = case.plan(), case.inputs()
+        leaves = [plan.layout.shard(q, rank), plan.kv_layout_in.shard(k, rank), plan.kv_layout_in.shard(v, rank)]
+        leaves = [x.requires_grad_() for x in (*leaves, sink_of(case))]
+        key = case.dropout_key if case.dropout else None
+        out = context_parallel_attention(*leaves[:3], plan, group, dropout_key=key, sink=leaves[3])
+        gradients = torch.autograd.grad(out, leaves, plan.layout.shard(dout, rank))
+        dist.all_reduce(gradients[3], group=group)  # as a framework does with the gradients of parameters
+        results.append([out.detach(), *gradients])
+    return results
+
+
+def test_processes_agree_with_fp64(workers) -> None:
+    names = ["packed and ragged", "heads that no rank count divides", "window", "dropout"]
+    cases = [PROBLEMS[name].on(3, variant) for name in names for variant in ("ring", "ulysses", "hierarchical")]
+    for case, results in zip(cases, zip(*workers.run(3, step, cases), strict=True), strict=True):
+        plan = case.plan()
+        layouts = plan.layout, plan.layout, plan.kv_layout_in, plan.kv_layout_in
+        whole = [layout.unshard([part[i] for part in results]) for i, layout in enumerate(layouts)]
+        for _, *_, dsink in results:
+            assert max(largest_errors(case, dict(zip(RESULTS, [*whole, dsink], strict=True))).values()) < 1e-5
+
+
+def call(rank: int, group: Any) -> str:
+    """What a rank says to a sink that it alone has."""
+    case = PROBLEMS["GQA"].on(3, "ring")
+    plan, (q, k, v, _) = case.plan(), case.inputs()
+    leaves = [plan.layout.shard(x, rank) for x in (q, k, v)]
+    try:
+        context_parallel_attention(*leaves, plan, group, sink=sink_of(case) if rank == 2 else None)
+    except ConfigError as error:
+        return str(error)
+    return "attends"
+
+
+def test_a_sink_on_one_rank_alone_is_refused(workers) -> None:
+    for text in workers.run(3, call):
+        assert re.search("has_sink: rank 2 has True; ranks 0, 1 have False", text)
+
+
+@pytest.mark.parametrize(
+    ("sink", "says"),
+    [([1.0] * 4, r"sink is a list; valid: a tensor, fp32 \[4\]"), (torch.ones(3), r"sink has shape \[3\]; valid: \[4\]"),
+     (torch.ones(4, 1), r"sink has shape \[4, 1\]"), (torch.ones(4).double(), "sink is torch.float64; valid: torch.float32"),
+     (torch.ones(4).bfloat16(), "sink is torch.bfloat16; valid: torch.float32"),
+     (torch.ones(4, device="meta"), "sink is on meta, q is on cpu")],
+)  # fmt: skip
+def test_sinks_that_do_not_fit_are_refused(sink: Any, says: str) -> None:
+    case = PROBLEMS["packed and ragged"]
+    with pytest.raises(ConfigError, match=says):
+        context_parallel_attention(*case.inputs()[:3], case.plan(), sink=sink)
+    with pytest.raises(ConfigError, match=says):
+        attend_all_ranks(*([x] for x in case.inputs()[:3]), case.plan(), sink=sink)
+    borders = case.documents.offsets
+    with pytest.raises(ConfigError, match=says):
+        attention(*case.inputs()[:3], borders, borders, sink=sink)
+
+
+@pytest.mark.parametrize("name", ["GQA", "window", "ALiBi", "dropout", "queries, but no keys"])
+def test_one_device_agrees_with_fp64(name: str) -> None:
+    case = PROBLEMS[name]
+    q, k, v, dout = case.inputs()
+    kv = case.kv_documents or case.documents
+    options: dict[str, Any] = {
+        "mask": case.mask, "window": case.window, "alibi": case.alibi, "dropout_p": case.dropout,
+        "dropout_key": case.dropout_key if case.dropout else None, "saved": {},
+    }  # fmt: skip
+    out, lse = attention(q, k, v, case.documents.offsets, kv.offsets, sink=sink_of(case), **options)
+    gradients = attention_backward(dout, q, k, v, out, lse, case.documents.offsets, kv.offsets, **options)
+    dsink = sink_gradient(dout, out, lse, sink_of(case))
+    assert max(largest_errors(case, dict(zip(RESULTS, (out, *gradients, dsink), strict=True))).values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["window", pytest.param("dropout", marks=pytest.mark.thorough)])
+def test_the_canary_knows_the_sink(name: str) -> None:
+    case = PROBLEMS[name].on(3, "ring")
+    plan, leaves, dout = all_ranks(case)
+    out = attend_here(case, plan, leaves, sink=sink_of(case))
+    texts: dict[bool, list[str | None]] = {True: [], False: []}
+    for told in (True, False):
+        for seed in range(4):
+            canaries = [AttentionCanary(1, (seed,)) for _ in range(case.ranks)]
+            for rank, canary in enumerate(canaries):
+                rows, key = [of_ranks[rank] for of_ranks in leaves], case.dropout_key if case.dropout else None
+                canary.observe(*rows, out[rank], plan, rank, key, sink_of(case) if told else None)
+            if told:
+                torch.autograd.grad(out, [x for of_ranks in leaves for x in of_ranks], dout, retain_graph=True)
+            texts[told].append(check_all_ranks(canaries))
+    assert texts[True] == [None] * 4
+    assert any(text is not None for text in texts[False])
+
+
+def test_only_the_sink_may_want_a_gradient() -> None:
+    case = PROBLEMS["GQA"]
+    sink = sink_of(case).requires_grad_()
+    out = context_parallel_attention(*case.inputs()[:3], case.plan(), sink=sink)
+    (dsink,) = torch.autograd.grad(out, sink, case.inputs()[3])
+    assert float((dsink - exact_results(case)["dsink"]).abs().max()) < 1e-4
