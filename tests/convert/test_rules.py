@@ -144,7 +144,7 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--mrope-section", "16", "24", "24"], "--mrope-section", Outcome.REFUSED),
     (["--use-fused-rotary-pos-emb"], "--use-fused-rotary-pos-emb", Outcome.STAYS),
     (["--moe-fb-overlap"], "--moe-fb-overlap", Outcome.REFUSED),
-    (["--softmax-type", "learnable"], "--softmax-type", Outcome.REFUSED),
+    (["--softmax-type", "learnable"], "--softmax-type", Outcome.STAYS),
     (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
     (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),
     (["--attn-logit-softcapping", "50.0"], "--attn-logit-softcapping", Outcome.REFUSED),
