@@ -8,17 +8,22 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mindspeed_cp import ConfigError, context_parallel_attention
+from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
 from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
 from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, sink_gradient
 from tests.engine.cases import NAMES, VARIANTS, Case, all_ranks, attend_here, filled_with_nan, variants
+from tests.engine.draw import problem
 
 RESULTS = (*NAMES, "dsink")
 
@@ -91,6 +96,17 @@ def test_fp32_agrees_with_fp64(variant: str, ranks: int, request: pytest.Fixture
         case = problem.on(ranks, variant)
         worst[name] = max(largest_errors(case, run(case, stepping)).values())
     assert {name: error for name, error in worst.items() if error > 1e-5} == {}
+
+
+EXACT = [c for c in capabilities.all_cells() if c.backend == "cpu" and capabilities.refusal(c) is None]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(EXACT), st.integers(1, 7), st.randoms(use_true_random=False))
+def test_every_cell_of_the_table_takes_a_sink(cell: capabilities.Cell, ranks: int, rng: Random) -> None:
+    case = problem(cell, ranks, rng)
+    errors = largest_errors(case, run(case, Stepping(lazy=ranks % 2 == 0)))
+    assert max(errors.values()) < 1e-5, (case, errors)
 
 
 def test_the_sink_takes_a_share_of_every_row() -> None:

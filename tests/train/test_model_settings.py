@@ -35,6 +35,7 @@ def error(**sections: dict[str, Any]) -> str:
             {"window_size": [3, 0], "window_attn_skip_freq": [1, 0]},
             "one entry for each of num_layers = 4 layers, not 2",
         ),
+        ({"softmax_type": "sink"}, "one of vanilla, off-by-one, learnable"),
         ({"attention_dropout": 1.0}, "model.attention_dropout = 1.0: must be a number >= 0 and < 1"),
         ({"position_embedding_type": "alibis"}, "one of rope, alibi, none"),
         ({"q_lora_rank": 8}, "model.q_lora_rank = 8: has an effect only with multi_latent_attention: true"),
