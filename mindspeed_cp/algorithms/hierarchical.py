@@ -26,6 +26,7 @@ from mindspeed_cp.algorithms.options import AtLeast, FromModel
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
 from mindspeed_cp.algorithms.placement.search import PlacementResult, search_placements
+from mindspeed_cp.algorithms.placement.split_parts import split_parts
 from mindspeed_cp.algorithms.placement.token_cap import apply_token_cap
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
@@ -182,7 +183,8 @@ def plan_from_placement(
     is_split = np.zeros(len(queries), bool)
     is_split[placement.split_documents] = True
     head_parts = []
-    for width, members in placement.split.items():
+    work = visible_pairs(queries.lengths, keys.lengths, attention).astype(np.float64)
+    for width, members in split_parts(placement, work):
         chosen = np.zeros(len(queries), bool)
         chosen[members.doc] = True
         part_queries, part_keys = (select_documents(documents, chosen) for documents in (queries, keys))
@@ -245,9 +247,14 @@ def _step_order(parts: list[Plan], has_fetched: bool, direction: str) -> StepOrd
         fetches = len(programs[0].fetch) > 0
         in_turn[0] = min(parts[0].forward.steps, steps[0]) if fetches else steps[0] - 1
         first = min(LOCAL_STEPS if direction == "backward" else 1, in_turn[0])
-    order = [(0, step) for step in range(first)]
-    for step in range(max(in_turn)):
-        order += [(part, step) for part in range(int(has_fetched), len(parts)) if step < in_turn[part]]
+    heads = range(int(has_fetched), len(parts))
+    single, several = ([part for part in heads if (steps[part] > 1) == many] for many in (False, True))
+    order = [(0, step) for step in range(first)] + [(part, 0) for part in single[:1]]
+    turns = max(in_turn)
+    for step in range(turns):
+        order += [(part, step) for part in several if step < in_turn[part]]
+        beside = single[1:] if not several else single[1 + step :] if step == turns - 1 else single[1 + step : 2 + step]
+        order += [(part, 0) for part in beside if several or step == 0]
         order += [(0, first + step)] if has_fetched and first + step < in_turn[0] else []
     return (*order, *((0, step) for step in range(in_turn[0], steps[0])))
 

@@ -24,6 +24,9 @@ from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
 #: Additional kernel calls of a rank for a document that it shares.
 EXTRA_CALLS = 3
 
+#: Parts of the documents whose heads are split inside nodes, and the launches that the kernels of a part must outlast.
+MAX_SPLIT_PARTS, PART_LAUNCHES = 4, 16
+
 BYTES_PER_ELEMENT = 2  # of q, k, v and out
 
 
@@ -35,11 +38,13 @@ class PlacementEstimate:
         total: seconds until the last rank is done.
         busy: seconds of each rank's kernels, attention and linear layers, fp64 [ranks].
         tokens: tokens of each rank, fp64 [ranks].
+        delay: seconds that each rank waits before it is done, fp64 [ranks].
     """
 
     total: float
     busy: np.ndarray
     tokens: np.ndarray
+    delay: np.ndarray
 
 
 class PlacementModel:
@@ -106,9 +111,10 @@ class PlacementModel:
         phases = PhaseSeconds(ranks, topology.nodes)
         self._add_fetched(placement.whole, phases)
         for width, members in placement.split.items():
-            self._add_split(width, members, phases)
-        forward = phases.seconds(1.0, topology.ranks_per_node, phases.into, phases.out)
-        backward = phases.seconds(ATTENTION_BACKWARD, topology.ranks_per_node, phases.out, phases.into)
+            self._add_split(width, members, phases, placement.parts)
+        before, after = phases.redistributions()
+        forward = phases.seconds(1.0, topology.ranks_per_node, before, after)
+        backward = phases.seconds(ATTENTION_BACKWARD, topology.ranks_per_node, after, before)
         linear = self.cost.linear_layer_seconds(phases.tokens) * (1 + LINEAR_BACKWARD)
         redistribution = 0.0
         if placement.policy.remap:
@@ -116,7 +122,8 @@ class PlacementModel:
             linear = np.full(ranks, linear.mean())
         ready = forward + linear  # to begin the backward
         total = float(max((ready + backward).max(), self._latest_shared(placement, ready, phases))) + redistribution
-        return PlacementEstimate(total, phases.attention * (1 + ATTENTION_BACKWARD) + linear, phases.tokens)
+        busy = phases.attention * (1 + ATTENTION_BACKWARD) + linear
+        return PlacementEstimate(total, busy, phases.tokens, ready + backward - busy)
 
     def _latest_shared(self, placement: Placement, ready: np.ndarray, phases: PhaseSeconds) -> float:
         """Return when the last rank has computed its shared documents in the backward.
@@ -125,7 +132,8 @@ class PlacementModel:
         which they relay, wait for them.
         """
         ranks_per_node = self.topology.ranks_per_node
-        cut, split = ATTENTION_BACKWARD * (1 - LOCAL_SHARE) * phases.cut, ATTENTION_BACKWARD * phases.split
+        cut = ATTENTION_BACKWARD * (1 - LOCAL_SHARE) * phases.cut
+        split = ATTENTION_BACKWARD * (phases.split + phases.split_node)
         last = 0.0
         members = placement.whole
         size = np.bincount(members.doc, minlength=len(self.lengths))[members.doc]
@@ -190,7 +198,16 @@ class PlacementModel:
         relay_rate = min(cluster.effective_rank, max(ranks_per_node - 1, 1) * cluster.effective_pair)
         phases.add(rank, inside=internode_bytes * (ranks_per_node - 1) / ranks_per_node / relay_rate)
 
-    def _add_split(self, width: int, members: DocumentShares, phases: PhaseSeconds) -> None:
+    def parts(self, placement: Placement) -> int:
+        """Return the number of parts of documents whose heads are split inside nodes: up to MAX_SPLIT_PARTS, none with
+        less work on the mean rank than PART_LAUNCHES launches take."""
+        if 1 not in placement.split:
+            return 1
+        members = placement.split[1]
+        seconds = float(self.alone[members.doc] @ members.share) / self.topology.ranks
+        return int(np.clip(seconds / (PART_LAUNCHES * self.cluster.launch), 1, MAX_SPLIT_PARTS))
+
+    def _add_split(self, width: int, members: DocumentShares, phases: PhaseSeconds, parts: int) -> None:
         """Add the documents whose heads are split over groups of `width` nodes, and fetched between groups."""
         doc, group, share = members.doc, members.rank, members.share
         if not len(doc):
@@ -210,17 +227,27 @@ class PlacementModel:
         in_node = (ranks_per_node - 1) / group_ranks / cluster.effective_rank
         moved = rows / group_ranks * max(in_node, ranks_per_node * (1 - 1 / width) / node_rate)
         into, out = moved * (self.q_row + self.kv_row * copies), moved * self.out_row
-        for name, value in (("attention", seconds), ("split", seconds), ("tokens", rows / group_ranks),
-                            ("into", into), ("out", out)):  # fmt: skip
-            getattr(phases, name).reshape(groups, group_ranks)[...] += np.bincount(group, value, groups)[:, None]
-        calls = np.zeros(groups)  # all documents of a step share one call
-        np.maximum.at(calls, group, np.where(size > 1, 2.0, 1.0) * cluster.launch)
-        for name in ("attention", "split"):
-            getattr(phases, name).reshape(groups, group_ranks)[...] += calls[:, None]
-        if (size > 1).any():
-            needed = self._needed_shares(share, *_runs(doc)) * self.lengths[doc] * self.kv_row * copies / width
-            phases.nic.reshape(groups, width)[...] += np.bincount(group, needed / node_rate, groups)[:, None]
-            waiting = np.bincount(group, seconds * (size > 1), groups)
+        several = size > 1
+        for inside, chosen in (("_node", ~several), ("", several)) if width == 1 else (("", np.ones(len(doc), bool)),):
+            for name, value in (("attention", seconds), (f"split{inside}", seconds), ("tokens", rows / group_ranks),
+                                (f"into{inside}", into), (f"out{inside}", out)):  # fmt: skip
+                total = np.bincount(group[chosen], value[chosen], groups)
+                getattr(phases, name).reshape(groups, group_ranks)[...] += total[:, None]
+            calls = np.zeros(groups)  # all documents of a step share one call
+            count = np.where(several, 2.0, float(parts if inside else 1))
+            np.maximum.at(calls, group[chosen], count[chosen] * cluster.launch)
+            for name in ("attention", f"split{inside}"):
+                getattr(phases, name).reshape(groups, group_ranks)[...] += calls[:, None]
+        if width == 1:
+            largest = np.zeros(groups)
+            np.maximum.at(largest, group, rows * ~several)
+            share = largest / np.maximum(np.bincount(group, rows * ~several, groups), 1)
+            phases.part[...] = np.repeat(np.maximum(share, 1 / parts), group_ranks)
+        if several.any():
+            needed = self._needed_shares(members.share, *_runs(doc)) * self.lengths[doc] * self.kv_row * copies / width
+            for sums, value in ((phases.nic, needed), (phases.last_nic, needed / np.maximum(size - 1, 1))):
+                sums.reshape(groups, width)[...] += np.bincount(group, value / node_rate, groups)[:, None]
+            waiting = np.bincount(group, seconds * several, groups)
             phases.crossing.reshape(groups, group_ranks)[...] += waiting[:, None]
 
     def _needed_shares(self, share: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.placement.node_loads import NodeLoads
 from mindspeed_cp.algorithms.placement.policy import (
     DocumentRanks,
     DocumentShares,
@@ -20,7 +21,7 @@ from mindspeed_cp.algorithms.placement.policy import (
     PlacementPolicy,
     check_token_cap,
 )
-from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, RankLoads
+from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, NodeRoom, RankLoads
 from mindspeed_cp.algorithms.placement.repair import repair_placement
 from mindspeed_cp.algorithms.placement.water_fill import FILL_LIMIT, fill_fewest, water_fill_without_crumbs
 from mindspeed_cp.layout import assign_to_least_loaded
@@ -72,29 +73,70 @@ class DocumentPlacer:
         cut = int(np.searchsorted(-self._sorted_work, -policy.cut * self.fair, "left"))
         return cut, int(np.searchsorted(-self._sorted_work, -policy.split * self.fair * self.per_node, "left"))
 
-    def place(self, policy: PlacementPolicy) -> Placement:
-        """Return the placement of a policy."""
+    def place(
+        self, policy: PlacementPolicy, before: Placement | None = None, delay: np.ndarray | None = None
+    ) -> Placement:
+        """Return the placement of a policy.
+
+        Args:
+            policy: its parameters.
+            before: a placement of the same policy; documents that it has on several nodes stay where they are.
+            delay: seconds that ranks wait under `before`, fp64 [ranks]: all other documents are placed as if this were
+                work, so that ranks finish at the same time.
+        """
         if policy.everywhere:
             return self._place_everywhere(policy)
         loads = RankLoads(self._costs, self.ranks, self.cap)
-        cut, halved = self.counts(policy)
+        shared: list[DocumentRanks] = []
         by_width: dict[int, list[DocumentRanks]] = {}
-        for doc in self._docs[:halved]:
-            width = self._width(doc) if policy.wide else 1
-            by_width.setdefault(width, []).append(self._place_on_nodes(loads, doc, width))
-        place_cut = self._place_on_power_of_two if policy.power else self._place_on_fewest
-        shared = [place_cut(loads, doc) for doc in self._docs[halved : max(cut, halved)]]
-        whole = self._place_whole(loads, self._docs[max(cut, halved) :], shared)
+        if before is not None:
+            shared, by_width = before.on_several_nodes(self.per_node)
+            for entry in shared:
+                loads.add(*entry)
+        kept = {entry[0] for entries in (shared, *by_width.values()) for entry in entries}
+        fair = self.fair
+        if delay is not None:
+            loads.seconds = (np.array(loads.seconds) + delay).tolist()
+            fair += float(delay.mean())
+        cut, halved = self.counts(policy)
+        self._place_split(loads, policy, by_width, kept, fair)
+        docs = [doc for doc in self._docs[halved:] if doc not in kept] if kept else self._docs[halved:]
+        cut = max(cut - halved - len([doc for doc in self._docs[halved:cut] if doc in kept]), 0)
+        if policy.power:
+            shared += [self._place_on_power_of_two(loads, doc) for doc in docs[:cut]]
+        else:
+            room = NodeRoom(loads, self.per_node, FILL_LIMIT * fair)
+            shared += [self._place_on_fewest(loads, room, doc) for doc in docs[:cut]]
+        whole = self._place_whole(loads, docs[cut:], shared, fair)
         if not policy.power:
             for _ in range(LEVELLING_SWEEPS):
                 shared = [self._levelled(loads, *entry) for entry in shared]
-            shared, whole = repair_placement(loads, shared, whole, self.fair, self.per_node)
+            shared, whole = repair_placement(loads, shared, whole, fair, self.per_node)
             shared = [self._levelled(loads, *entry) for entry in shared]
         return Placement(
             policy,
             DocumentShares.from_lists(shared + whole),
             {width: DocumentShares.from_lists(by_width[width]) for width in sorted(by_width)},
         )
+
+    def _place_split(
+        self,
+        loads: RankLoads,
+        policy: PlacementPolicy,
+        by_width: dict[int, list[DocumentRanks]],
+        kept: set[int],
+        fair: float,
+    ) -> None:
+        """Place the documents whose heads are split, besides those that are kept in `by_width`."""
+        nodes = NodeLoads(loads, self.per_node, fair, self.min_cross_node_length)
+        for width, entries in by_width.items():
+            for entry in entries:
+                nodes.add(*entry, width)
+        for doc in self._docs[: self.counts(policy)[1]]:
+            if doc not in kept:
+                width = self._width(doc) if policy.wide else 1
+                by_width.setdefault(width, []).append(nodes.place(doc, width))
+        nodes.add_to(loads)
 
     def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
         """Place every document on all ranks, or on all groups of nodes by heads."""
@@ -115,51 +157,32 @@ class DocumentPlacer:
             width *= 2
         return width
 
-    def _place_on_nodes(self, loads: RankLoads, doc: int, width: int) -> DocumentRanks:
-        """Place a document on the fewest groups of `width` nodes with room, in shares that level them; all ranks of a
-        group get equal parts."""
-        ranks, work, length = self.per_node * width, self._costs.work[doc], self._costs.lengths[doc]
-        firsts = range(0, self.ranks, ranks)  # first rank of each group
-        group_loads = [sum(loads.seconds[first : first + ranks]) for first in firsts]
-        limits = [self.cap] * len(firsts)
-        if self.cap < UNBOUNDED:
-            limits = [
-                ranks * (self.cap - max(loads.tokens[first : first + ranks])) / max(length, 1) for first in firsts
-            ]
-        chosen, shares = fill_fewest(range(len(firsts)), group_loads, work, 0.0, self.fair * ranks, limits)
-        for group, share in zip(chosen, shares, strict=True):
-            for rank in range(group * ranks, (group + 1) * ranks):
-                loads.seconds[rank] += share * work / ranks
-                loads.tokens[rank] += share * length / ranks
-        return doc, chosen, shares
-
-    def _place_on_fewest(self, loads: RankLoads, doc: int) -> DocumentRanks:
+    def _place_on_fewest(self, loads: RankLoads, room: NodeRoom, doc: int) -> DocumentRanks:
         """Place a document on the fewest ranks with room, on the node with the most room if that is enough."""
-        costs, per_node, full = self._costs, self.per_node, FILL_LIMIT * self.fair
-        emptiest = min(range(self.ranks), key=loads.seconds.__getitem__)
-        if loads.seconds[emptiest] + costs.work[doc] <= full and loads.share_limits([emptiest], doc)[0] >= 1:
+        costs, per_node = self._costs, self.per_node
+        emptiest = room.emptiest_rank
+        if loads.seconds[emptiest] + costs.work[doc] <= room.full and loads.share_limits([emptiest], doc)[0] >= 1:
             loads.add(doc, [emptiest], [1.0])
+            room.update([emptiest])
             return doc, [emptiest], [1.0]
-        free = [
-            sum([full - load for load in loads.seconds[first : first + per_node] if load < full])
-            for first in range(0, self.ranks, per_node)
-        ]
-        node = max(range(self.nodes), key=free.__getitem__)
+        node = int(room.free.argmax())
         ranks: Sequence[int] = range(node * per_node, (node + 1) * per_node)
         is_long = costs.lengths[doc] >= self.min_cross_node_length
-        if loads.room(ranks) < costs.lengths[doc] or (free[node] < costs.divided[doc] and is_long):
-            order = sorted(range(self.nodes), key=lambda node: -free[node])
+        if loads.room(ranks) < costs.lengths[doc] or (room.free[node] < costs.divided[doc] and is_long):
+            order = np.argsort(-room.free, kind="stable").tolist()
             work, tokens, count = 0.0, 0.0, 0
             while count < self.nodes and (work < costs.divided[doc] or tokens < costs.lengths[doc]):
                 node = order[count]
-                work += free[node]
+                work += float(room.free[node])
                 tokens += loads.room(range(node * per_node, (node + 1) * per_node))
                 count += 1
             ranks = [rank for node in sorted(order[:count]) for rank in range(node * per_node, (node + 1) * per_node)]
         limits = loads.share_limits(ranks, doc)
         rank_loads = [loads.seconds[rank] for rank in ranks]
-        chosen, shares = fill_fewest(ranks, rank_loads, costs.divided[doc], costs.overhead[doc], self.fair, limits)
+        fair = room.full / FILL_LIMIT
+        chosen, shares = fill_fewest(ranks, rank_loads, costs.divided[doc], costs.overhead[doc], fair, limits)
         loads.add(doc, chosen, shares)
+        room.update(chosen)
         return doc, chosen, shares
 
     def _place_on_power_of_two(self, loads: RankLoads, doc: int) -> DocumentRanks:
@@ -174,7 +197,9 @@ class DocumentPlacer:
         loads.add(doc, ranks, shares)
         return doc, ranks, shares
 
-    def _place_whole(self, loads: RankLoads, docs: list[int], shared: list[DocumentRanks]) -> list[DocumentRanks]:
+    def _place_whole(
+        self, loads: RankLoads, docs: list[int], shared: list[DocumentRanks], fair: float
+    ) -> list[DocumentRanks]:
         """Place documents, longest first, each whole on the rank with the least work that has room. A document
         that fits on no rank is cut, and added to `shared`."""
         work, lengths = self._costs.work, self._costs.lengths
@@ -187,7 +212,8 @@ class DocumentPlacer:
             placed += [(doc, rank_lists[rank], whole_share) for doc, rank in zip(docs, owners, strict=False)]
             docs = docs[len(owners) :]
             if docs:  # no rank has room for all of the next one
-                shared.append(self._place_on_fewest(loads, docs[0]))
+                room = NodeRoom(loads, self.per_node, FILL_LIMIT * fair)
+                shared.append(self._place_on_fewest(loads, room, docs[0]))
                 docs = docs[1:]
         return placed
 

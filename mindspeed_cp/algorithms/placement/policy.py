@@ -58,6 +58,25 @@ class DocumentShares:
         order = np.argsort(doc, kind="stable")
         return DocumentShares(doc[order], rank[order], share[order])
 
+    def select(self, chosen: np.ndarray) -> DocumentShares:
+        """Return the chosen members, bool [members]."""
+        return DocumentShares(self.doc[chosen], self.rank[chosen], self.share[chosen])
+
+    def on_several(self, size: int) -> list[DocumentRanks]:
+        """Return the documents whose members are in several runs of `size` members; 0: all documents."""
+        if not len(self.doc):
+            return []
+        first = np.flatnonzero(np.append(True, self.doc[1:] != self.doc[:-1]))
+        last = np.append(first[1:], len(self.doc))
+        if size:
+            run = self.rank // size
+            several = np.maximum.reduceat(run, first) > np.minimum.reduceat(run, first)
+            first, last = first[several], last[several]
+        return [
+            (int(self.doc[begin]), self.rank[begin:end].tolist(), self.share[begin:end].tolist())
+            for begin, end in zip(first.tolist(), last.tolist(), strict=True)
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -68,11 +87,21 @@ class Placement:
         whole: members of the documents whose keys are fetched, including documents on a single rank.
         split: members of the documents whose heads are split, by number of neighbouring nodes over which they are
             split; the members are groups of that many nodes.
+        parts: number of parts of the documents whose heads are split inside nodes
+            (:mod:`mindspeed_cp.algorithms.placement.split_parts`).
     """
 
     policy: PlacementPolicy
     whole: DocumentShares
     split: dict[int, DocumentShares]
+    parts: int = 1
+
+    def on_several_nodes(self, ranks_per_node: int) -> tuple[list[DocumentRanks], dict[int, list[DocumentRanks]]]:
+        """Return the documents on several nodes: those whose keys are fetched, and by width those whose heads are
+        split."""
+        shared = self.whole.on_several(ranks_per_node)
+        split = {width: members.on_several(1 if width == 1 else 0) for width, members in self.split.items()}
+        return shared, {width: entries for width, entries in split.items() if entries}
 
     @property
     def split_documents(self) -> np.ndarray:

@@ -20,11 +20,15 @@ from mindspeed_cp.errors import ConfigError
 
 #: Values of `PlacementPolicy.split` are tried first, with the first of CUT_ABOVE; then the other values of CUT_ABOVE,
 #: with the best two of `split`.
-SPLIT_HEADS_ABOVE = (0.12, float("inf"), 0.06, 0.4, 0.2, 0.03)
+SPLIT_HEADS_ABOVE = (0.12, float("inf"), 0.0, 0.06, 0.4, 0.2, 0.03)
 CUT_ABOVE = (0.5, 1.0, 0.2)
 
 #: The search ends when a placement is this close to the bound that no plan can beat.
 STOP_WITHIN = 1.01
+
+#: Placements of a policy that are tried by how long ranks wait under the one before, and the longest wait, as part of
+#: the bound, that is not worth it.
+LEVELLED_TRIALS, LEVEL_ABOVE = 2, 0.02
 
 #: A layout for linear layers must win this much to be worth its launches, which the model leaves out.
 LINEAR_LAYOUT_GAIN = 0.995
@@ -115,18 +119,36 @@ class _Search:
         placer = DocumentPlacer(self._model, not remap, self._cap, self._cross_node)
         seen: set[tuple[Any, ...]] = set()
         for policy in self._policies(remap, placer.widest > 1):
-            key = (*placer.counts(policy), policy.wide, policy.power, policy.everywhere)  # equal keys place alike
+            cut, halved = placer.counts(policy)
+            key = (max(cut, halved), halved, policy.wide, policy.power, policy.everywhere)  # equal keys place alike
             if key not in seen:
                 seen.add(key)
-                self._try(placer.place(policy))
+                self._try_levelled(placer, policy)
             if self.is_done:
                 return
 
-    def _try(self, placement: Placement) -> None:
+    def _try_levelled(self, placer: DocumentPlacer, policy: PlacementPolicy) -> None:
+        """Try a policy; then, as long as some ranks wait longer than others, with documents placed anew."""
+        placement = placer.place(policy)
+        score = self._try(placement)
+        if policy.everywhere or policy.power:
+            return
+        for _ in range(LEVELLED_TRIALS):
+            delay = score.delay - score.delay.min()
+            if delay.max() < LEVEL_ABOVE * self._bound:
+                return
+            placement = placer.place(policy, placement, delay)
+            before, score = score, self._try(placement)
+            if score.total >= before.total:
+                return
+
+    def _try(self, placement: Placement) -> PlacementEstimate:
+        placement = replace(placement, parts=self._model.parts(placement))
         score = self._model.score(placement)
         if self._cap is None or score.tokens.max() <= self._cap + TOKEN_ROUNDING:
             seconds = score.total / (LINEAR_LAYOUT_GAIN if placement.policy.remap else 1.0)
             self.tried.append(_Trial(placement, score, seconds, len(self.tried)))
+        return score
 
     def _policies(self, remap: bool, wide: bool) -> Iterator[PlacementPolicy]:
         """Yield the policies in the order of trying; later ones depend on the results of earlier ones."""
