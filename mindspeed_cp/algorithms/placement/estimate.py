@@ -207,6 +207,23 @@ class PlacementModel:
         seconds = float(self.alone[members.doc] @ members.share) / self.topology.ranks
         return int(np.clip(seconds / (PART_LAUNCHES * self.cluster.launch), 1, MAX_SPLIT_PARTS))
 
+    def _redistribution_seconds(self, width: int) -> float:
+        """Return the seconds in which each of a group's ranks gets its heads of a byte of a document's rows, for all
+        heads: of the rows that a rank gets, one in `group_ranks` is its own, and one in `width` comes from its node."""
+        cluster, ranks_per_node = self.cluster, self.topology.ranks_per_node
+        group_ranks = ranks_per_node * width
+        in_node = (ranks_per_node - 1) / group_ranks / cluster.effective_rank
+        across = ranks_per_node * (1 - 1 / width) / (cluster.nics_per_node * cluster.effective_nic)
+        return max(in_node, across) / group_ranks
+
+    def redistribution_work(self, width: int) -> np.ndarray:
+        """Return the seconds of each document's redistributions over `width` nodes, both ways, forward and backward,
+        summed over the ranks, fp64 [documents]."""
+        group_ranks = self.topology.ranks_per_node * width
+        copies = max(1.0, min(group_ranks, self.attention.heads) / self.attention.kv_heads)
+        row = self.q_row + self.kv_row * copies + self.out_row
+        return 2 * group_ranks * self.lengths * row * self._redistribution_seconds(width)
+
     def _add_split(self, width: int, members: DocumentShares, phases: PhaseSeconds, parts: int) -> None:
         """Add the documents whose heads are split over groups of `width` nodes, and fetched between groups."""
         doc, group, share = members.doc, members.rank, members.share
@@ -223,10 +240,8 @@ class PlacementModel:
         seconds = self.cost.attention_seconds(self.pairs[doc] * share * head_share, short_side)
         copies = max(1.0, busy / attention.kv_heads)
         node_rate = cluster.nics_per_node * cluster.effective_nic
-        # Of the rows that a rank gets, one in `group_ranks` is its own, and one in `width` comes from its node.
-        in_node = (ranks_per_node - 1) / group_ranks / cluster.effective_rank
-        moved = rows / group_ranks * max(in_node, ranks_per_node * (1 - 1 / width) / node_rate)
-        into, out = moved * (self.q_row + self.kv_row * copies), moved * self.out_row
+        per_byte = self._redistribution_seconds(width)
+        into, out = rows * per_byte * (self.q_row + self.kv_row * copies), rows * per_byte * self.out_row
         several = size > 1
         for inside, chosen in (("_node", ~several), ("", several)) if width == 1 else (("", np.ones(len(doc), bool)),):
             for name, value in (("attention", seconds), (f"split{inside}", seconds), ("tokens", rows / group_ranks),

@@ -38,16 +38,17 @@ class NodeLoads:
         self._heap: list[tuple[float, int]] = []  # (seconds, group) of groups of _width nodes
         self._width = 0
 
-    def place(self, doc: int, width: int) -> DocumentRanks:
-        """Place a document on the fewest groups of `width` nodes with room, in shares that level them."""
+    def place(self, doc: int, width: int, work: float) -> DocumentRanks:
+        """Place a document on the fewest groups of `width` nodes with room, in shares that level them; `work` is its
+        work with redistributions over NICs."""
         if width != self._width:
             self._width, self._heap = width, [(load, group) for group, load in enumerate(self._group_loads(width))]
             heapq.heapify(self._heap)
         load, group = self._heap[0]
-        work, full = self._costs.work[doc], FILL_LIMIT * self._fair * self._per_node * width
+        full = FILL_LIMIT * self._fair * self._per_node * width
         fits = full - load >= work or self._costs.lengths[doc] < self._min_cross_node_length
         if fits and self._limit(group, doc, width) >= 1:
-            self.add(doc, [group], [1.0], width)
+            self._add(doc, [group], [1.0], width, work)
             heapq.heapreplace(self._heap, (load + work, group))
             return doc, [group], [1.0]
         groups = range(len(self.seconds) // width)
@@ -56,13 +57,16 @@ class NodeLoads:
             limits = [self._limit(group, doc, width) for group in groups]
         fair = self._fair * self._per_node * width
         chosen, shares = fill_fewest(groups, self._group_loads(width), work, 0.0, fair, limits)
-        self.add(doc, chosen, shares, width)
+        self._add(doc, chosen, shares, width, work)
         self._width = 0
         return doc, chosen, shares
 
     def add(self, doc: int, groups: list[int], shares: list[float], width: int) -> None:
         """Add a document to groups of `width` nodes."""
-        work, length = self._costs.work[doc], self._costs.lengths[doc]
+        self._add(doc, groups, shares, width, self._costs.work[doc])
+
+    def _add(self, doc: int, groups: list[int], shares: list[float], width: int, work: float) -> None:
+        length = self._costs.lengths[doc]
         for group, share in zip(groups, shares, strict=True):
             for node in range(group * width, (group + 1) * width):
                 self.seconds[node] += share * work / width

@@ -61,6 +61,11 @@ class DocumentPlacer:
         self.cap = UNBOUNDED if token_cap is None else float(token_cap)
         work = model.work if with_linear else model.attention_work
         divided, overhead = model.divided(with_linear)
+        self._work_over: dict[int, list[float]] = {}  # by number of nodes, with redistributions over NICs
+        width = 2
+        while width <= self.widest:
+            self._work_over[width] = (work + model.redistribution_work(width)).tolist()
+            width *= 2
         order = np.argsort(-work, kind="stable")
         self._sorted_work = work[order]
         self.fair = float(work.sum()) / self.ranks
@@ -135,7 +140,8 @@ class DocumentPlacer:
         for doc in self._docs[: self.counts(policy)[1]]:
             if doc not in kept:
                 width = self._width(doc) if policy.wide else 1
-                by_width.setdefault(width, []).append(nodes.place(doc, width))
+                work = self._work_over[width][doc] if width > 1 else self._costs.work[doc]
+                by_width.setdefault(width, []).append(nodes.place(doc, width, work))
         nodes.add_to(loads)
 
     def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
