@@ -19,7 +19,8 @@ class NodeLoads:
         loads: loads of the ranks before.
         ranks_per_node: ranks of a node.
         fair: equal share of a rank, up to which ranks are filled.
-        min_cross_node_length: shorter documents stay on one group of nodes if their tokens have room there.
+        min_cross_node_length: shorter documents stay on one group of nodes if an empty group has room for them, and
+            their tokens have room there.
 
     Attributes:
         seconds, tokens: sums of each node.
@@ -46,7 +47,8 @@ class NodeLoads:
             heapq.heapify(self._heap)
         load, group = self._heap[0]
         full = FILL_LIMIT * self._fair * self._per_node * width
-        fits = full - load >= work or self._costs.lengths[doc] < self._min_cross_node_length
+        is_short = work <= full and self._costs.lengths[doc] < self._min_cross_node_length
+        fits = full - load >= work or is_short
         if fits and self._limit(group, doc, width) >= 1:
             self._add(doc, [group], [1.0], width, work)
             heapq.heapreplace(self._heap, (load + work, group))

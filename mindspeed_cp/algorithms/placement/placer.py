@@ -140,8 +140,7 @@ class DocumentPlacer:
         for doc in self._docs[: self.counts(policy)[1]]:
             if doc not in kept:
                 width = self._width(doc) if policy.wide else 1
-                work = self._work_over[width][doc] if width > 1 else self._costs.work[doc]
-                by_width.setdefault(width, []).append(nodes.place(doc, width, work))
+                by_width.setdefault(width, []).append(nodes.place(doc, width, self._work(doc, width)))
         nodes.add_to(loads)
 
     def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
@@ -159,9 +158,13 @@ class DocumentPlacer:
         """Return the number of nodes over which a document's heads are split: 1, 2, 4, ..., as many as it needs, up to
         `widest`."""
         width = 1
-        while width < self.widest and self._costs.work[doc] > FILL_LIMIT * self.fair * self.per_node * width:
+        while width < self.widest and self._work(doc, width) > FILL_LIMIT * self.fair * self.per_node * width:
             width *= 2
         return width
+
+    def _work(self, doc: int, width: int) -> float:
+        """Return the work of a document whose heads are split over `width` nodes, with redistributions over NICs."""
+        return self._work_over[width][doc] if width > 1 else self._costs.work[doc]
 
     def _place_on_fewest(self, loads: RankLoads, room: NodeRoom, doc: int) -> DocumentRanks:
         """Place a document on the fewest ranks with room, on the node with the most room if that is enough."""
