@@ -16,7 +16,7 @@ from mindspeed_cp.plan.parts import combine, select_documents
 from mindspeed_cp.plan.problem import visible_pairs
 
 #: Halvings of the interval in which the least time of FlexSP's groups lies.
-HALVINGS = 16
+HALVINGS = 20
 
 BYTES = 2  # of an element of q, k, v and out
 
@@ -83,9 +83,9 @@ def flexible_groups(seconds: dict[int, np.ndarray], ranks: int) -> tuple[np.ndar
         Ranks of each document's group, and the first of them, int64 [documents] each.
     """
     order = np.argsort(-seconds[1], kind="stable").tolist()
-    low, high = float(seconds[1].sum()) / ranks, float(sum(seconds[max(seconds)]))
+    low, high = float(seconds[1].sum()) / ranks, float(seconds[1].sum())
     best = _packed(seconds, order, ranks, high)
-    assert best is not None, "one group of all ranks has room for everything"
+    assert best is not None, "one rank has room for everything"
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         packed = _packed(seconds, order, ranks, middle)

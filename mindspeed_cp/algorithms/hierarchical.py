@@ -88,8 +88,8 @@ def build_hierarchical(
         sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
         simulated_placements: number of placements that are built and simulated (:func:`mindspeed_cp.simulate_plan`);
             the fastest is used. Two of three are the best of the planner's model, of different policies; one of three
-            is the fastest of them with less work for the ranks that waited long. Default: 3, on more than 1,024 ranks 1,
-            which is not simulated.
+            is the fastest of them with less work for the ranks that waited long. Default: 3 on up to 1,024 ranks, else
+            1, which is not simulated.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
@@ -234,11 +234,11 @@ def plan_from_placement(
     is_split[placement.split_documents] = True
     head_parts = []
     work = visible_pairs(queries.lengths, keys.lengths, attention).astype(np.float64)
-    for width, members in split_parts(placement, work):
+    for size, members in split_parts(placement, work, topology.ranks_per_node):
         chosen = np.zeros(len(queries), bool)
         chosen[members.doc] = True
         part_queries, part_keys = (select_documents(documents, chosen) for documents in (queries, keys))
-        layouts = _layouts(part_queries, part_keys, topology.nodes // width, members, attention)
+        layouts = _layouts(part_queries, part_keys, topology.ranks // size, members, attention)
         head_parts.append(head_groups_part(*layouts, topology, attention))
     parts = []
     if not is_split.all() or not len(is_split):
@@ -275,10 +275,9 @@ def _head_split_pairs(
     """Return the visible pairs of documents with split heads that each rank computes, in pairs of all heads."""
     pairs = visible_pairs(queries.lengths, keys.lengths, attention)
     out = np.zeros(topology.ranks)
-    for width, members in placement.split.items():
-        groups, group_ranks = topology.nodes // width, topology.ranks_per_node * width
-        group_pairs = np.bincount(members.rank, pairs[members.doc] * members.share, groups)
-        out += np.repeat(group_pairs, group_ranks) / group_ranks
+    for size, members in placement.split.items():
+        group_pairs = np.bincount(members.rank, pairs[members.doc] * members.share, topology.ranks // size)
+        out += np.repeat(group_pairs, size) / size
     return out
 
 

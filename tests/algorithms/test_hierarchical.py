@@ -163,7 +163,7 @@ def test_short_documents_go_to_the_ranks_that_long_ones_leave_idle() -> None:
     work = np.array([2.5, *[0.1] * 15])  # an equal share is 1 for each of 4 ranks
     model = SimpleNamespace(
         topology=Topology(1, 4), attention=AttentionConfig(1), lengths=(100 * work).astype(np.int64), work=work,
-        divided=lambda with_linear: (work, 0 * work),
+        divided=lambda with_linear: (work, 0 * work), redistribution_work=lambda size: 0 * work,
     )  # fmt: skip
     placed = DocumentPlacer(cast(PlacementModel, model)).place(PlacementPolicy(cut=1.0, split=float("inf"))).whole
     loads = np.bincount(placed.rank, work[placed.doc] * placed.share, 4)

@@ -44,23 +44,25 @@ class PhaseSeconds:
     Attributes:
         attention: all attention kernels, fp64 [ranks], of which
         cut: documents whose keys are fetched,
-        split_node: documents whose heads are split over one node,
+        split_node: documents whose heads are split over ranks of one node,
         split: other documents whose heads are split, and
         crossing: those of them that are on several groups of nodes.
-        into_node, out_node: redistributions to heads that are split over one node, and back, fp64 [ranks].
+        into_node, out_node: redistributions to heads that are split inside a node, and back, fp64 [ranks].
+        largest_into: of the document with the most of `into_node`, fp64 [ranks].
         into, out: the same of other documents, fp64 [ranks].
-        part: share of `split_node`, `into_node` and `out_node` of the largest part
-            (:mod:`mindspeed_cp.algorithms.placement.split_parts`), fp64 [ranks].
         inside: keys over in-node links, fp64 [ranks].
         routed: keys over NICs that relays pass on, fp64 [nodes].
         nic: keys over NICs that ranks fetch themselves, fp64 [nodes], of which
         last_nic: those of the last group of nodes.
         tokens: tokens that each rank holds, fp64 [ranks].
+        parts: number of parts of documents whose heads are split inside a node
+            (:mod:`mindspeed_cp.algorithms.placement.split_parts`).
     """
 
-    def __init__(self, ranks: int, nodes: int) -> None:
+    def __init__(self, ranks: int, nodes: int, parts: int = 1) -> None:
+        self.parts = parts
         self.attention, self.cut, self.split, self.crossing, self.tokens, self.inside = np.zeros((6, ranks))
-        self.split_node, self.into, self.out, self.into_node, self.out_node, self.part = np.zeros((6, ranks))
+        self.split_node, self.into, self.out, self.into_node, self.out_node, self.largest_into = np.zeros((6, ranks))
         self.nic, self.last_nic, self.routed = np.zeros((3, nodes))
 
     def add(self, rank: np.ndarray, **seconds: np.ndarray) -> None:
@@ -68,6 +70,12 @@ class PhaseSeconds:
         for name, value in seconds.items():
             total = getattr(self, name)
             total += np.bincount(rank, value, len(total))
+
+    @property
+    def part(self) -> np.ndarray:
+        """Share of the largest part of documents whose heads are split inside a node, fp64 [ranks]."""
+        share = self.largest_into / np.maximum(self.into_node, 1e-12)
+        return np.where(self.into_node > 0, np.maximum(share, 1 / self.parts), 1.0)
 
     def redistributions(self) -> tuple[Redistributions, Redistributions]:
         """Return the redistributions to split heads, and back."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.placement.flexible_groups import flexible_groups
 from mindspeed_cp.algorithms.placement.node_loads import NodeLoads
 from mindspeed_cp.algorithms.placement.policy import (
     DocumentRanks,
@@ -25,6 +26,9 @@ from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCost
 from mindspeed_cp.algorithms.placement.repair import repair_placement
 from mindspeed_cp.algorithms.placement.water_fill import FILL_LIMIT, fill_fewest, water_fill_without_crumbs
 from mindspeed_cp.layout import assign_to_least_loaded
+
+#: Part of redistributions inside a node that other parts do not hide, in flexible groups.
+FLEXIBLE_EXPOSED = 0.25
 
 #: How often the shares of cut documents are levelled.
 LEVELLING_SWEEPS = 2
@@ -64,8 +68,15 @@ class DocumentPlacer:
         self._work_over: dict[int, list[float]] = {}  # by number of nodes, with redistributions over NICs
         width = 2
         while width <= self.widest:
-            self._work_over[width] = (work + model.redistribution_work(width)).tolist()
+            self._work_over[width] = (work + model.redistribution_work(width * self.per_node)).tolist()
             width *= 2
+        self._flexible_seconds = {
+            size: (
+                (work + model.redistribution_work(size) * (FLEXIBLE_EXPOSED if size <= self.per_node else 1)) / size
+            ).tolist()
+            for size in [2**i for i in range(self.ranks.bit_length()) if self.per_node % 2**i == 0 and 2**i <= heads]
+            + [width * self.per_node for width in self._work_over]
+        }
         order = np.argsort(-work, kind="stable")
         self._sorted_work = work[order]
         self.fair = float(work.sum()) / self.ranks
@@ -93,18 +104,18 @@ class DocumentPlacer:
             return self._place_everywhere(policy)
         loads = RankLoads(self._costs, self.ranks, self.cap)
         shared: list[DocumentRanks] = []
-        by_width: dict[int, list[DocumentRanks]] = {}
+        by_size: dict[int, list[DocumentRanks]] = {}
         if before is not None:
-            shared, by_width = before.on_several_nodes(self.per_node)
+            shared, by_size = before.on_several_nodes(self.per_node)
             for entry in shared:
                 loads.add(*entry)
-        kept = {entry[0] for entries in (shared, *by_width.values()) for entry in entries}
+        kept = {entry[0] for entries in (shared, *by_size.values()) for entry in entries}
         fair = self.fair
         if delay is not None:
             loads.seconds = (np.array(loads.seconds) + delay).tolist()
             fair += float(delay.mean())
         cut, halved = self.counts(policy)
-        self._place_split(loads, policy, by_width, kept, fair)
+        self._place_split(loads, policy, by_size, kept, fair)
         docs = [doc for doc in self._docs[halved:] if doc not in kept] if kept else self._docs[halved:]
         cut = max(cut - halved - len([doc for doc in self._docs[halved:cut] if doc in kept]), 0)
         if policy.power:
@@ -121,26 +132,26 @@ class DocumentPlacer:
         return Placement(
             policy,
             DocumentShares.from_lists(shared + whole),
-            {width: DocumentShares.from_lists(by_width[width]) for width in sorted(by_width)},
+            {size: DocumentShares.from_lists(by_size[size]) for size in sorted(by_size)},
         )
 
     def _place_split(
         self,
         loads: RankLoads,
         policy: PlacementPolicy,
-        by_width: dict[int, list[DocumentRanks]],
+        by_size: dict[int, list[DocumentRanks]],
         kept: set[int],
         fair: float,
     ) -> None:
-        """Place the documents whose heads are split, besides those that are kept in `by_width`."""
+        """Place the documents whose heads are split, besides those that are kept in `by_size`."""
         nodes = NodeLoads(loads, self.per_node, fair, self.min_cross_node_length)
-        for width, entries in by_width.items():
+        for size, entries in by_size.items():
             for entry in entries:
-                nodes.add(*entry, width)
+                nodes.add(*entry, size // self.per_node)
         for doc in self._docs[: self.counts(policy)[1]]:
             if doc not in kept:
                 width = self._width(doc) if policy.wide else 1
-                by_width.setdefault(width, []).append(nodes.place(doc, width, self._work(doc, width)))
+                by_size.setdefault(width * self.per_node, []).append(nodes.place(doc, width, self._work(doc, width)))
         nodes.add_to(loads)
 
     def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
@@ -151,8 +162,31 @@ class DocumentPlacer:
         share = np.full(len(doc) * count, 1.0 / count)
         members = DocumentShares(np.repeat(doc, count), np.tile(np.arange(count), len(doc)), share)
         if policy.split == 0:
-            return Placement(policy, DocumentShares.from_lists([]), {width: members})
+            return Placement(policy, DocumentShares.from_lists([]), {width * self.per_node: members})
         return Placement(policy, members, {})
+
+    def place_flexible(self, policy: PlacementPolicy) -> Placement | None:
+        """Return the placement of a policy of flexible groups; None if there is none, or tokens are capped."""
+        cut, _ = self.counts(policy)
+        docs = self._docs[:cut]
+        groups = flexible_groups(self._flexible_seconds, docs, self.ranks, self.fair)
+        if groups is None or self.cap < UNBOUNDED:
+            return None
+        loads = RankLoads(self._costs, self.ranks, self.cap)
+        by_size: dict[int, list[DocumentRanks]] = {}
+        for doc, size, first in zip(docs, *groups, strict=True):
+            by_size.setdefault(size, []).append((doc, [first // size], [1.0]))
+            for rank in range(first, first + size):
+                loads.seconds[rank] += self._flexible_seconds[size][doc]
+        alone = [(doc, rank, share) for doc, rank, share in by_size.pop(1, [])]
+        shared: list[DocumentRanks] = []
+        whole = alone + self._place_whole(loads, self._docs[cut:], shared, self.fair)
+        shared, whole = repair_placement(loads, shared, whole, self.fair, self.per_node)
+        return Placement(
+            policy,
+            DocumentShares.from_lists([self._levelled(loads, *entry) for entry in shared] + whole),
+            {size: DocumentShares.from_lists(by_size[size]) for size in sorted(by_size)},
+        )
 
     def _width(self, doc: int) -> int:
         """Return the number of nodes over which a document's heads are split: 1, 2, 4, ..., as many as it needs, up to

@@ -24,6 +24,8 @@ class PlacementPolicy:
             of heads allows; otherwise split them inside each node, and fetch its keys between nodes.
         power: cut documents go to 1, 2, 4, ... neighbouring ranks in equal shares, as in other systems.
         everywhere: cut all documents over all ranks: by heads inside nodes if `split` is 0, else by tokens.
+        flexible: documents with more work than `cut` are whole in groups of 1, 2, 4, ... ranks that split their heads
+            (:mod:`mindspeed_cp.algorithms.placement.flexible_groups`); others are on one rank.
         remap: linear layers have their own layout, so only the work of attention counts.
     """
 
@@ -32,7 +34,13 @@ class PlacementPolicy:
     wide: bool = True
     power: bool = False
     everywhere: bool = False
+    flexible: bool = False
     remap: bool = False
+
+    @property
+    def can_be_levelled(self) -> bool:
+        """True if the policy leaves open on which ranks documents are."""
+        return not (self.power or self.everywhere or self.flexible)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +93,8 @@ class Placement:
     Attributes:
         policy: the policy that made the placement.
         whole: members of the documents whose keys are fetched, including documents on a single rank.
-        split: members of the documents whose heads are split, by number of neighbouring nodes over which they are
-            split; the members are groups of that many nodes.
+        split: members of the documents whose heads are split, by number of neighbouring ranks over which they are
+            split; the members are groups of that many ranks.
         parts: number of parts of the documents whose heads are split inside nodes
             (:mod:`mindspeed_cp.algorithms.placement.split_parts`).
     """
@@ -97,11 +105,14 @@ class Placement:
     parts: int = 1
 
     def on_several_nodes(self, ranks_per_node: int) -> tuple[list[DocumentRanks], dict[int, list[DocumentRanks]]]:
-        """Return the documents on several nodes: those whose keys are fetched, and by width those whose heads are
-        split."""
+        """Return the documents on several nodes: those whose keys are fetched, and by ranks of a group those whose
+        heads are split."""
         shared = self.whole.on_several(ranks_per_node)
-        split = {width: members.on_several(1 if width == 1 else 0) for width, members in self.split.items()}
-        return shared, {width: entries for width, entries in split.items() if entries}
+        split = {
+            size: members.on_several(0 if size > ranks_per_node else ranks_per_node // size)
+            for size, members in self.split.items()
+        }
+        return shared, {size: entries for size, entries in split.items() if entries}
 
     @property
     def split_documents(self) -> np.ndarray:

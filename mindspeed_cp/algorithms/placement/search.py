@@ -25,6 +25,9 @@ from mindspeed_cp.errors import ConfigError
 SPLIT_HEADS_ABOVE = (0.12, float("inf"), 0.0, 0.06, 0.4, 0.2, 0.03)
 CUT_ABOVE = (0.5, 1.0, 0.2)
 
+#: Value of `PlacementPolicy.cut` for flexible groups.
+FLEXIBLE_ABOVE = 0.1
+
 #: The search ends when a placement is this close to the bound that no plan can beat.
 STOP_WITHIN = 1.01
 
@@ -151,7 +154,8 @@ class _Search:
         seen: set[tuple[Any, ...]] = set()
         for policy in self._policies(remap, placer.widest > 1):
             cut, halved = placer.counts(policy)
-            key = (max(cut, halved), halved, policy.wide, policy.power, policy.everywhere)  # equal keys place alike
+            flags = policy.wide, policy.power, policy.everywhere, policy.flexible
+            key = (max(cut, halved), halved, *flags)  # equal keys place alike
             if key not in seen:
                 seen.add(key)
                 self._try_levelled(placer, policy)
@@ -161,7 +165,7 @@ class _Search:
     def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
         """Do as :meth:`PlacementResult.levelled`."""
         policy, delay = placement.policy, delay - delay.min()
-        if policy.everywhere or policy.power or delay.max() < LEVEL_ABOVE * self._bound:
+        if not policy.can_be_levelled or delay.max() < LEVEL_ABOVE * self._bound:
             return None
         placement = self._placer(policy.remap).place(policy, placement, delay)
         placement = replace(placement, parts=self._model.parts(placement))
@@ -177,9 +181,11 @@ class _Search:
 
     def _try_levelled(self, placer: DocumentPlacer, policy: PlacementPolicy) -> None:
         """Try a policy; then, as long as some ranks wait longer than others, with documents placed anew."""
-        placement = placer.place(policy)
-        score = self._try(placement)
-        if policy.everywhere or policy.power:
+        first = placer.place_flexible(policy) if policy.flexible else placer.place(policy)
+        if first is None:
+            return
+        placement, score = first, self._try(first)
+        if not policy.can_be_levelled:
             return
         for _ in range(1 if self._is_large else LEVELLED_TRIALS):
             delay = score.delay - score.delay.min()
@@ -200,7 +206,7 @@ class _Search:
 
     def _policies(self, remap: bool, wide: bool) -> Iterator[PlacementPolicy]:
         """Yield the policies in the order of trying; later ones depend on the results of earlier ones."""
-        before = len(self.tried)
+        before, never = len(self.tried), float("inf")
         for split in self._splits:
             yield PlacementPolicy(CUT_ABOVE[0], split, remap=remap)
         if self._is_large:
@@ -210,12 +216,14 @@ class _Search:
             for cut in CUT_ABOVE[1:]:
                 yield PlacementPolicy(cut, split, remap=remap)
         if wide:
-            over_nodes = [trial for trial in self.tried[before:] if any(width > 1 for width in trial.placement.split)]
+            node = self._model.topology.ranks_per_node
+            over_nodes = [trial for trial in self.tried[before:] if any(size > node for size in trial.placement.split)]
             if over_nodes:
                 yield replace(min(over_nodes, key=_sort_key).placement.policy, wide=False)
         if remap or self._model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
             return
-        never = float("inf")
+        if len(self._splits) > 1:
+            yield PlacementPolicy(FLEXIBLE_ABOVE, never, flexible=True)
         yield PlacementPolicy(1.0, never, power=True)
         if len(self._model.lengths) * self._model.topology.ranks > MAX_DOC_CHUNKS:
             return

@@ -17,24 +17,26 @@ import numpy as np
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
 
 
-def split_parts(placement: Placement, work: np.ndarray) -> list[tuple[int, DocumentShares]]:
+def split_parts(placement: Placement, work: np.ndarray, ranks_per_node: int) -> list[tuple[int, DocumentShares]]:
     """Return the parts of the documents whose heads are split, in the order in which they are computed.
 
     Args:
         placement: placement of all documents; those inside nodes make `placement.parts` parts.
         work: work of each document, such as visible pairs, fp64 [documents].
+        ranks_per_node: ranks of a node.
 
     Returns:
-        (number of neighbouring nodes over which heads are split, members) of each part.
+        (number of neighbouring ranks over which heads are split, members) of each part.
     """
-    across = [(width, members) for width, members in placement.split.items() if width > 1]
-    parts: list[tuple[int, DocumentShares]] = []
-    if 1 in placement.split:
-        members = placement.split[1]
+    across: list[tuple[int, DocumentShares]] = []
+    inside: list[list[tuple[int, DocumentShares]]] = [[] for _ in range(placement.parts)]
+    for size, members in placement.split.items():
         several = np.bincount(members.doc, minlength=len(work))[members.doc] > 1
-        parts = [(1, part) for part in _equal_parts(members.select(~several), work, placement.parts)]
-        across = [(1, members.select(several)), *across] if several.any() else across
-    return parts[:1] + across + parts[1:]
+        crossing = several | (size > ranks_per_node)
+        across += [(size, members.select(crossing))] if crossing.any() else []
+        for number, part in enumerate(_equal_parts(members.select(~crossing), work, placement.parts)):
+            inside[number].append((size, part))
+    return [*inside[0], *across, *(part for parts in inside[1:] for part in parts)]
 
 
 def _equal_parts(members: DocumentShares, work: np.ndarray, parts: int) -> list[DocumentShares]:
