@@ -28,7 +28,7 @@ from mindspeed_cp.algorithms.placement.water_fill import FILL_LIMIT, fill_fewest
 from mindspeed_cp.layout import assign_to_least_loaded
 
 #: Part of redistributions inside a node that other parts do not hide, in flexible groups.
-FLEXIBLE_EXPOSED = 0.25
+FLEXIBLE_EXPOSED = 1.0
 
 #: How often the shares of cut documents are levelled.
 LEVELLING_SWEEPS = 2
@@ -178,13 +178,10 @@ class DocumentPlacer:
             by_size.setdefault(size, []).append((doc, [first // size], [1.0]))
             for rank in range(first, first + size):
                 loads.seconds[rank] += self._flexible_seconds[size][doc]
-        alone = [(doc, rank, share) for doc, rank, share in by_size.pop(1, [])]
-        shared: list[DocumentRanks] = []
-        whole = alone + self._place_whole(loads, self._docs[cut:], shared, self.fair)
-        shared, whole = repair_placement(loads, shared, whole, self.fair, self.per_node)
+        whole = by_size.pop(1, []) + self._place_whole(loads, self._docs[cut:], [], self.fair)
         return Placement(
             policy,
-            DocumentShares.from_lists([self._levelled(loads, *entry) for entry in shared] + whole),
+            DocumentShares.from_lists(whole),
             {size: DocumentShares.from_lists(by_size[size]) for size in sorted(by_size)},
         )
 

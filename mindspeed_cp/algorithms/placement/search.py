@@ -25,8 +25,8 @@ from mindspeed_cp.errors import ConfigError
 SPLIT_HEADS_ABOVE = (0.12, float("inf"), 0.0, 0.06, 0.4, 0.2, 0.03)
 CUT_ABOVE = (0.5, 1.0, 0.2)
 
-#: Value of `PlacementPolicy.cut` for flexible groups.
-FLEXIBLE_ABOVE = 0.1
+#: Values of `PlacementPolicy.cut` for flexible groups; with more documents than MAX_FLEXIBLE the first alone.
+FLEXIBLE_ABOVE, MAX_FLEXIBLE = (0.1, 0.0), 512
 
 #: The search ends when a placement is this close to the bound that no plan can beat.
 STOP_WITHIN = 1.01
@@ -67,11 +67,13 @@ class PlacementResult:
     search: _Search = field(repr=False)
 
     def best_of_policies(self, count: int) -> list[Placement]:
-        """Return the fastest placements of at most `count` policies, one of each."""
-        best: dict[PlacementPolicy, Placement] = {}
-        for placement in self.ranked:
-            best.setdefault(placement.policy, placement)
-        return list(best.values())[:count]
+        """Return the fastest placements of at most `count` policies, one of each; of equally fast ones, which are the
+        same in most cases, the first."""
+        best: dict[PlacementPolicy, _Trial] = {}
+        for trial in self.search.tried:
+            if all(trial.seconds != other.seconds for other in best.values()):
+                best.setdefault(trial.placement.policy, trial)
+        return [trial.placement for trial in best.values()][:count]
 
     def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
         """Place the documents of a placement anew, so that ranks that wait longer under it get less work.
@@ -223,7 +225,8 @@ class _Search:
         if remap or self._model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
             return
         if len(self._splits) > 1:
-            yield PlacementPolicy(FLEXIBLE_ABOVE, never, flexible=True)
+            for cut in FLEXIBLE_ABOVE if len(self._model.lengths) <= MAX_FLEXIBLE else FLEXIBLE_ABOVE[:1]:
+                yield PlacementPolicy(cut, never, flexible=True)
         yield PlacementPolicy(1.0, never, power=True)
         if len(self._model.lengths) * self._model.topology.ranks > MAX_DOC_CHUNKS:
             return
