@@ -214,8 +214,9 @@ def eod_lengths(lengths: np.ndarray, ranks: int, tensor_parallel: int) -> np.nda
 def ours(case: Case) -> list[Candidate]:
     """Build this project's hierarchical plans, as `algorithm: hierarchical` makes them by the preset, without options
     unless --placements is given: one plan, whatever the cluster really is."""
-    options = {} if case.placements is None else {"simulated_placements": case.placements}
-    plan = build_plan(case.documents, case.topology, case.attention, "hierarchical", **options)
+    plan = build_plan(
+        case.documents, case.topology, case.attention, "hierarchical", simulated_placements=case.placements
+    )
     return [Candidate("hierarchical", plan)]
 
 

@@ -116,6 +116,7 @@ def build_hierarchical(
         if plans:
             break
     else:
+        assert cap is not None, "plans are left out for the cap alone"
         raise ConfigError(
             f"max_seqlen_per_dp_cp_rank is {cap}: no placement found that keeps it; valid: more, such as {cap * 5 // 4}"
         )

@@ -164,8 +164,10 @@ def test_default_plans_are_as_fast_as_ulysses_and_ring(lengths: list[int]) -> No
     documents, topology = Documents(lengths), Topology(2, 8, "a800")
     ours = simulate_plan(build_plan(documents, topology, MHA, "hierarchical"), cluster_of(topology)).total
     for degree in (4, 8, 16):
-        algorithm, options = ("ulysses", {}) if degree == 16 else ("hybrid", {"ulysses_degree": degree})
-        plan = build_plan(documents, topology, MHA, algorithm, **options)
+        if degree == topology.ranks:
+            plan = build_plan(documents, topology, MHA, "ulysses")
+        else:
+            plan = build_plan(documents, topology, MHA, "hybrid", ulysses_degree=degree)
         assert ours <= 1.01 * simulate_plan(plan, cluster_of(topology)).total
 
 

@@ -9,14 +9,14 @@ T. Documents come longest first, so sizes of new groups fall, and every group be
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 #: Halvings of the interval of T, and the largest T in equal shares of all work.
 HALVINGS, LATEST = 10, 2.0
 
 
 def flexible_groups(
-    seconds: dict[int, Sequence[float]], docs: Sequence[int], ranks: int, fair: float
+    seconds: Mapping[int, Sequence[float]], docs: Sequence[int], ranks: int, fair: float
 ) -> tuple[list[int], list[int]] | None:
     """Choose a group for each document.
 
@@ -46,7 +46,7 @@ def flexible_groups(
 
 
 def _packed(
-    seconds: dict[int, Sequence[float]], docs: Sequence[int], ranks: int, sizes: list[int], until: float
+    seconds: Mapping[int, Sequence[float]], docs: Sequence[int], ranks: int, sizes: list[int], until: float
 ) -> tuple[list[int], list[int]] | None:
     """Return the groups that are done until a time, as `flexible_groups`."""
     loads: dict[int, list[tuple[float, int]]] = {size: [] for size in sizes}  # (load, first rank), ascending
