@@ -1,12 +1,14 @@
 """Host time of simulating a layer, and of choosing an algorithm by simulation.
 
     python -m benchmarks.choosing [--repeat 5] [--ranks 64] [--large 1024] [--documents 1000] [--batches 4 1]
-                                  [--lengths wikipedia prolong] [--tokens 4096] [--cluster a2] [--json FILE]
+                                  [--lengths wikipedia prolong] [--tokens 4096] [--cluster a2] [--problems 200]
+                                  [--json FILE]
 
 Seconds are measured on this host: medians of the repeats after a warm-up call. Milliseconds of a layer are modelled.
 One layer of 32 heads of 128 channels, 8 kv heads, forward and backward; batches are drawn from configs/lengths.
 A ring is built and simulated for --ranks, and for --large with --documents; an algorithm is chosen for --ranks, by each
-number of --batches.
+number of --batches. At last, the regret of default plans on --problems random problems (seeds 0, 1, ...): how much
+slower a plan of `algorithm: hierarchical` without options is than the fastest of all candidates of `auto`, modelled.
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.regret import random_problem
 from benchmarks.timing import median_us
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.choose.choose import Decision, choose_algorithm
@@ -25,6 +31,9 @@ from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch, sample_lengths
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.simulate.simulator import simulate_plan
+
+#: Problems with the largest regret that are printed.
+WORST = 8
 
 ATTENTION = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
 
@@ -39,11 +48,14 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each rank")
     parser.add_argument("--cluster", default="a2")
+    parser.add_argument("--problems", type=int, default=200, help="random problems of the regret; 0: none")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     for name in ("repeat", "ranks", "large", "documents", "tokens"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; valid: 1 or more")
+    if options.problems < 0:
+        parser.error(f"--problems is {options.problems}; valid: 0 or more")
     if min(options.batches) < 1:
         parser.error(f"--batches has {min(options.batches)}; valid: 1 or more")
     if options.json and not options.json.absolute().parent.is_dir():
@@ -70,7 +82,23 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows += ring(options.lengths[0], many, large, options.repeat)
     for name, batches in drawn.items():
         rows += [choosing(name, batches[:count], topology, options.repeat) for count in options.batches]
-    return rows
+    return rows + regrets(options.problems)
+
+
+def regrets(count: int) -> list[dict[str, Any]]:
+    """Print the regret of default plans on random problems, and where it is largest."""
+    problems = [random_problem(seed) for seed in range(count)]
+    if problems:
+        regret = np.array([problem.regret for problem in problems])
+        print(
+            f"regret of a default plan on {count} random problems: mean {100 * regret.mean():.2f} %, "
+            f"p95 {100 * np.quantile(regret, 0.95):.2f} %, worst {100 * regret.max():.2f} %; above 0.1 % in "
+            f"{int((regret > 0.001).sum())}"
+        )
+        for number in np.argsort(-regret, kind="stable")[:WORST].tolist():
+            if regret[number]:
+                print(f"  {100 * regret[number]:.2f} %: {problems[number].name}: {problems[number].fastest}")
+    return [asdict(problem) | {"regret": problem.regret} for problem in problems]
 
 
 def place_of(name: str, ranks: int) -> Topology:

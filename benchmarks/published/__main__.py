@@ -25,7 +25,7 @@ from benchmarks.published.bases import (
 )
 from benchmarks.published.remarks import assumptions, beside_reported
 from benchmarks.published.steps import LAYERS, step_seconds
-from benchmarks.published.systems import OURS, PLACEMENTS, SYSTEMS
+from benchmarks.published.systems import OURS, SYSTEMS
 from benchmarks.published.table import Row, header, line, markdown, step_line, summarize, summary_text, why_slower
 from mindspeed_cp import Documents
 from mindspeed_cp.data.lengths import load_lengths
@@ -63,7 +63,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=4, help="of each row of basis 2; half for basis 1")
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
     parser.add_argument("--basis", type=int, nargs="+", default=[1, 2], choices=[1, 2])
-    parser.add_argument("--placements", type=int, default=PLACEMENTS, help="simulated_placements of ours; 1: none")
+    parser.add_argument("--placements", type=int, help="simulated_placements of ours; default: its own")
     parser.add_argument("--no-steps", dest="steps", action="store_false")
     parser.add_argument("--bf16", action="store_true", help="others send gradients of keys in bf16")
     parser.add_argument("--no-sensitivity", dest="sensitivity", action="store_false")
@@ -72,7 +72,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.batches < 1:
         raise ConfigError(f"--batches is {options.batches}; valid: a whole number from 1")
-    if options.placements < 1:
+    if options.placements is not None and options.placements < 1:
         raise ConfigError(f"--placements is {options.placements}; valid: a whole number from 1")
     if min(options.ranks) < 1:
         raise ConfigError(f"--ranks has {min(options.ranks)}; valid: whole numbers from 1")

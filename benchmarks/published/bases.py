@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.data import HEADS, real_lengths_folder
-from benchmarks.published.systems import PLACEMENTS, POOLED, SYSTEMS, Case
+from benchmarks.published.systems import POOLED, SYSTEMS, Case
 from benchmarks.published.timing import Candidate, Layer, fastest
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
@@ -69,14 +69,14 @@ class Place:
         ranks: in all.
         changed: what the cluster really does, where that is other than the preset, by which plans are made: factors of
             its values.
-        placements: `simulated_placements` of this project's plans.
+        placements: `simulated_placements` of this project's plans; None: the default.
     """
 
     name: str
     heads: str
     ranks: int
     changed: tuple[tuple[str, float], ...] = ()
-    placements: int = PLACEMENTS
+    placements: int | None = None
 
     @property
     def attention(self) -> AttentionConfig:

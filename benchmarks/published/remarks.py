@@ -14,13 +14,14 @@ from benchmarks.published.table import Row
 from mindspeed_cp.cluster import load_cluster
 
 
-def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool, placements: int) -> list[str]:
+def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool, placements: int | None) -> list[str]:
     """Return the text that stands beside the tables."""
     out = [
         "All times are modelled: one layer of 32 heads of 128 channels (gqa8: 8 key/value heads), hidden size 4,096, a",
         f"gated FFN 8/3 as wide, causal, bf16, forward and backward, {TOKENS:,} tokens a rank, no tensor parallelism.",
         "Gradients of keys and values travel in " + ("bf16 in all systems but ours." if bf16 else "fp32."),
-        f"Ours: the one plan of `algorithm: hierarchical` with simulated_placements {placements}, by the preset;",
+        "Ours: the one plan of `algorithm: hierarchical` by the preset, "
+        + ("without options;" if placements is None else f"with simulated_placements {placements};"),
         "others: the fastest of their ways in each batch.",
     ]
     for name in clusters:

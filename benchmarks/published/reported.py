@@ -44,7 +44,7 @@ REPORTED = (
     ),
     Reported("Megatron dynamic CP", "up to 1.48x", "static context parallelism", "NVIDIA GPUs", "Megatron-core"),
     Reported("ByteScale", "up to 7.89x", "the state of the art (steps)", "NVIDIA GPUs", "arXiv 2502.21231"),
-    Reported("FlexSP", "up to 1.98x", "the state of the art (steps)", "NVIDIA GPUs", "arXiv 2412.01523"),
+    Reported("FlexSP", "up to 1.98x", "the state of the art (steps)", "NVIDIA GPUs", "arXiv 2412.01523", (), "FlexSP"),
     Reported("WLB-LLM", "1.23x", "its baseline (steps)", "NVIDIA GPUs", "arXiv 2503.17924"),
     Reported("DistCA", "up to 1.35x", "its baseline (steps)", "NVIDIA GPUs", "hao-ai-lab/DistCA"),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from benchmarks.published.gather import build_gathered
 from benchmarks.published.groups import Thresholds, power_of_two_groups, zoned_groups
 from benchmarks.published.rings import Group, grouped_rings
 from benchmarks.published.routed import RoutedLinkQueues, routing_pays
+from benchmarks.published.split_groups import differencing, flexible_groups, group_seconds, split_in_groups
 from benchmarks.published.timing import Candidate
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms.hierarchical import plan_from_placement
@@ -41,10 +42,6 @@ ZONES = tuple(
 )
 
 
-#: Of this project's plans.
-PLACEMENTS = 4
-
-
 @dataclass(frozen=True)
 class Case:
     """One batch on some ranks.
@@ -55,7 +52,7 @@ class Case:
         attention: of the layer.
         cluster: that preset, of as many ranks a node as are in use.
         shared: candidates that were made already, for other clusters or heads too.
-        placements: `simulated_placements` of this project's plans.
+        placements: `simulated_placements` of this project's plans; None: the default.
     """
 
     documents: Documents
@@ -63,7 +60,7 @@ class Case:
     attention: AttentionConfig
     cluster: Cluster
     shared: dict[object, Candidate] = field(default_factory=dict)
-    placements: int = PLACEMENTS
+    placements: int | None = None
 
     def once(self, make: Callable[[Documents, Topology, AttentionConfig], Candidate], *what: object) -> Candidate:
         """Return a candidate that depends on documents, nodes and ranks, and on `what` names it, alone: neither on the
@@ -163,6 +160,43 @@ def zeppelin_by_cost(case: Case) -> list[Candidate]:
     return [candidate for candidates in by_groups.values() for candidate in candidates]
 
 
+def verl(case: Case) -> list[Candidate]:
+    """Build verl's balance: documents whole in groups of neighbouring ranks, chosen by Karmarkar-Karp, Ulysses in each
+    group (`verl/utils/seqlen_balancing.py`, `ulysses_sequence_parallel_size`). By tokens and by its workload,
+    24,576 s + s^2; of all sizes of a group up to the heads the fastest."""
+    lengths, ranks = case.documents.lengths.astype(float), case.topology.ranks
+    candidates = []
+    for size in _group_sizes(case):
+        for what, costs in (("tokens", lengths), ("workload", 24576 * lengths + lengths**2)):
+            group = differencing(costs, ranks // size)
+            plan = split_in_groups(
+                "verl", case.documents, case.topology, case.attention, np.full(len(lengths), size), group * size
+            )
+            candidates.append(Candidate(f"Ulysses {size}, by {what}", plan))
+    return candidates
+
+
+def flexsp(case: Case) -> list[Candidate]:
+    """Build FlexSP (arXiv 2412.01523): groups of several sizes, powers of two, each document whole in one, Ulysses in
+    each. Its objective is the time of the busiest group, by this project's speeds of kernels and links; it is minimized
+    by bisection in place of its mixed integer program. Assumed in its favour: no limit of memory, all groups of a step
+    at once."""
+    seconds = {
+        size: group_seconds(case.documents, case.topology, case.attention, case.cluster, size)
+        for size in (1, *_group_sizes(case))
+    }
+    degree, first = flexible_groups(seconds, case.topology.ranks)
+    plan = split_in_groups("FlexSP", case.documents, case.topology, case.attention, degree, first)
+    sizes = ", ".join(map(str, np.unique(degree)[::-1].tolist()))
+    return [Candidate(f"groups of {sizes}", plan)]
+
+
+def _group_sizes(case: Case) -> list[int]:
+    """Return the powers of two of ranks from 2 that the heads and the ranks can be divided into."""
+    limit = min(case.topology.ranks, case.attention.heads)
+    return [2**i for i in range(1, limit.bit_length()) if case.topology.ranks % 2**i == 0 and 2**i <= limit]
+
+
 def eod_ring(case: Case, tensor_parallel: int = 1) -> list[Candidate]:
     """Build MindSpeed's ring with `--reset-attention-mask` (EOD reset): every document is padded to a multiple of cp *
     lcm(2, tp), then cut evenly over all ranks. The padding is computed and sent like tokens."""
@@ -178,12 +212,12 @@ def eod_lengths(lengths: np.ndarray, ranks: int, tensor_parallel: int) -> np.nda
 
 
 def ours(case: Case) -> list[Candidate]:
-    """Build this project's hierarchical plans, as `algorithm: hierarchical` with `simulated_placements` makes them by
-    the preset: one plan, whatever the cluster really is."""
-    options = {"simulated_placements": case.placements}
-    return [
-        Candidate("hierarchical", build_plan(case.documents, case.topology, case.attention, "hierarchical", **options))
-    ]
+    """Build this project's hierarchical plans, as `algorithm: hierarchical` makes them by the preset, without options
+    unless --placements is given: one plan, whatever the cluster really is."""
+    plan = build_plan(
+        case.documents, case.topology, case.attention, "hierarchical", simulated_placements=case.placements
+    )
+    return [Candidate("hierarchical", plan)]
 
 
 #: By the name in the table. The first is what others are compared with, the last is this project's.
@@ -196,6 +230,8 @@ SYSTEMS: dict[str, Callable[[Case], list[Candidate]]] = {
     "USP": usp,
     "dynamic CP": dynamic_cp,
     "Zeppelin": zeppelin,
+    "verl": verl,
+    "FlexSP": flexsp,
     "dyn. by cost": dynamic_cp_by_cost,
     "Zep. by cost": zeppelin_by_cost,
     "ours": ours,
@@ -207,7 +243,7 @@ BASE, OURS = "even ring", "ours"
 VARIANTS = ("dyn. by cost", "Zep. by cost")
 
 #: Systems that go by documents, so that they can treat all ranks of a step as one pool.
-POOLED = ("dynamic CP", "Zeppelin", *VARIANTS, OURS)
+POOLED = ("dynamic CP", "Zeppelin", "verl", "FlexSP", *VARIANTS, OURS)
 
 
 def _even(label: str, plan: Plan) -> Candidate:

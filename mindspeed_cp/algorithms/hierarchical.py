@@ -13,6 +13,7 @@ second travel: half of them at the beginning, half at the end. Zeppelin (2509.21
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -26,9 +27,11 @@ from mindspeed_cp.algorithms.options import AtLeast, FromModel
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
 from mindspeed_cp.algorithms.placement.search import PlacementResult, search_placements
+from mindspeed_cp.algorithms.placement.split_parts import split_parts
 from mindspeed_cp.algorithms.placement.token_cap import apply_token_cap
-from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.cluster import Cluster, LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.layout.sharding import weighted
 from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
@@ -37,6 +40,10 @@ from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.schema.numbers import check_count
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
+from mindspeed_cp.simulate.timeline import Timeline
+
+#: Placements that are simulated by default, and the most ranks on which they are.
+SIMULATED_PLACEMENTS, MAX_SIMULATED_RANKS = 3, 1024
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
@@ -57,7 +64,7 @@ def build_hierarchical(
     ffn_hidden_size: Annotated[int | None, AtLeast(1), FromModel()] = None,
     tensor_model_parallel_size: Annotated[int, AtLeast(1), FromModel()] = 1,
     sequence_parallel: Annotated[bool, FromModel()] = False,
-    simulated_placements: Annotated[int, AtLeast(1, "placements")] = 1,
+    simulated_placements: Annotated[int | None, AtLeast(1, "placements")] = None,
 ) -> Plan:
     """Every document on the ranks where it is cheapest: one rank, some ranks of a node, or several nodes.
 
@@ -79,34 +86,79 @@ def build_hierarchical(
         ffn_hidden_size: FFN size of the model, for the cost of linear layers; default: 8/3 of hidden_size.
         tensor_model_parallel_size: tensor-parallel ranks of the model, for the cost of linear layers.
         sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
-        simulated_placements: number of the best placements by the planner's model that are built and simulated
-            (:func:`mindspeed_cp.simulate_plan`); the fastest is used. Each costs as much as planning without.
+        simulated_placements: number of placements that are built and simulated (:func:`mindspeed_cp.simulate_plan`);
+            the fastest is used. Two of three are the best of the planner's model, of different policies; one of three
+            is the fastest of them with less work for the ranks that waited long. Default: 3 on up to 1,024 ranks, else
+            1, which is not simulated.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
             max_seqlen_per_dp_cp_rank on all ranks.
     """
     sizes, cap = (hidden_size, ffn_hidden_size, tensor_model_parallel_size), max_seqlen_per_dp_cp_rank
-    for may_split in (head_split, False):
+    if simulated_placements is None:
+        simulated_placements = SIMULATED_PLACEMENTS if topology.ranks <= MAX_SIMULATED_RANKS else 1
+    levelled = simulated_placements // 3
+
+    def build(placement: Placement) -> Plan | None:
+        """Return the plan of a placement; None if it exceeds the token cap."""
+        plan = plan_from_placement(placement, documents, kv_documents, topology, attention, routing, prefetch, cap)
+        if cap is not None and plan.layout.token_counts.max() > cap:
+            return None
+        if placement.policy.remap:
+            return _with_linear_layout(plan, remap, hidden_size, tensor_model_parallel_size, sequence_parallel)
+        return plan
+
+    for may_split in (head_split, False):  # equal parts of documents with split heads are rounded up, above the cap
         result = choose_placement(documents, kv_documents, topology, attention, routing, may_split, remap, cap, *sizes)
-        placements = result.ranked[:simulated_placements]
-        plans = [
-            plan_from_placement(placement, documents, kv_documents, topology, attention, routing, prefetch, cap)
-            for placement in placements
-        ]
-        fitting = [i for i, plan in enumerate(plans) if cap is None or plan.layout.token_counts.max() <= cap]
-        if fitting or not may_split:  # equal parts of documents with split heads are rounded up, above the cap
+        placements = result.best_of_policies(simulated_placements - levelled)
+        plans = {placement: plan for placement in placements if (plan := build(placement)) is not None}
+        if plans:
             break
-    plans = [
-        _with_linear_layout(plans[i], remap, hidden_size, tensor_model_parallel_size, sequence_parallel)
-        if placements[i].policy.remap
-        else plans[i]
-        for i in fitting or [0]
-    ]
-    if len(plans) == 1:
-        return plans[0]
+    else:
+        assert cap is not None, "plans are left out for the cap alone"
+        raise ConfigError(
+            f"max_seqlen_per_dp_cp_rank is {cap}: no placement found that keeps it; valid: more, such as {cap * 5 // 4}"
+        )
+    if simulated_placements == 1:
+        return next(iter(plans.values()))
     layer = _layer_cost(attention, *sizes, sequence_parallel)
-    return min(plans, key=lambda plan: simulate_plan(plan, cluster_of(topology), layer, COARSE_SPANS).total)
+    return _fastest(plans, result, build, levelled, cluster_of(topology), layer)
+
+
+def _fastest(
+    plans: dict[Placement, Plan],
+    result: PlacementResult,
+    build: Callable[[Placement], Plan | None],
+    levelled: int,
+    cluster: Cluster,
+    layer: LayerCost,
+) -> Plan:
+    """Return the plan that is simulated fastest.
+
+    Args:
+        plans: plans of the best placements by the model.
+        result: the search that found them.
+        build: builds the plan of a placement.
+        levelled: number of placements that are made from the fastest one by its simulated waits.
+        cluster, layer: as for simulate_plan.
+    """
+
+    def simulate(plan: Plan) -> Timeline:
+        return simulate_plan(plan, cluster, layer, COARSE_SPANS)
+
+    timelines = {placement: simulate(plan) for placement, plan in plans.items()}
+    placement = min(timelines, key=lambda placement: timelines[placement].total)
+    best, timeline = timelines[placement], timelines[placement]
+    for _ in range(levelled):
+        delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
+        another = result.levelled(placement, delay)
+        plan = None if another is None else build(another)
+        if another is None or plan is None:
+            break
+        placement, timeline = another, simulate(plan)
+        best = min(best, timeline, key=lambda timeline: timeline.total)
+    return best.plan
 
 
 def _with_linear_layout(
@@ -182,11 +234,12 @@ def plan_from_placement(
     is_split = np.zeros(len(queries), bool)
     is_split[placement.split_documents] = True
     head_parts = []
-    for width, members in placement.split.items():
+    work = visible_pairs(queries.lengths, keys.lengths, attention).astype(np.float64)
+    for size, members in split_parts(placement, work, topology.ranks_per_node):
         chosen = np.zeros(len(queries), bool)
         chosen[members.doc] = True
         part_queries, part_keys = (select_documents(documents, chosen) for documents in (queries, keys))
-        layouts = _layouts(part_queries, part_keys, topology.nodes // width, members, attention)
+        layouts = _layouts(part_queries, part_keys, topology.ranks // size, members, attention)
         head_parts.append(head_groups_part(*layouts, topology, attention))
     parts = []
     if not is_split.all() or not len(is_split):
@@ -223,10 +276,9 @@ def _head_split_pairs(
     """Return the visible pairs of documents with split heads that each rank computes, in pairs of all heads."""
     pairs = visible_pairs(queries.lengths, keys.lengths, attention)
     out = np.zeros(topology.ranks)
-    for width, members in placement.split.items():
-        groups, group_ranks = topology.nodes // width, topology.ranks_per_node * width
-        group_pairs = np.bincount(members.rank, pairs[members.doc] * members.share, groups)
-        out += np.repeat(group_pairs, group_ranks) / group_ranks
+    for size, members in placement.split.items():
+        group_pairs = np.bincount(members.rank, pairs[members.doc] * members.share, topology.ranks // size)
+        out += np.repeat(group_pairs, size) / size
     return out
 
 
@@ -245,9 +297,14 @@ def _step_order(parts: list[Plan], has_fetched: bool, direction: str) -> StepOrd
         fetches = len(programs[0].fetch) > 0
         in_turn[0] = min(parts[0].forward.steps, steps[0]) if fetches else steps[0] - 1
         first = min(LOCAL_STEPS if direction == "backward" else 1, in_turn[0])
-    order = [(0, step) for step in range(first)]
-    for step in range(max(in_turn)):
-        order += [(part, step) for part in range(int(has_fetched), len(parts)) if step < in_turn[part]]
+    heads = range(int(has_fetched), len(parts))
+    single, several = ([part for part in heads if (steps[part] > 1) == many] for many in (False, True))
+    order = [(0, step) for step in range(first)] + [(part, 0) for part in single[:1]]
+    turns = max(in_turn)
+    for step in range(turns):
+        order += [(part, step) for part in several if step < in_turn[part]]
+        beside = single[1:] if not several else single[1 + step :] if step == turns - 1 else single[1 + step : 2 + step]
+        order += [(part, 0) for part in beside if several or step == 0]
         order += [(0, first + step)] if has_fetched and first + step < in_turn[0] else []
     return (*order, *((0, step) for step in range(in_turn[0], steps[0])))
 

@@ -8,9 +8,10 @@ from itertools import pairwise
 import numpy as np
 
 from mindspeed_cp.cluster.compute import ComputeCost
-from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.layout import Documents, ragged_arange
+from mindspeed_cp.layout.documents import MAX_TOKENS
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.tiles import count_pairs
+from mindspeed_cp.plan.tiles import count_pairs, tiles_between
 from mindspeed_cp.plan.transfers import edge_steps, steps_of_parts
 
 #: Key spans in the forward up to which the tiles of all ranks are counted. Larger plans, with many documents cut over
@@ -19,6 +20,12 @@ SIMULATED_SPANS = 2**20
 
 #: The same limit where a choice must be fast.
 COARSE_SPANS = 2**16
+
+#: Spans of queries and keys whose tiles are derived in one pass.
+SPANS_PER_PASS = 2**14
+
+#: Tokens of all documents of a pass where rows of tiles are counted one by one.
+WINDOW_TOKENS_PER_PASS = 2**21
 
 #: Least number of ranks that are counted if some ranks represent others.
 MIN_COUNTED_RANKS = 4
@@ -55,9 +62,9 @@ class TileCounter:
 
     def __init__(self, plan: Plan, representative: np.ndarray | None = None) -> None:
         self._plan, self._representative = plan, np.arange(plan.ranks) if representative is None else representative
-        self._counted = np.unique(self._representative).tolist()
+        self._counted = np.unique(self._representative)
         self._key_numbers: list[dict[bytes, int]] = [{} for _ in plan.parts_or_self]  # number of a content's keys
-        self._cache: list[dict[tuple[int, int], tuple[float, float, int]]] = [{} for _ in plan.parts_or_self]
+        self._cache: list[dict[tuple[int, int], list[float]]] = [{} for _ in plan.parts_or_self]
 
     def work(self, direction: str) -> TileWork:
         """Return the work of a direction."""
@@ -68,45 +75,122 @@ class TileCounter:
         ):
             program: Program = getattr(part, direction)
             head_share = part.q_layout_compute.head_counts(plan.attention.heads) / plan.attention.heads
-            contents_of_ranks = [program.contents_of(rank) for rank in self._counted]
-            keys = _number_keys(program, np.concatenate(contents_of_ranks), self._key_numbers[number])
-            ends = np.cumsum([len(contents) for contents in contents_of_ranks])
-            for rank, contents, end in zip(self._counted, contents_of_ranks, ends.tolist(), strict=True):
-                if len(contents):
-                    sums = self._of_contents(number, program, rank, contents, keys[end - len(contents) : end])
-                    _add_rank(
-                        out[:, rank], sums, plan_steps[contents["step"]] - edge_steps(plan), contents, head_share[rank]
-                    )
+            contents = program.contents
+            if len(self._counted) < plan.ranks:
+                contents = contents[np.isin(contents["rank"], self._counted)]
+            if len(contents):
+                sums = self._of_contents(number, program, contents)
+                _add_contents(out, sums, plan_steps[contents["step"]] - edge_steps(plan), contents, head_share)
         return TileWork(*out[:, self._representative])
 
-    def _of_contents(
-        self, number: int, program: Program, rank: int, contents: np.ndarray, keys: np.ndarray
-    ) -> np.ndarray:
+    def _of_contents(self, number: int, program: Program, contents: np.ndarray) -> np.ndarray:
         """Return (pairs, pairs over the shorter side, bit set of masks) of each content, fp64 [contents, 3]."""
-        cache, key_numbers = self._cache[number], keys.tolist()
-        new = [i for i, key in enumerate(key_numbers) if (rank, key) not in cache]
+        cache = self._cache[number]
+        keys = list(
+            zip(
+                contents["rank"].tolist(),
+                _number_keys(program, contents, self._key_numbers[number]).tolist(),
+                strict=True,
+            )
+        )
+        new = {key: i for i, key in enumerate(keys) if key not in cache}
         if new:
-            tiles, content = program.tiles_of(rank, contents[new])
-            pairs = count_pairs(tiles, program.attention).astype(np.float64)
-            short_side = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
-            sums = [np.bincount(content, values, len(new)).tolist() for values in (pairs, pairs / short_side)]
-            masks = np.zeros(len(new), np.int64)
-            np.bitwise_or.at(masks, content, 1 << tiles["mask"])
-            for i, *values in zip(new, *sums, masks.tolist(), strict=True):
-                cache[rank, key_numbers[i]] = tuple(values)
-        return np.array([cache[rank, key] for key in key_numbers], np.float64)
+            sums = count_contents(program, contents[sorted(new.values())])
+            for key, values in zip(sorted(new, key=new.__getitem__), sums.tolist(), strict=True):
+                cache[key] = values
+        return np.array([cache[key] for key in keys], np.float64)
 
 
-def _add_rank(out: np.ndarray, sums: np.ndarray, step: np.ndarray, contents: np.ndarray, head_share: float) -> None:
-    """Add the work of a rank's contents to `out` [3, plan steps]; `step` is the plan step of each content."""
-    steps = out.shape[1]
+def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
+    """Count the tiles of contents of any ranks in a few passes.
+
+    Args:
+        program: a direction of a plan.
+        contents: records of dtype CONTENT, sorted by rank.
+
+    Returns:
+        (pairs, pairs over the shorter side, bit set of masks) of each content, fp64 [contents, 3].
+    """
+    queries = program.q_layout_compute
+    q_count = np.diff(queries.span_offsets)[contents["rank"]]
+    most = MAX_TOKENS if program.attention.window is None else WINDOW_TOKENS_PER_PASS
+    tokens = np.minimum(_tokens_of_documents(program, contents), most)
+    spans_before, tokens_before = (np.append(0, np.cumsum(x)) for x in (q_count + contents["count"], tokens))
+    out, begin = np.zeros((len(contents), 3)), 0
+    while begin < len(contents):
+        limits = (spans_before, spans_before[begin] + SPANS_PER_PASS), (tokens_before, tokens_before[begin] + most)
+        end = max(begin + 1, min(int(np.searchsorted(before, limit, "right")) - 1 for before, limit in limits))
+        out[begin:end] = _count_pass(program, contents[begin:end])
+        begin = end
+    return out
+
+
+def _tokens_of_documents(program: Program, contents: np.ndarray) -> np.ndarray:
+    """Return the sum of the lengths of the documents of each content, int64 [contents]."""
+    spans = program.spans[ragged_arange(contents["first"], contents["count"])]
+    content = np.repeat(np.arange(len(contents)), contents["count"])
+    new = np.append(True, (spans["doc"][1:] != spans["doc"][:-1]) | (content[1:] != content[:-1]))[: len(spans)]
+    lengths = np.maximum(program.q_layout_compute.documents.lengths, program.kv_documents.lengths)
+    return np.bincount(content[new], lengths[spans["doc"][new]], len(contents)).astype(np.int64)
+
+
+def _count_pass(program: Program, contents: np.ndarray) -> np.ndarray:
+    """Do as `count_contents` in one pass: as tiles of a batch that has a document for each document of each content."""
+    queries, documents, keys = program.q_layout_compute, program.q_layout_compute.documents, program.kv_documents
+    k_spans = program.spans[ragged_arange(contents["first"], contents["count"])]
+    k_key = np.repeat(np.arange(len(contents)), contents["count"]) * len(documents) + k_spans["doc"]
+    q_count = np.diff(queries.span_offsets)[contents["rank"]]
+    q_spans = queries.spans[ragged_arange(queries.span_offsets[contents["rank"]], q_count)]
+    q_key = np.repeat(np.arange(len(contents)), q_count) * len(documents) + q_spans["doc"]
+    pairs = k_key[np.append(True, k_key[1:] != k_key[:-1])[: len(k_key)]]  # (content, document), ascending
+    q_pair, k_pair = (np.minimum(np.searchsorted(pairs, key), max(len(pairs) - 1, 0)) for key in (q_key, k_key))
+    seen = pairs[q_pair] == q_key if len(pairs) else np.zeros(len(q_key), bool)
+    content, doc = np.divmod(pairs, max(len(documents), 1))
+    copied, copied_keys = Documents(documents.lengths[doc]), Documents(keys.lengths[doc])
+    tiles = tiles_between(
+        _renumbered(q_spans[seen], q_pair[seen], documents, copied),
+        _renumbered(k_spans, k_pair, keys, copied_keys),
+        copied,
+        program.attention,
+        copied_keys,
+    )
+    of_tile = content[tiles["doc"]]
+    count = count_pairs(tiles, program.attention).astype(np.float64)
+    short_side = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
+    out = np.empty((len(contents), 3))
+    out[:, 0] = np.bincount(of_tile, count, len(contents))
+    out[:, 1] = np.bincount(of_tile, count / short_side, len(contents))
+    masks = np.zeros(len(contents), np.int64)
+    np.bitwise_or.at(masks, of_tile, 1 << tiles["mask"])
+    out[:, 2] = masks
+    return out
+
+
+def _renumbered(spans: np.ndarray, new_doc: np.ndarray, documents: Documents, copied: Documents) -> np.ndarray:
+    """Renumber spans of documents to spans of the documents `new_doc` of another batch, of equal lengths."""
+    out = spans.copy()
+    shift = copied.offsets[new_doc] - documents.offsets[spans["doc"]]
+    out["doc"] = new_doc
+    for name in ("start", "stop"):
+        out[name] += shift
+    return out
+
+
+def _add_contents(
+    out: np.ndarray, sums: np.ndarray, step: np.ndarray, contents: np.ndarray, head_share: np.ndarray
+) -> None:
+    """Add the work of contents to `out` [3, ranks, plan steps]; `step` is the plan step of each content, `head_share`
+    the share of the heads that each rank computes."""
+    ranks, steps = out.shape[1:]
+    rank = contents["rank"]
+    cell = rank * steps + step
     for row in range(2):
-        out[row] += np.bincount(step, sums[:, row] * head_share, steps)
+        out[row] += np.bincount(cell, sums[:, row] * head_share[rank], ranks * steps).reshape(ranks, steps)
     slots = int(contents["slot"].max()) + 1
-    step_slot, group = np.unique(step * slots + contents["slot"], return_inverse=True)
-    masks = np.zeros(len(step_slot), np.int64)
+    cell_slot, group = np.unique(cell * slots + contents["slot"], return_inverse=True)
+    masks = np.zeros(len(cell_slot), np.int64)
     np.bitwise_or.at(masks, group, sums[:, 2].astype(np.int64))
-    out[2] += np.bincount(step_slot // slots, _bits(masks), steps)
+    out[2] += np.bincount(cell_slot // slots, _bits(masks), ranks * steps).reshape(ranks, steps)
 
 
 def _bits(masks: np.ndarray) -> np.ndarray:

@@ -163,7 +163,7 @@ def test_short_documents_go_to_the_ranks_that_long_ones_leave_idle() -> None:
     work = np.array([2.5, *[0.1] * 15])  # an equal share is 1 for each of 4 ranks
     model = SimpleNamespace(
         topology=Topology(1, 4), attention=AttentionConfig(1), lengths=(100 * work).astype(np.int64), work=work,
-        divided=lambda with_linear: (work, 0 * work),
+        divided=lambda with_linear: (work, 0 * work), redistribution_work=lambda size: 0 * work,
     )  # fmt: skip
     placed = DocumentPlacer(cast(PlacementModel, model)).place(PlacementPolicy(cut=1.0, split=float("inf"))).whole
     loads = np.bincount(placed.rank, work[placed.doc] * placed.share, 4)
@@ -236,8 +236,10 @@ def test_documents_below_the_zone_of_nodes_stay_in_one(name: str) -> None:
 def test_in_the_backward_the_own_node_comes_before_split_heads() -> None:
     """Ranks that are early do what they can do without those of other nodes."""
     documents = Documents([30000, *[2500] * 10, *[300] * 40])
-    plan = build_plan(documents, Topology(2, 4, "a2"), MHA, "hierarchical", remap="off")
-    assert [part.algorithm for part in plan.parts] == ["hierarchical", "node_split"]
+    topology = Topology(2, 4, "a2")
+    placement = DocumentPlacer(estimate_of(documents, topology, MHA)).place(PlacementPolicy(0.2, 0.4))
+    plan = plan_from_placement(placement, documents, documents, topology, MHA)
+    assert [part.algorithm for part in plan.parts] == ["hierarchical", *["node_split"] * (len(plan.parts) - 1)]
     alone = min(3, plan.parts[0].forward.steps)
     assert alone > 1 and plan.backward_order[: alone + 1] == (*((0, step) for step in range(alone)), (1, 0))
     assert plan.forward_order[:2] == ((0, 0), (1, 0))

@@ -81,7 +81,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(ConfigError, match="no attention was given"):
         build_layer_plans(DOCUMENTS, Topology(1, 2), ())
     with pytest.raises(ConfigError, match="remap moves hidden states"):
-        build_layer_plans(DOCUMENTS, Topology(1, 4), ATTENTIONS[:2], "hierarchical", remap="hidden")
+        build_layer_plans(DOCUMENTS, Topology(1, 4), ATTENTIONS[:2], "hierarchical", remap="hidden", head_split=False)
 
 
 def test_kept_plans_are_told_apart_by_their_options() -> None:

@@ -13,7 +13,8 @@ from mindspeed_cp import Documents
 from mindspeed_cp.choose.choose import choose_algorithm
 from mindspeed_cp.data.lengths import sample_batch
 
-SMALL = ["--repeat", "1", "--ranks", "4", "--large", "16", "--documents", "9", "--tokens", "300", "--batches", "2", "1"]
+SMALL = ["--repeat", "1", "--ranks", "4", "--large", "16", "--documents", "9", "--tokens", "300", "--batches", "2", "1",
+         "--problems", "2"]  # fmt: skip
 
 
 def test_all_rows_are_there(
@@ -23,6 +24,9 @@ def test_all_rows_are_there(
     monkeypatch.setattr(sys, "argv", ["choosing", *SMALL, "--lengths", "prolong", "--json", str(file)])
     choosing.main()
     printed, rows = capsys.readouterr().out, json.loads(file.read_text())
+    rows, problems = rows[:-2], rows[-2:]
+    assert "regret of a default plan on 2 random problems: mean" in printed
+    assert all(problem["default"] >= problem["best"] > 0 for problem in problems)
     assert [(row["what"], row["ranks"]) for row in rows] == [
         ("build a ring, prolong", 4),
         ("simulate a ring, prolong", 4),
@@ -44,6 +48,7 @@ def test_all_rows_are_there(
     [
         (["--ranks", "12"], "12 ranks: valid for cluster a2: up to 8, or a multiple of these"),
         (["--repeat", "0"], "--repeat is 0; valid: 1 or more"),
+        (["--problems", "-1"], "--problems is -1; valid: 0 or more"),
         (["--batches", "4", "0"], "--batches has 0; valid: 1 or more"),
         (["--lengths", "novels"], "lengths 'novels': no such distribution"),
         (["--json", "none/x.json"], "there is no folder"),

@@ -7,7 +7,7 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate_plan
 from mindspeed_cp.choose.batch_chooser import CACHED_CHOICES, BatchChooser, shortlist
-from mindspeed_cp.choose.candidates import Candidate
+from mindspeed_cp.choose.candidates import Candidate, default_candidates
 from mindspeed_cp.choose.choose import choose_algorithm
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
@@ -28,7 +28,8 @@ def mixed(number: int, tokens: int) -> Documents:
 def test_batches_get_nearly_the_fastest_and_together_gain_over_one_for_all(name: str) -> None:
     topology, cluster = Topology(1, 8, name), load_cluster(name)
     sample = [mixed(number, 8 * 4096) for number in range(4)]
-    decision = choose_algorithm(sample, topology, MHA)
+    candidates = default_candidates(topology, MHA)[1:]  # without hierarchical, which decides for each batch itself
+    decision = choose_algorithm(sample, topology, MHA, candidates=candidates)
     chooser = BatchChooser(shortlist(decision), sample, topology, MHA)
     assert chooser.candidates[0] == decision.candidate and 2 <= len(chooser.candidates) <= 4
     chosen, best, one_for_all = 0.0, 0.0, 0.0

@@ -163,7 +163,7 @@ def test_spread_counts_documents_and_tokens() -> None:
         ACROSS_NODES: (5, 9400),
     }
     assert count_documents_by_spread(plan_of("ulysses"))[ACROSS_NODES] == (5, 9400)
-    counts = count_documents_by_spread(plan_of("hierarchical"))
+    counts = count_documents_by_spread(plan_of("no head split"))
     assert sum(documents for documents, _ in counts.values()) == 5 and counts[ON_ONE_RANK][0] >= 2
     plan = build_plan(Documents([5, 0]), Topology(1, 1), AttentionConfig(1))
     assert count_documents_by_spread(plan) == {ON_ONE_RANK: (1, 5), IN_ONE_NODE: (0, 0), ACROSS_NODES: (0, 0)}

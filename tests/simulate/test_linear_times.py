@@ -9,8 +9,13 @@ import pytest
 
 from benchmarks.published.training_step import simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
+from mindspeed_cp.algorithms.hierarchical import plan_from_placement
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
+from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
+from mindspeed_cp.algorithms.placement.policy import PlacementPolicy
 from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
+from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.plan.transfers import HIDDEN_STATES, KEYS, REDISTRIBUTION, edge_steps, transfers
 from mindspeed_cp.simulate.linear_times import linear_times
 
@@ -44,7 +49,9 @@ def test_projections_are_those_of_attentions_rows_and_the_rest_of_the_linear_lay
 def test_what_is_moved_to_split_heads_leaves_after_hidden_states_have_come(direction: str) -> None:
     documents = Documents([20000, *[900] * 30])
     topology = Topology(2, 4, "a2")
-    plan = build_plan(documents, topology, MHA, "hierarchical", remap="hidden", hidden_size=4096)
+    model = PlacementModel(documents, documents, topology, MHA, cluster_of(topology), LAYER, True)
+    placement = DocumentPlacer(model, with_linear=False).place(PlacementPolicy(0.5, 0.12, remap=True))
+    plan = with_linear_layout(plan_from_placement(placement, documents, documents, topology, MHA), "hidden")
     assert plan.linear_layout is not None and any(
         part_plan.q_redistribution is not None for part_plan in plan.parts_or_self
     )
@@ -98,13 +105,15 @@ def test_tensor_parallel_ranks_share_rows_with_sequence_parallelism() -> None:
     documents, topology = Documents([20000, *[900] * 30]), Topology(2, 4, "a2")
     sizes = {"hidden_size": 4096, "ffn_hidden_size": 11008, "tensor_model_parallel_size": 2}
     plans = [
-        build_plan(documents, topology, attention, "hierarchical", sequence_parallel=shared, **sizes)
+        build_plan(documents, topology, attention, "hierarchical", sequence_parallel=shared, head_split=False, **sizes)
         for shared in (False, True)
     ]
     moved = []
     for shared in (False, True):
         layer = LayerCost.from_sizes(*widths, tensor_parallel=2, sequence_parallel=shared)
-        plan = with_linear_layout(build_plan(documents, topology, attention, "hierarchical", remap="off"), "hidden")
+        plan = with_linear_layout(
+            build_plan(documents, topology, attention, "hierarchical", remap="off", head_split=False), "hidden"
+        )
         table = transfers(plan, "forward", layer.bytes_per_element, layer.hidden_row_bytes)
         moved.append(table["bytes"][table["kind"] == HIDDEN_STATES].sum())
     assert moved[0] == 2 * moved[1] > 0

@@ -10,6 +10,7 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simul
 from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.simulate import tile_work
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.memory import attention_peak_bytes
 
@@ -205,3 +206,19 @@ def test_a_step_is_its_slowest_replica_and_what_of_the_reduction_is_left() -> No
         simulate_step([[micro, micro], [micro]], cluster, together=True)
     with pytest.raises(ConfigError, match="no micro-batch"):
         simulate_step([], cluster)
+
+
+@pytest.mark.parametrize("attention", [
+    AttentionConfig(heads=6, kv_heads=2, head_dim=16),
+    AttentionConfig(heads=6, head_dim=16, mask="full"),
+    AttentionConfig(heads=6, head_dim=16, window=(70, 0)),
+])  # fmt: skip
+@pytest.mark.parametrize("algorithm", ["ring", "hybrid", "hierarchical"])
+def test_tiles_of_all_ranks_are_counted_in_passes_as_one_by_one(
+    attention: AttentionConfig, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = build_plan(Documents([700, 1, 90, 0, 333, 12]), Topology(2, 3), attention, algorithm)
+    monkeypatch.setattr(tile_work, "SPANS_PER_PASS", 40)
+    monkeypatch.setattr(tile_work, "WINDOW_TOKENS_PER_PASS", 2000)
+    counted = tile_work.TileCounter(plan).work("forward").pairs
+    assert counted == pytest.approx(plan.work() / attention.heads)

@@ -74,7 +74,10 @@ def staged(
     late = np.minimum(0.5, LATE_SHARE * total_pairs / topology.ranks / np.maximum(own_pairs, 1.0))
     steps, last = times.steps, times.last
     shares: Shares = [(0, 1 - late), *((step, late / (last + 1 - steps)) for step in range(steps, last + 1))]
-    alone: Shares = [(0, 1.0)] if beside is None else [(0, 0.5), (1, 0.5)]
+    alone: Shares = [(0, 1.0)]
+    if beside is not None:  # ranks without other parts have nothing to hide
+        half = np.where(beside > 0, 0.5, 0.0)
+        alone = [(0, 1 - half), (1, half)]
     return _programs(queries, keys, attention, times, shares, alone)
 
 

@@ -24,6 +24,9 @@ from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
 #: Additional kernel calls of a rank for a document that it shares.
 EXTRA_CALLS = 3
 
+#: Parts of the documents whose heads are split inside nodes, and the launches that the kernels of a part must outlast.
+MAX_SPLIT_PARTS, PART_LAUNCHES = 4, 16
+
 BYTES_PER_ELEMENT = 2  # of q, k, v and out
 
 
@@ -35,11 +38,13 @@ class PlacementEstimate:
         total: seconds until the last rank is done.
         busy: seconds of each rank's kernels, attention and linear layers, fp64 [ranks].
         tokens: tokens of each rank, fp64 [ranks].
+        delay: seconds that each rank waits before it is done, fp64 [ranks].
     """
 
     total: float
     busy: np.ndarray
     tokens: np.ndarray
+    delay: np.ndarray
 
 
 class PlacementModel:
@@ -103,12 +108,13 @@ class PlacementModel:
     def score(self, placement: Placement) -> PlacementEstimate:
         """Return the estimate of a placement."""
         ranks, topology = self.topology.ranks, self.topology
-        phases = PhaseSeconds(ranks, topology.nodes)
+        phases = PhaseSeconds(ranks, topology.nodes, placement.parts)
         self._add_fetched(placement.whole, phases)
-        for width, members in placement.split.items():
-            self._add_split(width, members, phases)
-        forward = phases.seconds(1.0, topology.ranks_per_node, phases.into, phases.out)
-        backward = phases.seconds(ATTENTION_BACKWARD, topology.ranks_per_node, phases.out, phases.into)
+        for size, members in placement.split.items():
+            self._add_split(size, members, phases)
+        before, after = phases.redistributions()
+        forward = phases.seconds(1.0, topology.ranks_per_node, before, after)
+        backward = phases.seconds(ATTENTION_BACKWARD, topology.ranks_per_node, after, before)
         linear = self.cost.linear_layer_seconds(phases.tokens) * (1 + LINEAR_BACKWARD)
         redistribution = 0.0
         if placement.policy.remap:
@@ -116,7 +122,8 @@ class PlacementModel:
             linear = np.full(ranks, linear.mean())
         ready = forward + linear  # to begin the backward
         total = float(max((ready + backward).max(), self._latest_shared(placement, ready, phases))) + redistribution
-        return PlacementEstimate(total, phases.attention * (1 + ATTENTION_BACKWARD) + linear, phases.tokens)
+        busy = phases.attention * (1 + ATTENTION_BACKWARD) + linear
+        return PlacementEstimate(total, busy, phases.tokens, ready + backward - busy)
 
     def _latest_shared(self, placement: Placement, ready: np.ndarray, phases: PhaseSeconds) -> float:
         """Return when the last rank has computed its shared documents in the backward.
@@ -125,11 +132,12 @@ class PlacementModel:
         which they relay, wait for them.
         """
         ranks_per_node = self.topology.ranks_per_node
-        cut, split = ATTENTION_BACKWARD * (1 - LOCAL_SHARE) * phases.cut, ATTENTION_BACKWARD * phases.split
+        cut = ATTENTION_BACKWARD * (1 - LOCAL_SHARE) * phases.cut
+        split = ATTENTION_BACKWARD * (phases.split + phases.split_node)
         last = 0.0
         members = placement.whole
-        size = np.bincount(members.doc, minlength=len(self.lengths))[members.doc]
-        doc, rank = members.doc[size > 1], members.rank[size > 1]
+        several = np.bincount(members.doc, minlength=len(self.lengths))[members.doc] > 1
+        doc, rank = members.doc[several], members.rank[several]
         if len(doc):
             begin = ready[rank]
             _, doc_node, members_on_node = _numbered(doc * self.topology.nodes + rank // ranks_per_node)
@@ -141,9 +149,9 @@ class PlacementModel:
                 begin = np.where(on_several_nodes & all_relay, node[rank // ranks_per_node], begin)
             latest = np.repeat(np.maximum.reduceat(begin, first), count)
             last = float((latest + cut[rank]).max())
-        for width, members in placement.split.items():
+        for size, members in placement.split.items():
             if len(members.doc):
-                first_ranks = np.arange(0, len(ready), ranks_per_node * width)
+                first_ranks = np.arange(0, len(ready), size)
                 group_ready = np.maximum.reduceat(ready, first_ranks)
                 work = np.maximum.reduceat(split, first_ranks)
                 first, count = _runs(members.doc)
@@ -190,38 +198,69 @@ class PlacementModel:
         relay_rate = min(cluster.effective_rank, max(ranks_per_node - 1, 1) * cluster.effective_pair)
         phases.add(rank, inside=internode_bytes * (ranks_per_node - 1) / ranks_per_node / relay_rate)
 
-    def _add_split(self, width: int, members: DocumentShares, phases: PhaseSeconds) -> None:
-        """Add the documents whose heads are split over groups of `width` nodes, and fetched between groups."""
+    def parts(self, placement: Placement) -> int:
+        """Return the number of parts of documents whose heads are split inside nodes: up to MAX_SPLIT_PARTS, none with
+        less work on the mean rank than PART_LAUNCHES launches take."""
+        inside = [members for size, members in placement.split.items() if size <= self.topology.ranks_per_node]
+        seconds = sum(float(self.alone[members.doc] @ members.share) for members in inside) / self.topology.ranks
+        return int(np.clip(seconds / (PART_LAUNCHES * self.cluster.launch), 1, MAX_SPLIT_PARTS))
+
+    def _redistribution_seconds(self, size: int) -> float:
+        """Return the seconds in which each of a group of `size` ranks gets its heads of a byte of a document's rows,
+        for all heads. Of the rows that a rank gets, one of `size` is its own, and others come from its node or over its
+        share of the NICs."""
+        cluster, ranks_per_node = self.cluster, self.topology.ranks_per_node
+        peers = min(size, ranks_per_node) - 1
+        seconds = peers / size / max(min(cluster.effective_rank, peers * cluster.effective_pair), 1.0)
+        if size > ranks_per_node:
+            rate = cluster.nics_per_node * cluster.effective_nic / ranks_per_node
+            seconds = max(seconds, (1 - ranks_per_node / size) / rate)
+        return seconds / size
+
+    def redistribution_work(self, size: int) -> np.ndarray:
+        """Return the seconds of each document's redistributions over a group of `size` ranks, both ways, forward and
+        backward, summed over the ranks, fp64 [documents]."""
+        copies = max(1.0, min(size, self.attention.heads) / self.attention.kv_heads)
+        row = self.q_row + self.kv_row * copies + self.out_row
+        return 2 * size * self.lengths * row * self._redistribution_seconds(size)
+
+    def _add_split(self, size: int, members: DocumentShares, phases: PhaseSeconds) -> None:
+        """Add the documents whose heads are split over groups of `size` ranks, and fetched between groups."""
         doc, group, share = members.doc, members.rank, members.share
         if not len(doc):
             return
-        cluster, attention = self.cluster, self.attention
-        ranks_per_node, groups = self.topology.ranks_per_node, self.topology.nodes // width
-        group_ranks = ranks_per_node * width
-        size = np.bincount(doc, minlength=len(self.lengths))[doc]
+        cluster, attention, groups = self.cluster, self.attention, self.topology.ranks // size
         rows = share * self.lengths[doc]
-        busy = min(group_ranks, attention.heads)
+        count = np.bincount(doc, minlength=len(self.lengths))[doc]
+        several = count > 1
+        busy = min(size, attention.heads)
         head_share = -(-attention.heads // busy) / attention.heads  # of the rank with the most heads
-        short_side = np.where(size > 1, rows / 2, rows)
+        short_side = np.where(several, rows / 2, rows)
         seconds = self.cost.attention_seconds(self.pairs[doc] * share * head_share, short_side)
         copies = max(1.0, busy / attention.kv_heads)
-        node_rate = cluster.nics_per_node * cluster.effective_nic
-        # Of the rows that a rank gets, one in `group_ranks` is its own, and one in `width` comes from its node.
-        in_node = (ranks_per_node - 1) / group_ranks / cluster.effective_rank
-        moved = rows / group_ranks * max(in_node, ranks_per_node * (1 - 1 / width) / node_rate)
-        into, out = moved * (self.q_row + self.kv_row * copies), moved * self.out_row
-        for name, value in (("attention", seconds), ("split", seconds), ("tokens", rows / group_ranks),
-                            ("into", into), ("out", out)):  # fmt: skip
-            getattr(phases, name).reshape(groups, group_ranks)[...] += np.bincount(group, value, groups)[:, None]
-        calls = np.zeros(groups)  # all documents of a step share one call
-        np.maximum.at(calls, group, np.where(size > 1, 2.0, 1.0) * cluster.launch)
-        for name in ("attention", "split"):
-            getattr(phases, name).reshape(groups, group_ranks)[...] += calls[:, None]
-        if (size > 1).any():
-            needed = self._needed_shares(share, *_runs(doc)) * self.lengths[doc] * self.kv_row * copies / width
-            phases.nic.reshape(groups, width)[...] += np.bincount(group, needed / node_rate, groups)[:, None]
-            waiting = np.bincount(group, seconds * (size > 1), groups)
-            phases.crossing.reshape(groups, group_ranks)[...] += waiting[:, None]
+        per_byte = self._redistribution_seconds(size)
+        into, out = rows * per_byte * (self.q_row + self.kv_row * copies), rows * per_byte * self.out_row
+        in_node = ~several & (size <= self.topology.ranks_per_node)
+        for inside, chosen in (("_node", in_node), ("", ~in_node)):
+            for name, value in (("attention", seconds), (f"split{inside}", seconds), ("tokens", rows / size),
+                                (f"into{inside}", into), (f"out{inside}", out)):  # fmt: skip
+                total = np.bincount(group[chosen], value[chosen], groups)
+                getattr(phases, name).reshape(groups, size)[...] += total[:, None]
+            calls = np.zeros(groups)  # all documents of a step share one call
+            steps = np.where(several, 2.0, float(phases.parts if inside else 1))
+            np.maximum.at(calls, group[chosen], steps[chosen] * cluster.launch)
+            for name in ("attention", f"split{inside}"):
+                getattr(phases, name).reshape(groups, size)[...] += calls[:, None]
+        largest = phases.largest_into.reshape(groups, size)
+        np.maximum.at(largest, group[in_node], into[in_node][:, None])
+        if several.any():
+            nodes = size // self.topology.ranks_per_node
+            node_rate = cluster.nics_per_node * cluster.effective_nic
+            needed = self._needed_shares(share, *_runs(doc)) * self.lengths[doc] * self.kv_row * copies / nodes
+            for sums, value in ((phases.nic, needed), (phases.last_nic, needed / np.maximum(count - 1, 1))):
+                sums.reshape(groups, nodes)[...] += np.bincount(group, value / node_rate, groups)[:, None]
+            waiting = np.bincount(group, seconds * several, groups)
+            phases.crossing.reshape(groups, size)[...] += waiting[:, None]
 
     def _needed_shares(self, share: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:
         """Return the share of its document that each member needs from the other members."""

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.placement.flexible_groups import flexible_groups
+from mindspeed_cp.algorithms.placement.node_loads import NodeLoads
 from mindspeed_cp.algorithms.placement.policy import (
     DocumentRanks,
     DocumentShares,
@@ -20,10 +22,13 @@ from mindspeed_cp.algorithms.placement.policy import (
     PlacementPolicy,
     check_token_cap,
 )
-from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, RankLoads
+from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, NodeRoom, RankLoads
 from mindspeed_cp.algorithms.placement.repair import repair_placement
 from mindspeed_cp.algorithms.placement.water_fill import FILL_LIMIT, fill_fewest, water_fill_without_crumbs
 from mindspeed_cp.layout import assign_to_least_loaded
+
+#: Part of redistributions inside a node that other parts do not hide, in flexible groups.
+FLEXIBLE_EXPOSED = 1.0
 
 #: How often the shares of cut documents are levelled.
 LEVELLING_SWEEPS = 2
@@ -60,6 +65,18 @@ class DocumentPlacer:
         self.cap = UNBOUNDED if token_cap is None else float(token_cap)
         work = model.work if with_linear else model.attention_work
         divided, overhead = model.divided(with_linear)
+        self._work_over: dict[int, list[float]] = {}  # by number of nodes, with redistributions over NICs
+        width = 2
+        while width <= self.widest:
+            self._work_over[width] = (work + model.redistribution_work(width * self.per_node)).tolist()
+            width *= 2
+        self._flexible_seconds = {
+            size: (
+                (work + model.redistribution_work(size) * (FLEXIBLE_EXPOSED if size <= self.per_node else 1)) / size
+            ).tolist()
+            for size in [2**i for i in range(self.ranks.bit_length()) if self.per_node % 2**i == 0 and 2**i <= heads]
+            + [width * self.per_node for width in self._work_over]
+        }
         order = np.argsort(-work, kind="stable")
         self._sorted_work = work[order]
         self.fair = float(work.sum()) / self.ranks
@@ -72,29 +89,70 @@ class DocumentPlacer:
         cut = int(np.searchsorted(-self._sorted_work, -policy.cut * self.fair, "left"))
         return cut, int(np.searchsorted(-self._sorted_work, -policy.split * self.fair * self.per_node, "left"))
 
-    def place(self, policy: PlacementPolicy) -> Placement:
-        """Return the placement of a policy."""
+    def place(
+        self, policy: PlacementPolicy, before: Placement | None = None, delay: np.ndarray | None = None
+    ) -> Placement:
+        """Return the placement of a policy.
+
+        Args:
+            policy: its parameters.
+            before: a placement of the same policy; documents that it has on several nodes stay where they are.
+            delay: seconds that ranks wait under `before`, fp64 [ranks]: all other documents are placed as if this were
+                work, so that ranks finish at the same time.
+        """
         if policy.everywhere:
             return self._place_everywhere(policy)
         loads = RankLoads(self._costs, self.ranks, self.cap)
+        shared: list[DocumentRanks] = []
+        by_size: dict[int, list[DocumentRanks]] = {}
+        if before is not None:
+            shared, by_size = before.on_several_nodes(self.per_node)
+            for entry in shared:
+                loads.add(*entry)
+        kept = {entry[0] for entries in (shared, *by_size.values()) for entry in entries}
+        fair = self.fair
+        if delay is not None:
+            loads.seconds = (np.array(loads.seconds) + delay).tolist()
+            fair += float(delay.mean())
         cut, halved = self.counts(policy)
-        by_width: dict[int, list[DocumentRanks]] = {}
-        for doc in self._docs[:halved]:
-            width = self._width(doc) if policy.wide else 1
-            by_width.setdefault(width, []).append(self._place_on_nodes(loads, doc, width))
-        place_cut = self._place_on_power_of_two if policy.power else self._place_on_fewest
-        shared = [place_cut(loads, doc) for doc in self._docs[halved : max(cut, halved)]]
-        whole = self._place_whole(loads, self._docs[max(cut, halved) :], shared)
+        self._place_split(loads, policy, by_size, kept, fair)
+        docs = [doc for doc in self._docs[halved:] if doc not in kept] if kept else self._docs[halved:]
+        cut = max(cut - halved - len([doc for doc in self._docs[halved:cut] if doc in kept]), 0)
+        if policy.power:
+            shared += [self._place_on_power_of_two(loads, doc) for doc in docs[:cut]]
+        else:
+            room = NodeRoom(loads, self.per_node, FILL_LIMIT * fair)
+            shared += [self._place_on_fewest(loads, room, doc) for doc in docs[:cut]]
+        whole = self._place_whole(loads, docs[cut:], shared, fair)
         if not policy.power:
             for _ in range(LEVELLING_SWEEPS):
                 shared = [self._levelled(loads, *entry) for entry in shared]
-            shared, whole = repair_placement(loads, shared, whole, self.fair, self.per_node)
+            shared, whole = repair_placement(loads, shared, whole, fair, self.per_node)
             shared = [self._levelled(loads, *entry) for entry in shared]
         return Placement(
             policy,
             DocumentShares.from_lists(shared + whole),
-            {width: DocumentShares.from_lists(by_width[width]) for width in sorted(by_width)},
+            {size: DocumentShares.from_lists(by_size[size]) for size in sorted(by_size)},
         )
+
+    def _place_split(
+        self,
+        loads: RankLoads,
+        policy: PlacementPolicy,
+        by_size: dict[int, list[DocumentRanks]],
+        kept: set[int],
+        fair: float,
+    ) -> None:
+        """Place the documents whose heads are split, besides those that are kept in `by_size`."""
+        nodes = NodeLoads(loads, self.per_node, fair, self.min_cross_node_length)
+        for size, entries in by_size.items():
+            for entry in entries:
+                nodes.add(*entry, size // self.per_node)
+        for doc in self._docs[: self.counts(policy)[1]]:
+            if doc not in kept:
+                width = self._width(doc) if policy.wide else 1
+                by_size.setdefault(width * self.per_node, []).append(nodes.place(doc, width, self._work(doc, width)))
+        nodes.add_to(loads)
 
     def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
         """Place every document on all ranks, or on all groups of nodes by heads."""
@@ -104,62 +162,67 @@ class DocumentPlacer:
         share = np.full(len(doc) * count, 1.0 / count)
         members = DocumentShares(np.repeat(doc, count), np.tile(np.arange(count), len(doc)), share)
         if policy.split == 0:
-            return Placement(policy, DocumentShares.from_lists([]), {width: members})
+            return Placement(policy, DocumentShares.from_lists([]), {width * self.per_node: members})
         return Placement(policy, members, {})
+
+    def place_flexible(self, policy: PlacementPolicy) -> Placement | None:
+        """Return the placement of a policy of flexible groups; None if there is none, or tokens are capped."""
+        cut, _ = self.counts(policy)
+        docs = self._docs[:cut]
+        groups = flexible_groups(self._flexible_seconds, docs, self.ranks, self.fair)
+        if groups is None or self.cap < UNBOUNDED:
+            return None
+        loads = RankLoads(self._costs, self.ranks, self.cap)
+        by_size: dict[int, list[DocumentRanks]] = {}
+        for doc, size, first in zip(docs, *groups, strict=True):
+            by_size.setdefault(size, []).append((doc, [first // size], [1.0]))
+            for rank in range(first, first + size):
+                loads.seconds[rank] += self._flexible_seconds[size][doc]
+        whole = by_size.pop(1, []) + self._place_whole(loads, self._docs[cut:], [], self.fair)
+        return Placement(
+            policy,
+            DocumentShares.from_lists(whole),
+            {size: DocumentShares.from_lists(by_size[size]) for size in sorted(by_size)},
+        )
 
     def _width(self, doc: int) -> int:
         """Return the number of nodes over which a document's heads are split: 1, 2, 4, ..., as many as it needs, up to
         `widest`."""
         width = 1
-        while width < self.widest and self._costs.work[doc] > FILL_LIMIT * self.fair * self.per_node * width:
+        while width < self.widest and self._work(doc, width) > FILL_LIMIT * self.fair * self.per_node * width:
             width *= 2
         return width
 
-    def _place_on_nodes(self, loads: RankLoads, doc: int, width: int) -> DocumentRanks:
-        """Place a document on the fewest groups of `width` nodes with room, in shares that level them; all ranks of a
-        group get equal parts."""
-        ranks, work, length = self.per_node * width, self._costs.work[doc], self._costs.lengths[doc]
-        firsts = range(0, self.ranks, ranks)  # first rank of each group
-        group_loads = [sum(loads.seconds[first : first + ranks]) for first in firsts]
-        limits = [self.cap] * len(firsts)
-        if self.cap < UNBOUNDED:
-            limits = [
-                ranks * (self.cap - max(loads.tokens[first : first + ranks])) / max(length, 1) for first in firsts
-            ]
-        chosen, shares = fill_fewest(range(len(firsts)), group_loads, work, 0.0, self.fair * ranks, limits)
-        for group, share in zip(chosen, shares, strict=True):
-            for rank in range(group * ranks, (group + 1) * ranks):
-                loads.seconds[rank] += share * work / ranks
-                loads.tokens[rank] += share * length / ranks
-        return doc, chosen, shares
+    def _work(self, doc: int, width: int) -> float:
+        """Return the work of a document whose heads are split over `width` nodes, with redistributions over NICs."""
+        return self._work_over[width][doc] if width > 1 else self._costs.work[doc]
 
-    def _place_on_fewest(self, loads: RankLoads, doc: int) -> DocumentRanks:
+    def _place_on_fewest(self, loads: RankLoads, room: NodeRoom, doc: int) -> DocumentRanks:
         """Place a document on the fewest ranks with room, on the node with the most room if that is enough."""
-        costs, per_node, full = self._costs, self.per_node, FILL_LIMIT * self.fair
-        emptiest = min(range(self.ranks), key=loads.seconds.__getitem__)
-        if loads.seconds[emptiest] + costs.work[doc] <= full and loads.share_limits([emptiest], doc)[0] >= 1:
+        costs, per_node = self._costs, self.per_node
+        emptiest = room.emptiest_rank
+        if loads.seconds[emptiest] + costs.work[doc] <= room.full and loads.share_limits([emptiest], doc)[0] >= 1:
             loads.add(doc, [emptiest], [1.0])
+            room.update([emptiest])
             return doc, [emptiest], [1.0]
-        free = [
-            sum([full - load for load in loads.seconds[first : first + per_node] if load < full])
-            for first in range(0, self.ranks, per_node)
-        ]
-        node = max(range(self.nodes), key=free.__getitem__)
+        node = int(room.free.argmax())
         ranks: Sequence[int] = range(node * per_node, (node + 1) * per_node)
         is_long = costs.lengths[doc] >= self.min_cross_node_length
-        if loads.room(ranks) < costs.lengths[doc] or (free[node] < costs.divided[doc] and is_long):
-            order = sorted(range(self.nodes), key=lambda node: -free[node])
+        if loads.room(ranks) < costs.lengths[doc] or (room.free[node] < costs.divided[doc] and is_long):
+            order = np.argsort(-room.free, kind="stable").tolist()
             work, tokens, count = 0.0, 0.0, 0
             while count < self.nodes and (work < costs.divided[doc] or tokens < costs.lengths[doc]):
                 node = order[count]
-                work += free[node]
+                work += float(room.free[node])
                 tokens += loads.room(range(node * per_node, (node + 1) * per_node))
                 count += 1
             ranks = [rank for node in sorted(order[:count]) for rank in range(node * per_node, (node + 1) * per_node)]
         limits = loads.share_limits(ranks, doc)
         rank_loads = [loads.seconds[rank] for rank in ranks]
-        chosen, shares = fill_fewest(ranks, rank_loads, costs.divided[doc], costs.overhead[doc], self.fair, limits)
+        fair = room.full / FILL_LIMIT
+        chosen, shares = fill_fewest(ranks, rank_loads, costs.divided[doc], costs.overhead[doc], fair, limits)
         loads.add(doc, chosen, shares)
+        room.update(chosen)
         return doc, chosen, shares
 
     def _place_on_power_of_two(self, loads: RankLoads, doc: int) -> DocumentRanks:
@@ -174,7 +237,9 @@ class DocumentPlacer:
         loads.add(doc, ranks, shares)
         return doc, ranks, shares
 
-    def _place_whole(self, loads: RankLoads, docs: list[int], shared: list[DocumentRanks]) -> list[DocumentRanks]:
+    def _place_whole(
+        self, loads: RankLoads, docs: list[int], shared: list[DocumentRanks], fair: float
+    ) -> list[DocumentRanks]:
         """Place documents, longest first, each whole on the rank with the least work that has room. A document
         that fits on no rank is cut, and added to `shared`."""
         work, lengths = self._costs.work, self._costs.lengths
@@ -187,7 +252,8 @@ class DocumentPlacer:
             placed += [(doc, rank_lists[rank], whole_share) for doc, rank in zip(docs, owners, strict=False)]
             docs = docs[len(owners) :]
             if docs:  # no rank has room for all of the next one
-                shared.append(self._place_on_fewest(loads, docs[0]))
+                room = NodeRoom(loads, self.per_node, FILL_LIMIT * fair)
+                shared.append(self._place_on_fewest(loads, room, docs[0]))
                 docs = docs[1:]
         return placed
 

@@ -24,6 +24,8 @@ class PlacementPolicy:
             of heads allows; otherwise split them inside each node, and fetch its keys between nodes.
         power: cut documents go to 1, 2, 4, ... neighbouring ranks in equal shares, as in other systems.
         everywhere: cut all documents over all ranks: by heads inside nodes if `split` is 0, else by tokens.
+        flexible: documents with more work than `cut` are whole in groups of 1, 2, 4, ... ranks that split their heads
+            (:mod:`mindspeed_cp.algorithms.placement.flexible_groups`); others are on one rank.
         remap: linear layers have their own layout, so only the work of attention counts.
     """
 
@@ -32,7 +34,13 @@ class PlacementPolicy:
     wide: bool = True
     power: bool = False
     everywhere: bool = False
+    flexible: bool = False
     remap: bool = False
+
+    @property
+    def can_be_levelled(self) -> bool:
+        """True if the policy leaves open on which ranks documents are."""
+        return not (self.power or self.everywhere or self.flexible)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +66,25 @@ class DocumentShares:
         order = np.argsort(doc, kind="stable")
         return DocumentShares(doc[order], rank[order], share[order])
 
+    def select(self, chosen: np.ndarray) -> DocumentShares:
+        """Return the chosen members, bool [members]."""
+        return DocumentShares(self.doc[chosen], self.rank[chosen], self.share[chosen])
+
+    def on_several(self, size: int) -> list[DocumentRanks]:
+        """Return the documents whose members are in several runs of `size` members; 0: all documents."""
+        if not len(self.doc):
+            return []
+        first = np.flatnonzero(np.append(True, self.doc[1:] != self.doc[:-1]))
+        last = np.append(first[1:], len(self.doc))
+        if size:
+            run = self.rank // size
+            several = np.maximum.reduceat(run, first) > np.minimum.reduceat(run, first)
+            first, last = first[several], last[several]
+        return [
+            (int(self.doc[begin]), self.rank[begin:end].tolist(), self.share[begin:end].tolist())
+            for begin, end in zip(first.tolist(), last.tolist(), strict=True)
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -66,13 +93,26 @@ class Placement:
     Attributes:
         policy: the policy that made the placement.
         whole: members of the documents whose keys are fetched, including documents on a single rank.
-        split: members of the documents whose heads are split, by number of neighbouring nodes over which they are
-            split; the members are groups of that many nodes.
+        split: members of the documents whose heads are split, by number of neighbouring ranks over which they are
+            split; the members are groups of that many ranks.
+        parts: number of parts of the documents whose heads are split inside nodes
+            (:mod:`mindspeed_cp.algorithms.placement.split_parts`).
     """
 
     policy: PlacementPolicy
     whole: DocumentShares
     split: dict[int, DocumentShares]
+    parts: int = 1
+
+    def on_several_nodes(self, ranks_per_node: int) -> tuple[list[DocumentRanks], dict[int, list[DocumentRanks]]]:
+        """Return the documents on several nodes: those whose keys are fetched, and by ranks of a group those whose
+        heads are split."""
+        shared = self.whole.on_several(ranks_per_node)
+        split = {
+            size: members.on_several(0 if size > ranks_per_node else ranks_per_node // size)
+            for size, members in self.split.items()
+        }
+        return shared, {size: entries for size, entries in split.items() if entries}
 
     @property
     def split_documents(self) -> np.ndarray:

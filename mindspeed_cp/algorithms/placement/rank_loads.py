@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 UNBOUNDED = float("inf")
 
 
@@ -60,3 +62,36 @@ class RankLoads:
         if self.cap == UNBOUNDED:
             return [UNBOUNDED] * len(ranks)
         return [max(self.cap - self.tokens[rank], 0.0) / max(self.costs.lengths[doc], 1) for rank in ranks]
+
+
+class NodeRoom:
+    """Room and the least load of every node, kept while documents are added to ranks.
+
+    Args:
+        loads: loads of the ranks.
+        ranks_per_node: ranks of a node.
+        full: load up to which ranks are filled.
+
+    Attributes:
+        full: the same.
+        free: seconds up to `full` of the node's ranks, fp64 [nodes].
+        lowest: least load of the node's ranks, fp64 [nodes].
+    """
+
+    def __init__(self, loads: RankLoads, ranks_per_node: int, full: float) -> None:
+        self._loads, self._per_node, self.full = loads, ranks_per_node, full
+        self.free, self.lowest = np.zeros((2, len(loads.seconds) // ranks_per_node))
+        self.update(range(0, len(loads.seconds), ranks_per_node))
+
+    def update(self, ranks: Sequence[int]) -> None:
+        """Read the loads of the nodes of some ranks anew."""
+        for node in {rank // self._per_node for rank in ranks}:
+            seconds = self._loads.seconds[node * self._per_node : (node + 1) * self._per_node]
+            self.free[node] = sum([self.full - load for load in seconds if load < self.full])
+            self.lowest[node] = min(seconds)
+
+    @property
+    def emptiest_rank(self) -> int:
+        """The rank with the least load, the first of several."""
+        first = int(self.lowest.argmin()) * self._per_node
+        return min(range(first, first + self._per_node), key=self._loads.seconds.__getitem__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 from mindspeed_cp.algorithms.placement.policy import DocumentRanks
 from mindspeed_cp.algorithms.placement.rank_loads import RankLoads
 from mindspeed_cp.algorithms.placement.water_fill import MIN_SHARE
@@ -33,14 +35,15 @@ def repair_placement(
     moved: set[int] = set()
     owners: dict[int, int] = {}  # new ranks of whole documents that were handed on
     seconds = loads.seconds
+    busiest, idlest = _Heap(seconds, -1), _Heap(seconds, 1)
     for _ in range(2 * len(seconds)):
-        rank = max(range(len(seconds)), key=seconds.__getitem__)
+        rank = busiest.head
         if seconds[rank] <= REPAIR_ABOVE * fair:
             break
         first = rank // ranks_per_node * ranks_per_node
         taker = min(range(first, first + ranks_per_node), key=seconds.__getitem__)
         if seconds[taker] > fair:
-            taker = min(range(len(seconds)), key=seconds.__getitem__)
+            taker = idlest.head
         same_node = rank // ranks_per_node == taker // ranks_per_node
         handover = _best_handover(loads, rank, taker, documents.get(rank, []), same_node)
         if handover is None:
@@ -53,17 +56,44 @@ def repair_placement(
             loads.add(doc, [taker], [1.0])
             documents.setdefault(taker, []).append(doc)
             owners[doc] = taker
+            for heap in (busiest, idlest):
+                heap.update((rank, taker))
             continue
         owners.pop(doc, None)
         ranks = sorted((rank, taker))
         shares = [1 - share, share] if rank < taker else [share, 1 - share]
         loads.add(doc, ranks, shares)
         shared = [*shared, (doc, ranks, shares)]
+        for heap in (busiest, idlest):
+            heap.update((rank, taker))
     if not moved:
         return shared, whole
     shared = [entry for entry in shared if len(entry[1]) > 1 or entry[0] not in moved]
     kept = [entry for entry in whole if entry[0] not in moved]
     return shared, [*kept, *((doc, [rank], [1.0]) for doc, rank in owners.items())]
+
+
+class _Heap:
+    """The rank with the least or (sign -1) the most load, the first of several."""
+
+    def __init__(self, seconds: list[float], sign: int) -> None:
+        self._seconds, self._sign = seconds, sign
+        self._heap = [(sign * load, rank) for rank, load in enumerate(seconds)]
+        heapq.heapify(self._heap)
+
+    def update(self, ranks: tuple[int, ...]) -> None:
+        """Take in new loads of ranks."""
+        for rank in ranks:
+            heapq.heappush(self._heap, (self._sign * self._seconds[rank], rank))
+
+    @property
+    def head(self) -> int:
+        """The rank; outdated entries are dropped."""
+        while True:
+            load, rank = self._heap[0]
+            if load == self._sign * self._seconds[rank]:
+                return rank
+            heapq.heappop(self._heap)
 
 
 def _best_handover(

@@ -9,8 +9,10 @@ never worse than any of these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from mindspeed_cp.algorithms.placement.estimate import PlacementEstimate, PlacementModel
 from mindspeed_cp.algorithms.placement.phases import BACKWARD_TRAFFIC
@@ -20,18 +22,29 @@ from mindspeed_cp.errors import ConfigError
 
 #: Values of `PlacementPolicy.split` are tried first, with the first of CUT_ABOVE; then the other values of CUT_ABOVE,
 #: with the best two of `split`.
-SPLIT_HEADS_ABOVE = (0.12, float("inf"), 0.06, 0.4, 0.2, 0.03)
+SPLIT_HEADS_ABOVE = (0.12, float("inf"), 0.0, 0.06, 0.4, 0.2, 0.03)
 CUT_ABOVE = (0.5, 1.0, 0.2)
+
+#: Values of `PlacementPolicy.cut` for flexible groups; with more documents than MAX_FLEXIBLE the first alone.
+FLEXIBLE_ABOVE, MAX_FLEXIBLE = (0.1, 0.0), 512
 
 #: The search ends when a placement is this close to the bound that no plan can beat.
 STOP_WITHIN = 1.01
 
+#: Placements of a policy that are tried by how long ranks wait under the one before, and the longest wait, as part of
+#: the bound, that is not worth it.
+LEVELLED_TRIALS, LEVEL_ABOVE = 2, 0.02
+
 #: A layout for linear layers must win this much to be worth its launches, which the model leaves out.
 LINEAR_LAYOUT_GAIN = 0.995
 
-#: Cutting all documents over all ranks is not tried if that makes more chunks: thousands of documents over a thousand
-#: ranks are chunks of a token or two, and their estimate would take most of the search.
+#: Cutting all documents over all ranks or nodes is not tried if over all ranks that makes more chunks: thousands of
+#: documents over a thousand ranks are chunks of a token or two, and their estimate would take most of the search.
 MAX_DOC_CHUNKS = 2**19
+
+#: Batches with more documents and ranks (each counted LARGE_RANK times) are searched with two values of `split` and the
+#: first of CUT_ABOVE alone: a placement of 4,096 ranks takes some 50 ms.
+LARGE_BATCH, LARGE_RANK, LARGE_SPLITS = 2**14, 4, (0.12, 0.0)
 
 #: Tolerance of token counts, which are sums of floating-point shares.
 TOKEN_ROUNDING = 0.5
@@ -45,11 +58,34 @@ class PlacementResult:
         score: estimate of the fastest placement.
         ranked: all placements that were tried, the fastest first.
         bound: seconds that no plan can beat.
+        search: what tried them, for :meth:`levelled`.
     """
 
     score: PlacementEstimate
     ranked: tuple[Placement, ...]
     bound: float
+    search: _Search = field(repr=False)
+
+    def best_of_policies(self, count: int) -> list[Placement]:
+        """Return the fastest placements of at most `count` policies, one of each; of equally fast ones, which are the
+        same in most cases, the first."""
+        best: dict[PlacementPolicy, _Trial] = {}
+        for trial in self.search.tried:
+            if all(trial.seconds != other.seconds for other in best.values()):
+                best.setdefault(trial.placement.policy, trial)
+        return [trial.placement for trial in best.values()][:count]
+
+    def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
+        """Place the documents of a placement anew, so that ranks that wait longer under it get less work.
+
+        Args:
+            placement: one of `ranked`, or the result of this method.
+            delay: seconds that each rank waited before it was done, fp64 [ranks].
+
+        Returns:
+            None if the waits are about equal, the policy leaves no choice, or the token cap would be exceeded.
+        """
+        return self.search.levelled(placement, delay)
 
 
 def search_placements(
@@ -77,7 +113,8 @@ def search_placements(
             f"max_seqlen_per_dp_cp_rank is {token_cap}: no placement found that keeps it; valid: more, such as {tokens}"
         )
     search.tried.sort(key=_sort_key)
-    return PlacementResult(search.tried[0].score, tuple(trial.placement for trial in search.tried), model.bound)
+    ranked = tuple(trial.placement for trial in search.tried)
+    return PlacementResult(search.tried[0].score, ranked, model.bound, search)
 
 
 @dataclass(frozen=True)
@@ -101,8 +138,11 @@ class _Search:
         self._model, self._cap, self._bound = model, token_cap, model.bound
         never = float("inf")
         splits_heads = head_split and model.topology.ranks_per_node > 1
-        self._splits: Sequence[float] = SPLIT_HEADS_ABOVE if splits_heads else (never,)
+        self._is_large = len(model.lengths) + LARGE_RANK * model.topology.ranks > LARGE_BATCH
+        splits = LARGE_SPLITS if self._is_large else SPLIT_HEADS_ABOVE
+        self._splits: Sequence[float] = splits if splits_heads else (never,)
         self._cross_node = min_cross_node_length(model)
+        self._placers: dict[bool, DocumentPlacer] = {}
         self.tried: list[_Trial] = []
 
     @property
@@ -112,41 +152,85 @@ class _Search:
 
     def run(self, remap: bool) -> None:
         """Try all policies, with or without a layout for linear layers, until one is close to the bound."""
-        placer = DocumentPlacer(self._model, not remap, self._cap, self._cross_node)
+        placer = self._placer(remap)
         seen: set[tuple[Any, ...]] = set()
         for policy in self._policies(remap, placer.widest > 1):
-            key = (*placer.counts(policy), policy.wide, policy.power, policy.everywhere)  # equal keys place alike
+            cut, halved = placer.counts(policy)
+            flags = policy.wide, policy.power, policy.everywhere, policy.flexible
+            key = (max(cut, halved), halved, *flags)  # equal keys place alike
             if key not in seen:
                 seen.add(key)
-                self._try(placer.place(policy))
+                self._try_levelled(placer, policy)
             if self.is_done:
                 return
 
-    def _try(self, placement: Placement) -> None:
+    def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
+        """Do as :meth:`PlacementResult.levelled`."""
+        policy, delay = placement.policy, delay - delay.min()
+        if not policy.can_be_levelled or delay.max() < LEVEL_ABOVE * self._bound:
+            return None
+        placement = self._placer(policy.remap).place(policy, placement, delay)
+        placement = replace(placement, parts=self._model.parts(placement))
+        return placement if self._keeps_cap(self._model.score(placement)) else None
+
+    def _placer(self, remap: bool) -> DocumentPlacer:
+        if remap not in self._placers:
+            self._placers[remap] = DocumentPlacer(self._model, not remap, self._cap, self._cross_node)
+        return self._placers[remap]
+
+    def _keeps_cap(self, score: PlacementEstimate) -> bool:
+        return self._cap is None or bool(score.tokens.max() <= self._cap + TOKEN_ROUNDING)
+
+    def _try_levelled(self, placer: DocumentPlacer, policy: PlacementPolicy) -> None:
+        """Try a policy; then, as long as some ranks wait longer than others, with documents placed anew."""
+        first = placer.place_flexible(policy) if policy.flexible else placer.place(policy)
+        if first is None:
+            return
+        placement, score = first, self._try(first)
+        if not policy.can_be_levelled:
+            return
+        for _ in range(1 if self._is_large else LEVELLED_TRIALS):
+            delay = score.delay - score.delay.min()
+            if delay.max() < LEVEL_ABOVE * self._bound:
+                return
+            placement = placer.place(policy, placement, delay)
+            before, score = score, self._try(placement)
+            if score.total >= before.total:
+                return
+
+    def _try(self, placement: Placement) -> PlacementEstimate:
+        placement = replace(placement, parts=self._model.parts(placement))
         score = self._model.score(placement)
-        if self._cap is None or score.tokens.max() <= self._cap + TOKEN_ROUNDING:
+        if self._keeps_cap(score):
             seconds = score.total / (LINEAR_LAYOUT_GAIN if placement.policy.remap else 1.0)
             self.tried.append(_Trial(placement, score, seconds, len(self.tried)))
+        return score
 
     def _policies(self, remap: bool, wide: bool) -> Iterator[PlacementPolicy]:
         """Yield the policies in the order of trying; later ones depend on the results of earlier ones."""
-        before = len(self.tried)
+        before, never = len(self.tried), float("inf")
         for split in self._splits:
             yield PlacementPolicy(CUT_ABOVE[0], split, remap=remap)
+        if self._is_large:
+            return
         best = sorted(self.tried[before:], key=_sort_key)[: 1 if remap else 2]
         for split in [trial.placement.policy.split for trial in best]:
             for cut in CUT_ABOVE[1:]:
                 yield PlacementPolicy(cut, split, remap=remap)
         if wide:
-            over_nodes = [trial for trial in self.tried[before:] if any(width > 1 for width in trial.placement.split)]
+            node = self._model.topology.ranks_per_node
+            over_nodes = [trial for trial in self.tried[before:] if any(size > node for size in trial.placement.split)]
             if over_nodes:
                 yield replace(min(over_nodes, key=_sort_key).placement.policy, wide=False)
         if remap or self._model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
             return
-        never = float("inf")
+        if len(self._splits) > 1:
+            for cut in FLEXIBLE_ABOVE if len(self._model.lengths) <= MAX_FLEXIBLE else FLEXIBLE_ABOVE[:1]:
+                yield PlacementPolicy(cut, never, flexible=True)
         yield PlacementPolicy(1.0, never, power=True)
-        if len(self._model.lengths) * self._model.topology.ranks <= MAX_DOC_CHUNKS:
-            yield PlacementPolicy(0, never, everywhere=True)
+        if len(self._model.lengths) * self._model.topology.ranks > MAX_DOC_CHUNKS:
+            return
+        yield PlacementPolicy(0, never, everywhere=True)
         if len(self._splits) > 1:
             for is_wide in (True, False) if wide else (False,):
                 yield PlacementPolicy(0, 0, wide=is_wide, everywhere=True)

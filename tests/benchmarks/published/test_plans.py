@@ -8,6 +8,7 @@ import pytest
 from benchmarks.published.gather import build_gathered
 from benchmarks.published.groups import Thresholds, power_of_two, power_of_two_groups, zoned_groups
 from benchmarks.published.rings import Group, grouped_rings
+from benchmarks.published.split_groups import differencing, flexible_groups
 from benchmarks.published.systems import SYSTEMS, dynamic_cp, eod_lengths, eod_ring, ring, ulysses, usp, zeppelin
 from mindspeed_cp import AttentionConfig, Documents, PlanError, Topology, verify_plan
 from mindspeed_cp.plan.program import Plan
@@ -143,3 +144,18 @@ def test_dynamic_context_parallelism_does_not_depend_on_the_cluster() -> None:
     on_a800 = [candidate.plan.layout for candidate in dynamic_cp(case(cluster="a800"))]
     on_a2 = [candidate.plan.layout for candidate in dynamic_cp(case(cluster="a2"))]
     assert all(layout.same_as(other) for layout, other in zip(on_a800, on_a2, strict=True))
+
+
+def test_differencing_divides_as_karmarkar_and_karp_do() -> None:
+    """8 and 7 differ by 1, 6 and 5 by 1, these by 0; 4 is left: 8 + 6 and 7 + 5 + 4 (their example)."""
+    part = differencing(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
+    sums = np.bincount(part, [8.0, 7.0, 6.0, 5.0, 4.0], 2)
+    assert sorted(sums.tolist()) == [14.0, 16.0]
+    assert np.bincount(differencing(np.ones(12), 4)).tolist() == [3] * 4
+
+
+def test_flexible_groups_are_as_soon_done_as_can_be() -> None:
+    """Two ranks for the longest document, one for each of the others; nothing is done before 4."""
+    work = np.array([8.0, 4.0, 4.0])
+    degree, first = flexible_groups({size: work / size for size in (1, 2, 4)}, 4)
+    assert degree.tolist() == [2, 1, 1] and first.tolist() == [0, 2, 3]
