@@ -79,8 +79,8 @@ def planned_attention(
     if (s_aux is not None) != plan.plans.has_sinks:
         given, planned = ("None", "with sinks") if s_aux is None else ("a tensor", "without sinks")
         raise ConfigError(
-            f"{label}: s_aux is {given}, but the plan is for layers {planned}; valid: the model as it was when the plans "
-            "were built"
+            f"{label}: s_aux is {given}, but the plan is for layers {planned}; valid: the model as it was when the "
+            "plans were built"
         )
     _check_settings(label, module, wanted, dropout, scaling, sliding_window, is_causal)
     _check_configuration(label, module, layer, wanted)
