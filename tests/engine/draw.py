@@ -7,7 +7,7 @@ from random import Random
 from mindspeed_cp.algorithms import algorithm_options
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.plan import alibi_slopes
-from tests.engine.cases import Case
+from tests.engine.cases import CUT, Case
 from tests.plan.problems import LEFT_AT_DEFAULT
 
 #: Widths of q and k, and of v: equal, and as in multi-head latent attention.
@@ -104,6 +104,8 @@ def _options(algorithm: str, ranks: int, rng: Random) -> tuple[tuple[str, object
             drawn[name] = rng.random() < 0.7
         else:
             drawn[name] = rng.choice((option.default, 1, 2, 5))
+    if algorithm == "hierarchical" and rng.random() < 0.5:
+        return (*{**drawn, "head_split": False}.items(), CUT)
     return tuple(drawn.items())
 
 

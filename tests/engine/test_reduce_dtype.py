@@ -54,7 +54,7 @@ def test_only_what_travels_is_rounded(variant: str, ranks: int) -> None:
 
 
 def test_half_the_bytes_of_gradients() -> None:
-    documents, attention = Documents([500, 40]), AttentionConfig(4, 2, 16)
+    documents, attention = Documents([20000, 40]), AttentionConfig(4, 2, 16)
     for algorithm in ("ring", "direct", "all_gather", "hierarchical"):
         options = {"head_split": False} if algorithm == "hierarchical" else {}
         plain, half = (

@@ -129,7 +129,7 @@ def test_attention_keeps_its_own_rows_when_hidden_states_move() -> None:
 def test_shares_need_rows_that_divide() -> None:
     """Sequence parallelism cuts rows by the tensor-parallel size."""
     config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=True)
-    core = SimpleNamespace(config=config, check_before_move=lambda params, hidden: None)
+    core = SimpleNamespace(config=config, check_before_move=lambda params, hidden: None, group_of=lambda params: None)
     move = HiddenMove(core)  # type: ignore[arg-type]
     params = planned_params(with_linear_layout(plan_of(), "hidden"), 0)
     named = {"hidden_states": torch.zeros(14, 1, 8), "packed_seq_params": params}

@@ -101,4 +101,5 @@ def test_ms_swifts_trainer_trains_alike_on_one_rank_and_on_three() -> None:
         steps = lines(*arguments)
         assert len(steps) == len(alone) == 4
         for step, wanted in zip(steps, alone, strict=True):
-            assert step == pytest.approx(wanted, abs=1e-5)
+            assert step["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=5e-5)
