@@ -31,7 +31,7 @@ def read_samples(path: Path | None) -> list[dict[str, Any]]:
         pages = [page.read_text("utf-8") for page in sorted(DOCS.glob("*.md"))]
         return [{"text": "## " + part} for page in pages for part in page.split("\n## ") if part.strip()]
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # a JSON string may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {path} cannot be read ({error}); valid: a .jsonl file in UTF-8") from None
     samples = [_sample(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -48,7 +48,7 @@ def _sample(path: Path, number: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}); valid: one JSON object a line") from None
     if isinstance(sample, dict) and isinstance(sample.get("text"), str):
-        return sample
+        return {"text": sample["text"]}
     messages = sample.get("messages") if isinstance(sample, dict) else None
     if not isinstance(messages, list):
         raise ConfigError(f'{where} has neither "text" nor "messages"; valid: one of them')
@@ -56,11 +56,12 @@ def _sample(path: Path, number: int, line: str) -> dict[str, Any]:
         role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
         if role not in ("system", "user", "assistant") or not isinstance(content, str):
             raise ConfigError(
-                f"{where} has a message of role {role!r}; valid: a content, and the role system, user or assistant"
+                f"{where} has a message of role {role!r} with a content of type {type(content).__name__}; valid: the "
+                "role system, user or assistant, and a text"
             )
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{where} has no message of the assistant, so nothing of it is learned; valid: at least one")
-    return sample
+    return {"messages": messages}
 
 
 def digest_of(samples: Sequence[dict[str, Any]]) -> str:
@@ -72,7 +73,10 @@ def train_tokenizer(samples: Sequence[dict[str, Any]]) -> PreTrainedTokenizerFas
     """Train a byte-level byte-pair tokenizer on the samples."""
     from tokenizers import ByteLevelBPETokenizer
 
-    texts = [sample.get("text") or "\n".join(m["content"] for m in sample["messages"]) for sample in samples]
+    texts = [
+        sample["text"] if "text" in sample else "\n".join(m["content"] for m in sample["messages"])
+        for sample in samples
+    ]
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(texts, vocab_size=2048, special_tokens=SPECIAL, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(

@@ -110,16 +110,29 @@ def check_run(arguments: argparse.Namespace) -> dict[str, Any]:
         ConfigError: the data cannot be read, or the folder of --out holds a run of others.
     """
     run = {name: getattr(arguments, name) for name in ("model", "documents", "tokens", "lr", "seed")}
-    run["data"] = f"{arguments.data or 'docs/'} (digest {digest_of(read_samples(arguments.data))})"
+    digest = digest_of(read_samples(arguments.data))
     path = arguments.out / RUN
-    begun = json.loads(path.read_text("utf-8")) if path.exists() else run
+    begun = read_run(path) if path.exists() else run | {"digest": digest}
     for name, value in run.items():
         if begun.get(name) != value:
             raise ConfigError(
                 f"--{name} is {value}, but {arguments.out} holds a run with {begun.get(name)}; valid: the same, or "
                 "another --out"
             )
-    return run
+    if begun.get("digest") != digest:
+        raise ConfigError(
+            f"--data {arguments.data or '(the pages of docs/)'} has other samples than the run in {arguments.out} "
+            "began with; valid: the same, or another --out"
+        )
+    return run | {"digest": digest}
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return what a run was started with."""
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); valid: another --out") from None
 
 
 class Trainer:
@@ -136,7 +149,9 @@ class Trainer:
         dist.barrier()  # all have read what the first rank may write now
         if dist.get_rank() == 0 and not (arguments.out / RUN).exists():
             train_tokenizer(samples).save_pretrained(folder)
-            (arguments.out / RUN).write_text(json.dumps(run, indent=1), "utf-8")
+            new = arguments.out / f"{RUN}.new"
+            new.write_text(json.dumps(run, indent=1), "utf-8")
+            new.replace(arguments.out / RUN)
         dist.barrier()
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.documents = tokenize(samples, self.tokenizer, arguments.tokens)

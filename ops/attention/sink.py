@@ -51,10 +51,10 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
     Args:
         out: fp32 [rows, heads, dim], complete without the sink.
         lse: fp32 [rows, heads], complete without the sink.
-        sink: fp32 [heads].
+        sink: fp32 [heads]; -inf is no sink.
     """
-    # sigmoid is computed by exp(-(lse - sink)), which is inf and gives 0 for a row without keys
-    out.mul_(torch.sigmoid(lse - sink)[..., None])
+    share = torch.sigmoid(lse - sink).masked_fill_(lse == -torch.inf, 0.0)  # of the keys; -inf - -inf would be NaN
+    out.mul_(share[..., None])
     torch.logaddexp(lse, sink, out=lse)
 
 
@@ -71,5 +71,6 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
     for rows in zip(dout.split(ROWS), out.split(ROWS), lse.split(ROWS), strict=True):
         dout_rows, out_rows, lse_rows = rows
         delta = (dout_rows.float() * out_rows.float()).sum(-1)
-        gradient -= (torch.exp(sink - lse_rows) * delta).sum(0)
+        share = torch.exp(sink - lse_rows).masked_fill_(lse_rows == -torch.inf, 0.0)
+        gradient -= (share * delta).sum(0)
     return gradient

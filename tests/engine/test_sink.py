@@ -219,6 +219,16 @@ def test_the_canary_knows_the_sink(name: str) -> None:
     assert any(text is not None for text in texts[False])
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    case = Case((40, 0, 7, 90), 1, kv_lengths=(13, 5, 0, 120), mask="full", kv_heads=2).on(3, "ring")
+    none = torch.full((case.heads,), -torch.inf)
+    with_it = attend_in_process(case.plan(), *case.inputs(), sink=none)
+    without = attend_in_process(case.plan(), *case.inputs())
+    assert with_it.dsink is not None and (with_it.dsink == 0).all()
+    for name in (*NAMES, "lse"):
+        assert torch.equal(getattr(with_it, name), getattr(without, name)), name
+
+
 def test_only_the_sink_may_want_a_gradient() -> None:
     case = PROBLEMS["GQA"]
     sink = sink_of(case).requires_grad_()

@@ -65,7 +65,7 @@ def planned_attention(
         kind = "plan is None" if plan is None else f"plan is a {type(plan).__name__}"
         raise ConfigError(
             f"{label}: {kind}; valid: model(**rows) with the rows of planned_batch or shard_batch; for generation and "
-            'other steps without plans model.set_attn_implementation("sdpa")'
+            'other steps without plans model.set_attn_implementation("sdpa") ("eager" for gpt_oss)'
         )
     if layer is None:
         raise ConfigError(f"{label} has no layer_idx; valid: models that number their layers")

@@ -30,8 +30,9 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     """Return the documents of a batch of whole rows, not yet cut over ranks.
 
     Documents are said by cumulative lengths (``cu_seq_lens_q``, as DataCollatorWithFlattening makes them), by
-    position_ids that restart, or by an attention_mask [rows, tokens] with padding at the end or the beginning of rows.
-    Without any of them each row is a document.
+    position_ids [tokens] or [rows, tokens] that restart, or by an attention_mask [rows, tokens] with padding at the end
+    or the beginning of rows. Without any of them each row is a document; position_ids of vision-language models,
+    [3, rows, tokens], do not say where documents end.
 
     Args:
         batch: input_ids (or inputs_embeds) [rows, tokens, ...] and what describes them.
@@ -44,7 +45,7 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     for name in CU_SEQLENS:
         if batch.get(name) is not None:
             described[name] = Documents.from_cu_seqlens(_host(batch[name]).reshape(-1))
-    positions = batch.get("position_ids")
+    positions = _positions(batch)
     if positions is not None and positions.dim() == 2:
         rows = _host(positions.expand(shape))
         starts = np.array([row[keep][0] for row, keep in zip(rows, kept, strict=True) if keep.any()])
@@ -148,9 +149,9 @@ def _cut(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> d
     plans, shape = rank_plans.plans, _token_shape(batch)
     if batch.get("loss_mask") is not None:
         batch = {**batch, "labels": masked_labels(batch.get("labels"), batch["loss_mask"]), "loss_mask": None}
-    rank_plans.batch_digest = _digest(batch)
+    rank_plans.batch_digest = _digest(batch, kept)
     tokens = np.flatnonzero(kept)[plans.layout.tokens(rank_plans.rank)]  # of the whole batch, padding included
-    positions = batch.get("position_ids")
+    positions = _positions(batch)
     cut: dict[str, Any] = {}
     device = torch.device("cpu")
     for name, value in batch.items():
@@ -190,7 +191,7 @@ def _padded(rows: Tensor, plans: RankPlans, padding: int) -> Tensor:
 
 def _check_documents(batch: Mapping[str, Any], plans: ModelPlans, kept: np.ndarray) -> None:
     """Raise ConfigError if the batch says other documents than the plans, or has another number of tokens."""
-    positions = batch.get("position_ids")
+    positions = _positions(batch)
     has_positions = positions is not None and positions.dim() == 2
     says = has_positions or any(batch.get(name) is not None for name in CU_SEQLENS)
     if says or len(kept) > 1 or batch.get("attention_mask") is not None:
@@ -208,12 +209,30 @@ def _without_empty(documents: Documents) -> Documents:
     return Documents(documents.lengths[documents.lengths > 0])
 
 
-def _digest(batch: Mapping[str, Any]) -> int:
-    """Return a digest of the integers over tokens of a batch, computed where they are: all 64-bit sums wrap around."""
-    digest = 0
+def _positions(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return position_ids as [rows, tokens] or [3, rows, tokens]. Raises ConfigError for other shapes."""
+    positions, (rows, tokens) = batch.get("position_ids"), _token_shape(batch)
+    if positions is None:
+        return None
+    if tuple(positions.shape) == (tokens,) and rows == 1:
+        return positions[None]
+    if tuple(positions.shape[-2:]) not in ((1, tokens), (rows, tokens)) or positions.shape[:-2] not in ((), (3,)):
+        raise ConfigError(
+            f"position_ids has shape {list(positions.shape)}; valid: [{rows}, {tokens}], or for vision-language models "
+            f"[3, {rows}, {tokens}]"
+        )
+    return positions
+
+
+def _digest(batch: Mapping[str, Any], kept: np.ndarray) -> int:
+    """Return a digest of the integers over tokens of a batch without padding, computed where they are: all 64-bit sums
+    wrap around."""
+    digest, shape = 0, kept.shape
+    tokens = torch.from_numpy(np.flatnonzero(kept))
     for name, value in sorted(batch.items()):
-        if isinstance(value, Tensor) and not value.is_floating_point() and name not in DESCRIPTIONS:
-            flat = value.flatten().to(torch.int64)
+        is_integer = isinstance(value, Tensor) and not value.is_floating_point() and tuple(value.shape[:2]) == shape
+        if is_integer and name not in DESCRIPTIONS:
+            flat = value.flatten(0, 1)[tokens.to(value.device)].flatten().to(torch.int64)
             places = torch.arange(1, len(flat) + 1, device=flat.device)
             mixed = (flat + places) * 0x9E3779B97F4A7C1  # so that no exchange of tokens leaves the sum as it is
             digest = (digest * 31 + int(((mixed ^ (mixed >> 29)) * (2 * places + 1)).sum())) % 2**63
@@ -222,9 +241,10 @@ def _digest(batch: Mapping[str, Any]) -> int:
 
 def _checked_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return (rows, tokens) of a batch. Raises ConfigError if its tokens or what describes them are no tensors."""
-    for name in ("input_ids", "inputs_embeds", *DESCRIPTIONS[: len(CU_SEQLENS) + 1], "position_ids"):
+    for name in ("input_ids", "inputs_embeds", "labels", "loss_mask", "attention_mask", "position_ids", *CU_SEQLENS):
         value = batch.get(name)
-        if value is not None and not isinstance(value, Tensor) and not isinstance(value, np.ndarray):
+        is_array = isinstance(value, np.ndarray) and name in CU_SEQLENS
+        if value is not None and not isinstance(value, Tensor) and not is_array:
             raise ConfigError(
                 f"the batch's {name} is a {type(value).__name__}; valid: a tensor (tokenizers and collators make them "
                 'with return_tensors="pt")'
@@ -252,6 +272,11 @@ def _kept(batch: Mapping[str, Any]) -> np.ndarray:
         raise ConfigError(
             f"attention_mask has shape {list(np.shape(mask))}; valid: [{shape[0]}, {shape[1]}], which says what is "
             "padding; documents are said by position_ids that restart or by cu_seq_lens_q"
+        )
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ConfigError(
+            "attention_mask has other values than 0 and 1; valid: 0 for padding and 1 for tokens; documents are said "
+            "by position_ids that restart or by cu_seq_lens_q"
         )
     kept = _host(mask).astype(bool)
     runs = np.diff(kept.astype(np.int8), axis=1, prepend=0, append=0)

@@ -45,7 +45,7 @@ def planned_mask(*arguments: Any, attention_mask: Any = None, **others: Any) -> 
         raise ConfigError(
             "attention_mask was given to a model with planned attention; valid: none; shard_batch leaves padding out, "
             "and the plan's documents say what is visible; for generation and other steps without plans "
-            'model.set_attn_implementation("sdpa")'
+            'model.set_attn_implementation("sdpa") ("eager" for gpt_oss)'
         )
     model_type = getattr(others.get("config"), "model_type", None)
     return current_mask() if model_type in ALIBI_MODELS else None

@@ -52,7 +52,8 @@ class RepeatedRows(Dataset[dict[str, Any]]):
     """Packed rows, each once for every rank of a context-parallel group.
 
     Args:
-        rows: packed rows; each is a list of documents with input_ids and labels, both [tokens].
+        rows: packed rows; each is a list of documents with input_ids, labels and, in all of them, other keys of
+            shard_batch such as loss_mask; each [tokens].
         ranks: context-parallel ranks.
     """
 
@@ -101,7 +102,7 @@ class PlannedCollator:
         documents = rows[0]["documents"]
         batch = {
             name: torch.cat([torch.as_tensor(document[name]) for document in documents])[None]
-            for name in ("input_ids", "labels")
+            for name in dict.fromkeys(("input_ids", "labels", *documents[0]))
         }
         lengths = [len(document["input_ids"]) for document in documents]
         batch["cu_seq_lens_q"] = torch.tensor([0, *lengths]).cumsum(0)
@@ -121,7 +122,22 @@ def planned_callback(collator: PlannedCollator) -> Any:
     from transformers import TrainerCallback
 
     class PlannedCallback(TrainerCallback):
+        is_training, has_evaluated = False, False
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.has_evaluated = self.has_evaluated or not self.is_training
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.is_training = False
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if self.has_evaluated and args.world_size > 1:
+                raise ConfigError(
+                    "evaluate() or predict() came before train(), after which the Trainer trains the model of each "
+                    "process by itself, without DDP; valid: train() first (eval_on_start=True evaluates before its "
+                    "first step), or another Trainer and model for the evaluation"
+                )
+            self.is_training = True
             _check(args, _ARGUMENTS)
             _check(getattr(args, "accelerator_config", None), _LOADER)
             if getattr(args, "eval_strategy", "no") != "no" or getattr(args, "eval_on_start", False):

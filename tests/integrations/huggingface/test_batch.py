@@ -137,6 +137,26 @@ def test_ranks_with_other_tokens_or_another_number_are_found(pool, fault: str, s
         assert re.search(says, text)
 
 
+def test_positions_of_one_row_say_documents() -> None:
+    positions = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 3])
+    for position_ids in (positions, positions[None]):
+        assert cp.documents_of_batch({"input_ids": TOKENS, "position_ids": position_ids}) == Documents([3, 2, 4])
+
+
+def test_padding_has_no_part_in_the_digest() -> None:
+    packed = {"input_ids": torch.arange(1, 6)[None], "cu_seq_lens_q": torch.tensor([0, 3, 5])}
+    rows = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 9]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    wide = {
+        "input_ids": torch.tensor([[7, 1, 2, 3], [7, 7, 4, 5]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]]),
+    }
+    plans = plans_for(Documents([3, 2]))
+    digests = {cp.shard_batch(batch, plans, 0)["plan"].batch_digest for batch in (packed, rows, wide)}
+    assert len(digests) == 1
+    other = cp.shard_batch({**packed, "input_ids": torch.tensor([[1, 2, 3, 5, 4]])}, plans, 0)["plan"].batch_digest
+    assert other not in digests
+
+
 def test_rows_are_padded_to_a_multiple_and_never_none() -> None:
     plans = plans_for(Documents([1]), ranks=3)
     counts = plans.layout.token_counts.tolist()
@@ -160,6 +180,11 @@ ERRORS = [
     ({"input_ids": TOKENS, "texts": ["a"]}, "texts is a list"),
     ({"input_ids": [[0] * 9]}, 'input_ids is a list; valid: a tensor .*return_tensors="pt"'),
     ({"input_ids": TOKENS, "position_ids": [list(range(9))]}, "position_ids is a list; valid: a tensor"),
+    ({"input_ids": TOKENS, "labels": [[0] * 9]}, "labels is a list; valid: a tensor"),
+    ({"input_ids": TOKENS, "position_ids": torch.arange(5)[None]}, r"position_ids has shape \[1, 5\]; valid: \[1, 9\], or"),
+    ({"input_ids": TOKENS, "position_ids": torch.arange(5)}, r"position_ids has shape \[5\]; valid: \[1, 9\], or"),
+    ({"input_ids": TOKENS, "position_ids": torch.arange(9)}, r"the batch has Documents\(\[9\].* but the plans are for"),
+    ({"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3, 3]])}, "attention_mask has other values than 0 and 1"),
     ({"input_ids": TOKENS, "position_ids": torch.arange(4, 13)[None]}, "position_ids begin with 4 in a row; valid: 0, the first token of a document"),
     ({"input_ids": TOKENS[:, :7]}, "the batch has 7 tokens, but the plans are for"),
     ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 4, 9])}, r"the batch has Documents\(\[4, 5\].* but the plans are for Documents\(\[3, 2, 4\]"),

@@ -62,7 +62,7 @@ def test_replicas_share_the_pages_and_another_run_needs_another_folder(tmp_path:
     check_run(Namespace(**begun))
     with pytest.raises(ConfigError, match=r"--model is qwen3, but .* holds a run with llama; valid: the same, or"):
         check_run(Namespace(**{**begun, "model": "qwen3"}))
-    with pytest.raises(ConfigError, match=r"--data is .*chats.jsonl \(digest .* holds a run with docs/"):
+    with pytest.raises(ConfigError, match=r"--data .*chats.jsonl has other samples than the run"):
         check_run(Namespace(**{**begun, "data": Path(written(tmp_path / "chats.jsonl", CHATS))}))
 
 
@@ -78,12 +78,24 @@ def read(path: Path, text: str) -> list[dict]:
     ("text", "says"),
     [("", "has no line"), ("{", "line 1 is no JSON"), ('{"words": 1}', 'line 1 has neither "text" nor "messages"'),
      ('{"text": "a"}\n{"messages": [{"role": "user", "content": "x"}]}', "line 2 has no message of the assistant"),
-     ('{"messages": [{"role": "tool", "content": "x"}]}', "role 'tool'; valid: .* system, user or assistant")],
+     ('{"messages": [{"role": "tool", "content": "x"}]}', "role 'tool' .*; valid: .* system, user or assistant"),
+     ('{"messages": [{"role": "user", "content": ["x"]}]}', "content of type list")],
 )  # fmt: skip
 def test_data_that_cannot_be_learned_is_refused(tmp_path, monkeypatch, text: str, says: str) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     with pytest.raises(ConfigError, match=says):
         read(tmp_path / "data.jsonl", text)
+
+
+def test_any_text_of_json_is_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from finetune_data import tokenize, train_tokenizer
+
+    text = '{"text": "a\u2028b"}\n{"text": ""}\n{"text": "c", "messages": null}\n{"text": "d", "messages": []}\n'
+    samples = read(tmp_path / "data.jsonl", text)
+    assert samples == [{"text": "a\u2028b"}, {"text": ""}, {"text": "c"}, {"text": "d"}]
+    documents = tokenize(samples, train_tokenizer(samples), 64)
+    assert len(documents) == 4 and all((labels != -100).all() for _, labels in documents)
 
 
 def test_masks_hide_a_share_of_what_is_learned(monkeypatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -117,6 +118,31 @@ def test_an_auxiliary_loss_of_experts_is_refused(tmp_path: Path) -> None:
     begin(tmp_path, SimpleNamespace(config=make_config("qwen3_moe")))
     with pytest.raises(ConfigError, match=r"output_router_logits is True; valid under the Trainer .* False"):
         begin(tmp_path, SimpleNamespace(config=make_config("qwen3_moe", output_router_logits=True)))
+
+
+def test_an_evaluation_before_the_training_is_refused(tmp_path: Path) -> None:
+    """The Trainer then leaves the model without DDP, and every process trains by itself."""
+    callback = cp.planned_callback(cp.PlannedCollator(make_config("llama"), SimpleNamespace(mesh=[0])))
+    alone, several = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
+    callback.on_train_begin(several, None, None)
+    callback.on_prediction_step(several, None, None)  # inside the training
+    callback.on_train_end(several, None, None)
+    callback.on_train_begin(several, None, None)
+    callback.on_train_end(several, None, None)
+    callback.on_prediction_step(several, None, None)
+    callback.on_train_begin(alone, None, None)
+    callback.on_train_end(alone, None, None)
+    with pytest.raises(ConfigError, match=r"evaluate\(\) or predict\(\) came before train\(\)"):
+        callback.on_train_begin(several, None, None)
+
+
+def test_the_collator_passes_loss_masks_on() -> None:
+    mesh = SimpleNamespace(mesh=np.array([0]), mesh_dim_names=("cp",), get_local_rank=lambda: 0, get_group=lambda: None)
+    collator = cp.PlannedCollator(make_config("llama"), mesh, "ring")
+    document = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "loss_mask": [0, 0, 1]}
+    (row,) = cp.RepeatedRows([[document, document]], 1)._rows
+    made = collator([{"number": 0, "documents": row}])
+    assert made["shift_labels"].tolist() == [[-100, 7, -100, -100, 7, -100]]
 
 
 def test_the_collator_takes_one_row() -> None:
