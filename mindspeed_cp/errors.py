@@ -43,8 +43,8 @@ class DivergenceError(_Bounded, RuntimeError):
 
 
 class OperatorError(_Bounded, RuntimeError):
-    """The attention operator of a device refused a call, for example because a library is too old.  Names the call, the
-    cause and the remedy."""
+    """The attention operator of a device refused a call, for example because a library is too old, or a device makes no
+    calls any more.  Names the call or the step, the cause and the remedy."""
 
 
 class CorruptionError(_Bounded, RuntimeError):

@@ -12,15 +12,18 @@ from pathlib import Path
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
+from mindspeed_cp.algorithms.registry import with_reduce_dtype
 from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.device.versions import versions_md
-from mindspeed_cp.report.plan.summary import summarize_plan
+from mindspeed_cp.report.plan.summary import PlanSummary, summarize_plan
 from tools import cann_table, convert_table, glossary, habit_table, megatron_arguments, mindspeed_table, reliability
 
 ROOT = Path(__file__).parent.parent
 OPTIONS_HEAD = "| algorithm | Megatron, MindSpeed | options (defaults) | use it for |\n|---|---|---|---|\n"
-BYTES_HEAD = "| | (a) sent | (a) buffers | (b) sent | (b) buffers |\n|---|---|---|---|---|\n"
+BYTES_HEAD = (
+    "| | (a) sent | ... in bf16 | (a) buffers | (b) sent | ... in bf16 | (b) buffers |\n|---|---|---|---|---|---|---|\n"
+)
 
 #: Lengths of the documents of the two batches of the table of bytes.
 BATCHES = (
@@ -44,12 +47,17 @@ def bytes_rows() -> str:
     for label, name, options in [*cases, ("direct, `layout: balanced`", "direct", {"layout": "balanced"})]:
         cells = [label]
         for lengths in BATCHES:
-            summary = summarize_plan(build_plan(Documents(lengths), Topology(2, 4), attention, name, **options))
-            forward, backward = summary.sent_forward.max() / MIB, summary.sent_backward.max() / MIB
+            plan = build_plan(Documents(lengths), Topology(2, 4), attention, name, **options)
+            summary, in_bf16 = summarize_plan(plan), summarize_plan(with_reduce_dtype(plan, "bfloat16"))
             buffers = summary.buffers.max(0) / MIB
-            cells += [f"{forward:.0f} + {backward:.0f}", f"{buffers[0]:.0f}, {buffers[1]:.0f}"]
+            cells += [_sent(summary), _sent(in_bf16), f"{buffers[0]:.0f}, {buffers[1]:.0f}"]
         rows += _row(cells)
     return rows
+
+
+def _sent(summary: PlanSummary) -> str:
+    """Return what the busiest rank sends, forward + backward, in MiB."""
+    return f"{summary.sent_forward.max() / MIB:.0f} + {summary.sent_backward.max() / MIB:.0f}"
 
 
 def readme_page(page: str, comma: str) -> str:

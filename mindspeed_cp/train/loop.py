@@ -34,6 +34,7 @@ from mindspeed_cp.train.metrics_writer import MetricsWriter
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.progress import Progress
+from mindspeed_cp.train.queue_probe import QueueProbe
 from mindspeed_cp.train.replica_digest import ReplicaCheck
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.step import StepChecks, StepResult, run_step
@@ -183,7 +184,7 @@ def _run_steps(
     policy = BadStepPolicy(settings)
     newest = run.files.checkpoint(progress.step) if progress.step else None
     saver = CheckpointSaver(run.files, run.training, settings, world, newest)
-    probe = ComputeProbe(world.device)
+    probe, queue = ComputeProbe(world.device), QueueProbe(world.device, world.rank)
     replicas = ReplicaCheck(run.training, world, progress.step)
     replicas_interval = settings.train.check_weight_hash_across_dp_replicas_interval
     try:
@@ -191,7 +192,7 @@ def _run_steps(
             step = progress.step + 1
             with run.hang_watch.step(step), tracer.step(step, batches) as step_batches:
                 began = time.perf_counter()
-                checks = StepChecks(compare_digests, canary_of_step(settings, step), probe.seconds())
+                checks = StepChecks(compare_digests, canary_of_step(settings, step), probe.seconds(), queue)
                 result = run_step(
                     run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
                 )

@@ -26,6 +26,7 @@ from mindspeed_cp.train.data_checks import check_calls, check_digests
 from mindspeed_cp.train.finite_probe import gradient_norm, nonfinite_ranks
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
+from mindspeed_cp.train.queue_probe import QueueProbe
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
@@ -57,11 +58,13 @@ class StepChecks:
         compare_digests: compare the dispatched batches of all ranks before computing.
         canary: compares a part of the step's attention with the reference, before the weights are changed.
         probe_seconds: this rank's time of a computation that is the same on all ranks.
+        queue: tells that the device makes no calls any more, before ranks meet and after the weights are changed.
     """
 
     compare_digests: bool = False
     canary: AttentionCanary | None = None
     probe_seconds: float = 0.0
+    queue: QueueProbe | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ def run_step(
         ConfigError: Ranks dispatched the documents differently; names the step and the ranks.
         CorruptionError: Attention is not what the reference computes.
         DivergenceError: Loss or gradient are not finite, or the loss is a spike, and the policy is to stop.
+        OperatorError: The device makes no calls any more.
     """
     sums = forward_backward(training, batches, step, world, stop_request, checks)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
@@ -157,6 +161,8 @@ def run_step(
     with timed_span("optimizer"):
         _, norm, _ = training.optimizer.step()
         grad_norm = float(norm)
+    if checks.queue is not None:
+        checks.queue.check(step)
     if not math.isfinite(grad_norm):  # though that of each rank's share is finite, and the update is done
         raise DivergenceError(f"step {step}: the gradient's norm is {grad_norm}; checkpoints are untouched")
     return StepResult(**vars(sums), grad_norm=grad_norm, lr=lr, problem=problem)
@@ -189,6 +195,8 @@ def forward_backward(
         forward_only=False,
     )
     loss, counted = (float(sum(float(report[REPORT_KEY][i]) for report in reports)) for i in (0, 1))
+    if checks.queue is not None:
+        checks.queue.check(step)  # before ranks wait for each other on the host
     with timed_span("gather"):
         table = world.gather(
             [
