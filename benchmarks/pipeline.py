@@ -54,6 +54,11 @@ def compare_batch(
     return [seconds_of_way / perfect for seconds_of_way in slowest], seconds
 
 
+def mean_and_worst(table: np.ndarray) -> str:
+    """Return the cells of a row: mean and largest number of each column of [batches, ways]."""
+    return "".join(f"{mean:>8.3f} ({worst:.3f})" for mean, worst in zip(table.mean(0), table.max(0), strict=True))
+
+
 def print_pipeline_rows(
     names: Sequence[str],
     draw_batches: Callable[[str, int, int], list[Batch]],
@@ -80,9 +85,7 @@ def print_pipeline_rows(
             for rows in (stages, 2 * stages):
                 batches = draw_batches(name, context, replicas * rows)
                 results = [compare_batch(cost, batch, context, replicas, stages) for batch in batches]
-                table = np.array([times for times, _ in results])
-                pairs = zip(table.mean(0), table.max(0), strict=True)
-                cells = "".join(f"{mean:>8.3f} ({worst:.3f})" for mean, worst in pairs)
+                cells = mean_and_worst(np.array([times for times, _ in results]))
                 milliseconds = np.median([seconds for _, seconds in results]) * 1e3
                 equal = (rows + stages - 1) / rows
                 print(f"{context:>8} {name:11}{rows:>5}{equal:>8.3f}{cells}{milliseconds:>14.0f}", flush=True)

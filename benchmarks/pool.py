@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.pipeline import mean_and_worst
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.cluster import LayerCost
@@ -147,10 +148,7 @@ def print_pool_rows(
         for name in names:
             sized = PoolCase(case.replicas, case.ranks, context, case.cluster, case.simulated_placements)
             results = [compare_batch(sized, *batch) for batch in draw_batches(name, context, case.replicas)]
-            table = np.array([result.over_perfect for result in results])
-            cells = "".join(
-                f"{mean:>8.3f} ({worst:.3f})" for mean, worst in zip(table.mean(0), table.max(0), strict=True)
-            )
+            cells = mean_and_worst(np.array([result.over_perfect for result in results]))
             pooled = np.mean([result.pooled for result in results])
             tokens = max(result.tokens for result in results)
             milliseconds = np.median([result.seconds for result in results]) * 1e3

@@ -71,8 +71,8 @@ def context_parallel_attention(
         batch_digest: a number that each rank computes from its whole batch, such as a checksum of the tokens, so that
             ranks with the same plan and other tokens are found; None: the tokens are not compared.
         sink: attention sinks, fp32 [heads], one logit for each head in the softmax's denominator, which has no value
-            (:mod:`mindspeed_cp.ops.attention.sink`); the same on all ranks. Its gradient on a rank is the sum over the
-            rank's rows, as that of any parameter that all ranks hold.
+            (:mod:`mindspeed_cp.ops.attention.sink`); the same on all ranks. Its gradient on a rank is the sum over
+            the rows and heads that the rank computes; frameworks add it up over ranks, as for any parameter.
 
     Returns:
         [t, heads, head_dim_v] of the type of q.
