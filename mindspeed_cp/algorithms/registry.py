@@ -90,6 +90,9 @@ CAUSAL_CROSS_ATTENTION = (
     "mask 'full', or kv_documents with the lengths of documents",
 )
 
+#: What trees of documents are for.
+TREES_OF = "mask 'causal' and self-attention, or documents without parents"
+
 
 def register_algorithm(name: str, builder: Builder, *, aliases: tuple[str, ...] = (), use_for: str = "") -> None:
     """Add an algorithm, so that `build_plan`, the simulator, the reports and `auto` take it by its name.
@@ -214,6 +217,9 @@ def build_plan(
             f"kv_documents has {len(kv_documents)} documents, documents {len(documents)}; valid: one length of keys "
             "for each document"
         )
+    if documents.trees is not None and (attention.mask != "causal" or kv_documents != documents):
+        what = "keys of other lengths" if kv_documents != documents else f"attention.mask {attention.mask!r}"
+        raise ConfigError(f"documents have parents, with {what}; valid: {TREES_OF}")
     if attention.mask == "causal" and kv_documents != documents:
         raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
     reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")

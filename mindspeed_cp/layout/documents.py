@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout.trees import Trees, checked_parents
 from mindspeed_cp.schema.numbers import is_int
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
@@ -25,19 +26,25 @@ class Documents:
         lengths   [ 5000 | 37 |  1200 ]
         offsets   0     5000  5037   6237
 
-    Objects with equal lengths are equal and have equal hashes, so a cache of plans can use them as keys.
+    A document may continue another one, its parent (:mod:`mindspeed_cp.layout.trees`): it then sees its parent's
+    tokens and those of all further ancestors, and its positions follow theirs. Masks are causal.
+
+    Objects with equal lengths and parents are equal and have equal hashes, so a cache of plans can use them as keys.
 
     What a program has instead of lengths is converted by :meth:`from_cu_seqlens`, :meth:`from_eod` and
     :meth:`from_position_ids`. These take NumPy arrays, lists, and tensors on the host (anything with ``__array__``).
 
     Args:
         lengths: token count of each document; documents of length 0 and empty batches are allowed.
+        parents: for each document the number of an earlier one that it continues, or -1; documents that continue
+            another one follow it side by side (preorder). Default: none continues another.
 
     Raises:
-        ConfigError: a length is negative or not an integer, or the batch has more than 2**31 - 1 tokens.
+        ConfigError: a length is negative or not an integer, the batch has more than 2**31 - 1 tokens, or parents are
+            not those of trees in preorder.
     """
 
-    def __init__(self, lengths: Iterable[int] | np.ndarray) -> None:
+    def __init__(self, lengths: Iterable[int] | np.ndarray, parents: Iterable[int] | np.ndarray | None = None) -> None:
         try:
             values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
         except (TypeError, ValueError):
@@ -56,6 +63,11 @@ class Documents:
             raise ConfigError(f"the batch has {values.sum()} tokens; valid: at most {MAX_TOKENS}; split the batch")
         values.setflags(write=False)
         self._lengths = values
+        self._trees: Trees | None = None
+        if parents is not None:
+            listed = parents if isinstance(parents, np.ndarray) or hasattr(parents, "__array__") else list(parents)
+            checked = checked_parents(_integers("parents", listed, 1), len(values))
+            self._trees = Trees(checked, values) if (checked >= 0).any() else None
 
     @classmethod
     def from_lengths(cls, lengths: Any) -> Documents:
@@ -169,6 +181,40 @@ class Documents:
         return offsets
 
     @property
+    def trees(self) -> Trees | None:
+        """The trees that the documents form; None if no document continues another."""
+        return self._trees
+
+    @cached_property
+    def parents(self) -> np.ndarray:
+        """The document that each document continues, or -1; int64 [documents], read-only."""
+        parents = np.full(len(self), -1) if self._trees is None else self._trees.parents
+        parents.setflags(write=False)
+        return parents
+
+    @cached_property
+    def first_positions(self) -> np.ndarray:
+        """Position of each document's first token, 0 unless it continues another one; int64 [documents]."""
+        return np.zeros(len(self), np.int64) if self._trees is None else self._trees.first_positions
+
+    @cached_property
+    def roots(self) -> np.ndarray:
+        """First document of the tree that each document is in, itself unless it continues another; int64 [documents]."""
+        return np.arange(len(self)) if self._trees is None else self._trees.roots
+
+    @cached_property
+    def tree_numbers(self) -> np.ndarray:
+        """Number of the tree that each document is in; a document without parent and children is one by itself; int64
+        [documents]."""
+        return np.cumsum(self.parents < 0) - 1
+
+    def tree_sums(self, values: np.ndarray) -> np.ndarray:
+        """Sum values of documents over each tree, [documents] to [trees]."""
+        if self._trees is None:
+            return values
+        return np.add.reduceat(values, np.flatnonzero(self.parents < 0))
+
+    @property
     def tokens(self) -> int:
         """Number of tokens in the batch."""
         return int(self.offsets[-1])
@@ -177,19 +223,45 @@ class Documents:
         """Return the document of each token number; int64, the shape of `tokens`."""
         return np.searchsorted(self.offsets, tokens, "right") - 1
 
+    def seen_documents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each of some documents, those whose keys its queries may see: its ancestors, and itself.
+
+        Args:
+            documents: numbers of documents, int64 [n].
+
+        Returns:
+            Index in `documents` and document seen, int64 each, in the order of indices and from the root down.
+        """
+        if self._trees is None:
+            return np.arange(len(documents)), documents
+        return self._trees.with_ancestors(documents)
+
+    def with_lengths(self, lengths: np.ndarray) -> Documents:
+        """Return documents of other lengths with the same parents."""
+        return Documents(lengths, None if self._trees is None else self._trees.parents)
+
     def __len__(self) -> int:
         return len(self._lengths)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Documents) and np.array_equal(self._lengths, other._lengths)
+        return (
+            isinstance(other, Documents)
+            and np.array_equal(self._lengths, other._lengths)
+            and (self._trees is None) == (other._trees is None)
+            and (self._trees is None or np.array_equal(self.parents, other.parents))
+        )
 
     def __hash__(self) -> int:
-        return hash(self._lengths.tobytes())
+        return hash((self._lengths.tobytes(), None if self._trees is None else self.parents.tobytes()))
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self._lengths[:6]))
-        more = f", ... {len(self)} in all" if len(self) > 6 else ""
-        return f"Documents([{shown}{more}], tokens={self.tokens})"
+        parents = "" if self._trees is None else f", parents=[{_shown(self.parents)}]"
+        return f"Documents([{_shown(self._lengths)}]{parents}, tokens={self.tokens})"
+
+
+def _shown(values: np.ndarray) -> str:
+    """Return the first numbers of an array."""
+    return ", ".join(map(str, values[:6])) + (f", ... {len(values)} in all" if len(values) > 6 else "")
 
 
 def _integers(name: str, values: Any, dims: int) -> np.ndarray:

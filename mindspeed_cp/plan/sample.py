@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.program import Plan
 
@@ -23,8 +23,8 @@ class AttentionSample:
         rank: rank that holds the queries in plan.layout.
         row, rows: first row and number of the queries there.
         document: number of the document.
-        position: position of the first query.
-        first_key, keys: position of the first key, and number of keys.
+        position: position of the first query, in a tree on the path from the root.
+        first_key, keys: position of the first key, and number of keys; in a tree on the document's path.
     """
 
     head: int
@@ -38,12 +38,24 @@ class AttentionSample:
     keys: int
 
     def key_rows(self, plan: Plan, rank: int) -> tuple[int, np.ndarray]:
-        """Return the keys that a rank holds in plan.kv_layout_in: first row, and positions after first_key, int64
-        [rows]."""
-        spans, first = plan.kv_layout_in.rank_spans(rank), plan.kv_documents.offsets[self.document] + self.first_key
-        start, stop = (np.clip(spans[name], first, first + self.keys) for name in ("start", "stop"))
-        before = np.minimum(spans["stop"], first) - np.minimum(spans["start"], first)
-        return int(before.sum()), ragged_arange(start - first, stop - start)
+        """Return the keys that a rank holds in plan.kv_layout_in: their rows, and positions after first_key, int64
+        [rows] each."""
+        tokens = plan.kv_layout_in.tokens(rank)
+        number = self.key_numbers(plan.kv_documents, tokens)
+        rows = np.flatnonzero(number >= 0)
+        return rows, number[rows]
+
+    def key_numbers(self, keys: Documents, tokens: np.ndarray) -> np.ndarray:
+        """Return the position after first_key of each token among the keys, -1 if it is not among them, int64
+        [tokens]."""
+        number = np.full(len(tokens), -1)
+        _, path = keys.seen_documents(np.array([self.document]))
+        for doc in path.tolist():
+            begin, end = keys.offsets[doc : doc + 2]
+            position = tokens - begin + keys.first_positions[doc] - self.first_key
+            is_key = (tokens >= begin) & (tokens < end) & (position >= 0) & (position < self.keys)
+            number[is_key] = position[is_key]
+        return number
 
 
 def draw_sample(plan: Plan, generator: np.random.Generator) -> AttentionSample | None:
@@ -56,8 +68,9 @@ def draw_sample(plan: Plan, generator: np.random.Generator) -> AttentionSample |
     spans = plan.layout.spans
     index = int(np.flatnonzero((spans["start"] <= token) & (token < spans["stop"]))[0])
     document = int(spans["doc"][index])
-    position, rows = token - int(documents.offsets[document]), min(QUERIES, int(spans["stop"][index]) - token)
-    length = int(plan.kv_documents.lengths[document])
+    position = token - int(documents.offsets[document]) + int(documents.first_positions[document])
+    rows = min(QUERIES, int(spans["stop"][index]) - token)
+    length = int(plan.kv_documents.first_positions[document] + plan.kv_documents.lengths[document])
     while rows > 1 and rows * _keys(attention, position, rows, length)[1] > PAIRS:
         rows -= 1
     first_key, keys = _keys(attention, position, rows, length)

@@ -29,6 +29,9 @@ def tiles_between(
 
     Windows, ALiBi and dropout need positions: each of their tiles is one run of positions against another.
 
+    In a tree, queries see all keys of their document's ancestors. Neighbouring documents that continue the same one
+    share a full tile.
+
     Args:
         q_spans: queries of the rank in row order, records of dtype TOKEN_SPAN.
         k_spans: keys of the slot in row order, records of dtype TOKEN_SPAN.
@@ -43,13 +46,40 @@ def tiles_between(
         return np.empty(0, TILE)
     if attention.needs_positions:
         return _tiles_by_position(q_spans, k_spans, documents, kv_documents or documents, attention)
-    return _tiles_by_rows(q_spans, k_spans, documents, kv_documents or documents, attention.mask)
+    q_len = q_spans["stop"] - q_spans["start"]
+    q_row = np.cumsum(q_len) - q_len
+    own = _tiles_by_rows(q_spans, q_row, q_spans["doc"], k_spans, documents, kv_documents or documents, attention.mask)
+    if documents.trees is None:
+        return own
+    span, seen = documents.seen_documents(np.ascontiguousarray(q_spans["doc"]))
+    above = seen != q_spans["doc"][span]
+    span, seen = span[above], seen[above]
+    order = np.lexsort((span, documents.trees.depths[seen]))  # spans with the same ancestor side by side
+    span, seen = span[order], seen[order]
+    of_ancestors = _tiles_by_rows(q_spans[span], q_row[span], seen, k_spans, documents, documents, "full")
+    tiles = np.concatenate([own, of_ancestors])
+    return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
 
 
 def _tiles_by_rows(
-    q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents, kv_documents: Documents, mask: str
+    q_spans: np.ndarray,
+    q_row: np.ndarray,
+    k_doc: np.ndarray,
+    k_spans: np.ndarray,
+    documents: Documents,
+    kv_documents: Documents,
+    mask: str,
 ) -> np.ndarray:
-    """Derive one tile for each span of queries from row numbers, and join tiles where possible."""
+    """Derive one tile for each span of queries from row numbers, and join tiles where possible.
+
+    Args:
+        q_spans: queries, records of dtype TOKEN_SPAN.
+        q_row: first row of each span, int64 [spans].
+        k_doc: document whose keys each span sees, int64 [spans]; the spans' own under a causal mask.
+        k_spans: keys of the slot, records of dtype TOKEN_SPAN.
+        documents, kv_documents: documents by lengths of queries and of keys.
+        mask: "causal" or "full".
+    """
     k_start, k_stop = (np.ascontiguousarray(k_spans[name]) for name in ("start", "stop"))
     q_start, q_stop, doc = (np.ascontiguousarray(q_spans[name]) for name in ("start", "stop", "doc"))
     k_len, q_len = k_stop - k_start, q_stop - q_start
@@ -61,27 +91,33 @@ def _tiles_by_rows(
         inside = np.minimum(token - k_start[span], k_len[span])
         return np.where(span >= 0, k_row[span] + inside, 0)
 
-    first = rows_before(kv_documents.offsets[doc])
+    first = rows_before(kv_documents.offsets[k_doc])
     if mask == "causal":
         last = rows_before(q_stop)
         in_slot = last - rows_before(q_start)
         if ((in_slot != 0) & (in_slot != q_len)).any():  # spans partly in the slot; the cut leaves none
-            return _tiles_by_rows(_cut_at_kv_borders(q_spans, k_spans), k_spans, documents, kv_documents, mask)
+            cut, row = _cut_at_kv_borders(q_spans, q_row, k_spans)
+            return _tiles_by_rows(cut, row, cut["doc"], k_spans, documents, kv_documents, mask)
         masks = np.where(in_slot > 0, CAUSAL, FULL)
     else:
-        last = rows_before(kv_documents.offsets[doc + 1])
+        last = rows_before(kv_documents.offsets[k_doc + 1])
         masks = np.full(len(doc), FULL)
 
     seen = np.flatnonzero(last > first)
-    q_row, first, last, doc = (np.cumsum(q_len) - q_len)[seen], first[seen], last[seen], doc[seen]
+    first, last, doc, k_doc = first[seen], last[seen], doc[seen], k_doc[seen]
     tiles = np.zeros(len(seen), TILE)
-    tiles["q_row"], tiles["q_rows"] = q_row, q_len[seen]
+    tiles["q_row"], tiles["q_rows"] = q_row[seen], q_len[seen]
     tiles["k_row"], tiles["k_rows"] = first, last - first
-    tiles["mask"], tiles["doc"] = masks[seen], doc
-    tiles["q_pos"] = q_start[seen] - documents.offsets[doc]
+    tiles["mask"], tiles["doc"], tiles["k_doc"] = masks[seen], doc, k_doc
+    tiles["q_pos"] = q_start[seen] - _zero_tokens(documents, doc)
     span = np.searchsorted(k_row, first, "right") - 1  # the span that holds the first key of the tile
-    tiles["k_pos"] = k_start[span] + first - k_row[span] - kv_documents.offsets[doc]
+    tiles["k_pos"] = k_start[span] + first - k_row[span] - _zero_tokens(kv_documents, k_doc)
     return _join_tiles(tiles)
+
+
+def _zero_tokens(documents: Documents, doc: np.ndarray) -> np.ndarray:
+    """Return the number that the token at position 0 would have if a document began there: token - position."""
+    return documents.offsets[doc] - documents.first_positions[doc]
 
 
 def _join_tiles(tiles: np.ndarray) -> np.ndarray:
@@ -95,7 +131,7 @@ def _join_tiles(tiles: np.ndarray) -> np.ndarray:
     before, after = tiles[:-1], tiles[1:]
     growth = np.where(after["mask"] == CAUSAL, after["q_rows"], 0)
     follows = (
-        (after["doc"] == before["doc"])
+        (after["k_doc"] == before["k_doc"])
         & (after["q_row"] == before["q_row"] + before["q_rows"])
         & (after["mask"] == before["mask"])
         & (after["k_rows"] == before["k_rows"] + growth)
@@ -124,22 +160,23 @@ def _tiles_by_position(
     run_start = k_spans["start"][runs]  # tokens of each run of keys
     run_stop = k_spans["stop"][np.append(runs[1:], len(k_spans)) - 1]
 
-    doc = q_spans["doc"]
-    k_offset = kv_documents.offsets[doc]
-    q_first, q_last = q_spans["start"] - documents.offsets[doc], q_spans["stop"] - documents.offsets[doc]  # positions
-    sees_from = k_offset + np.maximum(q_first - left, 0)
-    sees_to = k_offset + np.minimum(q_last + right, kv_documents.lengths[doc])
+    span, k_doc = documents.seen_documents(np.ascontiguousarray(q_spans["doc"]))
+    doc = q_spans["doc"][span]
+    q_zero, k_zero = _zero_tokens(documents, doc), _zero_tokens(kv_documents, k_doc)
+    q_first, q_last = q_spans["start"][span] - q_zero, q_spans["stop"][span] - q_zero  # positions
+    sees_from = np.maximum(k_zero + q_first - left, kv_documents.offsets[k_doc])
+    sees_to = np.minimum(k_zero + q_last + right, kv_documents.offsets[k_doc + 1])
     run_begin = np.searchsorted(run_stop, sees_from, "right")
     count = np.maximum(np.searchsorted(run_start, sees_to, "left") - run_begin, 0)
-    span = np.repeat(np.arange(len(q_spans)), count)  # the span of queries and the run of keys of each tile
+    pair = np.repeat(np.arange(len(span)), count)  # the queries with the keys that they see, and the run of each tile
     run = ragged_arange(run_begin, count)
-    q_first, q_last = q_first[span], q_last[span]
-    k_first, k_last = run_start[run] - k_offset[span], run_stop[run] - k_offset[span]
+    q_first, q_last, span = q_first[pair], q_last[pair], span[pair]
+    k_first, k_last = run_start[run] - k_zero[pair], run_stop[run] - k_zero[pair]
 
     k_low, k_high = np.maximum(k_first, q_first - left), np.minimum(k_last, q_last + right)  # trimmed
     q_low, q_high = np.maximum(q_first, k_first - right), np.minimum(q_last, k_last + left)
     tiles = np.zeros(len(span), TILE)
-    tiles["doc"], tiles["q_pos"], tiles["k_pos"] = doc[span], q_low, k_low
+    tiles["doc"], tiles["k_doc"], tiles["q_pos"], tiles["k_pos"] = doc[pair], k_doc[pair], q_low, k_low
     tiles["q_row"], tiles["q_rows"] = q_row[span] + q_low - q_first, q_high - q_low
     tiles["k_row"], tiles["k_rows"] = k_row[runs][run] + k_low - k_first, k_high - k_low
     return _with_masks(tiles[(q_high > q_low) & (k_high > k_low)], left, right)
@@ -166,15 +203,19 @@ def _with_masks(tiles: np.ndarray, left: int, right: int) -> np.ndarray:
     return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
 
 
-def _cut_at_kv_borders(q_spans: np.ndarray, k_spans: np.ndarray) -> np.ndarray:
-    """Cut spans of queries where a span of keys begins or ends, so that each is either entirely in the slot or not."""
+def _cut_at_kv_borders(
+    q_spans: np.ndarray, q_row: np.ndarray, k_spans: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut spans of queries where a span of keys begins or ends, so that each is either entirely in the slot or not;
+    return them and the first row of each."""
     edges = np.unique(np.concatenate([k_spans["start"], k_spans["stop"], q_spans["start"], q_spans["stop"]]))
     first_edge = np.searchsorted(edges, q_spans["start"])
     count = np.searchsorted(edges, q_spans["stop"]) - first_edge
-    out = q_spans[np.repeat(np.arange(len(q_spans)), count)]
+    source = np.repeat(np.arange(len(q_spans)), count)
+    out = q_spans[source]
     edge = ragged_arange(first_edge, count)
     out["start"], out["stop"] = edges[edge], edges[edge + 1]
-    return out
+    return out, q_row[source] + out["start"] - q_spans["start"][source]
 
 
 def count_pairs(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:

@@ -16,7 +16,7 @@ from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan, traffic
-from mindspeed_cp.plan.problem import visible_pairs
+from mindspeed_cp.plan.problem import run_pairs
 from mindspeed_cp.report.figure import new_figure
 from mindspeed_cp.report.html_tables import html_of_tables
 from mindspeed_cp.report.plan.tile_map import tile_map
@@ -86,11 +86,11 @@ def pairs_of_ranks(plan: Plan) -> np.ndarray:
     out = np.zeros(plan.ranks, np.int64)
     for part in plan.parts_or_self:
         layout = part.q_layout_compute
-        spans, documents = layout.spans, layout.documents
-        keys, offset = part.kv_documents.lengths[spans["doc"]], documents.offsets[spans["doc"]]
-        begin, end = (visible_pairs(spans[name] - offset, keys, plan.attention) for name in ("start", "stop"))
+        spans = layout.spans
+        runs = spans["doc"], spans["start"], spans["stop"]
+        pairs = run_pairs(*runs, layout.documents, part.kv_documents, plan.attention)
         heads = layout.head_counts(plan.attention.heads)[spans["rank"]]
-        np.add.at(out, spans["rank"], (end - begin).astype(np.int64) * heads)
+        np.add.at(out, spans["rank"], pairs.astype(np.int64) * heads)
     return out
 
 

@@ -205,10 +205,15 @@ def needed_tokens(
     """
     spans = queries.spans if among is None else queries.spans[among]
     left, right = attention.reach
-    offset, k_offset = queries.documents.offsets[spans["doc"]], keys.documents.offsets[spans["doc"]]
-    length = keys.documents.lengths[spans["doc"]]
-    first = k_offset + np.clip(spans["start"] - offset - left, 0, length)
-    last = k_offset + np.clip(spans["stop"] - offset + right, 0, length)
+    span, k_doc = queries.documents.seen_documents(np.ascontiguousarray(spans["doc"]))
+    spans = spans[span]
+    q_first, k_first = (  # positions of the queries' and of the keys' documents
+        documents.first_positions[doc] for documents, doc in ((queries.documents, spans["doc"]), (keys.documents, k_doc))
+    )
+    shift = q_first - queries.documents.offsets[spans["doc"]] - k_first  # from a query's token to a row of the keys
+    k_offset, length = keys.documents.offsets[k_doc], keys.documents.lengths[k_doc]
+    first = k_offset + np.clip(spans["start"] + shift - left, 0, length)
+    last = k_offset + np.clip(spans["stop"] + shift + right, 0, length)
     return NeededTokens.union(spans["rank"], first, last, keys.documents.tokens)
 
 
