@@ -8,6 +8,7 @@ from mindspeed_cp.layout.redistribution import RANK_PAIR, Redistribution
 from mindspeed_cp.layout.roll import Roll
 from mindspeed_cp.layout.runs import ROW_RUN, intersect_runs, join_runs, ragged_arange, union_of_runs
 from mindspeed_cp.layout.sharding import contiguous, from_spans, row_zigzag, weighted, zigzag
+from mindspeed_cp.layout.trajectories import PackedTrajectories, TreeTargets
 
 __all__ = [
     "RANK_PAIR",
@@ -15,9 +16,11 @@ __all__ = [
     "TOKEN_SPAN",
     "Documents",
     "Layout",
+    "PackedTrajectories",
     "Redistribution",
     "Roll",
     "TokenSpan",
+    "TreeTargets",
     "assign_to_least_loaded",
     "contiguous",
     "equal_token_layout",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout.host_arrays import as_integers
 from mindspeed_cp.layout.trees import Trees, checked_parents
 from mindspeed_cp.schema.numbers import is_int
+
+if TYPE_CHECKING:
+    from mindspeed_cp.layout.trajectories import PackedTrajectories
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
 
@@ -66,7 +70,7 @@ class Documents:
         self._trees: Trees | None = None
         if parents is not None:
             listed = parents if isinstance(parents, np.ndarray) or hasattr(parents, "__array__") else list(parents)
-            checked = checked_parents(_integers("parents", listed, 1), len(values))
+            checked = checked_parents(as_integers("parents", listed, 1), len(values))
             self._trees = Trees(checked, values) if (checked >= 0).any() else None
 
     @classmethod
@@ -82,7 +86,7 @@ class Documents:
         Raises:
             ConfigError: not integers of this shape, or a length is negative.
         """
-        return cls(_integers("lengths", lengths, 1))
+        return cls(as_integers("lengths", lengths, 1))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any) -> Documents:
@@ -97,7 +101,7 @@ class Documents:
         Raises:
             ConfigError: not integers of this shape, or they do not start at 0, or decrease.
         """
-        ends = _integers("cu_seqlens", cu_seqlens, 1)
+        ends = as_integers("cu_seqlens", cu_seqlens, 1)
         if not len(ends):
             raise ConfigError("cu_seqlens is empty; valid: 0, then the end of each document")
         if ends[0] != 0:
@@ -132,7 +136,7 @@ class Documents:
         """
         if not is_int(eod):
             raise ConfigError(f"eod is {eod!r}; valid: the number of the end-of-document token")
-        is_end = np.atleast_2d(_integers("tokens", tokens, 2)) == eod
+        is_end = np.atleast_2d(as_integers("tokens", tokens, 2)) == eod
         is_end[:, -1:] = True
         return cls(np.diff(np.flatnonzero(is_end), prepend=-1))
 
@@ -152,7 +156,7 @@ class Documents:
             ConfigError: not integers of these shapes, or a position neither follows the one before nor is 0; names its
                 index.
         """
-        array = _integers("position_ids", position_ids, 2)
+        array = as_integers("position_ids", position_ids, 2)
         rows = np.atleast_2d(array)
         is_start = rows == 0
         follows = np.zeros(rows.shape, bool)
@@ -167,6 +171,36 @@ class Documents:
             after = f" after {rows[row, i - 1]}" if i else ", the first of a row"
             raise ConfigError(f"position_ids[{index}] is {rows[row, i]}{after}; valid: {valid}")
         return cls(np.diff(np.append(np.flatnonzero(is_start), rows.size)))
+
+    @staticmethod
+    def from_trajectories(
+        trajectories: Iterable[Any], min_shared: int = 1, must_share: bool = True
+    ) -> PackedTrajectories:
+        """Pack trajectories as trees: every prefix that several of them share is one document, which they continue.
+
+        >>> packed = Documents.from_trajectories([[1, 2, 3, 4], [1, 2, 5], [9, 9]])
+        >>> packed.documents
+        Documents([2, 2, 1, 2], parents=[-1, 0, 0, -1], tokens=7)
+        >>> packed.tree_tokens[1]
+        array([0, 1, 4])
+
+        Args:
+            trajectories: token numbers of each trajectory, lists or arrays of one token or more. Equal ones become one.
+            min_shared: least number of first tokens that trajectories must have in common to be one tree. A larger one
+                keeps trajectories apart that share little, such as a first token that all have: a tree is placed as
+                one, so smaller trees leave the planner more choice.
+            must_share: refuse trajectories of which no two share a prefix.
+
+        Returns:
+            The documents, their tokens, and the tree token of each trajectory's token
+            (:class:`mindspeed_cp.layout.trajectories.PackedTrajectories`).
+
+        Raises:
+            ConfigError: a trajectory is not a list of token numbers, or has none, or no two share a prefix.
+        """
+        from mindspeed_cp.layout.trajectories import from_trajectories
+
+        return from_trajectories(trajectories, min_shared, must_share)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -199,7 +233,7 @@ class Documents:
 
     @cached_property
     def roots(self) -> np.ndarray:
-        """First document of the tree that each document is in, itself unless it continues another; int64 [documents]."""
+        """Root of each document, itself unless it continues another; int64 [documents]."""
         return np.arange(len(self)) if self._trees is None else self._trees.roots
 
     @cached_property
@@ -262,19 +296,3 @@ class Documents:
 def _shown(values: np.ndarray) -> str:
     """Return the first numbers of an array."""
     return ", ".join(map(str, values[:6])) + (f", ... {len(values)} in all" if len(values) > 6 else "")
-
-
-def _integers(name: str, values: Any, dims: int) -> np.ndarray:
-    """Convert to int64 with 1 to `dims` dimensions, or raise ConfigError."""
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{name} is a {type(values).__name__} that NumPy cannot read ({' '.join(str(error).split())}); valid: "
-            "integers on the host: an array, a list, or tensor.cpu()"
-        ) from None
-    is_integer = np.issubdtype(array.dtype, np.integer) or array.size == 0
-    if not is_integer or not 1 <= array.ndim <= dims:
-        shapes = "one dimension" if dims == 1 else "shape [tokens] or [rows, tokens]"
-        raise ConfigError(f"{name} is {array.dtype} of shape {list(array.shape)}; valid: integers of {shapes}")
-    return array.astype(np.int64)

@@ -203,9 +203,7 @@ def _with_masks(tiles: np.ndarray, left: int, right: int) -> np.ndarray:
     return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
 
 
-def _cut_at_kv_borders(
-    q_spans: np.ndarray, q_row: np.ndarray, k_spans: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _cut_at_kv_borders(q_spans: np.ndarray, q_row: np.ndarray, k_spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cut spans of queries where a span of keys begins or ends, so that each is either entirely in the slot or not;
     return them and the first row of each."""
     edges = np.unique(np.concatenate([k_spans["start"], k_spans["stop"], q_spans["start"], q_spans["stop"]]))

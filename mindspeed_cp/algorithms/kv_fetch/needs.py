@@ -208,7 +208,8 @@ def needed_tokens(
     span, k_doc = queries.documents.seen_documents(np.ascontiguousarray(spans["doc"]))
     spans = spans[span]
     q_first, k_first = (  # positions of the queries' and of the keys' documents
-        documents.first_positions[doc] for documents, doc in ((queries.documents, spans["doc"]), (keys.documents, k_doc))
+        documents.first_positions[doc]
+        for documents, doc in ((queries.documents, spans["doc"]), (keys.documents, k_doc))
     )
     shift = q_first - queries.documents.offsets[spans["doc"]] - k_first  # from a query's token to a row of the keys
     k_offset, length = keys.documents.offsets[k_doc], keys.documents.lengths[k_doc]
