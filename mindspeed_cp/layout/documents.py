@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.host_arrays import as_integers
+from mindspeed_cp.layout.trajectories import TreeTargets, shared_prefixes, tree_targets
 from mindspeed_cp.layout.trees import Trees, checked_parents
 from mindspeed_cp.schema.numbers import is_int
-
-if TYPE_CHECKING:
-    from mindspeed_cp.layout.trajectories import PackedTrajectories
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
 
@@ -172,9 +171,9 @@ class Documents:
             raise ConfigError(f"position_ids[{index}] is {rows[row, i]}{after}; valid: {valid}")
         return cls(np.diff(np.append(np.flatnonzero(is_start), rows.size)))
 
-    @staticmethod
+    @classmethod
     def from_trajectories(
-        trajectories: Iterable[Any], min_shared: int = 1, must_share: bool = True
+        cls, trajectories: Iterable[Any], min_shared: int = 1, must_share: bool = True
     ) -> PackedTrajectories:
         """Pack trajectories as trees: every prefix that several of them share is one document, which they continue.
 
@@ -198,9 +197,8 @@ class Documents:
         Raises:
             ConfigError: a trajectory is not a list of token numbers, or has none, or no two share a prefix.
         """
-        from mindspeed_cp.layout.trajectories import from_trajectories
-
-        return from_trajectories(trajectories, min_shared, must_share)
+        lengths, parents, tokens, tree_tokens = shared_prefixes(trajectories, min_shared, must_share)
+        return PackedTrajectories(cls(lengths, parents), tokens, tuple(tree_tokens))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -291,6 +289,39 @@ class Documents:
     def __repr__(self) -> str:
         parents = "" if self._trees is None else f", parents=[{_shown(self.parents)}]"
         return f"Documents([{_shown(self._lengths)}]{parents}, tokens={self.tokens})"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTrajectories:
+    """Trajectories packed as trees.
+
+    Attributes:
+        documents: the trees, with parents.
+        tokens: token numbers of the batch, in the order of the documents, int64 [tokens].
+        tree_tokens: for each trajectory the tree token that stands for each of its tokens, int64 [length] each: a
+            result x of the tree, such as log-probabilities, is ``x[tree_tokens[i]]`` for trajectory i.
+    """
+
+    documents: Documents
+    tokens: np.ndarray
+    tree_tokens: tuple[np.ndarray, ...]
+
+    @property
+    def flat_tokens(self) -> int:
+        """Number of tokens of all trajectories, one after the other."""
+        return sum(map(len, self.tree_tokens))
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Position of every tree token on its path, int64 [tokens], for rotary embeddings."""
+        documents = self.documents
+        doc = documents.document_of(np.arange(documents.tokens))
+        return np.arange(documents.tokens) - documents.offsets[doc] + documents.first_positions[doc]
+
+    @cached_property
+    def targets(self) -> TreeTargets:
+        """Tokens to predict, each once."""
+        return tree_targets(self.tokens, self.tree_tokens)
 
 
 def _shown(values: np.ndarray) -> str:

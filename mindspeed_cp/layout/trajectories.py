@@ -17,15 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout.documents import Documents
 from mindspeed_cp.layout.host_arrays import as_integers
-from mindspeed_cp.layout.layout import Layout
 from mindspeed_cp.schema.numbers import check_count
 
 
@@ -79,64 +76,30 @@ class TreeTargets:
             np.add.at(out, targets, array[1:] if array.ndim else array)
         return out
 
-    def on_rank(self, layout: Layout, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    def of_rows(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the targets that a rank's rows predict.
 
         Args:
-            layout: layout of the rows that the loss is computed from, `Plan.batch_layout`.
-            rank: context-parallel rank.
+            tokens: tree token of each row, ``plan.batch_layout.tokens(rank)``, int64 [t].
 
         Returns:
             Numbers of targets, and the local row that predicts each, int64 [targets of this rank] each.
         """
-        row_of = np.full(layout.documents.tokens, -1)
-        tokens = layout.tokens(rank)
+        row_of = np.full(max(int(tokens.max(initial=-1)), int(self.source.max(initial=-1))) + 1, -1)
         row_of[tokens] = np.arange(len(tokens))
         targets = np.flatnonzero(row_of[self.source] >= 0)
         return targets, row_of[self.source[targets]]
 
 
-@dataclass(frozen=True, eq=False)
-class PackedTrajectories:
-    """Trajectories packed as trees.
+def shared_prefixes(
+    trajectories: Iterable[Any], min_shared: int, must_share: bool
+) -> tuple[list[int], list[int], np.ndarray, list[np.ndarray]]:
+    """Find the prefixes that trajectories share; arguments and errors as for `Documents.from_trajectories`.
 
-    Attributes:
-        documents: the trees, with parents.
-        tokens: token numbers of the batch, in the order of the documents, int64 [tokens].
-        tree_tokens: for each trajectory the tree token that stands for each of its tokens, int64 [length] each: a
-            result x of the tree, such as log-probabilities, is ``x[tree_tokens[i]]`` for trajectory i.
+    Returns:
+        Lengths and parents of documents in preorder, their tokens, and for each trajectory the tree tokens of its path,
+        int64 [length] each.
     """
-
-    documents: Documents
-    tokens: np.ndarray
-    tree_tokens: tuple[np.ndarray, ...]
-
-    @property
-    def flat_tokens(self) -> int:
-        """Number of tokens of all trajectories, one after the other."""
-        return sum(map(len, self.tree_tokens))
-
-    @property
-    def positions(self) -> np.ndarray:
-        """Position of every tree token on its path, int64 [tokens], for rotary embeddings."""
-        documents = self.documents
-        doc = documents.document_of(np.arange(documents.tokens))
-        return np.arange(documents.tokens) - documents.offsets[doc] + documents.first_positions[doc]
-
-    @cached_property
-    def targets(self) -> TreeTargets:
-        """Tokens to predict, each once."""
-        length = np.array([len(path) - 1 for path in self.tree_tokens], np.int64)
-        nothing = np.zeros(0, np.int64)
-        source = np.concatenate([nothing, *(path[:-1] for path in self.tree_tokens)])
-        follower = np.concatenate([nothing, *(path[1:] for path in self.tree_tokens)])
-        pairs, index = np.unique(np.stack([source, follower]), axis=1, return_inverse=True)
-        of_trajectories = np.split(index.reshape(-1), np.cumsum(length)[:-1]) if len(length) else []
-        return TreeTargets(pairs[0], self.tokens[pairs[1]], tuple(of_trajectories))
-
-
-def from_trajectories(trajectories: Iterable[Any], min_shared: int = 1, must_share: bool = True) -> PackedTrajectories:
-    """Find the prefixes that trajectories share; see :meth:`Documents.from_trajectories`."""
     check_count("min_shared", min_shared, what="a whole number of tokens")
     listed = [as_integers(f"trajectories[{i}]", tokens, 1) for i, tokens in enumerate(trajectories)]
     if not listed:
@@ -144,32 +107,50 @@ def from_trajectories(trajectories: Iterable[Any], min_shared: int = 1, must_sha
     empty = next((i for i, tokens in enumerate(listed) if not len(tokens)), None)
     if empty is not None:
         raise ConfigError(f"trajectories[{empty}] has no tokens; valid: 1 token or more; leave it out")
-    lengths: list[int] = []
-    parents: list[int] = []
-    runs: list[np.ndarray] = []
-    paths: list[list[int]] = [[] for _ in listed]
-    open_groups = [(group, 0, -1) for group in reversed(_grouped(listed, range(len(listed)), 0, min_shared))]
-    while open_groups:
-        group, start, parent = open_groups.pop()
-        stop = _shared_until(listed, group, start)
-        node = len(lengths)
-        lengths.append(stop - start)
-        parents.append(parent)
-        runs.append(listed[group[0]][start:stop])
-        for number in group:
-            paths[number].append(node)
-        going_on = [number for number in group if len(listed[number]) > stop]
-        open_groups += [(below, stop, node) for below in reversed(_grouped(listed, going_on, stop, 1))]
-    if must_share and all(parent < 0 for parent in parents) and len(lengths) == len(listed):
+    lengths, parents, tokens, tree_tokens = _trees_of(listed, min_shared)
+    if must_share and len(lengths) == len(listed) and max(parents) < 0:
         least = "token" if min_shared == 1 else f"{min_shared} tokens"
         raise ConfigError(
             f"trajectories: no two of the {len(listed)} begin with the same {least}; valid: trajectories that share "
             "prefixes, or for separate documents Documents(lengths); must_share=False takes any"
         )
-    documents = Documents(np.array(lengths), np.array(parents))
-    spans = [np.arange(documents.offsets[i], documents.offsets[i + 1]) for i in range(len(documents))]
-    tree_tokens = tuple(np.concatenate([spans[node] for node in path]) for path in paths)
-    return PackedTrajectories(documents, np.concatenate(runs), tree_tokens)
+    return lengths, parents, tokens, tree_tokens
+
+
+def _trees_of(
+    trajectories: Sequence[np.ndarray], min_shared: int
+) -> tuple[list[int], list[int], np.ndarray, list[np.ndarray]]:
+    """Do as `shared_prefixes`."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    runs: list[np.ndarray] = []
+    paths: list[list[np.ndarray]] = [[] for _ in trajectories]
+    tokens = 0
+    open_groups = [(group, 0, -1) for group in reversed(_grouped(trajectories, range(len(paths)), 0, min_shared))]
+    while open_groups:
+        group, start, parent = open_groups.pop()
+        stop = _shared_until(trajectories, group, start)
+        node = len(lengths)
+        lengths.append(stop - start)
+        parents.append(parent)
+        runs.append(trajectories[group[0]][start:stop])
+        for number in group:
+            paths[number].append(np.arange(tokens, tokens + stop - start))
+        tokens += stop - start
+        going_on = [number for number in group if len(trajectories[number]) > stop]
+        open_groups += [(below, stop, node) for below in reversed(_grouped(trajectories, going_on, stop, 1))]
+    return lengths, parents, np.concatenate(runs), [np.concatenate(path) for path in paths]
+
+
+def tree_targets(tokens: np.ndarray, tree_tokens: Sequence[np.ndarray]) -> TreeTargets:
+    """Return the tokens to predict, each once; arguments as the attributes of PackedTrajectories."""
+    length = np.array([len(path) - 1 for path in tree_tokens], np.int64)
+    nothing = np.zeros(0, np.int64)
+    source = np.concatenate([nothing, *(path[:-1] for path in tree_tokens)])
+    follower = np.concatenate([nothing, *(path[1:] for path in tree_tokens)])
+    pairs, index = np.unique(np.stack([source, follower]), axis=1, return_inverse=True)
+    of_trajectories = np.split(index.reshape(-1), np.cumsum(length)[:-1]) if len(length) else []
+    return TreeTargets(pairs[0], tokens[pairs[1]], tuple(of_trajectories))
 
 
 def _grouped(trajectories: Sequence[np.ndarray], numbers: Iterable[int], start: int, tokens: int) -> list[list[int]]:

@@ -37,7 +37,7 @@ class AttentionSample:
     first_key: int
     keys: int
 
-    def key_rows(self, plan: Plan, rank: int) -> tuple[int, np.ndarray]:
+    def key_rows(self, plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys that a rank holds in plan.kv_layout_in: their rows, and positions after first_key, int64
         [rows] each."""
         tokens = plan.kv_layout_in.tokens(rank)
