@@ -20,7 +20,7 @@ UNGROUPED, GROUPED = ((4, 4), (3, 3), (1, 1), (5, 5)), ((4, 2), (8, 1), (6, 3), 
 def problem(cell: capabilities.Cell, ranks: int, rng: Random) -> Case:
     """Some problem of that cell."""
     causal = cell.mask == "causal"
-    lengths = _lengths(cell.documents == "packed", rng)
+    lengths = _lengths(cell.documents != "one per row", rng)
     heads, kv_heads = rng.choice(GROUPED if cell.kv_heads == "grouped" else UNGROUPED)
     head_dim, head_dim_v = rng.choice(UNEQUAL if cell.widths == "unequal" else EQUAL)
     return Case(
@@ -42,6 +42,7 @@ def problem(cell: capabilities.Cell, ranks: int, rng: Random) -> Case:
         nodes=rng.choice(_divisors(ranks)),
         dropout_key=(rng.randrange(2**40), rng.randrange(64)),
         seed=rng.randrange(1000),
+        parents=parents(len(lengths), rng) if cell.documents == "trees" else None,
     )
 
 
@@ -52,7 +53,11 @@ def cell_of(case: Case) -> capabilities.Cell:
         algorithm=case.algorithm,
         backend="cpu",
         mask=attention.mask,
-        documents="one per row" if len(set(case.lengths)) == 1 else "packed",
+        documents="trees"
+        if case.documents.trees is not None
+        else "one per row"
+        if len(set(case.lengths)) == 1
+        else "packed",
         window="none" if attention.window is None else "sliding",
         bias="none" if attention.slopes is None else "alibi",
         dropout="some" if attention.dropout else "none",
@@ -60,6 +65,16 @@ def cell_of(case: Case) -> capabilities.Cell:
         widths="equal" if attention.head_dim == attention.head_dim_v else "unequal",
         keys="own" if case.kv_lengths in (None, case.lengths) else "other",
     )
+
+
+def parents(documents: int, rng: Random) -> tuple[int, ...]:
+    """Parents of some trees in preorder; the second document continues the first."""
+    out, path = [-1, 0], [0, 1]
+    for doc in range(2, documents):
+        parent = rng.choice((-1, *path))
+        out.append(parent)
+        path = [*path[: path.index(parent) + 1 if parent >= 0 else 0], doc]
+    return tuple(out[:documents])
 
 
 def _lengths(packed: bool, rng: Random) -> tuple[int, ...]:
