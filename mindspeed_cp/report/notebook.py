@@ -25,7 +25,14 @@ from mindspeed_cp.report.simulation.tables import conclusion, simulation_tables
 from mindspeed_cp.report.simulation.timeline_png import timeline_figure
 from mindspeed_cp.report.simulation.timeline_rows import draw_balance, draw_legend, draw_rank_names, draw_rows
 from mindspeed_cp.report.simulation.trace import ranks_to_draw
-from mindspeed_cp.report.text import Table, describe_attention, format_bytes, format_count, format_lengths
+from mindspeed_cp.report.text import (
+    Table,
+    describe_attention,
+    describe_trees,
+    format_bytes,
+    format_count,
+    format_lengths,
+)
 from mindspeed_cp.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -60,6 +67,8 @@ def plan_html(plan: Plan, bytes_per_element: int = 2) -> str:
     ]
     if plan.kv_documents is not plan.documents:
         about.insert(3, ("keys", f"{format_lengths(plan.kv_documents.lengths)}, {plan.kv_documents.tokens:,} tokens"))
+    if plan.documents.trees is not None:
+        about.insert(3, ("trees", describe_trees(plan.documents)))
     columns = ("rank", "rows", "pairs", "of mean", "sent forward", "sent backward")
     forward = sent["fetch_forward"] + sent["redistribution_forward"]
     rows = [
