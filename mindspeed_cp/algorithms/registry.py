@@ -93,6 +93,9 @@ CAUSAL_CROSS_ATTENTION = (
 #: What trees of documents are for.
 TREES_OF = "mask 'causal' and self-attention, or documents without parents"
 
+#: What blocks are for.
+BLOCKS_OF = "mask 'causal' and self-attention without ALiBi, or documents without blocks"
+
 
 def register_algorithm(name: str, builder: Builder, *, aliases: tuple[str, ...] = (), use_for: str = "") -> None:
     """Add an algorithm, so that `build_plan`, the simulator, the reports and `auto` take it by its name.
@@ -220,11 +223,24 @@ def build_plan(
     if documents.trees is not None and (attention.mask != "causal" or kv_documents != documents):
         what = "keys of other lengths" if kv_documents != documents else f"attention.mask {attention.mask!r}"
         raise ConfigError(f"documents have parents, with {what}; valid: {TREES_OF}")
+    if documents.blocks is not None:
+        _check_blocks(documents, kv_documents, attention)
     if attention.mask == "causal" and kv_documents != documents:
         raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
     reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")
     plan = ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)
     return plan if reduce_dtype == plan.reduce_dtype else with_reduce_dtype(plan, reduce_dtype)
+
+
+def _check_blocks(documents: Documents, kv_documents: Documents, attention: AttentionConfig) -> None:
+    """Raise ConfigError for attention that has no blocks."""
+    what = "keys of other lengths" if kv_documents != documents else None
+    if attention.mask != "causal":
+        what = f"attention.mask {attention.mask!r}"
+    if attention.slopes is not None:
+        what = "attention.alibi"
+    if what is not None:
+        raise ConfigError(f"documents have blocks, with {what}; valid: {BLOCKS_OF}")
 
 
 def with_reduce_dtype(plan: Plan, reduce_dtype: str) -> Plan:

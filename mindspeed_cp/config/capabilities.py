@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mindspeed_cp.algorithms import ALGORITHMS, algorithm_name
-from mindspeed_cp.algorithms.registry import CAUSAL_CROSS_ATTENTION, TREES_OF
+from mindspeed_cp.algorithms.registry import BLOCKS_OF, CAUSAL_CROSS_ATTENTION, TREES_OF
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import MASKS, AttentionConfig
@@ -40,7 +40,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "algorithm": tuple(ALGORITHMS),
     "backend": BACKEND_NAMES,
     "mask": MASKS,
-    "documents": ("packed", "one per row", "trees"),
+    "documents": ("packed", "one per row", "trees", "blocks"),
     "window": ("none", "sliding"),
     "bias": ("none", "alibi"),
     "dropout": ("none", "some"),
@@ -49,8 +49,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "keys": ("own", "other"),
 }
 
-#: Kinds of documents of which none continues another.
-_WITHOUT_PARENTS = ("packed", "one per row")
+#: Kinds of documents without trees and blocks.
+_PLAIN = ("packed", "one per row")
 
 #: Devices on which "exact" was verified.
 _VERIFIED_ON = {
@@ -72,6 +72,7 @@ _LABELS = {
     ("documents", "packed"): "packed documents of any lengths",
     ("documents", "one per row"): "one document per row",
     ("documents", "trees"): "trees of documents that share prefixes",
+    ("documents", "blocks"): "blocks of tokens that see both ways",
     ("window", "sliding"): "sliding window",
     ("bias", "alibi"): "ALiBi",
     ("dropout", "some"): "attention dropout",
@@ -89,8 +90,8 @@ class Cell:
         algorithm: algorithm of the plan.
         backend: backend of the attention operator.
         mask: "causal" or "full".
-        documents: "trees" if some documents continue others, else "one per row" if all have the same length, else
-            "packed".
+        documents: "blocks" if some tokens see each other both ways, else "trees" if some documents continue others,
+            else "one per row" if all have the same length, else "packed".
         window: "sliding" if the window hides keys that the mask shows, else "none".
         bias: "alibi" or "none".
         dropout: "some" or "none".
@@ -140,6 +141,9 @@ REFUSALS = (
     ),
     Refusal({"documents": "trees", "mask": "full"}, "documents have parents, with attention.mask 'full'", TREES_OF),
     Refusal({"documents": "trees", "keys": "other"}, "documents have parents, with keys of other lengths", TREES_OF),
+    Refusal({"documents": "blocks", "bias": "alibi"}, "documents have blocks, with attention.alibi", BLOCKS_OF),
+    Refusal({"documents": "blocks", "mask": "full"}, "documents have blocks, with attention.mask 'full'", BLOCKS_OF),
+    Refusal({"documents": "blocks", "keys": "other"}, "documents have blocks, with keys of other lengths", BLOCKS_OF),
     Refusal(
         {"backend": "cuda", "bias": "alibi", "dropout": "some"},
         "attention.alibi is given together with attention.dropout, which no kernel of the cuda backend computes",
@@ -186,7 +190,7 @@ def find_refusal(
     Args:
         algorithm: any name of an algorithm.
         attention: attention of one layer.
-        documents: the batch; None: any batch without trees, so that a refusal of some of these counts.
+        documents: the batch; None: any batch without trees and blocks, so that a refusal of some of these counts.
         kv_documents: lengths of the keys if they differ from those of the queries.
         backend: backend of the attention operator; "auto": refused if all backends refuse.
 
@@ -199,7 +203,7 @@ def find_refusal(
     values = {
         "algorithm": (algorithm_name(algorithm),),
         "mask": (attention.mask,),
-        "documents": _WITHOUT_PARENTS if documents is None else (_kind(documents),),
+        "documents": _PLAIN if documents is None else (_kind(documents),),
         "window": ("none" if attention.window is None else "sliding",),
         "bias": ("none" if attention.slopes is None else "alibi",),
         "dropout": ("some" if attention.dropout else "none",),
@@ -217,8 +221,8 @@ def find_refusal(
 
 
 def _kind(documents: Documents) -> str:
-    if documents.trees is not None:
-        return "trees"
+    if not documents.is_plain:
+        return "trees" if documents.blocks is None else "blocks"
     return "packed" if len(set(documents.lengths.tolist())) > 1 else "one per row"
 
 

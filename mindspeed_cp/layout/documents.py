@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout.blocks import Blocks, checked_blocks
 from mindspeed_cp.layout.host_arrays import as_integers
 from mindspeed_cp.layout.trajectories import TreeTargets, shared_prefixes, tree_targets
 from mindspeed_cp.layout.trees import Trees, checked_parents
@@ -30,9 +31,10 @@ class Documents:
         offsets   0     5000  5037   6237
 
     A document may continue another one, its parent (:mod:`mindspeed_cp.layout.trees`): it then sees its parent's
-    tokens and those of all further ancestors, and its positions follow theirs. Masks are causal.
+    tokens and those of all further ancestors, and its positions follow theirs. Tokens of a block
+    (:mod:`mindspeed_cp.layout.blocks`), such as those of an image, see each other both ways. Both are for causal masks.
 
-    Objects with equal lengths and parents are equal and have equal hashes, so a cache of plans can use them as keys.
+    Objects with equal lengths, parents and blocks are equal and have equal hashes: a cache of plans has them as keys.
 
     What a program has instead of lengths is converted by :meth:`from_cu_seqlens`, :meth:`from_eod` and
     :meth:`from_position_ids`. These take NumPy arrays, lists, and tensors on the host (anything with ``__array__``).
@@ -41,13 +43,20 @@ class Documents:
         lengths: token count of each document; documents of length 0 and empty batches are allowed.
         parents: for each document the number of an earlier one that it continues, or -1; documents that continue
             another one follow it side by side (preorder). Default: none continues another.
+        blocks: first and last-plus-one token of each run of tokens that see each other both ways, [blocks, 2],
+            ascending; each is in one document. Default: none.
 
     Raises:
-        ConfigError: a length is negative or not an integer, the batch has more than 2**31 - 1 tokens, or parents are
-            not those of trees in preorder.
+        ConfigError: a length is negative or not an integer, the batch has more than 2**31 - 1 tokens, parents are not
+            those of trees in preorder, or blocks overlap or cross documents.
     """
 
-    def __init__(self, lengths: Iterable[int] | np.ndarray, parents: Iterable[int] | np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        lengths: Iterable[int] | np.ndarray,
+        parents: Iterable[int] | np.ndarray | None = None,
+        blocks: Iterable[Iterable[int]] | np.ndarray | None = None,
+    ) -> None:
         try:
             values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
         except (TypeError, ValueError):
@@ -68,9 +77,13 @@ class Documents:
         self._lengths = values
         self._trees: Trees | None = None
         if parents is not None:
-            listed = parents if isinstance(parents, np.ndarray) or hasattr(parents, "__array__") else list(parents)
-            checked = checked_parents(as_integers("parents", listed, 1), len(values))
+            listed = as_integers("parents", parents if hasattr(parents, "__array__") else list(parents), 1)
+            checked = checked_parents(listed, len(values))
             self._trees = Trees(checked, values) if (checked >= 0).any() else None
+        self._blocks: Blocks | None = None
+        if blocks is not None:
+            spans = as_integers("blocks", blocks if hasattr(blocks, "__array__") else list(blocks), 2)
+            self._blocks = checked_blocks(spans, self.offsets) if len(spans) else None
 
     @classmethod
     def from_lengths(cls, lengths: Any) -> Documents:
@@ -217,6 +230,16 @@ class Documents:
         """The trees that the documents form; None if no document continues another."""
         return self._trees
 
+    @property
+    def blocks(self) -> Blocks | None:
+        """The blocks of tokens that see each other both ways; None if there is none."""
+        return self._blocks
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no document continues another, and there is no block."""
+        return self._trees is None and self._blocks is None
+
     @cached_property
     def parents(self) -> np.ndarray:
         """The document that each document continues, or -1; int64 [documents], read-only."""
@@ -269,26 +292,43 @@ class Documents:
         return self._trees.with_ancestors(documents)
 
     def with_lengths(self, lengths: np.ndarray) -> Documents:
-        """Return documents of other lengths with the same parents."""
-        return Documents(lengths, None if self._trees is None else self._trees.parents)
+        """Return documents of their own lengths or none, with the same parents and blocks; those of documents without
+        tokens are kept for later."""
+        out = Documents(lengths, None if self._trees is None else self._trees.parents)
+        out._blocks = None if self._blocks is None else replace(self._blocks, offsets=out.offsets)
+        return out
+
+    def copies(self, count: int) -> Documents:
+        """Return a batch of copies of all documents, one after the other."""
+        parents = blocks = None
+        if self._trees is not None:
+            shift = np.repeat(np.arange(count) * len(self), len(self))
+            parents = np.tile(self.parents, count)
+            parents = np.where(parents >= 0, parents + shift, -1)
+        if self._blocks is not None:
+            spans = np.stack([self._blocks.start, self._blocks.stop], 1)
+            blocks = (np.arange(count)[:, None, None] * self.tokens + spans).reshape(-1, 2)
+        return Documents(np.tile(self._lengths, count), parents, blocks)
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Documents)
-            and np.array_equal(self._lengths, other._lengths)
-            and (self._trees is None) == (other._trees is None)
-            and (self._trees is None or np.array_equal(self.parents, other.parents))
-        )
+        return isinstance(other, Documents) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash((self._lengths.tobytes(), None if self._trees is None else self.parents.tobytes()))
+        return hash(self.key)
+
+    @cached_property
+    def key(self) -> tuple[bytes, bytes, bytes]:
+        """Lengths, parents and blocks as bytes: equal for equal documents."""
+        parents = b"" if self._trees is None else self.parents.tobytes()
+        return self._lengths.tobytes(), parents, b"" if self._blocks is None else self._blocks.records.tobytes()
 
     def __repr__(self) -> str:
         parents = "" if self._trees is None else f", parents=[{_shown(self.parents)}]"
-        return f"Documents([{_shown(self._lengths)}]{parents}, tokens={self.tokens})"
+        blocks = "" if self._blocks is None else f", blocks={len(self._blocks.doc)}"
+        return f"Documents([{_shown(self._lengths)}]{parents}{blocks}, tokens={self.tokens})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -260,11 +260,11 @@ def document_pairs(queries: Documents, keys: Documents, attention: AttentionConf
     """Count the (query, key) pairs of each document's queries that mask and window leave visible, fp64 [documents].
 
     Args:
-        queries, keys: documents by lengths of queries and of keys. In a tree (causal masks) they are the same, and
-            positions and keys go on along the path from the root.
+        queries, keys: documents by lengths of queries and of keys. In trees and with blocks (causal masks) they are the
+            same.
         attention: mask and window.
     """
-    if queries.trees is None:
+    if queries.is_plain:
         return visible_pairs(queries.lengths, keys.lengths, attention)
     return run_pairs(np.arange(len(queries)), queries.offsets[:-1], queries.offsets[1:], queries, keys, attention)
 
@@ -287,7 +287,11 @@ def run_pairs(
     first = queries.first_positions[doc] - queries.offsets[doc]
     keys_on_path = keys.first_positions[doc] + keys.lengths[doc]
     begin, end = (visible_pairs(token + first, keys_on_path, attention) for token in (start, stop))
-    return end - begin
+    pairs = end - begin
+    if queries.blocks is not None:
+        added = [queries.blocks.pairs_before(token, attention.reach[0]) for token in (start, stop)]
+        pairs += added[1] - added[0]
+    return pairs
 
 
 def _sum_of_clipped_line(n: np.ndarray, begin: int, m: np.ndarray) -> np.ndarray:

@@ -123,8 +123,8 @@ class Program:
         k_rows = np.cumsum(rows) - rows
         q_rows = int((q_spans["stop"] - q_spans["start"]).sum())
         q_spans = _in_copies(np.tile(q_spans, copies), np.repeat(np.arange(copies), len(q_spans)), documents)
-        copied = _copied(documents, copies)
-        copied_keys = copied if keys == documents else _copied(keys, copies)
+        copied = documents.copies(copies)
+        copied_keys = copied if keys == documents else keys.copies(copies)
         tiles = tiles_between(q_spans, k_spans, copied, self.attention, copied_keys)
         copy = tiles["doc"] // len(documents)
         tiles["doc"] -= copy * len(documents)
@@ -277,16 +277,6 @@ class Plan:
             f"Plan({self.algorithm}, {parts}{self.ranks} ranks, {len(self.documents)} documents, "
             f"{self.documents.tokens} tokens, {len(self.step_order())} forward steps, {sent} key/value rows sent)"
         )
-
-
-def _copied(documents: Documents, copies: int) -> Documents:
-    """Return a batch of copies of all documents."""
-    lengths = np.tile(documents.lengths, copies)
-    if documents.trees is None:
-        return Documents(lengths)
-    shift = np.repeat(np.arange(copies) * len(documents), len(documents))
-    parents = np.tile(documents.parents, copies)
-    return Documents(lengths, np.where(parents >= 0, parents + shift, -1))
 
 
 def _in_copies(spans: np.ndarray, copy: np.ndarray, documents: Documents) -> np.ndarray:

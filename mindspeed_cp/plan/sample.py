@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.layout import Documents, ragged_arange
 from mindspeed_cp.plan.program import Plan
 
 QUERIES = 16  # most queries of a sample
@@ -45,6 +44,16 @@ class AttentionSample:
         rows = np.flatnonzero(number >= 0)
         return rows, number[rows]
 
+    def blocks(self, plan: Plan) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the block of each query and of each key, or -1, int64 [rows] and [keys]; None if the plan has none."""
+        documents = plan.documents
+        if documents.blocks is None:
+            return None
+        _, path = documents.seen_documents(np.array([self.document]))
+        tokens = ragged_arange(documents.offsets[path], documents.lengths[path])
+        block = documents.blocks.of(tokens)
+        return block[self.position : self.position + self.rows], block[self.first_key : self.first_key + self.keys]
+
     def key_numbers(self, keys: Documents, tokens: np.ndarray) -> np.ndarray:
         """Return the position after first_key of each token among the keys, -1 if it is not among them, int64
         [tokens]."""
@@ -70,10 +79,9 @@ def draw_sample(plan: Plan, generator: np.random.Generator) -> AttentionSample |
     document = int(spans["doc"][index])
     position = token - int(documents.offsets[document]) + int(documents.first_positions[document])
     rows = min(QUERIES, int(spans["stop"][index]) - token)
-    length = int(plan.kv_documents.first_positions[document] + plan.kv_documents.lengths[document])
-    while rows > 1 and rows * _keys(attention, position, rows, length)[1] > PAIRS:
+    while rows > 1 and rows * _keys(plan, token, position, rows)[1] > PAIRS:
         rows -= 1
-    first_key, keys = _keys(attention, position, rows, length)
+    first_key, keys = _keys(plan, token, position, rows)
     return AttentionSample(
         head=head,
         kv_head=head * attention.kv_heads // attention.heads,
@@ -87,8 +95,23 @@ def draw_sample(plan: Plan, generator: np.random.Generator) -> AttentionSample |
     )
 
 
-def _keys(attention: AttentionConfig, position: int, rows: int, length: int) -> tuple[int, int]:
-    """Return the position of the first key and the number of keys that queries position .. position + rows - 1 see."""
-    left, right = attention.reach
+def _keys(plan: Plan, token: int, position: int, rows: int) -> tuple[int, int]:
+    """Return the position of the first key and the number of keys that the queries of some tokens see.
+
+    Args:
+        plan: any plan.
+        token, position: the first query.
+        rows: number of queries.
+    """
+    left, right = plan.attention.reach
+    documents, blocks = plan.kv_documents, plan.documents.blocks
+    document = int(plan.documents.document_of(np.asarray(token)))
+    length = int(documents.first_positions[document] + documents.lengths[document])
     first, last = max(0, position - left), min(length, position + rows + right)
+    if blocks is not None:
+        of_ends = blocks.of(np.array([token, token + rows - 1]))
+        if of_ends[0] >= 0:
+            first = min(first, position + int(blocks.start[of_ends[0]]) - token)
+        if of_ends[1] >= 0:
+            last = position + int(blocks.stop[of_ends[1]]) - token
     return first, max(0, last - first)

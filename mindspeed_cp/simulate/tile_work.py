@@ -112,8 +112,8 @@ def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
         (pairs, pairs over the shorter side, bit set of masks) of each content, fp64 [contents, 3].
     """
     queries = program.q_layout_compute
-    if queries.documents.trees is not None:
-        return _count_trees(program, contents)
+    if not queries.documents.is_plain:
+        return _count_by_rank(program, contents)
     q_count = np.diff(queries.span_offsets)[contents["rank"]]
     most = MAX_TOKENS if program.attention.window is None else WINDOW_TOKENS_PER_PASS
     tokens = np.minimum(_tokens_of_documents(program, contents), most)
@@ -159,8 +159,8 @@ def _count_pass(program: Program, contents: np.ndarray) -> np.ndarray:
     return _sums(tiles, content[tiles["doc"]], len(contents), program)
 
 
-def _count_trees(program: Program, contents: np.ndarray) -> np.ndarray:
-    """Do as `count_contents` for documents that continue others, rank by rank."""
+def _count_by_rank(program: Program, contents: np.ndarray) -> np.ndarray:
+    """Do as `count_contents` for trees and blocks, rank by rank."""
     out = np.zeros((len(contents), 3))
     first, last = (np.searchsorted(contents["rank"], np.arange(program.ranks), side) for side in ("left", "right"))
     for rank, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):

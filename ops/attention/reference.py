@@ -31,6 +31,7 @@ def dense_attention(
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
+    blocks: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention by its definition, with rows in any order. Differentiable.
 
@@ -50,6 +51,7 @@ def dense_attention(
         keep: bool [heads, tq, tk], True where an attention weight is kept; None: all.
         dropout_p: if keep is given, kept weights are divided by 1 - dropout_p.
         sink: [heads]: one more score for each row, whose key has the value 0.
+        blocks: block of each query and of each key, [tq] and [tk], -1: none; queries see all keys of their block.
 
     Returns:
         out fp64 [tq, heads, head_dim_v] and lse fp64 [tq, heads], without dropout and with the sink.
@@ -67,6 +69,8 @@ def dense_attention(
         visible = visible & (distance >= -left)
     if right != -1:
         visible = visible & (distance <= right)
+    if blocks is not None:
+        visible = visible | ((blocks[0][:, None] == blocks[1][None, :]) & (blocks[0][:, None] >= 0))
     if slopes is not None:
         slope = torch.tensor(np.asarray(slopes, np.float64), device=q.device)
         scores = scores - slope[:, None, None] * distance.abs().double()
@@ -113,10 +117,14 @@ def dense_packed_attention(
         keep = None
         if dropout_key is not None:
             keep = keep_mask(*dropout_key, heads, document, position_q, position_k, attention.dropout)
+        blocks = None
+        if documents.blocks is not None:
+            of_keys = torch.from_numpy(documents.blocks.of(seen.cpu().numpy())).to(q.device)
+            blocks = of_keys[len(seen) - (b - a) :], of_keys
         result = dense_attention(
             q[a:b], k[seen], v[seen], torch.zeros_like(position_q), torch.zeros_like(position_k), position_q, position_k,
             mask=attention.mask, scale=attention.scale, window=attention.window, slopes=attention.slopes,
-            keep=keep, dropout_p=attention.dropout, sink=sink,
+            keep=keep, dropout_p=attention.dropout, sink=sink, blocks=blocks,
         )  # fmt: skip
         results.append(result)
     outs, statistics = zip(*results, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from mindspeed_cp.algorithms import algorithm_options
@@ -42,7 +43,10 @@ def problem(cell: capabilities.Cell, ranks: int, rng: Random) -> Case:
         nodes=rng.choice(_divisors(ranks)),
         dropout_key=(rng.randrange(2**40), rng.randrange(64)),
         seed=rng.randrange(1000),
-        parents=parents(len(lengths), rng) if cell.documents == "trees" else None,
+        parents=parents(len(lengths), rng)
+        if cell.documents == "trees" or (cell.documents == "blocks" and rng.random() < 0.3)
+        else None,
+        blocks=blocks(lengths, rng) if cell.documents == "blocks" else None,
     )
 
 
@@ -75,6 +79,21 @@ def parents(documents: int, rng: Random) -> tuple[int, ...]:
         out.append(parent)
         path = [*path[: path.index(parent) + 1 if parent >= 0 else 0], doc]
     return tuple(out[:documents])
+
+
+def blocks(lengths: Sequence[int], rng: Random) -> tuple[tuple[int, int], ...]:
+    """Some blocks, one or more if there is a token; some of them side by side, some of a whole document."""
+    out, begin = [], 0
+    for length in lengths:
+        at, whole = begin, rng.random() < 0.2
+        while at < begin + length:
+            stop = begin + length if whole else at + rng.randint(1, begin + length - at)
+            if whole or rng.random() < 0.5:
+                out.append((at, stop))
+            at = stop
+        begin += length
+    first = next((sum(lengths[:i]) for i, length in enumerate(lengths) if length), None)
+    return tuple(out) if out or first is None else ((first, first + 1),)
 
 
 def _lengths(packed: bool, rng: Random) -> tuple[int, ...]:

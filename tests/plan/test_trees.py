@@ -20,7 +20,7 @@ from mindspeed_cp.plan.problem import document_pairs
 from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.simulate.tile_work import TileCounter
 from tests.engine.cases import VARIANTS, Case
-from tests.engine.draw import parents
+from tests.engine.draw import blocks, parents
 
 AGENT = Documents([6, 8, 5, 1, 9, 4, 7, 2, 10], [-1, 0, 1, 2, 2, 1, 5, 0, -1])
 
@@ -65,6 +65,42 @@ def test_random_forests_are_proved(documents: Documents, ranks: int, attention: 
     by_document = np.bincount(documents.document_of(np.arange(documents.tokens)), pairs, len(documents))
     assert document_pairs(documents, documents, attention).tolist() == by_document.tolist()
     assert plan.work().sum() == 4 * pairs.sum()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    forests(),
+    st.integers(1, 7),
+    st.none() | st.tuples(st.integers(0, 30), st.just(0)),
+    st.booleans(),
+    st.sampled_from(sorted(VARIANTS)),
+    st.randoms(use_true_random=False),
+)
+def test_random_blocks_are_proved(
+    documents: Documents, ranks: int, window: tuple[int, int] | None, flat: bool, variant: str, rng: Random
+) -> None:
+    lengths = tuple(documents.lengths.tolist())
+    case = Case(
+        lengths, 1, 4, 2, 8, 8, window=window, blocks=blocks(lengths, rng),
+        parents=None if flat else tuple(documents.parents.tolist()),
+    ).on(ranks, variant)  # fmt: skip
+    plan = case.plan()
+    verify_plan(plan)
+    assert plan.work().sum() == 4 * document_pairs(case.documents, case.documents, case.attention).sum()
+
+
+def test_a_plan_without_the_blocks_is_refused() -> None:
+    lengths = [40, 25]
+    documents, topology = Documents(lengths, None, [(10, 30), (50, 65)]), Topology(1, 3)
+    plan = build_plan(Documents(lengths), topology, AttentionConfig(4), "ring", layout="contiguous")
+    layout = replace(plan.layout, documents=documents)
+    programs = {
+        name: replace(getattr(plan, name), q_layout_compute=layout, kv_documents=documents)
+        for name in ("forward", "backward")
+    }
+    layouts = dict.fromkeys(("layout", "kv_layout_in", "q_layout_compute", "kv_layout_compute"), layout)
+    with pytest.raises(PlanError, match=r"query 10 of document 0 .* does not see key \d+ of its document"):
+        verify_plan(replace(plan, **layouts, **programs))
 
 
 @pytest.mark.parametrize("window", [None, (7, 0)])
@@ -189,6 +225,15 @@ def test_trees_are_for_causal_self_attention(mask: str) -> None:
         ConfigError, match=f"documents have parents, with {says}; valid: mask 'causal' and self-attention"
     ):
         build_plan(Documents([3, 2, 3], [-1, 0, 0]), Topology(1, 2), AttentionConfig(2, mask=mask), "ring", keys)
+
+
+@pytest.mark.parametrize("what", ["mask", "keys", "alibi"])
+def test_blocks_are_for_causal_self_attention_without_alibi(what: str) -> None:
+    documents = Documents([5, 7], None, [(1, 4)])
+    attention = AttentionConfig(2, mask="causal" if what == "alibi" else "full", alibi=what == "alibi")
+    keys = Documents([5, 9]) if what == "keys" else None
+    with pytest.raises(ConfigError, match="documents have blocks, with .*; valid: mask 'causal' and self-attention"):
+        build_plan(documents, Topology(1, 2), attention, "ring", keys)
 
 
 def test_contiguous_cuts_go_through_trees() -> None:

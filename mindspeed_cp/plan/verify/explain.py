@@ -66,7 +66,11 @@ def visible_tokens(queries: Documents, keys: Documents, attention: AttentionConf
     path = [doc] if keys.trees is None else keys.trees.path(doc)
     tokens = ragged_arange(keys.offsets[path], keys.lengths[path])
     left, right = attention.reach
-    return tokens[max(position - left, 0) : max(position + right + 1, 0)].tolist()
+    first, last = max(position - left, 0), max(position + right + 1, 0)
+    if queries.blocks is not None and (block := int(queries.blocks.of(np.asarray(token)))) >= 0:
+        first = min(first, position - token + int(queries.blocks.start[block]))
+        last = position - token + int(queries.blocks.stop[block])
+    return tokens[first:last].tolist()
 
 
 def _key(documents: Documents, token: int, query_doc: int) -> str:

@@ -47,7 +47,7 @@ def expected_sums(
         queries that see each key, times the key's own number, uint64 [key tokens].
     """
     left, right = attention.reach
-    if queries.trees is not None:
+    if not queries.is_plain:
         return _sums_along_paths(queries, left, query_numbers, key_numbers)
     return (
         _sums_in_reach(queries, keys, left, right, prefix_sums(key_numbers)),
@@ -68,19 +68,22 @@ def _sums_in_reach(documents: Documents, seen: Documents, left: int, right: int,
 def _sums_along_paths(
     documents: Documents, left: int, query_numbers: np.ndarray, key_numbers: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Do as `expected_sums` for trees under a causal mask: document by document, along its path from the root."""
-    trees = documents.trees
-    assert trees is not None
+    """Do as `expected_sums` for trees and blocks under a causal mask: document by document, along its path from the
+    root."""
+    trees, blocks = documents.trees, documents.blocks
     sees, seen_by = np.zeros(documents.tokens, np.uint64), np.zeros(documents.tokens, np.uint64)
     for doc in np.flatnonzero(documents.lengths).tolist():
-        path = trees.path(doc)
+        path = np.array([doc]) if trees is None else trees.path(doc)
         tokens = ragged_arange(documents.offsets[path], documents.lengths[path])
         sums = prefix_sums(key_numbers[tokens])
         position = np.arange(len(tokens) - documents.lengths[doc], len(tokens))  # of the document's own tokens
-        low = np.maximum(position - left, 0)
-        sees[tokens[position]] = sums[position + 1] - sums[low]
+        low, high = np.maximum(position - left, 0), position + 1
+        for _, first, last in blocks.records[blocks.doc == doc].tolist() if blocks is not None else ():
+            low[first:last] = np.minimum(low[first:last], position[first])
+            high[first:last] = position[last - 1] + 1
+        sees[tokens[position]] = sums[high] - sums[low]
         deltas = np.zeros(len(tokens) + 1, np.uint64)
-        _add_to_rows(deltas, low, position + 1 - low, query_numbers[tokens[position]])
+        _add_to_rows(deltas, low, high - low, query_numbers[tokens[position]])
         seen_by[tokens] += np.cumsum(deltas[:-1], dtype=np.uint64)
     return sees, seen_by * key_numbers
 

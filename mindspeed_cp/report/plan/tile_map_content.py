@@ -116,6 +116,9 @@ def mask_outlines(plan: Plan) -> Iterator[np.ndarray]:
         corners = clip_to_band(box, ahead - left - 0.5, ahead + right + 0.5)
         if len(corners):
             yield corners + np.array([keys.offsets[k_doc], queries.offsets[doc]])
+    if queries.blocks is not None:
+        for start, stop in zip(queries.blocks.start.tolist(), queries.blocks.stop.tolist(), strict=True):
+            yield np.array([(start, start), (stop, start), (stop, stop), (start, stop)], np.float64)
 
 
 def kv_source_lookup(plan: Plan, rank: int) -> Callable[[np.ndarray], np.ndarray]:
