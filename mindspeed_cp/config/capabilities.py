@@ -139,11 +139,12 @@ REFUSALS = (
         {"mask": "causal", "keys": "other"},
         *CAUSAL_CROSS_ATTENTION,
     ),
-    Refusal({"documents": "trees", "mask": "full"}, "documents have parents, with attention.mask 'full'", TREES_OF),
-    Refusal({"documents": "trees", "keys": "other"}, "documents have parents, with keys of other lengths", TREES_OF),
-    Refusal({"documents": "blocks", "bias": "alibi"}, "documents have blocks, with attention.alibi", BLOCKS_OF),
-    Refusal({"documents": "blocks", "mask": "full"}, "documents have blocks, with attention.mask 'full'", BLOCKS_OF),
-    Refusal({"documents": "blocks", "keys": "other"}, "documents have blocks, with keys of other lengths", BLOCKS_OF),
+    *(
+        Refusal({"documents": kind, feature: value}, f"documents have {what}, with {setting}", valid)
+        for kind, what, valid in (("trees", "parents", TREES_OF), ("blocks", "blocks", BLOCKS_OF))
+        for feature, value, setting in (("mask", "full", "attention.mask 'full'"), ("bias", "alibi", "attention.alibi"))
+        if (kind, feature) != ("trees", "bias")
+    ),
     Refusal(
         {"backend": "cuda", "bias": "alibi", "dropout": "some"},
         "attention.alibi is given together with attention.dropout, which no kernel of the cuda backend computes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from mindspeed_cp import Documents
 from mindspeed_cp.algorithms import algorithm_options
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.plan import alibi_slopes
@@ -57,11 +58,7 @@ def cell_of(case: Case) -> capabilities.Cell:
         algorithm=case.algorithm,
         backend="cpu",
         mask=attention.mask,
-        documents="trees"
-        if case.documents.trees is not None
-        else "one per row"
-        if len(set(case.lengths)) == 1
-        else "packed",
+        documents=kind_of(case.documents),
         window="none" if attention.window is None else "sliding",
         bias="none" if attention.slopes is None else "alibi",
         dropout="some" if attention.dropout else "none",
@@ -79,6 +76,13 @@ def parents(documents: int, rng: Random) -> tuple[int, ...]:
         out.append(parent)
         path = [*path[: path.index(parent) + 1 if parent >= 0 else 0], doc]
     return tuple(out[:documents])
+
+
+def kind_of(documents: Documents) -> str:
+    """The name of a batch's documents in the table of capabilities."""
+    if not documents.is_plain:
+        return "trees" if documents.blocks is None else "blocks"
+    return "one per row" if len(set(documents.lengths.tolist())) == 1 else "packed"
 
 
 def blocks(lengths: Sequence[int], rng: Random) -> tuple[tuple[int, int], ...]:

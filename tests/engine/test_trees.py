@@ -26,6 +26,12 @@ from tests.engine.test_engine import PROBLEMS
 TREES = {name: case for name, case in PROBLEMS.items() if case.parents is not None}
 
 
+def blocks_of(case: Case, path: np.ndarray) -> list[tuple[int, int]]:
+    """The blocks of a tree that are on a path, by positions."""
+    position = {token: number for number, token in enumerate(path.tolist())}
+    return [(position[a], position[b - 1] + 1) for a, b in case.blocks or () if a in position]
+
+
 def by_trajectories(case: Case) -> list[torch.Tensor]:
     """out of the tree's tokens, dq, dk and dv, in fp64: every trajectory by itself, gradients summed over them.
 
@@ -47,7 +53,7 @@ def by_trajectories(case: Case) -> list[torch.Tensor]:
     for path, share in zip(paths, shares, strict=True):
         at = torch.from_numpy(path)
         leaves = [x[at].requires_grad_() for x in (q, k, v)]
-        alone, _ = dense_packed_attention(case.attention, *leaves, Documents([len(path)]))
+        alone, _ = dense_packed_attention(case.attention, *leaves, Documents([len(path)], None, blocks_of(case, path)))
         out[at] = alone.detach()
         part = torch.from_numpy(share / total[path])[:, None, None] * dout[at]
         for whole, x in zip(grads, torch.autograd.grad(alone, leaves, part), strict=True):

@@ -232,7 +232,7 @@ def test_blocks_are_for_causal_self_attention_without_alibi(what: str) -> None:
     documents = Documents([5, 7], None, [(1, 4)])
     attention = AttentionConfig(2, mask="causal" if what == "alibi" else "full", alibi=what == "alibi")
     keys = Documents([5, 9]) if what == "keys" else None
-    with pytest.raises(ConfigError, match="documents have blocks, with .*; valid: mask 'causal' and self-attention"):
+    with pytest.raises(ConfigError, match=r"documents have blocks, with .*; valid: mask 'causal' and self-attention"):
         build_plan(documents, Topology(1, 2), attention, "ring", keys)
 
 
