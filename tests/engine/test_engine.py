@@ -46,6 +46,7 @@ PROBLEMS = {
     "images in a text": Case((129, 3, 0, 50, 7), 1, kv_heads=2, blocks=((10, 60), (60, 75), (129, 132), (140, 150))),
     "prefix language models": Case((129, 33, 50), 1, blocks=((0, 70), (129, 150), (162, 212))),
     "images under a window": Case((129, 3, 0, 90), 1, 6, 2, window=(20, 0), blocks=((10, 70), (100, 115), (135, 200))),
+    "images under a window of one token": Case((39, 70), 1, window=(0, 0), blocks=((0, 4), (9, 30), (39, 100))),
     "images in a tree": Case((44, 33, 5, 26), 1, parents=(-1, 0, 0, 2), blocks=((10, 40), (50, 60), (85, 108))),
     "images, dropout": Case((60, 40), 1, dropout=0.3, blocks=((5, 50), (70, 71))),
     "a tree with dropout": Case((14, 33, 5, 26), 1, dropout=0.3, parents=(-1, 0, 0, 2)),
