@@ -206,6 +206,15 @@ def test_hierarchical_plans_place_trees_as_one(head_split: bool) -> None:
     assert plan.layout.token_counts.tolist() == [documents.tokens // 4] * 4
 
 
+def test_a_document_on_one_rank_fetches_from_ancestors_elsewhere() -> None:
+    documents = Documents([400, 1, 1, 2, 1], [-1, 0, 0, 0, 3])
+    options = {"head_split": False, "max_seqlen_per_dp_cp_rank": 110}
+    plan = build_plan(documents, Topology(2, 2), AttentionConfig(8), "hierarchical", **options)
+    holders = [len(np.unique(plan.layout.spans["rank"][plan.layout.spans["doc"] == doc])) for doc in range(5)]
+    assert holders[0] == 4 and 1 in holders
+    verify_plan(plan)
+
+
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_the_simulator_counts_the_tiles_of_a_tree(algorithm: str) -> None:
     for documents in (AGENT, Documents([800, 100, 0, 100, 70], [-1, 0, 0, 0, -1])):
