@@ -9,8 +9,8 @@ every trajectory as a document of its own. Plans are those of `algorithm: hierar
 Pairs are visible (query, key) pairs that the plan's tiles compute, over those that the trees need at least. Busiest is
 the rank with most tokens, or most pairs, over the mean. Modelled: a layer of 32 heads, 8 kv heads of 128 channels by
 the project's simulator, of the tree over all-gathered keys, and flat over the tree. Host: forward and backward of
-attention on --heads heads of 64 channels, all ranks in this process on one thread, lengths divided by --shrink; tree
-and flat take turns, medians of --repeat; the saving in time over the saving in pairs.
+attention on --heads heads of 64 channels, all ranks in this process on one thread, lengths divided by --shrink (not
+those of the tiny prompts); tree and flat take turns, medians of --repeat; the saving in time over the saving in pairs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.problem import document_pairs
 from mindspeed_cp.simulate.simulator import simulate_plan
+
+#: Batches whose median document is shorter are not shrunk.
+SHORT = 64
 
 ATTENTION = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
 
@@ -109,10 +112,12 @@ def batches(seed: int, shrink: int = 1) -> dict[str, Documents]:
         "4 agents' traces, 6 levels": traces(rng, 4, 6),
         "200 prompts of 50, 8 answers of 12": answers(rng, 200, 8, 50, 12),
     }
-    return {
-        name: Documents([max(1, length // shrink) for length in lengths], parents)
-        for name, (lengths, parents) in drawn.items()
-    }
+    return {name: Documents(_shrunk(lengths, shrink), parents) for name, (lengths, parents) in drawn.items()}
+
+
+def _shrunk(lengths: list[int], shrink: int) -> list[int]:
+    """Divide lengths; those of batches of tiny documents stay as they are."""
+    return lengths if np.median(lengths) < SHORT else [max(1, length // shrink) for length in lengths]
 
 
 def answers(rng: np.random.Generator, prompts: int, each: int, prompt: int, answer: int) -> tuple[list[int], list[int]]:

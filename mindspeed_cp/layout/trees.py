@@ -54,10 +54,10 @@ class Trees:
     def ancestors(self) -> np.ndarray:
         """Ancestors of all documents one after the other, from the root down, int64 [sum of depths]."""
         out = np.zeros(int(self.ancestor_offsets[-1]), np.int64)
-        at, above = self.ancestor_offsets[1:] - 1, self.parents.copy()
+        last, above = self.ancestor_offsets[1:] - 1, self.parents.copy()
         while (left := above >= 0).any():
-            out[at[left]] = above[left]
-            at, above = at - 1, np.where(left, self.parents[above], -1)
+            out[last[left]] = above[left]
+            last, above = last - 1, np.where(left, self.parents[above], -1)
         return out
 
     @cached_property

@@ -89,12 +89,12 @@ def blocks(lengths: Sequence[int], rng: Random) -> tuple[tuple[int, int], ...]:
     """Some blocks, one or more if there is a token; some of them side by side, some of a whole document."""
     out, begin = [], 0
     for length in lengths:
-        at, whole = begin, rng.random() < 0.2
-        while at < begin + length:
-            stop = begin + length if whole else at + rng.randint(1, begin + length - at)
+        token, whole = begin, rng.random() < 0.2
+        while token < begin + length:
+            stop = begin + length if whole else token + rng.randint(1, begin + length - token)
             if whole or rng.random() < 0.5:
-                out.append((at, stop))
-            at = stop
+                out.append((token, stop))
+            token = stop
         begin += length
     first = next((sum(lengths[:i]) for i, length in enumerate(lengths) if length), None)
     return tuple(out) if out or first is None else ((first, first + 1),)

@@ -51,13 +51,13 @@ def by_trajectories(case: Case) -> list[torch.Tensor]:
         total[path] += share
     out, grads = torch.zeros_like(dout), [torch.zeros_like(x) for x in (q, k, v)]
     for path, share in zip(paths, shares, strict=True):
-        at = torch.from_numpy(path)
-        leaves = [x[at].requires_grad_() for x in (q, k, v)]
+        tokens = torch.from_numpy(path)
+        leaves = [x[tokens].requires_grad_() for x in (q, k, v)]
         alone, _ = dense_packed_attention(case.attention, *leaves, Documents([len(path)], None, blocks_of(case, path)))
-        out[at] = alone.detach()
-        part = torch.from_numpy(share / total[path])[:, None, None] * dout[at]
+        out[tokens] = alone.detach()
+        part = torch.from_numpy(share / total[path])[:, None, None] * dout[tokens]
         for whole, x in zip(grads, torch.autograd.grad(alone, leaves, part), strict=True):
-            whole.index_add_(0, at, x)
+            whole.index_add_(0, tokens, x)
     return [out, *grads]
 
 
@@ -133,7 +133,7 @@ def test_the_canary_sees_the_keys_of_the_whole_path(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["direct", "ulysses", "hierarchical, KV fetch"])
 def test_the_canary_accepts_trees_and_finds_another_output(variant: str) -> None:
-    case, found = TREES["a trace that branches"].on(4, variant), 0
+    case, told = TREES["a trace that branches"].on(4, variant), 0
     for seed in range(8):
         plan, leaves, dout = all_ranks(case)
         out = attend_here(case, plan, leaves)
@@ -142,5 +142,5 @@ def test_the_canary_accepts_trees_and_finds_another_output(variant: str) -> None
         assert check_all_ranks(canaries) is None
         wrong = [x * 1.2 for x in attend_here(case, plan, leaves)]
         text = check_all_ranks(watch(case, plan, leaves, wrong, seed))
-        found += text is not None and "document" in text
-    assert found == 8
+        told += text is not None and "document" in text
+    assert told == 8

@@ -16,30 +16,30 @@ from tests.engine.draw import parents
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
 
 
-def ancestors(of: tuple[int, ...], doc: int) -> list[int]:
+def ancestors(parent_of: tuple[int, ...], doc: int) -> list[int]:
     """Ancestors from the root down."""
-    return [] if of[doc] < 0 else [*ancestors(of, of[doc]), of[doc]]
+    return [] if parent_of[doc] < 0 else [*ancestors(parent_of, parent_of[doc]), parent_of[doc]]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=30), st.randoms(use_true_random=False))
 def test_all_follows_from_the_parents(lengths: list[int], rng: Random) -> None:
-    of = parents(len(lengths), rng)
-    documents = Documents(lengths, of)
+    parent_of = parents(len(lengths), rng)
+    documents = Documents(lengths, parent_of)
     trees = documents.trees
     assert trees is not None
     for doc in range(len(lengths)):
-        above = ancestors(of, doc)
+        above = ancestors(parent_of, doc)
         assert trees.path(doc).tolist() == [*above, doc]
         assert trees.depths[doc] == len(above)
         assert documents.roots[doc] == [*above, doc][0]
         assert documents.first_positions[doc] == sum(lengths[i] for i in above)
-        below = [i for i in range(len(lengths)) if doc in ancestors(of, i)]
+        below = [i for i in range(len(lengths)) if doc in ancestors(parent_of, i)]
         assert trees.subtree_ends[doc] == max([doc, *below]) + 1
-        assert (doc in trees.leaves) == (doc not in of)
-    some = np.array([rng.randrange(len(lengths)) for _ in range(5)])
-    index, seen = documents.seen_documents(some)
-    assert [list(seen[index == i]) for i in range(5)] == [[*ancestors(of, doc), doc] for doc in some.tolist()]
+        assert (doc in trees.leaves) == (doc not in parent_of)
+    drawn = np.array([rng.randrange(len(lengths)) for _ in range(5)])
+    index, seen = documents.seen_documents(drawn)
+    assert [list(seen[index == i]) for i in range(5)] == [[*ancestors(parent_of, doc), doc] for doc in drawn.tolist()]
     assert documents.tree_sums(documents.lengths).tolist() == [
         int(documents.lengths[documents.roots == root].sum()) for root in np.unique(documents.roots)
     ]
@@ -101,8 +101,8 @@ def test_weighted_targets_are_those_of_all_trajectories(trajectories: list[list[
     }
     assert got.keys() == expected.keys() and len(got) == len(targets)
     assert all(abs(got[key] - expected[key]) < 1e-12 for key in got)
-    for trajectory, of in zip(trajectories, targets.of_trajectories, strict=True):
-        assert targets.token[of].tolist() == trajectory[1:]
+    for trajectory, numbers in zip(trajectories, targets.of_trajectories, strict=True):
+        assert targets.token[numbers].tolist() == trajectory[1:]
     assert (targets.weights([1.0] * len(trajectories)) == targets.weights()).all()
 
 
@@ -118,7 +118,7 @@ def test_ranks_have_the_targets_of_their_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "of", "says"),
+    ("lengths", "parent_of", "says"),
     [
         ([3, 2], [0], r"parents has 1 entries for 2 documents; valid: one for each document"),
         ([3, 2], [0, -1], r"parents\[0\] is 0; valid: -1: the first document continues none"),
@@ -135,9 +135,9 @@ def test_ranks_have_the_targets_of_their_rows() -> None:
         ([3, 2], [[-1, 0]], r"parents is int64 of shape \[1, 2\]; valid: integers of one dimension"),
     ],
 )
-def test_parents_that_make_no_trees_are_refused(lengths: list[int], of: list[int], says: str) -> None:
+def test_parents_that_make_no_trees_are_refused(lengths: list[int], parent_of: list[int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Documents(lengths, of)
+        Documents(lengths, parent_of)
 
 
 @pytest.mark.parametrize(

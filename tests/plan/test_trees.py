@@ -30,13 +30,13 @@ def visible(documents: Documents, left: int = 2**31) -> np.ndarray:
     doc = documents.document_of(np.arange(documents.tokens))
     out = np.zeros((documents.tokens, documents.tokens), bool)
     for query in range(documents.tokens):
-        here, key, seen = int(doc[query]), query, 0
-        while here >= 0 and seen <= left:
-            while key >= documents.offsets[here] and seen <= left:
+        document, key, seen = int(doc[query]), query, 0
+        while document >= 0 and seen <= left:
+            while key >= documents.offsets[document] and seen <= left:
                 out[query, key] = True
                 key, seen = key - 1, seen + 1
-            here = int(documents.parents[here])
-            key = int(documents.offsets[here + 1]) - 1 if here >= 0 else 0
+            document = int(documents.parents[document])
+            key = int(documents.offsets[document + 1]) - 1 if document >= 0 else 0
     return out
 
 

@@ -21,7 +21,7 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
     token = int(program.q_layout_compute.tokens(rank)[row])
     doc, position = _doc_and_position(plan.documents, token)
     keys = plan.kv_documents
-    visible = visible_tokens(plan.documents, keys, program.attention, token)
+    visible = visible_keys_of(plan.documents, keys, program.attention, token)
     contents = program.contents_of(rank)
     seen: dict[int, list[np.ndarray]] = {}
     for tile in tiles[(tiles["q_row"] <= row) & (row < tiles["q_row"] + tiles["q_rows"])]:
@@ -60,7 +60,7 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
     )
 
 
-def visible_tokens(queries: Documents, keys: Documents, attention: AttentionConfig, token: int) -> list[int]:
+def visible_keys_of(queries: Documents, keys: Documents, attention: AttentionConfig, token: int) -> list[int]:
     """Return the tokens of all keys that a query sees, in the order of positions."""
     doc, position = _doc_and_position(queries, token)
     path = [doc] if keys.trees is None else keys.trees.path(doc)
