@@ -5,8 +5,13 @@ from __future__ import annotations
 from mindspeed_cp import AttentionConfig, Documents
 from mindspeed_cp.config.capabilities import Cell
 
-QUERIES = {"packed": [37, 0, 5, 61, 2], "one per row": [29, 29]}
-KEYS = {"packed": [12, 4, 0, 70, 9], "one per row": [17, 17]}
+QUERIES = {
+    "packed": Documents([37, 0, 5, 61, 2]),
+    "one per row": Documents([29, 29]),
+    "trees": Documents([37, 0, 5, 61, 2], [-1, 0, 0, 2, -1]),
+    "blocks": Documents([37, 0, 5, 61, 2], None, [(3, 20), (37, 42), (60, 90)]),
+}
+OTHER_KEYS = {"one per row": Documents([17, 17])}
 
 
 def example(cell: Cell) -> tuple[Documents, Documents | None, AttentionConfig]:
@@ -23,5 +28,5 @@ def example(cell: Cell) -> tuple[Documents, Documents | None, AttentionConfig]:
         alibi=cell.bias == "alibi",
         dropout=0.2 if cell.dropout == "some" else 0.0,
     )
-    keys = Documents(KEYS[cell.documents]) if cell.keys == "other" else None
-    return Documents(QUERIES[cell.documents]), keys, attention
+    keys = OTHER_KEYS.get(cell.documents, Documents([12, 4, 0, 70, 9])) if cell.keys == "other" else None
+    return QUERIES[cell.documents], keys, attention

@@ -35,7 +35,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.layout.sharding import weighted
 from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
-from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.schema.numbers import check_count
 from mindspeed_cp.simulate.simulator import simulate_plan
@@ -226,18 +226,16 @@ def plan_from_placement(
     """Return the plan of a placement.
 
     Args:
-        placement: placement of all documents.
+        placement: placement of all documents; trees of documents count as one document each.
         queries, keys: documents by lengths of queries and of keys.
         topology, attention, routing, prefetch: as for `build_hierarchical`.
         token_cap: maximum number of tokens on a rank, kept in spite of rounding; None: no limit.
     """
-    is_split = np.zeros(len(queries), bool)
-    is_split[placement.split_documents] = True
+    is_split = np.isin(queries.tree_numbers, placement.split_documents)
     head_parts = []
-    work = visible_pairs(queries.lengths, keys.lengths, attention).astype(np.float64)
+    work = queries.tree_sums(document_pairs(queries, keys, attention))
     for size, members in split_parts(placement, work, topology.ranks_per_node):
-        chosen = np.zeros(len(queries), bool)
-        chosen[members.doc] = True
+        chosen = np.isin(queries.tree_numbers, members.doc)
         part_queries, part_keys = (select_documents(documents, chosen) for documents in (queries, keys))
         layouts = _layouts(part_queries, part_keys, topology.ranks // size, members, attention)
         head_parts.append(head_groups_part(*layouts, topology, attention))
@@ -265,6 +263,7 @@ def _layouts(
     queries: Documents, keys: Documents, ranks: int, members: DocumentShares, attention: AttentionConfig
 ) -> tuple[Layout, Layout]:
     """Return the layouts of queries and of keys, the same object in self-attention."""
+    members = members.of_documents(queries.tree_numbers)
     shares = members.doc, members.rank, members.share, attention.is_triangular
     layout = weighted(queries, ranks, *shares)
     return layout, layout if keys == queries else weighted(keys, ranks, *shares)
@@ -274,7 +273,7 @@ def _head_split_pairs(
     placement: Placement, queries: Documents, keys: Documents, topology: Topology, attention: AttentionConfig
 ) -> np.ndarray:
     """Return the visible pairs of documents with split heads that each rank computes, in pairs of all heads."""
-    pairs = visible_pairs(queries.lengths, keys.lengths, attention)
+    pairs = queries.tree_sums(document_pairs(queries, keys, attention))
     out = np.zeros(topology.ranks)
     for size, members in placement.split.items():
         group_pairs = np.bincount(members.rank, pairs[members.doc] * members.share, topology.ranks // size)

@@ -9,7 +9,7 @@ from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.algorithms.registry import algorithm_name, build_plan, with_reduce_dtype
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan
 
 
@@ -63,4 +63,4 @@ def _over_layout_of(main: Plan, attention: AttentionConfig, algorithm: str, opti
 
 def _work(documents: Documents, attention: AttentionConfig) -> float:
     """Return the visible pairs of all heads."""
-    return attention.heads * float(visible_pairs(documents.lengths, documents.lengths, attention).sum())
+    return attention.heads * float(document_pairs(documents, documents, attention).sum())

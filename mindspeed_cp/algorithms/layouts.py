@@ -1,4 +1,4 @@
-"""Layouts of queries and keys by name; "balanced" keeps short documents whole."""
+"""Layouts of queries and keys by name; "balanced" keeps short documents, and small trees, whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from mindspeed_cp.layout import Documents, Layout, assign_to_least_loaded, contiguous, zigzag
-from mindspeed_cp.plan.problem import AttentionConfig, visible_pairs
+from mindspeed_cp.plan.problem import AttentionConfig, document_pairs
 
 LayoutName = Literal["zigzag", "contiguous", "balanced"]
 LAYOUT_NAMES: tuple[str, ...] = get_args(LayoutName)
@@ -33,8 +33,9 @@ def build_layouts(
     """
     doc_ranks = None
     if name == "balanced":
-        work = visible_pairs(queries.lengths, keys.lengths, attention)
-        doc_ranks = balanced_doc_ranks(work, queries.lengths + keys.lengths, ranks)
+        work = queries.tree_sums(document_pairs(queries, keys, attention))
+        tree_ranks = balanced_doc_ranks(work, queries.tree_sums(queries.lengths + keys.lengths), ranks)
+        doc_ranks = [tree_ranks[tree] for tree in queries.tree_numbers.tolist()]
     build = contiguous if name == "contiguous" else zigzag
     layout = build(queries, ranks, doc_ranks)
     return layout, layout if keys == queries else build(keys, ranks, doc_ranks)

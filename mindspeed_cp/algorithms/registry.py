@@ -90,6 +90,12 @@ CAUSAL_CROSS_ATTENTION = (
     "mask 'full', or kv_documents with the lengths of documents",
 )
 
+#: What trees of documents are for.
+TREES_OF = "mask 'causal' and self-attention, or documents without parents"
+
+#: What blocks are for.
+BLOCKS_OF = "mask 'causal' and self-attention without ALiBi, or documents without blocks"
+
 
 def register_algorithm(name: str, builder: Builder, *, aliases: tuple[str, ...] = (), use_for: str = "") -> None:
     """Add an algorithm, so that `build_plan`, the simulator, the reports and `auto` take it by its name.
@@ -214,11 +220,27 @@ def build_plan(
             f"kv_documents has {len(kv_documents)} documents, documents {len(documents)}; valid: one length of keys "
             "for each document"
         )
+    if documents.trees is not None and (attention.mask != "causal" or kv_documents != documents):
+        what = "keys of other lengths" if kv_documents != documents else f"attention.mask {attention.mask!r}"
+        raise ConfigError(f"documents have parents, with {what}; valid: {TREES_OF}")
+    if documents.blocks is not None:
+        _check_blocks(documents, kv_documents, attention)
     if attention.mask == "causal" and kv_documents != documents:
         raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
     reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")
     plan = ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)
     return plan if reduce_dtype == plan.reduce_dtype else with_reduce_dtype(plan, reduce_dtype)
+
+
+def _check_blocks(documents: Documents, kv_documents: Documents, attention: AttentionConfig) -> None:
+    """Raise ConfigError for attention that has no blocks."""
+    what = "keys of other lengths" if kv_documents != documents else None
+    if attention.mask != "causal":
+        what = f"attention.mask {attention.mask!r}"
+    if attention.slopes is not None:
+        what = "attention.alibi"
+    if what is not None:
+        raise ConfigError(f"documents have blocks, with {what}; valid: {BLOCKS_OF}")
 
 
 def with_reduce_dtype(plan: Plan, reduce_dtype: str) -> Plan:

@@ -11,7 +11,7 @@ from mindspeed_cp.algorithms.layouts import build_layouts
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD, ComputeCost
 from mindspeed_cp.layout import Documents, Layout
-from mindspeed_cp.plan.problem import Topology, visible_pairs
+from mindspeed_cp.plan.problem import Topology, document_pairs, run_pairs
 from mindspeed_cp.plan.program import DIRECTIONS, Plan
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES, transfers
 from mindspeed_cp.simulate.linear_times import linear_times
@@ -44,8 +44,8 @@ class LowerBound:
 def balanced_lower_bound(documents: Documents, ranks: int, cost: ComputeCost) -> float:
     """Return the bound in seconds of all plans of a batch: perfect balance, tiles as long as their documents, no
     exposed communication."""
-    lengths = documents.lengths
-    pairs = visible_pairs(lengths, lengths, cost.attention)
+    lengths = documents.tree_sums(documents.lengths)
+    pairs = documents.tree_sums(document_pairs(documents, documents, cost.attention))
     attention = cost.attention_seconds(pairs, lengths) * (1 + ATTENTION_BACKWARD)
     return float((attention + cost.linear_layer_seconds(lengths) * (1 + LINEAR_BACKWARD)).sum()) / ranks
 
@@ -217,7 +217,7 @@ def _busiest_work(queries: Layout, keys: Documents, cost: ComputeCost) -> float:
 def min_attention_seconds(queries: Layout, keys: Documents, cost: ComputeCost) -> tuple[np.ndarray, np.ndarray]:
     """Return the least seconds of each rank's attention in any plan with these queries, forward and backward.
 
-    A tile has rows of one document, so its shorter side is at most the rank's number of queries of the document.
+    A tile has rows of one document, or of one tree, so its shorter side is at most the rank's number of queries of it.
 
     Args:
         queries: layout in which queries are computed, with heads.
@@ -229,12 +229,11 @@ def min_attention_seconds(queries: Layout, keys: Documents, cost: ComputeCost) -
     """
     attention, spans = cost.attention, queries.spans
     documents = queries.documents
-    offset, kv_length = documents.offsets[spans["doc"]], keys.lengths[spans["doc"]].astype(np.float64)
-    begin, end = (np.asarray(spans[name] - offset, np.float64) for name in ("start", "stop"))
-    pairs = visible_pairs(end, kv_length, attention) - visible_pairs(begin, kv_length, attention)
+    pairs = run_pairs(spans["doc"], spans["start"], spans["stop"], documents, keys, attention)
     head_share = (queries.head_counts(attention.heads) / attention.heads)[spans["rank"]]
-    _, group = np.unique(spans["rank"] * max(len(documents), 1) + spans["doc"], return_inverse=True)
-    rows = np.bincount(group, end - begin)[group] if len(group) else np.zeros(0)  # of the span's rank and document
+    _, group = np.unique(spans["rank"] * max(len(documents), 1) + documents.roots[spans["doc"]], return_inverse=True)
+    length = spans["stop"] - spans["start"]
+    rows = np.bincount(group, length)[group] if len(group) else np.zeros(0)  # of the span's rank and document or tree
     work = pairs * head_share * (1.0 + cost.cluster.tile_rows / np.maximum(rows, 1.0))
     rank_work = np.bincount(spans["rank"], work, queries.ranks)
     return cost.attention_seconds(rank_work, np.inf), cost.attention_seconds(rank_work, np.inf, 0, True)

@@ -41,6 +41,13 @@ def plan(
         str | None,
         typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.", show_default=False),
     ] = None,
+    tree: Annotated[
+        Path | None,
+        typer.Option(
+            help="Documents that continue others: a file of lines with lengths and parents, or with trajectories.",
+            show_default=False,
+        ),
+    ] = None,
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal",
     ranks: Ranks = None,
     nodes: Nodes = None,
@@ -65,21 +72,28 @@ def plan(
     from mindspeed_cp.cli.case import read_batch
     from mindspeed_cp.cli.command_settings import CommandSettings
     from mindspeed_cp.cli.lengths import read_lengths, read_numbers
+    from mindspeed_cp.cli.tree_file import read_trees
     from mindspeed_cp.config.derived import rank_attention
     from mindspeed_cp.layout import Documents
     from mindspeed_cp.schema.yaml_file import with_value
 
     if mask not in MASKS:
         raise ConfigError(f"--mask {mask!r}: valid: {', '.join(MASKS)}; for a window: --set model.window_size=[LEFT,0]")
+    if tree is not None and (lengths is not None or kv_lengths is not None):
+        raise ConfigError("--tree is given together with --lengths or --kv-lengths; valid: one of them")
+    trees = None if tree is None else read_trees(tree)
     options = CommandSettings(
         config, overrides or (), algorithm, heads, kv_heads, head_dim, None, ranks, nodes, ranks_per_node
     )
     file = options.read(BUILT_IN)
     listed = None if lengths is None else read_lengths(lengths)
-    if listed is not None and not file.is_override("data.seq_length"):
+    if (listed is not None or trees is not None) and not file.is_override("data.seq_length"):
         file = with_value(file, "data.seq_length", 2)  # nothing holds for rows of a training
     settings = _make_settings(file)
-    documents = read_batch(config, lengths, settings) if listed is None else Documents(listed)
+    if trees is not None:
+        documents = trees
+    else:
+        documents = read_batch(config, lengths, settings) if listed is None else Documents(listed)
     keys = None if kv_lengths is None else Documents(read_numbers(kv_lengths, f"--kv-lengths {kv_lengths!r}"))
     attention = replace(rank_attention(settings), mask=mask)
     suite = settings.context_parallel_suite

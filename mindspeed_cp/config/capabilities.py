@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mindspeed_cp.algorithms import ALGORITHMS, algorithm_name
-from mindspeed_cp.algorithms.registry import CAUSAL_CROSS_ATTENTION
+from mindspeed_cp.algorithms.registry import BLOCKS_OF, CAUSAL_CROSS_ATTENTION, TREES_OF
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import MASKS, AttentionConfig
@@ -40,7 +40,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "algorithm": tuple(ALGORITHMS),
     "backend": BACKEND_NAMES,
     "mask": MASKS,
-    "documents": ("packed", "one per row"),
+    "documents": ("packed", "one per row", "trees", "blocks"),
     "window": ("none", "sliding"),
     "bias": ("none", "alibi"),
     "dropout": ("none", "some"),
@@ -48,6 +48,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "widths": ("equal", "unequal"),
     "keys": ("own", "other"),
 }
+
+#: Kinds of documents without trees and blocks.
+_PLAIN = ("packed", "one per row")
 
 #: Devices on which "exact" was verified.
 _VERIFIED_ON = {
@@ -68,6 +71,8 @@ _LABELS = {
     ("mask", "full"): "full mask",
     ("documents", "packed"): "packed documents of any lengths",
     ("documents", "one per row"): "one document per row",
+    ("documents", "trees"): "trees of documents that share prefixes",
+    ("documents", "blocks"): "blocks of tokens that see both ways",
     ("window", "sliding"): "sliding window",
     ("bias", "alibi"): "ALiBi",
     ("dropout", "some"): "attention dropout",
@@ -85,7 +90,8 @@ class Cell:
         algorithm: algorithm of the plan.
         backend: backend of the attention operator.
         mask: "causal" or "full".
-        documents: "one per row" if all documents have the same length, else "packed".
+        documents: "blocks" if some tokens see each other both ways, else "trees" if some documents continue others,
+            else "one per row" if all have the same length, else "packed".
         window: "sliding" if the window hides keys that the mask shows, else "none".
         bias: "alibi" or "none".
         dropout: "some" or "none".
@@ -133,6 +139,12 @@ REFUSALS = (
         {"mask": "causal", "keys": "other"},
         *CAUSAL_CROSS_ATTENTION,
     ),
+    *(
+        Refusal({"documents": kind, feature: value}, f"documents have {what}, with {setting}", valid)
+        for kind, what, valid in (("trees", "parents", TREES_OF), ("blocks", "blocks", BLOCKS_OF))
+        for feature, value, setting in (("mask", "full", "attention.mask 'full'"), ("bias", "alibi", "attention.alibi"))
+        if (kind, feature) != ("trees", "bias")
+    ),
     Refusal(
         {"backend": "cuda", "bias": "alibi", "dropout": "some"},
         "attention.alibi is given together with attention.dropout, which no kernel of the cuda backend computes",
@@ -179,7 +191,7 @@ def find_refusal(
     Args:
         algorithm: any name of an algorithm.
         attention: attention of one layer.
-        documents: the batch; None: any batch, so that a refusal of some batches counts.
+        documents: the batch; None: any batch without trees and blocks, so that a refusal of some of these counts.
         kv_documents: lengths of the keys if they differ from those of the queries.
         backend: backend of the attention operator; "auto": refused if all backends refuse.
 
@@ -192,7 +204,7 @@ def find_refusal(
     values = {
         "algorithm": (algorithm_name(algorithm),),
         "mask": (attention.mask,),
-        "documents": FEATURES["documents"] if documents is None else (_kind(documents),),
+        "documents": _PLAIN if documents is None else (_kind(documents),),
         "window": ("none" if attention.window is None else "sliding",),
         "bias": ("none" if attention.slopes is None else "alibi",),
         "dropout": ("some" if attention.dropout else "none",),
@@ -210,6 +222,8 @@ def find_refusal(
 
 
 def _kind(documents: Documents) -> str:
+    if not documents.is_plain:
+        return "trees" if documents.blocks is None else "blocks"
     return "packed" if len(set(documents.lengths.tolist())) > 1 else "one per row"
 
 

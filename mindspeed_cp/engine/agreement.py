@@ -134,7 +134,7 @@ def _fingerprints(plan: Plan) -> Mapping[str, str]:
     fingerprints = _cache.get(plan)
     if fingerprints is None:
         fingerprints = {
-            "documents": _with_digest(repr(plan.documents), [plan.documents.lengths]),
+            "documents": _with_digest(repr(plan.documents), map(np.frombuffer, plan.documents.key, "bbb")),
             "kv_documents": _with_digest(repr(plan.kv_documents), [plan.kv_documents.lengths]),
             "topology": f"{plan.topology.nodes} nodes of {plan.topology.ranks_per_node} ranks",
             **{

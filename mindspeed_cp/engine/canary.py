@@ -91,9 +91,8 @@ class AttentionCanary:
             sample = draw_sample(plan, self._generator)
             if sample is None:
                 return
-            first, positions = sample.key_rows(plan, rank)
-            keys = slice(first, first + len(positions)), sample.kv_head
-            kv = torch.cat([k[keys].detach(), v[keys].detach()], 1)
+            rows = _as_index(sample.key_rows(plan, rank)[0], k.device)
+            kv = torch.cat([x[rows, sample.kv_head].detach() for x in (k, v)], 1)
             of_head = None if sink is None else sink[sample.head].detach().clone()
             self._taken = _Taken(sample, plan, rank, dropout_key, kv, q.dtype, of_head)
             if rank == sample.rank:
@@ -168,6 +167,13 @@ def _gather(taken: _Taken, ranks: Sequence[int], timeout: float) -> dict[int, Te
     for pending in transport.post(transfers):
         pending.wait()
     return {**shards, taken.rank: own} if taken.rank == sample.rank else None
+
+
+def _as_index(rows: np.ndarray, device: torch.device) -> slice | Tensor:
+    """Return row numbers as a slice if they are one run, as outside trees they are, else as a tensor."""
+    if not len(rows) or rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
+    return torch.from_numpy(rows).to(device)
 
 
 def _compare(taken: _Taken, shards: Mapping[int, Tensor], ranks: Sequence[int], layer: int) -> str | None:

@@ -70,7 +70,8 @@ def computing_ranks(plan: Plan, head: int, document: int, positions: np.ndarray)
     layout = part.q_layout_compute
     bounds = layout.head_bounds(plan.attention.heads)[layout.spans["rank"]]
     spans = layout.spans[(bounds[:, 0] <= head) & (head < bounds[:, 1])]
-    tokens = part.documents.offsets[document] + positions[:, None]
+    first = part.documents.offsets[document] - part.documents.first_positions[document]
+    tokens = first + positions[:, None]
     return spans["rank"][((spans["start"] <= tokens) & (tokens < spans["stop"])).argmax(1)]
 
 
@@ -79,19 +80,17 @@ def sample_tiles(reference: SampleReference, rank: int) -> Iterator[SampleTile]:
     sample, plan = reference.sample, reference.plan
     part = next(part for part in plan.parts_or_self if part.documents.lengths[sample.document])
     program, contents = part.forward, part.forward.contents_of(rank)
-    first_q = part.documents.offsets[sample.document] + sample.position
-    first_k = part.kv_documents.offsets[sample.document] + sample.first_key
+    documents = part.documents
+    first_q = documents.offsets[sample.document] - documents.first_positions[sample.document] + sample.position
     tokens = part.q_layout_compute.tokens(rank)
     tiles, content_of = program.tiles_of(rank, contents)
     for tile, content in zip(tiles, contents[content_of], strict=True):
-        if tile["doc"] != sample.document:
-            continue
         spans = program.spans_in(content)
         slot = ragged_arange(spans["start"], spans["stop"] - spans["start"])
         row = int(tile["k_row"] - content["row"])
         queries = tokens[tile["q_row"] : tile["q_row"] + tile["q_rows"]] - first_q
-        keys = slot[row : row + tile["k_rows"]] - first_k
-        queries, keys = queries[(queries >= 0) & (queries < sample.rows)], keys[(keys >= 0) & (keys < sample.keys)]
+        keys = sample.key_numbers(part.kv_documents, slot[row : row + tile["k_rows"]])
+        queries, keys = queries[(queries >= 0) & (queries < sample.rows)], keys[keys >= 0]
         if len(queries) and len(keys):
             yield SampleTile(int(tile["step"]), queries, keys)
 

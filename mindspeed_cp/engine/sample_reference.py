@@ -49,11 +49,17 @@ class SampleReference:
         if self.dropout_key is not None:
             heads = torch.tensor([attention.first_head + sample.head])
             keep = keep_mask(*self.dropout_key, heads, sample.document, position_q, position_k, attention.dropout)
+        blocks = sample.blocks(self.plan)
+        of_rows = None
+        if blocks is not None:
+            of_keys = torch.from_numpy(blocks[1])
+            of_rows = torch.from_numpy(blocks[0]), of_keys if keys is None else of_keys[keys]
         out, lse = dense_attention(
             q[:, None], k[:, None], v[:, None], torch.zeros_like(position_q), torch.zeros_like(position_k),
             position_q, position_k, mask=attention.mask, scale=attention.softmax_scale, window=attention.window,
             slopes=None if attention.slopes is None else attention.slopes[sample.head : sample.head + 1],
             keep=keep, dropout_p=attention.dropout,
             sink=None if self.sink is None or keys is not None else self.sink.reshape(1),
+            blocks=of_rows,
         )  # fmt: skip
         return out[:, 0], lse[:, 0]

@@ -1,6 +1,6 @@
 """Which rank holds which tokens: documents, token spans, layouts and redistributions.  NumPy only."""
 
-from mindspeed_cp.layout.documents import Documents
+from mindspeed_cp.layout.documents import Documents, PackedTrajectories
 from mindspeed_cp.layout.equal_tokens import equal_token_layout, padding_rows, sequence_parallel_layout
 from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, TokenSpan
 from mindspeed_cp.layout.least_loaded import assign_to_least_loaded
@@ -8,6 +8,7 @@ from mindspeed_cp.layout.redistribution import RANK_PAIR, Redistribution
 from mindspeed_cp.layout.roll import Roll
 from mindspeed_cp.layout.runs import ROW_RUN, intersect_runs, join_runs, ragged_arange, union_of_runs
 from mindspeed_cp.layout.sharding import contiguous, from_spans, row_zigzag, weighted, zigzag
+from mindspeed_cp.layout.trajectories import TreeTargets
 
 __all__ = [
     "RANK_PAIR",
@@ -15,9 +16,11 @@ __all__ = [
     "TOKEN_SPAN",
     "Documents",
     "Layout",
+    "PackedTrajectories",
     "Redistribution",
     "Roll",
     "TokenSpan",
+    "TreeTargets",
     "assign_to_least_loaded",
     "contiguous",
     "equal_token_layout",

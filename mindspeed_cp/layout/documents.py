@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout.blocks import Blocks, checked_blocks
+from mindspeed_cp.layout.host_arrays import as_integers
+from mindspeed_cp.layout.trajectories import TreeTargets, shared_prefixes, tree_targets
+from mindspeed_cp.layout.trees import Trees, checked_parents
 from mindspeed_cp.schema.numbers import is_int
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
@@ -25,19 +30,33 @@ class Documents:
         lengths   [ 5000 | 37 |  1200 ]
         offsets   0     5000  5037   6237
 
-    Objects with equal lengths are equal and have equal hashes, so a cache of plans can use them as keys.
+    A document may continue another one, its parent (:mod:`mindspeed_cp.layout.trees`): it then sees its parent's
+    tokens and those of all further ancestors, and its positions follow theirs. Tokens of a block
+    (:mod:`mindspeed_cp.layout.blocks`), such as those of an image, see each other both ways. Both are for causal masks.
+
+    Objects with equal lengths, parents and blocks are equal and have equal hashes: a cache of plans has them as keys.
 
     What a program has instead of lengths is converted by :meth:`from_cu_seqlens`, :meth:`from_eod` and
     :meth:`from_position_ids`. These take NumPy arrays, lists, and tensors on the host (anything with ``__array__``).
 
     Args:
         lengths: token count of each document; documents of length 0 and empty batches are allowed.
+        parents: for each document the number of an earlier one that it continues, or -1; documents that continue
+            another one follow it side by side (preorder). Default: none continues another.
+        blocks: first and last-plus-one token of each run of tokens that see each other both ways, [blocks, 2],
+            ascending; each is in one document. Default: none.
 
     Raises:
-        ConfigError: a length is negative or not an integer, or the batch has more than 2**31 - 1 tokens.
+        ConfigError: a length is negative or not an integer, the batch has more than 2**31 - 1 tokens, parents are not
+            those of trees in preorder, or blocks overlap or cross documents.
     """
 
-    def __init__(self, lengths: Iterable[int] | np.ndarray) -> None:
+    def __init__(
+        self,
+        lengths: Iterable[int] | np.ndarray,
+        parents: Iterable[int] | np.ndarray | None = None,
+        blocks: Iterable[Iterable[int]] | np.ndarray | None = None,
+    ) -> None:
         try:
             values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
         except (TypeError, ValueError):
@@ -56,6 +75,15 @@ class Documents:
             raise ConfigError(f"the batch has {values.sum()} tokens; valid: at most {MAX_TOKENS}; split the batch")
         values.setflags(write=False)
         self._lengths = values
+        self._trees: Trees | None = None
+        if parents is not None:
+            listed = as_integers("parents", parents if hasattr(parents, "__array__") else list(parents), 1)
+            checked = checked_parents(listed, len(values))
+            self._trees = Trees(checked, values) if (checked >= 0).any() else None
+        self._blocks: Blocks | None = None
+        if blocks is not None:
+            spans = as_integers("blocks", blocks if hasattr(blocks, "__array__") else list(blocks), 2)
+            self._blocks = checked_blocks(spans, self.offsets) if len(spans) else None
 
     @classmethod
     def from_lengths(cls, lengths: Any) -> Documents:
@@ -70,7 +98,7 @@ class Documents:
         Raises:
             ConfigError: not integers of this shape, or a length is negative.
         """
-        return cls(_integers("lengths", lengths, 1))
+        return cls(as_integers("lengths", lengths, 1))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any) -> Documents:
@@ -85,7 +113,7 @@ class Documents:
         Raises:
             ConfigError: not integers of this shape, or they do not start at 0, or decrease.
         """
-        ends = _integers("cu_seqlens", cu_seqlens, 1)
+        ends = as_integers("cu_seqlens", cu_seqlens, 1)
         if not len(ends):
             raise ConfigError("cu_seqlens is empty; valid: 0, then the end of each document")
         if ends[0] != 0:
@@ -120,7 +148,7 @@ class Documents:
         """
         if not is_int(eod):
             raise ConfigError(f"eod is {eod!r}; valid: the number of the end-of-document token")
-        is_end = np.atleast_2d(_integers("tokens", tokens, 2)) == eod
+        is_end = np.atleast_2d(as_integers("tokens", tokens, 2)) == eod
         is_end[:, -1:] = True
         return cls(np.diff(np.flatnonzero(is_end), prepend=-1))
 
@@ -140,7 +168,7 @@ class Documents:
             ConfigError: not integers of these shapes, or a position neither follows the one before nor is 0; names its
                 index.
         """
-        array = _integers("position_ids", position_ids, 2)
+        array = as_integers("position_ids", position_ids, 2)
         rows = np.atleast_2d(array)
         is_start = rows == 0
         follows = np.zeros(rows.shape, bool)
@@ -156,6 +184,35 @@ class Documents:
             raise ConfigError(f"position_ids[{index}] is {rows[row, i]}{after}; valid: {valid}")
         return cls(np.diff(np.append(np.flatnonzero(is_start), rows.size)))
 
+    @classmethod
+    def from_trajectories(
+        cls, trajectories: Iterable[Any], min_shared: int = 1, must_share: bool = True
+    ) -> PackedTrajectories:
+        """Pack trajectories as trees: every prefix that several of them share is one document, which they continue.
+
+        >>> packed = Documents.from_trajectories([[1, 2, 3, 4], [1, 2, 5], [9, 9]])
+        >>> packed.documents
+        Documents([2, 2, 1, 2], parents=[-1, 0, 0, -1], tokens=7)
+        >>> packed.tree_tokens[1]
+        array([0, 1, 4])
+
+        Args:
+            trajectories: token numbers of each trajectory, lists or arrays of one token or more. Equal ones become one.
+            min_shared: least number of first tokens that trajectories must have in common to be one tree. A larger one
+                keeps trajectories apart that share little, such as a first token that all have: a tree is placed as
+                one, so smaller trees leave the planner more choice.
+            must_share: refuse trajectories of which no two share a prefix.
+
+        Returns:
+            The documents, their tokens, and the tree token of each trajectory's token
+            (:class:`mindspeed_cp.layout.trajectories.PackedTrajectories`).
+
+        Raises:
+            ConfigError: a trajectory is not a list of token numbers, or has none, or no two share a prefix.
+        """
+        lengths, parents, tokens, tree_tokens = shared_prefixes(trajectories, min_shared, must_share)
+        return PackedTrajectories(cls(lengths, parents), tokens, tuple(tree_tokens))
+
     @property
     def lengths(self) -> np.ndarray:
         """Token counts, int64 [documents], read-only."""
@@ -169,6 +226,50 @@ class Documents:
         return offsets
 
     @property
+    def trees(self) -> Trees | None:
+        """The trees that the documents form; None if no document continues another."""
+        return self._trees
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The blocks of tokens that see each other both ways; None if there is none."""
+        return self._blocks
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no document continues another, and there is no block."""
+        return self._trees is None and self._blocks is None
+
+    @cached_property
+    def parents(self) -> np.ndarray:
+        """The document that each document continues, or -1; int64 [documents], read-only."""
+        parents = np.full(len(self), -1) if self._trees is None else self._trees.parents
+        parents.setflags(write=False)
+        return parents
+
+    @cached_property
+    def first_positions(self) -> np.ndarray:
+        """Position of each document's first token, 0 unless it continues another one; int64 [documents]."""
+        return np.zeros(len(self), np.int64) if self._trees is None else self._trees.first_positions
+
+    @cached_property
+    def roots(self) -> np.ndarray:
+        """Root of each document, itself unless it continues another; int64 [documents]."""
+        return np.arange(len(self)) if self._trees is None else self._trees.roots
+
+    @cached_property
+    def tree_numbers(self) -> np.ndarray:
+        """Number of the tree that each document is in; a document without parent and children is one by itself; int64
+        [documents]."""
+        return np.cumsum(self.parents < 0) - 1
+
+    def tree_sums(self, values: np.ndarray) -> np.ndarray:
+        """Sum values of documents over each tree, [documents] to [trees]."""
+        if self._trees is None:
+            return values
+        return np.add.reduceat(values, np.flatnonzero(self.parents < 0))
+
+    @property
     def tokens(self) -> int:
         """Number of tokens in the batch."""
         return int(self.offsets[-1])
@@ -177,32 +278,92 @@ class Documents:
         """Return the document of each token number; int64, the shape of `tokens`."""
         return np.searchsorted(self.offsets, tokens, "right") - 1
 
+    def seen_documents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each of some documents, those whose keys its queries may see: its ancestors, and itself.
+
+        Args:
+            documents: numbers of documents, int64 [n].
+
+        Returns:
+            Index in `documents` and document seen, int64 each, in the order of indices and from the root down.
+        """
+        if self._trees is None:
+            return np.arange(len(documents)), documents
+        return self._trees.with_ancestors(documents)
+
+    def with_lengths(self, lengths: np.ndarray) -> Documents:
+        """Return documents of their own lengths or none, with the same parents and blocks; those of documents without
+        tokens are kept for later."""
+        out = Documents(lengths, None if self._trees is None else self._trees.parents)
+        out._blocks = None if self._blocks is None else replace(self._blocks, offsets=out.offsets)
+        return out
+
+    def copies(self, count: int) -> Documents:
+        """Return a batch of copies of all documents, one after the other."""
+        parents = blocks = None
+        if self._trees is not None:
+            shift = np.repeat(np.arange(count) * len(self), len(self))
+            parents = np.tile(self.parents, count)
+            parents = np.where(parents >= 0, parents + shift, -1)
+        if self._blocks is not None:
+            spans = np.stack([self._blocks.start, self._blocks.stop], 1)
+            blocks = (np.arange(count)[:, None, None] * self.tokens + spans).reshape(-1, 2)
+        return Documents(np.tile(self._lengths, count), parents, blocks)
+
     def __len__(self) -> int:
         return len(self._lengths)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Documents) and np.array_equal(self._lengths, other._lengths)
+        return isinstance(other, Documents) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self._lengths.tobytes())
+        return hash(self.key)
+
+    @cached_property
+    def key(self) -> tuple[bytes, bytes, bytes]:
+        """Lengths, parents and blocks as bytes: equal for equal documents."""
+        parents = b"" if self._trees is None else self.parents.tobytes()
+        return self._lengths.tobytes(), parents, b"" if self._blocks is None else self._blocks.records.tobytes()
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self._lengths[:6]))
-        more = f", ... {len(self)} in all" if len(self) > 6 else ""
-        return f"Documents([{shown}{more}], tokens={self.tokens})"
+        parents = "" if self._trees is None else f", parents=[{_shown(self.parents)}]"
+        blocks = "" if self._blocks is None else f", blocks={len(self._blocks.doc)}"
+        return f"Documents([{_shown(self._lengths)}]{parents}{blocks}, tokens={self.tokens})"
 
 
-def _integers(name: str, values: Any, dims: int) -> np.ndarray:
-    """Convert to int64 with 1 to `dims` dimensions, or raise ConfigError."""
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{name} is a {type(values).__name__} that NumPy cannot read ({' '.join(str(error).split())}); valid: "
-            "integers on the host: an array, a list, or tensor.cpu()"
-        ) from None
-    is_integer = np.issubdtype(array.dtype, np.integer) or array.size == 0
-    if not is_integer or not 1 <= array.ndim <= dims:
-        shapes = "one dimension" if dims == 1 else "shape [tokens] or [rows, tokens]"
-        raise ConfigError(f"{name} is {array.dtype} of shape {list(array.shape)}; valid: integers of {shapes}")
-    return array.astype(np.int64)
+@dataclass(frozen=True, eq=False)
+class PackedTrajectories:
+    """Trajectories packed as trees.
+
+    Attributes:
+        documents: the trees, with parents.
+        tokens: token numbers of the batch, in the order of the documents, int64 [tokens].
+        tree_tokens: for each trajectory the tree token that stands for each of its tokens, int64 [length] each: a
+            result x of the tree, such as log-probabilities, is ``x[tree_tokens[i]]`` for trajectory i.
+    """
+
+    documents: Documents
+    tokens: np.ndarray
+    tree_tokens: tuple[np.ndarray, ...]
+
+    @property
+    def flat_tokens(self) -> int:
+        """Number of tokens of all trajectories, one after the other."""
+        return sum(map(len, self.tree_tokens))
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Position of every tree token on its path, int64 [tokens], for rotary embeddings."""
+        documents = self.documents
+        doc = documents.document_of(np.arange(documents.tokens))
+        return np.arange(documents.tokens) - documents.offsets[doc] + documents.first_positions[doc]
+
+    @cached_property
+    def targets(self) -> TreeTargets:
+        """Tokens to predict, each once."""
+        return tree_targets(self.tokens, self.tree_tokens)
+
+
+def _shown(values: np.ndarray) -> str:
+    """Return the first numbers of an array."""
+    return ", ".join(map(str, values[:6])) + (f", ... {len(values)} in all" if len(values) > 6 else "")

@@ -78,9 +78,10 @@ class Layout:
         return ragged_arange(spans["start"], spans["stop"] - spans["start"])
 
     def positions(self, rank: int) -> np.ndarray:
-        """Return the position of each local row in its document, int64 [t]."""
-        spans = self.rank_spans(rank)
-        return ragged_arange(spans["start"] - self.documents.offsets[spans["doc"]], spans["stop"] - spans["start"])
+        """Return the position of each local row in its document, or on its path from the root of a tree, int64 [t]."""
+        spans, documents = self.rank_spans(rank), self.documents
+        first = spans["start"] - documents.offsets[spans["doc"]] + documents.first_positions[spans["doc"]]
+        return ragged_arange(first, spans["stop"] - spans["start"])
 
     def cu_seqlens(self, rank: int) -> np.ndarray:
         """Return cumulative local rows per document, int32 [documents + 1]; documents without local rows add 0."""

@@ -1,8 +1,8 @@
 """Parts: a plan composed of several plans over disjoint documents, each computed in its own way.
 
 A part is an ordinary plan whose `Documents` has all documents of the batch; documents of other parts have length 0, so
-a document has the same index everywhere (dropout depends on it). The rows of a part on a rank are the rank's rows of
-the part's documents, in their order::
+a document has the same index everywhere (dropout depends on it). A tree of documents is in one part. The rows of a part
+on a rank are the rank's rows of the part's documents, in their order::
 
     batch           A A A B B B B C C        documents A, B, C
     part 0          A A A         C C        lengths 3, 0, 2: keys and values are fetched
@@ -105,7 +105,7 @@ def default_order(parts: Sequence[Plan], direction: str) -> StepOrder:
 
 def select_documents(documents: Documents, chosen: np.ndarray) -> Documents:
     """Set the length of all documents that are not chosen (bool [documents]) to 0."""
-    return Documents(np.where(chosen, documents.lengths, 0))
+    return documents.with_lengths(np.where(chosen, documents.lengths, 0))
 
 
 def select_layout(layout: Layout, chosen: np.ndarray) -> Layout:
@@ -169,7 +169,7 @@ def parts_error(plan: Plan) -> str | None:
         doc = repeated[0]
         users = ", ".join(str(index) for index, part in enumerate(plan.parts) if document_mask(part)[doc])
         return f"document {doc} is in parts {users}; valid: in one, and of length 0 in the others"
-    return (
+    return _tree_error(plan) or (
         _layout_error(plan, "layout", "queries")
         or _layout_error(plan, "kv_layout_in", "keys")
         or _order_error(plan, "forward")
@@ -190,6 +190,24 @@ def _part_error(plan: Plan, index: int, part: Plan) -> str | None:
         return f"part {index} has a linear_layout; valid: None, as the whole plan has the layout of linear layers"
     if len(part.documents) != documents or len(part.kv_documents) != documents:
         return f"part {index} has {len(part.documents)} documents, the plan {documents}"
+    return None
+
+
+def _tree_error(plan: Plan) -> str | None:
+    """Return the error text if a part has other parents than the plan, or only some documents of a tree, else None."""
+    trees = plan.documents.trees
+    for index, part in enumerate(plan.parts):
+        if not np.array_equal(part.documents.parents, plan.documents.parents):
+            return f"part {index} has other parents of documents than the plan"
+        if trees is None:
+            continue
+        missing = (part.documents.lengths == 0) & (plan.documents.lengths > 0)
+        in_part = np.zeros(len(missing), bool)
+        in_part[trees.roots[document_mask(part)]] = True
+        broken = np.flatnonzero(missing & in_part[trees.roots])
+        if len(broken):
+            doc = broken[0]
+            return f"part {index} has documents of the tree of document {trees.roots[doc]}, but not document {doc}"
     return None
 
 
@@ -233,7 +251,7 @@ def _order_error(plan: Plan, direction: str) -> str | None:
 
 def _union_layout(layouts: Sequence[Layout]) -> Layout:
     """Return the layout of the whole batch, given the layouts of all parts."""
-    documents = Documents(np.sum([layout.documents.lengths for layout in layouts], axis=0))
+    documents = layouts[0].documents.with_lengths(np.sum([layout.documents.lengths for layout in layouts], axis=0))
     spans = np.concatenate([_renumbered(layout.spans, layout.documents, documents) for layout in layouts])
     return Layout(documents, layouts[0].ranks, spans[np.lexsort((spans["start"], spans["rank"]))])
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.schema.numbers import check_count, is_int
 
 MASKS = ("causal", "full")
@@ -253,6 +254,44 @@ def visible_pairs(lengths: np.ndarray, kv_lengths: np.ndarray, attention: Attent
     left, right = attention.reach
     pairs = _sum_of_clipped_line(lengths, right + 1, kv_lengths) - _sum_of_clipped_line(lengths, -left, kv_lengths)
     return pairs.astype(np.float64)
+
+
+def document_pairs(queries: Documents, keys: Documents, attention: AttentionConfig) -> np.ndarray:
+    """Count the (query, key) pairs of each document's queries that mask and window leave visible, fp64 [documents].
+
+    Args:
+        queries, keys: documents by lengths of queries and of keys. In trees and with blocks (causal masks) they are the
+            same.
+        attention: mask and window.
+    """
+    if queries.is_plain:
+        return visible_pairs(queries.lengths, keys.lengths, attention)
+    return run_pairs(np.arange(len(queries)), queries.offsets[:-1], queries.offsets[1:], queries, keys, attention)
+
+
+def run_pairs(
+    doc: np.ndarray,
+    start: np.ndarray,
+    stop: np.ndarray,
+    queries: Documents,
+    keys: Documents,
+    attention: AttentionConfig,
+) -> np.ndarray:
+    """Count the visible (query, key) pairs of runs of queries, fp64 [n].
+
+    Args:
+        doc: document of each run, int64 [n].
+        start, stop: first and last-plus-one token of each run, int64 [n].
+        queries, keys, attention: as for :func:`document_pairs`.
+    """
+    first = queries.first_positions[doc] - queries.offsets[doc]
+    keys_on_path = keys.first_positions[doc] + keys.lengths[doc]
+    begin, end = (visible_pairs(token + first, keys_on_path, attention) for token in (start, stop))
+    pairs = end - begin
+    if queries.blocks is not None:
+        added = [queries.blocks.pairs_before(token, attention.reach[0]) for token in (start, stop)]
+        pairs += added[1] - added[0]
+    return pairs
 
 
 def _sum_of_clipped_line(n: np.ndarray, begin: int, m: np.ndarray) -> np.ndarray:

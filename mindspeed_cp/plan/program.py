@@ -123,11 +123,12 @@ class Program:
         k_rows = np.cumsum(rows) - rows
         q_rows = int((q_spans["stop"] - q_spans["start"]).sum())
         q_spans = _in_copies(np.tile(q_spans, copies), np.repeat(np.arange(copies), len(q_spans)), documents)
-        copied = Documents(np.tile(documents.lengths, copies))
-        copied_keys = copied if keys == documents else Documents(np.tile(keys.lengths, copies))
+        copied = documents.copies(copies)
+        copied_keys = copied if keys == documents else keys.copies(copies)
         tiles = tiles_between(q_spans, k_spans, copied, self.attention, copied_keys)
         copy = tiles["doc"] // len(documents)
         tiles["doc"] -= copy * len(documents)
+        tiles["k_doc"] -= copy * len(documents)
         tiles["q_row"] -= copy * q_rows
         tiles["k_row"] += contents["row"][copy] - k_rows[copy]
         tiles["step"], tiles["slot"] = contents["step"][copy], contents["slot"][copy]

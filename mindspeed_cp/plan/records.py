@@ -19,15 +19,17 @@ def int64_record(names: str) -> np.dtype:
     return np.dtype([(name, np.int64) for name in names.split()])
 
 
-#: Tile: q rows x rows of a slot, all of document `doc`; q_pos and k_pos are the positions of its first rows.
+#: Tile: q rows x rows of a slot. The first query is of document `doc`, all keys are of document `k_doc`: the same one,
+#: or in a tree one of its ancestors. q_pos and k_pos are the positions of the first rows.
 #:
 #: FULL: every q row sees every key. CAUSAL is aligned bottom right: q row i of the tile (from 0) sees the first
 #: k_rows - q_rows + i + 1 keys. BAND: a query at position p sees the keys of the tile within `AttentionConfig.reach`;
 #: every q row of the tile sees at least one key, and every key is seen by at least one q row.
 #:
-#: If `AttentionConfig.needs_positions`, positions increase by one from row to row on both sides. Otherwise a tile may
-#: join several runs, and q_pos and k_pos hold for its first rows only.
-TILE = int64_record("step slot q_row q_rows k_row k_rows mask doc q_pos k_pos")
+#: If `AttentionConfig.needs_positions`, all queries are of one document, and positions increase by one from row to row
+#: on both sides. Otherwise a tile may join several runs, a full one also queries of several documents that continue
+#: `k_doc`, and q_pos and k_pos hold for its first rows only.
+TILE = int64_record("step slot q_row q_rows k_row k_rows mask doc k_doc q_pos k_pos")
 
 #: Slot content: in step `step`, rank `rank` computes with the rows of slot `slot` from `row` on, which hold the tokens
 #: spans[first : first + count]. One step and slot may have several contents.

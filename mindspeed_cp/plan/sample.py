@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.layout import ragged_arange
-from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.layout import Documents, ragged_arange
 from mindspeed_cp.plan.program import Plan
 
 QUERIES = 16  # most queries of a sample
@@ -23,8 +22,8 @@ class AttentionSample:
         rank: rank that holds the queries in plan.layout.
         row, rows: first row and number of the queries there.
         document: number of the document.
-        position: position of the first query.
-        first_key, keys: position of the first key, and number of keys.
+        position: position of the first query, in a tree on the path from the root.
+        first_key, keys: position of the first key, and number of keys; in a tree on the document's path.
     """
 
     head: int
@@ -37,13 +36,35 @@ class AttentionSample:
     first_key: int
     keys: int
 
-    def key_rows(self, plan: Plan, rank: int) -> tuple[int, np.ndarray]:
-        """Return the keys that a rank holds in plan.kv_layout_in: first row, and positions after first_key, int64
-        [rows]."""
-        spans, first = plan.kv_layout_in.rank_spans(rank), plan.kv_documents.offsets[self.document] + self.first_key
-        start, stop = (np.clip(spans[name], first, first + self.keys) for name in ("start", "stop"))
-        before = np.minimum(spans["stop"], first) - np.minimum(spans["start"], first)
-        return int(before.sum()), ragged_arange(start - first, stop - start)
+    def key_rows(self, plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys that a rank holds in plan.kv_layout_in: their rows, and positions after first_key, int64
+        [rows] each."""
+        tokens = plan.kv_layout_in.tokens(rank)
+        number = self.key_numbers(plan.kv_documents, tokens)
+        rows = np.flatnonzero(number >= 0)
+        return rows, number[rows]
+
+    def blocks(self, plan: Plan) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the block of each query and of each key, or -1, int64 [rows] and [keys]; None if the plan has none."""
+        documents = plan.documents
+        if documents.blocks is None:
+            return None
+        _, path = documents.seen_documents(np.array([self.document]))
+        tokens = ragged_arange(documents.offsets[path], documents.lengths[path])
+        block = documents.blocks.of(tokens)
+        return block[self.position : self.position + self.rows], block[self.first_key : self.first_key + self.keys]
+
+    def key_numbers(self, keys: Documents, tokens: np.ndarray) -> np.ndarray:
+        """Return the position after first_key of each token among the keys, -1 if it is not among them, int64
+        [tokens]."""
+        number = np.full(len(tokens), -1)
+        _, path = keys.seen_documents(np.array([self.document]))
+        for doc in path.tolist():
+            begin, end = keys.offsets[doc : doc + 2]
+            position = tokens - begin + keys.first_positions[doc] - self.first_key
+            is_key = (tokens >= begin) & (tokens < end) & (position >= 0) & (position < self.keys)
+            number[is_key] = position[is_key]
+        return number
 
 
 def draw_sample(plan: Plan, generator: np.random.Generator) -> AttentionSample | None:
@@ -56,11 +77,11 @@ def draw_sample(plan: Plan, generator: np.random.Generator) -> AttentionSample |
     spans = plan.layout.spans
     index = int(np.flatnonzero((spans["start"] <= token) & (token < spans["stop"]))[0])
     document = int(spans["doc"][index])
-    position, rows = token - int(documents.offsets[document]), min(QUERIES, int(spans["stop"][index]) - token)
-    length = int(plan.kv_documents.lengths[document])
-    while rows > 1 and rows * _keys(attention, position, rows, length)[1] > PAIRS:
+    position = token - int(documents.offsets[document]) + int(documents.first_positions[document])
+    rows = min(QUERIES, int(spans["stop"][index]) - token)
+    while rows > 1 and rows * _keys(plan, token, position, rows)[1] > PAIRS:
         rows -= 1
-    first_key, keys = _keys(attention, position, rows, length)
+    first_key, keys = _keys(plan, token, position, rows)
     return AttentionSample(
         head=head,
         kv_head=head * attention.kv_heads // attention.heads,
@@ -74,8 +95,23 @@ def draw_sample(plan: Plan, generator: np.random.Generator) -> AttentionSample |
     )
 
 
-def _keys(attention: AttentionConfig, position: int, rows: int, length: int) -> tuple[int, int]:
-    """Return the position of the first key and the number of keys that queries position .. position + rows - 1 see."""
-    left, right = attention.reach
+def _keys(plan: Plan, token: int, position: int, rows: int) -> tuple[int, int]:
+    """Return the position of the first key and the number of keys that the queries of some tokens see.
+
+    Args:
+        plan: any plan.
+        token, position: the first query.
+        rows: number of queries.
+    """
+    left, right = plan.attention.reach
+    documents, blocks = plan.kv_documents, plan.documents.blocks
+    document = int(plan.documents.document_of(np.asarray(token)))
+    length = int(documents.first_positions[document] + documents.lengths[document])
     first, last = max(0, position - left), min(length, position + rows + right)
+    if blocks is not None:
+        of_ends = blocks.of(np.array([token, token + rows - 1]))
+        if of_ends[0] >= 0:
+            first = min(first, position + int(blocks.start[of_ends[0]]) - token)
+        if of_ends[1] >= 0:
+            last = position + int(blocks.stop[of_ends[1]]) - token
     return first, max(0, last - first)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from mindspeed_cp.layout import Documents, ragged_arange
+from mindspeed_cp.layout import Documents, intersect_runs, ragged_arange
+from mindspeed_cp.layout.blocks import Blocks
 from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.records import BAND, CAUSAL, FULL, TILE
 
@@ -29,6 +32,9 @@ def tiles_between(
 
     Windows, ALiBi and dropout need positions: each of their tiles is one run of positions against another.
 
+    In a tree, queries see all keys of their document's ancestors. Neighbouring documents that continue the same one
+    share a full tile. Queries in a block see all keys of it: full tiles, which the spans are cut for.
+
     Args:
         q_spans: queries of the rank in row order, records of dtype TOKEN_SPAN.
         k_spans: keys of the slot in row order, records of dtype TOKEN_SPAN.
@@ -41,18 +47,92 @@ def tiles_between(
     """
     if not len(q_spans) or not len(k_spans):
         return np.empty(0, TILE)
+    q_len = q_spans["stop"] - q_spans["start"]
+    queries = SpanRows(q_spans, np.cumsum(q_len) - q_len, np.full(len(q_spans), -1))
+    keys = kv_documents or documents
+    if documents.blocks is not None:
+        queries = queries.cut_at_blocks(documents.blocks)
     if attention.needs_positions:
-        return _tiles_by_position(q_spans, k_spans, documents, kv_documents or documents, attention)
-    return _tiles_by_rows(q_spans, k_spans, documents, kv_documents or documents, attention.mask)
+        tiles = _tiles_by_position(queries, k_spans, documents, keys, attention)
+        in_block = queries.select(queries.block >= 0)
+        parts = [tiles, _tiles_inside_blocks(in_block, k_spans, documents)] if len(in_block.spans) else [tiles]
+    else:
+        parts = _parts_by_rows(queries, k_spans, documents, keys, attention.mask)
+    if len(parts) == 1:
+        return parts[0]
+    tiles = np.concatenate(parts)
+    return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
+
+
+@dataclass(frozen=True, eq=False)
+class SpanRows:
+    """Spans of queries, where they are among the rank's rows, and which are in blocks.
+
+    Attributes:
+        spans: records of dtype TOKEN_SPAN.
+        row: first row of each span, int64 [spans].
+        block: block of each span, or -1, int64 [spans].
+    """
+
+    spans: np.ndarray
+    row: np.ndarray
+    block: np.ndarray
+
+    def select(self, index: np.ndarray) -> SpanRows:
+        """Return some spans, by a mask or by indices."""
+        return SpanRows(self.spans[index], self.row[index], self.block[index])
+
+    def cut_at_blocks(self, blocks: Blocks) -> SpanRows:
+        """Cut the spans where blocks begin and end."""
+        spans, source, block = blocks.cut(self.spans)
+        return SpanRows(spans, self.row[source] + spans["start"] - self.spans["start"][source], block)
+
+
+def _parts_by_rows(
+    queries: SpanRows, k_spans: np.ndarray, documents: Documents, kv_documents: Documents, mask: str
+) -> list[np.ndarray]:
+    """Derive tiles from row numbers: of documents with themselves, of queries in blocks with all keys up to the end of
+    their block, and of documents with their ancestors."""
+    is_text = queries.block < 0
+    text = queries if is_text.all() else queries.select(is_text)
+    parts = [_tiles_by_rows(text, text.spans["doc"], None, k_spans, documents, kv_documents, mask)]
+    if documents.blocks is not None and not is_text.all():
+        inside = queries.select(~is_text)
+        stop = documents.blocks.stop[inside.block]
+        parts.append(_tiles_by_rows(inside, inside.spans["doc"], stop, k_spans, documents, documents, "full"))
+    if documents.trees is not None:
+        span, seen = documents.seen_documents(np.ascontiguousarray(queries.spans["doc"]))
+        above = seen != queries.spans["doc"][span]
+        span, seen = span[above], seen[above]
+        order = np.lexsort((span, documents.trees.depths[seen]))  # spans with the same ancestor side by side
+        of_spans = queries.select(span[order])
+        parts.append(_tiles_by_rows(of_spans, seen[order], None, k_spans, documents, documents, "full"))
+    return parts
 
 
 def _tiles_by_rows(
-    q_spans: np.ndarray, k_spans: np.ndarray, documents: Documents, kv_documents: Documents, mask: str
+    queries: SpanRows,
+    k_doc: np.ndarray,
+    k_stop: np.ndarray | None,
+    k_spans: np.ndarray,
+    documents: Documents,
+    kv_documents: Documents,
+    mask: str,
 ) -> np.ndarray:
-    """Derive one tile for each span of queries from row numbers, and join tiles where possible."""
-    k_start, k_stop = (np.ascontiguousarray(k_spans[name]) for name in ("start", "stop"))
+    """Derive one tile for each span of queries from row numbers, and join tiles where possible.
+
+    Args:
+        queries: spans of queries.
+        k_doc: document whose keys each span sees, int64 [spans]; the spans' own under a causal mask.
+        k_stop: token before which it sees these, int64 [spans]; None: all, or as far as a causal mask lets it.
+        k_spans: keys of the slot, records of dtype TOKEN_SPAN.
+        documents, kv_documents: documents by lengths of queries and of keys.
+        mask: "causal" or "full".
+    """
+    q_spans, q_row = queries.spans, queries.row
+    k_start = np.ascontiguousarray(k_spans["start"])
     q_start, q_stop, doc = (np.ascontiguousarray(q_spans[name]) for name in ("start", "stop", "doc"))
-    k_len, q_len = k_stop - k_start, q_stop - q_start
+    k_len, q_len = k_spans["stop"] - k_start, q_stop - q_start
     k_row = np.cumsum(k_len) - k_len
 
     def rows_before(token: np.ndarray) -> np.ndarray:
@@ -61,27 +141,33 @@ def _tiles_by_rows(
         inside = np.minimum(token - k_start[span], k_len[span])
         return np.where(span >= 0, k_row[span] + inside, 0)
 
-    first = rows_before(kv_documents.offsets[doc])
+    first = rows_before(kv_documents.offsets[k_doc])
     if mask == "causal":
         last = rows_before(q_stop)
         in_slot = last - rows_before(q_start)
         if ((in_slot != 0) & (in_slot != q_len)).any():  # spans partly in the slot; the cut leaves none
-            return _tiles_by_rows(_cut_at_kv_borders(q_spans, k_spans), k_spans, documents, kv_documents, mask)
+            cut = _cut_at_kv_borders(queries, k_spans)
+            return _tiles_by_rows(cut, cut.spans["doc"], None, k_spans, documents, kv_documents, mask)
         masks = np.where(in_slot > 0, CAUSAL, FULL)
     else:
-        last = rows_before(kv_documents.offsets[doc + 1])
+        last = rows_before(kv_documents.offsets[k_doc + 1] if k_stop is None else k_stop)
         masks = np.full(len(doc), FULL)
 
     seen = np.flatnonzero(last > first)
-    q_row, first, last, doc = (np.cumsum(q_len) - q_len)[seen], first[seen], last[seen], doc[seen]
+    first, last, doc, k_doc = first[seen], last[seen], doc[seen], k_doc[seen]
     tiles = np.zeros(len(seen), TILE)
-    tiles["q_row"], tiles["q_rows"] = q_row, q_len[seen]
+    tiles["q_row"], tiles["q_rows"] = q_row[seen], q_len[seen]
     tiles["k_row"], tiles["k_rows"] = first, last - first
-    tiles["mask"], tiles["doc"] = masks[seen], doc
-    tiles["q_pos"] = q_start[seen] - documents.offsets[doc]
+    tiles["mask"], tiles["doc"], tiles["k_doc"] = masks[seen], doc, k_doc
+    tiles["q_pos"] = q_start[seen] - _zero_tokens(documents, doc)
     span = np.searchsorted(k_row, first, "right") - 1  # the span that holds the first key of the tile
-    tiles["k_pos"] = k_start[span] + first - k_row[span] - kv_documents.offsets[doc]
+    tiles["k_pos"] = k_start[span] + first - k_row[span] - _zero_tokens(kv_documents, k_doc)
     return _join_tiles(tiles)
+
+
+def _zero_tokens(documents: Documents, doc: np.ndarray) -> np.ndarray:
+    """Return the number that the token at position 0 would have if a document began there: token - position."""
+    return documents.offsets[doc] - documents.first_positions[doc]
 
 
 def _join_tiles(tiles: np.ndarray) -> np.ndarray:
@@ -95,7 +181,7 @@ def _join_tiles(tiles: np.ndarray) -> np.ndarray:
     before, after = tiles[:-1], tiles[1:]
     growth = np.where(after["mask"] == CAUSAL, after["q_rows"], 0)
     follows = (
-        (after["doc"] == before["doc"])
+        (after["k_doc"] == before["k_doc"])
         & (after["q_row"] == before["q_row"] + before["q_rows"])
         & (after["mask"] == before["mask"])
         & (after["k_rows"] == before["k_rows"] + growth)
@@ -108,41 +194,67 @@ def _join_tiles(tiles: np.ndarray) -> np.ndarray:
 
 
 def _tiles_by_position(
-    q_spans: np.ndarray,
+    queries: SpanRows,
     k_spans: np.ndarray,
     documents: Documents,
     kv_documents: Documents,
     attention: AttentionConfig,
 ) -> np.ndarray:
     """Derive one tile for each pair of a span of queries and a run of keys that see each other, trimmed to the rows
-    that do."""
+    that do; for queries in a block, of the keys before the block."""
     left, right = attention.reach
-    q_len, k_len = q_spans["stop"] - q_spans["start"], k_spans["stop"] - k_spans["start"]
-    q_row, k_row = np.cumsum(q_len) - q_len, np.cumsum(k_len) - k_len
-    new_run = (k_spans["start"][1:] != k_spans["stop"][:-1]) | (k_spans["doc"][1:] != k_spans["doc"][:-1])
-    runs = np.flatnonzero(np.append(True, new_run))
-    run_start = k_spans["start"][runs]  # tokens of each run of keys
-    run_stop = k_spans["stop"][np.append(runs[1:], len(k_spans)) - 1]
+    q_spans, q_row = queries.spans, queries.row
+    run_row, run_start, run_stop = _key_runs(k_spans)
 
-    doc = q_spans["doc"]
-    k_offset = kv_documents.offsets[doc]
-    q_first, q_last = q_spans["start"] - documents.offsets[doc], q_spans["stop"] - documents.offsets[doc]  # positions
-    sees_from = k_offset + np.maximum(q_first - left, 0)
-    sees_to = k_offset + np.minimum(q_last + right, kv_documents.lengths[doc])
+    span, k_doc = documents.seen_documents(np.ascontiguousarray(q_spans["doc"]))
+    doc = q_spans["doc"][span]
+    q_zero, k_zero = _zero_tokens(documents, doc), _zero_tokens(kv_documents, k_doc)
+    q_first, q_last = q_spans["start"][span] - q_zero, q_spans["stop"][span] - q_zero  # positions
+    sees_from = np.maximum(k_zero + q_first - left, kv_documents.offsets[k_doc])
+    sees_to = np.minimum(k_zero + q_last + right, kv_documents.offsets[k_doc + 1])
+    if documents.blocks is not None:
+        is_own = (queries.block[span] >= 0) & (k_doc == doc)
+        sees_to[is_own] = documents.blocks.start[queries.block[span[is_own]]]
     run_begin = np.searchsorted(run_stop, sees_from, "right")
     count = np.maximum(np.searchsorted(run_start, sees_to, "left") - run_begin, 0)
-    span = np.repeat(np.arange(len(q_spans)), count)  # the span of queries and the run of keys of each tile
+    pair = np.repeat(np.arange(len(span)), count)  # the queries with the keys that they see, and the run of each tile
     run = ragged_arange(run_begin, count)
-    q_first, q_last = q_first[span], q_last[span]
-    k_first, k_last = run_start[run] - k_offset[span], run_stop[run] - k_offset[span]
+    q_first, q_last, span = q_first[pair], q_last[pair], span[pair]
+    k_first, k_last = run_start[run] - k_zero[pair], np.minimum(run_stop[run], sees_to[pair]) - k_zero[pair]
 
     k_low, k_high = np.maximum(k_first, q_first - left), np.minimum(k_last, q_last + right)  # trimmed
     q_low, q_high = np.maximum(q_first, k_first - right), np.minimum(q_last, k_last + left)
     tiles = np.zeros(len(span), TILE)
-    tiles["doc"], tiles["q_pos"], tiles["k_pos"] = doc[span], q_low, k_low
+    tiles["doc"], tiles["k_doc"], tiles["q_pos"], tiles["k_pos"] = doc[pair], k_doc[pair], q_low, k_low
     tiles["q_row"], tiles["q_rows"] = q_row[span] + q_low - q_first, q_high - q_low
-    tiles["k_row"], tiles["k_rows"] = k_row[runs][run] + k_low - k_first, k_high - k_low
+    tiles["k_row"], tiles["k_rows"] = run_row[run] + k_low - k_first, k_high - k_low
     return _with_masks(tiles[(q_high > q_low) & (k_high > k_low)], left, right)
+
+
+def _key_runs(k_spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return first row, first token and last-plus-one token of each run of consecutive keys of one document, int64
+    [runs] each."""
+    k_len = k_spans["stop"] - k_spans["start"]
+    new_run = (k_spans["start"][1:] != k_spans["stop"][:-1]) | (k_spans["doc"][1:] != k_spans["doc"][:-1])
+    runs = np.flatnonzero(np.append(True, new_run))
+    row = np.cumsum(k_len) - k_len
+    return row[runs], k_spans["start"][runs], k_spans["stop"][np.append(runs[1:], len(k_spans)) - 1]
+
+
+def _tiles_inside_blocks(queries: SpanRows, k_spans: np.ndarray, documents: Documents) -> np.ndarray:
+    """Derive a full tile for each pair of a span of queries in a block and a run of keys of that block."""
+    assert documents.blocks is not None
+    run_row, run_start, run_stop = _key_runs(k_spans)
+    start, stop = documents.blocks.start[queries.block], documents.blocks.stop[queries.block]
+    span, run, first, last = intersect_runs(start, stop, run_start, run_stop)
+    doc = queries.spans["doc"][span]
+    tiles = np.zeros(len(span), TILE)
+    tiles["mask"], tiles["doc"], tiles["k_doc"] = FULL, doc, doc
+    tiles["q_row"], tiles["q_rows"] = queries.row[span], (queries.spans["stop"] - queries.spans["start"])[span]
+    tiles["k_row"], tiles["k_rows"] = run_row[run] + first - run_start[run], last - first
+    zero = _zero_tokens(documents, doc)
+    tiles["q_pos"], tiles["k_pos"] = queries.spans["start"][span] - zero, first - zero
+    return tiles
 
 
 def _with_masks(tiles: np.ndarray, left: int, right: int) -> np.ndarray:
@@ -166,15 +278,17 @@ def _with_masks(tiles: np.ndarray, left: int, right: int) -> np.ndarray:
     return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
 
 
-def _cut_at_kv_borders(q_spans: np.ndarray, k_spans: np.ndarray) -> np.ndarray:
+def _cut_at_kv_borders(queries: SpanRows, k_spans: np.ndarray) -> SpanRows:
     """Cut spans of queries where a span of keys begins or ends, so that each is either entirely in the slot or not."""
+    q_spans = queries.spans
     edges = np.unique(np.concatenate([k_spans["start"], k_spans["stop"], q_spans["start"], q_spans["stop"]]))
     first_edge = np.searchsorted(edges, q_spans["start"])
     count = np.searchsorted(edges, q_spans["stop"]) - first_edge
-    out = q_spans[np.repeat(np.arange(len(q_spans)), count)]
+    source = np.repeat(np.arange(len(q_spans)), count)
+    out = q_spans[source]
     edge = ragged_arange(first_edge, count)
     out["start"], out["stop"] = edges[edge], edges[edge + 1]
-    return out
+    return SpanRows(out, queries.row[source] + out["start"] - q_spans["start"][source], queries.block[source])
 
 
 def count_pairs(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:

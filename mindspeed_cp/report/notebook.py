@@ -16,7 +16,7 @@ from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan, traffic
-from mindspeed_cp.plan.problem import visible_pairs
+from mindspeed_cp.plan.problem import run_pairs
 from mindspeed_cp.report.figure import new_figure
 from mindspeed_cp.report.html_tables import html_of_tables
 from mindspeed_cp.report.plan.tile_map import tile_map
@@ -25,7 +25,14 @@ from mindspeed_cp.report.simulation.tables import conclusion, simulation_tables
 from mindspeed_cp.report.simulation.timeline_png import timeline_figure
 from mindspeed_cp.report.simulation.timeline_rows import draw_balance, draw_legend, draw_rank_names, draw_rows
 from mindspeed_cp.report.simulation.trace import ranks_to_draw
-from mindspeed_cp.report.text import Table, describe_attention, format_bytes, format_count, format_lengths
+from mindspeed_cp.report.text import (
+    Table,
+    describe_attention,
+    describe_trees,
+    format_bytes,
+    format_count,
+    format_lengths,
+)
 from mindspeed_cp.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -60,6 +67,8 @@ def plan_html(plan: Plan, bytes_per_element: int = 2) -> str:
     ]
     if plan.kv_documents is not plan.documents:
         about.insert(3, ("keys", f"{format_lengths(plan.kv_documents.lengths)}, {plan.kv_documents.tokens:,} tokens"))
+    if plan.documents.trees is not None:
+        about.insert(3, ("trees", describe_trees(plan.documents)))
     columns = ("rank", "rows", "pairs", "of mean", "sent forward", "sent backward")
     forward = sent["fetch_forward"] + sent["redistribution_forward"]
     rows = [
@@ -86,11 +95,11 @@ def pairs_of_ranks(plan: Plan) -> np.ndarray:
     out = np.zeros(plan.ranks, np.int64)
     for part in plan.parts_or_self:
         layout = part.q_layout_compute
-        spans, documents = layout.spans, layout.documents
-        keys, offset = part.kv_documents.lengths[spans["doc"]], documents.offsets[spans["doc"]]
-        begin, end = (visible_pairs(spans[name] - offset, keys, plan.attention) for name in ("start", "stop"))
+        spans = layout.spans
+        runs = spans["doc"], spans["start"], spans["stop"]
+        pairs = run_pairs(*runs, layout.documents, part.kv_documents, plan.attention)
         heads = layout.head_counts(plan.attention.heads)[spans["rank"]]
-        np.add.at(out, spans["rank"], (end - begin).astype(np.int64) * heads)
+        np.add.at(out, spans["rank"], pairs.astype(np.int64) * heads)
     return out
 
 

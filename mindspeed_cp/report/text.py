@@ -12,6 +12,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING, TextIO
 
 from mindspeed_cp.errors import shortened
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
 
 if TYPE_CHECKING:
@@ -76,6 +77,18 @@ def format_lengths(lengths: np.ndarray) -> str:
     """Return the number of documents and the lengths of the first: "3 (700, 30, 4,100)"."""
     shown = ", ".join(format_count(n) for n in lengths[:8]) + (", ..." if len(lengths) > 8 else "")
     return f"{len(lengths):,}" + (f" ({shown})" if len(lengths) else "")
+
+
+def describe_trees(documents: Documents) -> str:
+    """Return the number of trees and their depth, and what the paths to all leaves have: "2, up to 3 documents deep; as
+    trajectories 5 documents, 12,300 tokens"."""
+    trees = documents.trees
+    assert trees is not None
+    ends = (documents.first_positions + documents.lengths)[trees.leaves]
+    return (
+        f"{format_count(int(documents.tree_numbers[-1]) + 1)}, up to {trees.depths.max() + 1} documents deep; as "
+        f"trajectories {format_count(len(ends))} documents, {format_count(ends.sum())} tokens"
+    )
 
 
 def describe_attention(attention: AttentionConfig) -> str:

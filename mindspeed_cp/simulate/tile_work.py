@@ -112,6 +112,8 @@ def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
         (pairs, pairs over the shorter side, bit set of masks) of each content, fp64 [contents, 3].
     """
     queries = program.q_layout_compute
+    if not queries.documents.is_plain:
+        return _count_by_rank(program, contents)
     q_count = np.diff(queries.span_offsets)[contents["rank"]]
     most = MAX_TOKENS if program.attention.window is None else WINDOW_TOKENS_PER_PASS
     tokens = np.minimum(_tokens_of_documents(program, contents), most)
@@ -154,13 +156,27 @@ def _count_pass(program: Program, contents: np.ndarray) -> np.ndarray:
         program.attention,
         copied_keys,
     )
-    of_tile = content[tiles["doc"]]
+    return _sums(tiles, content[tiles["doc"]], len(contents), program)
+
+
+def _count_by_rank(program: Program, contents: np.ndarray) -> np.ndarray:
+    """Do as `count_contents` for trees and blocks, rank by rank."""
+    out = np.zeros((len(contents), 3))
+    first, last = (np.searchsorted(contents["rank"], np.arange(program.ranks), side) for side in ("left", "right"))
+    for rank, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        if end > begin:
+            out[begin:end] = _sums(*program.tiles_of(rank, contents[begin:end]), end - begin, program)
+    return out
+
+
+def _sums(tiles: np.ndarray, of_tile: np.ndarray, contents: int, program: Program) -> np.ndarray:
+    """Return (pairs, pairs over the shorter side, bit set of masks) of each content, given the content of each tile."""
     count = count_pairs(tiles, program.attention).astype(np.float64)
     short_side = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
-    out = np.empty((len(contents), 3))
-    out[:, 0] = np.bincount(of_tile, count, len(contents))
-    out[:, 1] = np.bincount(of_tile, count / short_side, len(contents))
-    masks = np.zeros(len(contents), np.int64)
+    out = np.empty((contents, 3))
+    out[:, 0] = np.bincount(of_tile, count, contents)
+    out[:, 1] = np.bincount(of_tile, count / short_side, contents)
+    masks = np.zeros(contents, np.int64)
     np.bitwise_or.at(masks, of_tile, 1 << tiles["mask"])
     out[:, 2] = masks
     return out

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.layout import Documents
+from mindspeed_cp.layout import Documents, ragged_arange
 from mindspeed_cp.ops.dropout import keep_mask
 from mindspeed_cp.plan import AttentionConfig
 
@@ -31,6 +31,7 @@ def dense_attention(
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
+    blocks: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention by its definition, with rows in any order. Differentiable.
 
@@ -50,6 +51,7 @@ def dense_attention(
         keep: bool [heads, tq, tk], True where an attention weight is kept; None: all.
         dropout_p: if keep is given, kept weights are divided by 1 - dropout_p.
         sink: [heads]: one more score for each row, whose key has the value 0.
+        blocks: block of each query and of each key, [tq] and [tk], -1: none; queries see all keys of their block.
 
     Returns:
         out fp64 [tq, heads, head_dim_v] and lse fp64 [tq, heads], without dropout and with the sink.
@@ -67,6 +69,8 @@ def dense_attention(
         visible = visible & (distance >= -left)
     if right != -1:
         visible = visible & (distance <= right)
+    if blocks is not None:
+        visible = visible | ((blocks[0][:, None] == blocks[1][None, :]) & (blocks[0][:, None] >= 0))
     if slopes is not None:
         slope = torch.tensor(np.asarray(slopes, np.float64), device=q.device)
         scores = scores - slope[:, None, None] * distance.abs().double()
@@ -91,30 +95,45 @@ def dense_packed_attention(
     dropout_key: tuple[int, int] | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`dense_attention` of a whole packed batch in token order, one document at a time.
+    """Compute :func:`dense_attention` of a whole packed batch in token order, one document at a time, in trees with the
+    keys of its whole path.
 
     Args:
         attention: configuration of the layer.
         documents: lengths of the queries, and of the keys unless kv_documents is given. Positions start at 0 on both
-            sides.
+            sides, in trees at the root.
         kv_documents: lengths of the keys, as many documents.
         dropout_key: (seed, layer) of :func:`mindspeed_cp.ops.dropout.keep_mask`; None: no dropout.
         sink: [heads], as for :func:`dense_attention`.
     """
     results = []
     keys = documents if kv_documents is None else kv_documents
-    q_borders, k_borders = (x.offsets.tolist() if len(x) else [0, 0] for x in (documents, keys))
+    q_borders = documents.offsets.tolist() if len(documents) else [0, 0]
     heads = torch.arange(q.shape[1], device=q.device) + attention.first_head
-    for document, ((a, b), (c, d)) in enumerate(zip(pairwise(q_borders), pairwise(k_borders), strict=True)):
-        position_q, position_k = (torch.arange(n, device=q.device) for n in (b - a, d - c))
+    for document, (a, b) in enumerate(pairwise(q_borders)):
+        seen = torch.from_numpy(_path_tokens(keys, document)).to(q.device)
+        first = int(documents.first_positions[document]) if len(documents) else 0
+        position_q, position_k = first + torch.arange(b - a, device=q.device), torch.arange(len(seen), device=q.device)
         keep = None
         if dropout_key is not None:
             keep = keep_mask(*dropout_key, heads, document, position_q, position_k, attention.dropout)
+        blocks = None
+        if documents.blocks is not None:
+            of_keys = torch.from_numpy(documents.blocks.of(seen.cpu().numpy())).to(q.device)
+            blocks = of_keys[len(seen) - (b - a) :], of_keys
         result = dense_attention(
-            q[a:b], k[c:d], v[c:d], torch.zeros_like(position_q), torch.zeros_like(position_k), position_q, position_k,
+            q[a:b], k[seen], v[seen], torch.zeros_like(position_q), torch.zeros_like(position_k), position_q, position_k,
             mask=attention.mask, scale=attention.scale, window=attention.window, slopes=attention.slopes,
-            keep=keep, dropout_p=attention.dropout, sink=sink,
+            keep=keep, dropout_p=attention.dropout, sink=sink, blocks=blocks,
         )  # fmt: skip
         results.append(result)
     outs, statistics = zip(*results, strict=True)
     return torch.cat(outs), torch.cat(statistics)
+
+
+def _path_tokens(documents: Documents, document: int) -> np.ndarray:
+    """Return the tokens of a document, in a tree after those of its ancestors, int64 [tokens]."""
+    if not len(documents):
+        return np.zeros(0, np.int64)
+    path = np.array([document]) if documents.trees is None else documents.trees.path(document)
+    return ragged_arange(documents.offsets[path], documents.lengths[path])

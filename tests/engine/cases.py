@@ -74,6 +74,8 @@ class Case:
         lengths: of the documents; of their queries, where kv_lengths is given.
         ranks: context-parallel ranks, on `nodes` nodes.
         kv_lengths: of the documents' keys, if they differ.
+        parents: of the documents, where some continue others.
+        blocks: runs of tokens that see each other both ways.
         options: of the algorithm, as pairs.
         dropout_key: (seed, layer).
         seed: of the inputs.
@@ -99,6 +101,8 @@ class Case:
     nodes: int = 1
     dropout_key: tuple[int, int] = (11, 3)
     seed: int = 0
+    parents: tuple[int, ...] | None = None
+    blocks: tuple[tuple[int, int], ...] | None = None
 
     def on(self, ranks: int, variant: str | None = None) -> Case:
         """The same problem on so many ranks, and by one of `VARIANTS`."""
@@ -107,7 +111,7 @@ class Case:
 
     @property
     def documents(self) -> Documents:
-        return Documents(list(self.lengths))
+        return Documents(list(self.lengths), self.parents, self.blocks)
 
     @property
     def kv_documents(self) -> Documents | None:

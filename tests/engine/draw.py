@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
+from mindspeed_cp import Documents
 from mindspeed_cp.algorithms import algorithm_options
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.plan import alibi_slopes
@@ -20,7 +22,7 @@ UNGROUPED, GROUPED = ((4, 4), (3, 3), (1, 1), (5, 5)), ((4, 2), (8, 1), (6, 3), 
 def problem(cell: capabilities.Cell, ranks: int, rng: Random) -> Case:
     """Some problem of that cell."""
     causal = cell.mask == "causal"
-    lengths = _lengths(cell.documents == "packed", rng)
+    lengths = _lengths(cell.documents != "one per row", rng)
     heads, kv_heads = rng.choice(GROUPED if cell.kv_heads == "grouped" else UNGROUPED)
     head_dim, head_dim_v = rng.choice(UNEQUAL if cell.widths == "unequal" else EQUAL)
     return Case(
@@ -42,6 +44,10 @@ def problem(cell: capabilities.Cell, ranks: int, rng: Random) -> Case:
         nodes=rng.choice(_divisors(ranks)),
         dropout_key=(rng.randrange(2**40), rng.randrange(64)),
         seed=rng.randrange(1000),
+        parents=parents(len(lengths), rng)
+        if cell.documents == "trees" or (cell.documents == "blocks" and rng.random() < 0.3)
+        else None,
+        blocks=blocks(lengths, rng) if cell.documents == "blocks" else None,
     )
 
 
@@ -52,7 +58,7 @@ def cell_of(case: Case) -> capabilities.Cell:
         algorithm=case.algorithm,
         backend="cpu",
         mask=attention.mask,
-        documents="one per row" if len(set(case.lengths)) == 1 else "packed",
+        documents=kind_of(case.documents),
         window="none" if attention.window is None else "sliding",
         bias="none" if attention.slopes is None else "alibi",
         dropout="some" if attention.dropout else "none",
@@ -60,6 +66,38 @@ def cell_of(case: Case) -> capabilities.Cell:
         widths="equal" if attention.head_dim == attention.head_dim_v else "unequal",
         keys="own" if case.kv_lengths in (None, case.lengths) else "other",
     )
+
+
+def parents(documents: int, rng: Random) -> tuple[int, ...]:
+    """Parents of some trees in preorder; the second document continues the first."""
+    out, path = [-1, 0], [0, 1]
+    for doc in range(2, documents):
+        parent = rng.choice((-1, *path))
+        out.append(parent)
+        path = [*path[: path.index(parent) + 1 if parent >= 0 else 0], doc]
+    return tuple(out[:documents])
+
+
+def kind_of(documents: Documents) -> str:
+    """The name of a batch's documents in the table of capabilities."""
+    if not documents.is_plain:
+        return "trees" if documents.blocks is None else "blocks"
+    return "one per row" if len(set(documents.lengths.tolist())) == 1 else "packed"
+
+
+def blocks(lengths: Sequence[int], rng: Random) -> tuple[tuple[int, int], ...]:
+    """Some blocks, one or more if there is a token; some of them side by side, some of a whole document."""
+    out, begin = [], 0
+    for length in lengths:
+        token, whole = begin, rng.random() < 0.2
+        while token < begin + length:
+            stop = begin + length if whole else token + rng.randint(1, begin + length - token)
+            if whole or rng.random() < 0.5:
+                out.append((token, stop))
+            token = stop
+        begin += length
+    first = next((sum(lengths[:i]) for i, length in enumerate(lengths) if length), None)
+    return tuple(out) if out or first is None else ((first, first + 1),)
 
 
 def _lengths(packed: bool, rng: Random) -> tuple[int, ...]:

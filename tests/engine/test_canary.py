@@ -146,8 +146,8 @@ def test_the_keys_of_all_ranks_are_those_that_the_queries_see(variant: str) -> N
         assert (tokens - first == sample.position + np.arange(sample.rows)).all()
         seen = []
         for rank in range(case.ranks):
-            row, positions = sample.key_rows(plan, rank)
-            rows = plan.kv_layout_in.tokens(rank)[row : row + len(positions)]
+            key_rows, positions = sample.key_rows(plan, rank)
+            rows = plan.kv_layout_in.tokens(rank)[key_rows]
             assert (rows == first + sample.first_key + positions).all()
             seen += rows.tolist()
         wanted = range(max(0, sample.position - 9), sample.position + sample.rows)

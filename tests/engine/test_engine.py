@@ -39,6 +39,17 @@ PROBLEMS = {
     "queries, but no keys": Case((9, 30), 1, kv_lengths=(0, 0), mask="full"),
     "everything": Case((129, 3, 0, 50), 1, 6, 2, 24, 16, "full", (50, 9), True, 0.2, kv_lengths=(90, 0, 8, 70)),
     "many small documents": Case(tuple(range(40)), 1, heads=2, kv_heads=2),
+    "answers to two prompts": Case((61, 30, 0, 45, 9, 1, 12), 1, kv_heads=2, parents=(-1, 0, 0, 0, -1, 4, 4)),
+    "a trace that branches": Case((16, 38, 5, 1, 29, 14, 7, 2, 10), 1, parents=(-1, 0, 1, 2, 2, 1, 5, 0, -1)),
+    "a chain under a window": Case((14, 33, 5, 2, 26), 1, 6, 2, window=(20, 0), parents=(-1, 0, 1, 2, 3)),
+    "a tree with ALiBi": Case((14, 0, 33, 5, 26), 1, 6, 3, alibi=True, parents=(-1, 0, 1, 1, 0)),
+    "images in a text": Case((129, 3, 0, 50, 7), 1, kv_heads=2, blocks=((10, 60), (60, 75), (129, 132), (140, 150))),
+    "prefix language models": Case((129, 33, 50), 1, blocks=((0, 70), (129, 150), (162, 212))),
+    "images under a window": Case((129, 3, 0, 90), 1, 6, 2, window=(20, 0), blocks=((10, 70), (100, 115), (135, 200))),
+    "images under a window of one token": Case((39, 70), 1, window=(0, 0), blocks=((0, 4), (9, 30), (39, 100))),
+    "images in a tree": Case((44, 33, 5, 26), 1, parents=(-1, 0, 0, 2), blocks=((10, 40), (50, 60), (85, 108))),
+    "images, dropout": Case((60, 40), 1, dropout=0.3, blocks=((5, 50), (70, 71))),
+    "a tree with dropout": Case((14, 33, 5, 26), 1, dropout=0.3, parents=(-1, 0, 0, 2)),
 }
 
 

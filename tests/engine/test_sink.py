@@ -42,6 +42,7 @@ PROBLEMS = {
     "dropout": Case((129, 3, 0, 50), 1, dropout=0.3),
     "keys of other lengths": Case((40, 0, 7, 90), 1, kv_lengths=(13, 5, 0, 120), mask="full", kv_heads=2),
     "queries, but no keys": Case((9, 30), 1, kv_lengths=(0, 0), mask="full"),
+    "answers to two prompts": Case((61, 30, 0, 45, 9, 1, 12), 1, kv_heads=2, parents=(-1, 0, 0, 0, -1, 4, 4)),
     "everything": Case((129, 3, 0, 50), 1, 6, 2, 24, 16, "full", (50, 9), True, 0.2, kv_lengths=(90, 0, 8, 70)),
 }
 

@@ -24,8 +24,9 @@ REFUSED = [cell for cell in CELLS if capabilities.refusal(cell) is not None]
 
 
 def drawn(cell: capabilities.Cell, turn: int = 0) -> Case:
-    """The problem that stands for a cell; always the same, as long as the names of the cell are."""
-    rng = Random(f"{cell} {turn}")
+    """The problem that stands for a cell; always the same, as long as the names of the cell are. With this salt every
+    value of every feature goes through all sizes."""
+    rng = Random(f"{cell} {turn} 10")
     return problem(cell, rng.choice(SIZES), rng)
 
 

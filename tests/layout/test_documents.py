@@ -101,4 +101,4 @@ def test_what_names_no_documents_is_refused(make: Any, message: str) -> None:
 
 def test_the_examples_are_true() -> None:
     results = doctest.testmod(documents)
-    assert (results.failed, results.attempted) == (0, 5)
+    assert (results.failed, results.attempted) == (0, 8)

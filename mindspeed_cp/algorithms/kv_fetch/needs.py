@@ -205,10 +205,24 @@ def needed_tokens(
     """
     spans = queries.spans if among is None else queries.spans[among]
     left, right = attention.reach
-    offset, k_offset = queries.documents.offsets[spans["doc"]], keys.documents.offsets[spans["doc"]]
-    length = keys.documents.lengths[spans["doc"]]
-    first = k_offset + np.clip(spans["start"] - offset - left, 0, length)
-    last = k_offset + np.clip(spans["stop"] - offset + right, 0, length)
+    blocks, block = queries.documents.blocks, np.zeros(0, np.int64)
+    if blocks is not None:
+        spans, _, block = blocks.cut(spans)
+    span, k_doc = queries.documents.seen_documents(np.ascontiguousarray(spans["doc"]))
+    spans = spans[span]
+    q_first, k_first = (  # positions of the queries' and of the keys' documents
+        documents.first_positions[doc]
+        for documents, doc in ((queries.documents, spans["doc"]), (keys.documents, k_doc))
+    )
+    shift = q_first - queries.documents.offsets[spans["doc"]] - k_first  # from a query's token to a row of the keys
+    k_offset, length = keys.documents.offsets[k_doc], keys.documents.lengths[k_doc]
+    first = k_offset + np.clip(spans["start"] + shift - left, 0, length)
+    last = k_offset + np.clip(spans["stop"] + shift + right, 0, length)
+    if blocks is not None:
+        in_block = np.flatnonzero((block[span] >= 0) & (k_doc == spans["doc"]))
+        of_block = block[span[in_block]]
+        first[in_block] = np.minimum(first[in_block], blocks.start[of_block])
+        last[in_block] = blocks.stop[of_block]
     return NeededTokens.union(spans["rank"], first, last, keys.documents.tokens)
 
 

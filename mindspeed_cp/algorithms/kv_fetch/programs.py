@@ -34,7 +34,7 @@ from mindspeed_cp.algorithms.kv_fetch.needs import (
 from mindspeed_cp.algorithms.kv_fetch.schedule import Schedule, direct_schedule, schedule
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE, local_block_work, split_local_block
 from mindspeed_cp.layout import Layout
-from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import CONTENT, Messages, sorted_contents
 
@@ -68,7 +68,7 @@ def staged(
     rounds, crossing = _rounds(needs, held, keys, topology)
     times = schedule(rounds, crossing, needs, held, keys, topology, routing, prefetch)
     own_pairs = local_block_work(queries, keys, attention)
-    total_pairs = visible_pairs(queries.documents.lengths, keys.documents.lengths, attention).sum()
+    total_pairs = document_pairs(queries.documents, keys.documents, attention).sum()
     if beside is not None:
         total_pairs += beside.sum()
     late = np.minimum(0.5, LATE_SHARE * total_pairs / topology.ranks / np.maximum(own_pairs, 1.0))
@@ -183,12 +183,13 @@ def slot_capacity(keys: Layout, times: Schedule) -> np.ndarray:
 
 
 def _on_several_ranks(layout: Layout) -> np.ndarray:
-    """Return True for documents that more than one rank holds, bool [documents]."""
-    spans, none = layout.spans, layout.ranks
+    """Return True for documents that more than one rank holds, in trees for all of a tree that more than one rank
+    holds, bool [documents]."""
+    spans, none, root = layout.spans, layout.ranks, layout.documents.roots
     low, high = np.full(len(layout.documents), none), np.full(len(layout.documents), -1)
-    np.minimum.at(low, spans["doc"], spans["rank"])
-    np.maximum.at(high, spans["doc"], spans["rank"])
-    return high > low
+    np.minimum.at(low, root[spans["doc"]], spans["rank"])
+    np.maximum.at(high, root[spans["doc"]], spans["rank"])
+    return (high > low)[root]
 
 
 def _rounds(needs: NeededTokens, held: KvOwners, keys: Layout, topology: Topology) -> tuple[KvFetches, KvFetches]:

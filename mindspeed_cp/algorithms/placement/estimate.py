@@ -19,7 +19,7 @@ from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.problem import AttentionConfig, Topology, visible_pairs
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 
 #: Additional kernel calls of a rank for a document that it shares.
 EXTRA_CALLS = 3
@@ -48,7 +48,7 @@ class PlacementEstimate:
 
 
 class PlacementModel:
-    """Cost model of the placements of one batch.
+    """Cost model of the placements of one batch. A tree of documents counts as one document.
 
     Args:
         queries, keys: documents by lengths of queries and of keys.
@@ -71,8 +71,8 @@ class PlacementModel:
     ) -> None:
         self.topology, self.attention, self.cluster, self.routing = topology, attention, cluster, routing
         self.cost = ComputeCost(cluster, attention, layer)
-        self.lengths = queries.lengths
-        self.pairs = visible_pairs(queries.lengths, keys.lengths, attention)
+        self.lengths = queries.tree_sums(queries.lengths)
+        self.pairs = queries.tree_sums(document_pairs(queries, keys, attention))
         self.alone = self.cost.attention_seconds(self.pairs, self.lengths)  # forward, on one rank
         self.linear = self.cost.linear_layer_seconds(self.lengths)
         self.kv_row = attention.kv_heads * (attention.head_dim + attention.head_dim_v) * BYTES_PER_ELEMENT

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import ragged_arange
 
 #: A document, its members (ranks or groups of nodes) and their shares.
 DocumentRanks = tuple[int, list[int], list[float]]
@@ -69,6 +70,21 @@ class DocumentShares:
     def select(self, chosen: np.ndarray) -> DocumentShares:
         """Return the chosen members, bool [members]."""
         return DocumentShares(self.doc[chosen], self.rank[chosen], self.share[chosen])
+
+    def of_documents(self, tree_numbers: np.ndarray) -> DocumentShares:
+        """Return the shares of the documents of trees, each of them shared as its tree is.
+
+        Args:
+            tree_numbers: the tree of each document, ascending, int64 [documents]; `doc` numbers trees.
+        """
+        trees = int(tree_numbers[-1]) + 1 if len(tree_numbers) else 0
+        if trees == len(tree_numbers):
+            return self
+        count = np.bincount(self.doc, minlength=trees)
+        first = np.cumsum(count) - count
+        members = ragged_arange(first[tree_numbers], count[tree_numbers])
+        doc = np.repeat(np.arange(len(tree_numbers)), count[tree_numbers])
+        return DocumentShares(doc, self.rank[members], self.share[members])
 
     def on_several(self, size: int) -> list[DocumentRanks]:
         """Return the documents whose members are in several runs of `size` members; 0: all documents."""

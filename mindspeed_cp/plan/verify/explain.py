@@ -20,9 +20,8 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
     """Raise PlanError for a query row that does not see every visible key exactly once."""
     token = int(program.q_layout_compute.tokens(rank)[row])
     doc, position = _doc_and_position(plan.documents, token)
-    keys, (left, right) = plan.kv_documents, program.attention.reach
-    begin, length = int(keys.offsets[doc]), int(keys.lengths[doc])
-    first, last = begin + min(max(position - left, 0), length), begin + min(max(position + right + 1, 0), length)
+    keys = plan.kv_documents
+    visible = visible_keys_of(plan.documents, keys, program.attention, token)
     contents = program.contents_of(rank)
     seen: dict[int, list[np.ndarray]] = {}
     for tile in tiles[(tiles["q_row"] <= row) & (row < tiles["q_row"] + tiles["q_rows"])]:
@@ -37,7 +36,7 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
     query = f"query {position} of document {doc} (row {row})"
     for key, seen_by in seen.items():
         where = "; ".join(f"step {tile['step']}, {describe_tile(tile)}" for tile in seen_by)
-        if not first <= key < last:
+        if key not in visible:
             key_doc, key_position = _doc_and_position(keys, key)
             raise PlanError(
                 f"{direction}: rank {rank}: {query} sees key {key_position} of document {key_doc}, which its mask "
@@ -46,10 +45,9 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
             )
         if len(seen_by) > 1:
             raise PlanError(
-                f"{direction}: rank {rank}: {query} sees key {key - begin} of its document {len(seen_by)} times: "
-                f"{where}"
+                f"{direction}: rank {rank}: {query} sees {_key(keys, key, doc)} {len(seen_by)} times: {where}"
             )
-    missing = next(key for key in range(first, last) if key not in seen)
+    missing = next(key for key in visible if key not in seen)
     holder = next(r for r in range(plan.ranks) if missing in plan.kv_layout_compute.tokens(r))
     holding = [content for content in program.contents_of(rank) if _holds(program, content, missing)]
     when = (
@@ -58,9 +56,27 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
         else "any step: it never arrives there"
     )
     raise PlanError(
-        f"{direction}: rank {rank}: {query} does not see key {missing - begin} of its document, owned by rank "
-        f"{holder}, in {when}"
+        f"{direction}: rank {rank}: {query} does not see {_key(keys, missing, doc)}, owned by rank {holder}, in {when}"
     )
+
+
+def visible_keys_of(queries: Documents, keys: Documents, attention: AttentionConfig, token: int) -> list[int]:
+    """Return the tokens of all keys that a query sees, in the order of positions."""
+    doc, position = _doc_and_position(queries, token)
+    path = [doc] if keys.trees is None else keys.trees.path(doc)
+    tokens = ragged_arange(keys.offsets[path], keys.lengths[path])
+    left, right = attention.reach
+    first, last = max(position - left, 0), max(position + right + 1, 0)
+    if queries.blocks is not None and (block := int(queries.blocks.of(np.asarray(token)))) >= 0:
+        first = min(first, position - token + int(queries.blocks.start[block]))
+        last = position - token + int(queries.blocks.stop[block])
+    return tokens[first:last].tolist()
+
+
+def _key(documents: Documents, token: int, query_doc: int) -> str:
+    """Describe a key that a query of a document sees."""
+    doc, position = _doc_and_position(documents, token)
+    return f"key {position} of its document" if doc == query_doc else f"key {position} of document {doc}, on its path"
 
 
 def _holds(program: Program, content: np.ndarray, token: int) -> bool:
@@ -125,4 +141,4 @@ def _visible_rows(tile: np.ndarray, row: int, attention: AttentionConfig) -> tup
 
 def _doc_and_position(documents: Documents, token: int) -> tuple[int, int]:
     doc = int(documents.document_of(np.asarray(token)))
-    return doc, token - int(documents.offsets[doc])
+    return doc, token - int(documents.offsets[doc]) + int(documents.first_positions[doc])

@@ -47,6 +47,8 @@ def expected_sums(
         queries that see each key, times the key's own number, uint64 [key tokens].
     """
     left, right = attention.reach
+    if not queries.is_plain:
+        return _sums_along_paths(queries, left, query_numbers, key_numbers)
     return (
         _sums_in_reach(queries, keys, left, right, prefix_sums(key_numbers)),
         _sums_in_reach(keys, queries, right, left, prefix_sums(query_numbers)) * key_numbers,
@@ -61,6 +63,29 @@ def _sums_in_reach(documents: Documents, seen: Documents, left: int, right: int,
     first, length = seen.offsets[doc], seen.lengths[doc]
     low, high = np.clip(position - left, 0, length), np.clip(position + right + 1, 0, length)
     return seen_sums[first + high] - seen_sums[first + low]
+
+
+def _sums_along_paths(
+    documents: Documents, left: int, query_numbers: np.ndarray, key_numbers: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Do as `expected_sums` for trees and blocks under a causal mask: document by document, along its path from the
+    root."""
+    trees, blocks = documents.trees, documents.blocks
+    sees, seen_by = np.zeros(documents.tokens, np.uint64), np.zeros(documents.tokens, np.uint64)
+    for doc in np.flatnonzero(documents.lengths).tolist():
+        path = np.array([doc]) if trees is None else trees.path(doc)
+        tokens = ragged_arange(documents.offsets[path], documents.lengths[path])
+        sums = prefix_sums(key_numbers[tokens])
+        position = np.arange(len(tokens) - documents.lengths[doc], len(tokens))  # of the document's own tokens
+        low, high = np.maximum(position - left, 0), position + 1
+        for _, first, last in blocks.records[blocks.doc == doc].tolist() if blocks is not None else ():
+            low[first:last] = np.minimum(low[first:last], position[first])
+            high[first:last] = position[last - 1] + 1
+        sees[tokens[position]] = sums[high] - sums[low]
+        deltas = np.zeros(len(tokens) + 1, np.uint64)
+        _add_to_rows(deltas, low, high - low, query_numbers[tokens[position]])
+        seen_by[tokens] += np.cumsum(deltas[:-1], dtype=np.uint64)
+    return sees, seen_by * key_numbers
 
 
 def prefix_sums(x: np.ndarray) -> np.ndarray:
@@ -181,18 +206,18 @@ class Interpreter:
         Tokens ascend, so all rows between are then right.
         """
         exact, queries = self.program.attention.needs_positions, self._query_tokens[rank]
-        for side, row, rows, tokens, documents in (
-            ("q_pos", tiles["q_row"], tiles["q_rows"], queries, self.program.q_layout_compute.documents),
-            ("k_pos", tiles["k_row"] - first, tiles["k_rows"], keys, self.program.kv_documents),
+        for side, row, rows, tokens, documents, doc in (
+            ("q_pos", tiles["q_row"], tiles["q_rows"], queries, self.program.q_layout_compute.documents, "doc"),
+            ("k_pos", tiles["k_row"] - first, tiles["k_rows"], keys, self.program.kv_documents, "k_doc"),
         ):
-            start = documents.offsets[tiles["doc"]] + tiles[side]
+            start = documents.offsets[tiles[doc]] + tiles[side] - documents.first_positions[tiles[doc]]
             wrong = (tokens[row] != start) | (exact & (tokens[row + rows - 1] != start + rows - 1))
             if wrong.any():
                 tile = tiles[int(np.argmax(wrong))]
                 raise PlanError(
                     f"{self.direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)}: its {side} is "
                     f"{tile[side]} "
-                    f"in document {tile['doc']}, but its rows are other tokens"
+                    f"in document {tile[doc]}, but its rows are other tokens"
                 )
 
     def _raise_wrong_content(self, rank: int, content: np.ndarray, tokens: np.ndarray, held: np.ndarray) -> None:

@@ -174,7 +174,8 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, direction: str) 
     slot_rows = _rows_held(program, rank, tiles)
     ok = (tiles["q_row"] >= 0) & (tiles["q_rows"] > 0) & (tiles["q_row"] + tiles["q_rows"] <= q_rows)
     ok &= (tiles["k_row"] >= 0) & (tiles["k_rows"] > 0) & (tiles["k_row"] + tiles["k_rows"] <= slot_rows)
-    ok &= (tiles["doc"] >= 0) & (tiles["doc"] < len(program.kv_documents))
+    for name in ("doc", "k_doc"):
+        ok &= (tiles[name] >= 0) & (tiles[name] < len(program.kv_documents))
     ok &= np.isin(tiles["mask"], list(MASK_NAMES)) & ((tiles["mask"] != CAUSAL) | (tiles["k_rows"] >= tiles["q_rows"]))
     if not ok.all():
         index = int(np.argmin(ok))
@@ -211,16 +212,21 @@ def _rows_held(program: Program, rank: int, tiles: np.ndarray) -> np.ndarray:
 
 
 def _check_tile_positions(program: Program, rank: int, tiles: np.ndarray, direction: str) -> None:
-    """Raise PlanError unless positions and rows of every tile fit into the document that it names."""
-    for pos, rows, documents in (
-        ("q_pos", "q_rows", program.q_layout_compute.documents),
-        ("k_pos", "k_rows", program.kv_documents),
+    """Raise PlanError unless positions and rows of every tile fit into the documents that it names.
+
+    Only the first query of a tile of a tree's queries and an ancestor's keys has to be in the document that the tile
+    names, unless positions matter: documents that continue the same one share such a tile.
+    """
+    is_shared = (tiles["k_doc"] != tiles["doc"]) & (not program.attention.needs_positions)
+    for pos, documents, doc, rows in (
+        ("q_pos", program.q_layout_compute.documents, "doc", np.where(is_shared, 1, tiles["q_rows"])),
+        ("k_pos", program.kv_documents, "k_doc", tiles["k_rows"]),
     ):
-        length = documents.lengths[tiles["doc"]]
-        outside = np.flatnonzero((tiles[pos] < 0) | (tiles[pos] + tiles[rows] > length))
+        length, position = documents.lengths[tiles[doc]], tiles[pos] - documents.first_positions[tiles[doc]]
+        outside = np.flatnonzero((position < 0) | (position + rows > length))
         if len(outside):
             tile = tiles[outside[0]]
             raise PlanError(
                 f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)}: its {pos} is {tile[pos]} with "
-                f"{tile[rows]} rows, but its document {tile['doc']} has {length[outside[0]]} tokens"
+                f"{rows[outside[0]]} rows, but its document {tile[doc]} has {length[outside[0]]} tokens"
             )

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_cp.report.plan.summary import PlanSummary
-from mindspeed_cp.report.text import Table, describe_attention, format_bytes, format_count, format_lengths
+from mindspeed_cp.report.text import (
+    Table,
+    describe_attention,
+    describe_trees,
+    format_bytes,
+    format_count,
+    format_lengths,
+)
 
 TABLE_RANK_LIMIT, TABLE_STEP_LIMIT = 64, 16  # a larger table has the extremes, or the first steps
 
@@ -59,6 +66,8 @@ def _plan_table(summary: PlanSummary) -> Table:
     ]
     if summary.kv_lengths is not summary.lengths:
         rows.insert(5, ("keys of the documents", format_lengths(summary.kv_lengths)))
+    if summary.plan.documents.trees is not None:
+        rows.insert(5, ("trees", describe_trees(summary.plan.documents)))
     return Table("Plan", ("", ""), tuple(rows))
 
 

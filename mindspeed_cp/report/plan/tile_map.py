@@ -106,13 +106,18 @@ def _typical(polygons: Sequence[Sequence[TilePolygon]]) -> float:
     return float(np.sqrt(sizes[np.searchsorted(cumulated, cumulated[-1] / 2)]))
 
 
+def _of_trees(summary: PlanSummary) -> str:
+    trees = 0 if summary.plan.documents.trees is None else int(summary.plan.documents.tree_numbers[-1]) + 1
+    return f", documents of {trees:,} tree{'s' * (trees > 1)}" if trees else ""
+
+
 def _title(canvas: TileMapCanvas, summary: PlanSummary) -> None:
     nodes = f" ({summary.plan.topology.nodes} nodes)" if summary.plan.topology.nodes > 1 else ""
     canvas.title(
         f"{summary.plan.algorithm}: {describe_documents(summary.lengths, summary.kv_lengths)} over {summary.ranks} "
         f"ranks{nodes}",
-        f"forward, {describe_attention(summary.plan.attention)}; attention work of the slowest rank / mean: "
-        f"{summary.imbalance:.3f}",
+        f"forward, {describe_attention(summary.plan.attention)}{_of_trees(summary)}; attention work of the slowest "
+        f"rank / mean: {summary.imbalance:.3f}",
     )
 
 
@@ -249,6 +254,8 @@ def _legend(canvas: TileMapCanvas, plan: Plan, summary: PlanSummary, why_shaded:
             "on the diagonal for each document. All squares have one scale: coloured area "
             f"{'times heads ' * summary.splits_heads}is work."
         ]
+        if summary.plan.documents.trees is not None:
+            notes.append("Blocks below the diagonal: documents that continue others see all of their tokens.")
     if summary.parts:
         names = "; ".join(f"{number} by {part.plan.algorithm}" for number, part in enumerate(summary.parts))
         notes.append(f"Steps are named part.step: documents are in parts that each go their own way ({names}).")

@@ -41,12 +41,13 @@ def tile_polygons(plan: Plan, rank: int) -> Iterator[TilePolygon]:
     for part, part_plan in enumerate(plan.parts_or_self):
         offsets = np.stack([part_plan.kv_documents.offsets, part_plan.documents.offsets], 1)[:-1]
         shift = np.stack([plan.kv_documents.offsets, plan.documents.offsets], 1)[:-1] - offsets
-        for doc, polygon in _polygons_of_part(part_plan, rank):
-            yield TilePolygon(step_numbers[part, polygon.step], polygon.owner, polygon.corners + shift[doc])
+        for k_doc, q_doc, polygon in _polygons_of_part(part_plan, rank):
+            moved = polygon.corners + np.array([shift[k_doc, 0], shift[q_doc, 1]])
+            yield TilePolygon(step_numbers[part, polygon.step], polygon.owner, moved)
 
 
-def _polygons_of_part(plan: Plan, rank: int) -> Iterator[tuple[int, TilePolygon]]:
-    """Yield (document, polygon) of a plan without parts."""
+def _polygons_of_part(plan: Plan, rank: int) -> Iterator[tuple[int, int, TilePolygon]]:
+    """Yield (document of the keys, of the queries, polygon) of a plan without parts."""
     program, layout = plan.forward, plan.q_layout_compute
     tiles, slot_rows, queries = program.tiles(rank), SlotRows(program, [rank]), layout.rank_spans(rank)
     owners = kv_source_lookup(plan, rank)(slot_rows.spans["start"]).tolist()
@@ -63,12 +64,13 @@ def _polygons_of_part(plan: Plan, rank: int) -> Iterator[tuple[int, TilePolygon]
         elif tile["mask"] == BAND:
             offset = int(tile["q_pos"] - tile["k_pos"])
             low, high = offset - left - 0.5, offset + right + 0.5
-        for _, q_first, q_last, query in tile_queries:
+        for q_span, q_first, q_last, query in tile_queries:
             for span, k_first, k_last, key in tile_keys:
                 corners = clip_to_band((k_first, q_first, k_last, q_last), low, high)
                 if polygon_area(corners) > 0.5:  # below one pair: the corner of a stair of the neighbouring run
                     corners += np.array([key - k_first, query - q_first])
-                    yield int(tile["doc"]), TilePolygon(int(tile["step"]), owners[span], corners)
+                    q_doc = int(queries["doc"][q_span])
+                    yield int(tile["k_doc"]), q_doc, TilePolygon(int(tile["step"]), owners[span], corners)
 
 
 def _runs_of_tiles(
@@ -101,14 +103,22 @@ def kv_sources(plan: Plan, rank: int) -> list[list[int]]:
 
 
 def mask_outlines(plan: Plan) -> Iterator[np.ndarray]:
-    """Yield for each document the corners (key token, query token) of the outline of the visible pairs."""
+    """Yield for each document, and in a tree for each document with each of its ancestors, the corners (key token,
+    query token) of the outline of the visible pairs."""
     left, right = plan.attention.reach
     queries, keys = plan.documents, plan.kv_documents
-    for doc in np.flatnonzero((queries.lengths > 0) & (keys.lengths > 0)).tolist():
-        box = (0, 0, int(keys.lengths[doc]), int(queries.lengths[doc]))
-        corners = clip_to_band(box, -left - 0.5, right + 0.5)
+    index, seen = queries.seen_documents(np.arange(len(queries)))
+    for doc, k_doc in zip(index.tolist(), seen.tolist(), strict=True):
+        if not queries.lengths[doc] or not keys.lengths[k_doc]:
+            continue
+        box = (0, 0, int(keys.lengths[k_doc]), int(queries.lengths[doc]))
+        ahead = int(queries.first_positions[doc] - keys.first_positions[k_doc])
+        corners = clip_to_band(box, ahead - left - 0.5, ahead + right + 0.5)
         if len(corners):
-            yield corners + np.array([keys.offsets[doc], queries.offsets[doc]])
+            yield corners + np.array([keys.offsets[k_doc], queries.offsets[doc]])
+    if queries.blocks is not None:
+        for start, stop in zip(queries.blocks.start.tolist(), queries.blocks.stop.tolist(), strict=True):
+            yield np.array([(start, start), (stop, start), (stop, stop), (start, stop)], np.float64)
 
 
 def kv_source_lookup(plan: Plan, rank: int) -> Callable[[np.ndarray], np.ndarray]:

@@ -18,7 +18,7 @@ from mindspeed_cp.report.slot_rows import SlotRows
 #: A tile that rank `rank` computes in step `step` of the timeline: `q_rows` queries of document `doc` at positions
 #: q_first .. q_last against `k_rows` keys at positions k_first .. k_last, with `pairs` visible pairs, for `heads` query
 #: heads. A tile may join several runs of tokens, so it may have fewer rows than positions.
-COMPUTED_TILE = int64_record("rank step doc q_first q_last q_rows k_first k_last k_rows pairs heads part")
+COMPUTED_TILE = int64_record("rank step doc q_first q_last q_rows k_first k_last k_rows pairs heads part last_doc")
 
 
 class ComputedTiles:
@@ -71,9 +71,12 @@ def _tiles_of_part(plan: Plan, program: Program, rank: int) -> np.ndarray:
         ("q", tiles["q_row"], plan.documents, layout.rank_spans(rank), q_first_rows),
         ("k", slot_rows.addresses(rank, tiles), plan.kv_documents, slot_rows.spans, slot_rows.first),
     ):
-        starts = documents.offsets[tiles["doc"]]
-        out[f"{side}_first"] = _tokens_at(rows, spans, first) - starts
-        out[f"{side}_last"] = _tokens_at(rows + tiles[f"{side}_rows"] - 1, spans, first) - starts
+        for end, row in (("first", rows), ("last", rows + tiles[f"{side}_rows"] - 1)):
+            tokens = _tokens_at(row, spans, first)
+            doc = documents.document_of(tokens)
+            out[f"{side}_{end}"] = tokens - documents.offsets[doc] + documents.first_positions[doc]
+            if (side, end) == ("q", "last"):
+                out["last_doc"] = doc
     return out
 
 

@@ -138,8 +138,12 @@ def _tiles(tiles: np.ndarray) -> dict[str, Any]:
 
 
 def tile_description(tile: np.ndarray) -> str:
-    """Return a tile (record of dtype COMPUTED_TILE) in words; positions are counted from 0 in its document."""
-    return f"document {tile['doc']}: queries {_run(tile, 'q')} x keys {_run(tile, 'k')}: {int(tile['pairs']):,} pairs"
+    """Return a tile (record of dtype COMPUTED_TILE) in words; positions are counted from 0 in its document, in a tree
+    from the root."""
+    what = f"keys {_run(tile, 'k')}: {int(tile['pairs']):,} pairs"
+    if tile["last_doc"] != tile["doc"]:
+        return f"documents {tile['doc']}-{tile['last_doc']}: {tile['q_rows']} queries x {what}"
+    return f"document {tile['doc']}: queries {_run(tile, 'q')} x {what}"
 
 
 def _run(tile: np.ndarray, side: str) -> str:

@@ -157,7 +157,7 @@ def _calls_of_blocks(
         shared: True if another tile writes some of the rows.
         attention, costs: see :func:`lower_to_kernel_calls`.
     """
-    _, _, q_row, q_rows, k_row, k_rows, mask, document, q_pos, k_pos = tile.tolist()
+    _, _, q_row, q_rows, k_row, k_rows, mask, document, _, q_pos, k_pos = tile.tolist()
     if mask == CAUSAL:  # a tile may join several runs of positions; row and key numbers are equivalent
         q_pos = k_pos + k_rows - q_rows
     region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
