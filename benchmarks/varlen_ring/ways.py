@@ -97,22 +97,22 @@ def hierarchical(documents: Documents, setting: Setting, topology: Topology) -> 
     return build_plan(documents, topology, ATTENTION, "hierarchical", **setting.options)
 
 
-#: Micro-batches of each replica, each the lengths of its documents.
-Dealt = list[list[np.ndarray]]
+#: Micro-batches of each replica, each the lengths of its documents, int64 [documents].
+MicroBatches = list[list[np.ndarray]]
 
 
-def in_order(rows: Sequence[np.ndarray], setting: Setting) -> Dealt:
-    """Deal rows in turn, as they were packed."""
+def in_order(rows: Sequence[np.ndarray], setting: Setting) -> MicroBatches:
+    """Take rows in turn, as they were packed."""
     return [list(rows[replica :: setting.replicas]) for replica in range(setting.replicas)]
 
 
-def by_length(rows: Sequence[np.ndarray], setting: Setting) -> Dealt:
+def by_length(rows: Sequence[np.ndarray], setting: Setting) -> MicroBatches:
     """Sort the documents of the global batch by length before they are packed; all replicas get neighbours at the same
     time, and a replica without a row waits."""
     return in_order(sorted_rows(rows, setting.context), setting)
 
 
-def by_time(rows: Sequence[np.ndarray], setting: Setting) -> Dealt:
+def by_time(rows: Sequence[np.ndarray], setting: Setting) -> MicroBatches:
     """Assign documents to replicas by modelled time (data.balance: time), as many micro-batches to each."""
     lengths = np.concatenate(rows)
     row_of_document = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
@@ -122,7 +122,7 @@ def by_time(rows: Sequence[np.ndarray], setting: Setting) -> Dealt:
     return [[lengths[numbers] for numbers in assignment.rows(replica)] for replica in range(setting.replicas)]
 
 
-def as_pool(rows: Sequence[np.ndarray], setting: Setting) -> Dealt:
+def as_pool(rows: Sequence[np.ndarray], setting: Setting) -> MicroBatches:
     """Put all documents into micro-batches of all ranks, equal in time (data.balance: pool)."""
     lengths, cost = np.concatenate(rows), setting.cost
     row_of_document = np.repeat(np.arange(len(rows)) // setting.replicas, [len(row) for row in rows])
@@ -136,12 +136,12 @@ class Way:
     """How a global batch runs.
 
     Attributes:
-        deal: which documents make which micro-batch of which replica.
+        assign: which documents make which micro-batch of which replica.
         build: the plan of a micro-batch.
         is_pool: all ranks compute every micro-batch together.
     """
 
-    deal: Callable[[Sequence[np.ndarray], Setting], Dealt]
+    assign: Callable[[Sequence[np.ndarray], Setting], MicroBatches]
     build: Callable[[Documents, Setting, Topology], Plan]
     is_pool: bool = False
 
@@ -188,10 +188,10 @@ def run(way: Way, rows: Sequence[np.ndarray], setting: Setting) -> Figures:
         setting: where.
     """
     topology = setting.pool if way.is_pool else setting.replica
-    dealt = way.deal(rows, setting)
-    count = max(map(len, dealt))
-    seconds, unevenness = np.zeros((len(dealt), count)), []
-    for replica, micro_batches in enumerate(dealt):
+    assigned = way.assign(rows, setting)
+    count = max(map(len, assigned))
+    seconds, unevenness = np.zeros((len(assigned), count)), []
+    for replica, micro_batches in enumerate(assigned):
         for number, lengths in enumerate(micro_batches):
             plan = way.build(Documents(lengths), setting, topology)
             timeline = simulate_plan(plan, cluster_of(topology), LAYER, COARSE_SPANS)

@@ -58,11 +58,11 @@ def test_slices_of_the_row_are_equal_wherever_documents_end() -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_is_exact_and_has_every_document(name: str) -> None:
     way = WAYS[name]
-    dealt = way.deal(ROWS, SETTING)
-    lengths = sorted(length for replica in dealt for documents in replica for length in documents.tolist())
+    assigned = way.assign(ROWS, SETTING)
+    lengths = sorted(length for replica in assigned for documents in replica for length in documents.tolist())
     assert lengths == sorted(length for row in ROWS for length in row.tolist())
     topology = SETTING.pool if way.is_pool else SETTING.replica
-    verify_plan(way.build(Documents(dealt[0][0]), SETTING, topology))
+    verify_plan(way.build(Documents(assigned[0][0]), SETTING, topology))
 
 
 def test_nothing_is_faster_than_perfect_balance_and_waiting_in_every_micro_batch_is_slower() -> None:
