@@ -63,13 +63,19 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def draw_rows(setting: Setting, long_percent: float, seed: int) -> list[np.ndarray]:
+    """Return the lengths of the documents of each packed row of a global batch."""
+    # The packer shuffles by the stream of default_rng(seed): lengths need another one, or they are in its order.
+    lengths = draw_lengths(long_percent / 100, setting.context, np.random.default_rng([seed, 0, 1]))
+    return packed_rows(lengths, setting.context, setting.replicas * setting.rows, seed)
+
+
 def measure(options: argparse.Namespace, percent: float) -> dict[str, list[Figures]]:
     """Return the figures of every way, one of each batch, with times over perfect balance."""
     setting = Setting(options.cluster, options.replicas, options.ranks, options.rows, options.context)
     figures: dict[str, list[Figures]] = {name: [] for name in WAYS}
     for seed in range(options.seed, options.seed + options.batches):
-        lengths = draw_lengths(percent / 100, options.context, np.random.default_rng(seed))
-        rows = packed_rows(lengths, options.context, options.replicas * options.rows, seed)
+        rows = draw_rows(setting, percent, seed)
         perfect = perfect_seconds(rows, setting)
         for name, way in WAYS.items():
             result = run(way, rows, setting)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.varlen_ring.__main__ import main, recovered
+from benchmarks.varlen_ring.__main__ import draw_rows, main, recovered
 from benchmarks.varlen_ring.mixes import BORDER, SHORTEST, draw_lengths, packed_rows, sorted_rows
 from benchmarks.varlen_ring.ways import (
     BASE,
@@ -40,6 +40,14 @@ def test_sorted_rows_hold_neighbours_and_every_document() -> None:
     rows = sorted_rows(ROWS, 4096)
     assert [row.tolist() for row in rows] == [[4096], [3000], [2056, 2000], [1000] * 4, [900, 196, 40]]
     assert [len(micro_batches) for micro_batches in by_length(ROWS, SETTING)] == [3, 2], "one replica waits at the end"
+
+
+def test_packed_rows_have_the_mix_of_the_documents() -> None:
+    """The order of packing must not depend on lengths, as it does where both are of one random stream."""
+    setting = replace(SETTING, replicas=4, rows=4, context=2**17)
+    rows = draw_rows(setting, long_percent=30, seed=0)
+    lengths = np.concatenate(rows)
+    assert len(rows) == 16 and 0.1 < lengths[lengths >= BORDER].sum() / lengths.sum() < 0.7
 
 
 def test_rows_are_packed_alike_for_a_seed() -> None:
