@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.data import HEADS, real_lengths_folder
+from benchmarks.data import HEADS
+from benchmarks.length_sets import SETS
 from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.choose.choose import choose_algorithm
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
-from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.simulate.simulator import simulate_plan
 
 CLUSTERS, RANKS, TOKENS = ("a800", "h200", "a2", "a3"), (4, 8, 16, 32, 64), (1024, 2048, 4096, 8192)
-
-
-def _cut_at(tokens: int, lengths: np.ndarray) -> np.ndarray:
-    """Return the first lengths, the last one cut, that make just so many tokens."""
-    lengths = np.maximum(lengths.astype(np.int64), 1)
-    count = int(np.searchsorted(np.cumsum(lengths), tokens)) + 1
-    lengths = lengths[:count]
-    lengths[-1] -= max(int(lengths.sum()) - tokens, 0)
-    return lengths[lengths > 0]
-
-
-def _real(name: str) -> Callable[[int, int, np.random.Generator], np.ndarray]:
-    def draw(tokens: int, ranks: int, random: np.random.Generator) -> np.ndarray:
-        return sample_batch(name, tokens, int(random.integers(2**31)), folder=real_lengths_folder(name))
-
-    return draw
-
-
-#: Sets of lengths by name: functions of the tokens of a batch, its ranks and a generator.
-SETS: dict[str, Callable[[int, int, np.random.Generator], np.ndarray]] = {
-    "wikipedia": _real("wikipedia"),
-    "prolong": _real("prolong"),
-    "equal": lambda tokens, ranks, random: np.full(n := int(random.integers(1, 2 * ranks + 2)), tokens // n),
-    "bimodal": lambda tokens, ranks, random: _cut_at(
-        tokens, np.where(random.random(tokens // 100) < 0.9, 300, tokens // 8)
-    ),
-    "pareto": lambda tokens, ranks, random: _cut_at(tokens, 200 * (1 + random.pareto(1.1, tokens // 200))),
-    "one giant": lambda tokens, ranks, random: np.append(tokens // 2, np.full(64, tokens // 128)),
-    "share + 1": lambda tokens, ranks, random: np.full(ranks - 1, tokens // ranks + 1),
-}
 
 
 @dataclass(frozen=True)

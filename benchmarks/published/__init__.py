@@ -2,7 +2,8 @@
 
     python -m benchmarks.published [--clusters a800 h200 a2 a3] [--ranks 16 32 64 128] [--lengths wikipedia prolong]
                                    [--heads mha gqa8] [--batches 4] [--basis 1 2] [--seed 0] [--no-steps] [--bf16]
-                                   [--no-sensitivity] [--markdown FILE] [--json FILE]
+                                   [--no-sensitivity] [--further [equal bimodal pareto one-giant share+1]]
+                                   [--markdown FILE] [--json FILE] [--csv FILE]
 
 Every system runs the same documents by plans that verify_plan can prove, timed by the event simulation of
 mindspeed_cp.simulate on the presets of configs/clusters: nothing is measured. `systems.py` says for each where it is
@@ -12,6 +13,9 @@ the fastest of them in each batch, while ours is the one plan that its planner m
 Basis 1: one packed row over all ranks, against the even-split ring over all of them. Basis 2: contexts of 64K on 64
 ranks, against an even-split ring CP16 x DP4: four rows of 64K tokens, and the slowest of the four counts. Systems that
 place documents treat the same documents as one pool of 64 ranks.
+
+Further sets: lengths that corpora do not have (benchmarks/length_sets.py), on 64 ranks, as one row and as contexts of
+64K; a set whose batches are all equal has one batch. `--further` alone leaves them out, `--basis` alone all others.
 
 Columns: time of the even ring (ms of one layer, forward and backward, with its linear layers); how many times as fast
 each system is (mean of the batches); ours over the fastest published system of each batch, mean and least; and the

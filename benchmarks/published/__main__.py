@@ -9,26 +9,36 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
-import benchmarks.published
-from benchmarks.data import real_lengths_folder
 from benchmarks.published.bases import (
-    HEADS,
     RANKS,
     Bench,
     Place,
     Timed,
     bound,
     four_rows,
+    further_row,
+    further_rows,
     one_row,
+    pool_of,
 )
+from benchmarks.published.csv_file import write_batches
+from benchmarks.published.options import parse_options
 from benchmarks.published.remarks import assumptions, beside_reported
 from benchmarks.published.steps import LAYERS, step_seconds
 from benchmarks.published.systems import OURS, SYSTEMS
-from benchmarks.published.table import Row, header, line, markdown, step_line, summarize, summary_text, why_slower
+from benchmarks.published.table import (
+    Row,
+    header,
+    line,
+    markdown,
+    step_line,
+    summarize,
+    summary_text,
+    target_text,
+    why_slower,
+)
 from mindspeed_cp import Documents
-from mindspeed_cp.data.lengths import load_lengths
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
@@ -44,56 +54,24 @@ CHANGES: Changes = {
     "compute x 1.1": (("peak_flops", 1.1),),
     "both": (("nic_bandwidth", 0.7), ("peak_flops", 1.1)),
 }
+PLAIN: Changes = {UNCHANGED: ()}
 
+#: Tables of further sets of lengths: batches of both bases.
+FURTHER: dict[str, Batches] = {
+    f"further sets: one row over {RANKS} ranks": further_row,
+    f"further sets: 64K contexts on {RANKS} ranks": further_rows,
+}
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options.
-
-    Raises:
-        ConfigError: a cluster or set of lengths is not known, or a number is out of range.
-    """
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.published", description=benchmarks.published.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--clusters", nargs="+", default=["a800", "h200", "a2", "a3"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64, 128], help="of basis 1")
-    parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
-    parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS))
-    parser.add_argument("--batches", type=int, default=4, help="of each row of basis 2; half for basis 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the first batch")
-    parser.add_argument("--basis", type=int, nargs="+", default=[1, 2], choices=[1, 2])
-    parser.add_argument("--placements", type=int, help="simulated_placements of ours; default: its own")
-    parser.add_argument("--no-steps", dest="steps", action="store_false")
-    parser.add_argument("--bf16", action="store_true", help="others send gradients of keys in bf16")
-    parser.add_argument("--no-sensitivity", dest="sensitivity", action="store_false")
-    parser.add_argument("--markdown", type=Path, help="write tables for a page of documentation there")
-    parser.add_argument("--json", type=Path, help="write every figure there")
-    options = parser.parse_args(argv)
-    if options.batches < 1:
-        raise ConfigError(f"--batches is {options.batches}; valid: a whole number from 1")
-    if options.placements is not None and options.placements < 1:
-        raise ConfigError(f"--placements is {options.placements}; valid: a whole number from 1")
-    if min(options.ranks) < 1:
-        raise ConfigError(f"--ranks has {min(options.ranks)}; valid: whole numbers from 1")
-    if options.seed < 0:
-        raise ConfigError(f"--seed is {options.seed}; valid: a whole number from 0")
-    for switch, file in (("--markdown", options.markdown), ("--json", options.json)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{switch} {file}: there is no folder {file.absolute().parent}")
-    for name in options.clusters:
-        for ranks in [*(options.ranks if 1 in options.basis else ()), *([RANKS] if 2 in options.basis else ())]:
-            Place(name, "mha", ranks).check()
-    for name in options.lengths:
-        load_lengths(name, real_lengths_folder(name))
-    return options
+#: Least part of the fastest published system's speed that ours should have in every batch of further sets of lengths.
+FURTHER_TARGET = 0.98
 
 
 def measure(
-    options: argparse.Namespace, ranks: int, count: int, batches: Batches, changes: Changes
+    options: argparse.Namespace, sets: Sequence[str], ranks: int, count: int, batches: Batches, changes: Changes
 ) -> dict[str, list[Row]]:
     """Return rows of all clusters, heads and sets of lengths on so many ranks, of `count` batches each, by change of
-    the clusters, half as many where there is one; those of unchanged ones are printed as they are done."""
+    the clusters, half as many where there is one; those of unchanged ones are printed as they are done. A set whose
+    batches are equal has one."""
     rows: dict[str, list[Row]] = {name: [] for name in changes}
     places = [
         (change, Place(cluster, heads, ranks, factors, options.placements))
@@ -101,16 +79,20 @@ def measure(
         for heads in options.heads
         for change, factors in changes.items()
     ]
-    for lengths in options.lengths:
+    for lengths in sets:
         row_of_place = {place: _row(place, lengths) for _, place in places}
         micro: dict[Place, dict[str, list[Timed]]] = {place: {name: [] for name in SYSTEMS} for place in row_of_place}
+        drawn: list[list[Documents]] = []
         for seed in range(options.seed, options.seed + count):
             documents, bench = batches(lengths, seed), Bench()
+            if documents in drawn:
+                continue
+            drawn.append(documents)
             for place, row in row_of_place.items():
                 if place.changed and seed - options.seed >= half(count):
                     continue
                 timed = {name: bench.time(name, documents, place, _gradient(options, name)) for name in SYSTEMS}
-                _add(row, timed, bound(documents, place), seed)
+                _add(row, documents, timed, bound(documents, place), seed)
                 for name, timed_system in timed.items():
                     if timed_system is not None and options.steps and not place.changed:
                         micro[place][name].append(timed_system)
@@ -140,8 +122,11 @@ def _gradient(options: argparse.Namespace, system: str) -> int:
     return BF16 if options.bf16 and system != OURS else GRADIENT_BYTES
 
 
-def _add(row: Row, by_system: dict[str, Timed | None], least: float, seed: int) -> None:
+def _add(row: Row, documents: Sequence[Documents], by_system: dict[str, Timed | None], least: float, seed: int) -> None:
     """Add a batch to its row."""
+    lengths = pool_of(documents).lengths
+    row.seeds.append(seed)
+    row.documents.append((len(lengths), int(lengths.max())))
     able = {name: timed_system for name, timed_system in by_system.items() if timed_system is not None}
     row.bound.append(least)
     for name in by_system:
@@ -185,7 +170,7 @@ def show(options: argparse.Namespace, rows: list[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print all tables, and return the exit code: 2 for invalid options."""
     try:
-        options = arguments(argv)
+        options = parse_options(argv)
     except ConfigError as error:
         print(f"python -m benchmarks.published: {error}", file=sys.stderr)
         return 2
@@ -193,18 +178,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in assumptions(options.clusters, options.lengths, options.bf16, options.placements):
         print(text)
     rows_of_basis: dict[str, list[Row]] = {}
-    plain: Changes = {UNCHANGED: ()}
     if 1 in options.basis:
         print(f"\nbasis 1: one row over all ranks\n{header(list(SYSTEMS))}")
         rows: list[Row] = []
         for ranks in options.ranks:
-            rows += measure(options, ranks, half(options.batches), partial(_one_row, ranks), plain)[UNCHANGED]
+            batches = partial(_one_row, ranks)
+            rows += measure(options, options.lengths, ranks, half(options.batches), batches, PLAIN)[UNCHANGED]
         rows_of_basis["basis 1"] = rows
         show(options, rows)
     if 2 in options.basis:
         print(f"\nbasis 2: 64K contexts, the even ring CP16 x DP4 against all {RANKS} ranks\n{header(list(SYSTEMS))}")
-        changes = CHANGES if options.sensitivity else plain
-        rows_by_change = measure(options, RANKS, options.batches, four_rows, changes)
+        changes = CHANGES if options.sensitivity else PLAIN
+        rows_by_change = measure(options, options.lengths, RANKS, options.batches, four_rows, changes)
         show(options, rows_by_change[UNCHANGED])
         rows_of_basis |= {f"basis 2, {name}": rows for name, rows in rows_by_change.items()}
         if options.sensitivity:
@@ -214,6 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for heads in options.heads:
                     rows_of_heads = [row.first(count) for row in rows if row.heads == heads]
                     print(summary_text(f"{name}, {heads}", summarize(rows_of_heads)))
+    for name, batches in FURTHER.items() if options.further else ():
+        print(f"\n{name}\n{header(list(SYSTEMS))}")
+        rows = measure(options, options.further, RANKS, half(options.batches), batches, PLAIN)[UNCHANGED]
+        show(options, rows)
+        print(target_text(name, rows, FURTHER_TARGET))
+        rows_of_basis[name] = rows
     print(f"\n{time.perf_counter() - began:.0f} s")
     if options.markdown:
         options.markdown.write_text(
@@ -223,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json.write_text(
             json.dumps({key: [dataclasses.asdict(row) for row in rows] for key, rows in rows_of_basis.items()})
         )
+    if options.csv:
+        write_batches(options.csv, rows_of_basis)
     return 0
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.data import HEADS, real_lengths_folder
+from benchmarks.length_sets import FURTHER_SETS
 from benchmarks.published.systems import POOLED, SYSTEMS, Case
 from benchmarks.published.timing import Candidate, Layer, fastest
 from mindspeed_cp import AttentionConfig, Documents, Topology
@@ -43,6 +44,20 @@ def four_rows(name: str, seed: int) -> list[Documents]:
     cut."""
     lengths = sample_batch(name, RANKS * TOKENS, seed, longest=CONTEXT, folder=real_lengths_folder(name))
     return cut_into_rows(lengths, CONTEXT)
+
+
+def further_row(name: str, seed: int) -> list[Documents]:
+    """Return a batch of a further set of lengths: one packed row over RANKS ranks."""
+    return [Documents(_further_lengths(name, seed))]
+
+
+def further_rows(name: str, seed: int) -> list[Documents]:
+    """Return a batch of a further set of lengths as rows of CONTEXT tokens each."""
+    return cut_into_rows(_further_lengths(name, seed), CONTEXT)
+
+
+def _further_lengths(name: str, seed: int) -> np.ndarray:
+    return FURTHER_SETS[name](RANKS * TOKENS, RANKS, np.random.default_rng(seed))
 
 
 def cut_into_rows(lengths: np.ndarray, context: int) -> list[Documents]:

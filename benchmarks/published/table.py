@@ -21,6 +21,8 @@ class Row:
         ways: what each system chose for each batch, by system.
         steps: seconds of one training step of all batches, by system.
         why: for batches in which another system is faster than ours, what takes both their time.
+        seeds: of each batch.
+        documents: number of documents of each batch, and tokens of the longest.
     """
 
     cluster: str
@@ -32,6 +34,8 @@ class Row:
     ways: dict[str, list[str]] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     why: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    documents: list[tuple[int, int]] = field(default_factory=list)
 
     def speed(self, system: str, over: str = BASE) -> np.ndarray | None:
         """Return how many times as fast it is as another system, fp64 [batches]; None where one of the two cannot run
@@ -53,7 +57,8 @@ class Row:
     def first(self, count: int) -> Row:
         """Return the row of the first batches alone; without steps."""
         seconds = {name: times[:count] for name, times in self.seconds.items()}
-        return replace(self, seconds=seconds, bound=self.bound[:count], steps={}, why=[])
+        batches = {"bound": self.bound[:count], "seeds": self.seeds[:count], "documents": self.documents[:count]}
+        return replace(self, seconds=seconds, steps={}, why=[], **batches)
 
     @property
     def fraction(self) -> np.ndarray:
@@ -165,6 +170,14 @@ def summary_text(name: str, summary: Summary) -> str:
         f"batch {mean:.2f}x (least row {row:.2f}, least batch {batch:.2f}), with variants by cost {v_mean:.2f}x "
         f"({v_row:.2f}, {v_batch:.2f}); fraction of the bound mean {f_mean:.3f}, p5 {p5:.3f}, least {least:.3f}"
     )
+
+
+def target_text(name: str, rows: Sequence[Row], least: float) -> str:
+    """Return how many batches of rows reach so much of the fastest published system's speed."""
+    against = np.concatenate([row.against() for row in rows])
+    below = int((against < least).sum())
+    result = "in all" if not below else f"in all but {below}"
+    return f"{name}: at least {least:g} times as fast as the fastest published {result} of {len(against)} batches"
 
 
 def why_slower(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from mindspeed_cp.algorithms.placement.node_loads import NodeLoads
 from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, PlacementPolicy
 from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, NodeRoom, RankLoads
+from mindspeed_cp.algorithms.placement.search import PlacementResult, _Trial, search_placements
 from mindspeed_cp.algorithms.placement.split_parts import split_parts
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
@@ -35,6 +37,36 @@ def model_of(documents: Documents, topology: Topology, attention: AttentionConfi
 
 def costs_of(work: list[float]) -> DocumentCosts:
     return DocumentCosts(work, work, [0.0] * len(work), [int(10 * cost) for cost in work])
+
+
+def test_after_the_fastest_placement_comes_one_of_another_kind_that_is_nearly_as_fast() -> None:
+    members = DocumentShares.from_lists([])
+    policies = {
+        "fastest": (PlacementPolicy(0.5, 0.1), 1.0, 1.3),
+        "alike": (PlacementPolicy(0.5, 0.2), 1.01, 1.3),
+        "equal tokens": (PlacementPolicy(0.5, 0.1, remap=True), 1.02, 1.0),
+        "inside nodes": (PlacementPolicy(0.5, 0.1, wide=False), 1.03, 1.3),
+        "as fast": (PlacementPolicy(1.0, NEVER, power=True), 1.03, 1.3),
+        "layout of its own": (PlacementPolicy(0.5, 0.1, remap=True, wide=False), 1.04, 1.3),
+        "slow": (PlacementPolicy(1.0, NEVER, flexible=True), 1.06, 1.3),
+    }
+    tried = []
+    for number, (policy, seconds, most) in enumerate(policies.values()):
+        score = SimpleNamespace(tokens=np.array([2 - most, most]))
+        tried.append(_Trial(Placement(policy, members, {}), score, seconds, number))  # type: ignore[arg-type]
+    result = PlacementResult(tried[0].score, (), 0.9, SimpleNamespace(tried=tried))  # type: ignore[arg-type]
+    names = {trial.placement: name for trial, name in zip(tried, policies, strict=True)}
+    order = [names[placement] for placement in result.best_of_policies(9)]
+    assert order == ["fastest", "inside nodes", "layout of its own", "alike", "equal tokens", "slow"]
+    assert [names[placement] for placement in result.best_of_policies(1)] == ["fastest"]
+
+
+def test_documents_of_a_rank_are_tried_whole_with_a_layout_for_linear_layers() -> None:
+    """15 equal documents on 8 ranks: the model's fastest first placement with such a layout splits all heads."""
+    topology, attention = Topology(1, 8, "h200"), AttentionConfig(heads=32, kv_heads=8, head_dim=128)
+    result = search_placements(model_of(Documents([546] * 15), topology, attention))
+    policy = result.ranked[0].policy
+    assert policy.remap and policy.split == NEVER and result.score.total < 1.02 * result.bound
 
 
 @settings(max_examples=50, deadline=None)

@@ -147,6 +147,8 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--softmax-type", "learnable"], "--softmax-type", Outcome.STAYS),
     (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
     (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),
+    (["--cp-plan-pool"], "--cp-plan-pool", Outcome.REFUSED),
+    (["--hybrid-context-parallel"], "--cp-plan-pool", None),
     (["--attn-logit-softcapping", "50.0"], "--attn-logit-softcapping", Outcome.REFUSED),
     (["--query-pre-attn-scalar", "144", "--kv-channels", "128"], "--query-pre-attn-scalar", Outcome.REFUSED),
     (["--query-pre-attn-scalar", "144"], "--query-pre-attn-scalar", Outcome.REFUSED),
@@ -183,6 +185,36 @@ def test_what_becomes_of_a_flag_beside_others(flags: list[str], flag: str, expec
 def test_settings_take_precedence(override: str, flags: list[str], expected: dict[str, object]) -> None:
     conversion = convert_flags([*BASE, *flags], [override])
     assert conversion.settings == {"context_parallel_size": 8, **expected}
+
+
+EXPERTS = ["--num-experts", "8", "--moe-aux-loss-coeff"]
+SCHEDULERS = ["--hybrid-context-parallel", "--dynamic-context-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "added"),
+    [
+        ([], Outcome.STAYS, True),
+        ([*EXPERTS, "0.0"], Outcome.STAYS, True),
+        ([*EXPERTS, "0", "0"], Outcome.STAYS, True),
+        ([*EXPERTS, "0.01", "--moe-router-load-balancing-type", "none"], Outcome.STAYS, True),
+        ([*EXPERTS, "0.01"], Outcome.REFUSED, False),
+        ([*EXPERTS, "0", "0.01", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"], Outcome.REFUSED, False),
+        ([*EXPERTS, "unknown"], Outcome.REFUSED, False),
+        (["--mtp-num-layers", "1"], Outcome.REFUSED, False),
+        (["--mtp-num-layers", "0"], Outcome.STAYS, True),
+    ],
+)  # fmt: skip
+def test_the_pool_stays_and_is_added_where_its_training_does_not_change(
+    flags: list[str], expected: Outcome, added: bool
+) -> None:
+    override = ("algorithm=hierarchical",)
+    assert outcome("--cp-plan-pool", *flags, "--cp-plan-pool", overrides=override)[0] is expected
+    for scheduler in SCHEDULERS:
+        conversion = convert_flags([*BASE, *flags, scheduler], override)
+        assert scheduler not in conversion.kept and ("--cp-plan-pool" in conversion.added) == added
+        again = convert_flags([*BASE, *flags, scheduler, "--cp-plan-pool"], override)
+        assert "--cp-plan-pool" not in again.added, "a flag that is given is not added"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +273,7 @@ OTHER_CASES: list[tuple[list[str], str, Outcome]] = [
     (["--multi-latent-attention", "--q-lora-rank", "8", "--qk-layernorm", "--tensor-model-parallel-size", "2"], "--qk-layernorm", Outcome.REFUSED),
     (["--num-experts", "8", "--moe-router-load-balancing-type", "aux_loss", "sinkhorn"], "--moe-router-load-balancing-type", Outcome.REFUSED),
     (["--position-embedding-type", "alibi", "--spec", "a", "b"], "--spec", Outcome.BY_HAND),
+    (["--num-experts", "8", "--moe-aux-loss-coeff", "0.01", "--cp-plan-pool"], "--cp-plan-pool", Outcome.REFUSED),
 ]  # fmt: skip
 
 
@@ -279,7 +312,9 @@ def read_values(flags: list[str]) -> dict[str, tuple[str, ...]]:
 
 def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
     launches = [read_values(flags) for flags, _, _ in (*CASES, *OTHER_CASES)]
-    givens = [Given(values, {}) for values in launches] + [Given({}, {"algorithm": "hierarchical"})]
+    scheduled = {"--hybrid-context-parallel": ()}
+    givens = [Given(values, {}) for values in launches]
+    givens += [Given(values, {"algorithm": "hierarchical"}) for values in ({}, scheduled)]
     conditions = {condition.text: condition for row in (*RULES, *ADDED_FLAGS) if (condition := row.when)}
     undecided = {}
     for row in (*RULES, *ADDED_FLAGS):

@@ -31,9 +31,20 @@ FLEXIBLE_ABOVE, MAX_FLEXIBLE = (0.1, 0.0), 512
 #: The search ends when a placement is this close to the bound that no plan can beat.
 STOP_WITHIN = 1.01
 
+#: Of placements this close to the fastest, one of another kind is simulated rather than one of the same: the model's
+#: errors are alike for placements of a kind.
+OTHER_KIND_WITHIN = 1.05
+
+#: Most tokens of a rank over the mean at which a layout for linear layers has nothing to level.
+EVEN_WITHIN = 1.005
+
 #: Placements of a policy that are tried by how long ranks wait under the one before, and the longest wait, as part of
 #: the bound, that is not worth it.
 LEVELLED_TRIALS, LEVEL_ABOVE = 2, 0.02
+
+#: A placement that is slower than this multiple of the fastest so far is not placed anew by its waits; and if all first
+#: ones with a layout for linear layers are slower than the second multiple, no more of these are tried.
+LEVEL_WITHIN, LINEAR_LAYOUT_WITHIN = 1.2, 1.1
 
 #: A layout for linear layers must win this much to be worth its launches, which the model leaves out.
 LINEAR_LAYOUT_GAIN = 0.995
@@ -68,12 +79,19 @@ class PlacementResult:
 
     def best_of_policies(self, count: int) -> list[Placement]:
         """Return the fastest placements of at most `count` policies, one of each; of equally fast ones, which are the
-        same in most cases, the first."""
+        same in most cases, the first. After the fastest, those that are nearly as fast and of another kind come
+        first."""
         best: dict[PlacementPolicy, _Trial] = {}
         for trial in self.search.tried:
             if all(trial.seconds != other.seconds for other in best.values()):
                 best.setdefault(trial.placement.policy, trial)
-        return [trial.placement for trial in best.values()][:count]
+        kinds: dict[tuple[bool, ...], _Trial] = {}
+        for trial in best.values():
+            if trial.seconds <= OTHER_KIND_WITHIN * self.search.tried[0].seconds:
+                kinds.setdefault(trial.kind, trial)
+        numbers = {trial.number for trial in kinds.values()}
+        others = [trial for trial in best.values() if trial.number not in numbers]
+        return [trial.placement for trial in (*kinds.values(), *others)][:count]
 
     def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
         """Place the documents of a placement anew, so that ranks that wait longer under it get less work.
@@ -125,6 +143,14 @@ class _Trial:
     score: PlacementEstimate
     seconds: float
     number: int
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """What placements have in common that the model misjudges alike. A layout for linear layers makes no difference
+        where ranks hold equal numbers of tokens."""
+        policy, tokens = self.placement.policy, self.score.tokens
+        moves_rows = policy.remap and bool(tokens.max() > EVEN_WITHIN * tokens.mean())
+        return policy.can_be_levelled, policy.wide, moves_rows
 
 
 def _sort_key(trial: _Trial) -> tuple[float, int]:
@@ -187,7 +213,7 @@ class _Search:
         if first is None:
             return
         placement, score = first, self._try(first)
-        if not policy.can_be_levelled:
+        if not policy.can_be_levelled or score.total > LEVEL_WITHIN * self._least_seconds():
             return
         for _ in range(1 if self._is_large else LEVELLED_TRIALS):
             delay = score.delay - score.delay.min()
@@ -197,6 +223,10 @@ class _Search:
             before, score = score, self._try(placement)
             if score.total >= before.total:
                 return
+
+    def _least_seconds(self) -> float:
+        """Return the seconds of the fastest placement so far."""
+        return min((trial.seconds for trial in self.tried), default=np.inf)
 
     def _try(self, placement: Placement) -> PlacementEstimate:
         placement = replace(placement, parts=self._model.parts(placement))
@@ -214,7 +244,11 @@ class _Search:
         if self._is_large:
             return
         best = sorted(self.tried[before:], key=_sort_key)[: 1 if remap else 2]
-        for split in [trial.placement.policy.split for trial in best]:
+        if remap and best and best[0].seconds > LINEAR_LAYOUT_WITHIN * self._least_seconds():
+            return
+        splits = [trial.placement.policy.split for trial in best]
+        # Documents of about a rank's share are even without split heads, once linear layers have their own layout.
+        for split in dict.fromkeys([*splits, never] if remap else splits):
             for cut in CUT_ABOVE[1:]:
                 yield PlacementPolicy(cut, split, remap=remap)
         if wide:

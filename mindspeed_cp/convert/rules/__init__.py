@@ -27,7 +27,7 @@ CONDITION_FLAGS = READ_FLAGS | {
     *("--context-parallel-algo", "--cp-comm-type", "--cp-window-size", "--position-embedding-type"),
     *("--use-rotary-position-embeddings", "--seq-length", "--pre-tockens", "--spec", "--pipeline-model-parallel-size"),
     *("--reset-attention-mask", "--reset-position-ids", "--dataloader-inter-document-masking", "--cp-plan-documents"),
-    *("--is-instruction-dataset", "--pack", "--neat-pack", "--kv-channels"),
+    *("--is-instruction-dataset", "--pack", "--neat-pack", "--kv-channels", "--moe-aux-loss-coeff"),
 }
 
 __all__ = [

@@ -8,6 +8,7 @@ from mindspeed_cp.convert.rules.documents import SAMPLES
 from mindspeed_cp.convert.rules.flag_rule import Added, Condition, FlagRule, Given, Outcome
 from mindspeed_cp.convert.rules.mindspeed_flags import MINDSPEED
 from mindspeed_cp.convert.rules.model import EXPERTS, EXPERTS_OR_STAGES, ROWS
+from mindspeed_cp.convert.rules.pool import PLACES_DOCUMENTS, POOL_ADDED, POOL_RULES
 
 SETTING, STAYS, REMOVED, REFUSED = Outcome.SETTING, Outcome.STAYS, Outcome.REMOVED, Outcome.REFUSED
 
@@ -48,9 +49,6 @@ RESTARTS = Condition(
     "`--reset-attention-mask`, unless `--is-instruction-dataset`, `--pack` or `--neat-pack`",
     lambda given: given.has("--reset-attention-mask") and not SAMPLES.holds(given),
 )
-PLACES_DOCUMENTS = Condition(
-    "`--set algorithm=hierarchical`", lambda given: given.settings.get("algorithm") == "hierarchical"
-)
 
 _ALGORITHM = "the algorithm is a key of the settings; MindSpeed's own wrappers of attention must be off"
 _ADAPTIVE = (
@@ -65,7 +63,10 @@ _COMM = "Megatron's name of an algorithm, which is a key of the settings"
 _BY_DOCUMENT = (
     "ranks of each sample by its length are Megatron's hybrid context parallelism, which is not in this version"
 )
-_HIERARCHICAL = "--set algorithm=hierarchical, which gives each document the ranks it needs by its cost"
+_HIERARCHICAL = (
+    "--set algorithm=hierarchical, which gives each document the ranks it needs by its cost, with --cp-plan-pool those "
+    "of all replicas"
+)
 _HIERARCHY = "the settings' algorithm makes its own groups"
 _STAGES = "each stage of the pipeline gets the plan of its micro-batch"
 _ONE_ALGORITHM = "one algorithm for each layer is not in this version: all layers run one plan"
@@ -244,6 +245,7 @@ PARALLEL_RULES = (
     FlagRule("--pipeline-model-parallel-size", 1, STAYS, _STAGES, is_read=True),
     FlagRule("--num-layers-per-virtual-pipeline-stage", 1, STAYS, _STAGES),
     FlagRule("--num-virtual-stages-per-pipeline-rank", 1, STAYS, _STAGES),
+    *POOL_RULES,
     FlagRule(
         "--cp-plan",
         1,
@@ -289,6 +291,7 @@ ADDED_FLAGS = (
             ),
         ),
     ),
+    POOL_ADDED,
     Added(SPEC_WORDS, "layers with planned attention", OWN_SPEC),
     Added(
         SPEC_WORDS,

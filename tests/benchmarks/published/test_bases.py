@@ -5,8 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.length_sets import FURTHER_SETS
 from benchmarks.published import bases
-from benchmarks.published.bases import Bench, Place, bound, cut_into_rows, four_rows, one_row, pool_of
+from benchmarks.published.bases import (
+    Bench,
+    Place,
+    bound,
+    cut_into_rows,
+    four_rows,
+    further_row,
+    further_rows,
+    one_row,
+    pool_of,
+)
 from benchmarks.published.steps import LAYERS, step_seconds
 from benchmarks.published.timing import layer
 from mindspeed_cp import Documents
@@ -37,6 +48,14 @@ def test_the_second_basis_has_four_rows_of_64k_tokens(seed: int) -> None:
 def test_the_first_basis_is_one_row_over_all_ranks() -> None:
     (row,) = one_row("prolong", 16, 3)
     assert row.tokens == 16 * 4096
+
+
+@pytest.mark.parametrize("name", FURTHER_SETS)
+def test_further_sets_fill_the_ranks_on_both_bases_with_the_same_tokens(name: str) -> None:
+    for seed in range(3):
+        (row,), rows = further_row(name, seed), further_rows(name, seed)
+        assert 0.97 < row.tokens / (64 * 4096) <= 1 and row.lengths.min() > 0
+        assert [part.tokens for part in rows[:3]] == [65536] * 3 and sum(part.tokens for part in rows) == row.tokens
 
 
 def test_rows_run_beside_each_other_and_the_slowest_counts() -> None:

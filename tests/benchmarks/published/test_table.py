@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.published.__main__ import main
+from benchmarks.published.csv_file import RESULT, SETTING, batch_lines
 from benchmarks.published.remarks import assumptions, beside_reported
 from benchmarks.published.reported import REPORTED, for_cluster
 from benchmarks.published.systems import BASE, OURS, SYSTEMS, VARIANTS
-from benchmarks.published.table import Row, header, line, markdown, step_line, summarize, summary_text, why_slower
+from benchmarks.published.table import (
+    Row,
+    header,
+    line,
+    markdown,
+    step_line,
+    summarize,
+    summary_text,
+    target_text,
+    why_slower,
+)
 
 
 def row(cluster: str, heads: str, ring: list[float], usp: list[float], variant: list[float], ours: list[float]) -> Row:
@@ -131,6 +144,9 @@ def test_the_command_prints_a_table_and_writes_every_figure(tmp_path: Path, caps
         "1",
         "--basis",
         "1",
+        "--further",
+        "--csv",
+        str(tmp_path / "batches.csv"),
         "--json",
     ]
     assert main([*words, str(file)]) == 0
@@ -141,12 +157,42 @@ def test_the_command_prints_a_table_and_writes_every_figure(tmp_path: Path, caps
     assert set(figures["seconds"]) == set(SYSTEMS) and all(len(times) == 1 for times in figures["seconds"].values())
     speed = again.speed(OURS)
     assert speed is not None and speed[0] > 1
+    (batch,) = csv.DictReader((tmp_path / "batches.csv").read_text().splitlines())
+    assert batch["table"] == "basis 1" and float(batch["documents"]) == again.documents[0][0]
+    assert float(batch["ours ms"]) == pytest.approx(1e3 * figures["seconds"][OURS][0], abs=1e-4)
+    assert float(batch["ours over it"]) == pytest.approx(again.against()[0], abs=1e-4)
     assert ("ours is not first in 0 of 1 batches" in printed) == (again.against(())[0] >= 1) == (not again.why)
+
+
+def test_further_sets_have_a_table_of_each_basis_and_equal_batches_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--clusters", "a3", "--heads", "gqa8", "--batches", "4", "--basis", "--further", "one-giant", "--no-steps"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    for table in ("one row over 64 ranks", "64K contexts on 64 ranks"):
+        target = rf"further sets: {table}: at least 0.98 times as fast as the fastest published in all.* of 1 batches"
+        assert re.search(target, printed), "both seeds draw the same documents"
+    assert "basis 1" not in printed and "basis 2" not in printed
+
+
+def test_a_line_of_the_file_has_the_fastest_published_system_and_empty_cells_for_those_that_cannot() -> None:
+    seconds = {name: [None] if name == "Ulysses" else [0.004] for name in SYSTEMS}
+    seconds |= {OURS: [0.002], VARIANTS[0]: [0.001], "USP": [0.003]}
+    row = Row("a2", "mha", "pareto", 64, seconds, [0.0015], seeds=[3], documents=[(20, 700)])  # type: ignore[arg-type]
+    ((*setting, bound),) = [cells[: len(SETTING)] for cells in batch_lines("basis 2", row)]
+    assert setting == ["basis 2", "a2", "mha", "pareto", 64, 3, 20, 700] and bound == "1.5000"
+    (cells,) = batch_lines("basis 2", row)
+    assert cells[-len(RESULT) :] == ["USP", "1.5000", "0.7500"]
+    assert cells[len(SETTING) + list(SYSTEMS).index("Ulysses")] == ""
+
+
+def test_the_target_counts_the_batches_below_it() -> None:
+    assert target_text("x", [ONE, TWO], 0.9).endswith("fastest published in all of 4 batches")
+    assert target_text("x", [ONE, TWO], 1.5).endswith("fastest published in all but 1 of 4 batches")
 
 
 def test_bf16_shortens_layers_and_steps_of_others_alone(tmp_path: Path) -> None:
     calls, file = [], tmp_path / "figures.json"
-    words = f"--clusters a800 --heads mha --ranks 16 --lengths wikipedia --batches 1 --basis 1 --json {file}".split()
+    words = f"--clusters a800 --heads mha --ranks 16 --lengths wikipedia --batches 1 --basis 1 --json {file} --further".split()
     for switch in ([], ["--bf16"]):
         assert main([*words, *switch]) == 0
         calls.append(Row(**json.loads(file.read_text())["basis 1"][0]))
@@ -164,6 +210,8 @@ def test_bf16_shortens_layers_and_steps_of_others_alone(tmp_path: Path) -> None:
         ("--lengths novels", "lengths 'novels': no such distribution"),
         ("--ranks 20", "ranks is 20; valid for cluster a800"),
         ("--batches 0", "--batches is 0; valid: a whole number from 1"),
+        ("--further novels", "--further has 'novels'; valid: equal, bimodal, pareto, one-giant, share+1"),
+        ("--csv none/x.csv", "--csv none/x.csv: there is no folder"),
     ],
 )
 def test_bad_options_are_told_in_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
