@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
 from mindspeed_cp.report.text import Table, is_numeric_column
@@ -11,6 +11,8 @@ from mindspeed_cp.report.text import Table, is_numeric_column
 SHORT_TEXT = 40
 HEAT_LOW, HEAT_HIGH = (224, 72, 62), (43, 138, 87)  # red and green, as in the findings
 
+#: Colours of bars and of their text: attributes, since some programs that show pages keep styles from pictures.
+MEASURED, PREDICTED, TEXT = "#4c7fc4", "#e6a323", "#1c2430"
 BAR_HEIGHT, ROW_HEIGHT, NAME_WIDTH, BAR_WIDTH, NUMBER_WIDTH = 9, 27, 110, 480, 170
 
 
@@ -41,7 +43,13 @@ def _cell(text: str, name: str) -> str:
     return f"<td class='{name}'>{escape(text)}</td>"
 
 
-def heat_html(title: str, size: int, values: Mapping[tuple[int, int], float], unit: str) -> str:
+def heat_html(
+    title: str,
+    size: int,
+    values: Mapping[tuple[int, int], float],
+    unit: str,
+    failed: Collection[tuple[int, int]] = (),
+) -> str:
     """Return a matrix from rows to columns; the colour of a cell is its share of the largest value.
 
     Args:
@@ -49,6 +57,7 @@ def heat_html(title: str, size: int, values: Mapping[tuple[int, int], float], un
         size: ranks.
         values: by (row, column); others are empty.
         unit: of the values.
+        failed: (row, column) of what could not be measured; those that have a value show it.
     """
     most = max(values.values(), default=0.0)
     head = "".join(f"<th>{column}</th>" for column in range(size))
@@ -58,7 +67,7 @@ def heat_html(title: str, size: int, values: Mapping[tuple[int, int], float], un
         for column in range(size):
             value = values.get((row, column))
             if value is None:
-                cells.append("<td></td>")
+                cells.append("<td class='bad'>failed</td>" if (row, column) in failed else "<td></td>")
                 continue
             red, green, blue = _mixed(value / most if most else 0.0)
             style = f"background: rgba({red},{green},{blue},.45)"
@@ -88,16 +97,17 @@ def bars_html(rows: Sequence[tuple[str, float, float | None]], unit: str) -> str
     for number, (name, measured, predicted) in enumerate(rows):
         top = number * ROW_HEIGHT + 4
         parts.append(f"<text x='0' y='{top + 14}'>{escape(name)}</text>")
-        for offset, kind, value in ((0, "measured", measured), (BAR_HEIGHT + 1, "predicted", predicted)):
+        for offset, colour, value in ((0, MEASURED, measured), (BAR_HEIGHT + 1, PREDICTED, predicted)):
             if value is not None:
                 width = BAR_WIDTH * value / most if most else 0.0
                 place = f"x='{NAME_WIDTH}' y='{top + offset}' width='{width:.1f}' height='{BAR_HEIGHT}'"
-                parts.append(f"<rect class='{kind}' {place}/>")
+                parts.append(f"<rect fill='{colour}' {place}/>")
         text = f"{measured:.4g}" + ("" if predicted is None else f" / {predicted:.4g}")
         right = NAME_WIDTH + BAR_WIDTH * max(measured, predicted or 0.0) / most + 6 if most else NAME_WIDTH
         parts.append(f"<text x='{right:.1f}' y='{top + 14}'>{text} {escape(unit)}</text>")
     width = NAME_WIDTH + BAR_WIDTH + NUMBER_WIDTH
-    colours = (("measured", "measured"), ("predicted", "simulated on the fitted cluster"))
-    keys = "".join(f"<i style='background: var(--{name})'></i>{text}" for name, text in colours)
+    colours = ((MEASURED, "measured"), (PREDICTED, "simulated on the fitted cluster"))
+    keys = "".join(f"<i style='background: {colour}'></i>{text}" for colour, text in colours)
+    font = f"font-family='sans-serif' font-size='12' fill='{TEXT}'"
     size = f"width='{width}' height='{height}' viewBox='0 0 {width} {height}'"
-    return f"<svg {size} role='img'>{''.join(parts)}</svg><p class='quiet key'>{keys}</p>"
+    return f"<svg {size} {font} role='img'>{''.join(parts)}</svg><p class='quiet key'>{keys}</p>"

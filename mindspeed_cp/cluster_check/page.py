@@ -62,9 +62,12 @@ def _ranks(results: CheckResults) -> str:
             continue
         threads = f"{facts['threads']} of {facts['cores']}"
         memory = f"{format_bytes(facts['free'])} of {format_bytes(facts['memory'])}"
-        rows.append(
-            (str(rank), str(facts["node"]), str(facts["local_rank"]), facts["device"], memory, threads, facts["host"])
-        )
+        node, local, host = (
+            str(facts["node"]),
+            str(facts["local_rank"]),
+            f"#{facts['host']}",
+        )  # of digits, but no number
+        rows.append((str(rank), node, local, facts["device"], memory, threads, host))
     if not rows:
         return ""
     columns = ("rank", "node", "local rank", "device", "free memory", "threads of cores", "host (hashed)")

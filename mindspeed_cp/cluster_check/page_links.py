@@ -43,7 +43,16 @@ def _matrix(results: CheckResults, kind: str, ways: tuple[str, str]) -> str:
         return ""
     unit, size = rate_unit(max(values.values()))
     title = f"{KINDS[kind]}, {'both ways' if ways[0] == 'both' else 'alone'}, {unit}"
-    return heat_html(title, results.size, {pair: rate / size for pair, rate in values.items()}, unit)
+    return heat_html(
+        title, results.size, {pair: rate / size for pair, rate in values.items()}, unit, _failed(results, kind)
+    )
+
+
+def _failed(results: CheckResults, kind: str) -> set[tuple[int, int]]:
+    """Return both directions of the links of failed measurements; some of these may have been measured."""
+    items = [failure.item for failure in results.failures if failure.stage == "links" and failure.item]
+    pairs = [tuple(pair) for item in items if item["kind"] == kind for pair in item["pairs"]]
+    return {ends for first, second in pairs for ends in ((first, second), (second, first))}
 
 
 def _summary(links: Sequence[dict[str, Any]]) -> Table:

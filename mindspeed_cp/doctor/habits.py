@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,14 +14,8 @@ from mindspeed_cp.device.npu_profile import NpuIdentity, NpuProfile, ProfileRow
 from mindspeed_cp.doctor.cann_templates import CallShape, describe_templates
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall
 from mindspeed_cp.doctor.habit_cases import HABIT_CASES, HabitCase
-from mindspeed_cp.doctor.operator import (
-    DTYPES,
-    MAX_DIFFERENCE,
-    RESULT_NAMES,
-    dense_reference,
-    plan_of,
-    relative_difference,
-)
+from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, plan_of
+from mindspeed_cp.doctor.reference import RESULT_NAMES, reference_inputs, reference_results, relative_difference
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
@@ -32,7 +25,7 @@ from mindspeed_cp.ops.attention.npu.fused_operator import (
     FusedOperator,
     TorchNpuOperator,
 )
-from mindspeed_cp.plan import AttentionConfig, Plan
+from mindspeed_cp.plan import Plan
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -93,7 +86,7 @@ def habit_calls(seed: int = 0, cases: Sequence[HabitCase] = HABIT_CASES) -> list
     """Return case, type and guarded call of every row, in an order in which references can be used again."""
     return [
         (case, dtype, GuardedCall(measure_habit, (case, dtype, seed), case.case.name))
-        for case in sorted(cases, key=lambda case: repr(_reference_key(case)))
+        for case in sorted(cases, key=lambda case: repr(case.case.reference_key(seed)))
         for dtype in DTYPES
     ]
 
@@ -135,20 +128,18 @@ def measure_habit(case: HabitCase, dtype: str, seed: int, operator: FusedOperato
         {"templates", "differences", "seconds", "error"} of a ProfileRow: the seconds are those of the second run, whose
         kernels are loaded.
     """
-    documents = Documents(case.case.lengths)
-    keys = documents if case.case.kv_lengths is None else Documents(case.case.kv_lengths)
     device = "npu" if operator is None else "cpu"
-    inputs = _inputs(_reference_key(case), seed)
-    rows = [x.to(DTYPES[dtype]).to(device) for x in inputs]
+    key = case.case.reference_key(seed)
+    rows = [x.to(device, DTYPES[dtype], copy=True) for x in reference_inputs(key)]
     recorder = RecordingOperator(TorchNpuOperator() if operator is None else operator)
     backend = NpuAttention(**case.case.npu, operator=recorder)
-    plan = plan_of(case.case, documents, keys)
+    plan = plan_of(case.case, Documents(case.case.lengths), Documents(case.case.kv_rows))
     with deterministic_algorithms(case.condition.deterministic):
         first, templates = _run(plan, rows, backend), describe_templates(recorder.calls)
         start = time.perf_counter()
         second = _run(plan, rows, backend)
         seconds = time.perf_counter() - start
-    reference = _reference(_reference_key(case), seed)
+    reference = reference_results(key)
     differences = {name: relative_difference(first[name], reference[name]) for name in RESULT_NAMES}
     other_bits = [name for name in RESULT_NAMES if not torch.equal(first[name], second[name])]
     error = _OTHER_BITS.format(", ".join(other_bits)) if case.condition.deterministic and other_bits else None
@@ -169,41 +160,16 @@ def _run(plan: Plan, rows: Sequence[Tensor], backend: NpuAttention) -> dict[str,
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Set torch.use_deterministic_algorithms within the block."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(enabled)
+    """Let torch use deterministic algorithms alone within the block, if enabled.
+
+    torch.use_deterministic_algorithms does the same, and imports the compiler: seconds.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if enabled else "default")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
-
-
-ReferenceKey = tuple[tuple[int, ...], tuple[int, ...], AttentionConfig]
-
-
-def _reference_key(case: HabitCase) -> ReferenceKey:
-    lengths = tuple(case.case.lengths)
-    return lengths, lengths if case.case.kv_lengths is None else tuple(case.case.kv_lengths), case.case.attention
-
-
-@lru_cache(maxsize=1)
-def _inputs(key: ReferenceKey, seed: int) -> tuple[Tensor, ...]:
-    """Return q, k, v and dout: multiples of 1/16 below 8, which every type holds, so that one reference serves all."""
-    lengths, kv_lengths, attention = key
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (
-        (sum(lengths), attention.heads, attention.head_dim),
-        (sum(kv_lengths), attention.kv_heads, attention.head_dim),
-        (sum(kv_lengths), attention.kv_heads, attention.head_dim_v),
-        (sum(lengths), attention.heads, attention.head_dim_v),
-    )
-    return tuple((torch.randn(x, generator=generator) * 16).round().clamp(-127, 127) / 16 for x in shapes)
-
-
-@lru_cache(maxsize=1)
-def _reference(key: ReferenceKey, seed: int) -> dict[str, Tensor]:
-    lengths, kv_lengths, attention = key
-    return dense_reference(_inputs(key, seed), Documents(list(lengths)), Documents(list(kv_lengths)), attention)
+        torch.set_deterministic_debug_mode(before)
 
 
 def _lengths(ends: Sequence[int]) -> tuple[int, ...]:

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 
 from mindspeed_cp.algorithms import build_plan
+from mindspeed_cp.doctor.reference import (
+    DROPOUT_KEY,
+    RESULT_NAMES,
+    ReferenceKey,
+    reference_inputs,
+    reference_results,
+    relative_difference,
+)
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, get_backend
+from mindspeed_cp.ops.attention import attention, attention_backward, get_backend
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
@@ -20,7 +28,6 @@ from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 #: unit in the last place is 2e-3, and the kernels round the weights and the output once each; fp16 has 11.
 MAX_DIFFERENCE = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,15 @@ class OperatorCase:
     kv_lengths: list[int] | None = None
     plan: tuple[str, int, Mapping[str, Any]] | None = None
     npu: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kv_rows(self) -> list[int]:
+        """Lengths of the keys."""
+        return self.lengths if self.kv_lengths is None else self.kv_lengths
+
+    def reference_key(self, seed: int) -> ReferenceKey:
+        """Return the key of the inputs and of the results that they should have."""
+        return ReferenceKey(tuple(self.lengths), tuple(self.kv_rows), self.attention, seed)
 
 
 SHORT_CASES = (
@@ -92,8 +108,6 @@ LONG_CASES = (
         "direct, 4 ranks, full mask", [1201, 97], AttentionConfig(2, 1, 32, mask="full"), plan=("direct", 4, {})
     ),
 )
-DROPOUT_KEY = (1234, 5)  # any seed and layer
-
 #: Maximum distance from 1 of the mean output under dropout, for values of 1: several standard deviations.
 MAX_MEAN_DEVIATION = 0.07
 
@@ -112,16 +126,8 @@ def check(backend: str, dtype: str, case: OperatorCase, seed: int = 0) -> dict[s
     be linear in the values with the returned gradient, <dout, out> = <v, dv>, and <q, dq> = <k, dk>, which holds if and
     only if both directions drop the same weights. Outputs for values of 1 must be 1 on average.
     """
-    config, documents = case.attention, Documents(case.lengths)
-    keys = documents if case.kv_lengths is None else Documents(case.kv_lengths)
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (
-        (documents.tokens, config.heads, config.head_dim),
-        (keys.tokens, config.kv_heads, config.head_dim),
-        (keys.tokens, config.kv_heads, config.head_dim_v),
-        (documents.tokens, config.heads, config.head_dim_v),
-    )
-    inputs = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for shape in shapes]
+    config, documents, keys = case.attention, Documents(case.lengths), Documents(case.kv_rows)
+    inputs = [x.to(DTYPES[dtype], copy=True) for x in reference_inputs(case.reference_key(seed))]
     start = time.perf_counter()
     drawn_by_operator = config.dropout > 0 and backend != "cpu"
     mean = 1.0
@@ -139,7 +145,7 @@ def check(backend: str, dtype: str, case: OperatorCase, seed: int = 0) -> dict[s
     if drawn_by_operator:
         differences = _dropout_differences(results, inputs)
     else:
-        reference = dense_reference(inputs, documents, keys, config)
+        reference = reference_results(case.reference_key(seed))
         differences = {name: relative_difference(results[name], reference[name]) for name in RESULT_NAMES}
     ok = all(difference <= MAX_DIFFERENCE[dtype] for difference in differences.values())
     row = failed_check(backend, dtype, case, "") | {"error": None}
@@ -150,18 +156,6 @@ def failed_check(backend: str, dtype: str, case: OperatorCase, error: str) -> di
     """Return the row of a case that gave no result."""
     row = {"backend": backend, "dtype": dtype, "case": case.name, "limit": MAX_DIFFERENCE[dtype], "error": error}
     return {**row, "differences": {}, "seconds": 0.0, "ok": False}
-
-
-def dense_reference(
-    inputs: Sequence[torch.Tensor], documents: Documents, keys: Documents, config: AttentionConfig
-) -> dict[str, torch.Tensor]:
-    """Return out, lse, dq, dk and dv of dense attention in fp64 for q, k, v and dout."""
-    q, k, v, dout = (x.double() for x in inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    key = DROPOUT_KEY if config.dropout else None
-    out, lse = dense_packed_attention(config, q, k, v, documents, kv_documents=keys, dropout_key=key)
-    grads = torch.autograd.grad(out, leaves, dout)
-    return dict(zip(RESULT_NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
 def _run(
@@ -204,13 +198,3 @@ def _dropout_differences(results: Mapping[str, torch.Tensor], inputs: list[torch
     scores = abs(dot(q, results["dq"]) - dot(k, results["dk"]))
     size = max(1.0, float(dout.double().norm() * results["out"].double().norm()))
     return {"out": linear / size, "dq": scores / size}
-
-
-def relative_difference(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the largest difference relative to max(1, largest value of the reference); infinite if the result has a
-    NaN or an infinite value that the reference does not have."""
-    equal = result.double() == reference  # also where both are -inf
-    differences = (result.double() - reference).abs().masked_fill(equal, 0.0)
-    scale = max(1.0, float(reference[reference.isfinite()].abs().max()))
-    largest = float(differences.max()) / scale
-    return largest if largest == largest else float("inf")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_cp.cluster_check.html_parts import heat_html
 from mindspeed_cp.cluster_check.page import page
 from mindspeed_cp.cluster_check.results import CheckResults, layer_seconds, median_measurements
 from mindspeed_cp.cluster_check.supervisor import Failure
@@ -143,6 +144,7 @@ def test_wrong_results_and_failures_come_first_and_fail_the_check(results: Check
 
 def test_the_page_has_all_that_was_measured_and_escapes_it(results: CheckResults) -> None:
     results.failures.append(Failure("links", {"kind": "network", "pairs": [[1, 3]]}, {3: "<script>alert(1)</script>"}))
+    results.links.pop()
     results.algorithms += [
         {"batch": "one long document", "algorithm": "ulysses", "predicted": None, "refused": "8 heads & 3 ranks"},
         {"batch": "one long document", "algorithm": "hybrid", "predicted": 0.1, "error": "rank 1: hung"},
@@ -156,6 +158,12 @@ def test_the_page_has_all_that_was_measured_and_escapes_it(results: CheckResults
         r"<td class='left'>ring</td><td class=''>10.00</td><td class=''>9.00</td><td class=''>0.90</td>", text
     )
     assert "FAILED: gave no answer" in text and "Not finished" not in text
+    assert text.count("<td class='bad'>failed</td>") == len({"there", "both"}) * len({(1, 3), (3, 1)})
+
+
+def test_a_link_that_failed_is_told_from_one_of_another_kind() -> None:
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", heat_html("t", 2, {(0, 1): 5.0}, "GB/s", {(0, 1), (1, 0)}))
+    assert cells == ["", "5", "failed", ""]
 
 
 def test_a_page_of_nothing_is_a_page(results: CheckResults) -> None:

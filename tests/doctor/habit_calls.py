@@ -44,7 +44,7 @@ def calls_of(case: HabitCase, dtype: str) -> tuple[CallShape, ...]:
 def _calls(index: int, dtype: str) -> tuple[CallShape, ...]:
     case = HABIT_CASES[index]
     attention, q_lengths = case.case.attention, case.case.lengths
-    kv_lengths = q_lengths if case.case.kv_lengths is None else case.case.kv_lengths
+    kv_lengths = case.case.kv_rows
     q = torch.zeros(sum(q_lengths), attention.heads, attention.head_dim, dtype=DTYPES[dtype])
     k, v = (
         torch.zeros(sum(kv_lengths), attention.kv_heads, width, dtype=DTYPES[dtype])
