@@ -84,6 +84,9 @@ def loss_share(total: Tensor, divisor: Tensor | float, group: dist.ProcessGroup 
         total: sum over this rank's rows, scalar.
         divisor: the same on all ranks, such as the number of labels of all of them.
         group: as for :func:`count_labels`.
+
+    Returns:
+        Scalar on the device of the sum.
     """
     ranks = max(1, group_size(group))
     return total * ranks / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp import Documents, Topology
+from mindspeed_cp import ConfigError, Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
-from mindspeed_cp.layout import PackedTrajectories
+from tests.integrations.huggingface.meshes import wrap
 from tests.integrations.huggingface.models import VOCABULARY, Step, make_config, make_model
 
 CLIP = 0.1  # of ratios to old log-probabilities
@@ -68,41 +68,54 @@ def one_by_one(model: Any, batch: list[np.ndarray]) -> list[Tensor]:
 
 
 @cache
-def old_log_probs(name: str) -> tuple[np.ndarray, ...]:
+def old_log_probs(name: str, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Log-probabilities of another model's making, some of them further away than the clip; [length] each."""
     rng = np.random.default_rng(3)
     with torch.no_grad():
-        now = one_by_one(reference_model(name), trajectories())
+        now = one_by_one(reference_model(name), trajectories(seed))
     return tuple(np.append(0, x.numpy() + rng.normal(scale=0.15, size=len(x))) for x in now)
 
 
 @cache
-def reference_step(name: str, kind: str) -> Step:
-    """The trajectories one by one."""
-    model, batch, total = reference_model(name), trajectories(), torch.zeros(())
-    weights, gains = token_weights([len(tokens) for tokens in batch]), advantages(len(batch))
-    divisor = sum(float(weight[1:].sum()) for weight in weights)
-    rows = zip(one_by_one(model, batch), old_log_probs(name), gains, weights, strict=True)
-    for new, old, gain, weight in rows:
-        if kind == "sequence":
-            total = total - float(gain) * (new - torch.tensor(old[1:]).float()).mean().exp() if len(new) else total
-            divisor = len(batch)
-        else:
-            given = (torch.tensor(x, dtype=torch.float32) for x in (old[1:], gain, weight[1:]))
-            total = total + terms(kind, new, *given).sum()
+def reference_step(name: str, kind: str, seeds: tuple[int, ...] = (0,)) -> Step:
+    """The trajectories of all seeds one by one; a loss other than cross-entropy is for those of seed 0."""
+    model, total, divisor = reference_model(name), torch.zeros(()), 0.0
+    for seed in seeds:
+        batch = trajectories(seed)
+        weights, gains = token_weights([len(tokens) for tokens in batch]), advantages(len(batch))
+        divisor += len(batch) if kind == "sequence" else sum(float(weight[1:].sum()) for weight in weights)
+        rows = zip(one_by_one(model, batch), old_log_probs(name, seed), gains, weights, strict=True)
+        for new, old, gain, weight in rows:
+            if kind == "sequence":
+                total = total + sequence_term(new, old, gain)
+            else:
+                given = (torch.tensor(x, dtype=torch.float32) for x in (old[1:], gain, weight[1:]))
+                total = total + terms(kind, new, *given).sum()
     (total / divisor).backward()
     return Step(
         float(total.detach()) / divisor, {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
     )
 
 
+def sequence_term(new: Tensor, old: np.ndarray, gain: float) -> Tensor:
+    """Loss of a whole trajectory: the geometric mean of its tokens' ratios."""
+    return -float(gain) * (new - torch.tensor(old[1:]).float()).mean().exp() if len(new) else torch.zeros(())
+
+
 def tree_step(
-    rank: int, group: Any, name: str, kind: str, algorithm: str, olds: tuple[np.ndarray, ...], multiple: int = 1
+    rank: int,
+    group: Any,
+    name: str,
+    kind: str,
+    algorithm: str,
+    olds: tuple[np.ndarray, ...] = (),
+    multiple: int = 1,
+    changes: dict[str, Any] | None = None,
 ) -> Step:
     """One rank's step; gradients are averaged over the group, as DDP does."""
-    batch, ranks = trajectories(), 1 if group is None else group.size()
+    batch, ranks = trajectories(), group.size()
     packed = Documents.from_trajectories(batch)
-    model = make_model(make_config(name), cp.register())
+    model = make_model(make_config(name, **changes or {}), cp.register())
     plans = cp.build_plans(model.config, packed.documents, Topology(1, ranks), algorithm)
     weights = token_weights([len(tokens) for tokens in batch])
     rows, targets = cp.shard_trajectories(
@@ -131,13 +144,60 @@ def loss_of_rank(
         return cp.tree_loss(logits, targets, divisor, group)
     log_probs = cp.target_log_probs(logits, targets)
     if kind == "sequence":
-        news, total = cp.trajectory_log_probs(log_probs, targets, gradient_factor=group.size()), torch.zeros(())
-        for new, old, gain in zip(news, olds, gains, strict=True):
-            total = total - float(gain) * (new - torch.tensor(old[1:]).float()).mean().exp() if len(new) else total
-        return total / len(weights)
+        news = cp.trajectory_log_probs(log_probs, targets, gradient_factor=group.size())
+        return torch.stack([sequence_term(*x) for x in zip(news, olds, gains, strict=True)]).sum() / len(weights)
     given = (targets.values(x) for x in (olds, gains, weights))
     return cp.loss_share(terms(kind, log_probs[targets.target_of_token], *given).sum(), divisor, group)
 
 
-def packed_trajectories(**arguments: Any) -> PackedTrajectories:
-    return Documents.from_trajectories(trajectories(), **arguments)
+def wrapped_step(rank: int, group: Any, name: str, kind: str) -> Step:
+    """The step of one of four ranks: two replicas, with trajectories of their own, of two context-parallel ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = make_model(make_config(name), cp.register())
+    wrapped, batch = wrap(model, kind, mesh), trajectories(mesh["dp"].get_local_rank())
+    weights = token_weights([len(tokens) for tokens in batch])
+    packed = Documents.from_trajectories(batch)
+    rows, targets = cp.planned_trajectories(packed, model.config, mesh["cp"], weights=weights)
+    share = cp.tree_loss(wrapped(**rows).logits, targets, cp.sum_weights(targets, group), group)
+    share.backward()
+    gradients = {key.removeprefix("module."): x.grad for key, x in wrapped.named_parameters() if x.grad is not None}
+    total = share.detach() / group.size()
+    dist.all_reduce(total, group=group)
+    whole = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in gradients.items()}
+    return Step(float(total), whole)
+
+
+def differing_call(rank: int, group: Any, fault: str) -> str:
+    """Run a model on three ranks, of which rank 1 has another batch; return the error's text, or "trains"."""
+    batch = trajectories()
+    weights = token_weights([len(tokens) for tokens in batch])
+    if rank == 1:
+        if fault == "order":
+            batch[1:3] = batch[2:0:-1]
+        if fault == "token":
+            batch[0][-1] = batch[8][-1] = 3
+        if fault == "weight":
+            weights[2][-1] += 0.5
+    packed = Documents.from_trajectories(batch)
+    model = make_model(make_config("llama"), cp.register())
+    try:
+        plans = cp.build_plans(model.config, packed.documents, Topology(1, 3), "ring")
+        model(**cp.shard_trajectories(packed, plans, rank, weights=weights, group=group)[0])
+    except ConfigError as error:
+        return str(error)
+    return "trains"
+
+
+def sum_of_negative_weights(rank: int, group: Any) -> str:
+    """Return the error of sum_weights where one rank alone has targets with weights below 0."""
+    packed = Documents.from_trajectories(trajectories())
+    plans = cp.build_plans(make_config("llama"), packed.documents, Topology(1, 2), "ring")
+    weights = [1.0 - 2 * rank] * len(packed.tree_tokens)
+    _, targets = cp.shard_trajectories(packed, plans, rank, weights=weights, group=group)
+    try:
+        return str(float(cp.sum_weights(targets, group)))
+    except ConfigError as error:
+        return str(error)
