@@ -173,13 +173,13 @@ def wrapped_step(rank: int, group: Any, name: str, kind: str) -> Step:
 def differing_call(rank: int, group: Any, fault: str) -> str:
     """Run a model on three ranks, of which rank 1 has another batch; return the error's text, or "trains"."""
     batch = trajectories()
-    weights = token_weights([len(tokens) for tokens in batch])
+    weights = token_weights([len(tokens) for tokens in batch]) if fault != "order" else None
     if rank == 1:
-        if fault == "order":
-            batch[1:3] = batch[2:0:-1]
+        if fault == "order":  # of two trajectories, one of which is the beginning of the other: the tree is the same
+            batch[5], batch[6] = batch[6], batch[5]
         if fault == "token":
             batch[0][-1] = batch[8][-1] = 3
-        if fault == "weight":
+        if fault == "weight" and weights:
             weights[2][-1] += 0.5
     packed = Documents.from_trajectories(batch)
     model = make_model(make_config("llama"), cp.register())
