@@ -227,7 +227,7 @@ def print_clipped(batch: AsTree, model: Any, old: Tensor) -> None:
     """Print how many of the trajectories' own tokens have a ratio outside the range."""
     with torch.no_grad():
         ratio = (batch.token_log_probs(model(**batch.rows).logits) - old).exp()[batch.token_weights > 0]
-    counts = torch.stack([((ratio < 1 - CLIP) | (ratio > 1 + CLIP)).sum(), torch.tensor(len(ratio), device=ratio.device)])
+    counts = torch.tensor([int(((ratio < 1 - CLIP) | (ratio > 1 + CLIP)).sum()), len(ratio)], device=ratio.device)
     dist.all_reduce(counts)
     if dist.get_rank() == 0:
         print(f"  {int(counts[0])} of {int(counts[1])} ratios are outside {1 - CLIP} .. {1 + CLIP}", flush=True)
@@ -237,7 +237,7 @@ def update_rate(model: Any) -> float:
     """Return a rate with which the gradients at hand change weights so much that some ratios are clipped."""
     norms = [(x.detach().norm(), x.grad.norm()) for x in model.parameters() if x.grad is not None]
     weights, gradients = (float(torch.stack(values).norm()) for values in zip(*norms, strict=True))
-    return 0.05 * weights / gradients
+    return 0.02 * weights / gradients
 
 
 def run(arguments: argparse.Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""Batches of trajectories for tree_rl.py: answers to prompts, and an agent's traces that branch; all tokens are random."""
+"""Batches of trajectories for tree_rl.py: answers to prompts, and traces of an agent that branch; tokens are random."""
 
 from __future__ import annotations
 
