@@ -237,7 +237,7 @@ def update_rate(model: Any) -> float:
     """Return a rate with which the gradients at hand change weights so much that some ratios are clipped."""
     norms = [(x.detach().norm(), x.grad.norm()) for x in model.parameters() if x.grad is not None]
     weights, gradients = (float(torch.stack(values).norm()) for values in zip(*norms, strict=True))
-    return 0.02 * weights / gradients
+    return 0.005 * weights / gradients
 
 
 def run(arguments: argparse.Namespace) -> bool:

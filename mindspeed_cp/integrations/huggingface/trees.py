@@ -186,8 +186,18 @@ def _rank_targets(
     target = local[np.concatenate([*targets.of_trajectories, np.zeros(0, np.int64)])]
     index = np.arange(len(target)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
     own = target >= 0
-    arrays = (
-        *(numbers, rows, targets.token[numbers], weights[numbers].astype(np.float32)),
-        *(target[own], np.repeat(np.arange(len(counts)), counts)[own], index[own]),
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return RankTargets(
+        numbers=on_device(numbers),
+        rows=on_device(rows),
+        labels=on_device(targets.token[numbers]),
+        weights=on_device(weights[numbers].astype(np.float32)),
+        target_of_token=on_device(target[own]),
+        trajectory_of_token=on_device(np.repeat(np.arange(len(counts)), counts)[own]),
+        index_of_token=on_device(index[own]),
+        batch_targets=targets,
+        plan=rank_plans,
     )
-    return RankTargets(*(torch.from_numpy(array).to(device) for array in arrays), targets, rank_plans)
