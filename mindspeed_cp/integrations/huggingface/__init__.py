@@ -8,16 +8,29 @@ Four lines bring a script over::
     rows, labels = cp.planned_batch(batch, model.config, mesh["cp"])      # for every packed batch
     loss = cp.loss(model(**rows).logits, labels, cp.count_labels(labels))
 
+Trajectories that share prefixes are computed once, as trees::
+
+    packed = Documents.from_trajectories(token_lists)
+    rows, targets = cp.planned_trajectories(packed, model.config, mesh["cp"], weights=masks)
+    loss = cp.tree_loss(model(**rows).logits, targets, cp.sum_weights(targets))
+
 Every call of every layer is compared with the plan: a window, scale, cap of scores, sink, dropout rate or mask that the
 plan does not have is an error that names the layer. Needs transformers 5, which is imported by :func:`register`.
 """
 
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch, planned_batch, shard_batch
 from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, attention_config
-from mindspeed_cp.integrations.huggingface.loss import count_labels, loss
+from mindspeed_cp.integrations.huggingface.loss import count_labels, loss, loss_share
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.trainer import PlannedCollator, RepeatedRows, planned_callback
+from mindspeed_cp.integrations.huggingface.tree_loss import (
+    sum_weights,
+    target_log_probs,
+    trajectory_log_probs,
+    tree_loss,
+)
+from mindspeed_cp.integrations.huggingface.trees import RankTargets, planned_trajectories, shard_trajectories
 
 __all__ = [
     "FAMILIES",
@@ -25,14 +38,22 @@ __all__ = [
     "ModelPlans",
     "PlannedCollator",
     "RankPlans",
+    "RankTargets",
     "RepeatedRows",
     "attention_config",
     "build_plans",
     "count_labels",
     "documents_of_batch",
     "loss",
+    "loss_share",
     "planned_batch",
     "planned_callback",
+    "planned_trajectories",
     "register",
     "shard_batch",
+    "shard_trajectories",
+    "sum_weights",
+    "target_log_probs",
+    "trajectory_log_probs",
+    "tree_loss",
 ]

@@ -100,17 +100,23 @@ def shard_batch(
         Tensors [1, t, ...], ``position_ids`` that restart in every document, ``use_cache=False``, and ``plan``.
 
     Raises:
-        ConfigError: the batch has other documents than the plans, a key is no tensor over tokens, or the rank is not
-            that of this process in the group.
+        ConfigError: the batch has other documents than the plans, or they have parents, a key is no tensor over
+            tokens, or the rank is not that of this process in the group.
     """
     rank_plans = RankPlans(
         as_model_plans(plans), rank,
         group=group, backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
     )  # fmt: skip
     _checked_shape(batch)
+    if plans.documents.trees is not None:
+        raise ConfigError(
+            f"the plans are for {plans.documents!r}: labels are shifted inside documents, but the first token of a "
+            "document with a parent is predicted by its parent's last token; valid: shard_trajectories, which takes "
+            "Documents.from_trajectories"
+        )
     kept = _kept(batch)
     _check_documents(batch, plans, kept)
-    return _cut(batch, rank_plans, kept)
+    return cut_batch(batch, rank_plans, kept)
 
 
 def planned_batch(
@@ -134,12 +140,12 @@ def planned_batch(
     """
     of_rank = {name: arguments.pop(name) for name in _ARGUMENTS_OF_RANK if name in arguments}
     plans = build_plans(config, documents_of_batch(batch), Topology.from_mesh(mesh), algorithm, **arguments)
-    rows = _cut(batch, RankPlans(plans, mesh.get_local_rank(), group=mesh.get_group(), **of_rank), _kept(batch))
+    rows = cut_batch(batch, RankPlans(plans, mesh.get_local_rank(), group=mesh.get_group(), **of_rank), _kept(batch))
     return rows, rows.pop("shift_labels" if plans.mask == "causal" else "labels", None)
 
 
-def _cut(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> dict[str, Any]:
-    """Return what :func:`shard_batch` returns; the documents of the batch are those of the plans.
+def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> dict[str, Any]:
+    """Return what :func:`shard_batch` returns; the documents of the batch are those of the plans, trees too.
 
     Args:
         batch: the whole batch.
@@ -232,11 +238,16 @@ def _digest(batch: Mapping[str, Any], kept: np.ndarray) -> int:
     for name, value in sorted(batch.items()):
         is_integer = isinstance(value, Tensor) and not value.is_floating_point() and tuple(value.shape[:2]) == shape
         if is_integer and name not in DESCRIPTIONS:
-            flat = value.flatten(0, 1)[tokens.to(value.device)].flatten().to(torch.int64)
-            places = torch.arange(1, len(flat) + 1, device=flat.device)
-            mixed = (flat + places) * 0x9E3779B97F4A7C1  # so that no exchange of tokens leaves the sum as it is
-            digest = (digest * 31 + int(((mixed ^ (mixed >> 29)) * (2 * places + 1)).sum())) % 2**63
+            digest = extended_digest(digest, value.flatten(0, 1)[tokens.to(value.device)])
     return digest
+
+
+def extended_digest(digest: int, integers: Tensor) -> int:
+    """Return the digest of what has one, and of integers behind it."""
+    flat = integers.flatten().to(torch.int64)
+    places = torch.arange(1, len(flat) + 1, device=flat.device)
+    mixed = (flat + places) * 0x9E3779B97F4A7C1  # so that no exchange of tokens leaves the sum as it is
+    return (digest * 31 + int(((mixed ^ (mixed >> 29)) * (2 * places + 1)).sum())) % 2**63
 
 
 def _checked_shape(batch: Mapping[str, Any]) -> tuple[int, int]:

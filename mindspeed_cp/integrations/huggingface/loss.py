@@ -74,6 +74,19 @@ def loss(logits: Tensor, labels: Tensor, count: Tensor | int, group: dist.Proces
     total = F.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
     )
+    return loss_share(total, count.clamp(min=1) if isinstance(count, Tensor) else max(1, count), group)
+
+
+def loss_share(total: Tensor, divisor: Tensor | float, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return a rank's sum of losses so that its average over the ranks of the group is the global sum over a divisor.
+
+    Args:
+        total: sum over this rank's rows, scalar.
+        divisor: the same on all ranks, such as the number of labels of all of them.
+        group: as for :func:`count_labels`.
+
+    Returns:
+        Scalar on the device of the sum.
+    """
     ranks = max(1, group_size(group))
-    counted = count.clamp(min=1).to(total.device) if isinstance(count, Tensor) else max(1, count)
-    return total * ranks / counted
+    return total * ranks / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)

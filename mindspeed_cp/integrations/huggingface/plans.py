@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_rank, group_size
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION, attention_config, family_of
+from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, attention_config, family_of
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
@@ -68,7 +68,7 @@ def build_plans(
 
     Args:
         config: the model's configuration (``model.config``).
-        documents: documents of the batch.
+        documents: documents of the batch; with parents for models with a causal mask.
         topology: context-parallel ranks.
         algorithm, options: as for :func:`mindspeed_cp.build_plan`.
         tensor_parallel_size, tensor_parallel_rank: as for :func:`attention_config`.
@@ -77,6 +77,13 @@ def build_plans(
         ConfigError: the model, a setting, the algorithm or an option is not supported.
     """
     family = family_of(config)
+    if documents.trees is not None and family.mask != "causal":
+        valid = ", ".join(name for name, known in FAMILIES.items() if known.mask == "causal")
+        raise ConfigError(
+            f"model_type is {config.model_type!r}, whose tokens see later ones, but documents have parents: a prefix "
+            f"would differ between the documents that continue it; valid: a model with a causal mask ({valid}), or "
+            "documents without parents"
+        )
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in (None, IMPLEMENTATION):
         raise ConfigError(

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, get_worker_info
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import planned_batch
 from mindspeed_cp.integrations.huggingface.families import attention_config
+from mindspeed_cp.layout import PackedTrajectories
 
 #: Settings of TrainingArguments, their only valid value, and why.
 _ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
@@ -100,6 +101,12 @@ class PlannedCollator:
         if get_worker_info() is not None:
             raise ConfigError("dataloader_num_workers is above 0; valid: 0, as a plan is bound to process groups")
         documents = rows[0]["documents"]
+        if isinstance(documents, PackedTrajectories):
+            raise ConfigError(
+                "a row is trajectories packed as trees, whose tokens the model's own loss, that of the Trainer, cannot "
+                "count; valid under the Trainer: lists of documents; for trees a loop of your own with "
+                "planned_trajectories and tree_loss"
+            )
         batch = {
             name: torch.cat([torch.as_tensor(document[name]) for document in documents])[None]
             for name in dict.fromkeys(("input_ids", "labels", *documents[0]))

@@ -1,0 +1,203 @@
+"""Batches of trajectories packed as trees: the rows of one rank, and what they predict.
+
+A row of a tree may predict several tokens, and a token of a tree stands for one of several trajectories. So a rank gets
+no labels but targets, each a pair of a tree token and a token that follows it, and the tokens of trajectories for which
+its targets stand::
+
+    trajectories   0: 5 6 7        targets   0: 5 > 6    tokens of trajectories   0: 6 7   targets  0 1
+                   1: 5 6 8                  1: 6 > 7                             1: 6 8            0 2
+                                             2: 6 > 8
+
+A loss that depends on targets alone, with a weight for each token of each trajectory, is a weighted sum over targets
+(:func:`tree_loss`). One that differs between trajectories, such as a clipped ratio with the advantage of each, is a sum
+over their tokens: ``target_log_probs(...)[targets.target_of_token]`` beside ``targets.values(advantages)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_cp.comm import DEFAULT_TIMEOUT
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.batch import cut_batch, extended_digest
+from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans, build_plans
+from mindspeed_cp.layout import PackedTrajectories, TreeTargets
+from mindspeed_cp.plan import Topology
+
+_ARGUMENTS_OF_RANK = ("weights", "backend", "timeout", "dropout_seed", "rows_multiple")
+
+
+@dataclass(frozen=True, eq=False)
+class RankTargets:
+    """What one rank's rows predict: n targets, which stand for m tokens of trajectories.
+
+    The targets of all ranks are all targets of the batch, each once; so are the tokens of trajectories but the first of
+    each.
+
+    Attributes:
+        numbers: number of each target among those of the batch, int64 [n], ascending.
+        rows: local row whose logits predict it, int64 [n]; a row before several tokens comes several times.
+        labels: token to predict, int64 [n].
+        weights: sum of the loss weights of the trajectories' tokens for which it stands, fp32 [n].
+        target_of_token: index in the n targets of each token of a trajectory, int64 [m].
+        trajectory_of_token: number of its trajectory, int64 [m], ascending.
+        index_of_token: its index in the trajectory, from 1, int64 [m].
+        batch_targets: targets of the whole batch.
+        plan: this rank's plans.
+    """
+
+    numbers: Tensor
+    rows: Tensor
+    labels: Tensor
+    weights: Tensor
+    target_of_token: Tensor
+    trajectory_of_token: Tensor
+    index_of_token: Tensor
+    batch_targets: TreeTargets
+    plan: RankPlans
+
+    def values(self, values: Sequence[Any] | Tensor) -> Tensor:
+        """Return values of trajectories, or of their tokens, for each of this rank's tokens of trajectories.
+
+        Args:
+            values: for each trajectory a number, or one for each of its tokens, [length]: advantages, old
+                log-probabilities, masks.
+
+        Returns:
+            fp32 [m], on the device of the targets.
+
+        Raises:
+            ConfigError: not one entry for each trajectory, or its length is not the trajectory's.
+        """
+        counts = [len(targets) for targets in self.batch_targets.of_trajectories]
+        if len(values) != len(counts):
+            raise ConfigError(
+                f"values has {len(values)} entries; valid: one for each of the {len(counts)} trajectories"
+            )
+        device, listed = self.rows.device, []
+        for number, (count, value) in enumerate(zip(counts, values, strict=True)):
+            array = torch.as_tensor(value, dtype=torch.float32, device=device)
+            if array.dim() and array.shape != (count + 1,):
+                raise ConfigError(
+                    f"values[{number}] has shape {list(array.shape)}; valid: one number, or [{count + 1}], one for "
+                    "each token of the trajectory"
+                )
+            listed.append(array[1:] if array.dim() else array.expand(count))
+        offsets = torch.tensor(np.cumsum([0, *counts[:-1]]), device=device)
+        return torch.cat(listed)[offsets[self.trajectory_of_token] + self.index_of_token - 1]
+
+
+def shard_trajectories(
+    packed: PackedTrajectories,
+    plans: ModelPlans,
+    rank: int,
+    *,
+    weights: Sequence[Any] | None = None,
+    device: torch.device | str = "cpu",
+    group: Any = None,
+    backend: Any = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    dropout_seed: int | None = None,
+    rows_multiple: int = 1,
+) -> tuple[dict[str, Any], RankTargets]:
+    """Return the rows of one context-parallel rank of trajectories packed as trees, and what they predict.
+
+    The first call of attention compares trajectories and weights of all ranks by their digest. With dropout a tree
+    token drops the same in all trajectories that share it, as it is computed once.
+
+    Args:
+        packed: ``Documents.from_trajectories(...)``, the same on all ranks of the group.
+        plans: result of :func:`build_plans` for ``packed.documents``.
+        rank: this rank in the context-parallel group.
+        weights: for each trajectory the weight of each of its tokens in the loss, [length] (the first is not used), or
+            one number; default: 1.
+        device: where the tensors are made.
+        group, backend, timeout, dropout_seed, rows_multiple: as for :func:`shard_batch`.
+
+    Returns:
+        Keyword arguments of the model: input_ids [1, t], position_ids on the paths from the roots, ``use_cache=False``
+        and ``plan``; and the targets.
+
+    Raises:
+        ConfigError: packed are no packed trajectories, the plans are for other documents, the weights do not fit, or
+            the rank is not that of this process in the group.
+    """
+    if not isinstance(packed, PackedTrajectories):
+        raise ConfigError(f"packed is a {type(packed).__name__}; valid: Documents.from_trajectories(token lists)")
+    if as_model_plans(plans).documents != packed.documents:
+        raise ConfigError(
+            f"the trajectories are {packed.documents!r}, but the plans are for {plans.documents!r}; valid: "
+            "build_plans(model.config, packed.documents, ...)"
+        )
+    rank_plans = RankPlans(
+        plans, rank,
+        group=group, backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
+    )  # fmt: skip
+    weights_of_targets = packed.targets.weights(weights)
+    tokens = torch.from_numpy(packed.tokens)[None].to(device)
+    rows = cut_batch({"input_ids": tokens}, rank_plans, np.ones(tokens.shape, bool))
+    for integers in (np.concatenate(packed.tree_tokens), weights_of_targets.view(np.int64)):
+        rank_plans.batch_digest = extended_digest(rank_plans.batch_digest or 0, torch.from_numpy(integers))
+    return rows, _rank_targets(packed.targets, weights_of_targets, rank_plans, device)
+
+
+def planned_trajectories(
+    packed: PackedTrajectories, config: Any, mesh: Any, algorithm: str = "hierarchical", **arguments: Any
+) -> tuple[dict[str, Any], RankTargets]:
+    """Build the plans of trajectories packed as trees, and return this rank's rows and targets.
+
+    Args:
+        packed: as for :func:`shard_trajectories`.
+        config: the model's configuration.
+        mesh: device mesh of the context-parallel ranks, such as ``mesh["cp"]``.
+        algorithm: as for :func:`build_plans`.
+        arguments: `weights`, `backend`, `timeout`, `dropout_seed`, `rows_multiple` and `device` (default: the mesh's)
+            as for :func:`shard_trajectories`; others as for :func:`build_plans`.
+
+    Returns:
+        As :func:`shard_trajectories`.
+
+    Raises:
+        ConfigError: as for the functions that it calls: :func:`build_plans`, :func:`shard_trajectories` and
+            Topology.from_mesh.
+    """
+    if not isinstance(packed, PackedTrajectories):
+        raise ConfigError(f"packed is a {type(packed).__name__}; valid: Documents.from_trajectories(token lists)")
+    of_rank = {name: arguments.pop(name) for name in _ARGUMENTS_OF_RANK if name in arguments}
+    device = arguments.pop("device", mesh.device_type)
+    plans = build_plans(config, packed.documents, Topology.from_mesh(mesh), algorithm, **arguments)
+    return shard_trajectories(packed, plans, mesh.get_local_rank(), group=mesh.get_group(), device=device, **of_rank)
+
+
+def _rank_targets(
+    targets: TreeTargets, weights: np.ndarray, rank_plans: RankPlans, device: torch.device | str
+) -> RankTargets:
+    """Return what the rows of a rank predict; `weights` are those of all targets, fp64."""
+    numbers, rows = targets.of_rows(rank_plans.plans.layout.tokens(rank_plans.rank))
+    local = np.full(len(targets), -1)
+    local[numbers] = np.arange(len(numbers))
+    counts = np.array([len(tokens) for tokens in targets.of_trajectories], np.int64)
+    target = local[np.concatenate([*targets.of_trajectories, np.zeros(0, np.int64)])]
+    index = np.arange(len(target)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+    own = target >= 0
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return RankTargets(
+        numbers=on_device(numbers),
+        rows=on_device(rows),
+        labels=on_device(targets.token[numbers]),
+        weights=on_device(weights[numbers].astype(np.float32)),
+        target_of_token=on_device(target[own]),
+        trajectory_of_token=on_device(np.repeat(np.arange(len(counts)), counts)[own]),
+        index_of_token=on_device(index[own]),
+        batch_targets=targets,
+        plan=rank_plans,
+    )
