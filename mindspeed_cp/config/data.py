@@ -19,7 +19,8 @@ class DataSettings(Section):
         default="stdlib",
         min_length=1,
         description="stdlib: sources of Python's standard library; or a .txt or .jsonl file, or a folder of these; "
-        "with trajectories: true, rollouts: groups generated from these sources; or a .jsonl file, or a folder of these",
+        "with trajectories: true, rollouts: groups generated from these sources; or a .jsonl file, or a folder of "
+        "these",
     )
     trajectories: bool = Field(
         default=False,

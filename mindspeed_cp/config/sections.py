@@ -15,7 +15,6 @@ from mindspeed_cp.config.data import DataSettings
 from mindspeed_cp.config.model import ModelSettings
 from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.schema.base import (
-    SETTING_LIMIT,
     FractionBelowOne,
     NonNegativeFloat,
     NonNegativeInt,

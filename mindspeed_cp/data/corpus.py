@@ -107,8 +107,7 @@ def _paths(root: Path, valid_suffixes: tuple[str, ...], name: str, skip: frozens
 
 
 def check_learnable(corpus: Corpus, source: str) -> None:
-    """Raise ConfigError if no document has a token to predict because all are empty, or no trajectory because all weights
-    are 0."""
+    """Raise ConfigError if there is no token to predict: all documents are empty, or all weights of trajectories 0."""
     if getattr(corpus, "learned_tokens", 1) == 0:
         raise ConfigError(
             f"corpus {source}: no token of its {len(corpus.lengths)} groups is predicted with a weight other than 0; "

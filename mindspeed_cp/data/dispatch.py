@@ -134,9 +134,7 @@ class Dispatcher:
             return Documents(chunks["length"][numbers])
         return self.trees.documents(chunks["document"][numbers])
 
-    def _pool_micro_batches(
-        self, lengths: np.ndarray, costs: np.ndarray, row_of_chunk: np.ndarray
-    ) -> list[np.ndarray]:
+    def _pool_micro_batches(self, lengths: np.ndarray, costs: np.ndarray, row_of_chunk: np.ndarray) -> list[np.ndarray]:
         """Return the micro-batches of the pool: as few as there can be (with pipeline stages, as many as end soonest),
         equal in modelled time, each with as many tokens as the replicas have room for together."""
         assignment = assign(

@@ -185,7 +185,5 @@ def concatenate(groups: Sequence[PackedTrajectories], documents: Documents) -> P
     return PackedTrajectories(
         documents,
         np.concatenate([np.zeros(0, np.int64), *(group.tokens for group in groups)]),
-        tuple(
-            path + offset for group, offset in zip(groups, offsets[:-1], strict=True) for path in group.tree_tokens
-        ),
+        tuple(path + offset for group, offset in zip(groups, offsets[:-1], strict=True) for path in group.tree_tokens),
     )
