@@ -160,7 +160,10 @@ def test_a_line_is_a_group_of_texts_or_token_numbers(tmp_path: Path) -> None:
         ({"trajectories": []}, "valid: a list of one trajectory or more"),
         ({"trajectories": "ab"}, "trajectories is 'ab'"),
         ({"trajectories": [[]]}, r"trajectories\[0\] has no tokens"),
-        ({"trajectories": [["a"]]}, r"trajectories\[0\] has 'a'; valid: a text, or a list of token numbers from 0 to 256"),
+        (
+            {"trajectories": [["a"]]},
+            r"trajectories\[0\] has 'a'; valid: a text, or a list of token numbers from 0 to 256",
+        ),
         ({"trajectories": [[257]]}, r"trajectories\[0\] has 257"),
         ({"trajectories": [[True]]}, r"trajectories\[0\] has True"),
         ({"trajectories": [3]}, r"trajectories\[0\] is 3; valid: a text"),
@@ -182,7 +185,9 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
 def test_a_group_longer_than_the_context_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"trajectories": ["abc"]}, {"trajectories": ["abcd", "abcde"]})
     assert len(open_trajectories(str(path), context=7)) == 2
-    with pytest.raises(ConfigError, match=r":2: has 7 tree tokens \(11 of its 2 trajectories\), and data\.seq_length = 6"):
+    with pytest.raises(
+        ConfigError, match=r":2: has 7 tree tokens \(11 of its 2 trajectories\), and data\.seq_length = 6"
+    ):
         open_trajectories(str(path), context=6)
 
 
@@ -328,7 +333,9 @@ def test_a_state_resumes_and_other_contents_are_refused() -> None:
 def test_rows_of_other_weights_have_another_digest() -> None:
     def digest(weights: Any) -> int:
         corpus = TrajectoryCorpus(ListGroups([[[1, 2, 3], [1, 4]]], [weights]))
-        return open_stream(corpus, 8, 0).next_batch(1, Dispatcher("none", 1, 8, tree_cost(), trees=corpus)).content_digest
+        return (
+            open_stream(corpus, 8, 0).next_batch(1, Dispatcher("none", 1, 8, tree_cost(), trees=corpus)).content_digest
+        )
 
     assert digest([[1, 1, 1], [1, 1]]) == digest([[0, 1, 1], [0, 1]]), "the first is not used"
     assert digest([[1, 1, 1], [1, 1]]) != digest([[1, 1, 1], [1, 0]])

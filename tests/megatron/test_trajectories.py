@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from mindspeed_cp.megatron import (
     micro_batch_seed,
     planned_batch,
     planned_params,
+    pretrain,
     rows_multiple,
     target_losses,
     trajectory_batch,
@@ -235,7 +237,10 @@ def test_a_plan_of_other_documents_is_refused() -> None:
     attention = attention_config(transformer_config())
     for documents in (Documents(packed.documents.lengths), packed_and_plan(2)[0].documents):
         plan = build_plan(documents, Topology(1, 1), attention)
-        refused(r"\[tokens\]|valid: build_plan\(packed\.documents|but the plan has", lambda p=plan: trajectory_batch(packed, p, 0))  # type: ignore[misc]
+        refused(
+            r"\[tokens\]|valid: build_plan\(packed\.documents|but the plan has",
+            lambda p=plan: trajectory_batch(packed, p, 0),
+        )  # type: ignore[misc]
 
 
 def test_logits_are_needed() -> None:
@@ -247,7 +252,9 @@ def test_logits_are_needed() -> None:
 def test_a_tree_in_two_rows_of_a_micro_batch_is_refused() -> None:
     attention = attention_config(transformer_config())
     plan = build_plan(Documents([4, 4, 8], parents=[-1, -1, 1]), Topology(1, 1), attention)
-    refused("documents that continue document 1 are in another row", lambda: planned_params(plan, 0, "sbhd", batch_size=2))
+    refused(
+        "documents that continue document 1 are in another row", lambda: planned_params(plan, 0, "sbhd", batch_size=2)
+    )
     whole = build_plan(Documents([4, 4, 8], parents=[-1, 0, -1]), Topology(1, 1), attention)
     planned_params(whole, 0, "sbhd", batch_size=2)
 
@@ -260,9 +267,7 @@ def test_a_tree_in_two_rows_of_a_micro_batch_is_refused() -> None:
     ],
     ids=["multi-token prediction", "mrope"],
 )
-def test_what_a_tree_has_no_meaning_for_is_refused(
-    config: dict[str, Any], model: dict[str, Any], words: str
-) -> None:
+def test_what_a_tree_has_no_meaning_for_is_refused(config: dict[str, Any], model: dict[str, Any], words: str) -> None:
     from mindspeed_cp.megatron import local_mtp_spec
 
     packed, plan = packed_and_plan()
@@ -272,5 +277,62 @@ def test_what_a_tree_has_no_meaning_for_is_refused(
         spec = install(layer_spec(whole), Suite())
         later = {"mtp_block_spec": local_mtp_spec(whole, spec)} if "mtp_num_layers" in config else {}
         gpt = install_model(build(whole, spec, **model, **later))
-        more = {"labels": batch["labels"], "loss_mask": torch.ones_like(batch["labels"], dtype=torch.float32)} if later else {}
+        more = (
+            {"labels": batch["labels"], "loss_mask": torch.ones_like(batch["labels"], dtype=torch.float32)}
+            if later
+            else {}
+        )
         refused(words, lambda: gpt(batch["tokens"], batch["position_ids"], None, packed_seq_params=params, **more))
+
+
+# in Megatron's training scripts, with a stand-in for their arguments
+
+OWN: dict[str, Any] = dict(reset_position_ids=False, reset_attention_mask=False)
+
+
+def test_the_step_of_a_script_is_that_of_the_batch(run: Callable[..., Namespace], alone: None) -> None:
+    run(**OWN)
+    listed, weights = trajectories(1)
+    packed = Documents.from_trajectories(listed)
+    config = transformer_config()
+    model = install_model(build(config, install(layer_spec(config), Suite())))
+    logits, loss = pretrain.trajectory_forward_step(iter([(packed, weights)]), model)
+    total, count, report = loss(logits)
+    plain, _ = pretrain.trajectory_forward_step(iter([packed]), model)
+    batch, params = trajectory_batch(packed, plans_of(TREE, config, packed.documents), 0, weights)
+    expected = trajectory_loss_function(
+        batch, model, model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params)
+    )
+    assert (total.item(), int(count)) == (pytest.approx(expected[0].item()), int(expected[1]))
+    assert [float(x) for x in report["lm loss"]] == pytest.approx([float(x) for x in expected[2]["lm loss"]])
+    assert plain.shape == logits.shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "words"),
+    [
+        (dict(reset_position_ids=True), {}, "reset_position_ids is True; valid with trajectories: False"),
+        (dict(reset_attention_mask=True), {}, "reset_attention_mask is True"),
+        (dict(eod_mask_loss=True), {}, "eod_mask_loss is True"),
+        (dict(sft=True), {}, "sft is True"),
+        (dict(cp_plan_pool=True), {}, "cp_plan_pool is True; valid with trajectories: False"),
+        ({}, dict(mtp_num_layers=1), "mtp_num_layers is 1; valid with trajectories: None"),
+        (dict(position_embedding_type="learned_absolute", max_position_embeddings=39), {}, "the longest trajectory has 40 tokens"),
+    ],
+)  # fmt: skip
+def test_arguments_that_contradict_trajectories_are_named(
+    run: Callable[..., Namespace], alone: None, changes: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
+    run(**{**OWN, **changes})
+    refused(words, lambda: pretrain.get_trajectory_batch(packed_and_plan()[0], None, transformer_config(**config)))
+
+
+def test_other_batches_and_schedules_are_refused(run: Callable[..., Namespace], alone: None) -> None:
+    run(**OWN)
+    model = torch.nn.Module()
+    for given in (iter([{"tokens": 1}]), None):
+        refused(
+            "valid on every rank: Documents.from_trajectories",
+            lambda it=given: pretrain.trajectory_forward_step(it, model),
+        )  # type: ignore[misc]
+    refused("return_schedule_plan is True", lambda: pretrain.trajectory_forward_step(iter([]), model, True))

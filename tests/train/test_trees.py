@@ -116,7 +116,7 @@ MORE_SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
         3, {"context_parallel_suite__context_parallel_size": 3, "context_parallel_suite__algorithm": "direct",
             "context_parallel_suite__layout": "balanced"},
     ),
-    "auto": (2, {**CP2, "context_parallel_suite__algorithm": "hierarchical",
+    "candidates of rows": (2, {**CP2, "context_parallel_suite__algorithm": "hierarchical",
                  "context_parallel_suite__candidates": ["ring", "ulysses"]}),
     "pool": (4, {**CP2, "data__balance": "pool", "context_parallel_suite__algorithm": "hierarchical"}),
     "distributed optimizer, recomputed": (
