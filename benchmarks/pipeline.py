@@ -45,7 +45,7 @@ def compare_batch(
     began = time.perf_counter()
     staged = assign(lengths, cost, replicas, **bound, stages=stages)
     seconds = time.perf_counter() - began
-    pool = Dispatcher("pool", replicas, context, cost, fixed, stages=stages)._pool_micro_batches(lengths, rows)
+    pool = Dispatcher("pool", replicas, context, cost, fixed, stages=stages)._pool_micro_batches(lengths, costs, rows)
     slowest = [
         max(step_seconds(costs, group, fixed, stages) for group in groups)
         for groups in (in_order, *([each.rows(r) for r in range(replicas)] for each in (one_stage, staged)))

@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from mindspeed_cp.algorithms import AUTO, algorithm_options
 from mindspeed_cp.config.aliases import UNSUPPORTED_KEYS
+from mindspeed_cp.config.data import DataSettings
 from mindspeed_cp.config.model import ModelSettings
 from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.schema.base import (
-    SETTING_LIMIT,
     FractionBelowOne,
     NonNegativeFloat,
     NonNegativeInt,
@@ -23,26 +23,6 @@ from mindspeed_cp.schema.base import (
     Section,
 )
 from mindspeed_cp.schema.messages import bad_value, unknown_key
-
-
-class DataSettings(Section):
-    """The corpus and how it is packed."""
-
-    corpus: str = Field(
-        default="stdlib",
-        min_length=1,
-        description="stdlib: sources of Python's standard library; or a .txt or .jsonl file, or a folder of these",
-    )
-    seq_length: Annotated[int, Field(ge=2, le=SETTING_LIMIT)] = Field(
-        default=4096, description="context: tokens of a packed row; longer documents are cut and counted"
-    )
-    balance: Literal["none", "time", "pool"] = Field(
-        default="none",
-        description="time: dispatch the documents of each step over replicas and micro-batches, so that all replicas "
-        "end at the same modelled time, with different numbers of micro-batches; pool: as time, or all ranks of all "
-        "replicas as one pool in the steps where that is modelled to be faster, with algorithm: hierarchical; none: "
-        "rows in order",
-    )
 
 
 class TrainSettings(Section):

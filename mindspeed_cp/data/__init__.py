@@ -9,10 +9,15 @@ from mindspeed_cp.data.document_cost import DocumentCost
 from mindspeed_cp.data.file_corpus import FileCorpus
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.data.pool import PoolModel
+from mindspeed_cp.data.rollouts import ROLLOUTS, Rollouts, RolloutShape
 from mindspeed_cp.data.stream import PackedRow, PackedStream, ReplicaBatch
+from mindspeed_cp.data.trajectory_corpus import TrajectoryCorpus, open_trajectories
+from mindspeed_cp.data.trajectory_lines import TrajectoryFiles, TrajectoryGroup
+from mindspeed_cp.data.tree_stream import TreeRow, TreeStream, open_stream
 
 __all__ = [
     "EOD",
+    "ROLLOUTS",
     "VOCAB_SIZE",
     "Assignment",
     "Corpus",
@@ -25,11 +30,20 @@ __all__ = [
     "Packer",
     "PoolModel",
     "ReplicaBatch",
+    "RolloutShape",
+    "Rollouts",
+    "TrajectoryCorpus",
+    "TrajectoryFiles",
+    "TrajectoryGroup",
+    "TreeRow",
+    "TreeStream",
     "assign",
     "check_learnable",
     "corpus_digests",
     "detokenize",
     "different_documents",
     "open_corpus",
+    "open_stream",
+    "open_trajectories",
     "tokenize",
 ]

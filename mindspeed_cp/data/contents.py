@@ -14,6 +14,7 @@ import numpy as np
 
 from mindspeed_cp.data.corpus import Corpus
 from mindspeed_cp.data.dispatch import DIGEST_BITS
+from mindspeed_cp.data.trajectory_corpus import TrajectoryCorpus
 
 WHOLE_TOKENS = 2**24  # of a corpus that is digested as a whole
 BLOCK_TOKENS, SAMPLED_BLOCKS = 2**14, 1024  # of larger ones
@@ -23,12 +24,18 @@ GROUPS = 16  # digests of a corpus
 def corpus_digests(corpus: Corpus) -> list[str]:
     """Return the digests of GROUPS runs of documents, each 16 hexadecimal digits; all blocks are read.
 
+    Groups of trajectories were digested as a whole when their corpus was opened.
+
     Raises:
         ConfigError: the corpus cannot be read.
     """
     lengths = np.asarray(corpus.lengths, np.int64)
     stops = np.cumsum(lengths)
     digests = [blake2b(digest_size=8) for _ in range(GROUPS)]
+    if isinstance(corpus, TrajectoryCorpus):
+        for group, digest in enumerate(corpus.group_digests):
+            digests[group * GROUPS // len(lengths)].update(digest)
+        return [digest.hexdigest() for digest in digests]
     for document, start in _blocks(lengths, stops):
         stop = min(start + BLOCK_TOKENS, int(lengths[document]))
         digest = digests[document * GROUPS // len(lengths)]
@@ -60,7 +67,7 @@ def different_documents(digests: Sequence[str], others: Sequence[str], documents
 
 
 def rows_digest(rows: Iterable[np.ndarray]) -> int:
-    """Return a digest of the tokens of some rows, an integer of DIGEST_BITS."""
+    """Return a digest of the contents of some rows, an integer of DIGEST_BITS."""
     digest = blake2b(digest_size=8)
     for tokens in rows:
         digest.update(_as_bytes(tokens))

@@ -47,14 +47,34 @@ def open_corpus(source: str | Path, suffixes: Iterable[str] | None = None) -> Fi
     """
     if str(source) == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        valid_suffixes = _checked(suffixes or (".py",))
-        skip = NOT_STDLIB
+        paths = _paths(root, _checked(suffixes or (".py",)), STDLIB, NOT_STDLIB)
     else:
-        if not str(source).strip():
-            raise ConfigError(f"corpus {str(source)!r} names nothing; valid: {STDLIB!r}, a file, or a folder of files")
-        root = Path(source).expanduser()
-        valid_suffixes = _checked(suffixes or USER_SUFFIXES)
-        skip = frozenset()
+        root, paths = user_files(source, _checked(suffixes or USER_SUFFIXES), STDLIB)
+    corpus = FileCorpus(paths)
+    if not len(corpus):
+        raise ConfigError(f"corpus {printable_path(root)}: has no document; its {JSON_LINES} files have no lines")
+    return corpus
+
+
+def user_files(source: str | Path, suffixes: tuple[str, ...], name: str) -> tuple[Path, list[Path]]:
+    """Return the file or folder that a user names, and the files that it is or has.
+
+    Args:
+        source: a file or a folder.
+        suffixes: suffixes of the files to read.
+        name: the corpus that is valid in place of files, for errors.
+
+    Raises:
+        ConfigError: the source does not exist, or has no file with one of the suffixes.
+    """
+    if not str(source).strip():
+        raise ConfigError(f"corpus {str(source)!r} names nothing; valid: {name!r}, a file, or a folder of files")
+    root = Path(source).expanduser()
+    return root, _paths(root, suffixes, name)
+
+
+def _paths(root: Path, valid_suffixes: tuple[str, ...], name: str, skip: frozenset[str] = frozenset()) -> list[Path]:
+    """Return a file, or the files of a folder; arguments and errors as for `user_files`."""
     try:
         exists = root.exists()
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL byte
@@ -62,7 +82,7 @@ def open_corpus(source: str | Path, suffixes: Iterable[str] | None = None) -> Fi
     if not exists:
         raise ConfigError(
             f"corpus {printable_path(root)}: no such file or folder; "
-            f"valid: {STDLIB!r}, a {_either(valid_suffixes)} file, or a folder of them"
+            f"valid: {name!r}, a {_either(valid_suffixes)} file, or a folder of them"
         )
     if root.is_dir():
         paths = find_files(root, valid_suffixes, skip)
@@ -83,14 +103,16 @@ def open_corpus(source: str | Path, suffixes: Iterable[str] | None = None) -> Fi
             f"corpus {printable_path(irregular)}: is no regular file; valid: {_either(valid_suffixes)}, or a folder "
             "of them"
         )
-    corpus = FileCorpus(paths)
-    if not len(corpus):
-        raise ConfigError(f"corpus {printable_path(root)}: has no document; its {JSON_LINES} files have no lines")
-    return corpus
+    return paths
 
 
 def check_learnable(corpus: Corpus, source: str) -> None:
-    """Raise ConfigError if no document has a token to predict because all are empty."""
+    """Raise ConfigError if there is no token to predict: all documents are empty, or all weights of trajectories 0."""
+    if getattr(corpus, "learned_tokens", 1) == 0:
+        raise ConfigError(
+            f"corpus {source}: no token of its {len(corpus.lengths)} groups is predicted with a weight other than 0; "
+            "nothing can be learned"
+        )
     if corpus.lengths.max(initial=0) < 2:
         raise ConfigError(
             f"corpus {source}: all of its {len(corpus.lengths)} documents are empty; nothing can be learned"

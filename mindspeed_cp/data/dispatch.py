@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.data.balance import assign
 from mindspeed_cp.data.pool import PoolModel
+from mindspeed_cp.data.trajectory_corpus import TrajectoryCorpus
+from mindspeed_cp.layout import Documents
 
 BALANCES = ("none", "time", "pool")
 DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
@@ -61,24 +65,28 @@ class Dispatcher:
             "time", or one pool of all ranks where `pool` finds that faster.
         replicas: number of data-parallel replicas.
         context: largest number of tokens in a micro-batch.
-        cost: modelled seconds of documents, from lengths int64 [documents] to float64 [documents].
+        cost: modelled seconds of documents, from lengths int64 [documents], or with `trees` from Documents, to float64
+            [documents].
         per_micro_batch: modelled seconds that a micro-batch takes in addition to its documents.
         equal_counts: all replicas have the same number of micro-batches.
         keeps_document_numbers: documents keep their index in the global batch, on which attention dropout depends; in a
             micro-batch, documents of other micro-batches then have length 0.
         pool: compares replicas with the pool; None, or with one replica: there is no pool.
         stages: number of pipeline stages, for which micro-batches are packed and ordered unless `balance` is "none".
+        trees: the corpus, if its documents are groups of trajectories: each costs what its trees cost. None: documents
+            are what their lengths say.
     """
 
     balance: str
     replicas: int
     context: int
-    cost: Callable[[np.ndarray], np.ndarray]
+    cost: Callable[[Any], np.ndarray]
     per_micro_batch: float = 0.0
     equal_counts: bool = False
     keeps_document_numbers: bool = False
     pool: PoolModel | None = None
     stages: int = 1
+    trees: TrajectoryCorpus | None = None
 
     def __call__(self, rows: Sequence[np.ndarray]) -> DispatchedBatch:
         """Dispatch the rows of one global batch, each DOC_CHUNK [chunks]; the number of rows is a multiple of
@@ -86,15 +94,16 @@ class Dispatcher:
         began = time.perf_counter()
         chunks = np.concatenate(rows)
         row_of_chunk = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        costs = self._seconds(chunks)
         if self.balance == "none":
-            times = np.bincount(row_of_chunk, self.cost(chunks["length"]), len(rows)) + self.per_micro_batch
+            times = np.bincount(row_of_chunk, costs, len(rows)) + self.per_micro_batch
             numbers = np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(row_of_chunk)) + 1)
             seconds = times.reshape(-1, self.replicas).sum(0)
             micro_batches = [numbers[replica :: self.replicas] for replica in range(self.replicas)]
             return DispatchedBatch(chunks, micro_batches, seconds, time.perf_counter() - began)
         assignment = assign(
             chunks["length"],
-            self.cost,
+            costs,
             self.replicas,
             token_bound=self.context,
             per_micro_batch=self.per_micro_batch,
@@ -105,19 +114,32 @@ class Dispatcher:
         micro_batches = [assignment.rows(replica) for replica in range(self.replicas)]
         seconds, pooled = assignment.seconds, False
         if self.balance == "pool" and self.pool is not None and self.replicas > 1:
-            pool_micro_batches = self._pool_micro_batches(chunks["length"], row_of_chunk)
-            choice = self.pool.choose(chunks["length"], micro_batches, pool_micro_batches)
+            pool_micro_batches = self._pool_micro_batches(chunks["length"], costs, row_of_chunk)
+            choice = self.pool.choose(partial(self._documents, chunks), micro_batches, pool_micro_batches)
             seconds, pooled = choice.seconds, choice.pooled
             if pooled:
                 micro_batches = [pool_micro_batches] * self.replicas
         return DispatchedBatch(chunks, micro_batches, seconds, time.perf_counter() - began, pooled)
 
-    def _pool_micro_batches(self, lengths: np.ndarray, row_of_chunk: np.ndarray) -> list[np.ndarray]:
+    def _seconds(self, chunks: np.ndarray) -> np.ndarray:
+        """Return the modelled seconds of each chunk, float64 [chunks]."""
+        if self.trees is None:
+            return self.cost(chunks["length"])
+        groups = chunks["document"]
+        return self.trees.sum_of_groups(groups, self.cost(self.trees.documents(groups)))
+
+    def _documents(self, chunks: np.ndarray, numbers: np.ndarray) -> Documents:
+        """Return the documents of some chunks."""
+        if self.trees is None:
+            return Documents(chunks["length"][numbers])
+        return self.trees.documents(chunks["document"][numbers])
+
+    def _pool_micro_batches(self, lengths: np.ndarray, costs: np.ndarray, row_of_chunk: np.ndarray) -> list[np.ndarray]:
         """Return the micro-batches of the pool: as few as there can be (with pipeline stages, as many as end soonest),
         equal in modelled time, each with as many tokens as the replicas have room for together."""
         assignment = assign(
             lengths,
-            self.cost(lengths) / self.replicas,
+            costs / self.replicas,
             1,
             token_bound=self.context * self.replicas,
             per_micro_batch=self.per_micro_batch,

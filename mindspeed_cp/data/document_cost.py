@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.plan.problem import visible_pairs
+from mindspeed_cp.plan.problem import document_pairs
 
 #: Kernels of a layer besides attention, forward and backward: norms, projections, rotary positions, MLP, residuals.
 LINEAR_KERNELS = 36
@@ -42,13 +43,19 @@ class DocumentCost:
     whole_documents: bool = False
     recomputed: tuple[int, int] = (0, 0)
 
-    def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the seconds of each document, float64 [documents]; `lengths` is int64 [documents]."""
+    def __call__(self, given: np.ndarray | Documents) -> np.ndarray:
+        """Return the seconds of each document, float64 [documents].
+
+        Args:
+            given: lengths, int64 [documents]; or documents, of which those that continue others also attend to these.
+        """
+        documents = given if isinstance(given, Documents) else Documents(given)
+        lengths = documents.lengths
         short = lengths if self.whole_documents else -(-lengths // self.ranks)
         total = np.zeros(len(lengths))
         for attention, layer in dict.fromkeys(self.layers):  # equal layers are computed once
             cost = ComputeCost(self.cluster, attention, layer)
-            pairs = visible_pairs(lengths, lengths, attention) / self.ranks
+            pairs = document_pairs(documents, documents, attention) / self.ranks
             tokens = lengths / self.ranks
             attention_forwards, linear_forwards = (1 + again for again in self.recomputed)
             seconds = cost.attention_seconds(pairs, short) * attention_forwards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -102,13 +102,13 @@ class FileCorpus:
         if entry["line"]:
             content = self._text(document)[start:last]
         else:
-            content = _read(self._files[entry["file"]], min(start, last), last)
+            content = read_range(self._files[entry["file"]], min(start, last), last)
         return tokenize(content, end=stop == length and start < length)
 
     def _text(self, document: int) -> bytes:
         if self._last_text is None or self._last_text[0] != document:
             entry = self._entries[document]
-            line = _read(self._files[entry["file"]], int(entry["start"]), int(entry["start"] + entry["size"]))
+            line = read_range(self._files[entry["file"]], int(entry["start"]), int(entry["start"] + entry["size"]))
             self._last_text = (document, _text_of(line, self.name(document)))
         return self._last_text[1]
 
@@ -167,20 +167,41 @@ def _measure(path: Path) -> SourceFile:
 
 def _index_lines(path: Path, number: int) -> tuple[SourceFile, list[tuple[int, int, int, int, int]]]:
     """Return the file, and the fields of a CORPUS_ENTRY for each of its documents."""
-    file = _measure(path)
     entries = []
+
+    def add(start: int, line: bytes, line_number: int) -> None:
+        tokens = len(_text_of(line, f"{printable_path(path)}:{line_number}")) + 1
+        entries.append((number, start, len(line), line_number, tokens))
+
+    return _each_line(path, add), entries
+
+
+def index_lines(path: Path) -> tuple[SourceFile, list[tuple[int, int, int]]]:
+    """Return a file, and of each of its lines that are not blank the first byte, the number of bytes, and its number
+    from 1.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    lines: list[tuple[int, int, int]] = []
+    file = _each_line(path, lambda start, line, number: lines.append((start, len(line), number)))
+    return file, lines
+
+
+def _each_line(path: Path, add: Callable[[int, bytes, int], None]) -> SourceFile:
+    """Call `add` with first byte, content and number of each line that is not blank; return the file."""
+    file = _measure(path)
     start = 0
     try:
         with path.open("rb") as opened:
-            for line_number, line in enumerate(opened, 1):
+            for number, line in enumerate(opened, 1):
                 if line.strip():
-                    tokens = len(_text_of(line, f"{printable_path(path)}:{line_number}")) + 1
-                    entries.append((number, start, len(line), line_number, tokens))
+                    add(start, line, number)
                 start += len(line)
             file.check(opened)
     except OSError as error:
         raise _unreadable(path, error) from None
-    return file, entries
+    return file
 
 
 def _text_of(line: bytes, where: str) -> bytes:
@@ -203,8 +224,12 @@ def _text_of(line: bytes, where: str) -> bytes:
         ) from None
 
 
-def _read(file: SourceFile, start: int, stop: int) -> bytes:
-    """Read bytes start .. stop-1 of a file; afterwards check that it has not changed."""
+def read_range(file: SourceFile, start: int, stop: int) -> bytes:
+    """Read bytes start .. stop-1 of a file; afterwards check that it has not changed.
+
+    Raises:
+        ConfigError: it cannot be read, or has changed.
+    """
     try:
         with file.path.open("rb") as opened:
             opened.seek(start)

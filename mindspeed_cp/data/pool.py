@@ -13,9 +13,9 @@ pool has more messages between nodes, and a larger placement to search, so repli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ POOL_ALGORITHM = "hierarchical"
 CLEARLY_LESS = 1 - 1e-9
 
 MicroBatches = Sequence[np.ndarray]  # of a replica or of the pool: the documents of each, int64
+DocumentsOf = Callable[[np.ndarray], Documents]  # some documents of a step by their numbers, int64 [n]
 
 
 @dataclass(frozen=True)
@@ -80,34 +81,38 @@ class PoolModel:
     options: Mapping[str, Any] = field(default_factory=dict)
     stages: int = 1
 
-    def choose(self, lengths: np.ndarray, replicas: Sequence[MicroBatches], pooled: MicroBatches) -> PoolChoice:
+    def choose(
+        self, documents: np.ndarray | DocumentsOf, replicas: Sequence[MicroBatches], pooled: MicroBatches
+    ) -> PoolChoice:
         """Return the faster of both.
 
         Args:
-            lengths: tokens of the documents of a step, int64 [documents].
+            documents: tokens of the documents of a step, int64 [documents]; or a function that gives some of them by
+                their numbers, int64 [n].
             replicas: micro-batches of each replica.
             pooled: micro-batches of the pool.
 
         Raises:
             ConfigError: some micro-batch cannot be planned, for example under a bound of tokens.
         """
-        of_replicas = np.array([self._estimate(lengths, group, self.replica) for group in replicas])
+        given = documents if callable(documents) else partial(_documents_of_lengths, documents)
+        of_replicas = np.array([self._estimate(given, group, self.replica) for group in replicas])
         # Last, so that its placements are in the planner's cache when they are built.
-        of_pool = self._estimate(lengths, pooled, self.pool)
+        of_pool = self._estimate(given, pooled, self.pool)
         static = float(of_replicas.max())
         is_pooled = of_pool < CLEARLY_LESS * static
         if not self._has_window and max(static, of_pool) <= SIMULATED_WITHIN * min(static, of_pool):
-            of_pool = self._simulate(lengths, pooled, self.pool)
-            is_pooled = self._is_any_slower(of_pool, lengths, replicas, of_replicas)
+            of_pool = self._simulate(given, pooled, self.pool)
+            is_pooled = self._is_any_slower(of_pool, given, replicas, of_replicas)
         return PoolChoice(is_pooled, np.full(len(replicas), of_pool) if is_pooled else of_replicas)
 
     def _is_any_slower(
-        self, seconds: float, lengths: np.ndarray, replicas: Sequence[MicroBatches], estimates: np.ndarray
+        self, seconds: float, given: DocumentsOf, replicas: Sequence[MicroBatches], estimates: np.ndarray
     ) -> bool:
         """Return True if a replica is slower by simulation than `seconds`; the slowest by estimate come first."""
         order = np.argsort(-estimates, kind="stable").tolist()
         least = seconds / CLEARLY_LESS
-        return any(self._simulate(lengths, replicas[replica], self.replica) > least for replica in order)
+        return any(self._simulate(given, replicas[replica], self.replica) > least for replica in order)
 
     @property
     def _has_window(self) -> bool:
@@ -122,24 +127,22 @@ class PoolModel:
         """Seconds of a micro-batch's kernel launches besides attention."""
         return self.layers * LINEAR_KERNELS * cluster_of(self.replica).launch
 
-    def _estimate(self, lengths: np.ndarray, micro_batches: MicroBatches, topology: Topology) -> float:
+    def _estimate(self, given: DocumentsOf, micro_batches: MicroBatches, topology: Topology) -> float:
         """Return the seconds of micro-batches, one after the other: of the placement model, or simulated."""
         if self._has_window:
-            return self._simulate(lengths, micro_batches, topology)
+            return self._simulate(given, micro_batches, topology)
         seconds = []
         for numbers in micro_batches:
-            documents = Documents(lengths[numbers])
+            documents = given(numbers)
             result = choose_placement(documents, documents, topology, self.attention, **self._placement_options)
             seconds.append(self.layers * result.score.total + self._per_micro_batch)
         return self._scheduled(seconds)
 
-    def _simulate(self, lengths: np.ndarray, micro_batches: MicroBatches, topology: Topology) -> float:
+    def _simulate(self, given: DocumentsOf, micro_batches: MicroBatches, topology: Topology) -> float:
         """Return the seconds of the plans of micro-batches by event simulation."""
         cluster, seconds = cluster_of(topology), []
         for numbers in micro_batches:
-            plan = build_plan(
-                Documents(lengths[numbers]), topology, self.attention, POOL_ALGORITHM, **dict(self.options)
-            )
+            plan = build_plan(given(numbers), topology, self.attention, POOL_ALGORITHM, **dict(self.options))
             timeline = simulate_plan(plan, cluster, self.layer, COARSE_SPANS)
             seconds.append(self.layers * timeline.total + self._per_micro_batch)
         return self._scheduled(seconds)
@@ -147,3 +150,7 @@ class PoolModel:
     def _scheduled(self, seconds: list[float]) -> float:
         """Return when a step of these micro-batches ends: one after the other, with stages by the 1F1B schedule."""
         return pipeline_time(seconds, self.stages) / (self.stages * (1 + BACKWARD))
+
+
+def _documents_of_lengths(lengths: np.ndarray, numbers: np.ndarray) -> Documents:
+    return Documents(lengths[numbers])

@@ -43,6 +43,16 @@ class PackedRow:
     index: int  # number of the row, counted over all replicas
     dropout_stream_id: int  # with the index of a document, it identifies the dropped attention weights
 
+    @property
+    def flat_tokens(self) -> int:
+        """Number of tokens, each as often as trajectories have it."""
+        return len(self.tokens)
+
+    @property
+    def contents(self) -> tuple[np.ndarray, ...]:
+        """What ranks compare of the row, integers of 32 bits."""
+        return (self.tokens,)
+
 
 @dataclass(frozen=True, eq=False)
 class ReplicaBatch:
@@ -167,7 +177,7 @@ class PackedStream:
             document, start, length = dispatched.chunks[0].tolist()
             sample = self.corpus.tokens(document, start, start + length)
         self._count(drawn)
-        content = rows_digest(row.tokens for row in replica_rows)
+        content = rows_digest(array for row in replica_rows for array in row.contents)
         return ReplicaBatch(replica_rows, dispatched, content, rows_digest([sample]))
 
     @contextmanager
@@ -195,6 +205,7 @@ class PackedStream:
         return self._load(row_chunks, self._rows + index, dropout_stream_id=self._rows)
 
     def _load(self, chunks: np.ndarray, index: int, dropout_stream_id: int | None = None) -> PackedRow:
+        """Load the row of some chunks; those of other micro-batches have length 0."""
         documents = Documents(chunks["length"])
         tokens = np.empty(documents.tokens, np.int64)
         for (document, start, length), offset in zip(chunks.tolist(), documents.offsets[:-1].tolist(), strict=True):

@@ -43,6 +43,12 @@ class TreeTargets:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def is_first(self) -> np.ndarray:
+        """True for the first target of each tree token; the others are those of tokens after which trajectories branch;
+        bool [targets]."""
+        return np.diff(self.source, prepend=-1) != 0
+
     def weights(self, weights: Sequence[Any] | None = None) -> np.ndarray:
         """Sum the loss weights that trajectories give to targets.
 

@@ -12,7 +12,8 @@
 
 A loader's batch that says by cu_seqlens, positions or end-of-document tokens where documents end goes through
 `planned_batch_from(batch, config, suite)` instead of build_plan and planned_batch; a model called with Megatron's plain
-`PackedSeqParams` takes its plan from their cu_seqlens.
+`PackedSeqParams` takes its plan from their cu_seqlens. Trajectories that share prefixes, packed as trees, go through
+`trajectory_batch` and `trajectory_loss_function`.
 
 With sliding windows in some layers a micro-batch needs a plan for each of `dict.fromkeys(layer_attentions(config))`;
 with attention dropout, planned_batch a `dropout_seed`; with experts, the model `**params.padding_arguments(model)`;
@@ -38,6 +39,7 @@ with megatron_imports():
     from mindspeed_cp.megatron.adaptors.router import PlannedRouter
     from mindspeed_cp.megatron.adaptors.settings import check_model_config, rows_multiple
     from mindspeed_cp.megatron.adaptors.spec import install
+    from mindspeed_cp.megatron.adaptors.trajectories import target_losses, trajectory_batch, trajectory_loss_function
     from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
     from mindspeed_cp.megatron.patches.compat import megatron_compat
     from mindspeed_cp.megatron.patches.cuda_redirect import megatron_on, megatron_on_cpu, megatron_on_npu
@@ -70,4 +72,7 @@ __all__ = [
     "planned_params",
     "rows_multiple",
     "shift_labels",
+    "target_losses",
+    "trajectory_batch",
+    "trajectory_loss_function",
 ]

@@ -6,18 +6,21 @@ from collections.abc import Sequence
 
 from mindspeed_cp.config.derived import document_cost, mean_layer_cost, training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import Dispatcher, PoolModel
+from mindspeed_cp.data import Corpus, Dispatcher, PoolModel, TrajectoryCorpus
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.world import World
 
 
-def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], world: World) -> Dispatcher:
+def make_dispatcher(
+    settings: Settings, attentions: Sequence[AttentionConfig], world: World, corpus: Corpus
+) -> Dispatcher:
     """Return the dispatcher of `data.balance`.
 
     Args:
         settings: settings of the run.
         attentions: attention of each layer on this tensor-parallel rank.
         world: this rank among all.
+        corpus: the corpus of the run.
     """
     cost = document_cost(settings, attentions)
     suite, pool = settings.context_parallel_suite, None
@@ -45,4 +48,5 @@ def make_dispatcher(settings: Settings, attentions: Sequence[AttentionConfig], w
         keeps_document_numbers=settings.model.attention_dropout > 0,
         pool=pool,
         stages=world.stages,
+        trees=corpus if isinstance(corpus, TrajectoryCorpus) else None,
     )

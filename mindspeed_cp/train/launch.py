@@ -15,10 +15,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
+from mindspeed_cp.config.derived import training_corpus
 from mindspeed_cp.config.pool import POOL, pool_topology
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import open_corpus
 from mindspeed_cp.device.npu_errors import TIMEOUTS
 from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.errors import ConfigError
@@ -112,7 +112,7 @@ def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
     check_memory(settings, ranks, ranks=all_ranks)
     check_tensorboard(settings)
     check_open_files(all_ranks)
-    open_corpus(settings.data.corpus)
+    training_corpus(settings)
     files = RunFiles(Path(settings.output.folder))
     files.create()
     if not settings.checkpoint.trust_unsigned:

@@ -14,9 +14,9 @@ import torch
 from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.candidates import candidate_settings
-from mindspeed_cp.config.derived import training_plan_options
+from mindspeed_cp.config.derived import training_corpus, training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, open_corpus
+from mindspeed_cp.data import PackedStream, TrajectoryCorpus, check_learnable, corpus_digests, open_stream
 from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError, PeerError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
@@ -91,17 +91,18 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             files.create()
             stack.enter_context(files.locked())
         world.barrier()
-        corpus = open_corpus(settings.data.corpus)
+        corpus = training_corpus(settings)
         check_learnable(corpus, settings.data.corpus)
         contents = corpus_digests(corpus)
         check_same_start(settings, world, corpus, contents)
         context, rows = settings.data.seq_length, settings.train.global_batch_size
-        check_tokens_per_step(rows * context)
+        repeats = corpus.most_repeated if isinstance(corpus, TrajectoryCorpus) else 1
+        check_tokens_per_step(rows * context * repeats)
 
-        def open_stream() -> PackedStream:
-            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, contents=contents)
+        def new_stream() -> PackedStream:
+            return open_stream(corpus, context, settings.train.seed, world.replica, world.replicas, contents=contents)
 
-        stream = open_stream()
+        stream = new_stream()
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
         training = build_training_model(settings, world)
         stack.enter_context(training.fused.applied())
@@ -118,7 +119,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
                     "its lengths only"
                 )
         stop_request = stack.enter_context(StopRequest())
-        dispatcher = make_dispatcher(settings, training.attentions, world)
+        dispatcher = make_dispatcher(settings, training.attentions, world, corpus)
         tracer = stack.enter_context(StepTracer(settings, world, training, files, progress.step))
         writer = None
         if world.is_first:
@@ -129,7 +130,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         if settings.train.compare and folder is None:
             if writer is not None:
                 writer.note("Comparing algorithms before training (train.compare)")
-            comparison = run_comparison(settings, world, training, open_stream, dispatcher, stop_request)
+            comparison = run_comparison(settings, world, training, new_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)
         hang_watch = stack.enter_context(HangWatch(world.rank, settings.context_parallel_suite.timeout_seconds))

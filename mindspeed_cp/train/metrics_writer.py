@@ -99,6 +99,7 @@ class MetricsWriter:
             "imbalance": result.imbalance,
             "seconds": seconds,
             "documents": result.documents,
+            **({"flat_tokens": result.flat_tokens} if self._settings.data.trajectories else {}),
             "replica_imbalance": result.replica_imbalance,
             **({"pooled": result.pooled} if self._settings.data.balance == "pool" else {}),
             "planning_seconds": result.planning_seconds,

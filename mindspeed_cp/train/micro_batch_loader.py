@@ -21,10 +21,10 @@ from torch import Tensor
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream
+from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream, TreeRow
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
-from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
+from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
 from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
@@ -41,10 +41,11 @@ class MicroBatch:
     """One packed row, this rank's share of it, and what its step adds up.
 
     Attributes:
-        batch: tokens, labels, loss_mask and position_ids, each [1, t].
+        batch: tokens, labels, loss_mask and position_ids, each [1, t]; of trees the result of `trajectory_batch`.
         params: carries the row's plan to every layer.
         tokens, documents: their numbers in the whole row, over all ranks; 0 for rows of the pool that the first replica
             counts.
+        flat_tokens: tokens of the row's trajectories, of which trees have some once for several; counted as `tokens`.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
         state: state of the data stream behind the global batch of this row.
         planning_seconds: time in which this rank dispatched the global batch (counted in its first row), chose the
@@ -64,6 +65,7 @@ class MicroBatch:
     params: PlannedBatchParams
     tokens: int
     documents: int
+    flat_tokens: int
     visible_pairs: int
     state: dict[str, Any]
     planning_seconds: float
@@ -219,20 +221,23 @@ class MicroBatchLoader:
             for attention in self._layers
         }
         planning_seconds = time.perf_counter() - began
-        batch, params = planned_batch(
-            {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask},
-            list(plans.values()),
-            rank,
+        options: dict[str, Any] = dict(
             rows_multiple=self._rows_multiple,
             dropout_seed=micro_batch_seed(self._seed, row.dropout_stream_id),
             pooled=pooled,
         )
+        if isinstance(row, TreeRow):
+            batch, params = trajectory_batch(row.trajectories, list(plans.values()), rank, row.weights, **options)
+        else:
+            whole = {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask}
+            batch, params = planned_batch(whole, list(plans.values()), rank, **options)
         counts = int(not pooled or world.replica == 0)
         return MicroBatch(
             batch={name: x.to(world.device) for name, x in batch.items()},
             params=params,
             tokens=counts * row.documents.tokens,
             documents=counts * int(np.count_nonzero(row.documents.lengths)),
+            flat_tokens=counts * row.flat_tokens,
             visible_pairs=sum(
                 layers * int(plans[attention].work_of(rank).sum()) for attention, layers in self._layers.items()
             ),

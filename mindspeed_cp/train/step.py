@@ -18,8 +18,9 @@ from mindspeed_cp.engine.call_agreement import calls_digest
 from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import DivergenceError
-from mindspeed_cp.megatron import loss_function, megatron_imports
+from mindspeed_cp.megatron import loss_function, megatron_imports, trajectory_loss_function
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
+from mindspeed_cp.megatron.adaptors.trajectories import LABEL_ROWS
 from mindspeed_cp.train.attention_canary import check_canary
 from mindspeed_cp.train.bad_steps import Action, BadStepPolicy
 from mindspeed_cp.train.data_checks import check_calls, check_digests
@@ -34,7 +35,7 @@ with megatron_imports():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 #: Fields of MicroBatch that a step adds up.
-_SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds", "plans", "cached_plans")
+_SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "flat_tokens", "planning_seconds", "plans", "cached_plans")
 #: Columns of the table that ranks gather in a step, one row for each rank.
 _DIGESTS = ("digest", "content_digest", "sample_digest")  # fields of MicroBatch that ranks compare
 _COLUMNS = (
@@ -74,6 +75,7 @@ class StepSums:
     Attributes:
         loss: mean over all counted tokens.
         tokens, documents: their numbers in the step's rows.
+        flat_tokens: tokens of the trajectories in the step's rows; without trajectories equal to `tokens`.
         imbalance: attention work of the slowest rank over the mean.
         replica_imbalance: modelled time of the slowest replica over the mean.
         pooled: the ranks of all replicas computed the step as one pool.
@@ -91,6 +93,7 @@ class StepSums:
     loss: float
     tokens: int
     documents: int
+    flat_tokens: int
     imbalance: float
     replica_imbalance: float
     pooled: bool
@@ -241,6 +244,7 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
         loss=float(loss.sum() / counted.sum().clamp(min=1)),
         tokens=total("tokens"),
         documents=total("documents"),
+        flat_tokens=total("flat_tokens"),
         imbalance=float(pairs.max() / pairs.mean()) if pairs.sum() else 1.0,
         replica_imbalance=feed.imbalance,
         pooled=feed.pooled,
@@ -305,12 +309,15 @@ def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, A
     """Run Megatron's forward step function."""
     micro = next(batches)
     batch = micro.batch
-    losses = model(
+    is_tree = LABEL_ROWS in batch
+    output = model(
         batch["tokens"],
         batch["position_ids"],
         None,
-        labels=batch["labels"],
+        labels=None if is_tree else batch["labels"],
         packed_seq_params=micro.params,
         **micro.params.padding_arguments(model),
     )
-    return losses, partial(loss_function, batch["loss_mask"])
+    if is_tree:
+        return output, partial(trajectory_loss_function, batch, model)
+    return output, partial(loss_function, batch["loss_mask"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import FileCorpus
+from mindspeed_cp.data import FileCorpus, TrajectoryCorpus
 from mindspeed_cp.report.text import Table, format_count
 from mindspeed_cp.train.comparison import comparison_sentence
 from mindspeed_cp.train.progress import Progress
@@ -27,7 +27,7 @@ def summarize_run(
     first_step: int,
     saved: Path | None,
     stopped_by: str | None,
-    corpus: FileCorpus,
+    corpus: FileCorpus | TrajectoryCorpus,
 ) -> dict[str, Any]:
     """Write summary.json and return its content.
 
@@ -66,6 +66,7 @@ def summarize_run(
         **_planning(totals),
         "documents": int(lines.sums["documents"]),
         "corpus_documents": len(corpus),
+        "flat_tokens": int(lines.sums["flat_tokens"]) if settings.data.trajectories else None,
         "cut_documents": len(longer),
         "document_chunks": int((-(-longer // context)).sum()),
         "context": context,
@@ -107,6 +108,7 @@ class _Totals:
             self.last_losses.append(line["loss"])
         for key in ("seconds", "tokens", "documents"):
             self.sums[key] += line[key]
+        self.sums["flat_tokens"] += line.get("flat_tokens", line["tokens"])
         self.sums["imbalance"] += line["imbalance"] * line["tokens"]
         if "planning_seconds" not in line:  # a line of a version without these
             return
@@ -160,14 +162,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         rows.append(
             ("planning", f"{text}; {summary['cached_plans']:,} of {summary['plans']:,} plans were in the cache")
         )
-    cut = summary["cut_documents"]
-    rows.append(
-        (
-            "cut documents",
-            f"{cut:,} of {summary['corpus_documents']:,} are longer than the context of {summary['context']:,}"
-            + (f", and become {summary['document_chunks']:,} chunks" if cut else ""),
-        )
-    )
+    rows.append(_corpus_row(summary))
     incidents = [
         f"{summary[key]:,} {key.replace('_', ' ')}"
         for key in ("restarts", "rollbacks", "skipped_steps")
@@ -180,6 +175,16 @@ def summary_table(summary: dict[str, Any]) -> Table:
         if summary[key]:
             rows.append((name, summary[key]))
     return Table("Summary", ("", ""), tuple(rows))
+
+
+def _corpus_row(summary: dict[str, Any]) -> tuple[str, str]:
+    """Return the row of cut documents, or that of what trees save."""
+    tokens, flat, cut = summary["tokens"], summary["flat_tokens"], summary["cut_documents"]
+    if flat is not None:
+        share = f", {1 - tokens / flat:.0%} less" if flat else ""
+        return "trees", f"{format_count(tokens)} tokens were computed for {format_count(flat)} of trajectories{share}"
+    text = f"{cut:,} of {summary['corpus_documents']:,} are longer than the context of {summary['context']:,}"
+    return "cut documents", text + (f", and become {summary['document_chunks']:,} chunks" if cut else "")
 
 
 def closing_lines(summary: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ Everything here is a module-level function of picklable arguments, so that the p
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +85,7 @@ class Case:
         alibi: linear biases in place of rotary positions.
         model: arguments of GPTModel (rotary_base and the like).
         config: arguments of TransformerConfig.
+        forward: what Megatron's schedule calls with the case, config, step, batches and model; None: forward_step.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -100,6 +101,7 @@ class Case:
     alibi: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    forward: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,7 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
         if optimizer is not None:
             optimizer.zero_grad()
         reports = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, case, config, step),
+            forward_step_func=partial(case.forward or forward_step, case, config, step),
             data_iterator=iter(own_batches),
             model=[ddp],
             num_microbatches=len(own_batches),

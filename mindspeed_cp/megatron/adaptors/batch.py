@@ -139,6 +139,15 @@ def _check_sequences(plan: Plan, rank: int, batch_size: int) -> None:
             f"batch_size is {batch_size}, but sequences of {length} tokens would cut a document of the plan; use "
             "qkv_format 'thd', which packs documents of any length into one row"
         )
+    trees = np.cumsum(np.append(0, plan.documents.tree_sums(plan.documents.lengths)))
+    first_row, last_row = trees[:-1] // max(length, 1), (trees[1:] - 1) // max(length, 1)
+    torn = np.flatnonzero(first_row < last_row)
+    if len(torn):
+        root = np.flatnonzero(plan.documents.parents < 0)[torn[0]]
+        raise ConfigError(
+            f"batch_size is {batch_size}, but documents that continue document {root} are in another row than it; "
+            "valid: rows of whole trees, or qkv_format 'thd', one row of all"
+        )
     counts = np.diff(np.searchsorted(plan.layout.tokens(rank), borders))
     if counts.min() != counts.max():
         raise ConfigError(

@@ -81,6 +81,11 @@ class PlannedRolls:
                     "tokens over context-parallel ranks; plan it over the context-parallel ranks, or set "
                     "mtp_num_layers to None"
                 )
+            if given.linear.documents.trees is not None:
+                raise ConfigError(
+                    "the micro-batch is one of trees, and a token has several successors in a tree, while multi-token "
+                    "prediction takes one; set mtp_num_layers to None, or give each trajectory as a document of its own"
+                )
             return given
         return self._core.packed.planned(given, self._core.cp_group)
 

@@ -77,8 +77,14 @@ class MultimodalRotary(PlannedRotary):
             position_ids: [3, batch_size, rows] of this rank, padding included, or None.
 
         Raises:
-            ConfigError: another shape, or attention has other rows than linear layers.
+            ConfigError: another shape, the micro-batch is one of trees, or attention has other rows than linear layers.
         """
+        if params.linear.documents.trees is not None:
+            raise ConfigError(
+                "the micro-batch is one of trees, and position_embedding_type is 'mrope', whose positions do not go on "
+                "along a path; valid with trees: rotary positions in one dimension, learned ones or none; or give each "
+                "trajectory as a document of its own"
+            )
         if params.mrope_positions is not None or not isinstance(position_ids, Tensor) or position_ids.dim() != 3:
             return params  # the layers refuse a micro-batch without positions
         expected = [POSITION_ROWS, params.batch_size, params.length + params.padding]

@@ -32,10 +32,17 @@ def loss_func(loss_mask: Tensor, losses: Tensor, model: Any = None) -> tuple[Ten
         nothing up, and where means of ranks are averaged (``--sft``), the report is the sum over data- and
         context-parallel ranks.
     """
+    return reported(loss_function(loss_mask, losses), model)
+
+
+def reported(
+    loss: tuple[Tensor, Tensor, dict[str, Tensor]], model: Any = None
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Check a loss as the arguments say, and return it with the report that Megatron's log takes; see `loss_func`."""
     from megatron.training import get_args
 
     args = get_args()
-    total, count, reports = loss_function(loss_mask, losses)
+    total, count, reports = loss
     _check(total, args)
     report: Any = reports[REPORT_KEY]
     if not SPAN.LOOP_SUMS_REPORTS or _averages_means(args, model is not None and model.training):

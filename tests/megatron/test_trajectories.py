@@ -1,0 +1,338 @@
+"""Trajectories as prefix trees in a GPT: loss and gradients of the trajectories one by one, on any number of ranks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_cp import ConfigError, Documents, Plan, Topology, build_plan
+from mindspeed_cp.algorithms.linear_layout import with_linear_layout
+from mindspeed_cp.layout import PackedTrajectories
+from mindspeed_cp.megatron import (
+    attention_config,
+    install,
+    install_model,
+    layer_attentions,
+    loss_function,
+    megatron_imports,
+    micro_batch_seed,
+    planned_batch,
+    planned_params,
+    pretrain,
+    rows_multiple,
+    target_losses,
+    trajectory_batch,
+    trajectory_loss_function,
+)
+from tests.megatron.gpt import (
+    VOCABULARY,
+    Case,
+    Outcome,
+    Suite,
+    available,
+    build,
+    layer_spec,
+    named,
+    on_ranks,
+    one_rank,
+    planned,
+    transformer_config,
+)
+from tests.megatron.models import EXPERTS, FULL, LATENT, SIX_HEADS
+from tests.megatron.ranks import MegatronRanks
+from tests.megatron.test_gpt import DROPOUT, ROPE, assert_equal
+
+with megatron_imports():
+    from megatron.core import parallel_state
+
+#: Seeds of the trajectories of two micro-batches.
+TWO = ((1,), (2,))
+
+
+def trajectories(seed: int) -> tuple[list[np.ndarray], list[Any]]:
+    """Answers to two prompts, one of them empty, one a prefix of another, two equal; a trajectory alone, and one token.
+    With weights of all kinds: of tokens, one number, negative, zero."""
+    generator = np.random.default_rng(seed)
+
+    def run(length: int) -> np.ndarray:
+        return generator.integers(0, VOCABULARY, length)
+
+    first, second = run(23), run(7)
+    answer = np.concatenate([first, run(11)])
+    branched = np.concatenate([answer, run(5)])
+    listed = [np.concatenate([first, run(17)]), answer, first, branched, np.concatenate([answer, run(3)]), branched]
+    listed += [np.concatenate([second, run(length)]) for length in (1, 9, 2)] + [run(13), run(1)]
+    weights: list[Any] = [generator.normal(size=len(tokens)) for tokens in listed]
+    weights[2], weights[4], weights[6] = 1.0, np.zeros(len(listed[4])), -0.5
+    weights[7][:9] = 0.0
+    return listed, weights
+
+
+def plans_of(case: Case, config: Any, documents: Documents) -> list[Plan]:
+    plans = [
+        build_plan(documents, Topology(1, parallel_state.get_context_parallel_world_size()), attention, case.algorithm,
+                   **case.options)
+        for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))
+    ]  # fmt: skip
+    return plans if case.remap is None else [with_linear_layout(plan, case.remap) for plan in plans]
+
+
+def tree_step(case: Case, config: Any, step: int, batches: Iterator[int], model: torch.nn.Module) -> Any:
+    """A forward step of trees."""
+    index = next(batches)
+    listed, weights = trajectories(case.batches[index][0])
+    packed = Documents.from_trajectories(listed)
+    batch, params = trajectory_batch(
+        packed, plans_of(case, config, packed.documents), parallel_state.get_context_parallel_rank(), weights,
+        rows_multiple=rows_multiple(config), dropout_seed=micro_batch_seed(1, index),
+    )  # fmt: skip
+    logits = model(
+        batch["tokens"], batch["position_ids"], None, packed_seq_params=params, **params.padding_arguments(model)
+    )
+    return logits, partial(trajectory_loss_function, batch, model)
+
+
+def flat_step(case: Case, config: Any, step: int, batches: Iterator[int], model: torch.nn.Module) -> Any:
+    """A forward step of the same trajectories, each a document of its own."""
+    listed, weights = trajectories(case.batches[next(batches)][0])
+    labels = [np.append(tokens[1:], 0) for tokens in listed]
+    masks = [
+        np.append((np.ones(len(tokens)) * weight)[1:], 0.0) for tokens, weight in zip(listed, weights, strict=True)
+    ]
+    whole = {"tokens": np.concatenate(listed), "labels": np.concatenate(labels)}
+    batch, params = planned_batch(
+        {**whole, "loss_mask": np.concatenate(masks).astype(np.float32)},
+        plans_of(case, config, Documents([len(tokens) for tokens in listed])),
+        parallel_state.get_context_parallel_rank(),
+    )
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+    return losses, partial(loss_function, batch["loss_mask"])
+
+
+TREE = Case(TWO, forward=tree_step)
+ALL_CASES = {
+    "ring": TREE,
+    "hierarchical": replace(TREE, algorithm="hierarchical"),
+    "ulysses, one micro-batch": replace(TREE, batches=((3,),), algorithm="ulysses", config=dict(num_query_groups=4)),
+    "balanced, linear layout": replace(TREE, algorithm="direct", options={"layout": "balanced"}, remap="hidden"),
+    "all-gather, window": replace(TREE, algorithm="all_gather", config=dict(window_size=(9, 0))),
+    "window in every other layer": replace(TREE, config=dict(window_size=(9, 0), window_attn_skip_freq=2)),
+    "ALiBi": replace(TREE, alibi=True, config=SIX_HEADS),
+    "latent": replace(TREE, config=LATENT),
+    "partial rotary": replace(TREE, model=ROPE, config=dict(rotary_interleaved=True)),
+    "learned positions": replace(TREE, model=dict(position_embedding_type="learned_absolute")),
+    "learned sinks, full recompute": replace(TREE, config=dict(softmax_type="learnable", **FULL)),
+    "tied embeddings": replace(TREE, model=dict(share_embeddings_and_output_weights=True)),
+}
+#: What has no equal flat run: one mask drops a shared token's weights; experts' losses are means over tokens.
+TREES_ONLY = {
+    "dropout": replace(TREE, config=DROPOUT),
+    "experts": replace(TREE, config=EXPERTS),
+    "float32 optimizer": replace(TREE, optimizer="float32", steps=2),
+}
+CASES = available({**ALL_CASES, **TREES_ONLY})
+LAYOUTS = {"cp3": (1, 3), "tp2 x cp2": (2, 2)}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Outcome]:
+    """Every case on one rank."""
+    with one_rank():
+        return {name: planned(case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("name", named(ALL_CASES))
+def test_trees_give_the_loss_and_gradients_of_flat_trajectories(name: str, reference: dict[str, Outcome]) -> None:
+    with one_rank():
+        flat = planned(replace(CASES[name], forward=flat_step))
+    assert_equal(reference[name], flat)
+    assert flat.tokens == sum(
+        np.count_nonzero((np.ones(len(tokens)) * weight)[1:])
+        for (seed,) in CASES[name].batches
+        for tokens, weight in zip(*trajectories(seed), strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def parallel(ranks: MegatronRanks) -> Callable[[str], list[dict[str, Outcome]]]:
+    """Every case on the ranks of a layout, run once for all tests."""
+    done: dict[str, list[dict[str, Outcome]]] = {}
+
+    def run(layout: str) -> list[dict[str, Outcome]]:
+        if layout not in done:
+            tp, cp = LAYOUTS[layout]
+            cases = {name: case for name, case in CASES.items() if tp == 1 or name != "experts"}
+            outcomes = ranks.run(tp * cp, on_ranks, tp, cp, list(cases.values()))
+            done[layout] = [dict(zip(cases, each, strict=True)) for each in outcomes]
+        return done[layout]
+
+    return run
+
+
+@pytest.mark.parametrize("name", named({**ALL_CASES, **TREES_ONLY}))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_equals_one_rank(
+    layout: str,
+    name: str,
+    parallel: Callable[[str], list[dict[str, Outcome]]],
+    reference: dict[str, Outcome],
+) -> None:
+    if layout == "tp2 x cp2" and name == "experts":
+        pytest.skip("experts and tensor parallelism need sequence parallelism")
+    for outcomes in parallel(layout):
+        assert_equal(outcomes[name], reference[name])
+
+
+def test_replicas_and_sequence_parallelism_equal_one_rank(ranks: MegatronRanks) -> None:
+    """With rows of padding behind the tokens of a rank."""
+    cases = [TREE, replace(TREE, config=dict(sequence_parallel=True))]
+    with one_rank():
+        expected = planned(TREE)
+    for outcomes in ranks.run(4, on_ranks, 1, 2, cases[:1]):
+        assert_equal(outcomes[0], expected)
+    for outcomes in ranks.run(4, on_ranks, 2, 2, cases[1:]):
+        assert_equal(outcomes[0], expected)
+
+
+def packed_and_plan(seed: int = 1, cp: int = 1) -> tuple[PackedTrajectories, Plan]:
+    packed = Documents.from_trajectories(trajectories(seed)[0])
+    return packed, build_plan(packed.documents, Topology(1, cp), attention_config(transformer_config()))
+
+
+def test_every_target_is_on_one_rank_with_the_losses_of_its_log_probabilities() -> None:
+    packed, plan = packed_and_plan(cp=3)
+    batches = [trajectory_batch(packed, plan, rank)[0] for rank in range(3)]
+    numbers = np.concatenate([batch["targets"].numpy() for batch in batches])
+    assert sorted(numbers.tolist()) == list(range(len(packed.targets)))
+    assert any(len(batch["branch_rows"]) for batch in batches)
+    assert sum(int(batch["counted_tokens"]) for batch in batches) == sum(len(path) - 1 for path in packed.tree_tokens)
+    logits = torch.randn(packed.documents.tokens, VOCABULARY)
+    expected = -logits.log_softmax(-1)[packed.targets.source, packed.targets.token]
+    with one_rank():
+        config = transformer_config()
+        model = torch.nn.ModuleDict({"module": build(config, install(layer_spec(config), Suite()))})["module"]
+        for rank, batch in enumerate(batches):
+            rows = torch.from_numpy(plan.batch_layout.tokens(rank))
+            losses = target_losses(batch, model, logits[rows][None].clone())
+            torch.testing.assert_close(losses, expected[batch["targets"]])
+
+
+# bad input
+
+
+def refused(words: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+def test_a_plan_of_other_documents_is_refused() -> None:
+    packed, _ = packed_and_plan()
+    attention = attention_config(transformer_config())
+    for documents in (Documents(packed.documents.lengths), packed_and_plan(2)[0].documents):
+        plan = build_plan(documents, Topology(1, 1), attention)
+        refused(
+            r"\[tokens\]|valid: build_plan\(packed\.documents|but the plan has",
+            lambda p=plan: trajectory_batch(packed, p, 0),
+        )  # type: ignore[misc]
+
+
+def test_logits_are_needed() -> None:
+    packed, plan = packed_and_plan()
+    batch, _ = trajectory_batch(packed, plan, 0)
+    refused("call the model without labels", lambda: target_losses(batch, torch.nn.Module(), torch.zeros(1, 5)))
+
+
+def test_a_tree_in_two_rows_of_a_micro_batch_is_refused() -> None:
+    attention = attention_config(transformer_config())
+    plan = build_plan(Documents([4, 4, 8], parents=[-1, -1, 1]), Topology(1, 1), attention)
+    refused(
+        "documents that continue document 1 are in another row", lambda: planned_params(plan, 0, "sbhd", batch_size=2)
+    )
+    whole = build_plan(Documents([4, 4, 8], parents=[-1, 0, -1]), Topology(1, 1), attention)
+    planned_params(whole, 0, "sbhd", batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "words"),
+    [
+        (dict(mtp_num_layers=1), {}, "set mtp_num_layers to None"),
+        (dict(mrope_section=[1, 1, 2]), dict(position_embedding_type="mrope"), "'mrope'"),
+    ],
+    ids=["multi-token prediction", "mrope"],
+)
+def test_what_a_tree_has_no_meaning_for_is_refused(config: dict[str, Any], model: dict[str, Any], words: str) -> None:
+    from mindspeed_cp.megatron import local_mtp_spec
+
+    packed, plan = packed_and_plan()
+    batch, params = trajectory_batch(packed, plan, 0)
+    with one_rank():
+        whole = transformer_config(**config)
+        spec = install(layer_spec(whole), Suite())
+        later = {"mtp_block_spec": local_mtp_spec(whole, spec)} if "mtp_num_layers" in config else {}
+        gpt = install_model(build(whole, spec, **model, **later))
+        more = (
+            {"labels": batch["labels"], "loss_mask": torch.ones_like(batch["labels"], dtype=torch.float32)}
+            if later
+            else {}
+        )
+        refused(words, lambda: gpt(batch["tokens"], batch["position_ids"], None, packed_seq_params=params, **more))
+
+
+# in Megatron's training scripts, with a stand-in for their arguments
+
+OWN: dict[str, Any] = dict(reset_position_ids=False, reset_attention_mask=False)
+
+
+def test_the_step_of_a_script_is_that_of_the_batch(run: Callable[..., Namespace], alone: None) -> None:
+    run(**OWN)
+    listed, weights = trajectories(1)
+    packed = Documents.from_trajectories(listed)
+    config = transformer_config()
+    model = install_model(build(config, install(layer_spec(config), Suite())))
+    logits, loss = pretrain.trajectory_forward_step(iter([(packed, weights)]), model)
+    total, count, report = loss(logits)
+    plain, _ = pretrain.trajectory_forward_step(iter([packed]), model)
+    batch, params = trajectory_batch(packed, plans_of(TREE, config, packed.documents), 0, weights)
+    expected = trajectory_loss_function(
+        batch, model, model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params)
+    )
+    assert (total.item(), int(count)) == (pytest.approx(expected[0].item()), int(expected[1]))
+    assert [float(x) for x in report["lm loss"]] == pytest.approx([float(x) for x in expected[2]["lm loss"]])
+    assert plain.shape == logits.shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "words"),
+    [
+        (dict(reset_position_ids=True), {}, "reset_position_ids is True; valid with trajectories: False"),
+        (dict(reset_attention_mask=True), {}, "reset_attention_mask is True"),
+        (dict(eod_mask_loss=True), {}, "eod_mask_loss is True"),
+        (dict(sft=True), {}, "sft is True"),
+        (dict(cp_plan_pool=True), {}, "cp_plan_pool is True; valid with trajectories: False"),
+        ({}, dict(mtp_num_layers=1), "mtp_num_layers is 1; valid with trajectories: None"),
+        (dict(position_embedding_type="learned_absolute", max_position_embeddings=39), {}, "the longest trajectory has 40 tokens"),
+    ],
+)  # fmt: skip
+def test_arguments_that_contradict_trajectories_are_named(
+    run: Callable[..., Namespace], alone: None, changes: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
+    run(**{**OWN, **changes})
+    refused(words, lambda: pretrain.get_trajectory_batch(packed_and_plan()[0], None, transformer_config(**config)))
+
+
+def test_other_batches_and_schedules_are_refused(run: Callable[..., Namespace], alone: None) -> None:
+    run(**OWN)
+    model = torch.nn.Module()
+    for given in (iter([{"tokens": 1}]), None):
+        refused(
+            "valid on every rank: Documents.from_trajectories",
+            lambda it=given: pretrain.trajectory_forward_step(it, model),
+        )  # type: ignore[misc]
+    refused("return_schedule_plan is True", lambda: pretrain.trajectory_forward_step(iter([]), model, True))
