@@ -19,7 +19,8 @@ def attention_peak_bytes(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
     attention = plan.attention
     width, width_v = attention.head_dim, attention.head_dim_v
     q_tokens, kv_tokens = plan.layout.token_counts, plan.kv_layout_in.token_counts
-    caller = (q_tokens * attention.heads + kv_tokens * attention.kv_heads) * (width + width_v) * bytes_per_element
+    kv_channels = attention.kv_row.channels
+    caller = (q_tokens * attention.heads * (width + width_v) + kv_tokens * kv_channels) * bytes_per_element
     rows = np.zeros(plan.ranks, np.int64)  # computed queries times their heads
     for part in plan.parts_or_self:
         rows += part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
@@ -35,20 +36,21 @@ def attention_bytes_upper_bound(plan: Plan, bytes_per_element: int = 2) -> np.nd
     results of redistributions are kept twice.
     """
     attention, element = plan.attention, bytes_per_element
-    width = attention.head_dim + attention.head_dim_v
+    width, kv_row = attention.head_dim + attention.head_dim_v, attention.kv_row
     out = np.zeros(plan.ranks, np.float64)
-    for layout, heads in ((plan.layout, attention.heads), (plan.kv_layout_in, attention.kv_heads)):
-        out += layout.token_counts * heads * width * 8.0 * element
+    for layout, channels in ((plan.layout, attention.heads * width), (plan.kv_layout_in, kv_row.channels)):
+        out += layout.token_counts * channels * 8.0 * element
     for part in plan.parts_or_self:
-        kv_heads = part.kv_layout_compute.head_counts(attention.kv_heads)
+        kv_width = part.kv_layout_compute.head_counts(kv_row.heads) * (kv_row.dim + kv_row.dim_v)
         q_rows = part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
-        out += (q_rows + part.kv_layout_compute.token_counts * kv_heads) * width * 4.0 * (element + GRADIENT_BYTES)
+        kv_rows = part.kv_layout_compute.token_counts
+        out += (q_rows * width + kv_rows * kv_width) * 4.0 * (element + GRADIENT_BYTES)
         out += q_rows * (GRADIENT_BYTES * width + GRADIENT_BYTES)
         for program in (part.forward, part.backward):
-            out += program.capacity.sum(1) * kv_heads * width * float(element + GRADIENT_BYTES)
+            out += program.capacity.sum(1) * kv_width * float(element + GRADIENT_BYTES)
             for messages in (program.fetch, program.reduce):
                 items = messages.items
                 for end in ("src", "dst"):
                     rows = np.bincount(items[end], items["rows"], plan.ranks)
-                    out += rows * kv_heads.max(initial=0) * width * float(element + GRADIENT_BYTES)
+                    out += rows * kv_width.max(initial=0) * float(element + GRADIENT_BYTES)
     return out.astype(np.int64)
