@@ -177,7 +177,9 @@ class ComputeCost:
             return np.zeros(np.broadcast(rows, products).shape)
         latent, shared = attention.latent
         flops = 2.0 * latent * attention.heads * (attention.head_dim - shared + attention.head_dim_v)
-        return np.asarray(rows, np.float64) * products * (flops / self.cluster.peak_flops) / self.cluster.linear_efficiency
+        return (
+            np.asarray(rows, np.float64) * products * (flops / self.cluster.peak_flops) / self.cluster.linear_efficiency
+        )
 
     def linear_layer_seconds(self, tokens: Any, backward: bool = False, part: str = "all") -> Any:
         """Return the seconds of the linear layers (one of LINEAR_PARTS) for a number of tokens, fp64 of the same

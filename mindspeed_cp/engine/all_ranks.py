@@ -210,8 +210,8 @@ def _run_backward(
     saved: Sequence[Sequence[Any]],
     backend_states: Sequence[Sequence[Any]],
 ) -> tuple[list[Tensor], LayerWeights]:
-    """Run the backward of all ranks. Returns dq of all ranks, then dk, then dv; and the gradients of the weights, summed
-    over them."""
+    """Run the backward of all ranks. Returns dq of all ranks, then dk, then dv; and the weights' gradients, summed over
+    them."""
     network = InMemoryNetwork(len(calls), stepping.lazy)
     runs = [
         backward_run(replace(call, transport=network.transport(rank)), dout[rank], saved[rank], backend_states[rank])
@@ -221,9 +221,7 @@ def _run_backward(
     with torch.autocast(dout[0].device.type, enabled=False):
         gradients = run_all_ranks(runs, network, stepping)
     of_ranks = zip(*(weights for *_, weights in gradients), strict=True)
-    sums = [
-        None if xs[0] is None else torch.stack(xs).sum(0, dtype=torch.float32).to(xs[0].dtype) for xs in of_ranks
-    ]
+    sums = [None if xs[0] is None else torch.stack(xs).sum(0, dtype=torch.float32).to(xs[0].dtype) for xs in of_ranks]
     qkv_gradients = [gradient[i] for i in range(3) for gradient in gradients]
     return cast(list[Tensor], qkv_gradients), LayerWeights(*sums)
 

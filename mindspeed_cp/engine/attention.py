@@ -174,7 +174,7 @@ class _Attention(torch.autograd.Function):
 
 
 def forward_run(
-    call: RankCall, q: Tensor, k: Tensor, v: Tensor, weights: LayerWeights = LayerWeights()
+    call: RankCall, q: Tensor, k: Tensor, v: Tensor, weights: LayerWeights
 ) -> Run[tuple[Tensor, Sequence[Tensor | None], Sequence[Any]]]:
     """Run the forward of one rank. Returns its output, what to save for the backward (the tensors of each part, then
     the weights), and what the backend saves for each part."""

@@ -59,7 +59,7 @@ class RankStep:
         wait_for: numbers of the messages to wait for at the end of the step, reduces first.
         exchanges: exchanges to post, which then carry all of `p2p_ops`; empty if messages travel by themselves.
         wait_for_exchanges: numbers of the exchanges to wait for at the end of the step.
-        rows_read: where slots hold latents, the rows that the calls read of each slot in `compute`; these rows alone are
+        rows_read: where slots hold latents, the rows that the calls read of each slot in `compute`; only these are
             expanded, and calls count keys among them. Empty where slots hold keys and values.
     """
 

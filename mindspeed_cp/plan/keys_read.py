@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 #: Runs of rows, ascending and apart: first row and number of rows of each, int64 [runs] each.
@@ -22,7 +24,7 @@ def number_keys_read(tiles: np.ndarray) -> tuple[np.ndarray, dict[tuple[int, int
         return out, {}
     changes = (np.diff(tiles["step"]) != 0) | (np.diff(tiles["slot"]) != 0)
     borders = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(tiles)]]).tolist()
-    for begin, end in zip(borders[:-1], borders[1:], strict=True):
+    for begin, end in pairwise(borders):
         group = tiles[begin:end]
         first, count = joined_runs(group["k_row"], group["k_rows"])
         run = np.searchsorted(first, group["k_row"], "right") - 1

@@ -14,8 +14,8 @@ def attention_peak_bytes(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
 
     Included are the caller's q, k, v, out and, in the backward, their gradients; out, lse and the gradient of q in fp32
     during accumulation; and the communication buffers of :func:`mindspeed_cp.plan.verify.memory.peak_bytes`, an upper
-    bound. With latents, so are the keys and values of a slot while it is read, and their gradients. Weights, activations
-    of other layers and buffers inside kernels are not included.
+    bound. With latents, so are the keys and values of a slot while it is read, and their gradients. Weights,
+    activations of other layers and buffers inside kernels are not included.
     """
     attention = plan.attention
     width, width_v = attention.head_dim, attention.head_dim_v

@@ -39,8 +39,8 @@ class TileWork:
         pairs: visible (query, key) pairs times the rank's share of the heads.
         pairs_per_short_row: the same, with each tile's pairs divided by the rows of its shorter side.
         calls: kernel calls, one for all tiles of a step with the same key slot and mask.
-        expansions: rows that are expanded from latents times the rank's share of the heads, once for each matrix product
-            of the expansion: one in the forward, three in the backward, which expands again and has two gradients. The
+        expansions: rows that are expanded from latents times the rank's share of the heads, once for each product of
+            the expansion: one in the forward, three in the backward, which expands again and has two gradients. The
             products of the rank's own rows that the linear layers count as a projection are left out.
     """
 

@@ -24,7 +24,9 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.problem import AttentionConfig
 
 
-def checked_up_projection(kv_up: object, attention: AttentionConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+def checked_up_projection(
+    kv_up: object, attention: AttentionConfig, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Check the weight of the up-projection of keys and values.
 
     Args:
@@ -100,8 +102,21 @@ class LatentExpansion:
             dkv_up: gradient of the weight, fp32 of its shape for all heads; added to in place.
 
         Returns:
-            dshared fp32 and dlatent of the type of the latents, [rows, 1, channels]: sums over these heads.
+            dshared fp32 and dlatent, [rows, 1, channels]: sums over these heads.
         """
-        dkv = torch.cat([dk[..., : self._content], dv], 2).to(latent.dtype).flatten(1)
-        dkv_up[self._rows] += dkv.t() @ latent[:, 0]
-        return dk[..., self._content :].sum(1, keepdim=True), (dkv @ self._up)[:, None]
+        dkv = torch.cat([dk[..., : self._content], dv], 2).flatten(1)
+        dkv_up[self._rows] += multiply(dkv.t(), latent[:, 0])
+        return dk[..., self._content :].sum(1, keepdim=True), multiply(dkv, self._up)[:, None]
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply a matrix in fp32 by one of the type of q, for a sum of such products over slots and ranks.
+
+    CPUs multiply in fp32. Other devices have fast products of 16-bit types alone: x is rounded to the type of y, as the
+    gradient of k and v is before a linear layer, and so is the product, except on CUDA, which returns it in fp32.
+    """
+    if y.dtype == torch.float32 or x.device.type == "cpu":
+        return x @ y.float()
+    if x.device.type == "cuda":
+        return torch.mm(x.to(y.dtype), y, out_dtype=torch.float32)
+    return x.to(y.dtype) @ y
