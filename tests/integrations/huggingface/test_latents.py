@@ -95,7 +95,7 @@ def test_up_projections_that_readers_cannot_apply_are_refused(change: Any, says:
 def test_latents_of_other_models_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"latents is 'on', but attention.latent is None; valid: 'auto' or 'off'"):
         cp.build_plans(make_config("llama"), Documents(LENGTHS), Topology(1, 2), **ON)
-    with pytest.raises(ConfigError, match="latents is 'on', but attention.latent is None"):
+    with pytest.raises(ConfigError, match=r"latents is 'on', but attention.latent is None"):
         cp.build_plans(make_config(NAME), Documents(LENGTHS), Topology(1, 2), tensor_parallel_size=2, **ON)
 
 
