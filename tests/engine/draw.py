@@ -94,7 +94,7 @@ def _options(algorithm: str, ranks: int, rng: Random) -> tuple[tuple[str, object
     """Each option at its default, or at another value."""
     drawn: dict[str, object] = {}
     for name, option in algorithm_options(algorithm).items():
-        if option.from_model or name in {*LEFT_AT_DEFAULT, "reduce_dtype", "latents"}:  # tests of their own
+        if option.from_model or name in {*LEFT_AT_DEFAULT, "reduce_dtype"}:  # it rounds: test_reduce_dtype.py
             continue
         if option.divides_ranks:
             drawn[name] = rng.choice((None, *_divisors(ranks)))
