@@ -25,13 +25,15 @@ from mindspeed_cp import (
 )
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
+from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
 from mindspeed_cp.engine.latent_attention import expanded_rows
 from mindspeed_cp.ops.attention import dense_packed_attention
 from mindspeed_cp.ops.attention.latent import LatentExpansion
-from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan import Plan, traffic
 from mindspeed_cp.simulate.tile_work import TileCounter
-from tests.engine.cases import Case, filled_with_nan, variants
+from tests.engine.cases import Case, all_ranks, filled_with_nan, variants
 from tests.engine.draw import problem
+from tests.engine.test_buffers import sent
 
 #: Results of attend_in_process, in the order of the inputs: q, shared channels, latents, up-projection, sink.
 RESULTS = ("out", "dq", "dk", "dv", "dkv_up", "dsink")
@@ -193,7 +195,7 @@ def test_devices_that_round_products_add_that_rounding(monkeypatch: pytest.Monke
     monkeypatch.setattr("mindspeed_cp.ops.attention.latent.multiply", lambda x, y: x.to(y.dtype) @ y)
     case = BF16.on(8, "ring")
     ratios = l2_errors(case, run(case)) / l2_errors(case, results_of_expanded(case))
-    assert (ratios <= 1.5).all(), ratios
+    assert (ratios <= 1.25).all(), ratios
 
 
 @pytest.mark.parametrize("variant", ["ring", "direct, 3 rounds ahead", "all_gather", "hierarchical, KV fetch"])
@@ -217,6 +219,41 @@ def test_the_model_charges_the_rows_that_are_expanded(
     work = [TileCounter(plan).work(direction).expansions for direction in ("forward", "backward")]
     own = plan.documents.tokens  # each rank reads its own rows once in each direction
     assert work[0].sum() + own + (work[1].sum() + 2 * own) / 3 == pytest.approx(expanded)
+
+
+@pytest.mark.parametrize("variant", ["ring", "direct", "hierarchical, KV fetch", "ulysses"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_the_plan_are_sent(variant: str, dtype: torch.dtype) -> None:
+    case = replace(RAGGED, dtype=dtype).on(4, variant)
+    planned = traffic(case.plan(), dtype.itemsize)
+    with sent(case.ranks) as counts:
+        run(case)
+    for count, row in zip(counts, planned, strict=True):
+        moved = row["redistribution_forward"] + row["redistribution_backward"]
+        wanted = {
+            "fetch": row["fetch_forward"] + row["fetch_backward"],
+            "reduce": row["reduce"],
+            "redistribution": moved,
+        }
+        assert count == {**wanted, "exchange": 0}
+
+
+@pytest.mark.parametrize("name", ["window", "packed and ragged"])
+def test_the_canary_knows_latents(name: str) -> None:
+    case = PROBLEMS[name].on(3, "ring")
+    plan, leaves, dout = all_ranks(case)
+    texts: dict[bool, list[str | None]] = {True: [], False: []}
+    for right in (True, False):
+        weight = kv_up_of(case)
+        out = attend_all_ranks(*leaves, plan, kv_up=weight if right else 1.1 * weight)
+        for seed in range(4):
+            canaries = [AttentionCanary(1, (seed,)) for _ in range(case.ranks)]
+            for rank, canary in enumerate(canaries):
+                canary.observe(*(xs[rank] for xs in leaves), out[rank], plan, rank, None, None, weight)
+            torch.autograd.grad(out, [x for xs in leaves for x in xs], dout, retain_graph=True)
+            texts[right].append(check_all_ranks(canaries))
+    assert texts[True] == [None] * 4
+    assert all(text is not None and "attention of layer 1" in text for text in texts[False])
 
 
 def step(rank: int, group: Any, cases: list[Case]) -> list[list[torch.Tensor]]:
