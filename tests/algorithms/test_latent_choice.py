@@ -12,6 +12,8 @@ from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.algorithms.layer_plans import build_layer_plans
 from mindspeed_cp.cluster.cluster import load_cluster
 from mindspeed_cp.cluster.compute import ComputeCost
+from mindspeed_cp.config import load_settings
+from mindspeed_cp.config.derived import rank_attention
 from mindspeed_cp.plan.keys_read import joined_runs
 from mindspeed_cp.plan.transfers import traffic
 from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
@@ -141,3 +143,9 @@ def test_latents_that_no_attention_has_are_refused(changes: dict[str, object], s
 def test_rows_that_are_read_are_joined() -> None:
     first, count = joined_runs(np.array([10, 0, 4, 30, 12]), np.array([5, 4, 1, 2, 1]))
     assert (first.tolist(), count.tolist()) == ([0, 10, 30], [5, 5, 2])
+
+
+def test_settings_of_a_training_know_the_latents() -> None:
+    settings = load_settings("configs/mla.yaml", ["train.tensor_model_parallel_size=2"])
+    assert rank_attention(settings).latent == (64, 16) and rank_attention(settings).heads == 2
+    assert rank_attention(load_settings("configs/ring.yaml")).latent is None
