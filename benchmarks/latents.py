@@ -31,7 +31,7 @@ from mindspeed_cp.plan.transfers import traffic
 HEADS, WIDTH, WIDTH_V, LATENT = 128, 192, 128, (512, 64)
 
 
-def attention_of(heads: int) -> AttentionConfig:
+def deepseek_attention(heads: int) -> AttentionConfig:
     """Return DeepSeek-V3's attention with so many heads."""
     return AttentionConfig(heads, head_dim=WIDTH, head_dim_v=WIDTH_V, latent=LATENT)
 
@@ -49,7 +49,11 @@ def modelled_rows(
                 for algorithm in algorithms:
                     plans = {
                         latents: build_plan(
-                            Documents([count]), topology, attention_of(HEADS // shards), algorithm, latents=latents
+                            Documents([count]),
+                            topology,
+                            deepseek_attention(HEADS // shards),
+                            algorithm,
+                            latents=latents,
                         )
                         for latents in ("off", "on", "auto")
                     }
@@ -116,7 +120,7 @@ def main() -> None:
         rows = []
         for tokens in (1024, 4096):
             plans = [
-                build_plan(Documents([tokens]), Topology(1, 4), attention_of(8), "ring", latents=latents)
+                build_plan(Documents([tokens]), Topology(1, 4), deepseek_attention(8), "ring", latents=latents)
                 for latents in ("on", "off")
             ]
             rows.append([f"{tokens}", "4", f"{measured_ratio(plans[0], plans[1], given.repeats):.2f}"])
