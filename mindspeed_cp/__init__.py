@@ -3,7 +3,7 @@
 A plan says which rank holds which tokens, sends which keys and values to which rank, and computes which tiles;
 everything else runs, simulates, proves or draws that plan. Names are imported when they are first used, so that
 importing this package is quick and does not import torch; only `context_parallel_attention`,
-`context_parallel_roll` and `check_agreement` do.
+`context_parallel_latent_attention`, `context_parallel_roll` and `check_agreement` do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
 if TYPE_CHECKING:
     from mindspeed_cp.algorithms import build_plan, register_algorithm
     from mindspeed_cp.cluster.cluster import Cluster, load_cluster
-    from mindspeed_cp.engine import check_agreement, context_parallel_attention, context_parallel_roll
+    from mindspeed_cp.engine import (
+        check_agreement,
+        context_parallel_attention,
+        context_parallel_latent_attention,
+        context_parallel_roll,
+    )
     from mindspeed_cp.layout import Documents, Layout
     from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
     from mindspeed_cp.simulate.simulator import simulate_plan
@@ -39,6 +44,7 @@ __all__ = [
     "build_plan",
     "check_agreement",
     "context_parallel_attention",
+    "context_parallel_latent_attention",
     "context_parallel_roll",
     "load_cluster",
     "register_algorithm",
@@ -52,7 +58,15 @@ _MODULES = {
     **dict.fromkeys(("Cluster", "load_cluster"), "cluster.cluster"),
     **dict.fromkeys(("Documents", "Layout"), "layout"),
     **dict.fromkeys(("build_plan", "register_algorithm"), "algorithms"),
-    **dict.fromkeys(("check_agreement", "context_parallel_attention", "context_parallel_roll"), "engine"),
+    **dict.fromkeys(
+        (
+            "check_agreement",
+            "context_parallel_attention",
+            "context_parallel_latent_attention",
+            "context_parallel_roll",
+        ),
+        "engine",
+    ),
     "Timeline": "simulate.timeline",
     "simulate_plan": "simulate.simulator",
 }

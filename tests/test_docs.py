@@ -25,7 +25,7 @@ def python_blocks(page: str) -> list[str]:
 
 def test_the_page_on_attention_runs() -> None:
     blocks = python_blocks("attention.md")
-    assert len(blocks) == 13
+    assert len(blocks) == 14
     scope: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/attention.md", "exec"), scope)

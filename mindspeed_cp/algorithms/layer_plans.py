@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
+from mindspeed_cp.algorithms.latent_choice import choose_latents
 from mindspeed_cp.algorithms.registry import algorithm_name, build_plan, with_reduce_dtype
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -56,9 +57,13 @@ def _over_layout_of(main: Plan, attention: AttentionConfig, algorithm: str, opti
         if plan.batch_layout.same_as(main.batch_layout):
             return plan
     layout, topology = main.layout, main.topology
-    programs = staged(layout, layout, attention, topology)
-    plan = Plan("kv_fetch", attention, topology, layout, layout, layout, layout, *programs)
-    return with_reduce_dtype(plan, main.reduce_dtype)
+
+    def fetch(attention: AttentionConfig) -> Plan:
+        programs = staged(layout, layout, attention, topology)
+        plan = Plan("kv_fetch", attention, topology, layout, layout, layout, layout, *programs)
+        return with_reduce_dtype(plan, main.reduce_dtype)
+
+    return choose_latents(fetch, topology, attention, str(options.get("latents") or "auto"))
 
 
 def _work(documents: Documents, attention: AttentionConfig) -> float:

@@ -122,7 +122,7 @@ def redistribution_widths(
         sequence_parallel: the tensor-parallel ranks share the rows of hidden states.
     """
     query_width = attention.heads * (attention.head_dim + attention.head_dim_v)  # q and out
-    kv_width = attention.kv_heads * (attention.head_dim + attention.head_dim_v)
+    kv_width = attention.kv_row.channels
     shares = tensor_parallel_size if sequence_parallel else 1
     return {"qkv": query_width + kv_width, "hidden": 2 * hidden_size / shares}
 

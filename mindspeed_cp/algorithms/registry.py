@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mindspeed_cp.algorithms.latent_choice import choose_latents
 from mindspeed_cp.algorithms.options import AlgorithmOption, read_options
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -41,6 +42,9 @@ class Algorithm:
 #: Types in which gradients of keys and values may travel.
 ReduceDtype = Literal["float32", "bfloat16"]
 
+#: What travels in multi-head latent attention (:mod:`mindspeed_cp.algorithms.latent_choice`).
+Latents = Literal["auto", "on", "off"]
+
 
 def _common_options(
     documents: Documents,
@@ -49,12 +53,15 @@ def _common_options(
     attention: AttentionConfig,
     *,
     reduce_dtype: ReduceDtype = "float32",
+    latents: Latents = "auto",
 ) -> None:
     """Declare the options that every algorithm has.
 
     Args:
         reduce_dtype: type in which gradients of keys and values travel between ranks; each rank sums them in float32.
             bfloat16 sends half the bytes and rounds every message, in a ring at each hop
+        latents: multi-head latent attention: on, latents travel between ranks and readers expand them; off, keys and
+            values of all heads travel; auto, what the cost model has faster. Other attention has no latents
     """
 
 
@@ -194,7 +201,8 @@ def build_plan(
     Args:
         documents: lengths of the documents in the packed batch.
         topology: context-parallel ranks.
-        attention: attention of one layer on one tensor-parallel rank.
+        attention: attention of one layer on one tensor-parallel rank. If it has latents, the plan's own attention says
+            whether these travel.
         algorithm: a registered name (`ALGORITHMS`), or the name that Megatron or MindSpeed uses (`ALIASES`).
         kv_documents: in cross-attention, lengths of the keys and values of each document; `documents` then has the
             lengths of the queries. Only with mask "full".
@@ -228,8 +236,13 @@ def build_plan(
     if attention.mask == "causal" and kv_documents != documents:
         raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
     reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")
-    plan = ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)
-    return plan if reduce_dtype == plan.reduce_dtype else with_reduce_dtype(plan, reduce_dtype)
+    latents = str(options.pop("latents", None) or "auto")
+
+    def build(attention: AttentionConfig) -> Plan:
+        plan = ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)
+        return plan if reduce_dtype == plan.reduce_dtype else with_reduce_dtype(plan, reduce_dtype)
+
+    return choose_latents(build, topology, attention, latents)
 
 
 def _check_blocks(documents: Documents, kv_documents: Documents, attention: AttentionConfig) -> None:

@@ -160,7 +160,8 @@ def _kv_fetch_times(
     queries, keys = build_layouts(layout, documents, documents, topology.ranks, attention)
     needed = needed_tokens(queries, keys, attention)
     visible = np.bincount(needed.taker, needed.last - needed.first, topology.ranks).astype(np.int64)
-    row, element = attention.kv_heads * (attention.head_dim + attention.head_dim_v), cost.layer.bytes_per_element
+    row = min(attention.kv_row.channels, attention.expanded.kv_row.channels)  # a plan may send latents or not
+    element = cost.layer.bytes_per_element
     if topology.nodes == 1:
         rows, link, rate = visible - keys.token_counts, np.arange(topology.ranks), cluster.effective_rank
     else:

@@ -161,6 +161,26 @@ class ComputeCost:
         factor = self._seconds_per_pair * (ATTENTION_BACKWARD if backward else 1.0)
         return pairs * factor * (1.0 + self.cluster.tile_rows / rows) + np.asarray(calls) * self.cluster.launch
 
+    def expansion_seconds(self, rows: Any, products: Any = 1.0) -> Any:
+        """Return the seconds in which a rank expands latents to keys and values of all heads: 2 FLOPs for each of a
+        row's latent channels and the channels that come of it.
+
+        Args:
+            rows: number of rows, of some heads only in their share.
+            products: matrix products of this size for each row.
+
+        Returns:
+            fp64 of the shape of both; 0 for attention without latents.
+        """
+        attention = self.attention
+        if attention.latent is None:
+            return np.zeros(np.broadcast(rows, products).shape)
+        latent, shared = attention.latent
+        flops = 2.0 * latent * attention.heads * (attention.head_dim - shared + attention.head_dim_v)
+        return (
+            np.asarray(rows, np.float64) * products * (flops / self.cluster.peak_flops) / self.cluster.linear_efficiency
+        )
+
     def linear_layer_seconds(self, tokens: Any, backward: bool = False, part: str = "all") -> Any:
         """Return the seconds of the linear layers (one of LINEAR_PARTS) for a number of tokens, fp64 of the same
         shape."""

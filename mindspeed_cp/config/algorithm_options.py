@@ -20,8 +20,9 @@ def options_by_name() -> dict[str, dict[str, AlgorithmOption]]:
 
 def check_option(option: AlgorithmOption, value: Any, ranks: int) -> Any:
     """Return the value of an option; raise SettingError if it is invalid on this number of ranks."""
-    if value is False and "off" in option.choices:
-        return "off"  # YAML reads a bare off as false
+    if isinstance(value, bool):  # YAML reads a bare off as false, and on as true
+        word = "on" if value else "off"
+        value = word if word in option.choices else value
     problem = option.problem(value, ranks)
     if problem is not None:
         raise bad_value(option.name, value, f"must be {problem} or null")

@@ -273,5 +273,6 @@ that table when they are read, and tests walk every cell of it.
 *exact*: out, dq, dk and dv agree with dense attention in fp64, for any number of ranks (odd ones too), any number of
 query heads, and lengths that divide by nothing. A number in brackets is a note below the table: together with something
 else it is refused, with the message that the note quotes. Attention sinks change neither plans nor calls of a backend:
-every exact cell has them ([attention](attention.md#sinks)).
+every exact cell has them ([attention](attention.md#sinks)). Nor do latents of multi-head latent attention, which
+readers expand: every exact cell without grouped heads has them ([attention](attention.md#latents)).
 """

@@ -43,6 +43,7 @@ def whole_attention(settings: Sections) -> AttentionConfig:
         window=None if model.window_size is None else (model.window_size[0], model.window_size[1]),
         alibi=model.position_embedding_type == "alibi",
         dropout=model.attention_dropout,
+        latent=(model.kv_lora_rank, model.qk_pos_emb_head_dim) if model.multi_latent_attention else None,
     )
 
 

@@ -21,8 +21,10 @@ from torch.autograd.function import once_differentiable
 from mindspeed_cp.comm import InMemoryNetwork, InMemoryPending
 from mindspeed_cp.engine.attention import (
     SAVED_TENSORS,
+    LayerWeights,
     RankCall,
     backward_run,
+    checked_weights,
     forward_run,
 )
 from mindspeed_cp.engine.inputs import check_inputs, check_types, checked_key
@@ -32,7 +34,6 @@ from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention import AttentionBackend, backend_for_device
 from mindspeed_cp.ops.attention.contract import DropoutKey
-from mindspeed_cp.ops.attention.sink import checked_sink
 from mindspeed_cp.plan import Plan, document_mask
 
 Result = TypeVar("Result")
@@ -42,7 +43,7 @@ Around = Callable[[int], AbstractContextManager[Any]]
 
 
 #: What :func:`mindspeed_cp.engine.attention.forward_run` returns.
-ForwardResult = tuple[Tensor, Sequence[Tensor], Sequence[Any]]
+ForwardResult = tuple[Tensor, Sequence[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,14 @@ def attend_all_ranks(
     training: bool = True,
     stepping: Stepping | None = None,
     sink: Tensor | None = None,
+    kv_up: Tensor | None = None,
 ) -> list[Tensor]:
     """Run :func:`mindspeed_cp.context_parallel_attention` for all ranks of a plan in this process. Differentiable; the
     backward runs for all ranks at once.
 
     Args:
         q, k, v: for each rank its rows, as for :func:`mindspeed_cp.context_parallel_attention`.
-        plan, backend, dropout_key, training, sink: as there; the gradient of the sink is that of all ranks.
+        plan, backend, dropout_key, training, sink, kv_up: as there; gradients of the last two are those of all ranks.
         stepping: order in which the ranks run.
 
     Returns:
@@ -130,8 +132,8 @@ def attend_all_ranks(
         PeerError: the plan dead-locks, or the two ends of a message do not match.
     """
     calls = _checked_calls(q, k, v, plan, backend, dropout_key, training)
-    sink = None if sink is None else checked_sink(sink, plan.attention.heads, q[0].device)
-    return list(_AllRanks.apply(calls, stepping or Stepping(), sink, *q, *k, *v))
+    weights = checked_weights(plan, q[0], sink, kv_up)
+    return list(_AllRanks.apply(calls, stepping or Stepping(), *weights, *q, *k, *v))
 
 
 def _checked_calls(
@@ -164,9 +166,14 @@ def _checked_calls(
 class _AllRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, calls: Sequence[RankCall], stepping: Stepping, sink: Tensor | None, *qkv: Tensor
+        ctx: Any,
+        calls: Sequence[RankCall],
+        stepping: Stepping,
+        sink: Tensor | None,
+        kv_up: Tensor | None,
+        *qkv: Tensor,
     ) -> tuple[Tensor, ...]:
-        results = _run_forward(calls, stepping, qkv, sink)
+        results = _run_forward(calls, stepping, qkv, LayerWeights(sink, kv_up))
         ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
         ctx.call = calls, stepping, [states for *_, states in results]
         return tuple(out for out, *_ in results)
@@ -178,18 +185,18 @@ class _AllRanks(torch.autograd.Function):
         saved = ctx.saved_tensors
         count = len(saved) // len(calls)
         saved_of_ranks = [saved[count * rank : count * (rank + 1)] for rank in range(len(calls))]
-        gradients, dsink = _run_backward(calls, stepping, dout, saved_of_ranks, backend_states)
-        return None, None, dsink, *gradients
+        gradients, weights = _run_backward(calls, stepping, dout, saved_of_ranks, backend_states)
+        return None, None, *weights, *gradients
 
 
 def _run_forward(
-    calls: Sequence[RankCall], stepping: Stepping, qkv: Sequence[Tensor], sink: Tensor | None
+    calls: Sequence[RankCall], stepping: Stepping, qkv: Sequence[Tensor], weights: LayerWeights
 ) -> list[ForwardResult]:
     """Run the forward of all ranks, with q of all ranks, then k, then v."""
     network, ranks = InMemoryNetwork(len(calls), stepping.lazy), len(calls)
     q, k, v = (qkv[ranks * i : ranks * (i + 1)] for i in range(3))
     runs = [
-        forward_run(replace(call, transport=network.transport(rank)), q[rank], k[rank], v[rank], sink)
+        forward_run(replace(call, transport=network.transport(rank)), q[rank], k[rank], v[rank], weights)
         for rank, call in enumerate(calls)
     ]
     with torch.autocast(qkv[0].device.type, enabled=False):
@@ -200,10 +207,11 @@ def _run_backward(
     calls: Sequence[RankCall],
     stepping: Stepping,
     dout: Sequence[Tensor],
-    saved: Sequence[Sequence[Tensor]],
+    saved: Sequence[Sequence[Any]],
     backend_states: Sequence[Sequence[Any]],
-) -> tuple[list[Tensor], Tensor | None]:
-    """Run the backward of all ranks. Returns dq of all ranks, then dk, then dv; and the sum of dsink over them."""
+) -> tuple[list[Tensor], LayerWeights]:
+    """Run the backward of all ranks. Returns dq of all ranks, then dk, then dv; and the weights' gradients, summed over
+    them."""
     network = InMemoryNetwork(len(calls), stepping.lazy)
     runs = [
         backward_run(replace(call, transport=network.transport(rank)), dout[rank], saved[rank], backend_states[rank])
@@ -212,9 +220,10 @@ def _run_backward(
     del saved
     with torch.autocast(dout[0].device.type, enabled=False):
         gradients = run_all_ranks(runs, network, stepping)
-    dsinks = [dsink for *_, dsink in gradients if dsink is not None]
+    of_ranks = zip(*(weights for *_, weights in gradients), strict=True)
+    sums = [None if xs[0] is None else torch.stack(xs).sum(0, dtype=torch.float32).to(xs[0].dtype) for xs in of_ranks]
     qkv_gradients = [gradient[i] for i in range(3) for gradient in gradients]
-    return cast(list[Tensor], qkv_gradients), torch.stack(dsinks).sum(0) if dsinks else None
+    return cast(list[Tensor], qkv_gradients), LayerWeights(*sums)
 
 
 @dataclass(frozen=True)
@@ -226,6 +235,7 @@ class WholeResult:
         lse: fp32 [tokens, heads], with the sink if there is one.
         dq, dk, dv: of the shapes of q, k and v; None without `dout`.
         dsink: fp32 [heads]; None without `dout` or a sink.
+        dkv_up: of the shape and type of kv_up; None without `dout` or latents.
     """
 
     out: Tensor
@@ -234,6 +244,7 @@ class WholeResult:
     dk: Tensor | None
     dv: Tensor | None
     dsink: Tensor | None = None
+    dkv_up: Tensor | None = None
 
 
 @torch.no_grad()
@@ -248,6 +259,7 @@ def attend_in_process(
     training: bool = True,
     stepping: Stepping | None = None,
     sink: Tensor | None = None,
+    kv_up: Tensor | None = None,
 ) -> WholeResult:
     """Run all ranks of a plan on the whole batch, forward and, with ``dout``, backward::
 
@@ -258,8 +270,9 @@ def attend_in_process(
         plan: any plan.
         q: [tokens, heads, head_dim].
         k, v: [tokens, kv_heads, head_dim] and [tokens, kv_heads, head_dim_v]; in cross-attention, tokens of the keys.
+            For a plan with latents, the shared channels and the latents, [tokens, 1, channels] each.
         dout: gradient of the output [tokens, heads, head_dim_v].
-        backend, dropout_key, training, stepping, sink: as for :func:`attend_all_ranks`.
+        backend, dropout_key, training, stepping, sink, kv_up: as for :func:`attend_all_ranks`.
 
     Raises:
         ConfigError: a shape, a type or the backend does not fit the plan.
@@ -270,16 +283,15 @@ def attend_in_process(
         [layout.shard(x, rank) for rank in range(ranks)] for x, layout in zip((q, k, v), layouts, strict=True)
     )
     calls = _checked_calls(qs, ks, vs, plan, backend, dropout_key, training)
-    sink = None if sink is None else checked_sink(sink, plan.attention.heads, q.device)
-    results = _run_forward(calls, stepping, [*qs, *ks, *vs], sink)
+    results = _run_forward(calls, stepping, [*qs, *ks, *vs], checked_weights(plan, q, sink, kv_up))
     saved = [saved for _, saved, _ in results]
     out, lse = plan.layout.unshard([out for out, *_ in results]), _whole_lse(plan, saved)
     if dout is None:
         return WholeResult(out, lse, None, None, None)
     douts = [plan.layout.shard(dout, rank) for rank in range(ranks)]
-    gradients, dsink = _run_backward(calls, stepping, douts, saved, [states for *_, states in results])
+    gradients, weights = _run_backward(calls, stepping, douts, saved, [states for *_, states in results])
     dq, dk, dv = (layout.unshard(gradients[ranks * i : ranks * (i + 1)]) for i, layout in enumerate(layouts))
-    return WholeResult(out, lse, dq, dk, dv, dsink)
+    return WholeResult(out, lse, dq, dk, dv, *weights)
 
 
 def _whole_lse(plan: Plan, saved: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
 from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.engine.inputs import check_inputs, check_types, checked_key
+from mindspeed_cp.engine.latents import SlotReader
 from mindspeed_cp.engine.program_run import ProgramRun, Run, run_interleaved, run_to_end
 from mindspeed_cp.engine.rank_context import RankContext, bind_rank
 from mindspeed_cp.engine.rank_parts import REDISTRIBUTION_TAGS, join_rows
@@ -21,11 +23,12 @@ from mindspeed_cp.engine.recorder import RecordedCall, recorded_call
 from mindspeed_cp.engine.redistribute import redistribute
 from mindspeed_cp.engine.schedule import RankSchedule
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState
+from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, Heads
 from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.ops.attention.latent import LatentExpansion, checked_up_projection
 from mindspeed_cp.ops.attention.sink import add_sink, checked_sink, sink_gradient
 from mindspeed_cp.ops.rows import take_rows
-from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan import AttentionConfig, Plan
 
 #: Tensors that the forward of a part saves for its backward: q, k, v, out and lse.
 SAVED_TENSORS = 5
@@ -43,6 +46,7 @@ def context_parallel_attention(
     training: bool = True,
     batch_digest: int | None = None,
     sink: Tensor | None = None,
+    kv_up: Tensor | None = None,
 ) -> Tensor:
     """Compute exact attention over all ranks of a plan. Every rank of the group must call it with its own rows, and
     every rank must run its backward, including ranks without tokens: keys, values and their gradients pass through all
@@ -73,6 +77,9 @@ def context_parallel_attention(
         sink: attention sinks, fp32 [heads], one logit for each head in the softmax's denominator, which has no value
             (:mod:`mindspeed_cp.ops.attention.sink`); the same on all ranks. Its gradient on a rank is the sum over
             the rows and heads that the rank computes; frameworks add it up over ranks, as for any parameter.
+        kv_up: for a plan whose attention has latents, the weight of the up-projection of keys and values, of the type
+            of q (:mod:`mindspeed_cp.ops.attention.latent`). k is then [t, 1, channels that all heads share] and v the
+            latent, [t, 1, channels]. The weight's gradient on a rank is that of the rows that the rank reads.
 
     Returns:
         [t, heads, head_dim_v] of the type of q.
@@ -91,9 +98,35 @@ def context_parallel_attention(
     if agreement is not None:
         agreement.check(plan, q.dtype, key, batch_digest, sink is not None)
     check_inputs(q, k, v, context)
-    sink = None if sink is None else checked_sink(sink, plan.attention.heads, q.device)
+    weights = checked_weights(plan, q, sink, kv_up)
     call = RankCall(plan, context, runner, transport, key, recorded_call(), agreement)
-    return _Attention.apply(q, k, v, sink, call)
+    return _Attention.apply(q, k, v, *weights, call)
+
+
+class LayerWeights(NamedTuple):
+    """What a layer has learned that attention reads beside q, k and v, or the gradients of these.
+
+    Attributes:
+        sink: attention sinks, fp32 [heads]; None without.
+        kv_up: weight of the up-projection of latents; None where k and v are given.
+    """
+
+    sink: Tensor | None = None
+    kv_up: Tensor | None = None
+
+
+def checked_weights(plan: Plan, q: Tensor, sink: Tensor | None, kv_up: Tensor | None) -> LayerWeights:
+    """Check the sink and the up-projection of a call against its plan."""
+    if sink is not None:
+        sink = checked_sink(sink, plan.attention.heads, q.device)
+    if plan.attention.latent is not None:
+        kv_up = checked_up_projection(kv_up, plan.attention, q.dtype, q.device)
+    elif kv_up is not None:
+        raise ConfigError(
+            "kv_up is given, but the plan's attention has no latents, so that keys and values travel; valid: None with "
+            "k and v of all heads (context_parallel_latent_attention expands them), or a plan with latents: 'on'"
+        )
+    return LayerWeights(sink, kv_up)
 
 
 @dataclass(frozen=True)
@@ -121,9 +154,11 @@ class RankCall:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: RankCall) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, kv_up: Tensor | None, call: RankCall
+    ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # accumulators stay fp32 under autocast
-            out, saved, backend_states = run_to_end(forward_run(call, q, k, v, sink))
+            out, saved, backend_states = run_to_end(forward_run(call, q, k, v, LayerWeights(sink, kv_up)))
         ctx.save_for_backward(*saved)
         ctx.call, ctx.backend_states = call, backend_states
         return out
@@ -134,19 +169,19 @@ class _Attention(torch.autograd.Function):
         if ctx.call.agreement is not None:
             ctx.call.agreement.read_finished()
         with torch.autocast(dout.device.type, enabled=False):
-            gradients = run_to_end(backward_run(ctx.call, dout, ctx.saved_tensors, ctx.backend_states))
-        return *gradients, None
+            *gradients, weights = run_to_end(backward_run(ctx.call, dout, ctx.saved_tensors, ctx.backend_states))
+        return *gradients, *weights, None
 
 
 def forward_run(
-    call: RankCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
-) -> Run[tuple[Tensor, Sequence[Tensor], Sequence[Any]]]:
-    """Run the forward of one rank. Returns its output, the tensors to save for the backward (those of each part, then
-    the sink if there is one), and what the backend saves for each part."""
+    call: RankCall, q: Tensor, k: Tensor, v: Tensor, weights: LayerWeights
+) -> Run[tuple[Tensor, Sequence[Tensor | None], Sequence[Any]]]:
+    """Run the forward of one rank. Returns its output, what to save for the backward (the tensors of each part, then
+    the weights), and what the backend saves for each part."""
     context, parts = call.context, call.context.parts
     schedules = context.schedules(call.plan, call.backend, "forward", call.dropout is not None)
     runs = [
-        _forward_part(n, schedule, q.contiguous(), k.contiguous(), v.contiguous(), sink, call)
+        _forward_part(n, schedule, q.contiguous(), k.contiguous(), v.contiguous(), weights, call)
         for n, schedule in enumerate(schedules)
     ]
     count = len(q)
@@ -155,42 +190,41 @@ def forward_run(
     out = results[0][0]
     if len(results) > 1:
         out = join_rows([(result[0], part.rows) for result, part in zip(results, parts.parts, strict=True)], count)
-    saved = [x for _, tensors, _ in results for x in tensors] + ([] if sink is None else [sink])
-    return out, saved, [state for *_, state in results]
+    saved = [x for _, tensors, _ in results for x in tensors]
+    return out, [*saved, *weights], [state for *_, state in results]
 
 
 def backward_run(
-    call: RankCall, dout: Tensor, saved: Sequence[Tensor], backend_states: Sequence[Any]
-) -> Run[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Run the backward of one rank. Returns dq, dk and dv, and dsink if there is a sink."""
+    call: RankCall, dout: Tensor, saved: Sequence[Any], backend_states: Sequence[Any]
+) -> Run[tuple[Tensor, Tensor, Tensor, LayerWeights]]:
+    """Run the backward of one rank. Returns dq, dk and dv, and the gradients of the weights that there are."""
     context, parts = call.context, call.context.parts
     schedules = context.schedules(call.plan, call.backend, "backward", call.dropout is not None)
     dout = dout.contiguous()
-    sink = saved[-1] if len(saved) % SAVED_TENSORS else None
-    dsink = None if sink is None else torch.zeros_like(sink)
-    sinks = None if sink is None or dsink is None else (sink, dsink)
-    runs = [
-        _backward_part(
-            n, schedule, dout, saved[SAVED_TENSORS * n : SAVED_TENSORS * (n + 1)], backend_states[n], sinks, call
-        )
-        for n, schedule in enumerate(schedules)
-    ]
-    del dout, saved
+    weights = LayerWeights(*saved[-len(LayerWeights._fields) :])
+    gradients = LayerWeights(*(None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in weights))
+    runs = []
+    for n, schedule in enumerate(schedules):
+        tensors = saved[SAVED_TENSORS * n : SAVED_TENSORS * (n + 1)]
+        runs.append(_backward_part(n, schedule, dout, tensors, backend_states[n], weights, gradients, call))
+    del dout, saved, tensors
     results = yield from run_interleaved(runs, parts.step_order["backward"])
+    if weights.kv_up is not None and gradients.kv_up is not None:
+        gradients = gradients._replace(kv_up=gradients.kv_up.to(weights.kv_up.dtype))
     if len(results) == 1:
-        return *results[0], dsink
+        return *results[0], gradients
     rows, kv_rows = [part.rows for part in parts.parts], [part.kv_rows for part in parts.parts]
     dq, dk, dv = zip(*results, strict=True)
     return (
         join_rows(list(zip(dq, rows, strict=True)), context.shapes["q"][0]),
         join_rows(list(zip(dk, kv_rows, strict=True)), context.shapes["k"][0]),
         join_rows(list(zip(dv, kv_rows, strict=True)), context.shapes["v"][0]),
-        dsink,
+        gradients,
     )
 
 
 def _forward_part(
-    index: int, schedule: RankSchedule, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: RankCall
+    index: int, schedule: RankSchedule, q: Tensor, k: Tensor, v: Tensor, weights: LayerWeights, call: RankCall
 ) -> Run[tuple[Tensor, Sequence[Tensor], Any]]:
     """Run the forward of one part on the rows of the caller. Returns its output there, the tensors to save for the
     backward, and what the backend saves."""
@@ -208,14 +242,15 @@ def _forward_part(
         to_compute, label = (moves.q, moves.kv, moves.kv), "q, k and v to heads"
         q, k, v = yield from redistribute((q, k, v), to_compute, call.transport, label, part.tag, recorder)
     empty = q.new_empty if schedule.stores_all_rows else q.new_zeros
-    out = empty((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
+    out = empty((len(q), q.shape[1], attention.head_dim_v), dtype=torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     state = ForwardState(q, out, lse, context.heads[index], call.dropout)
+    reader = SlotReader(backend, attention, _expansion(weights, attention, state.heads))
     run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
-    yield from run.steps(lambda run, slot, calls: backend.forward(calls, attention, state, run.k[slot], run.v[slot]))
+    yield from run.steps(partial(reader.forward, state=state))
     del run  # frees its buffers
-    if sink is not None:  # rows are complete: once for each, however many calls and ranks their keys were in
-        add_sink(out, lse, sink[slice(*state.heads.q)])
+    if weights.sink is not None:  # rows are complete: once for each, however many calls and ranks their keys were in
+        add_sink(out, lse, weights.sink[slice(*state.heads.q)])
     out = out.to(q.dtype)
     saved = q, k, v, out, lse
     if moves.q_adjoint is None:
@@ -232,11 +267,12 @@ def _backward_part(
     dout: Tensor,
     saved: Sequence[Tensor],
     backend_state: Any,
-    sinks: tuple[Tensor, Tensor] | None,
+    weights: LayerWeights,
+    gradients: LayerWeights,
     call: RankCall,
 ) -> Run[tuple[Tensor, Tensor, Tensor]]:
-    """Run the backward of one part. Returns dq, dk and dv in the layout of the caller, and adds to the second of
-    `sinks`, which are the sink and its gradient."""
+    """Run the backward of one part. Returns dq, dk and dv in the layout of the caller, and adds to `gradients`, those
+    of the weights."""
     context, backend = call.context, call.backend
     recorder = None if call.recorded is None else call.recorded.part_recorder("backward", index)
     attention, part = context.attentions[index], context.parts.parts[index]
@@ -247,18 +283,16 @@ def _backward_part(
     else:
         label = "gradients of outputs to heads"
         (dout,) = yield from redistribute((dout,), (moves.q,), call.transport, label, part.tag, recorder)
-    if sinks is not None:
-        sink, dsink = (x[slice(*context.heads[index].q)] for x in sinks)
+    heads = context.heads[index]
+    if weights.sink is not None and gradients.sink is not None:
+        sink, dsink = (x[slice(*heads.q)] for x in (weights.sink, gradients.sink))
         dsink += sink_gradient(dout, out, lse, sink)
     reduce_dtype: torch.dtype = getattr(torch, call.plan.reduce_dtype)
     run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder, reduce_dtype)
     dq = torch.zeros_like(q, dtype=torch.float32)
-    state = BackwardState(q, out, lse, dout, dq, context.heads[index], call.dropout, backend_state)
-    yield from run.steps(
-        lambda run, slot, calls: backend.backward(
-            calls, attention, state, run.k[slot], run.v[slot], *run.gradient(slot)
-        )
-    )
+    state = BackwardState(q, out, lse, dout, dq, heads, call.dropout, backend_state)
+    reader = SlotReader(backend, attention, _expansion(weights, attention, heads), gradients.kv_up)
+    yield from run.steps(partial(reader.backward, state=state))
     dk, dv = run.gradient(0)
     del run  # frees its buffers
     if not moves.kv_has_copies:  # copies are summed in fp32 before they are rounded
@@ -269,3 +303,8 @@ def _backward_part(
     to_caller, label = (moves.q_adjoint, moves.kv_adjoint, moves.kv_adjoint), "gradients of q, k and v to tokens"
     dq, dk, dv = yield from redistribute((dq.to(q.dtype), dk, dv), to_caller, call.transport, label, part.tag, recorder)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _expansion(weights: LayerWeights, attention: AttentionConfig, heads: Heads) -> LatentExpansion | None:
+    """Return the expansion of latents to the heads that a rank computes; None where keys and values travel."""
+    return None if weights.kv_up is None else LatentExpansion(weights.kv_up, attention, heads.q)

@@ -20,6 +20,7 @@ from mindspeed_cp.comm import DEFAULT_TIMEOUT, GroupTransport, Transfer
 from mindspeed_cp.engine.canary_tile import Forward, explain
 from mindspeed_cp.engine.sample_reference import SampleReference
 from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.plan.sample import AttentionSample, draw_sample
 
@@ -77,6 +78,7 @@ class AttentionCanary:
         rank: int,
         dropout_key: DropoutKey | None,
         sink: Tensor | None = None,
+        kv_up: Tensor | None = None,
     ) -> None:
         """Copy what the comparison needs of the first call; of the first call with gradients, those of the queries.
 
@@ -84,15 +86,19 @@ class AttentionCanary:
 
         Args:
             q, k, v, out: arguments and result of context_parallel_attention on this rank.
-            plan, dropout_key, sink: as given to it; no key where nothing is dropped.
+            plan, dropout_key, sink, kv_up: as given to it; no key where nothing is dropped.
             rank: context-parallel rank.
         """
         if self._taken is None:
             sample = draw_sample(plan, self._generator)
             if sample is None:
                 return
-            rows = _as_index(sample.key_rows(plan, rank)[0], k.device)
-            kv = torch.cat([x[rows, sample.kv_head].detach() for x in (k, v)], 1)
+            rows, kv_head = _as_index(sample.key_rows(plan, rank)[0], k.device), sample.kv_head
+            k, v = k[rows].detach(), v[rows].detach()
+            if kv_up is not None:
+                k, v = LatentExpansion(kv_up, plan.attention, (sample.head, sample.head + 1)).expand(k, v)
+                kv_head = 0
+            kv = torch.cat([k[:, kv_head], v[:, kv_head]], 1)
             of_head = None if sink is None else sink[sample.head].detach().clone()
             self._taken = _Taken(sample, plan, rank, dropout_key, kv, q.dtype, of_head)
             if rank == sample.rank:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_cp.comm import ExchangePart, Pending, Transfer, Transport, exchange_buffers, staging_buffer
 from mindspeed_cp.engine.recorder import COMPUTE, UNPACK, PartRecorder
 from mindspeed_cp.engine.schedule import ExchangeOp, P2POp, RankSchedule
-from mindspeed_cp.ops.rows import add_rows, put_rows, take_rows
+from mindspeed_cp.ops.rows import RowIndex, add_rows, put_rows, take_rows
 
 Result = TypeVar("Result")
 
@@ -70,12 +70,13 @@ class ProgramRun:
             )
         return gradient
 
-    def steps(self, compute: Callable[[ProgramRun, int, Any], None]) -> Run[None]:
+    def steps(self, compute: Callable[[ProgramRun, int, Any, RowIndex | None], None]) -> Run[None]:
         """Run all steps: post messages, compute while they travel, wait for those that are due. Yields after the
         computation of each step, so that the caller can overlap other work with the messages in flight.
 
         Args:
-            compute: called with this run, a slot and its kernel calls.
+            compute: called with this run, a slot, its kernel calls, and the rows of the slot that they count keys among
+                (`RankStep.rows_read`); None: all.
 
         Raises:
             PeerError: a peer died or did not answer in time.
@@ -94,7 +95,7 @@ class ProgramRun:
                     size = self._reduce_dtype.itemsize
                     start = recorder.record_posted(start, number, step.p2p_ops, self.k[0], self.v[0], size)
             for slot, calls in step.compute:
-                compute(self, slot, calls)
+                compute(self, slot, calls, step.rows_read.get(slot))
             if recorder is not None and step.compute:
                 recorder.record_span(COMPUTE, start, number)
             arriving = [exchanges.pop(exchange) for exchange in step.wait_for_exchanges]

@@ -37,8 +37,8 @@ class RankContext:
         rows, kv_rows = (int(layout.token_counts[rank]) for layout in (plan.layout, plan.kv_layout_in))
         self.shapes = {
             "q": (rows, attention.heads, attention.head_dim),
-            "k": (kv_rows, attention.kv_heads, attention.head_dim),
-            "v": (kv_rows, attention.kv_heads, attention.head_dim_v),
+            "k": (kv_rows, attention.kv_row.heads, attention.kv_row.dim),
+            "v": (kv_rows, attention.kv_row.heads, attention.kv_row.dim_v),
         }
         self.attentions = [part.attention for part in plan.parts_or_self]
         self.heads = [part_heads(part, rank) for part in plan.parts_or_self]
@@ -61,10 +61,10 @@ class RankContext:
 def part_heads(plan: Plan, rank: int) -> Heads:
     """Return the query heads and kv heads that a rank computes."""
     attention = plan.attention
-    return Heads(
-        plan.q_layout_compute.head_range(rank, attention.heads),
-        plan.kv_layout_compute.head_range(rank, attention.kv_heads),
-    )
+    queries = plan.q_layout_compute.head_range(rank, attention.heads)
+    if attention.latent is not None:  # expanded by whoever reads them, for its own heads
+        return Heads(queries, queries)
+    return Heads(queries, plan.kv_layout_compute.head_range(rank, attention.kv_heads))
 
 
 #: What a call needs to know about the rank and the group of this process.

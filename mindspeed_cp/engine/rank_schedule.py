@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mindspeed_cp.comm import as_row_index
 from mindspeed_cp.engine.schedule import ExchangeOp, P2POp, RankSchedule, RankStep
 from mindspeed_cp.ops.attention import AttentionBackend
 from mindspeed_cp.ops.rows import RowIndex
 from mindspeed_cp.plan import Messages, Plan, Program
 from mindspeed_cp.plan.exchanges import Exchanges
+from mindspeed_cp.plan.keys_read import number_keys_read
 
 
 def build_rank_schedule(
@@ -38,11 +40,20 @@ def build_rank_schedule(
     program: Program = getattr(plan, direction)
     lower = backend.lower_forward if direction == "forward" else backend.lower_backward
     tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
+    rows_read: dict[tuple[int, int], RowIndex] = {}
+    if plan.attention.latent is not None:
+        tiles, runs_read = number_keys_read(tiles)
+        rows_read = {where: as_row_index(first, count, device) for where, (first, count) in runs_read.items()}
     lowered = lower(tiles, rows, plan.attention if with_dropout else replace(plan.attention, dropout=0.0), dtype)
     slots = range(program.capacity.shape[1])
     p2p_ops, wait_for = _p2p_ops(program, rank, device)
     steps = [
-        RankStep(p2p_ops[s], [(slot, lowered[s, slot]) for slot in slots if (s, slot) in lowered], wait_for[s])
+        RankStep(
+            p2p_ops[s],
+            [(slot, lowered[s, slot]) for slot in slots if (s, slot) in lowered],
+            wait_for[s],
+            rows_read={slot: rows_read[s, slot] for slot in slots if (s, slot) in rows_read},
+        )
         for s in range(program.steps)
     ]
     if plan.exchange == "all_to_all":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_cp.ops.rows import RowIndex
@@ -59,6 +59,8 @@ class RankStep:
         wait_for: numbers of the messages to wait for at the end of the step, reduces first.
         exchanges: exchanges to post, which then carry all of `p2p_ops`; empty if messages travel by themselves.
         wait_for_exchanges: numbers of the exchanges to wait for at the end of the step.
+        rows_read: where slots hold latents, the rows that the calls read of each slot in `compute`; only these are
+            expanded, and calls count keys among them. Empty where slots hold keys and values.
     """
 
     p2p_ops: Sequence[P2POp]
@@ -66,6 +68,7 @@ class RankStep:
     wait_for: Sequence[int]
     exchanges: Sequence[ExchangeOp] = ()
     wait_for_exchanges: Sequence[int] = ()
+    rows_read: Mapping[int, RowIndex] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

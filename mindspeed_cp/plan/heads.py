@@ -25,7 +25,7 @@ def head_ranges(attention: AttentionConfig, degree: int) -> tuple[np.ndarray, np
     heads that its query heads read; among all such splits, one with the fewest copies of kv heads is taken. Ranks
     beyond the number of heads have none.
     """
-    shared = attention.heads // attention.kv_heads
+    shared = attention.heads // attention.kv_row.heads
     edges = np.array(_borders(attention.heads, shared, degree))
     first, last = edges[:-1], edges[1:]
     kv_last = np.where(last > first, -(-last // shared), first // shared)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -91,6 +91,19 @@ class Topology:
         return self.nodes * self.ranks_per_node
 
 
+class KvRow(NamedTuple):
+    """A token's keys and values as ranks hold and send them: `heads` x (`dim` channels of k, `dim_v` of v)."""
+
+    heads: int
+    dim: int
+    dim_v: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of all heads."""
+        return self.heads * (self.dim + self.dim_v)
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Definition of the attention of one layer, on one tensor-parallel rank.
@@ -110,6 +123,9 @@ class AttentionConfig:
             seed.
         scale: factor of the scores q.k; default: head_dim ** -0.5.
         first_head: index of this tensor-parallel rank's first head in the whole layer; dropout depends on it.
+        latent: (channels of the latent, channels of k that all heads share), for multi-head latent attention
+            (DeepSeek-V2, 2405.04434, section 2.1): ranks hold and send these of each token, and whoever reads them
+            expands them to the heads' k = [up_k(latent), shared] and v = up_v(latent). None: k and v of all heads.
 
     Raises:
         ConfigError: a value is out of range, or two values contradict each other.
@@ -125,6 +141,7 @@ class AttentionConfig:
     dropout: float = 0.0
     scale: float | None = None
     first_head: int = 0
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.kv_heads is None:
@@ -135,6 +152,8 @@ class AttentionConfig:
             object.__setattr__(self, "alibi", _numbers("attention.alibi", self.alibi))
         if isinstance(self.window, list):
             object.__setattr__(self, "window", tuple(self.window))
+        if isinstance(self.latent, list):
+            object.__setattr__(self, "latent", tuple(self.latent))
         self.check()
         if self.window is not None:
             left, right = (-1 if side >= UNLIMITED else int(side) for side in self.window)
@@ -162,6 +181,22 @@ class AttentionConfig:
         slopes = alibi_slopes(self.heads) if self.alibi is True else np.array(self.alibi, np.float64)
         slopes.setflags(write=False)
         return slopes
+
+    @cached_property
+    def kv_row(self) -> KvRow:
+        """Keys and values of a token as ranks hold and send them.
+
+        With latents these are one head: the shared channels in the place of k, the latent in the place of v.
+        """
+        if self.latent is None:
+            return KvRow(self.kv_heads, self.head_dim, self.head_dim_v)
+        latent, shared = self.latent
+        return KvRow(1, shared, latent)
+
+    @cached_property
+    def expanded(self) -> AttentionConfig:
+        """The same attention with k and v of all heads instead of latents."""
+        return self if self.latent is None else replace(self, latent=None)
 
     @property
     def is_triangular(self) -> bool:
@@ -193,6 +228,7 @@ class AttentionConfig:
             raise ConfigError(f"attention.dropout is {self.dropout!r}; valid: a number from 0 to below 1")
         self._check_window()
         self._check_alibi()
+        self._check_latent()
 
     def _check_window(self) -> None:
         if self.window is None:
@@ -222,6 +258,26 @@ class AttentionConfig:
             raise ConfigError(
                 f"attention.alibi is {self.alibi}; valid: True, False, or one finite slope for each of the "
                 f"{self.heads} heads, in fp32 too"
+            )
+
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        is_pair = isinstance(self.latent, tuple) and len(self.latent) == 2
+        if not is_pair or any(not is_int(count) or count < 1 for count in self.latent):
+            raise ConfigError(
+                f"attention.latent is {self.latent!r}; valid: (channels of the latent, channels of k that all heads "
+                "share), whole numbers from 1, such as (512, 64); or None"
+            )
+        if self.latent[1] >= self.head_dim:
+            raise ConfigError(
+                f"attention.latent is {self.latent}, with {self.latent[1]} channels of k that all heads share; valid: "
+                f"fewer than attention.head_dim, which is {self.head_dim}"
+            )
+        if self.kv_heads != self.heads:
+            raise ConfigError(
+                f"attention.latent is {self.latent} with kv_heads = {self.kv_heads}; valid: kv_heads = heads, which is "
+                f"{self.heads}, as every head has keys and values of its own; or latent None"
             )
 
 

@@ -226,7 +226,7 @@ class Plan:
     def kv_redistribution(self) -> Redistribution | None:
         """Redistribution of k and v from `kv_layout_in` to `kv_layout_compute`, None if they are the same; its adjoint
         moves dk and dv and sums copies."""
-        return Redistribution.between(self.kv_layout_in, self.kv_layout_compute, self.attention.kv_heads)
+        return Redistribution.between(self.kv_layout_in, self.kv_layout_compute, self.attention.kv_row.heads)
 
     def step_order(self, direction: str = "forward") -> tuple[tuple[int, int], ...]:
         """Return (part, step) of the steps of a direction, in execution order; a plan without parts is part 0."""

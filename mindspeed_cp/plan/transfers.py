@@ -106,7 +106,8 @@ def _between_steps(plan: Plan, direction: str, element: int) -> list[np.ndarray]
     tables = []
     for number, (part, plan_steps) in enumerate(zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True)):
         program: Program = getattr(part, direction)
-        row = part.kv_layout_compute.head_counts(attention.kv_heads) * (attention.head_dim + attention.head_dim_v)
+        kv_row = attention.kv_row
+        row = part.kv_layout_compute.head_counts(kv_row.heads) * (kv_row.dim + kv_row.dim_v)
         for messages, kind, size in ((program.fetch, KEYS, element), (program.reduce, GRADIENTS, plan.gradient_bytes)):
             items = messages.items
             out = np.empty(len(items), TRANSFER)
@@ -139,7 +140,8 @@ def _redistributions(plan: Plan, direction: str, element: int) -> list[np.ndarra
             )
         if part.kv_redistribution is not None:
             size = GRADIENT_BYTES if part.kv_redistribution.has_copies and not forward else element
-            row, (start, done) = (width + width_v) * size, (first, before) if forward else (after, last)
+            row = (attention.kv_row.dim + attention.kv_row.dim_v) * size
+            start, done = (first, before) if forward else (after, last)
             tables.append(_messages(part.kv_redistribution, not forward, row, start, done, REDISTRIBUTION, number))
     return tables
 

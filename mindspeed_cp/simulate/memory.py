@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.program import DIRECTIONS, Plan
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 from mindspeed_cp.plan.verify.memory import peak_bytes
 
@@ -14,18 +14,36 @@ def attention_peak_bytes(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
 
     Included are the caller's q, k, v, out and, in the backward, their gradients; out, lse and the gradient of q in fp32
     during accumulation; and the communication buffers of :func:`mindspeed_cp.plan.verify.memory.peak_bytes`, an upper
-    bound. Weights, activations of other layers and buffers inside kernels are not included.
+    bound. With latents, so are the keys and values of a slot while it is read, and their gradients. Weights,
+    activations of other layers and buffers inside kernels are not included.
     """
     attention = plan.attention
     width, width_v = attention.head_dim, attention.head_dim_v
     q_tokens, kv_tokens = plan.layout.token_counts, plan.kv_layout_in.token_counts
-    caller = (q_tokens * attention.heads + kv_tokens * attention.kv_heads) * (width + width_v) * bytes_per_element
+    kv_channels = attention.kv_row.channels
+    caller = (q_tokens * attention.heads * (width + width_v) + kv_tokens * kv_channels) * bytes_per_element
     rows = np.zeros(plan.ranks, np.int64)  # computed queries times their heads
     for part in plan.parts_or_self:
         rows += part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
     forward = caller + rows * (4 * width_v + 4) + peak_bytes(plan, "forward", bytes_per_element)["total"]
     backward = 2 * caller + rows * (4 * width + 4) + peak_bytes(plan, "backward", bytes_per_element)["total"]
+    forward += expanded_bytes(plan, "forward", bytes_per_element)
+    backward += expanded_bytes(plan, "backward", bytes_per_element)
     return np.maximum(forward, backward)
+
+
+def expanded_bytes(plan: Plan, direction: str, bytes_per_element: int) -> np.ndarray:
+    """Return an upper bound of the bytes of the keys and values that are expanded from the latents of one slot, and in
+    the backward of their gradients, in fp32 and as the operand of the products; int64 [ranks]."""
+    attention, out = plan.attention, np.zeros(plan.ranks, np.int64)
+    if attention.latent is None:
+        return out
+    element = bytes_per_element if direction == "forward" else 2 * bytes_per_element + GRADIENT_BYTES
+    for part in plan.parts_or_self:
+        heads = part.q_layout_compute.head_counts(attention.heads)
+        rows = getattr(part, direction).capacity.max(1, initial=0)
+        out = np.maximum(out, rows * heads * (attention.head_dim + attention.head_dim_v) * element)
+    return out
 
 
 def attention_bytes_upper_bound(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
@@ -35,20 +53,22 @@ def attention_bytes_upper_bound(plan: Plan, bytes_per_element: int = 2) -> np.nd
     results of redistributions are kept twice.
     """
     attention, element = plan.attention, bytes_per_element
-    width = attention.head_dim + attention.head_dim_v
+    width, kv_row = attention.head_dim + attention.head_dim_v, attention.kv_row
     out = np.zeros(plan.ranks, np.float64)
-    for layout, heads in ((plan.layout, attention.heads), (plan.kv_layout_in, attention.kv_heads)):
-        out += layout.token_counts * heads * width * 8.0 * element
+    for layout, channels in ((plan.layout, attention.heads * width), (plan.kv_layout_in, kv_row.channels)):
+        out += layout.token_counts * channels * 8.0 * element
     for part in plan.parts_or_self:
-        kv_heads = part.kv_layout_compute.head_counts(attention.kv_heads)
+        kv_width = part.kv_layout_compute.head_counts(kv_row.heads) * (kv_row.dim + kv_row.dim_v)
         q_rows = part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
-        out += (q_rows + part.kv_layout_compute.token_counts * kv_heads) * width * 4.0 * (element + GRADIENT_BYTES)
+        kv_rows = part.kv_layout_compute.token_counts
+        out += (q_rows * width + kv_rows * kv_width) * 4.0 * (element + GRADIENT_BYTES)
         out += q_rows * (GRADIENT_BYTES * width + GRADIENT_BYTES)
         for program in (part.forward, part.backward):
-            out += program.capacity.sum(1) * kv_heads * width * float(element + GRADIENT_BYTES)
+            out += program.capacity.sum(1) * kv_width * float(element + GRADIENT_BYTES)
             for messages in (program.fetch, program.reduce):
                 items = messages.items
                 for end in ("src", "dst"):
                     rows = np.bincount(items[end], items["rows"], plan.ranks)
-                    out += rows * kv_heads.max(initial=0) * width * float(element + GRADIENT_BYTES)
+                    out += rows * kv_width.max(initial=0) * float(element + GRADIENT_BYTES)
+    out += np.maximum(*(expanded_bytes(plan, direction, element) for direction in DIRECTIONS))
     return out.astype(np.int64)

@@ -39,17 +39,21 @@ class TileWork:
         pairs: visible (query, key) pairs times the rank's share of the heads.
         pairs_per_short_row: the same, with each tile's pairs divided by the rows of its shorter side.
         calls: kernel calls, one for all tiles of a step with the same key slot and mask.
+        expansions: rows that are expanded from latents times the rank's share of the heads, once for each product of
+            the expansion: one in the forward, three in the backward, which expands again and has two gradients. The
+            products of the rank's own rows that the linear layers count as a projection are left out.
     """
 
     pairs: np.ndarray
     pairs_per_short_row: np.ndarray
     calls: np.ndarray
+    expansions: np.ndarray
 
     def seconds(self, cost: ComputeCost, backward: bool) -> np.ndarray:
         """Return the modelled seconds of the kernels, fp64 [ranks, plan steps]."""
         work = self.pairs + cost.cluster.tile_rows * self.pairs_per_short_row
         seconds: np.ndarray = cost.attention_seconds(work, np.inf, self.calls, backward)
-        return seconds
+        return seconds + cost.expansion_seconds(self.expansions)
 
 
 class TileCounter:
@@ -69,7 +73,7 @@ class TileCounter:
     def work(self, direction: str) -> TileWork:
         """Return the work of a direction."""
         plan = self._plan
-        out = np.zeros((3, plan.ranks, len(plan.step_order(direction))))
+        out = np.zeros((5, plan.ranks, len(plan.step_order(direction))))
         for number, (part, plan_steps) in enumerate(
             zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True)
         ):
@@ -81,10 +85,11 @@ class TileCounter:
             if len(contents):
                 sums = self._of_contents(number, program, contents)
                 _add_contents(out, sums, plan_steps[contents["step"]] - edge_steps(plan), contents, head_share)
-        return TileWork(*out[:, self._representative])
+        pairs, short, calls, rows, own_rows = out[:, self._representative]
+        return TileWork(pairs, short, calls, _expansions(rows, own_rows, plan.kv_layout_in.token_counts, direction))
 
     def _of_contents(self, number: int, program: Program, contents: np.ndarray) -> np.ndarray:
-        """Return (pairs, pairs over the shorter side, bit set of masks) of each content, fp64 [contents, 3]."""
+        """Return what `count_contents` does, fp64 [contents, 4]."""
         cache = self._cache[number]
         keys = list(
             zip(
@@ -109,7 +114,7 @@ def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
         contents: records of dtype CONTENT, sorted by rank.
 
     Returns:
-        (pairs, pairs over the shorter side, bit set of masks) of each content, fp64 [contents, 3].
+        (pairs, pairs over the shorter side, bit set of masks, keys read) of each content, fp64 [contents, 4].
     """
     queries = program.q_layout_compute
     if not queries.documents.is_plain:
@@ -118,7 +123,7 @@ def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
     most = MAX_TOKENS if program.attention.window is None else WINDOW_TOKENS_PER_PASS
     tokens = np.minimum(_tokens_of_documents(program, contents), most)
     spans_before, tokens_before = (np.append(0, np.cumsum(x)) for x in (q_count + contents["count"], tokens))
-    out, begin = np.zeros((len(contents), 3)), 0
+    out, begin = np.zeros((len(contents), 4)), 0
     while begin < len(contents):
         limits = (spans_before, spans_before[begin] + SPANS_PER_PASS), (tokens_before, tokens_before[begin] + most)
         end = max(begin + 1, min(int(np.searchsorted(before, limit, "right")) - 1 for before, limit in limits))
@@ -161,25 +166,46 @@ def _count_pass(program: Program, contents: np.ndarray) -> np.ndarray:
 
 def _count_by_rank(program: Program, contents: np.ndarray) -> np.ndarray:
     """Do as `count_contents` for trees and blocks, rank by rank."""
-    out = np.zeros((len(contents), 3))
+    out = np.zeros((len(contents), 4))
     first, last = (np.searchsorted(contents["rank"], np.arange(program.ranks), side) for side in ("left", "right"))
     for rank, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
         if end > begin:
-            out[begin:end] = _sums(*program.tiles_of(rank, contents[begin:end]), end - begin, program)
+            tiles, of_tile = program.tiles_of(rank, contents[begin:end])
+            tiles["k_row"] += of_tile * int((tiles["k_row"] + tiles["k_rows"]).max(initial=0))  # apart by content
+            out[begin:end] = _sums(tiles, of_tile, end - begin, program)
     return out
 
 
 def _sums(tiles: np.ndarray, of_tile: np.ndarray, contents: int, program: Program) -> np.ndarray:
-    """Return (pairs, pairs over the shorter side, bit set of masks) of each content, given the content of each tile."""
+    """Return (pairs, pairs over the shorter side, bit set of masks, keys read) of each content, given the content of each
+    tile."""
     count = count_pairs(tiles, program.attention).astype(np.float64)
     short_side = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
-    out = np.empty((contents, 3))
+    out = np.empty((contents, 4))
     out[:, 0] = np.bincount(of_tile, count, contents)
     out[:, 1] = np.bincount(of_tile, count / short_side, contents)
     masks = np.zeros(contents, np.int64)
     np.bitwise_or.at(masks, of_tile, 1 << tiles["mask"])
     out[:, 2] = masks
+    out[:, 3] = 0 if program.attention.latent is None else _keys_read(tiles, of_tile, contents)
     return out
+
+
+def _keys_read(tiles: np.ndarray, of_tile: np.ndarray, contents: int) -> np.ndarray:
+    """Count the rows that any tile of a content reads; contents have different rows. Returns fp64 [contents]."""
+    order = np.argsort(tiles["k_row"], kind="stable")
+    last = np.maximum.accumulate((tiles["k_row"] + tiles["k_rows"])[order])
+    before = np.append(0, last)[:-1]  # rows below are counted
+    return np.bincount(of_tile[order], last - np.clip(tiles["k_row"][order], before, last), contents).astype(np.float64)
+
+
+def _expansions(rows: np.ndarray, own_rows: np.ndarray, own: np.ndarray, direction: str) -> np.ndarray:
+    """Return `TileWork.expansions` from the rows that each rank reads in each step, of all slots and of slot 0, and the
+    number of its own rows."""
+    total = own_rows.sum(1, keepdims=True)
+    counted = own_rows * np.minimum(own[:, None] / np.maximum(total, 1.0), 1.0)
+    expansions: np.ndarray = rows - counted if direction == "forward" else 3 * rows - 2 * counted
+    return expansions
 
 
 def _renumbered(spans: np.ndarray, new_doc: np.ndarray, documents: Documents, copied: Documents) -> np.ndarray:
@@ -195,13 +221,16 @@ def _renumbered(spans: np.ndarray, new_doc: np.ndarray, documents: Documents, co
 def _add_contents(
     out: np.ndarray, sums: np.ndarray, step: np.ndarray, contents: np.ndarray, head_share: np.ndarray
 ) -> None:
-    """Add the work of contents to `out` [3, ranks, plan steps]; `step` is the plan step of each content, `head_share`
+    """Add the work of contents to `out` [5, ranks, plan steps]; `step` is the plan step of each content, `head_share`
     the share of the heads that each rank computes."""
     ranks, steps = out.shape[1:]
     rank = contents["rank"]
     cell = rank * steps + step
     for row in range(2):
         out[row] += np.bincount(cell, sums[:, row] * head_share[rank], ranks * steps).reshape(ranks, steps)
+    if sums[:, 3].any():
+        for row, keys in ((3, sums[:, 3]), (4, sums[:, 3] * (contents["slot"] == 0))):
+            out[row] += np.bincount(cell, keys * head_share[rank], ranks * steps).reshape(ranks, steps)
     slots = int(contents["slot"].max()) + 1
     cell_slot, group = np.unique(cell * slots + contents["slot"], return_inverse=True)
     masks = np.zeros(len(cell_slot), np.int64)

@@ -145,6 +145,7 @@ def test_the_hybrids_default_is_the_largest_divisor_of_a_node_that_is_not_all():
         "ulysses_degree": None,
         "layout": "zigzag",
         "reduce_dtype": "float32",
+        "latents": "auto",
     }
 
 

@@ -87,12 +87,13 @@ def test_it_is_chosen_by_name_with_its_options() -> None:
 
 
 def test_its_signature_and_docstring_declare_its_options() -> None:
-    stride, group, layout, reduce_dtype = algorithm_options("whole").values()
+    stride, group, layout, reduce_dtype, latents = algorithm_options("whole").values()
     assert (stride.name, stride.type, stride.default, stride.minimum) == ("stride", int, 1, 1)
     assert stride.description == "distance of the ranks of two documents that follow each other."
     assert group.divides_ranks and group.optional and group.default is None
     assert layout.choices == ("zigzag", "contiguous") and layout.type is str
     assert reduce_dtype == COMMON_OPTIONS["reduce_dtype"] and reduce_dtype.choices == ("float32", "bfloat16")
+    assert latents == COMMON_OPTIONS["latents"] and latents.choices == ("auto", "on", "off")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from mindspeed_cp.plan import AttentionConfig, Topology
 
 EXAMPLES = {
     "reduce_dtype": "bfloat16",
+    "latents": "off",
     "layout": "contiguous",
     "cp_window_size": 2,
     "ulysses_degree": 4,

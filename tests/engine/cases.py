@@ -103,6 +103,7 @@ class Case:
     seed: int = 0
     parents: tuple[int, ...] | None = None
     blocks: tuple[tuple[int, int], ...] | None = None
+    latent: tuple[int, int] | None = None
 
     def on(self, ranks: int, variant: str | None = None) -> Case:
         """The same problem on so many ranks, and by one of `VARIANTS`."""
@@ -121,24 +122,25 @@ class Case:
     def attention(self) -> AttentionConfig:
         return AttentionConfig(
             self.heads, self.kv_heads, self.head_dim, self.head_dim_v, self.mask,
-            self.window, self.alibi, self.dropout, self.scale, self.first_head,
+            self.window, self.alibi, self.dropout, self.scale, self.first_head, self.latent,
         )  # fmt: skip
 
     def plan(self) -> Plan:
         topology = Topology(self.nodes, self.ranks // self.nodes)
-        options: dict[str, Any] = dict(self.options)
+        options: dict[str, Any] = dict(self.options) | ({"latents": "on"} if self.latent else {})
         if CUT in self.options:
             options[CUT[0]] = max(1, -(-5 * self.documents.tokens // (4 * self.ranks)))
         return build_plan(self.documents, topology, self.attention, self.algorithm, self.kv_documents, **options)
 
     def inputs(self) -> list[torch.Tensor]:
-        """q, k, v and dout of the whole batch."""
+        """q, k, v and dout of the whole batch; with latents, the channels that heads share for k, and latents for v."""
         generator = torch.Generator().manual_seed(self.seed)
         queries, keys = sum(self.lengths), sum(self.lengths if self.kv_lengths is None else self.kv_lengths)
+        kv_heads, width, width_v = self.attention.kv_row
         shapes = (
             (queries, self.heads, self.head_dim),
-            (keys, self.kv_heads, self.head_dim),
-            (keys, self.kv_heads, self.head_dim_v),
+            (keys, kv_heads, width),
+            (keys, kv_heads, width_v),
             (queries, self.heads, self.head_dim_v),
         )
         return [torch.randn(*shape, generator=generator).to(self.dtype) for shape in shapes]

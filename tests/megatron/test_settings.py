@@ -215,7 +215,7 @@ def test_attention_config_of_a_tensor_parallel_rank_has_its_part_of_slopes_and_h
 def test_attention_config_of_latent_attention() -> None:
     config = transformer_config(**LATENT, mscale=0.0, mscale_all_dim=0.0)
     assert attention_config(config, 2) == AttentionConfig(
-        heads=2, kv_heads=2, head_dim=13, head_dim_v=6, scale=13**-0.5
+        heads=2, kv_heads=2, head_dim=13, head_dim_v=6, scale=13**-0.5, latent=(16, 4)
     )
     scaled = attention_config(transformer_config(**{**LATENT, **LATENT_YARN}))
     mscale = LATENT_YARN["mscale" if parse_version(megatron.core.__version__) < (0, 14) else "mscale_all_dim"]

@@ -49,7 +49,14 @@ def mixed_plan(
     first, second = halves(ranks)
     part_documents, mine_kv = select_documents(documents, number % 3 == 0), select_documents(keys, number % 3 == 0)
     parts = [
-        build_plan(part_documents, Topology(1, ranks), attention, algorithm, None if keys is documents else mine_kv),
+        build_plan(
+            part_documents,
+            Topology(1, ranks),
+            attention,
+            algorithm,
+            None if keys is documents else mine_kv,
+            latents="auto" if attention.latent is None else "on",
+        ),
         split_heads(documents, keys, attention, ranks, number[number % 3 == 1].tolist(), first),
         split_heads(documents, keys, attention, ranks, number[number % 3 == 2].tolist(), second),
     ]

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, AlgorithmOption, algorithm_options
 
-#: Options with tests of their own: a limit of tokens that most batches exceed, and one that multiplies the planning time.
-LEFT_AT_DEFAULT = {"max_seqlen_per_dp_cp_rank", "simulated_placements"}
+#: Options with tests of their own: a limit of tokens that most batches exceed, one that multiplies the planning time, and
+#: one that goes with the attention.
+LEFT_AT_DEFAULT = {"max_seqlen_per_dp_cp_rank", "simulated_placements", "latents"}
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Problem:
 
     def plan(self, algorithm: str, **options: object) -> Plan:
         keys = None if self.kv_lengths is None else Documents(self.kv_lengths)
+        if self.attention.latent is not None:
+            options = {"latents": "on", **options}
         return build_plan(Documents(self.lengths), Topology(1, self.ranks), self.attention, algorithm, keys, **options)
 
 
 @st.composite
 def problems(draw: st.DrawFn, longest: int = 70) -> Problem:
-    """Up to 8 documents on up to 9 ranks; any mask, window, head counts; keys of other lengths under full masks."""
+    """Up to 8 documents on up to 9 ranks; any mask, window, head counts, latents; keys of other lengths under full masks."""
     lengths = tuple(draw(st.lists(st.integers(0, longest), max_size=8)))
     mask = draw(st.sampled_from(["causal", "full"]))
     reach = st.integers(-1, 30)
@@ -39,7 +42,8 @@ def problems(draw: st.DrawFn, longest: int = 70) -> Problem:
     if mask == "full" and draw(st.booleans()):
         kv_lengths = tuple(draw(st.integers(0, longest)) for _ in lengths)
     alibi = draw(st.booleans())
-    attention = AttentionConfig(kv_heads * shared, kv_heads, 8, 8, mask=mask, window=window, alibi=alibi)
+    latent = (6, 3) if shared == 1 and draw(st.booleans()) else None
+    attention = AttentionConfig(kv_heads * shared, kv_heads, 8, 8, mask=mask, window=window, alibi=alibi, latent=latent)
     return Problem(lengths, kv_lengths, draw(st.integers(1, 9)), attention)
 
 

@@ -75,7 +75,7 @@ class PlacementModel:
         self.pairs = queries.tree_sums(document_pairs(queries, keys, attention))
         self.alone = self.cost.attention_seconds(self.pairs, self.lengths)  # forward, on one rank
         self.linear = self.cost.linear_layer_seconds(self.lengths)
-        self.kv_row = attention.kv_heads * (attention.head_dim + attention.head_dim_v) * BYTES_PER_ELEMENT
+        self.kv_row = attention.kv_row.channels * BYTES_PER_ELEMENT
         self.q_row = attention.heads * attention.head_dim * BYTES_PER_ELEMENT
         self.out_row = attention.heads * attention.head_dim_v * BYTES_PER_ELEMENT
 
@@ -220,7 +220,7 @@ class PlacementModel:
     def redistribution_work(self, size: int) -> np.ndarray:
         """Return the seconds of each document's redistributions over a group of `size` ranks, both ways, forward and
         backward, summed over the ranks, fp64 [documents]."""
-        copies = max(1.0, min(size, self.attention.heads) / self.attention.kv_heads)
+        copies = max(1.0, min(size, self.attention.heads) / self.attention.kv_row.heads)
         row = self.q_row + self.kv_row * copies + self.out_row
         return 2 * size * self.lengths * row * self._redistribution_seconds(size)
 
@@ -237,7 +237,7 @@ class PlacementModel:
         head_share = -(-attention.heads // busy) / attention.heads  # of the rank with the most heads
         short_side = np.where(several, rows / 2, rows)
         seconds = self.cost.attention_seconds(self.pairs[doc] * share * head_share, short_side)
-        copies = max(1.0, busy / attention.kv_heads)
+        copies = max(1.0, busy / attention.kv_row.heads)
         per_byte = self._redistribution_seconds(size)
         into, out = rows * per_byte * (self.q_row + self.kv_row * copies), rows * per_byte * self.out_row
         in_node = ~several & (size <= self.topology.ranks_per_node)

@@ -44,7 +44,7 @@ _LLM_MODELS = {
         _LLM_KERNELS,
         f"{WINDOW_FLAG} in its place, and --window-attn-skip-freq for layers without a window",
     ),
-    "--enable-mla-absorb": (0, "plans are built for keys and values of each head, not for latents", _WITHOUT),
+    "--enable-mla-absorb": (0, "attention takes keys and values of each head, not latents", _WITHOUT),
     "--partial-rotary-factor": (1, _LLM_ROTATION, "--rotary-percent with the same value"),
     "--use-glm-rope": (0, _LLM_ROTATION, "a model whose rotation --rotary-percent and --rotary-interleaved describe"),
 }

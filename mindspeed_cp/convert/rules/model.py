@@ -7,7 +7,7 @@ from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Given, Out
 
 STAYS, REPLACED = Outcome.STAYS, Outcome.REPLACED
 
-_LATENT = "latents are projected to keys and values before attention, which the plan splits"
+_LATENT = "latents, or keys and values of all heads, travel between ranks, as the plan decides"
 _EXPERTS = "experts are laid over context- and data-parallel ranks, as before"
 _RECOMPUTED = "a recomputed layer runs its plan again"
 #: Why a dispatcher that takes any number of rows is needed.

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from mindspeed_cp.engine import context_parallel_attention
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.families import FAMILIES, attention_config, window_of_side
+from mindspeed_cp.integrations.huggingface.latent_models import up_projection
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.plan import AttentionConfig
 
@@ -47,7 +48,8 @@ def planned_attention(
     Args:
         module: the attention layer, with its `layer_idx`.
         query: [1, heads, rows, dim] of this rank.
-        key, value: [1, kv_heads, rows, dim].
+        key, value: [1, kv_heads, rows, dim]. Where latents travel in the plan, the channels that all heads share, and
+            the latents, [1, 1, rows, channels] each.
         attention_mask: None.
         plan: the model's argument ``plan``, from :func:`shard_batch`.
         dropout, scaling, sliding_window, is_causal, others: what the model asks for; compared with the plan.
@@ -101,6 +103,7 @@ def planned_attention(
         training=module.training,
         batch_digest=plan.batch_digest,
         sink=None if s_aux is None else s_aux.float(),
+        kv_up=None if wanted.latent is None else up_projection(label, module).to(q.dtype),
     )
     padding = plan.padded_rows - plan.rows
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None
@@ -160,8 +163,8 @@ def _check_shapes(
     """Raise ConfigError if heads, channels or rows of a call differ from the plan's."""
     shapes = {
         "query": (1, wanted.heads, plan.padded_rows, wanted.head_dim),
-        "key": (1, wanted.kv_heads, plan.padded_rows, wanted.head_dim),
-        "value": (1, wanted.kv_heads, plan.padded_rows, wanted.head_dim_v),
+        "key": (1, wanted.kv_row.heads, plan.padded_rows, wanted.kv_row.dim),
+        "value": (1, wanted.kv_row.heads, plan.padded_rows, wanted.kv_row.dim_v),
     }
     for (name, shape), x in zip(shapes.items(), (query, key, value), strict=True):
         if tuple(x.shape) != shape:

@@ -35,6 +35,8 @@ class Family:
         dropout: name of the setting with the dropout rate of attention weights.
         slopes: function of the configuration that returns the slopes of ALiBi, or None.
         widths: function of the configuration that returns the channels of q and k, and of v; None: `head_dim`.
+        latent: function of the configuration that returns the channels of the latent, and of the keys that all heads
+            share; None: the model has none.
         refused: settings with their only valid value and why others do not work; a model without one is valid.
         has_positions: True if the model takes position_ids.
         has_sinks: True if the layers have attention sinks, which they pass as `s_aux`.
@@ -46,6 +48,7 @@ class Family:
     dropout: str = "attention_dropout"
     slopes: Callable[[Any], tuple[float, ...] | None] = lambda config: None
     widths: Callable[[Any], tuple[int, int]] | None = None
+    latent: Callable[[Any], tuple[int, int]] | None = None
     refused: tuple[tuple[str, Any, str], ...] = ()
     has_positions: bool = True
     has_sinks: bool = False
@@ -118,6 +121,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         scale=_latent_scale,
         widths=lambda config: (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim),
+        latent=lambda config: (config.kv_lora_rank, config.qk_rope_head_dim),
         refused=_DECODER,
     ),
     "gpt2": Family(
@@ -156,7 +160,12 @@ REFUSED_MODELS = {
 
 
 def attention_config(
-    config: Any, layer: int, *, tensor_parallel_size: int = 1, tensor_parallel_rank: int = 0
+    config: Any,
+    layer: int,
+    *,
+    tensor_parallel_size: int = 1,
+    tensor_parallel_rank: int = 0,
+    has_latents: bool = False,
 ) -> AttentionConfig:
     """Return the attention of a layer of a Hugging Face model on one tensor-parallel rank.
 
@@ -165,6 +174,7 @@ def attention_config(
         layer: index of the layer, from 0, as the model's `layer_idx`.
         tensor_parallel_size: ranks that share the heads.
         tensor_parallel_rank: number among them; ALiBi and dropout depend on it.
+        has_latents: layers of the model can pass on their latents.
 
     Raises:
         ConfigError: the family is unknown, a setting is not supported, the layer does not exist, or the heads cannot be
@@ -196,6 +206,7 @@ def attention_config(
         dropout=rate,
         scale=family.scale(config, layer, width),
         first_head=first if rate else 0,
+        latent=family.latent(config) if has_latents and family.latent is not None else None,
     )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_rank, group_size
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.expansion import has_separate_expansion
 from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, attention_config, family_of
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
@@ -70,7 +71,8 @@ def build_plans(
         config: the model's configuration (``model.config``).
         documents: documents of the batch; with parents for models with a causal mask.
         topology: context-parallel ranks.
-        algorithm, options: as for :func:`mindspeed_cp.build_plan`.
+        algorithm, options: as for :func:`mindspeed_cp.build_plan`. Latents of deepseek_v3 can travel without tensor
+            parallelism, if the installed transformers expands them in a method of its own.
         tensor_parallel_size, tensor_parallel_rank: as for :func:`attention_config`.
 
     Raises:
@@ -92,9 +94,15 @@ def build_plans(
         )
     if options.get("remap") == "hidden":
         raise ConfigError("remap is 'hidden'; valid for Hugging Face models: 'off', 'qkv', 'auto'")
+    # With tensor parallelism kv_b_proj has its own way to add up gradients over the ranks.
+    has_latents = tensor_parallel_size == 1 and has_separate_expansion(config.model_type)
     attentions = tuple(
         attention_config(
-            config, layer, tensor_parallel_size=tensor_parallel_size, tensor_parallel_rank=tensor_parallel_rank
+            config,
+            layer,
+            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_rank=tensor_parallel_rank,
+            has_latents=has_latents,
         )
         for layer in range(config.num_hidden_layers)
     )

@@ -8,13 +8,15 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.alibi_models import ALIBI_MODELS, current_mask, replace_alibi_attention
 from mindspeed_cp.integrations.huggingface.attention import planned_attention
 from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION
+from mindspeed_cp.integrations.huggingface.latent_models import keep_latents
 
 
 def register() -> str:
     """Register planned attention with transformers, as ``attn_implementation="mindspeed_cp"``; may be called again.
 
     BLOOM and MPT do not call an attention implementation by name, so their attention layers are replaced in the modules
-    of transformers; with another implementation they compute as before.
+    of transformers; with another implementation they compute as before. DeepSeek-V3's layers are wrapped, so that they
+    pass on latents where the plan lets these travel.
 
     Returns:
         The name of the implementation.
@@ -32,6 +34,7 @@ def register() -> str:
     AttentionInterface.register(IMPLEMENTATION, planned_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, planned_mask)
     replace_alibi_attention(IMPLEMENTATION)
+    keep_latents()
     return IMPLEMENTATION
 
 

@@ -63,6 +63,7 @@ def attention_config(
         dropout=rate,
         scale=factor if scale is None else scale,
         first_head=first if rate else 0,
+        latent=_latent(config),
     )
 
 
@@ -124,6 +125,19 @@ def _widths(config: TransformerConfig) -> tuple[int, int, float | None]:
     mscale = config.mscale if replaced_by(_LATENT_INIT) else SPAN.latent_factor_of_scale(config)
     concentration = _yarn_get_mscale(config.rotary_scaling_factor, mscale)  # as Megatron, RoPE or YaRN
     return width, config.v_head_dim, concentration * concentration / math.sqrt(width)
+
+
+def _latent(config: TransformerConfig) -> tuple[int, int] | None:
+    """Return (channels of the latent, channels of k that all heads share) if plans may let latents travel; None where
+    Megatron recomputes the up-projection by itself, computes it in fp8 or fp4, or is replaced by MindSpeed."""
+    if not config.multi_latent_attention or replaced_by(_LATENT_INIT):
+        return None
+    selective = config.recompute_granularity == "selective"
+    if selective and "mla_up_proj" in (getattr(config, "recompute_modules", None) or ()):
+        return None
+    if config.fp8 or getattr(config, "fp4", None):
+        return None
+    return config.kv_lora_rank, config.qk_pos_emb_head_dim
 
 
 def _window(config: TransformerConfig, layer_number: int | None) -> tuple[int, int] | None:

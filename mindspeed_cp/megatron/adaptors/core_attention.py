@@ -128,6 +128,7 @@ class PlannedAttention(MegatronModule):
         self.rotates = not (without_rope and without_rope[layer_number - 1])
         self.installed = False
         self.rotary: PlannedRotary | None = None
+        self._kv_up: tuple[Any, ...] = ()
 
     @property
     def number_in_model(self) -> int:
@@ -143,6 +144,10 @@ class PlannedAttention(MegatronModule):
                 "with position_embedding_type='none', or install the spec without alibi"
             )
         self.rotary, self.installed = rotary, True
+
+    def use_up_projection(self, module: Any) -> None:
+        """Set the up-projection of keys and values, whose weight expands latents where plans let these travel."""
+        self._kv_up = (module,)  # no submodule, so that checkpoints have it once
 
     def group_of(self, params: PlannedBatchParams) -> dist.ProcessGroup:
         """Return the ranks of a micro-batch's plan: the context-parallel ones, or for a pooled plan those of all
@@ -175,7 +180,8 @@ class PlannedAttention(MegatronModule):
             query: [s, b, heads, dim] or, for "thd", [t, heads, dim]; heads of this tensor-parallel rank, not yet
                 rotated.
             key: the same with kv heads.
-            value: the same with kv heads and its own dim.
+            value: the same with kv heads and its own dim. Where the plan lets latents travel, key is the one head of
+                channels that all heads share, and value the latent.
             attention_mask: None; the plan's documents say what is visible.
             attn_mask_type: that of the constructor or None.
             attention_bias: None.
@@ -191,13 +197,15 @@ class PlannedAttention(MegatronModule):
                 or ranks have different plans.
         """
         self._refuse(attention_mask, attn_mask_type, attention_bias)
-        params, plan = self._params(query, packed_seq_params)
+        rows, batch_size = (len(query), None) if query.dim() == 3 else query.shape[:2]
+        params, plan = self.plan_of(rows, batch_size, packed_seq_params)
         q, k, v = params.to_rows(query, "query"), params.to_rows(key, "key"), params.to_rows(value, "value")
         if self.rotary is not None and self.rotates:
             q, k = self.rotary.rotate(q, params), self.rotary.rotate(k, params)
         if self.config.deterministic_mode and self.suite.backend == "auto":
             check_deterministic(q.device.type)
         dropout_key, sink = self._dropout_key(params), self._sink(q)
+        kv_up = None if plan.attention.latent is None else self._kv_up[0].weight
         out = context_parallel_attention(
             q,
             k,
@@ -209,9 +217,10 @@ class PlannedAttention(MegatronModule):
             dropout_key=dropout_key,
             training=self.training,
             sink=sink,
+            kv_up=kv_up,
         )
         if params.canary is not None and params.canary.layer == self.number_in_model:
-            params.canary.observe(q, k, v, out, plan, params.rank, dropout_key, sink)
+            params.canary.observe(q, k, v, out, plan, params.rank, dropout_key, sink, kv_up)
         return params.from_rows(out)
 
     def announce(self, params: PlannedBatchParams, weight: Tensor) -> None:
@@ -292,14 +301,22 @@ class PlannedAttention(MegatronModule):
                 "built"
             )
 
-    def _params(self, query: Tensor, given: PackedSeqParams | None) -> tuple[PlannedBatchParams, Plan]:
-        """Return the parameters of this call, checked against model and group, and the plan of this layer."""
-        if given is None and query.dim() == 4:
-            params = self.params_without_plan(*query.shape[:2])
+    def plan_of(
+        self, rows: int, batch_size: int | None, given: PackedSeqParams | None
+    ) -> tuple[PlannedBatchParams, Plan]:
+        """Return the parameters of a call, checked against model and group, and the plan of this layer.
+
+        Args:
+            rows: of this rank, of each sequence.
+            batch_size: number of sequences; None for packed rows.
+            given: as for :meth:`forward`.
+        """
+        if given is None and batch_size is not None:
+            params = self.params_without_plan(rows, batch_size)
             return params, params.plans[0]
         if isinstance(given, PackedSeqParams) and not isinstance(given, PlannedBatchParams):
             params = self.packed.planned(given, self.cp_group)
-            self.packed.check_rows(params, len(query))
+            self.packed.check_rows(params, rows)
             packed_plan = params.plan_for(self.attention)
             assert packed_plan is not None  # self.packed makes one for this attention
             return params, packed_plan

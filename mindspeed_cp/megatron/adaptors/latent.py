@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.latent_projections import latent_projections
 from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
 from mindspeed_cp.megatron.beside_mindspeed.rotation import without_rotation
 from mindspeed_cp.megatron.patches.spans import SPAN
@@ -37,6 +38,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
             super().__init__(*args, **kwargs)
         if SPAN.GROUPS is not None:
             self.rotary_pos_emb.cp_group = groups.cp
+        self.core_attention.use_up_projection(self.linear_kv_up_proj)
 
     def get_query_key_value_tensors(
         self,
@@ -49,10 +51,12 @@ class PlannedMLASelfAttention(MLASelfAttention):
     ) -> tuple[Any, ...]:
         """Return query and key, not yet rotated, value, and the other results of Megatron.
 
-        Shapes are [s, b, heads, dim], for "thd" [t, heads, dim].
+        Shapes are [s, b, heads, dim], for "thd" [t, heads, dim]. Where the plan lets latents travel, key is the one
+        head of channels that all heads share, and value the latent.
 
         Raises:
-            ConfigError: install_model was not called, or Megatron generates.
+            ConfigError: install_model was not called, Megatron generates, or latents travel and the up-projection is
+                of a kind that cannot be applied to them by readers.
         """
         self.core_attention.check_installed()
         if inference_context is not None or others.get("inference_params") is not None:
@@ -66,10 +70,15 @@ class PlannedMLASelfAttention(MLASelfAttention):
                     f"qkv_format is {packed_seq_params.qkv_format!r} with {hidden_states.shape[1]} sequences; valid in "
                     f"megatron-core {megatron.core.__version__}: 'thd', since {problem}"
                 )
-        project = without_rotation(MLASelfAttention.get_query_key_value_tensors)
-        query, key, value, *rest = project(self, hidden_states, key_value_states, position_ids, None)
-        if self._halves_positions():
-            key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.core_attention.tp_group)
+        shards = self.core_attention.tp_group.size() if self.config.sequence_parallel else 1
+        _, plan = self.core_attention.plan_of(len(hidden_states) * shards, hidden_states.shape[1], packed_seq_params)
+        if plan.attention.latent is not None:
+            query, key, value, *rest = latent_projections(self, hidden_states, self._halves_positions())
+        else:
+            project = without_rotation(MLASelfAttention.get_query_key_value_tensors)
+            query, key, value, *rest = project(self, hidden_states, key_value_states, position_ids, None)
+            if self._halves_positions():
+                key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.core_attention.tp_group)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         return query, key, value, *rest

@@ -128,7 +128,7 @@ MINDSPEED_RULES = (
     Rule("query_pre_attn_scalar", _never, "that of kv_channels", _LLM, when=_scales_otherwise),
     Rule("interleave_sliding_window", _off, "None", f"{_LLM}; give window_size and window_attn_skip_freq"),
     Rule("sliding_window_size", _off, "None", f"{_LLM}; give window_size"),
-    Rule("enable_mla_absorb", _off, "False", "plans are built for keys and values of each head, not for latents"),
+    Rule("enable_mla_absorb", _off, "False", "attention takes keys and values of each head, not latents"),
     Rule("partial_rotary_factor", _off, "None", f"{_LLM_ROTATION}; give rotary_percent"),
     Rule("use_glm_rope", _off, "False", f"{_LLM_ROTATION}; see rotary_percent and rotary_interleaved"),
     Rule("tp_2d", _off, "False", "its ranks of context parallelism are not Megatron's; use 1-D tensor parallelism"),

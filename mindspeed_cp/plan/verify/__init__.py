@@ -168,7 +168,8 @@ def _check_heads(plan: Plan) -> None:
     each head of a rank; copies of a kv head on ranks with other query heads sum over those.
     """
     attention = plan.attention
-    kv_heads, group = attention.kv_heads, attention.heads // attention.kv_heads
+    kv_heads = attention.kv_row.heads
+    group = attention.heads // kv_heads
     split = attention.heads if plan.q_layout_compute.heads is not None else None
     plan.q_layout_compute.check(split)
     for rank in range(plan.ranks):

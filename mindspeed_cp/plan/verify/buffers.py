@@ -55,8 +55,8 @@ def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_ro
     """
     program: Program = getattr(plan, direction)
     attention = plan.attention
-    kv_heads = plan.kv_layout_compute.head_counts(attention.kv_heads)
-    kv_width = kv_heads * (attention.head_dim + attention.head_dim_v)
+    kv_channels = attention.kv_row.dim + attention.kv_row.dim_v  # of a head
+    kv_width = plan.kv_layout_compute.head_counts(attention.kv_row.heads) * kv_channels
     gradients = np.zeros_like(program.capacity)
     if direction == "backward":
         summed = np.zeros_like(program.capacity, bool)
@@ -72,12 +72,12 @@ def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_ro
     qk, v = attention.head_dim, attention.head_dim_v
     q, kv = plan.q_redistribution, plan.kv_redistribution
     has_copies = kv is not None and kv.has_copies
-    forward_inputs = [(q, qk * size, rows), (kv, (qk + v) * size, kv_rows)]
+    forward_inputs = [(q, qk * size, rows), (kv, kv_channels * size, kv_rows)]
     q_output = (q, v * size, rows)
     if direction == "forward":
         saved, inputs, outputs = [], forward_inputs, [q_output]
     else:
-        dkv_output = (kv, (qk + v) * (4 if has_copies else size), kv_rows)
+        dkv_output = (kv, kv_channels * (4 if has_copies else size), kv_rows)
         saved, inputs, outputs = forward_inputs, [q_output], [(q, qk * size, rows), dkv_output]
     return BufferBytes(
         kv=program.capacity[:, 1:].sum(1) * kv_width * size,
@@ -172,16 +172,14 @@ def _message_staging(plan: Plan, program: Program, size: int) -> np.ndarray:
 def _exchange_staging(plan: Plan, program: Program, size: int) -> np.ndarray:
     """Return the buffers of exchanges, in bytes, int64 [steps, ranks]: packed rows at both ends of every message, and
     copies of scattered rows while they are packed, or are added in another type."""
-    attention, rounded = plan.attention, plan.gradient_bytes < 4
-    heads = plan.kv_layout_compute.head_counts(attention.kv_heads)
+    kv_row, rounded = plan.attention.kv_row, plan.gradient_bytes < 4
+    heads = plan.kv_layout_compute.head_counts(kv_row.heads)
     staging = np.zeros((program.steps, plan.ranks), np.int64)
     kinds = ((program.fetch, size, size, False), (program.reduce, plan.gradient_bytes, 4, rounded))
     for messages, element, own_element, is_converted in kinds:
         scattered = {side: ~messages.is_contiguous(side) for side in ("src", "dst")}
         for index, item in enumerate(messages.items):
-            channels = [
-                int(item["rows"] * heads[item["src"]]) * width for width in (attention.head_dim, attention.head_dim_v)
-            ]
+            channels = [int(item["rows"] * heads[item["src"]]) * width for width in (kv_row.dim, kv_row.dim_v)]
             packed, copied = (sum(aligned(n * element) for n in channels), max(channels) * own_element)
             steps = slice(item["start"], item["done"] + 1)
             for side, copies in (("src", True), ("dst", is_converted)):

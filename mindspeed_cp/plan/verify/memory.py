@@ -93,7 +93,7 @@ def _redistributed_by_parts(plan: Plan, direction: str, buffers: list[BufferByte
     """Return the bytes of gathered rows, of results of redistributions and of the caller's tensors, int64 [ranks]."""
     attention = plan.attention
     q_row, out_row = attention.heads * attention.head_dim, attention.heads * attention.head_dim_v
-    kv_row = attention.kv_heads * (attention.head_dim + attention.head_dim_v)
+    kv_row = attention.kv_row.channels
     out = np.zeros(plan.ranks, np.int64)
     for rank in range(plan.ranks):
         rows, kv_rows = (

@@ -96,6 +96,7 @@ def planned_steps(
     checkpoint: bool,
     clip: float | None,
     scaled: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The steps of one of four ranks: two replicas of two context-parallel ranks (or, for "tensor parallel", two
     tensor-parallel ranks of two context-parallel ones, which take both replicas' batches in turn)."""
@@ -119,7 +120,7 @@ def planned_steps(
         for replica in replicas:
             for lengths, batch in batches_of(step, replica):
                 described = {**batch, "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0)}
-                cut.append(cp.planned_batch(described, model.config, mesh["cp"], algorithm, **heads))
+                cut.append(cp.planned_batch(described, model.config, mesh["cp"], algorithm, **heads, **options or {}))
         labels = [targets for _, targets in cut]
         count, total = cp.count_labels(labels, averaged), torch.zeros(())
         optimizer.zero_grad()

@@ -126,6 +126,7 @@ def planned_step(
     algorithm: str,
     checkpoint: bool,
     changes: dict[str, Any],
+    options: dict[str, Any] | None = None,
 ) -> Step:
     """One rank's step; gradients are summed over the group."""
     cp.register()
@@ -133,7 +134,7 @@ def planned_step(
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ranks = 1 if group is None else group.size()
-    plans = cp.build_plans(model.config, Documents(lengths), Topology(1, ranks), algorithm)
+    plans = cp.build_plans(model.config, Documents(lengths), Topology(1, ranks), algorithm, **options or {})
     batch = cp.shard_batch(whole_batch(lengths), plans, rank, group=group, dropout_seed=11)
     labels = batch.pop("shift_labels", None)
     labels = batch.pop("labels") if labels is None else labels
