@@ -177,8 +177,14 @@ def _count_by_rank(program: Program, contents: np.ndarray) -> np.ndarray:
 
 
 def _sums(tiles: np.ndarray, of_tile: np.ndarray, contents: int, program: Program) -> np.ndarray:
-    """Return (pairs, pairs over the shorter side, bit set of masks, keys read) of each content, given the content of each
-    tile."""
+    """Return (pairs, pairs over the shorter side, bit set of masks, keys read) of each content.
+
+    Args:
+        tiles: records of dtype TILE; rows of different contents have different numbers.
+        of_tile: content of each tile, int64 [tiles].
+        contents: number of contents.
+        program: program of the tiles.
+    """
     count = count_pairs(tiles, program.attention).astype(np.float64)
     short_side = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
     out = np.empty((contents, 4))

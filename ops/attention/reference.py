@@ -93,6 +93,7 @@ def dense_packed_attention(
     *,
     kv_documents: Documents | None = None,
     dropout_key: tuple[int, int] | None = None,
+    keep: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`dense_attention` of a whole packed batch in token order, one document at a time, in trees with the
@@ -104,6 +105,7 @@ def dense_packed_attention(
             sides, in trees at the root.
         kv_documents: lengths of the keys, as many documents.
         dropout_key: (seed, layer) of :func:`mindspeed_cp.ops.dropout.keep_mask`; None: no dropout.
+        keep: in its place, bool [heads, query tokens, key tokens], True where an attention weight is kept.
         sink: [heads], as for :func:`dense_attention`.
     """
     results = []
@@ -114,9 +116,9 @@ def dense_packed_attention(
         seen = torch.from_numpy(_path_tokens(keys, document)).to(q.device)
         first = int(documents.first_positions[document]) if len(documents) else 0
         position_q, position_k = first + torch.arange(b - a, device=q.device), torch.arange(len(seen), device=q.device)
-        keep = None
+        kept = None if keep is None else keep[:, a:b][:, :, seen]
         if dropout_key is not None:
-            keep = keep_mask(*dropout_key, heads, document, position_q, position_k, attention.dropout)
+            kept = keep_mask(*dropout_key, heads, document, position_q, position_k, attention.dropout)
         blocks = None
         if documents.blocks is not None:
             of_keys = torch.from_numpy(documents.blocks.of(seen.cpu().numpy())).to(q.device)
@@ -124,7 +126,7 @@ def dense_packed_attention(
         result = dense_attention(
             q[a:b], k[seen], v[seen], torch.zeros_like(position_q), torch.zeros_like(position_k), position_q, position_k,
             mask=attention.mask, scale=attention.scale, window=attention.window, slopes=attention.slopes,
-            keep=keep, dropout_p=attention.dropout, sink=sink, blocks=blocks,
+            keep=kept, dropout_p=attention.dropout, sink=sink, blocks=blocks,
         )  # fmt: skip
         results.append(result)
     outs, statistics = zip(*results, strict=True)

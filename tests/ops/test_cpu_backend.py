@@ -204,7 +204,7 @@ def test_keys_far_away_lose_no_digit(settings, far):
 def test_rows_that_some_tiles_have_touched_and_others_not():
     """Tiles that overlap in part, on memory that was not cleared."""
     attention = AttentionConfig(2, 2, 8, mask="full")
-    tiles = np.array([(0, 0, 5, 10, 0, 6, FULL, 0, 0, 0), (0, 0, 0, 20, 6, 9, FULL, 0, 0, 0)], TILE)
+    tiles = np.array([(0, 0, 5, 10, 0, 6, FULL, 0, 0, 0, 0), (0, 0, 0, 20, 6, 9, FULL, 0, 0, 0, 0)], TILE)
     q, k, v, dout = tensors(20, 15, (2, 2, 8, 8), torch.float32)
     out, lse, *_ = run(attention, tiles, Heads.all(attention), q, k, v, dout, {(0, 0): slice(0, 15)})
     scores = torch.einsum("qhd,khd->qhk", q.double(), k.double()) * 8**-0.5

@@ -145,7 +145,7 @@ def test_calls_hold_every_visible_pair_of_a_slot_once(problem, squares, rows, ha
 
 
 def tile(q_row, q_rows, k_row, k_rows, mask, step=0, slot=0, q_pos=0, k_pos=0):
-    return np.array([(step, slot, q_row, q_rows, k_row, k_rows, mask, 0, q_pos, k_pos)], TILE)
+    return np.array([(step, slot, q_row, q_rows, k_row, k_rows, mask, 0, 0, q_pos, k_pos)], TILE)
 
 
 def calls_of(tiles, rows, attention, direction="forward", dtype=torch.bfloat16):

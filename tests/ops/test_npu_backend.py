@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from benchmarks.isolated_rank import IsolatedRank, attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
 from mindspeed_cp.config import SuiteSettings, capabilities
-from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention import (
     BACKENDS,
     attention,
     attention_backward,
     backend_for_device,
     backend_from_settings,
-    dense_attention,
+    dense_packed_attention,
 )
 from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
 from mindspeed_cp.ops.attention.lowering.device_call import on_device
@@ -53,19 +52,11 @@ def rank_of(case: Case, rank: int, backend: NpuAttention) -> IsolatedRank:
 
 def reference(case: Case, keep=None):
     """The same in fp64."""
-    attention = case.attention
     q, k, v, dout = (x.double() for x in case.inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    keys = case.documents if case.kv_documents is None else case.kv_documents
-    where = []
-    for documents in (case.documents, keys):
-        n = documents.lengths
-        where.append((torch.from_numpy(np.repeat(np.arange(len(n)), n)), torch.from_numpy(ragged_arange(0 * n, n))))
-    (doc_q, pos_q), (doc_k, pos_k) = where
-    out, lse = dense_attention(
-        *leaves, doc_q, doc_k, pos_q, pos_k, mask=attention.mask, scale=attention.scale, window=attention.window,
-        slopes=attention.slopes, keep=keep, dropout_p=attention.dropout,
-    )  # fmt: skip
+    out, lse = dense_packed_attention(
+        case.attention, *leaves, case.documents, kv_documents=case.kv_documents, keep=keep
+    )
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

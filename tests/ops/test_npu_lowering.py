@@ -235,7 +235,7 @@ def lowered(plan: Plan, rank: int, limits: CallLimits = DEFAULT, direction: str 
 
 
 def block(q_rows: int, k_rows: int, mask: int = FULL, q_pos: int = 0, k_pos: int = 0) -> np.ndarray:
-    return np.array([(0, 0, 0, q_rows, 0, k_rows, mask, 0, q_pos, k_pos)], TILE)
+    return np.array([(0, 0, 0, q_rows, 0, k_rows, mask, 0, 0, q_pos, k_pos)], TILE)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 9), (5, 12), (12, 12)])

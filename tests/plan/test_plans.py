@@ -75,7 +75,9 @@ def test_tiles_cut_queries_that_lie_partly_in_the_slot():
     q, k = np.array([(0, 0, 4, 16)], TOKEN_SPAN), np.array([(0, 0, 0, 8)], TOKEN_SPAN)
     for attention in (AttentionConfig(4), AttentionConfig(4, alibi=True)):
         tiles = tiles_between(q, k, documents, attention)
-        assert [tuple(t)[2:] for t in tiles.tolist()] == [(0, 4, 0, 8, CAUSAL, 0, 4, 0), (4, 8, 0, 8, FULL, 0, 8, 0)]
+        assert [tuple(t)[2:] for t in tiles.tolist()] == [
+            (0, 4, 0, 8, CAUSAL, 0, 0, 4, 0), (4, 8, 0, 8, FULL, 0, 0, 8, 0)
+        ]  # fmt: skip
 
 
 def test_two_builds_are_equal():
