@@ -88,8 +88,8 @@ def build_hierarchical(
         sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
         simulated_placements: number of placements that are built and simulated (:func:`mindspeed_cp.simulate_plan`);
             the fastest is used. Two of three, three of four are the best of the planner's model, of different policies,
-            and of different kinds if one is nearly as fast; one is the fastest of them with less work for the ranks that
-            waited long. Default: 3 on up to 16 ranks, 4 on up to 1,024, else 1, which is not simulated.
+            and of different kinds if one is nearly as fast; one is the fastest of them with less work for the ranks
+            that waited long. Default: 3 on up to 16 ranks, 4 on up to 1,024, else 1, which is not simulated.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds

@@ -92,9 +92,9 @@ class PlacementResult:
                 kinds.setdefault(trial.kind, trial)
         numbers = {trial.number for trial in kinds.values()}
         others = [trial for trial in best.values() if trial.number not in numbers]
-        pairs = zip_longest(list(kinds.values())[1:], others)
-        in_turn = [trial for pair in pairs for trial in pair if trial is not None]
-        return [trial.placement for trial in (*list(kinds.values())[:1], *in_turn)][:count]
+        fastest, *of_other_kinds = kinds.values()
+        in_turn = [trial for pair in zip_longest(of_other_kinds, others) for trial in pair if trial is not None]
+        return [trial.placement for trial in (fastest, *in_turn)][:count]
 
     def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
         """Place the documents of a placement anew, so that ranks that wait longer under it get less work.
