@@ -42,8 +42,8 @@ from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 from mindspeed_cp.simulate.timeline import Timeline
 
-#: Placements that are simulated by default, and the most ranks on which they are.
-SIMULATED_PLACEMENTS, MAX_SIMULATED_RANKS = 3, 1024
+#: Placements that are simulated by default on up to so many ranks; on more none.
+SIMULATED_PLACEMENTS = ((16, 3), (1024, 4))
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
@@ -87,9 +87,9 @@ def build_hierarchical(
         tensor_model_parallel_size: tensor-parallel ranks of the model, for the cost of linear layers.
         sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
         simulated_placements: number of placements that are built and simulated (:func:`mindspeed_cp.simulate_plan`);
-            the fastest is used. Two of three are the best of the planner's model, of different policies, and of
-            different kinds if one is nearly as fast; one of three is the fastest of them with less work for the ranks
-            that waited long. Default: 3 on up to 1,024 ranks, else 1, which is not simulated.
+            the fastest is used. Two of three, three of four are the best of the planner's model, of different policies,
+            and of different kinds if one is nearly as fast; one is the fastest of them with less work for the ranks
+            that waited long. Default: 3 on up to 16 ranks, 4 on up to 1,024, else 1, which is not simulated.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
@@ -97,7 +97,7 @@ def build_hierarchical(
     """
     sizes, cap = (hidden_size, ffn_hidden_size, tensor_model_parallel_size), max_seqlen_per_dp_cp_rank
     if simulated_placements is None:
-        simulated_placements = SIMULATED_PLACEMENTS if topology.ranks <= MAX_SIMULATED_RANKS else 1
+        simulated_placements = next((count for most, count in SIMULATED_PLACEMENTS if topology.ranks <= most), 1)
     levelled = simulated_placements // 3
 
     def build(placement: Placement) -> Plan | None:

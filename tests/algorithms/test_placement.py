@@ -57,7 +57,7 @@ def test_after_the_fastest_placement_comes_one_of_another_kind_that_is_nearly_as
     result = PlacementResult(tried[0].score, (), 0.9, SimpleNamespace(tried=tried))  # type: ignore[arg-type]
     names = {trial.placement: name for trial, name in zip(tried, policies, strict=True)}
     order = [names[placement] for placement in result.best_of_policies(9)]
-    assert order == ["fastest", "inside nodes", "layout of its own", "alike", "equal tokens", "slow"]
+    assert order == ["fastest", "inside nodes", "alike", "layout of its own", "equal tokens", "slow"]
     assert [names[placement] for placement in result.best_of_policies(1)] == ["fastest"]
 
 
