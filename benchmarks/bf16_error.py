@@ -1,7 +1,8 @@
 """Error of attention in bf16 on several ranks, relative to that on one rank.
 
     python -m benchmarks.bf16_error [--ranks 2 8 16] [--tokens 2000] [--algorithms ring direct] [--masks causal full]
-        [--seeds 2] [--backend cpu|npu|npu-fp32] [--arithmetic auto|bf16|fp32] [--reduce-dtype float32|bfloat16]
+        [--seeds 2] [--backend cpu|npu|npu-fp16|npu-fp32] [--arithmetic auto|bf16|fp32]
+        [--reduce-dtype float32|bfloat16]
 
 The inputs are random and rounded to bf16; the reference is dense attention in fp64 of the same inputs. A figure is the
 L2 error over that of one rank, for out, dq, dk and dv: root mean squares over the seeds. 1.00 means that the ranks add
@@ -12,8 +13,8 @@ other call adds to, and large backward calls (--arithmetic bf16). auto: what thi
 
 --backend npu runs the npu backend over the tests' stand-in for CANN's operators, whose arithmetic is in fp32 and which
 rounds the result of each call: a device also rounds the weights, on one rank as on many, so its ratios are smaller.
-npu-fp32: the same with npu_precision fp32. The cuda backend is not here: torch's flash attention needs a GPU, and
-Triton's interpreter, which runs our kernel on a CPU, multiplies the bits of bf16 in tl.dot.
+npu-fp16, npu-fp32: the same with this npu_precision. The cuda backend is not here: torch's flash attention needs a
+GPU, and Triton's interpreter, which runs our kernel on a CPU, multiplies the bits of bf16 in tl.dot.
 
 The last lines are two tables: the largest figure of each mask and algorithm, and the range of each result.
 """
@@ -156,7 +157,7 @@ def make_backend(name: str) -> Any:
     from mindspeed_cp.ops.attention.npu.backend import NpuAttention
     from tests.ops.npu_oracle import OracleOperator
 
-    return NpuAttention(precision="fp32" if name == "npu-fp32" else "input", operator=OracleOperator())
+    return NpuAttention(precision=name[4:] or "input", operator=OracleOperator())
 
 
 def main() -> None:
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--backend", choices=("cpu", "npu", "npu-fp32"), default="cpu")
+    parser.add_argument("--backend", choices=("cpu", "npu", "npu-fp16", "npu-fp32"), default="cpu")
     parser.add_argument("--arithmetic", choices=("auto", "bf16", "fp32"), default="auto", help="of the CPU's kernels")
     parser.add_argument("--reduce-dtype", choices=REDUCE_BYTES, default="float32", help="of gradients that travel")
     arguments = parser.parse_args()

@@ -100,11 +100,12 @@ class SuiteSettings(Section):
         description="npu backend, keys between those of a call: copied: the call gets a copy without them; skipped: "
         "they are sequences without queries, without a copy; null: by npu_profile, without one copied",
     )
-    npu_precision: Literal["input", "fp32"] = Field(
+    npu_precision: Literal["input", "fp16", "fp32"] = Field(
         default="input",
         description="npu backend, type that the operator computes in: input: that of q, k and v, to which each call "
-        "rounds its result; fp32: rows are converted, and results are rounded once; slower, use it to tell rounding "
-        "from other errors",
+        "rounds its result; fp16: rows in bf16 are converted and gradients scaled, so that each call rounds eight "
+        "times finer; a number above 65,504 becomes infinite; fp32: rows are converted, and results are rounded once; "
+        "slower, use it to tell rounding from other errors",
     )
     p2p_groups: Literal["auto", "batched", "directional"] = Field(
         default="auto",
@@ -161,7 +162,8 @@ class SuiteSettings(Section):
         given = {"merge": self.npu_merge, "precision": self.npu_precision, **self.npu_variants}
         if self.npu_profile is None:
             return DEFAULTS | given
-        need = Need.of_attention(attention, "fp32" if self.npu_precision == "fp32" else dtype, deterministic)
+        computed = dtype if self.npu_precision == "input" else self.npu_precision
+        need = Need.of_attention(attention, computed, deterministic)
         return given | profile_variants(self.npu_profile, need, tuple(self.npu_variants.items()))
 
     @property

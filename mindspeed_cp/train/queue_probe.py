@@ -2,8 +2,9 @@
 
 A thread of torch-npu makes the calls of CANN and HCCL (TASK_QUEUE_ENABLE 1 and 2). After a call that fails there it
 drops all later ones, and raises once, at the next call that enqueues or waits. If the destructor of an event is that
-call, the error is lost: operators, messages and copies do nothing, and the host reads what lay in the memory before. So
-every step copies another number to the device without a wait, which goes through that thread, and reads it.
+call, the error is lost, by torch-npu's source: operators, messages and copies do nothing, and the host reads what lay
+in the memory before. So every step copies another number to the device without a wait, which goes through that thread,
+and reads it.
 """
 
 from __future__ import annotations

@@ -77,12 +77,13 @@ def test_what_an_attention_needs_is_read_from_it() -> None:
     assert Need.of_attention(plain, "fp32", False) == Need("fp32", False, False, (64, 64), 1, False)
 
 
-def test_calls_in_fp32_need_the_rows_of_fp32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["fp16", "fp32"])
+def test_calls_in_another_type_need_the_rows_of_that(tmp_path: Path, other: str) -> None:
     path = tmp_path / "doctor.json"
-    content = profile(dtypes=("bf16",), more=tuple(x for x in profile(("statistics", "lse"), dtypes=("fp32",)).rows))
+    content = profile(dtypes=("bf16",), more=tuple(x for x in profile(("statistics", "lse"), dtypes=(other,)).rows))
     path.write_text(content.model_dump_json())
     attention = AttentionConfig(2)
-    for precision, statistics in (("input", "lse"), ("fp32", "max_sum")):
+    for precision, statistics in (("input", "lse"), (other, "max_sum")):
         suite = SuiteSettings(npu_profile=str(path), npu_precision=precision, backend="npu")
         options = suite.npu_options(attention, "bf16", False)
         assert (options["statistics"], options["precision"]) == (statistics, precision)

@@ -36,7 +36,7 @@ def test_the_ranks_add_nothing(
             assert max(ratios.values()) <= 1.1, (lengths, count, ratios)
 
 
-@pytest.mark.parametrize(("precision", "limit"), [("input", 1.5), ("fp32", 1.05)])
+@pytest.mark.parametrize(("precision", "limit"), [("input", 1.5), ("fp16", 1.05), ("fp32", 1.05)])
 @pytest.mark.parametrize(
     ("mask", "algorithm"),
     [

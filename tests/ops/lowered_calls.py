@@ -106,7 +106,7 @@ def draw(rng: random.Random, operator: DescribingOperator) -> Drawn | None:
         plan = build_plan(Documents(lengths), Topology(nodes, ranks), attention, algorithm, **options)
         merge = rng.choice(("fp32", "ring_update"))
         statistics, key_gaps = rng.choice(("max_sum", "lse")), rng.choice(("copied", "skipped"))
-        precision = rng.choice(("input", "input", "fp32"))
+        precision = rng.choice(("input", "input", "fp16", "fp32"))
         backend = NpuAttention(lowering, squares, merge, statistics, key_gaps, precision, operator)
         dtype = rng.choice(DTYPES)
         backend.check(attention, dtype)

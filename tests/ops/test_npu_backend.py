@@ -94,13 +94,14 @@ CELLS = [
     st.sampled_from(("fp32", "ring_update", "triton")),
     st.sampled_from(("max_sum", "lse")),
     st.sampled_from(("copied", "skipped")),
-    st.sampled_from(("input", "fp32")),
+    st.sampled_from(("input", "fp16", "fp32")),
     st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
     st.randoms(use_true_random=False),
 )
 def test_any_plan_agrees_with_fp64(cell, ranks, lowering, alibi, merge, statistics, key_gaps, precision, dtype, rng):
     case = replace(problem(cell, ranks, rng), dtype=dtype)
     lowering = "tnd" if case.alibi else lowering
+    precision = "input" if precision == "fp16" and dtype != torch.bfloat16 else precision
     backend = NpuAttention(lowering, alibi, merge, statistics, key_gaps, precision, OracleOperator())
     compare(case, backend, EXACT if dtype == torch.float32 else HALF)
 
@@ -320,6 +321,12 @@ def test_statistics_come_and_go_in_the_order_of_sequences(lengths, heads):
         ({}, dict(head_dim=1024), torch.float32, "attention.head_dim is 1024; valid for the npu backend: 1 to 768"),
         ({}, dict(head_dim_v=800), torch.float32, "attention.head_dim_v is 800; valid for the npu backend: 1 to 768"),
         (dict(lowering="masks"), dict(alibi=True), torch.float32, "attention.alibi is on and npu.lowering is 'masks'"),
+        (
+            dict(precision="fp16"),
+            {},
+            torch.float32,
+            "npu_precision is 'fp16', .* is in float32; valid: 'input', 'fp32'",
+        ),
         (
             {},
             dict(alibi=(0.5, -0.25, 0.0, 1.0)),

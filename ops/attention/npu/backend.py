@@ -27,6 +27,7 @@ from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits, FusedCall
 from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, lower_to_fused_calls
 from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
 from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments, FusedOperator, TorchNpuOperator
+from mindspeed_cp.ops.attention.npu.half_gradient import scale_gradient
 from mindspeed_cp.ops.attention.npu.statistics import statistics_order
 from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.ops.rows import put_rows
@@ -54,7 +55,8 @@ class NpuAttention(FusedBackend):
         key_gaps: rows of keys between those of a call: "copied": the call gets a copy without them; "skipped": they
             are sequences without queries, and nothing is copied.
         precision: "input": the operator gets rows in their own type, and rounds the result of each call to it; "fp32":
-            it gets them in fp32, so that results of several calls are rounded once, after they are added up.
+            it gets them in fp32, so that results of several calls are rounded once, after they are added up; "fp16":
+            it gets rows in bf16 as fp16, and rounds the result of each call eight times finer (half_gradient.py).
         operator: the fused operators; None: those of torch_npu.
 
     Raises:
@@ -79,7 +81,7 @@ class NpuAttention(FusedBackend):
         check_choice("npu.merge", self.merge, ("fp32", "ring_update", "triton"))
         check_choice("npu.statistics", self.statistics, ("max_sum", "lse"))
         check_choice("npu.key_gaps", self.key_gaps, ("copied", "skipped"))
-        check_choice("npu.precision", self.precision, ("input", "fp32"))
+        check_choice("npu.precision", self.precision, ("input", "fp16", "fp32"))
 
     @property
     def deterministic(self) -> bool:
@@ -96,6 +98,11 @@ class NpuAttention(FusedBackend):
         """See the contract."""
         check_dtype("the npu backend", dtype, (torch.bfloat16, torch.float16, torch.float32))
         check_npu_limits(attention, self.lowering)
+        if self.precision == "fp16" and dtype != torch.bfloat16:
+            raise ConfigError(
+                f"npu_precision is 'fp16', which is for attention in bf16, and this one is in {str(dtype)[6:]}; valid: "
+                "'input', 'fp32'; use 'input'"
+            )
 
     def check_device(self, device: torch.device) -> None:
         """See the contract. The operator itself reports missing parts when it is loaded, before the first call."""
@@ -178,15 +185,18 @@ class NpuAttention(FusedBackend):
         if call.layout == "BSND":
             shape = call.batch, arguments.heads, call.rows // call.batch, -1
             softmax_max, softmax_sum = softmax_max.view(shape), softmax_sum.view(shape)
+        inverse = None
+        if self.precision == "fp16":
+            dout, inverse = scale_gradient(dout, qkv[0].shape[1] // qkv[1].shape[1])
         q, k, v, out = (self._operator_rows(x, call) for x in (*qkv, out))
         dout = _without_padding(self._operator_rows(dout, call), on)
         grads = self._operator.backward(q, k, v, dout, out, softmax_max, softmax_sum, rng_state, arguments)
         dq, dk, dv = (x.reshape(-1, *x.shape[-2:]) for x in grads)
-        return dq, dk, dv
+        return (dq, dk, dv) if inverse is None else (dq.float() * inverse, dk.float() * inverse, dv.float() * inverse)
 
     def _operator_rows(self, x: Tensor, call: FusedCall) -> Tensor:
         """Return rows in the type that the operator gets and the layout of the call, contiguous."""
-        x = x.float().contiguous() if self.precision == "fp32" else x.contiguous()
+        x = x.to(_PRECISIONS.get(self.precision, x.dtype)).contiguous()
         return x if call.layout == "TND" else x.unflatten(0, (call.batch, -1))
 
     def _merge_duplicates(self, into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
@@ -216,6 +226,7 @@ class NpuAttention(FusedBackend):
 
 
 _TORCH_NPU = TorchNpuOperator()
+_PRECISIONS = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 def _operator_arguments(
