@@ -125,8 +125,8 @@ def shard_trajectories(
         and ``plan``; and the targets.
 
     Raises:
-        ConfigError: packed are no packed trajectories, the plans are for other documents, the weights do not fit, or
-            the rank is not that of this process in the group.
+        ConfigError: packed are no packed trajectories, the plans are for other documents or have a full mask, the
+            weights do not fit, or the rank is not that of this process in the group.
     """
     if not isinstance(packed, PackedTrajectories):
         raise ConfigError(f"packed is a {type(packed).__name__}; valid: Documents.from_trajectories(token lists)")
@@ -134,6 +134,11 @@ def shard_trajectories(
         raise ConfigError(
             f"the trajectories are {packed.documents!r}, but the plans are for {plans.documents!r}; valid: "
             "build_plans(model.config, packed.documents, ...)"
+        )
+    if plans.mask != "causal":
+        raise ConfigError(
+            "the plans have a full mask, under which a row sees the token that it would predict; valid: plans of a "
+            "model with a causal mask"
         )
     rank_plans = RankPlans(
         plans, rank,

@@ -179,6 +179,11 @@ def test_models_with_a_full_mask_are_refused() -> None:
     for name in ("bert", "modernbert"):
         with pytest.raises(ConfigError, match=f"model_type is '{name}', .*valid: a model with a causal mask .*llama"):
             plans_for(packed.documents, name=name)
+    apart = Documents.from_trajectories([[3, 4], [5, 6]], must_share=False)
+    _, targets = cp.shard_trajectories(apart, plans_for(apart.documents, 1), 0)  # no tree is needed
+    assert targets.labels.tolist() == [4, 6]
+    with pytest.raises(ConfigError, match="a row sees the token that it would predict; valid: plans of a model with"):
+        cp.shard_trajectories(apart, plans_for(apart.documents, name="bert"), 0)
 
 
 def test_labels_that_are_shifted_inside_documents_are_refused() -> None:
