@@ -168,9 +168,9 @@ def test_the_configuration_generates_groups(fresh_ranks: FreshRanks, tmp_path: P
                "model.hidden_size=48", f"output.folder={tmp_path}", "output.progress=none", "output.loss_png=false")  # fmt: skip
     settings = load_settings(CONFIG, changes)
     lines = curve(fresh_ranks, settings, 4)
-    of_one = load_settings(CONFIG, (*changes, "context_parallel_suite.context_parallel_size=1", "context_parallel_suite.nodes=1",
+    alone = load_settings(CONFIG, (*changes, "context_parallel_suite.context_parallel_size=1", "context_parallel_suite.nodes=1",
                                  f"output.folder={tmp_path}/one"))  # fmt: skip
-    assert_same(lines, curve(fresh_ranks, of_one, 1))
+    assert_same(lines, curve(fresh_ranks, alone, 1))
     assert all(line["tokens"] < 0.5 * line["flat_tokens"] for line in lines)
 
 
