@@ -8,7 +8,7 @@ heads share. The first table is modelled, for one document over all ranks of so 
 nodes of A2): bytes that all ranks send in the forward and the backward, milliseconds of the layer with and without
 latents, and what `latents: auto` takes.
 
---measure runs all ranks of a plan in this process on the CPU, with 8 heads in fp32: seconds of forward and backward
+--measure runs all ranks of a plan in this process on the CPU, with 8 heads in fp32: CPU seconds of forward and backward
 with latents over those without, the expansion of each rank's own rows included in both. Nothing travels over a link
 there, so that the figure is the price of the work that readers repeat.
 """
@@ -69,7 +69,7 @@ def modelled_rows(
 
 
 def measured_ratio(plan: Plan, without: Plan, repeats: int) -> float:
-    """Return the median seconds of forward and backward with latents over those without, all ranks in this process."""
+    """Return the median CPU seconds of forward and backward with latents over those without, of all ranks."""
     attention, tokens = plan.attention, plan.documents.tokens
     latent, shared = LATENT
     torch.manual_seed(0)
@@ -88,10 +88,10 @@ def measured_ratio(plan: Plan, without: Plan, repeats: int) -> float:
     seconds: dict[Callable[[], Sequence[torch.Tensor]], list[float]] = {with_latents: [], with_keys: []}
     for _ in range(repeats + 1):
         for run, times in seconds.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             out = run()
             torch.autograd.grad(out, [kv_up, *(x for xs in shards for x in xs)], [torch.ones_like(x) for x in out])
-            times.append(time.perf_counter() - begin)
+            times.append(time.process_time() - begin)
     own, other = (statistics.median(times[1:]) for times in seconds.values())
     return own / other
 
@@ -125,7 +125,7 @@ def main() -> None:
             ]
             rows.append([f"{tokens}", "4", f"{measured_ratio(plans[0], plans[1], given.repeats):.2f}"])
         print()
-        print_table(["tokens", "ranks", "seconds, ratio"], rows)
+        print_table(["tokens", "ranks", "CPU seconds, ratio"], rows)
 
 
 if __name__ == "__main__":

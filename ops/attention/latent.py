@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.torch_release import torch_release
 from mindspeed_cp.plan.problem import AttentionConfig
 
 
@@ -113,10 +114,11 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     """Multiply a matrix in fp32 by one of the type of q, for a sum of such products over slots and ranks.
 
     CPUs multiply in fp32. Other devices have fast products of 16-bit types alone: x is rounded to the type of y, as the
-    gradient of k and v is before a linear layer, and so is the product, except on CUDA, which returns it in fp32.
+    gradient of k and v is before a linear layer, and so is the product, except on CUDA, which returns it in fp32 from
+    torch 2.8 on.
     """
     if y.dtype == torch.float32 or x.device.type == "cpu":
         return x @ y.float()
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and torch_release() >= (2, 8):
         return torch.mm(x.to(y.dtype), y, out_dtype=torch.float32)
     return x.to(y.dtype) @ y
