@@ -131,7 +131,10 @@ def test_plan_says_what_looks_odd(arguments: list[str], hint: str | None, capsys
         (["configs/hierarchical.yaml", "--set", "head_split=false"],
          lambda d: build_plan(d, Topology(2, 2), AttentionConfig(4, 2, 32), "hierarchical", head_split=False,
                               hidden_size=128, ffn_hidden_size=320)),
-        (["configs/mla.yaml"], lambda d: build_plan(d, Topology(1, 4), AttentionConfig(4, 4, 64, 48), "ring")),
+        (
+            ["configs/mla.yaml"],
+            lambda d: build_plan(d, Topology(1, 4), AttentionConfig(4, 4, 64, 48, latent=(64, 16)), "ring"),
+        ),
     ],
 )  # fmt: skip
 def test_plan_options_are_those_of_build_plan(

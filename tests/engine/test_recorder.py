@@ -27,7 +27,14 @@ CASES = (
     Case((64, 31, 0, 7), 2, 4, 2, algorithm="ring"),
     Case((64, 31, 0, 7), 3, 4, 2, dtype=torch.bfloat16, algorithm="direct", options=(("prefetch", 3),)),
     Case((129, 3, 50), 2, 4, 1, 24, 16, algorithm="ulysses"),  # kv heads are copied, their gradients summed in fp32
-    Case((600, 30, 20, 5, 9, 60), 2, 4, 2, algorithm="hierarchical", options=(("remap", "qkv"),)),  # of two parts
+    Case(
+        (600, 30, 20, 5, 9, 60),
+        2,
+        4,
+        2,
+        algorithm="hierarchical",
+        options=(("remap", "qkv"), ("simulated_placements", 1)),  # of two parts
+    ),
 )
 
 
