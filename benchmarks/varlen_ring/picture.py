@@ -32,6 +32,6 @@ def draw(file: Path, long_percent: Sequence[float], means: Mapping[str, Mapping[
         axes.set(xlabel="% of the tokens in long documents", title=title)
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="time over perfect balance, modelled")
-    panels[1].legend()
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(file, dpi=120)
     plt.close(figure)
