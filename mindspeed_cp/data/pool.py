@@ -95,7 +95,7 @@ class PoolModel:
         Raises:
             ConfigError: some micro-batch cannot be planned, for example under a bound of tokens.
         """
-        given = documents if callable(documents) else partial(_documents_of_lengths, documents)
+        given = documents if callable(documents) else partial(documents_of_lengths, documents)
         of_replicas = np.array([self._estimate(given, group, self.replica) for group in replicas])
         # Last, so that its placements are in the planner's cache when they are built.
         of_pool = self._estimate(given, pooled, self.pool)
@@ -152,5 +152,6 @@ class PoolModel:
         return pipeline_time(seconds, self.stages) / (self.stages * (1 + BACKWARD))
 
 
-def _documents_of_lengths(lengths: np.ndarray, numbers: np.ndarray) -> Documents:
+def documents_of_lengths(lengths: np.ndarray, numbers: np.ndarray) -> Documents:
+    """Return some documents of a step by the lengths of all, int64 [documents]."""
     return Documents(lengths[numbers])

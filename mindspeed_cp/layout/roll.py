@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mindspeed_cp.errors import PlanError
+from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout.documents import Documents
 from mindspeed_cp.layout.layout import Layout
 from mindspeed_cp.layout.redistribution import Redistribution
@@ -34,6 +34,7 @@ class Roll:
 
     Raises:
         PlanError: the layout splits heads.
+        ConfigError: documents continue others, so that what follows a token depends on the branch.
     """
 
     layout: Layout
@@ -42,6 +43,11 @@ class Roll:
     def __post_init__(self) -> None:
         if self.layout.heads is not None:
             raise PlanError("roll: the layout splits heads; only rows with all heads can be rolled")
+        if self.layout.documents.trees is not None:
+            raise ConfigError(
+                "roll: documents have parents, and what follows a token depends on the branch; valid: documents "
+                "without parents, or the targets of PackedTrajectories"
+            )
 
     @cached_property
     def documents(self) -> Documents:

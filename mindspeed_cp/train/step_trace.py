@@ -137,8 +137,8 @@ class StepTracer:
         return {"keys": cp, "gradients": cp, "redistribution": cp, "hidden_states": hidden_states}
 
     def _metadata(self, number: int, record: RankTimings, traced: _TracedBatches) -> dict[str, Any]:
-        """Return the metadata of the file; all but rank, cp_rank, replica, seconds, documents and plans is equal on all
-        ranks."""
+        """Return the metadata of the file; all but rank, cp_rank, replica, seconds, documents, parents and plans is
+        equal on all ranks."""
         world, settings = self._world, self._settings
         kinds = list(dict.fromkeys(self._training.attentions))
         layers = document_cost(settings, self._training.attentions).layers
@@ -154,6 +154,7 @@ class StepTracer:
             "device": world.device.type,
             "seconds": record.seconds,
             "documents": traced.documents,
+            "parents": traced.parents,
             "plans": traced.plans,
             "attentions": [asdict(kind) for kind in kinds],
             "layers": [
@@ -171,12 +172,14 @@ class _TracedBatches:
 
     Attributes:
         documents: lengths of the documents of each micro-batch.
+        parents: parents of the documents of each micro-batch; None where none has one.
         plans: algorithm and options of each micro-batch.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], recorder: Recorder) -> None:
         self._batches, self._recorder = batches, recorder
         self.documents: list[list[int]] = []
+        self.parents: list[list[int] | None] = []
         self.plans: list[tuple[str, dict[str, Any]]] = []
 
     def __iter__(self) -> _TracedBatches:
@@ -187,7 +190,9 @@ class _TracedBatches:
             micro = next(self._batches)
         assert micro.params.plan is not None
         self._recorder.micro_batch = len(self.documents)
-        self.documents.append(micro.params.plan.documents.lengths.tolist())
+        documents = micro.params.plan.documents
+        self.documents.append(documents.lengths.tolist())
+        self.parents.append(None if documents.trees is None else documents.parents.tolist())
         self.plans.append((micro.algorithm_choice.algorithm, micro.algorithm_choice.options))
         return micro
 

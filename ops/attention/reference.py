@@ -124,7 +124,8 @@ def dense_packed_attention(
             of_keys = torch.from_numpy(documents.blocks.of(seen.cpu().numpy())).to(q.device)
             blocks = of_keys[len(seen) - (b - a) :], of_keys
         result = dense_attention(
-            q[a:b], k[seen], v[seen], torch.zeros_like(position_q), torch.zeros_like(position_k), position_q, position_k,
+            q[a:b], k[seen], v[seen],
+            torch.zeros_like(position_q), torch.zeros_like(position_k), position_q, position_k,
             mask=attention.mask, scale=attention.scale, window=attention.window, slopes=attention.slopes,
             keep=kept, dropout_p=attention.dropout, sink=sink, blocks=blocks,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import Dispatcher, DocumentCost, PackedStream, PoolModel
 from mindspeed_cp.data.packing import DOC_CHUNK
-from mindspeed_cp.data.pool import _documents_of_lengths
+from mindspeed_cp.data.pool import documents_of_lengths
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig, Topology
 from tests.data.corpora import ListCorpus, law
@@ -63,7 +63,7 @@ def test_the_faster_one_by_the_model_is_taken() -> None:
         half = np.cumsum(tokens) > tokens.sum() / 2
         groups = [[np.flatnonzero(~half)], [np.flatnonzero(half)]]
         pooled = [np.arange(len(tokens))]
-        documents = partial(_documents_of_lengths, tokens)
+        documents = partial(documents_of_lengths, tokens)
         static = max(model._simulate(documents, group, model.replica) for group in groups)
         together = model._simulate(documents, pooled, model.pool)
         choice = model.choose(tokens, groups, pooled)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import ConfigError, Documents
-from mindspeed_cp.layout import zigzag
+from mindspeed_cp.layout import Roll, zigzag
 from tests.engine.draw import parents
 
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -156,6 +156,12 @@ def test_parents_that_make_no_trees_are_refused(lengths: list[int], parent_of: l
 def test_trajectories_that_make_no_trees_are_refused(trajectories: list, options: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Documents.from_trajectories(trajectories, **options)
+
+
+def test_rows_of_trees_are_not_rolled() -> None:
+    layout = zigzag(Documents([3, 2, 4], [-1, 0, 0]), 2)
+    with pytest.raises(ConfigError, match=r"roll: documents have parents, .* valid: documents without parents"):
+        Roll(layout, -1)
 
 
 @pytest.mark.parametrize(

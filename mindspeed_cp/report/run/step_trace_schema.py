@@ -72,6 +72,7 @@ class _Metadata(_Schema):
     replicas: RankCount
     device: str
     documents: Annotated[list[Lengths], Field(min_length=1)]
+    parents: list[list[int] | None] | None = None
     plans: Annotated[list[PlanArguments], Field(min_length=1)]
     attentions: Annotated[list[dict[str, Any]], Field(min_length=1)]
     layers: Annotated[list[Layer], Field(min_length=1)]

@@ -39,7 +39,7 @@ CATEGORY_ATTENTION, CATEGORY_COMMUNICATION, CATEGORY_WAIT = "attention", "commun
 CATEGORY_RANK_SYNC, CATEGORY_BATCH, CATEGORY_OPTIMIZER, CATEGORY_STEP = "ranks", "batch", "optimizer", "step"
 
 #: Metadata that may differ between the ranks of a step.
-_OF_RANK = ("rank", "cp_rank", "replica", "seconds", "documents", "plans")
+_OF_RANK = ("rank", "cp_rank", "replica", "seconds", "documents", "parents", "plans")
 
 _FILE = re.compile(r"step-(\d+)-rank-(\d+)\.json")
 
@@ -128,8 +128,8 @@ class MeasuredStep:
     def micro_batches(self, replica: int) -> list[tuple[Documents, str, dict[str, Any]]]:
         """Return the documents, the algorithm and its options of each micro-batch of a replica."""
         rank_metadata = next(trace.metadata for trace in self.ranks if trace.metadata["replica"] == replica)
-        micro_batches = zip(rank_metadata["documents"], rank_metadata["plans"], strict=True)
-        return [(Documents(lengths), name, options) for lengths, (name, options) in micro_batches]
+        micro_batches = zip(_documents(rank_metadata), rank_metadata["plans"], strict=True)
+        return [(documents, name, options) for documents, (name, options) in micro_batches]
 
     @cached_property
     def breakdown(self) -> TimeBreakdown:
@@ -153,7 +153,7 @@ class MeasuredStep:
     def to_recording(self) -> Recording:
         """Return the events of all ranks as one recording."""
         events = [_event(trace.metadata["rank"], event) for trace in self.ranks for event in trace.events]
-        own = ("rank", "cp_rank", "documents", "plans")
+        own = ("rank", "cp_rank", "documents", "parents", "plans")
         metadata = {key: value for key, value in self.metadata.items() if key not in own}
         return Recording(f"{NAME}, step {self.number}", events, metadata)
 
@@ -251,9 +251,20 @@ def _read(step: int, rank: int, path: Path) -> RankTrace:
         raise damaged_file_error(
             path, f"plans are {len(metadata['plans'])}, and micro-batches {len(metadata['documents'])}"
         )
+    try:
+        _documents(metadata)
+    except (ConfigError, ValueError) as error:
+        raise damaged_file_error(path, f"parents of documents: {error}") from None
     if not any(event["cat"] == CATEGORY_STEP for event in trace.events):
         raise damaged_file_error(path, f"no event is of category {CATEGORY_STEP!r}, the whole step")
     return trace
+
+
+def _documents(metadata: Mapping[str, Any]) -> list[Documents]:
+    """Return the documents of each micro-batch of a rank."""
+    lengths = metadata["documents"]
+    parents = metadata.get("parents") or [None] * len(lengths)
+    return [Documents(*documents) for documents in zip(lengths, parents, strict=True)]
 
 
 def _check_settings(trace: RankTrace) -> None:
