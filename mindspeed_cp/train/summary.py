@@ -179,7 +179,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 def _corpus_row(summary: dict[str, Any]) -> tuple[str, str]:
     """Return the row of cut documents, or that of what trees save."""
-    tokens, flat, cut = summary["tokens"], summary["flat_tokens"], summary["cut_documents"]
+    tokens, flat, cut = summary["tokens"], summary.get("flat_tokens"), summary["cut_documents"]
     if flat is not None:
         share = f", {1 - tokens / flat:.0%} less" if flat else ""
         return "trees", f"{format_count(tokens)} tokens were computed for {format_count(flat)} of trajectories{share}"
