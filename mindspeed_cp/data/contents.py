@@ -33,8 +33,8 @@ def corpus_digests(corpus: Corpus) -> list[str]:
     stops = np.cumsum(lengths)
     digests = [blake2b(digest_size=8) for _ in range(GROUPS)]
     if isinstance(corpus, TrajectoryCorpus):
-        for group, of_group in enumerate(corpus.group_digests):
-            digests[group * GROUPS // len(lengths)].update(of_group)
+        for number, group_digest in enumerate(corpus.group_digests):
+            digests[number * GROUPS // len(lengths)].update(group_digest)
         return [digest.hexdigest() for digest in digests]
     for document, start in _blocks(lengths, stops):
         stop = min(start + BLOCK_TOKENS, int(lengths[document]))

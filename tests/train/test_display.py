@@ -107,6 +107,11 @@ def test_the_summary_names_everything() -> None:
     assert summary_table(empty).rows
 
 
+def test_the_summary_of_trees_says_what_they_save() -> None:
+    rows = dict(summary_table({**SUMMARY, "flat_tokens": 4 * 10**6}).rows)
+    assert "75% less" in rows["trees"] and "cut documents" not in rows
+
+
 def test_the_comparison_is_a_table_and_a_sentence() -> None:
     figures = {"loss": 5.5, "imbalance": 1.0, "sent_bytes": 4 * 2.0**20, "seconds": 0.5}
     rows = [{"algorithm": "ring", **figures}, {"algorithm": "direct", **figures, "sent_bytes": 2.0**20}]
