@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from mindspeed_cp.algorithms.latent_choice import choose_latents
 from mindspeed_cp.algorithms.options import AlgorithmOption, read_options
 from mindspeed_cp.errors import ConfigError
@@ -228,11 +230,7 @@ def build_plan(
             f"kv_documents has {len(kv_documents)} documents, documents {len(documents)}; valid: one length of keys "
             "for each document"
         )
-    if documents.trees is not None and (attention.mask != "causal" or kv_documents != documents):
-        what = "keys of other lengths" if kv_documents != documents else f"attention.mask {attention.mask!r}"
-        raise ConfigError(f"documents have parents, with {what}; valid: {TREES_OF}")
-    if documents.blocks is not None:
-        _check_blocks(documents, kv_documents, attention)
+    _check_trees_and_blocks(documents, kv_documents, attention)
     if attention.mask == "causal" and kv_documents != documents:
         raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
     reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")
@@ -245,15 +243,22 @@ def build_plan(
     return choose_latents(build, topology, attention, latents)
 
 
-def _check_blocks(documents: Documents, kv_documents: Documents, attention: AttentionConfig) -> None:
-    """Raise ConfigError for attention that has no blocks."""
-    what = "keys of other lengths" if kv_documents != documents else None
-    if attention.mask != "causal":
-        what = f"attention.mask {attention.mask!r}"
-    if attention.slopes is not None:
-        what = "attention.alibi"
-    if what is not None:
-        raise ConfigError(f"documents have blocks, with {what}; valid: {BLOCKS_OF}")
+def _check_trees_and_blocks(documents: Documents, kv_documents: Documents, attention: AttentionConfig) -> None:
+    """Raise ConfigError where queries or keys have parents or blocks that the attention has not."""
+    for name, valid in (("parents", TREES_OF), ("blocks", BLOCKS_OF)):
+        is_of_blocks = name == "blocks"
+        if all((x.blocks if is_of_blocks else x.trees) is None for x in (documents, kv_documents)):
+            continue
+        what = None
+        if kv_documents != documents:
+            same = np.array_equal(kv_documents.lengths, documents.lengths)
+            what = f"keys of other {name if same else 'lengths'}"
+        elif attention.mask != "causal":
+            what = f"attention.mask {attention.mask!r}"
+        elif is_of_blocks and attention.slopes is not None:
+            what = "attention.alibi"
+        if what is not None:
+            raise ConfigError(f"documents have {name}, with {what}; valid: {valid}")
 
 
 def with_reduce_dtype(plan: Plan, reduce_dtype: str) -> Plan:

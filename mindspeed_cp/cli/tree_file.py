@@ -52,7 +52,7 @@ def _documents(entry: Any) -> Documents:
     """Return the documents of one line."""
     keys = set(entry) if isinstance(entry, dict) else set()
     if keys == {"trajectories"} and isinstance(entry["trajectories"], list):
-        return Documents.from_trajectories(entry["trajectories"]).documents
+        return Documents.from_trajectories(entry["trajectories"], must_share=False).documents
     if keys == {"lengths", "parents"} and all(isinstance(entry[key], list) for key in keys):
         return Documents(entry["lengths"], entry["parents"])
     raise ConfigError(f"{json.dumps(entry)[:60]} is not a tree; valid: {VALID_LINE}")

@@ -135,7 +135,7 @@ def _fingerprints(plan: Plan) -> Mapping[str, str]:
     if fingerprints is None:
         fingerprints = {
             "documents": _with_digest(repr(plan.documents), map(np.frombuffer, plan.documents.key, "bbb")),
-            "kv_documents": _with_digest(repr(plan.kv_documents), [plan.kv_documents.lengths]),
+            "kv_documents": _with_digest(repr(plan.kv_documents), map(np.frombuffer, plan.kv_documents.key, "bbb")),
             "topology": f"{plan.topology.nodes} nodes of {plan.topology.ranks_per_node} ranks",
             **{
                 f"attention.{field.name}": repr(_as_python(getattr(plan.attention, field.name)))

@@ -58,6 +58,11 @@ class Blocks:
         inside = (index >= 0) & (tokens < self.stop[index]) if len(self.stop) else np.zeros(np.shape(tokens), bool)
         return np.where(inside, index, -1)
 
+    @property
+    def seen_labels(self) -> np.ndarray:
+        """Tokens that see the one after them, as both are in one block, and cannot learn to predict it; int64 [n]."""
+        return ragged_arange(self.start, self.stop - self.start - 1)
+
     def cut(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cut token spans where blocks begin and end.
 

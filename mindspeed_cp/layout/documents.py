@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -77,12 +77,12 @@ class Documents:
         self._lengths = values
         self._trees: Trees | None = None
         if parents is not None:
-            listed = as_integers("parents", parents if hasattr(parents, "__array__") else list(parents), 1)
+            listed = as_integers("parents", list(parents) if isinstance(parents, Iterator) else parents, 1)
             checked = checked_parents(listed, len(values))
             self._trees = Trees(checked, values) if (checked >= 0).any() else None
         self._blocks: Blocks | None = None
         if blocks is not None:
-            spans = as_integers("blocks", blocks if hasattr(blocks, "__array__") else list(blocks), 2)
+            spans = as_integers("blocks", list(blocks) if isinstance(blocks, Iterator) else blocks, 2)
             self._blocks = checked_blocks(spans, self.offsets) if len(spans) else None
 
     @classmethod

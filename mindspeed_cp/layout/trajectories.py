@@ -64,10 +64,11 @@ class TreeTargets:
             fp64 [targets].
 
         Raises:
-            ConfigError: not one entry for each trajectory, or its length is not the trajectory's.
+            ConfigError: not one entry for each trajectory, its length is not the trajectory's, or a weight is not
+                finite.
         """
         out = np.zeros(len(self))
-        given: Sequence[Any] = [1.0] * len(self.of_trajectories) if weights is None else weights
+        given: Sequence[Any] = [1.0] * len(self.of_trajectories) if weights is None else list(weights)
         if len(given) != len(self.of_trajectories):
             raise ConfigError(
                 f"weights has {len(given)} entries; valid: one for each of the {len(self.of_trajectories)} trajectories"
@@ -79,6 +80,8 @@ class TreeTargets:
                     f"weights[{number}] has shape {list(array.shape)}; valid: one number, or [{len(targets) + 1}], one "
                     "for each token of the trajectory"
                 )
+            if not np.isfinite(array).all():
+                raise ConfigError(f"weights[{number}] has values that are not finite; valid: finite numbers")
             np.add.at(out, targets, array[1:] if array.ndim else array)
         return out
 

@@ -194,11 +194,14 @@ def _part_error(plan: Plan, index: int, part: Plan) -> str | None:
 
 
 def _tree_error(plan: Plan) -> str | None:
-    """Return the error text if a part has other parents than the plan, or only some documents of a tree, else None."""
+    """Return the error text if a part has other parents or blocks than the plan, or only some documents of a tree, else
+    None."""
     trees = plan.documents.trees
     for index, part in enumerate(plan.parts):
         if not np.array_equal(part.documents.parents, plan.documents.parents):
             return f"part {index} has other parents of documents than the plan"
+        if part.documents.key[2] != plan.documents.key[2]:
+            return f"part {index} has other blocks of documents than the plan"
         if trees is None:
             continue
         missing = (part.documents.lengths == 0) & (plan.documents.lengths > 0)

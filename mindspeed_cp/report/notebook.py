@@ -28,6 +28,7 @@ from mindspeed_cp.report.simulation.trace import ranks_to_draw
 from mindspeed_cp.report.text import (
     Table,
     describe_attention,
+    describe_blocks,
     describe_trees,
     format_bytes,
     format_count,
@@ -69,6 +70,8 @@ def plan_html(plan: Plan, bytes_per_element: int = 2) -> str:
         about.insert(3, ("keys", f"{format_lengths(plan.kv_documents.lengths)}, {plan.kv_documents.tokens:,} tokens"))
     if plan.documents.trees is not None:
         about.insert(3, ("trees", describe_trees(plan.documents)))
+    if plan.documents.blocks is not None:
+        about.insert(3, ("blocks", describe_blocks(plan.documents)))
     columns = ("rank", "rows", "pairs", "of mean", "sent forward", "sent backward")
     forward = sent["fetch_forward"] + sent["redistribution_forward"]
     rows = [

@@ -91,6 +91,14 @@ def describe_trees(documents: Documents) -> str:
     )
 
 
+def describe_blocks(documents: Documents) -> str:
+    """Return the number of blocks and of their tokens: "3, of 120 tokens that see both ways"."""
+    blocks = documents.blocks
+    assert blocks is not None
+    tokens = (blocks.stop - blocks.start).sum()
+    return f"{format_count(len(blocks.start))}, of {format_count(tokens)} tokens that see both ways"
+
+
 def describe_attention(attention: AttentionConfig) -> str:
     """Return mask, window, ALiBi and dropout in a few words."""
     parts = [f"{attention.mask} mask"]

@@ -55,7 +55,7 @@ def test_the_picture_has_all_that_is_computed(window: tuple[int, int] | None) ->
     assert drawn == pytest.approx(plan.work().sum(), rel=0.02)
     outlines = list(mask_outlines(plan))
     assert len(outlines) >= 4 + 4 + 2 and all(len(corners) >= 3 for corners in outlines)
-    assert "trees" in plan_html(plan)
+    assert "trees" in plan_html(plan) and "2, of 160 tokens that see both ways" in plan_html(plan)
 
 
 def test_tiles_in_words_count_along_the_path() -> None:
@@ -76,7 +76,7 @@ def test_tiles_in_words_count_along_the_path() -> None:
             '{"lengths": [3, 2], "parents": [-1, 0]}\n{"lengths": [3, 2], "parents": [-1, 1]}',
             r"line 2: parents\[1\] is 1",
         ),
-        ('{"trajectories": [[1, 2], [3]]}', "line 1: trajectories: no two of the 2"),
+        ('{"trajectories": [[1, 2], []]}', r"line 1: trajectories\[1\] has no tokens"),
         ('{"trajectories": 5}', "line 1: .* is not a tree"),
         ("lengths", "line 1: "),
         ("\n", "no document; valid: lines such as"),

@@ -132,6 +132,7 @@ def test_ranks_have_the_targets_of_their_rows() -> None:
         ),
         ([1] * 4, [-1, 0, 0, 1], r"parents\[3\] is 1, but document 2, before it, is not of the tree below document 1"),
         ([3, 2], [-1.0, 0.0], r"parents is float64 of shape \[2\]; valid: integers of one dimension"),
+        ([3, 2], 0, r"parents is int64 of shape \[\]; valid: integers of one dimension"),
         ([3, 2], [[-1, 0]], r"parents is int64 of shape \[1, 2\]; valid: integers of one dimension"),
     ],
 )
@@ -168,6 +169,7 @@ def test_rows_of_trees_are_not_rolled() -> None:
     ("weights", "says"),
     [
         ([1.0], "weights has 1 entries; valid: one for each of the 2 trajectories"),
+        ([1.0, float("nan")], r"weights\[1\] has values that are not finite"),
         ([1.0, [1.0, 1.0]], r"weights\[1\] has shape \[2\]; valid: one number, or \[3\], one for each token"),
     ],
 )

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
+from mindspeed_cp.integrations.huggingface.labels import shifted_labels
 from mindspeed_cp.megatron import PlannedBatchParams, planned_batch, planned_params, shift_labels
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
@@ -127,6 +128,20 @@ def test_labels_are_the_next_token_of_the_same_document(lengths: list[int]) -> N
         expected_mask += [*([1.0] * (len(own) - 1)), *([0.0] if own else [])]
     assert labels.tolist() == expected_labels
     assert mask.tolist() == expected_mask and mask.dtype == torch.float32
+
+
+def test_a_token_that_sees_the_next_one_predicts_nothing() -> None:
+    labels, mask = shift_labels(torch.arange(10, 18), Documents([5, 3], None, [(1, 4), (5, 8)]))
+    assert labels.tolist() == [11, 0, 0, 14, 0, 0, 0, 0] and mask.tolist() == [1, 0, 0, 1, 0, 0, 0, 0]
+    given = torch.arange(10, 18)
+    assert shifted_labels(given, Documents([5, 3], None, [(1, 4)])).tolist() == [11, -100, -100, 14, -100, 16, 17, -100]
+
+
+def test_shift_labels_refuses_trees() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a document with a parent is predicted by its parent.* valid: trajectory_batch"
+    ):
+        shift_labels(torch.zeros(5), Documents([3, 2], [-1, 0]))
 
 
 def test_shift_labels_refuses_another_number_of_tokens() -> None:

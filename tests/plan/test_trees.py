@@ -192,6 +192,26 @@ def test_parts_hold_whole_trees() -> None:
     )
 
 
+def test_parts_have_the_blocks_of_the_batch() -> None:
+    attention, topology, first = AttentionConfig(2), Topology(1, 2), np.array([True, False])
+    plain, mixed = Documents([4, 4]), Documents([4, 4], None, [(0, 4), (4, 8)])
+    for documents, others in ((mixed, plain), (plain, mixed)):
+        parts = [
+            build_plan(select_documents(x, chosen), topology, attention, "ring")
+            for x, chosen in ((documents, first), (others, ~first))
+        ]
+        with pytest.raises(ConfigError, match="part 1 has other blocks of documents than the plan"):
+            combine("two", parts)
+
+
+@pytest.mark.parametrize("keys", [Documents([5, 9], [-1, 0]), Documents([5, 9], None, [(1, 4)])])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_keys_have_no_parents_or_blocks_of_their_own(keys: Documents, mask: str) -> None:
+    name = "parents" if keys.blocks is None else "blocks"
+    with pytest.raises(ConfigError, match=f"documents have {name}, with keys of other {name}; valid: mask 'causal'"):
+        build_plan(Documents([5, 9]), Topology(1, 2), AttentionConfig(2, mask=mask), "ring", keys)
+
+
 @pytest.mark.parametrize("head_split", [True, False])
 def test_hierarchical_plans_place_trees_as_one(head_split: bool) -> None:
     lengths = [300, 40, 60, 20] * 12

@@ -13,10 +13,15 @@ IGNORED = -100
 
 
 def shifted_labels(labels: Tensor, documents: Documents) -> Tensor:
-    """Return for each token the label of the next one in its document, [tokens]; the last one predicts nothing."""
+    """Return for each token the label of the next one in its document, [tokens].
+
+    The last one predicts nothing, nor does a token that sees the next one, because both are in a block.
+    """
     shifted = torch.cat([labels[1:], labels.new_full((1,), IGNORED)]) if len(labels) else labels.clone()
     ends = documents.offsets[1:][documents.lengths > 0] - 1
     shifted[torch.from_numpy(ends).to(labels.device)] = IGNORED
+    if documents.blocks is not None:
+        shifted[torch.from_numpy(documents.blocks.seen_labels).to(labels.device)] = IGNORED
     return shifted
 
 

@@ -265,15 +265,25 @@ def shift_labels(tokens: Tensor | np.ndarray, documents: Documents) -> tuple[Ten
 
     Returns:
         (labels, loss_mask), both of the shape of tokens: labels[i] = tokens[i + 1] inside a document; the last token of
-        a document predicts nothing, its label is 0 and its loss_mask 0.0; loss_mask is float32.
+        a document predicts nothing, its label is 0 and its loss_mask 0.0; loss_mask is float32. So do tokens that see
+        the next one, because both are in a block.
 
     Raises:
-        ConfigError: the number of tokens differs.
+        ConfigError: the number of tokens differs, or documents have parents: the first token of one that continues
+            another is predicted by its parent.
     """
+    if documents.trees is not None:
+        raise ConfigError(
+            f"the labels are of {documents!r}: the first token of a document with a parent is predicted by its "
+            "parent's last token, which may have several labels; valid: trajectory_batch, which takes "
+            "Documents.from_trajectories"
+        )
     whole = torch.as_tensor(tokens)
     if whole.numel() != documents.tokens:
         raise ConfigError(f"tokens has {whole.numel()} elements, but the documents have {documents.tokens} tokens")
     last = torch.from_numpy(documents.offsets[1:][documents.lengths > 0] - 1).to(whole.device)
+    if documents.blocks is not None:
+        last = torch.cat([last, torch.from_numpy(documents.blocks.seen_labels).to(whole.device)])
     labels = whole.reshape(-1).roll(-1)
     labels[last] = 0
     mask = torch.ones(whole.numel(), dtype=torch.float32, device=whole.device)

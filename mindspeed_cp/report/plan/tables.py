@@ -10,6 +10,7 @@ from mindspeed_cp.report.plan.summary import PlanSummary
 from mindspeed_cp.report.text import (
     Table,
     describe_attention,
+    describe_blocks,
     describe_trees,
     format_bytes,
     format_count,
@@ -68,6 +69,8 @@ def _plan_table(summary: PlanSummary) -> Table:
         rows.insert(5, ("keys of the documents", format_lengths(summary.kv_lengths)))
     if summary.plan.documents.trees is not None:
         rows.insert(5, ("trees", describe_trees(summary.plan.documents)))
+    if summary.plan.documents.blocks is not None:
+        rows.insert(5, ("blocks", describe_blocks(summary.plan.documents)))
     return Table("Plan", ("", ""), tuple(rows))
 
 

@@ -255,7 +255,9 @@ def _legend(canvas: TileMapCanvas, plan: Plan, summary: PlanSummary, why_shaded:
             f"{'times heads ' * summary.splits_heads}is work."
         ]
         if summary.plan.documents.trees is not None:
-            notes.append("Blocks below the diagonal: documents that continue others see all of their tokens.")
+            notes.append("Rectangles below the diagonal: documents that continue others see all of their tokens.")
+        if summary.plan.documents.blocks is not None:
+            notes.append("Squares over the diagonal: tokens of a block see each other both ways.")
     if summary.parts:
         names = "; ".join(f"{number} by {part.plan.algorithm}" for number, part in enumerate(summary.parts))
         notes.append(f"Steps are named part.step: documents are in parts that each go their own way ({names}).")
