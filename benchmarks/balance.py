@@ -3,7 +3,7 @@
     python -m benchmarks.balance [--lengths wikipedia prolong lognormal] [--replicas 4 8 16] [--micro-batches 1 2 4 8]
                                  [--batches 20] [--context 32768] [--ranks 8] [--cluster a2] [--equal]
                                  [--only replicas pool pipeline] [--pool-contexts 32768 131072]
-                                 [--simulated-placements 1]
+                                 [--simulated-placements N]
 
 Global batches are drawn from the lengths, chunk_documents at the context and packed into rows as training packs them;
 every method gets the same documents. Times are modelled (mindspeed_cp/data/document_cost.py); planning is measured, on
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--equal", action="store_true", help="also with as many micro-batches on every replica")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--pool-contexts", type=int, nargs="+", default=[32768, 131072], help="contexts of the pool")
-    parser.add_argument("--simulated-placements", type=int, default=1, help="option of the pool's plans")
+    parser.add_argument("--simulated-placements", type=int, help="option of the pool's plans; default: that of a plan")
     args = parser.parse_args()
     if "replicas" in args.only:
         _print_replica_rows(args)
