@@ -1,7 +1,7 @@
 """Error of attention in bf16 on several ranks, relative to that on one rank.
 
     python -m benchmarks.bf16_error [--ranks 2 8 16] [--tokens 2000] [--algorithms ring direct] [--masks causal full]
-        [--seeds 2] [--backend cpu|npu|npu-fp16|npu-fp32] [--arithmetic auto|bf16|fp32]
+        [--seeds 2] [--backend cpu|npu|npu-fp16|npu-fp32] [--round-weights] [--arithmetic auto|bf16|fp32]
         [--reduce-dtype float32|bfloat16]
 
 The inputs are random and rounded to bf16; the reference is dense attention in fp64 of the same inputs. A figure is the
@@ -12,9 +12,10 @@ A CPU without instructions for bf16 computes in fp32 (--arithmetic fp32); one th
 other call adds to, and large backward calls (--arithmetic bf16). auto: what this CPU does.
 
 --backend npu runs the npu backend over the tests' stand-in for CANN's operators, whose arithmetic is in fp32 and which
-rounds the result of each call: a device also rounds the weights, on one rank as on many, so its ratios are smaller.
-npu-fp16, npu-fp32: the same with this npu_precision. The cuda backend is not here: torch's flash attention needs a
-GPU, and Triton's interpreter, which runs our kernel on a CPU, multiplies the bits of bf16 in tl.dot.
+rounds the result of each call. With --round-weights it also rounds weights and gradients of scores to the type of the
+call, on one rank as on many, as CANN's public kernels do. npu-fp16, npu-fp32: the same with this npu_precision. The
+cuda backend is not here: torch's flash attention needs a GPU, and Triton's interpreter, which runs our kernel on a CPU,
+multiplies the bits of bf16 in tl.dot.
 
 The last lines are two tables: the largest figure of each mask and algorithm, and the range of each result.
 """
@@ -150,12 +151,15 @@ def table_of_results(ratios: Ratios, ranks: Sequence[int]) -> list[str]:
     return lines
 
 
-def make_backend(name: str) -> Any:
+def make_backend(name: str, round_weights: bool) -> Any:
     """Return the backend of an argument of the command line; None: that of the CPU."""
     if name == "cpu":
         return None
     from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+    from tests.host_cann import oracle_math
     from tests.ops.npu_oracle import OracleOperator
+
+    oracle_math.rounds_weights = round_weights
 
     return NpuAttention(precision=name[4:] or "input", operator=OracleOperator())
 
@@ -169,13 +173,18 @@ def main() -> None:
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--backend", choices=("cpu", "npu", "npu-fp16", "npu-fp32"), default="cpu")
+    parser.add_argument(
+        "--round-weights", action="store_true", help="npu: round operands of second products, as devices do"
+    )
     parser.add_argument("--arithmetic", choices=("auto", "bf16", "fp32"), default="auto", help="of the CPU's kernels")
     parser.add_argument("--reduce-dtype", choices=REDUCE_BYTES, default="float32", help="of gradients that travel")
     arguments = parser.parse_args()
     options = {"reduce_dtype": arguments.reduce_dtype}
     if arguments.arithmetic != "auto":
         cost_model.computes_in = lambda dtype: arguments.arithmetic == "bf16"  # type: ignore[assignment]
-    backend = make_backend(arguments.backend)
+    if arguments.round_weights and arguments.backend == "cpu":
+        parser.error("--round-weights is of the npu backends; valid: with --backend npu, npu-fp16 or npu-fp32")
+    backend = make_backend(arguments.backend, arguments.round_weights)
     ratios: dict[tuple[str, str, int], list[np.ndarray]] = {}
     masks = [name for name in arguments.masks if backend is None or name != "dropout"]  # a device draws its own
     for name in masks:

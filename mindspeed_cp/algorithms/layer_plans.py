@@ -10,7 +10,8 @@ from mindspeed_cp.algorithms.latent_choice import choose_latents
 from mindspeed_cp.algorithms.registry import algorithm_name, build_plan, with_reduce_dtype
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
+from mindspeed_cp.plan.pairs import document_pairs
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan
 
 

@@ -16,7 +16,7 @@ from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan, traffic
-from mindspeed_cp.plan.problem import run_pairs
+from mindspeed_cp.plan.pairs import run_pairs
 from mindspeed_cp.report.figure import new_figure
 from mindspeed_cp.report.html_tables import html_of_tables
 from mindspeed_cp.report.plan.tile_map import tile_map

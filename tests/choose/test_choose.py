@@ -23,7 +23,7 @@ from mindspeed_cp.choose.lower_bounds import (
 from mindspeed_cp.cluster import ComputeCost, LayerCost
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.problem import visible_pairs
+from mindspeed_cp.plan.pairs import visible_pairs
 from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
 
 GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
@@ -232,6 +232,18 @@ def test_candidates_respect_heads_and_one_rank_has_one() -> None:
     assert {"hierarchical (head_split false)", "direct (prefetch 2)", "ulysses"} <= wide
     for candidate in default_candidates(TOPOLOGY, GQA):
         build_plan(batch(0), TOPOLOGY, GQA, candidate.algorithm, **dict(candidate.options))
+
+
+def test_rings_on_several_cycles_are_tried_on_meshes_and_chosen_where_heads_are_few() -> None:
+    cycles, few = Candidate("ring", (("cycles", "all"),)), AttentionConfig(heads=2, head_dim=128)
+    mesh, switch, pair = Topology(2, 8, "a2"), Topology(2, 8, "a800"), Topology(2, 2, "a2")
+    assert [cycles in default_candidates(topology, few) for topology in (mesh, switch, pair)] == [True, False, False]
+    assert cycles in default_candidates(switch, few, load_cluster("a2"))
+    decision = choose_algorithm([Documents([16 * 2048])], mesh, few)
+    assert decision.candidate == cycles
+    others = [candidate for candidate in default_candidates(mesh, few) if candidate != cycles]
+    best = choose_algorithm([Documents([16 * 2048])], mesh, few, candidates=others)
+    assert sum(decision.trials[0].seconds) < 0.9 * sum(best.trials[0].seconds)
 
 
 def test_options_of_the_model_reach_those_that_have_them() -> None:

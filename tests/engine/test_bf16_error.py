@@ -9,6 +9,7 @@ from mindspeed_cp import AttentionConfig
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.ops.attention.cpu import cost_model
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from tests.host_cann import oracle_math
 from tests.ops.npu_oracle import OracleOperator
 
 LENGTHS = lengths_of(1200)
@@ -54,3 +55,15 @@ def test_the_npu_backend_adds_the_rounding_of_each_call_or_nothing(
         errors = l2_errors(AttentionConfig(**MASKS[mask]), lengths, [algorithm], (8,), 1, backend)
         ratios = dict(zip(NAMES, errors[algorithm, 8] / errors[algorithm, 1], strict=True))
         assert max(ratios.values()) <= limit, (lengths, ratios)
+
+
+def test_operators_that_round_weights_leave_less_for_the_ranks_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = AttentionConfig(**MASKS["GQA"])
+    backend = NpuAttention(precision="input", operator=OracleOperator())
+    errors = []
+    for rounds in (False, True):
+        monkeypatch.setattr(oracle_math, "rounds_weights", rounds)
+        errors.append(l2_errors(attention, lengths_of(600)["one document"], ["ring"], (8,), 1, backend))
+    exact, rounded = errors
+    assert (rounded["ring", 1] > 1.15 * exact["ring", 1]).all()
+    assert (rounded["ring", 8] / rounded["ring", 1]).max() <= 1.3 < (exact["ring", 8] / exact["ring", 1]).max()

@@ -1,5 +1,9 @@
 """Arithmetic of the fused attention operator, in fp32 whatever the type of the tensors; results are rounded once.
 
+With `rounds_weights` the operands of the second products are rounded to the type of the tensors as well, as CANN's public
+kernels do it (ops-transformer: `flash_attention_score_s1s2_bn2gs1.h` casts exp(s - m), the gradient's kernels p and ds,
+to the type of the inputs before the matrix unit gets them; its maximum there is that of the blocks so far).
+
     scores   scale * (q.k + pse)        pse_type 1 (or no pse)
              scale * q.k + pse          pse_type 0
              scale * q.k - slope * |(j + kv_start) - (i + q_start)|          pse_type 2
@@ -31,6 +35,9 @@ from tests.limits import HANG
 
 FLT_MAX = torch.finfo(torch.float32).max
 BLOCK = 2**23  # scores of a block
+
+#: True: the operands of the second products are rounded to the type of the tensors, as on a device.
+rounds_weights = False
 
 # PyTorch's CPU build: the first multi-threaded fp32 exp of a process may be off by 1e-4; a small one first, on one
 # thread, and it never was.
@@ -134,6 +141,11 @@ def keys_of(p: Problem, index: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def operand(x: Tensor, p: Problem) -> Tensor:
+    """The operand of a second product, fp32."""
+    return x.to(p.query.dtype).float() if rounds_weights else x
+
+
 def forward(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """out [T, N, Dv] of the type of query; max and sum, flat [T * N * 8] in the order of memory."""
     t, n = p.query.shape[0], p.heads
@@ -155,7 +167,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
             if hides is not None:
                 blind = hides.all(-1, keepdim=True)
                 weights, sums = weights.masked_fill(blind, 0), sums.masked_fill(blind, FLT_MAX)
-            block = (weights * dropped(p, index, first, last) / sums) @ v
+            block = operand(weights * dropped(p, index, first, last), p) @ v / sums
             out[rows.q0 + first : rows.q0 + last] = block.transpose(0, 1).to(out.dtype)
             statistics(p, largest, rows, tnd)[:, first:last] = m
             statistics(p, total, rows, tnd)[:, first:last] = sums
@@ -204,9 +216,10 @@ def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor
                 weights = weights.masked_fill(hides, 0)
             keep = dropped(p, index, first, last)
             ds = weights * (g @ v.transpose(1, 2) * keep - (g * o).sum(-1, keepdim=True))
-            dq[a:b] = (ds @ k * p.scale).transpose(0, 1)
-            dk[rows.k0 : rows.k1] += fold(ds.transpose(1, 2) @ q) * p.scale
-            dv[rows.k0 : rows.k1] += fold((weights * keep).transpose(1, 2) @ g)
+            ds_operand, kept_weights = operand(ds, p), operand(weights * keep, p)
+            dq[a:b] = (ds_operand @ k * p.scale).transpose(0, 1)
+            dk[rows.k0 : rows.k1] += fold(ds_operand.transpose(1, 2) @ q) * p.scale
+            dv[rows.k0 : rows.k1] += fold(kept_weights.transpose(1, 2) @ g)
             if external:
                 x = ds * p.scale if p.pse_type == 1 else ds
                 where = dpse[min(index, dpse.shape[0] - 1)]

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import torch
 
 MODES = ("0", "1", "2")
 DEFAULT = "1"  # torch_npu's own
+REFUSAL = 60  # seconds within which the queue's thread notes an error
 
 _lock = threading.RLock()
 _begun = _done = False
@@ -33,6 +35,19 @@ def mode() -> int:
     if setting not in MODES:
         raise ValueError(f"TASK_QUEUE_ENABLE={setting}; valid: {', '.join(MODES)}")
     return int(setting)
+
+
+def wait_for_refusal() -> None:
+    """Wait until the queue reports the error of a call that it made; for calls that must fail.
+
+    One wait is not enough: when a call fails, the queue's thread drops what is left of the queue, and notes the error after
+    that (Ascend/pytorch, NPUQueue.cpp, `ReadQueue`). A wait in between finds the queue empty and ends without an error.
+    """
+    end = time.monotonic() + REFUSAL
+    while True:
+        torch.npu.synchronize()
+        assert time.monotonic() < end, "no call was refused"
+        time.sleep(0.001)
 
 
 def release_lock_in_waits() -> None:

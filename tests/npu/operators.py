@@ -14,7 +14,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from tests.host_cann import oracle
+from tests.host_cann import oracle, task_queue
 from tests.host_cann.oracle_cases import PACKED, Case, Inputs, compare, inputs_of, lse_of, reference
 
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
@@ -34,7 +34,7 @@ def refused(says: str, *errors: type[Exception]) -> Iterator[None]:
     with tempfile.TemporaryFile("w+") as log:
         with _standard_error_to(log), pytest.raises((RuntimeError, *errors)) as caught:
             yield
-            torch.npu.synchronize()
+            task_queue.wait_for_refusal()
         log.seek(0)
         text = str(caught.value)
         text += log.read() if "The Inner error is reported as above" in text else ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.host_cann import task_queue
 from tests.npu import ranks
 from tests.npu.groups import MOVED, REDUCED, SIZES, numbers, same
 
@@ -153,7 +154,7 @@ def reduction_refused(rank: int, size: int, dtype: torch.dtype, op: str) -> str:
     work = None
     with pytest.raises(RuntimeError) as caught:
         work = dist.all_reduce(torch.ones(2, dtype=dtype).to("npu"), op=getattr(dist.ReduceOp, op), async_op=True)
-        torch.npu.synchronize()
+        task_queue.wait_for_refusal()
     del work  # not before: ending its events may take the error of the queue, and drop it
     return str(caught.value)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.host_cann import cann_rules_hccl
+from tests.host_cann import cann_rules_hccl, task_queue
 from tests.limits import HANG
 from tests.npu import ranks
 from tests.npu.groups import MOVED, SIZES, numbers, same
@@ -129,7 +129,7 @@ def batches_of_older_cann(rank: int, size: int) -> str:
     peer = 1 - rank
     try:
         works = dist.batch_isend_irecv([*[dist.P2POp(dist.isend, x, peer)] * 2, *[dist.P2POp(dist.irecv, y, peer)] * 2])
-        torch.npu.synchronize()  # the call may be in torch_npu's queue; works stay, as ending their events may take its error
+        task_queue.wait_for_refusal()  # works stay, as ending their events may take the error
     except RuntimeError as error:
         return str(error)
     return f"{len(works)} works"
@@ -171,7 +171,7 @@ def batches_against_rules(rank: int, size: int, stages: bool) -> str:
         batch(dist.irecv, first)
     with pytest.raises(RuntimeError) as caught:
         works = batch(dist.irecv, second)  # noqa: F841  (stays: see batches_of_older_cann)
-        torch.npu.synchronize()
+        task_queue.wait_for_refusal()
     store.set("refused", "yes")
     torch.npu.synchronize()
     return str(caught.value)

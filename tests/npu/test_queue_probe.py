@@ -18,7 +18,7 @@ def lose_error() -> None:
     """Make a call that fails in the queue's thread, and drop the only error, as the destructor of an event does."""
     with pytest.raises(RuntimeError, match=r"FastGelu|fast_gelu"):
         torch.ops.npu.fast_gelu(torch.ones(4, device="npu"))
-        torch.npu.synchronize()
+        task_queue.wait_for_refusal()
 
 
 def test_numbers_arrive_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

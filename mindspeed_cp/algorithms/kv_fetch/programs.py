@@ -35,7 +35,8 @@ from mindspeed_cp.algorithms.kv_fetch.schedule import Schedule, direct_schedule,
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE, local_block_work, split_local_block
 from mindspeed_cp.layout import Layout
 from mindspeed_cp.layout.runs import concatenate_records
-from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
+from mindspeed_cp.plan.pairs import document_pairs
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import CONTENT, Messages, sorted_contents
 

@@ -19,7 +19,8 @@ from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
+from mindspeed_cp.plan.pairs import document_pairs
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
 
 #: Additional kernel calls of a rank for a document that it shares.
 EXTRA_CALLS = 3
