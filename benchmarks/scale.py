@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -133,7 +134,7 @@ def plan_batches(problem: Problem) -> list[Planned]:
 
 
 def _plan(documents: Documents, problem: Problem) -> Planned:
-    options = {} if problem.simulated else {"simulated_placements": 1}
+    options: dict[str, Any] = {} if problem.simulated else {"simulated_placements": 1}
     before = _reset_peak()
     began = time.process_time()
     plan = build_plan(documents, problem.topology, problem.attention, "hierarchical", **options)
