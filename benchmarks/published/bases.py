@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.data import HEADS, real_lengths_folder
 from benchmarks.length_sets import FURTHER_SETS
-from benchmarks.published.systems import POOLED, SYSTEMS, Case
+from benchmarks.published.systems import POOLED, SYSTEMS
+from benchmarks.published.systems.case import Case
 from benchmarks.published.timing import Candidate, Layer, fastest
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.published.rings import grouped_rings
 from benchmarks.published.routed import RoutedLinkQueues, routing_pays
-from benchmarks.published.systems import LOOKED_AT, dynamic_cp, ours, ring, ulysses, usp, zeppelin
+from benchmarks.published.systems import dynamic_cp, ours, ring, ulysses, usp, zeppelin
+from benchmarks.published.systems.case import LOOKED_AT
 from benchmarks.published.timing import Candidate, fastest, layer
 from benchmarks.published.training_step import MicroBatchTime, simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology

@@ -1,0 +1,53 @@
+"""The systems: each one's ways to run a batch, as plans that can be proved, or as plans on modelled links.
+
+A system is a function of a :class:`Case`; it returns the ways that it would choose among, of which the fastest counts,
+or none where it cannot run the case. So every system has the options that its users would tune, and where its paper
+leaves something open the choice is made in its favour. All of them skip tiles that the mask hides, send and sum
+gradients of keys in fp32 as this project's engine does, and start transfers as early as their buffers allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.published.systems.case import Case
+from benchmarks.published.systems.even import all_gather, double_ring, eod_ring, ring, ulysses, usp
+from benchmarks.published.systems.head_groups import flexsp, verl
+from benchmarks.published.systems.ring_groups import dynamic_cp, dynamic_cp_by_cost, zeppelin, zeppelin_by_cost
+from benchmarks.published.timing import Candidate
+from mindspeed_cp import build_plan
+
+
+def ours(case: Case) -> list[Candidate]:
+    """Build this project's hierarchical plans, as `algorithm: hierarchical` makes them by the preset, without options
+    unless --placements is given: one plan, whatever the cluster really is."""
+    plan = build_plan(
+        case.documents, case.topology, case.attention, "hierarchical", simulated_placements=case.placements
+    )
+    return [Candidate("hierarchical", plan)]
+
+
+#: By the name in the table. The first is what others are compared with, the last is this project's.
+SYSTEMS: dict[str, Callable[[Case], list[Candidate]]] = {
+    "even ring": ring,
+    "EOD ring": eod_ring,
+    "double ring": double_ring,
+    "all-gather": all_gather,
+    "Ulysses": ulysses,
+    "USP": usp,
+    "dynamic CP": dynamic_cp,
+    "Zeppelin": zeppelin,
+    "verl": verl,
+    "FlexSP": flexsp,
+    "dyn. by cost": dynamic_cp_by_cost,
+    "Zep. by cost": zeppelin_by_cost,
+    "ours": ours,
+}
+
+BASE, OURS = "even ring", "ours"
+
+#: Variants of published systems with this project's cost model.
+VARIANTS = ("dyn. by cost", "Zep. by cost")
+
+#: Systems that go by documents, so that they can treat all ranks of a step as one pool.
+POOLED = ("dynamic CP", "Zeppelin", "verl", "FlexSP", *VARIANTS, OURS)
