@@ -10,10 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.published.systems.balanced_queries import dist_ca, magi_attention
 from benchmarks.published.systems.case import Case
-from benchmarks.published.systems.even import all_gather, double_ring, eod_ring, ring, ulysses, usp
+from benchmarks.published.systems.even import (
+    all_gather,
+    double_ring,
+    eod_ring,
+    hamilton,
+    ring,
+    ulysses,
+    usp,
+    wlb_llm,
+)
 from benchmarks.published.systems.head_groups import flexsp, verl
-from benchmarks.published.systems.ring_groups import dynamic_cp, dynamic_cp_by_cost, zeppelin, zeppelin_by_cost
+from benchmarks.published.systems.ring_groups import dhp, dynamic_cp, dynamic_cp_by_cost, zeppelin, zeppelin_by_cost
 from benchmarks.published.timing import Candidate
 from mindspeed_cp import build_plan
 
@@ -32,13 +42,18 @@ SYSTEMS: dict[str, Callable[[Case], list[Candidate]]] = {
     "even ring": ring,
     "EOD ring": eod_ring,
     "double ring": double_ring,
+    "Hamilton": hamilton,
     "all-gather": all_gather,
+    "WLB-LLM": wlb_llm,
     "Ulysses": ulysses,
     "USP": usp,
+    "MagiAttention": magi_attention,
     "dynamic CP": dynamic_cp,
+    "DHP": dhp,
     "Zeppelin": zeppelin,
     "verl": verl,
     "FlexSP": flexsp,
+    "DistCA*": dist_ca,
     "dyn. by cost": dynamic_cp_by_cost,
     "Zep. by cost": zeppelin_by_cost,
     "ours": ours,
@@ -49,5 +64,14 @@ BASE, OURS = "even ring", "ours"
 #: Variants of published systems with this project's cost model.
 VARIANTS = ("dyn. by cost", "Zep. by cost")
 
+#: Upper comparators: times that no plan of theirs reaches. Among published systems they do not count.
+COMPARATORS = ("DistCA*",)
+
 #: Systems that go by documents, so that they can treat all ranks of a step as one pool.
-POOLED = ("dynamic CP", "Zeppelin", "verl", "FlexSP", *VARIANTS, OURS)
+POOLED = ("dynamic CP", "DHP", "Zeppelin", "verl", "FlexSP", *COMPARATORS, *VARIANTS, OURS)
+
+#: Systems that are tried as one pool as well as on rows. For the others 64 ranks are more steps of the same ring.
+EITHER = ("all-gather", "WLB-LLM", "USP", "MagiAttention")
+
+#: Systems that pack the documents of rows anew, so that rows have equal work.
+REPACKED = ("WLB-LLM",)

@@ -10,7 +10,8 @@ import numpy as np
 from benchmarks.published.gather import build_gathered
 from benchmarks.published.systems.case import Case, by_heads, even_shares
 from benchmarks.published.timing import Candidate
-from mindspeed_cp import Documents, build_plan
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.layout import row_zigzag
 
 
 def ring(case: Case) -> list[Candidate]:
@@ -38,6 +39,19 @@ def double_ring(case: Case) -> list[Candidate]:
     """Build rings in nodes and between them at once (LoongTrain, arXiv 2406.18485; MindSpeed's `cp_window_size`): the
     window is a node. On one node it is the ring."""
     return [case.once(lambda d, t, a: even_shares("double ring", build_plan(d, t, a, "double_ring")), "double ring")]
+
+
+def hamilton(case: Case) -> list[Candidate]:
+    """Build rings on all Hamilton cycles of a mesh that have no link in common (TASP, arXiv 2509.26541; MindSpeed names
+    a "Hamilton attention"): `ring` with `cycles: all`. Only where nodes are meshes. Assumed: documents in zig-zag
+    shares, as in the even ring, and over several nodes a cycle for each NIC, which the paper does not describe."""
+    if case.cluster.fabric != "mesh":
+        return []
+
+    def cycles(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
+        return even_shares("Hamilton", build_plan(documents, topology, attention, "ring", cycles="all"))
+
+    return [case.once(cycles, "Hamilton")]
 
 
 def all_gather(case: Case) -> list[Candidate]:
@@ -68,3 +82,17 @@ def usp(case: Case) -> list[Candidate]:
             plan = build_plan(case.documents, case.topology, case.attention, "hybrid", ulysses_degree=degree)
             candidates.append(by_heads(case, f"USP, Ulysses {degree}", plan, degree))
     return candidates
+
+
+def wlb_llm(case: Case) -> list[Candidate]:
+    """Build WLB-LLM (arXiv 2503.17924): keys and values of all ranks gathered as in Llama 3; either the packed row in
+    zig-zag chunks, wherever documents end, or every document (`all-gather`). The paper takes the one whose kernels are
+    estimated faster; here it is the one that is faster by simulation. Rows are packed by work as well, where there are
+    several (`packing.py`)."""
+
+    def by_row(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
+        held = row_zigzag(documents, topology.ranks)
+        return Candidate("per sequence", build_gathered(documents, topology, attention, held))
+
+    by_document = [replace(candidate, label="per document") for candidate in all_gather(case)]
+    return [*by_document, case.once(by_row, "per sequence")]

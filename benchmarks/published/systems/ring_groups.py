@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.published.bins import dealt_ranks, packed_bins, ring_seconds, seated
 from benchmarks.published.groups import Thresholds, power_of_two_groups, zoned_groups
 from benchmarks.published.rings import Group, grouped_rings
 from benchmarks.published.routed import RoutedLinkQueues, routing_pays
@@ -29,6 +30,10 @@ MOST_TOKENS = (2048, 4096, 8192)
 ZONES = tuple(
     Thresholds(*thresholds) for thresholds in ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.25, 0.5), (2.0, 1.0), (1.0, 2.0))
 )
+
+#: Room of a rank in DHP's bins, in shares of the mean; all are tried. So many of the best are simulated.
+ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
+SIMULATED = 2
 
 
 def dynamic_cp(case: Case) -> list[Candidate]:
@@ -76,6 +81,39 @@ def zeppelin_by_cost(case: Case) -> list[Candidate]:
     return [candidate for candidates in by_groups.values() for candidate in candidates]
 
 
+def dhp(case: Case) -> list[Candidate]:
+    """Build DHP (arXiv 2602.21788): bins of documents on groups of any number of ranks, a ring in each. Documents are
+    packed by best fit, and ranks dealt out by its dynamic program over bins and ranks, by this project's speeds of
+    kernels and links (`bins.py`). Its bound of memory is not public: several are tried, of tokens and of work, and the
+    two whose slowest bin is done soonest by the objective are simulated. Assumed in its favour: all bins at once,
+    groups inside nodes where they fit, linear layers where attention is, documents of a bin in one ring."""
+    lengths, ranks = case.documents.lengths, case.topology.ranks
+    work = _estimate(case).work
+    plans: dict[tuple[Group, ...], tuple[float, str]] = {}
+    for what, sizes in (("tokens", lengths.astype(float)), ("work", work)):
+        for factor in ROOM:
+            bin_of, needs = packed_bins(sizes, factor * max(float(sizes.sum()), 1e-30) / ranks)
+            if needs.sum() > ranks:
+                continue
+            seconds = ring_seconds(lengths, bin_of, len(needs), ranks, case.attention, case.cluster)
+            dealt = dealt_ranks(seconds, needs)
+            assert dealt is not None, "there are enough ranks"
+            groups = seated(dealt[0], case.topology.nodes, case.topology.ranks_per_node)
+            label = f"bins of {factor:g} x mean {what}"
+            plans.setdefault(tuple(groups[number] for number in bin_of.tolist()), (dealt[1], label))
+    best = sorted(plans, key=lambda groups: plans[groups][0])[:SIMULATED]
+    return [_rings(case, "DHP", plans[groups][1], groups, interleaved=False) for groups in best]
+
+
+def _rings(case: Case, name: str, label: str, groups: Sequence[Group], interleaved: bool) -> Candidate:
+    """Return forwarding rings in groups of ranks."""
+
+    def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
+        return Candidate(label, grouped_rings(name, documents, topology, attention, groups, interleaved))
+
+    return case.once(rings, name, *groups)
+
+
 def _placement(groups: Sequence[Group]) -> Placement:
     """Return groups with equal shares as a placement of the planner."""
     members = DocumentShares.from_lists(
@@ -87,15 +125,12 @@ def _placement(groups: Sequence[Group]) -> Placement:
 def _in_groups(case: Case, label: str, groups: Sequence[Group]) -> list[Candidate]:
     """Build plans of documents in groups of ranks: by forwarding rings, or with keys fetched from their owners."""
 
-    def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
-        plan = grouped_rings("dynamic CP", documents, topology, attention, groups, interleaved=False)
-        return Candidate(f"{label}, rings", plan)
-
     def fetched(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
         plan = plan_from_placement(_placement(groups), documents, documents, topology, attention, routing=False)
         return Candidate(f"{label}, fetched", plan)
 
-    return [case.once(make, label, name, *groups) for name, make in (("rings", rings), ("fetched", fetched))]
+    rings = _rings(case, "dynamic CP", f"{label}, rings", groups, interleaved=False)
+    return [rings, case.once(fetched, label, "fetched", *groups)]
 
 
 def _groups_by_cost(case: Case) -> list[Group]:
@@ -125,12 +160,7 @@ def _zoned(
     groups = zoned_groups(of_node, of_rank, topology.nodes, topology.ranks_per_node, zones)
     if tuple(groups) in by_groups:
         return
-
-    def rings(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
-        plan = grouped_rings("Zeppelin", documents, topology, attention, groups, interleaved=True)
-        return Candidate(f"zones {zones.node:g}, {zones.rank:g}", plan)
-
-    candidate = case.once(rings, "Zeppelin", *groups)
+    candidate = _rings(case, "Zeppelin", f"zones {zones.node:g}, {zones.rank:g}", groups, interleaved=True)
     if routing_pays(case.cluster) and any(_nodes(group, topology) > 1 for group in groups):
         candidate = replace(candidate, label=f"{candidate.label}, routed", links=RoutedLinkQueues)
     equal = with_linear_layout(
