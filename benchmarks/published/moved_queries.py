@@ -12,14 +12,20 @@ queries sees all its keys on one rank: partial outputs that several ranks would 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from benchmarks.published.chunks import IN_FLIGHT, cut_row, in_stages, piece_pairs
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.kv_fetch.programs import programs_of_rounds
-from mindspeed_cp.layout import Layout, from_spans
+from mindspeed_cp.layout import Layout, assign_to_least_loaded, from_spans
 from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan.pairs import visible_pairs
 from mindspeed_cp.plan.parts import combine, select_layout
+
+#: Tokens that a task's borders are multiples of: blocks of kernels.
+TASK_TOKENS = 128
 
 
 def equal_runs(documents: Documents, ranks: int) -> Layout:
@@ -41,30 +47,22 @@ def shards_of(home: Layout, size: int) -> np.ndarray:
     return out
 
 
-def balanced_queries(
-    home: Layout, attention: AttentionConfig, size: int, tolerance: float, tile_rows: float = 0.0
-) -> Layout:
+def balanced_queries(home: Layout, attention: AttentionConfig, size: int, tolerance: float) -> Layout:
     """Move queries from ranks with more attention than the mean to ranks with less.
 
-    Greedy, as DistCA's scheduler and MagiAttention's solver are described: busiest ranks first; each gives away, until
-    it is within the tolerance, the shard with most attention for its bytes (queries and outputs, and keys that the
-    other rank does not have or need yet), to a rank that is below the mean by as much.
+    Greedy, as MagiAttention's dynamic solver is described: busiest ranks first; each gives away, until it is within the
+    tolerance, the shard with most attention for its bytes (queries and outputs, and keys that the other rank does not
+    have or need yet), to a rank that is below the mean by as much.
 
     Args:
         home: where the tokens are.
         attention: its mask and heads.
         size: tokens of a shard.
         tolerance: part of the mean by which ranks may be above it.
-        tile_rows: attention of n queries of a document on one rank takes 1 + tile_rows / n of its pairs
-            (:class:`mindspeed_cp.cluster.Cluster`).
     """
     shards, documents = shards_of(home, size), home.documents
-    pairs = piece_pairs(shards, documents, attention)
+    work = piece_pairs(shards, documents, attention)
     rank = shards["rank"].copy()
-    run = rank * len(documents) + shards["doc"]  # queries of a document on a rank
-    rows = shards["stop"] - shards["start"]
-    rows_of_run = np.bincount(run, rows)[run]
-    work, moved_work = pairs * (1 + tile_rows / rows_of_run), pairs * (1 + tile_rows / rows)
     load = np.bincount(rank, work, home.ranks)
     mean = float(load.mean())
     slack = tolerance * mean
@@ -74,13 +72,13 @@ def balanced_queries(
     needs = np.zeros((home.ranks, len(documents)), np.int64)
     keys = shards["stop"] - documents.offsets[shards["doc"]]
     np.maximum.at(needs, (rank, shards["doc"]), keys)
-    cost = rows * query_row
+    cost = (shards["stop"] - shards["start"]) * query_row
     for source in np.argsort(-load, kind="stable").tolist():
         own = np.flatnonzero(rank == source)
         while load[source] > mean + slack:
             targets = np.flatnonzero(load < mean)
             missing = np.maximum(keys[own] - needs[np.ix_(targets, shards["doc"][own])], 0)  # [targets, own]
-            fits = moved_work[own] <= mean + slack - load[targets, None]
+            fits = (work[own] <= mean + slack - load[targets, None]) & (work[own] <= load[source] - mean + slack)
             gain = np.where(fits, work[own] / (cost[own] + missing * key_row), 0.0)
             if not gain.size or gain.max() <= 0:
                 break
@@ -89,10 +87,37 @@ def balanced_queries(
             rank[shard] = receiver
             needs[receiver, shards["doc"][shard]] = max(needs[receiver, shards["doc"][shard]], keys[shard])
             load[source] -= work[shard]
-            load[receiver] += moved_work[shard]
+            load[receiver] += work[shard]
             own = np.delete(own, moved)
     shards["rank"] = rank
     return from_spans(documents, home.ranks, shards)
+
+
+def balanced_tasks(
+    documents: Documents, ranks: int, attention: AttentionConfig, share: float, tile_rows: float
+) -> Layout:
+    """Deal the attention of documents out to any ranks as tasks: runs of queries with about equal work, so many of a
+    document that none is above a share of the mean; largest first, each to the rank with least (Graham 1969).
+
+    Args:
+        documents, attention: of the row.
+        ranks: how many there are.
+        share: of a rank's mean work, that a task has at most, unless it has only `TASK_TOKENS`.
+        tile_rows: attention of n queries takes 1 + tile_rows / n of its pairs (:class:`mindspeed_cp.cluster.Cluster`).
+    """
+    whole = documents.offsets[:-1]
+    mean = float(visible_pairs(documents.lengths, documents.lengths, attention).sum()) / ranks
+    cuts = []
+    for first, length in zip(whole.tolist(), documents.lengths.tolist(), strict=True):
+        tasks = min(max(1, math.ceil(length**2 / 2 / max(share * mean, 1.0))), -(-length // TASK_TOKENS))
+        blocks = length / TASK_TOKENS * np.sqrt(np.arange(1, tasks) / max(tasks, 1))  # of equal work if causal
+        cuts.append(first + np.minimum(np.round(blocks).astype(np.int64) * TASK_TOKENS, length))
+    runs = cut_row(documents, np.concatenate([np.zeros(0, np.int64), *cuts]))
+    rows = runs["stop"] - runs["start"]
+    work = piece_pairs(runs, documents, attention) * (1 + tile_rows / np.maximum(rows, 1))
+    order = np.argsort(-work, kind="stable")
+    runs["rank"][order] = assign_to_least_loaded(work[order].tolist(), [0.0] * ranks)
+    return from_spans(documents, ranks, runs)
 
 
 def moved_plan(
@@ -119,6 +144,19 @@ def moved_plan(
     ]
     orders = (_around(parts[0], parts[1], direction) for direction in ("forward", "backward"))
     return combine(name, parts, *orders)
+
+
+def tasks_plan(home: Layout, tasks: Layout, topology: Topology, attention: AttentionConfig) -> Plan:
+    """Return the plan in which the queries, keys and values of a task go to its rank, which fetches all other keys that
+    it sees from their tasks' ranks.
+
+    Args:
+        home: layout of tokens.
+        tasks: layout of attention.
+        topology, attention: as for a ring.
+    """
+    programs = programs_of_rounds(tasks, tasks, attention, in_stages(tasks, tasks, attention, 1), IN_FLIGHT)
+    return Plan("tasks", attention, topology, home, home, tasks, tasks, *programs)
 
 
 def _moving_documents(home: Layout, computed: Layout) -> np.ndarray:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 from benchmarks.published.chunks import chunked_plan, dispatched
-from benchmarks.published.moved_queries import balanced_queries, equal_runs, moved_plan
+from benchmarks.published.moved_queries import balanced_queries, balanced_tasks, equal_runs, moved_plan, tasks_plan
 from benchmarks.published.systems.case import Case
 from benchmarks.published.timing import Candidate
 from mindspeed_cp import AttentionConfig, Documents, Topology
@@ -18,8 +17,8 @@ CHUNKS, NEAREST_OF, DEGREES = (512, 1024, 2048), (0.0, 0.25), (1, 2, 4, None)
 #: Shards of queries that move, in tokens, and by how much of the mean a rank may be above it.
 MOVED_TOKENS, MOVED_TOLERANCE, MOVED_DEGREES = 512, 0.05, (1, 2)
 
-#: The same for DistCA; all are tried.
-TASK_TOKENS, TASK_TOLERANCES = (128, 512, 1024), (0.0, 0.05)
+#: Of a rank's mean attention, that a task of DistCA has at most; all are tried.
+TASK_SHARES = (0.15, 0.25, 0.35, 0.5, 0.7, 1.0)
 
 
 def magi_attention(case: Case) -> list[Candidate]:
@@ -43,24 +42,29 @@ def magi_attention(case: Case) -> list[Candidate]:
             candidates.append(_chunks(case, size, nearest_of, degree))
     if not candidates:  # a short row
         candidates = [_chunks(case, max(1, case.documents.tokens // case.topology.ranks), 0.0, 1)]
-    for degree in MOVED_DEGREES:
-        candidates.append(_moved(case, "MagiAttention", MOVED_TOKENS, MOVED_TOLERANCE, degree))
-    return candidates
+    return [*candidates, *(_moved(case, degree) for degree in MOVED_DEGREES)]
 
 
 def dist_ca(case: Case) -> list[Candidate]:
     """Build an upper comparator of DistCA (core-attention disaggregation, arXiv 2510.18121; hao-ai-lab/DistCA): linear
-    layers on equal runs of the row, attention in shards of queries on any rank, balanced by a greedy scheduler.
+    layers on equal runs of the row, attention in tasks of 128 queries or more on any rank, balanced.
 
     That each pair of query and key is computed once is proved; the time is none of a plan. It is the work of the
     busiest rank: all bytes of q, k, v and out are hidden, as by its "ping" and "pong" halves of a batch at their best,
-    which cost nothing here. Shards are of 128 tokens and of more, since short tiles are slow in this project's model of
-    kernels; several tolerances of the scheduler are tried."""
-    candidates = [
-        _moved(case, "DistCA", size, tolerance, degree=1)
-        for size, tolerance in itertools.product(TASK_TOKENS, TASK_TOLERANCES)
-    ]
-    return [replace(candidate, free_transfers=True) for candidate in candidates]
+    which cost nothing here. So tasks need no regard to where their tokens are, where its scheduler weighs bytes."""
+    return [_tasks(case, share) for share in TASK_SHARES]
+
+
+def _tasks(case: Case, share: float) -> Candidate:
+    """Return tasks of attention that have so much of a rank's mean at most."""
+    tile_rows = case.cluster.tile_rows
+
+    def make(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
+        tasks = balanced_tasks(documents, topology.ranks, attention, share, tile_rows)
+        plan = tasks_plan(equal_runs(documents, topology.ranks), tasks, topology, attention)
+        return Candidate(f"tasks of {share:g} of the mean", plan, free_transfers=True)
+
+    return case.once(make, "DistCA", share, tile_rows)
 
 
 def _chunks(case: Case, size: int, nearest_of: float, degree: int | None) -> Candidate:
@@ -75,16 +79,13 @@ def _chunks(case: Case, size: int, nearest_of: float, degree: int | None) -> Can
     return case.once(make, label)
 
 
-def _moved(case: Case, name: str, size: int, tolerance: float, degree: int) -> Candidate:
-    """Return a plan in which shards of queries move. Where they go depends on how slow short tiles are, and on how many
-    heads queries and keys have."""
-    label = f"queries move, shards of {size}, {tolerance:g} above the mean, {degree} stages"
-    tile_rows = case.cluster.tile_rows
+def _moved(case: Case, degree: int) -> Candidate:
+    """Return a plan in which shards of queries move; where they go depends on how many heads queries and keys have."""
+    label = f"queries move, {degree} stages"
 
     def make(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
         home = equal_runs(documents, topology.ranks)
-        computed = balanced_queries(home, attention, size, tolerance, tile_rows)
-        plan = moved_plan(name, home, computed, topology, attention, degree)
-        return Candidate(label, plan)
+        computed = balanced_queries(home, attention, MOVED_TOKENS, MOVED_TOLERANCE)
+        return Candidate(label, moved_plan("MagiAttention", home, computed, topology, attention, degree))
 
-    return case.once(make, name, label, case.attention.heads, case.attention.kv_heads, tile_rows)
+    return case.once(make, label, case.attention.heads, case.attention.kv_heads)
