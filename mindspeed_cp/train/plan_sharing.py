@@ -146,9 +146,7 @@ class PlanSharing:
 
     def __enter__(self) -> PlanSharing:
         try:
-            self._sockets = connect_ranks(
-                self._world.rank, self._pairs, self._paths, self._listener, self._is_ended
-            )
+            self._sockets = connect_ranks(self._world.rank, self._pairs, self._paths, self._listener, self._is_ended)
         finally:
             if self._listener is not None:
                 self._listener.close()
