@@ -331,7 +331,8 @@ class Documents:
         lengths, parents, blocks = (np.frombuffer(part, np.int64) for part in key)
         out = cls(lengths, parents if len(parents) else None)
         if len(blocks):
-            out._blocks = Blocks(*blocks.reshape(-1, 3).T, offsets=out.offsets)
+            doc, first, last = blocks.reshape(-1, 3).T
+            out._blocks = Blocks(doc, first, last, out.offsets)
         return out
 
     def __repr__(self) -> str:
