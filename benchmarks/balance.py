@@ -3,7 +3,7 @@
     python -m benchmarks.balance [--lengths wikipedia prolong lognormal] [--replicas 4 8 16] [--micro-batches 1 2 4 8]
                                  [--batches 20] [--context 32768] [--ranks 8] [--cluster a2] [--equal]
                                  [--only replicas pool pipeline] [--pool-contexts 32768 131072]
-                                 [--simulated-placements 1]
+                                 [--simulated-placements N]
 
 Global batches are drawn from the lengths, chunk_documents at the context and packed into rows as training packs them;
 every method gets the same documents. Times are modelled (mindspeed_cp/data/document_cost.py); planning is measured, on
@@ -40,6 +40,7 @@ PARTS = ("replicas", "pool", "pipeline")
 POOL_REPLICAS = 8
 PIPELINE_REPLICAS, STAGES = 4, 4
 SETS = ("wikipedia", "prolong", "lognormal")
+DRAWN = 200_000
 
 
 def draw(name: str, count: int, random: np.random.Generator) -> tuple[np.ndarray, str]:
@@ -50,6 +51,14 @@ def draw(name: str, count: int, random: np.random.Generator) -> tuple[np.ndarray
     folder = real_lengths_folder(name)
     lengths = load_lengths(name, folder).draw(count, random).astype(np.int64)
     return lengths, "bins of configs/lengths" if folder is None else "real lengths"
+
+
+def draw_set(name: str) -> tuple[np.ndarray, str]:
+    """Draw the documents that batches are packed from, int64 [DRAWN], and where they come from.
+
+    The packer shuffles by the stream of default_rng(0): lengths need another one, or rows have them in their order.
+    """
+    return draw(name, DRAWN, np.random.default_rng([0, 0, 1]))
 
 
 def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -> list[Batch]:
@@ -97,13 +106,13 @@ def main() -> None:
     parser.add_argument("--equal", action="store_true", help="also with as many micro-batches on every replica")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--pool-contexts", type=int, nargs="+", default=[32768, 131072], help="contexts of the pool")
-    parser.add_argument("--simulated-placements", type=int, default=1, help="option of the pool's plans")
+    parser.add_argument("--simulated-placements", type=int, help="option of the pool's plans; default: that of a plan")
     args = parser.parse_args()
     if "replicas" in args.only:
         _print_replica_rows(args)
 
     def draw_batches(name: str, context: int, rows: int) -> list[Batch]:
-        return global_batches(draw(name, 200_000, np.random.default_rng(0))[0], context, rows, args.batches)
+        return global_batches(draw_set(name)[0], context, rows, args.batches)
 
     if "pool" in args.only:
         case = PoolCase(POOL_REPLICAS, args.ranks, args.context, args.cluster, args.simulated_placements)
@@ -126,7 +135,7 @@ def _print_replica_rows(args: argparse.Namespace) -> None:
         f"context {args.context}; {args.batches} batches; times of replicas are modelled"
     )
     for name in args.lengths:
-        lengths, source = draw(name, 200_000, np.random.default_rng(0))
+        lengths, source = draw_set(name)
         print(f"\n{name}: {source}\n{'replicas x rows':16}{'method':20}{'slowest/mean':>13}{'worst':>8}", end="")
         print(f"{'/ bound':>9}{'micro-batches':>15}{'planning, ms':>14}")
         for replicas in args.replicas:

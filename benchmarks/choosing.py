@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks.regret import random_problem
 from benchmarks.timing import median_us
+from benchmarks.topologies import place_of
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.choose.choose import Decision, choose_algorithm
-from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch, sample_lengths
 from mindspeed_cp.errors import ConfigError
@@ -99,18 +99,6 @@ def regrets(count: int) -> list[dict[str, Any]]:
             if regret[number]:
                 print(f"  {100 * regret[number]:.2f} %: {problems[number].name}: {problems[number].fastest}")
     return [asdict(problem) | {"regret": problem.regret} for problem in problems]
-
-
-def place_of(name: str, ranks: int) -> Topology:
-    """Return the topology of a number of ranks of a cluster.
-
-    Raises:
-        ConfigError: there is no such cluster, or the ranks do not make whole nodes.
-    """
-    per_node = min(ranks, load_cluster(name).ranks_per_node)
-    if ranks % per_node:
-        raise ConfigError(f"{ranks} ranks: valid for cluster {name}: up to {per_node}, or a multiple of these")
-    return Topology(ranks // per_node, per_node, name)
 
 
 def ring(name: str, documents: Documents, topology: Topology, repeat: int) -> list[dict[str, Any]]:

@@ -42,14 +42,14 @@ class PoolCase:
         replicas, ranks: data-parallel replicas, and context-parallel ranks of each, a node or a part of one.
         context: most tokens of a row.
         cluster: preset.
-        simulated_placements: option of the plans.
+        simulated_placements: option of the plans; None: its default.
     """
 
     replicas: int
     ranks: int
     context: int
     cluster: str
-    simulated_placements: int
+    simulated_placements: int | None
 
     @property
     def attention(self) -> AttentionConfig:
@@ -60,7 +60,8 @@ class PoolCase:
     def options(self) -> dict[str, int]:
         """Options of the plans: those of a training."""
         cap = -(-int(TOKENS_OVER_MEAN * self.context) // self.ranks)
-        return {TOKEN_CAP_OPTION: cap, "simulated_placements": self.simulated_placements}
+        options = {TOKEN_CAP_OPTION: cap, "simulated_placements": self.simulated_placements}
+        return {name: value for name, value in options.items() if value is not None}
 
     def model(self) -> PoolModel:
         """Return the model by which a step is pooled."""

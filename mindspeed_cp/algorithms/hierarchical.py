@@ -44,7 +44,7 @@ from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 from mindspeed_cp.simulate.timeline import Timeline
 
 #: Placements that are simulated by default on up to so many ranks; on more none.
-SIMULATED_PLACEMENTS = ((16, 3), (1024, 4))
+SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 5))
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
@@ -88,9 +88,10 @@ def build_hierarchical(
         tensor_model_parallel_size: tensor-parallel ranks of the model, for the cost of linear layers.
         sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
         simulated_placements: number of placements that are built and simulated (:func:`mindspeed_cp.simulate_plan`);
-            the fastest is used. Two of three, three of four are the best of the planner's model, of different policies,
-            and of different kinds if one is nearly as fast; one is the fastest of them with less work for the ranks
-            that waited long. Default: 3 on up to 16 ranks, 4 on up to 1,024, else 1, which is not simulated.
+            the fastest is used. Two of three, and three of four or five, are the best of the planner's model, of
+            different policies, and of different kinds if one is nearly as fast; the others are the fastest of them with
+            less work for the ranks that waited long. Default: 3 on up to 16 ranks, 4 on up to 128, 5 on up to 1,024,
+            else 1, which is not simulated.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
@@ -99,7 +100,7 @@ def build_hierarchical(
     sizes, cap = (hidden_size, ffn_hidden_size, tensor_model_parallel_size), max_seqlen_per_dp_cp_rank
     if simulated_placements is None:
         simulated_placements = next((count for most, count in SIMULATED_PLACEMENTS if topology.ranks <= most), 1)
-    levelled = simulated_placements // 3
+    levelled = (simulated_placements - 1) // 2
 
     def build(placement: Placement) -> Plan | None:
         """Return the plan of a placement; None if it exceeds the token cap."""
@@ -141,7 +142,7 @@ def _fastest(
         plans: plans of the best placements by the model.
         result: the search that found them.
         build: builds the plan of a placement.
-        levelled: number of placements that are made from the fastest one by its simulated waits.
+        levelled: number of placements, the fastest ones first, that are placed anew by their simulated waits.
         cluster, layer: as for simulate_plan.
     """
 
@@ -149,16 +150,15 @@ def _fastest(
         return simulate_plan(plan, cluster, layer, COARSE_SPANS)
 
     timelines = {placement: simulate(plan) for placement, plan in plans.items()}
-    placement = min(timelines, key=lambda placement: timelines[placement].total)
-    best, timeline = timelines[placement], timelines[placement]
-    for _ in range(levelled):
+    fastest = sorted(timelines, key=lambda placement: timelines[placement].total)
+    best = timelines[fastest[0]]
+    for placement in fastest[:levelled]:
+        timeline = timelines[placement]
         delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
         another = result.levelled(placement, delay)
         plan = None if another is None else build(another)
-        if another is None or plan is None:
-            break
-        placement, timeline = another, simulate(plan)
-        best = min(best, timeline, key=lambda timeline: timeline.total)
+        if plan is not None:
+            best = min(best, simulate(plan), key=lambda timeline: timeline.total)
     return best.plan
 
 

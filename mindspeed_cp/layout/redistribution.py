@@ -83,6 +83,12 @@ class Redistribution:
         """Records of dtype RANK_PAIR, one for each pair of ranks with rows to move; src and dst may be equal."""
         return self._pairs_and_runs[0]
 
+    @cached_property
+    def remote_pairs(self) -> np.ndarray:
+        """Records of dtype RANK_PAIR of different ranks."""
+        pairs = self.rank_pairs
+        return pairs[pairs["src"] != pairs["dst"]]
+
     @property
     def runs(self) -> np.ndarray:
         """Records of dtype ROW_RUN."""
@@ -99,8 +105,7 @@ class Redistribution:
         exchanges the directions.
         """
         sender, receiver = ("dst", "src") if adjoint else ("src", "dst")
-        pairs = self.rank_pairs
-        remote = pairs[pairs["src"] != pairs["dst"]]
+        remote = self.remote_pairs
         sends, receives = remote[remote[sender] == rank], remote[remote[receiver] == rank]
         return (
             sends[np.argsort(sends[receiver] ^ rank, kind="stable")],
@@ -120,7 +125,7 @@ class Redistribution:
 
     def send_volume(self, adjoint: bool = False) -> np.ndarray:
         """Return the number of (row, head) pairs that each rank sends to other ranks, int64 [ranks]."""
-        remote = self.rank_pairs[self.rank_pairs["src"] != self.rank_pairs["dst"]]
+        remote = self.remote_pairs
         sender = remote["dst" if adjoint else "src"]
         count = np.bincount(sender, weights=remote["rows"] * remote["heads"], minlength=self.source.ranks)
         return count.astype(np.int64)

@@ -10,6 +10,19 @@ import numpy as np
 ROW_RUN = np.dtype([(name, np.int64) for name in ("src_row", "dst_row", "rows")])
 
 
+def concatenate_records(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate one or more arrays of one record dtype.
+
+    np.concatenate derives a common dtype first, field by field, which takes longer than to copy some hundred records.
+    """
+    out = np.empty(sum(map(len, tables)), tables[0].dtype)
+    begin = 0
+    for table in tables:
+        out[begin : begin + len(table)] = table
+        begin += len(table)
+    return out
+
+
 def ragged_arange(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Concatenate the integers of several runs: ``ragged_arange([5, 0], [2, 1]) == [5, 6, 0]``."""
     ends = np.cumsum(count)

@@ -21,6 +21,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout, from_spans
+from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import CONTENT, Messages
 
@@ -255,7 +256,7 @@ def _order_error(plan: Plan, direction: str) -> str | None:
 def _union_layout(layouts: Sequence[Layout]) -> Layout:
     """Return the layout of the whole batch, given the layouts of all parts."""
     documents = layouts[0].documents.with_lengths(np.sum([layout.documents.lengths for layout in layouts], axis=0))
-    spans = np.concatenate([_renumbered(layout.spans, layout.documents, documents) for layout in layouts])
+    spans = concatenate_records([_renumbered(layout.spans, layout.documents, documents) for layout in layouts])
     return Layout(documents, layouts[0].ranks, spans[np.lexsort((spans["start"], spans["rank"]))])
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from mindspeed_cp.layout import Documents, intersect_runs, ragged_arange
 from mindspeed_cp.layout.blocks import Blocks
+from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.records import BAND, CAUSAL, FULL, TILE
 
@@ -60,7 +61,7 @@ def tiles_between(
         parts = _parts_by_rows(queries, k_spans, documents, keys, attention.mask)
     if len(parts) == 1:
         return parts[0]
-    tiles = np.concatenate(parts)
+    tiles = concatenate_records(parts)
     return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
 
 

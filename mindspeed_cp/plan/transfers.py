@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.layout import Redistribution
+from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.parts import part_ends
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import int64_record
@@ -53,7 +54,7 @@ def transfers(
     ]
     if plan.linear_layout is not None and hidden_row_bytes is not None:
         tables += _hidden_states(plan, direction, hidden_row_bytes)
-    out = np.concatenate(tables)
+    out = concatenate_records(tables)
     return out[np.lexsort((out["src"] ^ out["dst"], out["part"], out["start"]))]
 
 
@@ -162,8 +163,7 @@ def _messages(
     redistribution: Redistribution, adjoint: bool, row: float, start: int, done: int, kind: int, part: int
 ) -> np.ndarray:
     """Return the messages of a redistribution between different ranks; `row` is the bytes of a row of one head."""
-    pairs = redistribution.rank_pairs
-    pairs = pairs[pairs["src"] != pairs["dst"]]
+    pairs = redistribution.remote_pairs
     out = np.empty(len(pairs), TRANSFER)
     out["src"], out["dst"] = (pairs["dst"], pairs["src"]) if adjoint else (pairs["src"], pairs["dst"])
     out["start"], out["done"], out["kind"], out["part"], out["exchange"] = start, done, kind, part, 0

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from mindspeed_cp.layout import TOKEN_SPAN, Layout, intersect_runs, join_runs, union_of_runs
-from mindspeed_cp.layout.runs import group_starts
+from mindspeed_cp.layout.runs import concatenate_records, group_starts
 from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.records import MESSAGE, ROW_RUN, Messages
 
@@ -288,4 +288,6 @@ def concatenate_messages(lists: list[Messages]) -> Messages:
         items[-1]["first"] += total
         runs.append(messages.runs)
         total += len(messages.runs)
-    return Messages(np.concatenate(items), np.concatenate(runs)).in_global_order() if items else Messages.empty()
+    if not items:
+        return Messages.empty()
+    return Messages(concatenate_records(items), concatenate_records(runs)).in_global_order()

@@ -34,6 +34,7 @@ from mindspeed_cp.algorithms.kv_fetch.needs import (
 from mindspeed_cp.algorithms.kv_fetch.schedule import Schedule, direct_schedule, schedule
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE, local_block_work, split_local_block
 from mindspeed_cp.layout import Layout
+from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.pairs import document_pairs
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Program
@@ -180,7 +181,7 @@ def slot_contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray
         spans.append(fetches.spans_of(fetches.dst))
         total += len(fetches)
         contents.append(received[np.logical_or.reduceat(buffer.needed, first)] if len(first) else received)
-    return sorted_contents(np.concatenate(contents)), np.concatenate(spans)
+    return sorted_contents(concatenate_records(contents)), concatenate_records(spans)
 
 
 def slot_capacity(keys: Layout, times: Schedule) -> np.ndarray:

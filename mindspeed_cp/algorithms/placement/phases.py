@@ -94,6 +94,7 @@ class PhaseSeconds:
         gradients = BACKWARD_TRAFFIC - 1 if factor > 1 else 0.0
         nic, last_nic, routed = (np.repeat(x, ranks_per_node) for x in (self.nic, self.last_nic, self.routed))
         across, node, part = self.split * factor, self.split_node * factor, self.part
+        before_node, before_all, after_node, after_all = before.node * part, before.all, after.node * part, after.all
         local = (self.attention - self.split - self.split_node - (1 - LOCAL_SHARE) * self.cut) * factor
         fetched = (1 - LOCAL_SHARE) * self.cut * factor
         fetches_nothing = self.cut == 0
@@ -101,19 +102,20 @@ class PhaseSeconds:
         is_split = across + node > 0
         late = local * np.where(fetches_nothing, 0.5 * is_split, LATE_SHARE if gradients else 0.0)
         # The first part inside the node, documents over several nodes, the other parts inside the node.
-        first_done = np.maximum(local - late, before.node * part) + node * part
-        across_done = np.maximum(first_done, before.node * part + before.across) + across
-        keys_crossed = before.node * part + before.across + nic
+        first_done = np.maximum(local - late, before_node) + node * part
+        across_begun = before_node + before.across
+        across_done = np.maximum(first_done, across_begun) + across
+        keys_crossed = across_begun + nic
         across_done = np.maximum(across_done, keys_crossed + LAST_ROUND_SHARE * self.crossing * factor)
-        split_done = np.maximum(across_done + node * (1 - part), before.all + node * part)
-        keys_arrived = before.all + key_transfers
+        split_done = np.maximum(across_done + node * (1 - part), before_all + node * part)
+        keys_arrived = before_all + key_transfers
         fetched_done = np.maximum(
             split_done + fetched, np.where(fetches_nothing, 0.0, keys_arrived + LAST_ROUND_SHARE * fetched)
         )
-        last = np.where(node > 0, after.node * part, after.across)
+        last = np.where(node > 0, after_node, after.across)
         returned = np.maximum(split_done, keys_arrived) + last + gradients * key_transfers
         across_returned = across_done + after.across + after.node * (1 - part)
-        all_returned = np.maximum(first_done, before.all) + after.all
+        all_returned = np.maximum(first_done, before_all) + after_all
         # Gradients of split heads return while other rounds are computed: NICs carry them after the keys.
         nics_done = np.maximum(keys_crossed + gradients * nic, across_done + gradients * last_nic) + after.across
         return np.maximum.reduce([fetched_done + late, returned, across_returned, all_returned, nics_done])

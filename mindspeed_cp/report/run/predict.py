@@ -151,7 +151,7 @@ def _messages(plan: Plan, direction: str) -> np.ndarray:
 
 def _messages_of_redistribution(move: Redistribution, adjoint: bool) -> np.ndarray:
     """Return the messages that each rank sends in a redistribution, or in its adjoint."""
-    parts = move.rank_pairs[move.rank_pairs["src"] != move.rank_pairs["dst"]]
+    parts = move.remote_pairs
     return np.bincount(parts["dst" if adjoint else "src"], minlength=move.source.ranks)
 
 

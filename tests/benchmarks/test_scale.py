@@ -1,0 +1,87 @@
+"""The benchmark of planning at every scale, on next to nothing: no second of it is looked at."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import scale
+from benchmarks.data import HEADS
+from benchmarks.scale import Planned, Problem, SizeRow, in_new_process, main, plan_batches, resident_megabytes
+from mindspeed_cp import Documents, Topology, build_plan
+from mindspeed_cp.algorithms.hierarchical import choose_placement
+from mindspeed_cp.cluster.cluster import cluster_of
+from mindspeed_cp.simulate.simulator import simulate_plan
+
+LENGTHS = (np.array([3000, 40, 500, 556]), np.array([4096]))
+
+
+def test_every_size_has_its_lines_and_missed_targets_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scale.measure, "__defaults__", (plan_batches,))
+    monkeypatch.setattr(scale, "UNSIMULATED_MS", {4: 1e-6})
+    words = ["--ranks", "4", "16", "--simulated-up-to", "4", "--tokens", "300", "--batches", "2", "--heads", "gqa8"]
+    main([*words, "--lengths", "prolong", "bimodal", "--json", str(tmp_path / "x.json")])
+    printed, rows = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
+    assert [(row["ranks"], row["simulated"]) for row in rows] == [(4, True), (4, False), (16, False)]
+    assert len(re.findall(r"^ +\d+ +\d+  (?:simulations|model alone) +4 ", printed, re.MULTILINE)) == 3
+    assert all(len(row["batches"]) == 4 for row in rows)
+    assert all(0 < batch["fraction"] <= 1 for batch in rows[0]["batches"])
+    assert all(batch["fraction"] is None and batch["seconds"] > 0 for row in rows[1:] for batch in row["batches"])
+    assert len(re.findall(r"^4 ranks: .* ms, target 0 ms: missed by", printed, re.MULTILINE)) == 1
+
+
+def test_the_fraction_is_that_of_the_default_plan() -> None:
+    topology = Topology(1, 4, "a2")
+    (batch, _) = plan_batches(Problem(LENGTHS, HEADS["mha"], topology, True))
+    documents = Documents(LENGTHS[0])
+    plan = build_plan(documents, topology, HEADS["mha"], "hierarchical")
+    bound = choose_placement(documents, documents, topology, HEADS["mha"]).bound
+    assert batch.documents == 4 and batch.fraction == bound / simulate_plan(plan, cluster_of(topology)).total
+
+
+def test_batches_are_planned_in_a_new_process() -> None:
+    problem = Problem(LENGTHS, HEADS["gqa8"], Topology(1, 2, "a2"), True)
+    here, there = plan_batches(problem), in_new_process(problem)
+    assert [batch.fraction for batch in here] == [batch.fraction for batch in there]
+    if Path("/proc/self/clear_refs").exists():
+        assert all(batch.megabytes is not None and 0 <= batch.megabytes < 1000 for batch in there)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux: /proc/self/clear_refs")
+def test_memory_is_the_peak() -> None:
+    before = scale._reset_peak()
+    block = np.ones(8_000_000)
+    del block
+    peak = resident_megabytes("VmHWM")
+    assert before is not None and peak is not None and 50 < peak - before < 100
+
+
+def test_targets_that_are_missed_say_by_how_much() -> None:
+    slow = SizeRow(16, True, (Planned(3, 0.05, 10.0, 0.9),) * 3)
+    assert slow.missed() == ["16 ranks: 50.0 ms, target 40 ms: missed by 25.0%"]
+    assert SizeRow(16, True, (Planned(3, 0.04, 10.0, 0.9),)).missed() == []
+    large = SizeRow(4096, False, (Planned(3, 0.5, 250.0, None),))
+    assert large.missed() == ["4,096 ranks: 250 MB, target 200 MB: missed by 25.0%"]
+    uneven = SizeRow(256, True, (Planned(3, 0.1, None, 0.9), Planned(3, 0.1, None, 0.84)))
+    assert uneven.missed() == ["256 ranks: 0.870 of the bound, target 0.88: missed by 0.010"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--ranks 12", "12 ranks: valid for cluster a800: up to 8, or a multiple of these"),
+        ("--batches 0", "--batches has 0; valid: 1 or more"),
+        ("--json none/x.json", "there is no folder"),
+        ("--cluster h9", "cluster 'h9': no such preset"),
+    ],
+)
+def test_bad_options_are_told(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert said in capsys.readouterr().err
