@@ -21,7 +21,7 @@ from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import CONTENT, MESSAGE, Messages
 
-_TYPES = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}  # by bytes
+_TYPES: dict[int, type[np.signedinteger[Any]]] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}  # by bytes
 _LENGTH_BYTES = 8
 
 Json = Any
@@ -156,17 +156,23 @@ class _Reader:
         return Layout(self.tables["documents"][documents], ranks, records, self._array(heads[0]) if heads else None)
 
     def attentions(self, entry: Mapping[str, Json]) -> AttentionConfig:
-        return AttentionConfig(**{name: tuple(x) if isinstance(x, list) else x for name, x in entry.items()})
+        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in entry.items()}
+        return AttentionConfig(**values)
 
     def plan(self, entry: Mapping[str, Json]) -> Plan:
         layouts = self.tables["layouts"]
+        layout, kv_layout_in, q_layout_compute, kv_layout_compute = (layouts[number] for number in entry["layouts"])
+        nodes, ranks_per_node, cluster = entry["topology"]
         linear = entry["linear_layout"]
         forward, backward = self._program(entry["forward"]), self._program(entry["backward"])
         return Plan(
             entry["algorithm"],
             self.tables["attentions"][entry["attention"]],
-            Topology(*entry["topology"]),
-            *(layouts[number] for number in entry["layouts"]),
+            Topology(nodes, ranks_per_node, cluster),
+            layout,
+            kv_layout_in,
+            q_layout_compute,
+            kv_layout_compute,
             forward,
             backward,
             parts=tuple(self.plan(part) for part in entry["parts"]),

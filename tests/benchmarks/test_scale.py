@@ -47,10 +47,10 @@ def test_the_fraction_is_that_of_the_default_plan() -> None:
 
 def test_batches_are_planned_in_a_new_process() -> None:
     problem = Problem(LENGTHS, HEADS["gqa8"], Topology(1, 2, "a2"), True)
-    here, there = plan_batches(problem), in_new_process(problem)
-    assert [batch.fraction for batch in here] == [batch.fraction for batch in there]
+    own, forked = plan_batches(problem), in_new_process(problem)
+    assert [batch.fraction for batch in own] == [batch.fraction for batch in forked]
     if Path("/proc/self/clear_refs").exists():
-        assert all(batch.megabytes is not None and 0 <= batch.megabytes < 1000 for batch in there)
+        assert all(batch.megabytes is not None and 0 <= batch.megabytes < 1000 for batch in forked)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux: /proc/self/clear_refs")
@@ -77,7 +77,7 @@ def test_targets_that_are_missed_say_by_how_much() -> None:
     [
         ("--ranks 12", "12 ranks: valid for cluster a800: up to 8, or a multiple of these"),
         ("--batches 0", "--batches has 0; valid: 1 or more"),
-        ("--json none/x.json", "there is no folder"),
+        ("--json none/x.json", "forked is no folder"),
         ("--cluster h9", "cluster 'h9': no such preset"),
     ],
 )

@@ -34,14 +34,14 @@ def quick_habits(cases: Sequence) -> list:
 def calls_in_some_types(calls: Sequence, types: str) -> list:
     """Of the calls of habit_calls those in the types that TYPES has for their rows, numbered within each variant."""
     names: dict[tuple[str, str], list[str]] = {}
-    some = []
+    chosen = []
     for case, dtype, call in calls:
         rows = names.setdefault((case.option, case.variant), [])
         if case.case.name not in rows:
             rows.append(case.case.name)
         if dtype in TYPES[types](rows.index(case.case.name)):
-            some.append((case, dtype, call))
-    return some
+            chosen.append((case, dtype, call))
+    return chosen
 
 
 def fork_processes() -> None:

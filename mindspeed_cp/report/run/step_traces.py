@@ -134,7 +134,10 @@ class MeasuredStep:
     def topology(self) -> Topology:
         """The ranks of the step's plans: those of a replica, or the pool of all."""
         topology = self.settings.context_parallel_suite.topology
-        return Topology(*self.metadata["pool"], topology.cluster) if self.is_pooled else topology
+        if not self.is_pooled:
+            return topology
+        nodes, ranks_per_node = self.metadata["pool"]
+        return Topology(nodes, ranks_per_node, topology.cluster)
 
     def micro_batches(self, replica: int) -> list[tuple[Documents, str, dict[str, Any]]]:
         """Return the documents, the algorithm and its options of each micro-batch of a replica; of a pooled step all
