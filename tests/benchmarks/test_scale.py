@@ -77,7 +77,7 @@ def test_targets_that_are_missed_say_by_how_much() -> None:
     [
         ("--ranks 12", "12 ranks: valid for cluster a800: up to 8, or a multiple of these"),
         ("--batches 0", "--batches has 0; valid: 1 or more"),
-        ("--json none/x.json", "forked is no folder"),
+        ("--json none/x.json", "there is no folder"),
         ("--cluster h9", "cluster 'h9': no such preset"),
     ],
 )

@@ -12,18 +12,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from tests.npu.command import main
 
 #: Rows of every variant: words in their names.
 QUICK = ("ring of", "ALiBi", "equal lengths", "masks, short", "window, mean below 1,024", "mean below 1,024, D 128")
 
-#: DOCTOR_TYPES -> types of a variant's row of that number. "turns": rows of a variant have the same lowering in every type, so each
-#: runs in fp32, and in fp16 or bf16 in turn.
-TYPES: dict[str, Callable[[int], tuple[str, ...]]] = {
-    "all": lambda number: ("fp32", "fp16", "bf16"),
-    "turns": lambda number: ("fp32", ("fp16", "bf16")[number % 2]),
-    "fp32": lambda number: ("fp32",),
+#: DOCTOR_TYPES -> whether a row runs in a type, by its place among those of its variant. "turns": each in fp32, the first in bf16
+#: and the last in fp16, so that every variant runs in every type.
+TYPES: dict[str, Callable[[str, int, int], bool]] = {
+    "all": lambda dtype, number, last: True,
+    "turns": lambda dtype, number, last: dtype == "fp32" or number == {"bf16": 0, "fp16": last}[dtype],
+    "fp32": lambda dtype, number, last: dtype == "fp32",
 }
 
 
@@ -32,6 +33,7 @@ def quick_habits(cases: Sequence) -> list:
 
 
 def calls_in_some_types(calls: Sequence, types: str) -> list:
+<<<<<<< HEAD
     """Of the calls of habit_calls those in the types that TYPES has for their rows, numbered within each variant."""
     names: dict[tuple[str, str], list[str]] = {}
     chosen = []
@@ -42,6 +44,23 @@ def calls_in_some_types(calls: Sequence, types: str) -> list:
         if dtype in TYPES[types](rows.index(case.case.name)):
             chosen.append((case, dtype, call))
     return chosen
+=======
+    """Of the calls of habit_calls those that TYPES has. Variants under other lowerings or conditions are others."""
+    names: dict[str, list[str]] = {}
+    for case, dtype, _ in calls:
+        if dtype == "fp32":
+            names.setdefault(_variant(case), []).append(case.case.name)
+    some = []
+    for case, dtype, call in calls:
+        rows = names[_variant(case)]
+        if TYPES[types](dtype, rows.index(case.case.name), len(rows) - 1):
+            some.append((case, dtype, call))
+    return some
+>>>>>>> times
+
+
+def _variant(case: Any) -> str:
+    return repr((case.option, case.variant, case.lowering, case.condition))
 
 
 def fork_processes() -> None:
