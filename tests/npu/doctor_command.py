@@ -33,30 +33,17 @@ def quick_habits(cases: Sequence) -> list:
 
 
 def calls_in_some_types(calls: Sequence, types: str) -> list:
-<<<<<<< HEAD
-    """Of the calls of habit_calls those in the types that TYPES has for their rows, numbered within each variant."""
-    names: dict[tuple[str, str], list[str]] = {}
-    chosen = []
-    for case, dtype, call in calls:
-        rows = names.setdefault((case.option, case.variant), [])
-        if case.case.name not in rows:
-            rows.append(case.case.name)
-        if dtype in TYPES[types](rows.index(case.case.name)):
-            chosen.append((case, dtype, call))
-    return chosen
-=======
     """Of the calls of habit_calls those that TYPES has. Variants under other lowerings or conditions are others."""
     names: dict[str, list[str]] = {}
     for case, dtype, _ in calls:
         if dtype == "fp32":
             names.setdefault(_variant(case), []).append(case.case.name)
-    some = []
+    chosen = []
     for case, dtype, call in calls:
         rows = names[_variant(case)]
         if TYPES[types](dtype, rows.index(case.case.name), len(rows) - 1):
-            some.append((case, dtype, call))
-    return some
->>>>>>> times
+            chosen.append((case, dtype, call))
+    return chosen
 
 
 def _variant(case: Any) -> str:
