@@ -113,17 +113,17 @@ class SizeRow:
 
     def missed(self) -> list[str]:
         """Return a line for each target that the row misses."""
-        at, out = f"{self.ranks:,} ranks", []
+        scale, out = f"{self.ranks:,} ranks", []
         target = (SIMULATED_MS if self.simulated else UNSIMULATED_MS).get(self.ranks)
         if target is not None and self.milliseconds > target:
             part = self.milliseconds / target - 1
-            out.append(f"{at}: {self.milliseconds:,.1f} ms, target {target:,.0f} ms: missed by {part:.1%}")
+            out.append(f"{scale}: {self.milliseconds:,.1f} ms, target {target:,.0f} ms: missed by {part:.1%}")
         most, target = self.megabytes, None if self.simulated else MEGABYTES.get(self.ranks)
         if target is not None and most is not None and most > target:
-            out.append(f"{at}: {most:,.0f} MB, target {target:,.0f} MB: missed by {most / target - 1:.1%}")
+            out.append(f"{scale}: {most:,.0f} MB, target {target:,.0f} MB: missed by {most / target - 1:.1%}")
         mean, target = np.mean(self.fractions) if self.fractions else np.inf, BOUND.get(self.ranks)
         if target is not None and mean < target:
-            out.append(f"{at}: {mean:.3f} of the bound, target {target}: missed by {target - mean:.3f}")
+            out.append(f"{scale}: {mean:.3f} of the bound, target {target}: missed by {target - mean:.3f}")
         return out
 
 

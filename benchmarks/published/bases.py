@@ -3,7 +3,8 @@
 Basis 1: all ranks are one context-parallel group, and the batch is one packed row over it. Basis 2: contexts of 64K on
 64 ranks. The step's documents are cut into four packed rows of 64K tokens, each of which 16 ranks run by an even-split
 ring (CP16 x DP4; the time is that of the slowest of the four), as one does who packs rows; against systems that treat
-the same documents as one pool over all 64 ranks. A system that can do both counts by the better.
+the same documents as one pool over all 64 ranks. A system that can do both counts by the better, as does one that
+packs the documents of the rows anew.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import numpy as np
 
 from benchmarks.data import HEADS, real_lengths_folder
 from benchmarks.length_sets import FURTHER_SETS
-from benchmarks.published.systems import POOLED, SYSTEMS, Case
+from benchmarks.published.packing import rows_of_equal_work
+from benchmarks.published.systems import EITHER, POOLED, REPACKED, SYSTEMS
+from benchmarks.published.systems.case import Case
 from benchmarks.published.timing import Candidate, Layer, fastest
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
@@ -29,9 +32,6 @@ TOKENS = 4096
 
 #: Basis 2.
 RANKS, CONTEXT = 64, 2**16
-
-#: Systems that are tried as one pool as well as on rows. For the others 64 ranks are more steps of the same ring.
-EITHER = ("all-gather", "USP")
 
 
 def one_row(name: str, ranks: int, seed: int) -> list[Documents]:
@@ -168,6 +168,11 @@ class Bench:
             results.append(self._on(system, rows, place, place.ranks // len(rows), gradient))
         if len(rows) > 1 and system in (*POOLED, *EITHER):
             results.append(self._on(system, [pool_of(rows)], place, place.ranks, gradient))
+        if len(rows) > 1 and system in REPACKED:
+            cluster = place.case(rows[0], place.ranks // len(rows)).cluster
+            repacked = rows_of_equal_work(rows, place.attention, cluster)
+            if all(row.tokens for row in repacked):
+                results.append(self._on(system, repacked, place, place.ranks // len(rows), gradient))
         possible = [timed for timed in results if timed is not None]
         return min(possible, key=lambda timed: timed.seconds, default=None)
 

@@ -21,15 +21,18 @@ from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import CONTENT, MESSAGE, ROW_RUN, Messages, sorted_contents
 
 
-def build_gathered(documents: Documents, topology: Topology, attention: AttentionConfig) -> Plan:
-    """Return the plan of an all-gather over all ranks, documents in equal zig-zag shares.
+def build_gathered(
+    documents: Documents, topology: Topology, attention: AttentionConfig, held: Layout | None = None
+) -> Plan:
+    """Return the plan of an all-gather over all ranks.
 
     Slot 1 has the blocks of all ranks one after the other; that of the rank itself stays empty, since slot 0 has it.
 
     Args:
         documents, topology, attention: as for the ring.
+        held: which rank holds what; default: documents in equal zig-zag shares.
     """
-    held = zigzag(documents, topology.ranks)
+    held = zigzag(documents, topology.ranks) if held is None else held
     nodes = topology.nodes
     computed = nodes if topology.ranks > 1 else 0  # the step in which all is there
     contents = _contents(held, computed)

@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.published.bases import Place, Timed
+from benchmarks.published.timing import Candidate, layer
 from benchmarks.published.training_step import MicroBatchTime, simulate_layers, simulate_step
+from mindspeed_cp.cluster import Cluster
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: Of the model.
 LAYERS = 32
+
+
+def _micro_batch(candidate: Candidate, cluster: Cluster, gradient: int) -> MicroBatchTime:
+    """Time a micro-batch through all layers."""
+    plan = candidate.plan
+    if candidate.free_transfers:  # its layers have no order of steps, and follow each other
+        seconds = LAYERS * layer(candidate, cluster, gradient).total
+        return MicroBatchTime(seconds, seconds / LAYERS, plan)
+    return simulate_layers(plan, cluster, LAYERS, tiles=candidate.tiles, links=candidate.links, gradient=gradient)
 
 
 def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIENT_BYTES) -> float:
@@ -31,9 +42,7 @@ def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIEN
         for number, candidate in enumerate(timed.chosen):
             truth = place.truth(place.case(candidate.plan.documents, candidate.plan.ranks).cluster)
             cluster = truth
-            micro = simulate_layers(
-                candidate.plan, truth, LAYERS, tiles=candidate.tiles, links=candidate.links, gradient=gradient
-            )
+            micro = _micro_batch(candidate, truth, gradient)
             # A pool among rows keeps every replica's ranks busy for as long.
             for replica in replicas if timed.pooled else [replicas[number]]:
                 replica.append(micro)

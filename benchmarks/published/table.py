@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from benchmarks.published.systems import BASE, OURS, VARIANTS
+from benchmarks.published.systems import BASE, COMPARATORS, OURS, VARIANTS
+
+#: Of a system's column.
+WIDTH = 14
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,10 @@ class Row:
         return np.array(base_times, float) / np.array(times, float)
 
     def best_other(self, without: Sequence[str] = VARIANTS) -> np.ndarray:
-        """Return the seconds of the fastest published system, batch by batch, fp64 [batches]."""
-        others = [times for name, times in self.seconds.items() if name != OURS and name not in without]
+        """Return the seconds of the fastest published system, batch by batch, fp64 [batches]; upper comparators do not
+        count."""
+        left_out = (OURS, *COMPARATORS, *without)
+        others = [times for name, times in self.seconds.items() if name not in left_out]
         return np.array([min(time for time in times if time is not None) for times in zip(*others, strict=True)])
 
     def against(self, without: Sequence[str] = VARIANTS) -> np.ndarray:
@@ -70,7 +75,7 @@ def header(systems: Sequence[str]) -> str:
     """Return the header of the table whose rows :func:`line` returns."""
     return (
         f"{'cluster':8}{'lengths':11}{'heads':6}{'ranks':>5}{'ring ms':>9}"
-        + "".join(f"{name:>13}" for name in systems if name != BASE)
+        + "".join(f"{name:>{WIDTH}}" for name in systems if name != BASE)
         + f"{'/others':>9}{'least':>7}{'bound':>7}"
     )
 
@@ -83,7 +88,7 @@ def line(row: Row, systems: Sequence[str]) -> str:
     for name in systems:
         if name != BASE:
             speed = row.speed(name)
-            text += f"{'-':>13}" if speed is None else f"{speed.mean():12.2f}x"
+            text += f"{'-':>{WIDTH}}" if speed is None else f"{speed.mean():{WIDTH - 1}.2f}x"
     against = row.against()
     return f"{text}{against.mean():9.2f}{against.min():7.2f}{row.fraction.mean():7.3f}"
 
@@ -93,7 +98,7 @@ def step_line(row: Row, systems: Sequence[str]) -> str:
     text = f"{row.cluster:8}{row.lengths:11}{row.heads:6}{row.ranks:5}{row.steps[BASE]:9.2f}"
     for name in systems:
         if name != BASE:
-            text += f"{row.steps[BASE] / row.steps[name]:12.2f}x" if name in row.steps else f"{'-':>13}"
+            text += f"{row.steps[BASE] / row.steps[name]:{WIDTH - 1}.2f}x" if name in row.steps else f"{'-':>{WIDTH}}"
     return text + f"{row.steps[OURS]:9.2f} s"
 
 

@@ -55,6 +55,7 @@ class Candidate:
         representative: see :class:`mindspeed_cp.simulate.tile_work.TileCounter`.
         links: makes the links of a cluster's nodes.
         counted: tiles by direction, as far as they were counted; several candidates with the same tiles may share it.
+        free_transfers: nothing is waited for: the time of an upper comparator.
     """
 
     label: str
@@ -62,6 +63,7 @@ class Candidate:
     representative: np.ndarray | None = None
     links: Callable[[Cluster, int], LinkQueues] = LinkQueues
     counted: dict[str, TileWork] = field(default_factory=dict, repr=False)
+    free_transfers: bool = False
 
     def tiles(self, direction: str) -> TileWork:
         """Return the tiles of the plan; those of both directions are counted at the first call."""
@@ -106,6 +108,8 @@ def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES
     plan = candidate.plan
     cluster = cluster.with_ranks(plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention)
+    if candidate.free_transfers:
+        return _layer_without_waits(candidate, cost)
     now, busy, exposed = np.zeros((3, plan.ranks))
     for name in DIRECTIONS:
         backward = name == "backward"
@@ -118,6 +122,17 @@ def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES
         exposed += (steps[:, :, 2] - steps[:, :, 1]).sum(1)
         now = steps[:, -1, 2] + (0.0 if backward else linear.rest)
     return Layer(float(now.max()), busy, exposed)
+
+
+def _layer_without_waits(candidate: Candidate, cost: ComputeCost) -> Layer:
+    """Time a layer in which each direction takes what its busiest rank computes."""
+    plan, total, busy = candidate.plan, 0.0, np.zeros(candidate.plan.ranks)
+    for name in DIRECTIONS:
+        backward = name == "backward"
+        work = candidate.tiles(name).seconds(cost, backward).sum(1) + linear_times(plan, cost, backward).total
+        busy += work
+        total += float(work.max())
+    return Layer(total, busy, np.zeros(plan.ranks))
 
 
 def fastest(

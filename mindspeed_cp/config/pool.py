@@ -15,7 +15,7 @@ KEY, POOL = "data.balance", "pool"
 
 def check_pool(settings: Sections) -> None:
     """Raise SettingError unless the settings fit to data.balance: pool, if they have it."""
-    suite, output = settings.context_parallel_suite, settings.output
+    suite = settings.context_parallel_suite
     if settings.data.balance != POOL:
         return
     if suite.algorithm != POOL_ALGORITHM:
@@ -36,14 +36,6 @@ def check_pool(settings: Sections) -> None:
             "neighbours alone; use auto there, or time"
         )
         raise bad_value(KEY, POOL, rule)
-    traces: list[tuple[str, object]] = [("trace_steps", output.trace_steps), ("trace_interval", output.trace_interval)]
-    for key, trace in traces:
-        if trace:
-            rule = (
-                f"changes the ranks of a plan from step to step, which the report of a trace (output.{key} = {trace}) "
-                f"does not follow; use {'null' if key == 'trace_steps' else '0'} there, or time"
-            )
-            raise bad_value(KEY, POOL, rule)
 
 
 def pool_topology(suite: SuiteSettings, replicas: int, local_ranks: int, tensor: int, key: str = KEY) -> Topology:

@@ -83,6 +83,12 @@ class TrainSettings(Section):
     prefetch_micro_batches: PositiveInt = Field(
         default=2, description="micro-batches packed and planned ahead, in a thread of each rank"
     )
+    planner: Literal["auto", "replicated", "node"] = Field(
+        default="auto",
+        description="which ranks make plans: replicated: every rank its own; node: of the ranks of a machine that have "
+        "the same plans, the first one, which sends the others what they need of them; auto: node where plans are "
+        "searched for (hierarchical, candidates) and a rank has fewer than 2 cores, without verify_plans",
+    )
     threads_per_rank: PositiveInt | None = Field(
         default=None, description="CPU threads of a rank; null: an equal share of the cores"
     )

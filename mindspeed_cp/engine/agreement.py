@@ -79,7 +79,7 @@ def compare_plans(
         limit: seconds to wait for other ranks, on gloo.
     """
     ranks = group_size(group)
-    fingerprints = {**_fingerprints(plan), **details}
+    fingerprints = {**plan_fingerprints(plan), **details}
     hashes = torch.tensor([digest64(text) for text in fingerprints.values()], device=device)
     all_hashes = _all_gather(hashes, ranks, group, limit).cpu()
     if bool((all_hashes == all_hashes[0]).all()):
@@ -125,11 +125,21 @@ def plan_digest(plan: Plan) -> int:
     lives."""
     digest = _digests.get(plan)
     if digest is None:
-        digest = _digests[plan] = digest64("\0".join(_fingerprints(plan).values()))
+        digest = _digests[plan] = digest64("\0".join(plan_fingerprints(plan).values()))
     return digest
 
 
-def _fingerprints(plan: Plan) -> Mapping[str, str]:
+def adopt_fingerprints(plan: Plan, fingerprints: Mapping[str, str]) -> None:
+    """Give a slice of a plan the fingerprints of the whole plan, by which ranks compare it.
+
+    Args:
+        plan: the slice (:func:`mindspeed_cp.plan.rank_slice.slice_plan`).
+        fingerprints: result of :func:`plan_fingerprints` for the whole plan.
+    """
+    _cache[plan] = dict(fingerprints)
+
+
+def plan_fingerprints(plan: Plan) -> Mapping[str, str]:
     """Return the inputs of a plan by name, each as complete text or as its beginning and a digest of the rest."""
     fingerprints = _cache.get(plan)
     if fingerprints is None:

@@ -325,6 +325,16 @@ class Documents:
         parents = b"" if self._trees is None else self.parents.tobytes()
         return self._lengths.tobytes(), parents, b"" if self._blocks is None else self._blocks.records.tobytes()
 
+    @classmethod
+    def from_key(cls, key: tuple[bytes, bytes, bytes]) -> Documents:
+        """Return the documents of a :attr:`key` of this machine."""
+        lengths, parents, blocks = (np.frombuffer(part, np.int64) for part in key)
+        out = cls(lengths, parents if len(parents) else None)
+        if len(blocks):
+            doc, first, last = blocks.reshape(-1, 3).T
+            out._blocks = Blocks(doc, first, last, out.offsets)
+        return out
+
     def __repr__(self) -> str:
         parents = "" if self._trees is None else f", parents=[{_shown(self.parents)}]"
         blocks = "" if self._blocks is None else f", blocks={len(self._blocks.doc)}"

@@ -2,7 +2,7 @@
 
 Packing, dispatch, planning and slicing need NumPy and nothing that the model computes, so they run while the model
 computes, train.prefetch_micro_batches micro-batches ahead. All ranks of a replica make the same rows and the same
-plans independently: nothing is sent.
+plans independently, and nothing is sent; or one rank of each machine plans for the others (`train.planner`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,21 +20,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream, TreeRow
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
 from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
+from mindspeed_cp.train.node_sockets import LoaderEnded
+from mindspeed_cp.train.plan_sharing import PlanSharing, ReceivedPlan, Scope, SharedDispatcher, decode_plans
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from mindspeed_cp.train.world import World
 
 POLL_SECONDS = 0.5  # interval of the checks for a dead thread or a request to stop
 STOP_SECONDS = 5.0  # a rank that is asked to stop keeps waiting so long: the other ranks are in the same step
 END_SECONDS = 5.0  # the thread is abandoned after so long: reading its file may never end
+
+
+Plans = Mapping[AttentionConfig, Plan]  # of a row, by the attention of layers
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,8 @@ class MicroBatchLoader:
         attentions: attention of each layer on this tensor-parallel rank.
         world: this rank among all.
         stop_request: ends the wait for a batch that does not come.
+
+    All ranks make one at once.
     """
 
     def __init__(
@@ -110,10 +120,14 @@ class MicroBatchLoader:
         self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
         self._rows = train.global_batch_size
         self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(train.prefetch_micro_batches)
-        self._plans = PlanCache(self._prepare)
+        self._plans = PlanCache(self._prepare, build=self._build)
+        self._received: Mapping[AttentionConfig, ReceivedPlan] = {}  # of the row that is being made
         self._verifies = False  # this rank proves the plans of the row that is being made
         self._pooled = False  # the plans of these rows are over the pool
         self._ended = threading.Event()
+        self._sharing = PlanSharing.open(settings, world, self._ended.is_set)
+        if self._sharing is not None and dispatcher.pool is not None:
+            self._dispatcher = SharedDispatcher.of_dispatcher(dispatcher, self._sharing)
         self._thread = threading.Thread(target=self._produce, name="mindspeed-cp-batches", daemon=True)
 
     def __enter__(self) -> MicroBatchLoader:
@@ -161,8 +175,11 @@ class MicroBatchLoader:
 
     def _produce(self) -> None:
         try:
-            while not self._ended.is_set():
-                self._put_batch()
+            with self._sharing or nullcontext():
+                while not self._ended.is_set():
+                    self._put_batch()
+        except LoaderEnded:
+            return
         except BaseException as error:  # raised in the thread that trains
             self._ready.put(error)
 
@@ -209,17 +226,59 @@ class MicroBatchLoader:
         assert self._world.pool is not None
         return self._world.pool, self._world.pool_rank
 
-    def _make(self, row: PackedRow) -> MicroBatch:
-        suite, world, pooled = self._suite, self._world, self._pooled
-        topology, rank = self._topology_and_rank
-        # Every rank has the same plans: the ranks of a plan take turns to prove them.
-        self._verifies = suite.verify_plans and row.index // world.replicas % topology.ranks == rank
-        began, hits = time.perf_counter(), self._plans.hits
-        choice = self._choose(row.documents)
-        plans = {
-            attention: self._plans.get(row.documents, topology, attention, choice.algorithm, choice.options)
+    def _planned(self, row: PackedRow) -> tuple[RowAlgorithm, Plans]:
+        """Return the algorithm and the plans of a row, made here or by the rank that plans for this one."""
+        documents, topology = row.documents, self._topology_and_rank[0]
+
+        def make() -> tuple[RowAlgorithm, Plans]:
+            self._received = {}
+            choice = self._choose(documents)
+            return choice, self._plans_of(documents, choice)
+
+        if self._sharing is None:
+            # Every rank has the same plans: the ranks of a plan take turns to prove them.
+            turn = row.index // self._world.replicas % topology.ranks
+            self._verifies = self._suite.verify_plans and turn == self._topology_and_rank[1]
+            return make()
+        sharing, choices, pooled = self._sharing, self._choose.choices, self._pooled
+        scope: Scope = "pool" if pooled else "replica"
+        self._verifies = self._suite.verify_plans and sharing.is_planner(scope)
+
+        def encode(planned: tuple[RowAlgorithm, Plans], ranks: Sequence[int]) -> Iterable[bytes]:
+            choice, plans = planned
+            return sharing.encode_plans(choices.index(choice), list(plans.values()), pooled, ranks)
+
+        def decode(content: bytes) -> tuple[RowAlgorithm, Plans]:
+            number, received = decode_plans(content)
+            self._received = dict(zip(self._layers, received, strict=True))
+            return choices[number], self._plans_of(documents, choices[number])
+
+        return sharing.share(scope, make, encode, decode)
+
+    def _plans_of(self, documents: Documents, choice: RowAlgorithm) -> Plans:
+        """Return the plans of a row, from the cache if they are there."""
+        topology = self._topology_and_rank[0]
+        return {
+            attention: self._plans.get(documents, topology, attention, choice.algorithm, choice.options)
             for attention in self._layers
         }
+
+    def _build(
+        self, documents: Documents, topology: Topology, attention: AttentionConfig, algorithm: str, **options: Any
+    ) -> Plan:
+        """Build a plan, or read the one that the planner of this rank has sent, unless it is of other documents: ranks
+        compare their plans, and name the one whose corpus differs."""
+        if attention in self._received:
+            plan = self._received[attention].read()
+            if plan.documents == documents:
+                return plan
+        return build_plan(documents, topology, attention, algorithm, **options)
+
+    def _make(self, row: PackedRow) -> MicroBatch:
+        world, pooled = self._world, self._pooled
+        rank = self._topology_and_rank[1]
+        began, hits = time.perf_counter(), self._plans.hits
+        choice, plans = self._planned(row)
         planning_seconds = time.perf_counter() - began
         options: dict[str, Any] = dict(
             rows_multiple=self._rows_multiple,

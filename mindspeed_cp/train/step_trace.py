@@ -106,7 +106,7 @@ class StepTracer:
         """Write the file in a thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mindspeed-cp-traces")
-        metadata, peers = self._metadata(number, record, traced), self._peers()
+        metadata, peers = self._metadata(number, record, traced), self._peers(traced.pooled)
         self._pending.append(self._thread.submit(self._write, number, metadata, record, peers))
 
     def _write(self, number: int, metadata: dict[str, Any], record: RankTimings, peers: dict[str, list[int]]) -> None:
@@ -128,13 +128,16 @@ class StepTracer:
                     print(text, file=sys.stderr, flush=True)
                 self._is_incomplete = True
 
-    def _peers(self) -> dict[str, list[int]]:
+    def _peers(self, pooled: bool) -> dict[str, list[int]]:
         """Return by kind of message the ranks of the group in which it is sent."""
-        cp = dist.get_process_group_ranks(self._world.cp_group)
-        hidden_states = cp
+        ranks = dist.get_process_group_ranks(self._world.plan_group(pooled))
+        hidden_states = ranks
         if self._settings.train.sequence_parallel:
-            hidden_states = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
-        return {"keys": cp, "gradients": cp, "redistribution": cp, "hidden_states": hidden_states}
+            group = parallel_state.get_tensor_and_context_parallel_group()
+            if pooled:
+                group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            hidden_states = dist.get_process_group_ranks(group)
+        return {"keys": ranks, "gradients": ranks, "redistribution": ranks, "hidden_states": hidden_states}
 
     def _metadata(self, number: int, record: RankTimings, traced: _TracedBatches) -> dict[str, Any]:
         """Return the metadata of the file; all but rank, cp_rank, replica, seconds, documents, parents and plans is
@@ -151,6 +154,7 @@ class StepTracer:
             "replica": world.replica,
             "replicas": world.replicas,
             "cp_rank": world.cp_rank,
+            "pool": [world.pool.nodes, world.pool.ranks_per_node] if traced.pooled and world.pool is not None else None,
             "device": world.device.type,
             "seconds": record.seconds,
             "documents": traced.documents,
@@ -174,10 +178,11 @@ class _TracedBatches:
         documents: lengths of the documents of each micro-batch.
         parents: parents of the documents of each micro-batch; None where none has one.
         plans: algorithm and options of each micro-batch.
+        pooled: the ranks of all replicas compute them together.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], recorder: Recorder) -> None:
-        self._batches, self._recorder = batches, recorder
+        self._batches, self._recorder, self.pooled = batches, recorder, False
         self.documents: list[list[int]] = []
         self.parents: list[list[int] | None] = []
         self.plans: list[tuple[str, dict[str, Any]]] = []
@@ -189,6 +194,7 @@ class _TracedBatches:
         with timed_span(NEXT_BATCH):
             micro = next(self._batches)
         assert micro.params.plan is not None
+        self.pooled = micro.pooled
         self._recorder.micro_batch = len(self.documents)
         documents = micro.params.plan.documents
         self.documents.append(documents.lengths.tolist())

@@ -30,6 +30,7 @@ from mindspeed_cp.plan import Topology
 from mindspeed_cp.train.device import COLLECTIVE_LIBRARIES, device_memory, pick_device
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.memory import check_memory
+from mindspeed_cp.train.node_ranks import NodeRanks, gather_node_ranks
 from mindspeed_cp.train.process_groups import megatron_groups_with
 from mindspeed_cp.train.rank_messages import without_pickles_between_ranks
 from mindspeed_cp.train.rendezvous import open_store
@@ -56,6 +57,7 @@ class World:
         pool: context-parallel ranks of all replicas of a stage, numbered replica by replica, which may share plans;
             None without data.balance: pool.
         store: the key-value store through which the ranks found each other.
+        node: the ranks of this machine; None where the launcher does not number them one after the other.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class World:
     stages: int = 1
     stage: int = 0
     pool: Topology | None = None
+    node: NodeRanks | None = None
 
     @property
     def pool_rank(self) -> int:
@@ -169,7 +172,8 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     check_open_files(size)
     if settings.train.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is opened; else cuBLAS refuses
-    device = pick_device(settings.train.device, _number(environment, "LOCAL_RANK", rank % local_size), local_size)
+    local_rank = _number(environment, "LOCAL_RANK", rank % local_size)
+    device = pick_device(settings.train.device, local_rank, local_size)
     if device.type == "cpu":
         keep_freed_memory()
     else:
@@ -228,6 +232,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
             stages=train.pipeline_model_parallel_size,
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             pool=pool,
+            node=gather_node_ranks(rank, local_rank, local_size, size, _cores()),
         )
 
 

@@ -47,10 +47,10 @@ def test_the_fraction_is_that_of_the_default_plan() -> None:
 
 def test_batches_are_planned_in_a_new_process() -> None:
     problem = Problem(LENGTHS, HEADS["gqa8"], Topology(1, 2, "a2"), True)
-    here, there = plan_batches(problem), in_new_process(problem)
-    assert [batch.fraction for batch in here] == [batch.fraction for batch in there]
+    own, forked = plan_batches(problem), in_new_process(problem)
+    assert [batch.fraction for batch in own] == [batch.fraction for batch in forked]
     if Path("/proc/self/clear_refs").exists():
-        assert all(batch.megabytes is not None and 0 <= batch.megabytes < 1000 for batch in there)
+        assert all(batch.megabytes is not None and 0 <= batch.megabytes < 1000 for batch in forked)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux: /proc/self/clear_refs")

@@ -33,8 +33,6 @@ def of_pool(settings: Settings, replicas: int, local_ranks: int) -> Topology:
         ("context_parallel_suite.algorithm=auto", "algorithm = auto has not"),
         ("context_parallel_suite.candidates=[ring]", "context_parallel_suite.candidates names others; use null there"),
         ("context_parallel_suite.p2p_groups=directional", "p2p_groups = directional .* use auto there, or time"),
-        ("output.trace_steps=[2]", r"output\.trace_steps = \[2\].* use null there, or time"),
-        ("output.trace_interval=4", r"output\.trace_interval = 4.* use 0 there, or time"),
         ("model.num_moe_experts=4", "model.moe_aux_loss_coeff: 0"),
     ],
 )

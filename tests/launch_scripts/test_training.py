@@ -30,6 +30,7 @@ def tiny(folder: Path, steps: int = 2) -> list[str]:
     settings = {
         "output.folder": folder / "run",
         "output.progress": "none",
+        "output.loss_png": "false",
         "data.corpus": corpus,
         "data.seq_length": 128,
         "model.hidden_size": 32,

@@ -1,29 +1,74 @@
 """mindspeed-cp doctor over the stand-in, with some of the long cases, of which most take seconds: the longest where the
 operator has a fault. The links are timed with messages of 1 MB. With --npu-profile there are no checks of the operator
-but one, and the profile has the rows of variants and the quick ones of lowerings; otherwise the latter's first."""
+but one, and the profile has the rows of variants and the quick ones of lowerings; otherwise the latter's first.
+The doctor's processes are forked from one with all imports: each would take seconds to start.
+
+DOCTOR_TYPES says in which types the rows of the profile run: see TYPES."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from tests.npu.command import main
 
 #: Rows of every variant: words in their names.
 QUICK = ("ring of", "ALiBi", "equal lengths", "masks, short", "window, mean below 1,024", "mean below 1,024, D 128")
 
+#: DOCTOR_TYPES -> whether a row runs in a type, by its place among those of its variant. "turns": each in fp32, the first in bf16
+#: and the last in fp16, so that every variant runs in every type.
+TYPES: dict[str, Callable[[str, int, int], bool]] = {
+    "all": lambda dtype, number, last: True,
+    "turns": lambda dtype, number, last: dtype == "fp32" or number == {"bf16": 0, "fp16": last}[dtype],
+    "fp32": lambda dtype, number, last: dtype == "fp32",
+}
+
 
 def quick_habits(cases: Sequence) -> list:
     return [case for case in cases if any(word in case.case.name for word in QUICK)]
+
+
+def calls_in_some_types(calls: Sequence, types: str) -> list:
+    """Of the calls of habit_calls those that TYPES has. Variants under other lowerings or conditions are others."""
+    names: dict[str, list[str]] = {}
+    for case, dtype, _ in calls:
+        if dtype == "fp32":
+            names.setdefault(_variant(case), []).append(case.case.name)
+    chosen = []
+    for case, dtype, call in calls:
+        rows = names[_variant(case)]
+        if TYPES[types](dtype, rows.index(case.case.name), len(rows) - 1):
+            chosen.append((case, dtype, call))
+    return chosen
+
+
+def _variant(case: Any) -> str:
+    return repr((case.option, case.variant, case.lowering, case.condition))
+
+
+def fork_processes() -> None:
+    """Let the doctor's processes be forked, where it would start Python anew for each."""
+    from mindspeed_cp.comm import local_ranks
+    from mindspeed_cp.doctor import guarded
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.npu.preload", "mindspeed_cp.doctor"])
+    for module in (local_ranks, guarded):
+        module.mp = SimpleNamespace(get_context=lambda method: context)
 
 
 if __name__ == "__main__":
     from functools import partial
 
     from mindspeed_cp import doctor
+    from mindspeed_cp.doctor import npu_rows
     from mindspeed_cp.doctor.habit_cases import HABIT_CASES
 
+    fork_processes()
     if any(word.startswith("--npu-profile") for word in sys.argv):
         doctor.SHORT_CASES, doctor.LONG_CASES = doctor.SHORT_CASES[:1], ()
         habits = quick_habits(HABIT_CASES)
@@ -31,7 +76,9 @@ if __name__ == "__main__":
         long_ones = doctor.LONG_CASES
         doctor.LONG_CASES = (*(case for case in long_ones[:2] if os.environ.get("HOST_CANN_FAULT")), *long_ones[-4:])
         habits = HABIT_CASES[:1]
-    check_npu, check_links = doctor.check_npu, doctor.check_links
+    check_npu, check_links, habit_calls = doctor.check_npu, doctor.check_links, npu_rows.habit_calls
+    types = os.environ.get("DOCTOR_TYPES", "all")
+    npu_rows.habit_calls = lambda *arguments: calls_in_some_types(habit_calls(*arguments), types)
     doctor.check_npu = lambda cases, seed, seconds, _: partial(check_npu, habits=habits)(cases, seed, seconds)
     doctor.check_links = lambda devices, megabytes, seconds: check_links(devices, 1, seconds)
     main()

@@ -12,10 +12,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,10 @@ from typing import Any
 import pytest
 
 from tests.limits import HANG
-from tests.processes import Outcome, Ranks, answer, forked, preload, values
+from tests.processes import Outcome, Ranks, answer, preload, values
 
 DEFAULTS = {"HOST_HCCL_TIMEOUT": str(HANG), "HCCL_EXEC_TIMEOUT": str(HANG)}  # torch_npu itself looks at the second
-READ_AT_IMPORT = {"HOST_CANN_VERSION", "HOST_CANN_SOC"}  # by torch_npu: ranks with these start from nothing, in seconds
+READ_AT_IMPORT = {"HOST_CANN_VERSION", "HOST_CANN_SOC"}  # by torch_npu: ranks with these have a server of their own
 preload("tests.npu.preload")
 
 
@@ -91,14 +93,15 @@ def start(
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
-    context = mp.get_context("spawn") if READ_AT_IMPORT & set(environment or {}) else forked
+    read_at_import = frozenset((name, value) for name, value in (environment or {}).items() if name in READ_AT_IMPORT)
     processes = Ranks()
     with tempfile.TemporaryDirectory(prefix="mindspeed-cp-ranks-") as folder:
         trace, logs = Path(folder) / "trace", [Path(folder) / f"stderr{rank}" for rank in range(size)]
         settings = {**DEFAULTS, "HOST_HCCL_TRACE": str(trace), **(environment or {})}
         try:
-            for rank, log in enumerate(logs):
-                processes.start(_serve, rank, size, store.port, settings, log, function, args, context=context)
+            with _forked_with(read_at_import):
+                for rank, log in enumerate(logs):
+                    processes.start(_serve, rank, size, store.port, settings, log, function, args)
             outcomes = [
                 _with_log(outcome, log) for outcome, log in zip(processes.outcomes(size, limit), logs, strict=True)
             ]
@@ -124,6 +127,27 @@ def folder() -> Path:
     from tests import host_cann
 
     return Path(os.environ.get("HOST_CANN_BUILD") or host_cann.FOLDER)
+
+
+@contextmanager
+def _forked_with(settings: frozenset[tuple[str, str]]) -> Iterator[None]:
+    """Processes that start within the block are forked from a server in which torch_npu was imported with these settings."""
+    with pytest.MonkeyPatch.context() as patch:
+        if settings:
+            patch.setattr(forkserver, "connect_to_new_process", _server_with(settings).connect_to_new_process)
+        yield
+
+
+@cache
+def _server_with(settings: frozenset[tuple[str, str]]) -> forkserver.ForkServer:
+    """One server for each choice of settings, which ends with this process."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["tests.npu.preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings:
+            patch.setenv(name, value)
+        server.ensure_running()
+    return server
 
 
 @pytest.fixture

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.npu.memory_table import SIZES, cells, rows
+from tests.npu.memory_table import RANKS, SIZES, cells, rows
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "ascend.md"
 
 
-@pytest.mark.parametrize("sizes", [("32K",), pytest.param(tuple(SIZES), marks=pytest.mark.thorough)], ids=len)
-def test_the_table_of_the_documentation(sizes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "biased_ranks"),
+    [(("32K",), (RANKS - 1,)), pytest.param(tuple(SIZES), range(RANKS), marks=pytest.mark.thorough)],
+    ids=["32K", "all sizes"],
+)
+def test_the_table_of_the_documentation(sizes: tuple[str, ...], biased_ranks: Sequence[int]) -> None:
     text = PAGE.read_text("utf-8")
-    for row in rows(sizes):
+    for row in rows(sizes, biased_ranks):
         assert cells(row) in text, "run: python -m tests.npu.memory_table"
 
 

@@ -30,6 +30,7 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAST = {"lowering": "tnd", "alibi": "shared", "statistics": "lse", "key_gaps": "skipped"}
+TWO_STEPS = ("train.device=npu", "train.train_iters=2")
 
 
 def run_command(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +42,12 @@ def run_command(program: str, *arguments: str, **environment: str) -> subprocess
         capture_output=True,
         text=True,
     )
+
+
+@pytest.fixture
+def is_thorough(request: pytest.FixtureRequest) -> bool:
+    """True where rows of the profile run in every type (DOCTOR_TYPES)."""
+    return bool(request.config.getoption("thorough"))
 
 
 def doctor(path: Path, *more: str, **environment: str) -> tuple[int, dict[str, Any]]:
@@ -78,20 +85,21 @@ def test_a_broken_habit_is_left_out_and_the_losses_are_those_without_the_fault(
     option: str,
     ranks: int,
     settings: tuple[str, ...],
+    is_thorough: bool,
     corpus: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the fast variant, the same device gives other losses or gradients: the fault bites."""
     path = tmp_path / "doctor.json"
-    code, report = doctor(path, HOST_CANN_FAULT=fault)
+    code, report = doctor(path, HOST_CANN_FAULT=fault, DOCTOR_TYPES="all" if is_thorough else "fp32")
     fast, safe = FAST[option], {"statistics": "max_sum", "key_gaps": "copied", "alibi": "split"}[option]
     assert code == 1 and failed(report) == {(option, fast)}
     assert taken(path) == FAST | {option: safe}
 
     def run(name: str, *more: str) -> list[float]:
-        common = (f"data.corpus={corpus}", "train.device=npu", "train.train_iters=2", *settings)
-        lines = train(ranks, tmp_path / name, *common, "context_parallel_suite.algorithm=ring", *more)
+        common = (f"data.corpus={corpus}", "context_parallel_suite.algorithm=ring", *TWO_STEPS, *settings)
+        lines = train(ranks, tmp_path / name, *common, *more, forked=True)
         return [line[key] for line in lines for key in ("loss", "grad_norm")]
 
     sound = run("sound")
@@ -110,10 +118,10 @@ def test_where_packed_calls_fail_the_profile_takes_masks(
     path = tmp_path / "doctor.json"
     code, report = doctor(path, HOST_CANN_FAULT=EQUAL_LENGTHS)
     assert code == 1 and ("lowering", "tnd") in failed(report) and taken(path, alibi=False)["lowering"] == "masks"
-    common = (f"data.corpus={corpus}", "train.device=npu", "train.train_iters=2", "model.kv_channels=128")
-    sound = train(1, tmp_path / "sound", *common)
+    common = (f"data.corpus={corpus}", *TWO_STEPS, "model.kv_channels=128")
+    sound = train(1, tmp_path / "sound", *common, forked=True)
     monkeypatch.setenv("HOST_CANN_FAULT", EQUAL_LENGTHS)
-    masks = train(1, tmp_path / "masks", *common, f"context_parallel_suite.npu_profile={path}")
+    masks = train(1, tmp_path / "masks", *common, f"context_parallel_suite.npu_profile={path}", forked=True)
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in masks] == pytest.approx([line[key] for line in sound], rel=1e-4)
 
@@ -129,9 +137,9 @@ def test_a_row_that_hangs_is_a_failed_row_and_the_file_is_written(tmp_path: Path
     assert taken(path) == FAST and taken(path, alibi=False, window=True)["lowering"] == "masks"
 
 
-def test_a_device_without_a_fault_takes_the_fast_variants(tmp_path: Path) -> None:
+def test_a_device_without_a_fault_takes_the_fast_variants(is_thorough: bool, tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
-    code, report = doctor(path)
+    code, report = doctor(path, DOCTOR_TYPES="all" if is_thorough else "turns")
     assert code == 0 and report["ok"] and not failed(report)
     assert {row["dtype"] for row in report["npu_profile"]["rows"]} == {"fp32", "fp16", "bf16"}
     assert taken(path) == FAST

@@ -4,6 +4,7 @@ or a wrong order would show."""
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 import numpy as np
@@ -18,7 +19,6 @@ from tests.npu.ranks import run
 
 SIZES = (2, 3, 4)
 ROUGH = {"HOST_CANN_JITTER_US": "150", "HOST_CANN_SEED": "11", "HOST_HCCL_SYNC": "1"}
-EXACT = [cell for cell in capabilities.all_cells() if cell.backend == "npu" and capabilities.refusal(cell) is None]
 
 
 def drawn(cell: capabilities.Cell) -> Case:
@@ -27,7 +27,11 @@ def drawn(cell: capabilities.Cell) -> Case:
     return problem(cell, rng.choice(SIZES), rng)
 
 
-CASES = {cell: drawn(cell) for cell in EXACT}
+@cache
+def all_cases() -> list[Case]:
+    """One for every cell that is exact. Not at import: each rank imports this file."""
+    cells = (cell for cell in capabilities.all_cells() if cell.backend == "npu")
+    return [drawn(cell) for cell in cells if capabilities.refusal(cell) is None]
 
 
 def attend_all(rank: int, size: int, cases: list[Case], directional: bool) -> list[list[np.ndarray]]:
@@ -62,15 +66,12 @@ TABLE = [
 @pytest.mark.parametrize(("algorithm", "size"), TABLE)
 def test_every_cell_agrees_with_fp64(algorithm: str, size: int, request: pytest.FixtureRequest) -> None:
     """Every fourth cell by default."""
-    cases = [c for c in CASES.values() if (c.algorithm, c.ranks) == (algorithm, size) and not c.dropout]
+    cases = [c for c in all_cases() if (c.algorithm, c.ranks) == (algorithm, size) and not c.dropout]
     cases = cases if request.config.getoption("thorough") else cases[::4]
     directional = algorithm in ("ring", "double_ring", "hybrid")
     parts = run(size, attend_all, cases, directional, environment=ROUGH).values()
     largest_errors = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
     assert cases and {case: error for case, error in largest_errors.items() if error > 1e-5} == {}
-
-
-DROPPED = [case for case in CASES.values() if case.dropout]
 
 
 def attend_twice(rank: int, size: int, cases: list[Case]) -> list[tuple[bool, bool, np.ndarray]]:
@@ -101,7 +102,7 @@ def test_the_backward_drops_what_the_forward_dropped(size: int) -> None:
     """What is dropped is drawn by the operator, so no reference is at hand. But the output is linear in the values, and
     the scores in queries and in keys: <dout, out> = <v, dv> and <q, dq> = <k, dk> over the whole batch, if and only if
     both directions drop the same."""
-    cases = [case for case in DROPPED if case.ranks == size][::16]
+    cases = [case for case in all_cases() if case.dropout and case.ranks == size][::16]
     parts = run(size, attend_twice, cases, environment=ROUGH).values()
     for number, case in enumerate(cases):
         results = [part[number] for part in parts]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.limits import HANG
+from tests.npu.commands import run_commands
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,7 +25,7 @@ STEPS = 4
 SHORT = (
     *("--set", f"train.train_iters={STEPS}", "--set", "train.lr_decay_iters=20", "--set", "train.lr_warmup_iters=2"),
     *("--set", "data.seq_length=1021", "--set", "train.global_batch_size=2", "--set", "output.progress=none"),
-    *("--set", "train.compare=[]", "--set", "context_parallel_suite.nodes=1"),
+    *("--set", "train.compare=[]", "--set", "context_parallel_suite.nodes=1", "--set", "output.loss_png=false"),
     *("--set", f"context_parallel_suite.timeout_seconds={HANG}"),
 )
 
@@ -42,25 +43,33 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(ranks: int, folder: Path, *settings: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of a run whose ranks are started as torchrun starts them."""
+def train(ranks: int, folder: Path, *settings: str, forked: bool = False) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a run whose ranks are started as torchrun starts them, or forked (commands.py)."""
     place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     place |= {"HOST_CANN_JITTER_US": "200", "HOST_CANN_SEED": "3"}
-    command = [sys.executable, "-m", "tests.npu.command", "train", str(QUICKSTART), *SHORT]
-    command += ["--set", f"output.folder={folder}", "--set", f"context_parallel_suite.context_parallel_size={ranks}"]
+    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    words = ["train", str(QUICKSTART), *SHORT]
+    words += ["--set", f"output.folder={folder}", "--set", f"context_parallel_suite.context_parallel_size={ranks}"]
     for setting in settings:
-        command += ["--set", setting]
+        words += ["--set", setting]
+    ended = run_commands(words, places) if forked else _start_python(words, places)
+    assert [code for code, _ in ended] == [0] * ranks, "\n".join(text[-3000:] for _, text in ended)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _start_python(words: list[str], places: list[dict[str, str]]) -> list[tuple[int | None, str]]:
+    """As run_commands, with a new Python for each rank."""
     running = [
         subprocess.Popen(
-            command,
+            [sys.executable, "-m", "tests.npu.command", *words],
             cwd=ROOT,
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **place},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(ranks)
+        for place in places
     ]
     try:
         errors = [process.communicate(timeout=HANG)[1] for process in running]
@@ -68,8 +77,7 @@ def train(ranks: int, folder: Path, *settings: str) -> list[dict[str, Any]]:
         for process in running:
             process.kill()
             process.wait()
-    assert [process.returncode for process in running] == [0] * ranks, "\n".join(text[-3000:] for text in errors)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(process.returncode, text) for process, text in zip(running, errors, strict=True)]
 
 
 @pytest.fixture(scope="module")

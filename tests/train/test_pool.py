@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.report.run.predicted_vs_measured import compare_with_prediction
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_beside import MODELS
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
@@ -144,9 +145,38 @@ def chooses_otherwise(settings: str, odd: int) -> str:
 def test_ranks_that_choose_otherwise_are_told_before_they_wait_for_each_other(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
-    settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)
+    settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2, train__planner="replicated")
     for text in fresh_ranks.run(4, chooses_otherwise, settings.model_dump_json(), 2):
         assert text.startswith("step 1: rank 2 has assigned documents to replicas differently")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(CP2, id="2 replicas of 2 ranks"),
+        pytest.param(
+            {
+                "train__tensor_model_parallel_size": 2,
+                "train__sequence_parallel": True,
+                "context_parallel_suite__remap": "hidden",
+            },
+            id="sequence parallel, hidden states move",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    changes = {**COMMON, **POOL, **more, "train__train_iters": 4, "output__trace_steps": [3, 4]}
+    fresh_ranks.run(4, choosing, tiny(corpus, tmp_path, **changes).model_dump_json(), IN_TURN)
+    pairs = compare_with_prediction(tmp_path).pairs
+    assert [pair.step.is_pooled for pair in pairs] == [True, False]
+    for pair in pairs:
+        assert (pair.predicted.sent == pair.measured.sent).all()
+        assert (pair.predicted.messages == pair.measured.messages).all()
+        assert (pair.measured.sent.sum() > 0) == (pair.step.topology.ranks > 1)
+        assert np.ptp(pair.predicted.seconds) == pytest.approx(0, abs=1e-12)
 
 
 def test_no_rank_holds_more_tokens_than_one_and_a_half_shares(

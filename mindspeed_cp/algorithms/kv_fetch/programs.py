@@ -113,7 +113,19 @@ def direct_fetch_programs(
         return keep[order], number[order]
 
     fetches = KvOwners.of(keys).fetch_list(needed_tokens(queries, keys, attention), select=select)
-    times = direct_schedule(fetches.packed(), prefetch)
+    return programs_of_rounds(queries, keys, attention, fetches.packed(), prefetch)
+
+
+def programs_of_rounds(
+    queries: Layout, keys: Layout, attention: AttentionConfig, fetches: KvFetches, prefetch: int
+) -> tuple[Program, Program]:
+    """Return the forward and backward program of fetches from owners in any rounds, as `direct_fetch_programs`.
+
+    Args:
+        queries, keys, attention, prefetch: as there.
+        fetches: all that ranks need of others, packed; stage is the round.
+    """
+    times = direct_schedule(fetches, prefetch)
     return _programs(queries, keys, attention, times, [(0, 0.5), (times.last, 0.5)], [(0, 1.0)])
 
 

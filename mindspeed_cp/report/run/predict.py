@@ -8,14 +8,12 @@ Embeddings, output layer, loss, optimizer and the work of the host are not model
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
-from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Redistribution, sequence_parallel_layout
 from mindspeed_cp.plan import AttentionConfig, Plan, traffic
@@ -26,8 +24,8 @@ from mindspeed_cp.simulate.simulator import simulate_plan
 
 @dataclass(frozen=True, eq=False)
 class _ModelledLayer:
-    """One layer, modelled: seconds, bytes and messages of each rank of a replica, fp64 [cp * tp], tensor-parallel ranks
-    beside each other; and seconds of all of it."""
+    """One layer, modelled: seconds, bytes and messages of each rank of a replica, or of the pool, fp64 [cp * tp],
+    tensor-parallel ranks beside each other; and seconds of all of it."""
 
     attention: np.ndarray
     exposed: np.ndarray
@@ -48,41 +46,42 @@ def predict_step(step: MeasuredStep, cluster: Cluster) -> TimeBreakdown:
         ConfigError: the nodes of the cluster have fewer ranks, or the plans cannot be built.
     """
     settings, metadata = step.settings, step.metadata
-    cluster = cluster.with_ranks(settings.context_parallel_suite.topology.ranks_per_node)
+    cluster = cluster.with_ranks(step.topology.ranks_per_node)
     counts = {kind: step.layers.count(kind) for kind in dict.fromkeys(step.layers)}
-    simulator = _LayerSimulator(cluster, metadata["bytes_per_element"], settings, step.ranks[0].path)
-    replicas, size = metadata["replicas"], settings.model_parallel_size
-    sums = np.zeros((5, replicas, size))
-    done = np.zeros(replicas)
-    for replica in range(replicas):
-        for micro in step.micro_batches(replica):
+    simulator = _LayerSimulator(step, cluster)
+    ranks = metadata["replicas"] * settings.model_parallel_size
+    groups = 1 if step.is_pooled else metadata["replicas"]  # of ranks that share plans
+    sums = np.zeros((5, groups, ranks // groups))
+    done = np.zeros(groups)
+    for group in range(groups):
+        for micro in step.micro_batches(group):
             for (attention, layer), count in counts.items():
                 modelled = simulator.layer(*micro, attention, layer)
                 parts = modelled.attention, modelled.exposed, modelled.linear, modelled.sent, modelled.messages
-                sums[:, replica] += np.stack(parts) * count
-                done[replica] += modelled.seconds * count
+                sums[:, group] += np.stack(parts) * count
+                done[group] += modelled.seconds * count
     total = done.max() + cluster.reduction_seconds(
-        metadata["gradient_bytes"], replicas * settings.context_parallel_suite.context_parallel_size
+        metadata["gradient_bytes"], metadata["replicas"] * settings.context_parallel_suite.context_parallel_size
     )
-    attention_s, exposed, linear, sent, messages = sums.reshape(5, replicas * size)  # replicas are consecutive ranks
+    attention_s, exposed, linear, sent, messages = sums.reshape(5, ranks)  # replicas are consecutive ranks
     waiting = total - attention_s - exposed - linear
-    return TimeBreakdown(attention_s, exposed, waiting, np.zeros(replicas * size), linear, sent, messages)
+    return TimeBreakdown(attention_s, exposed, waiting, np.zeros(ranks), linear, sent, messages)
 
 
 class _LayerSimulator:
     """Simulates layers on a cluster, each different one once.
 
     Args:
+        step: the step, with its topology and the settings of the run.
         cluster: cluster with as many ranks a node as the plans.
-        element_bytes: bytes of an element of q, k, v and out.
-        settings: settings of the run, with recomputation and sequence parallelism.
-        path: the trace, for errors.
     """
 
-    def __init__(self, cluster: Cluster, element_bytes: int, settings: Settings, path: Path) -> None:
-        self._cluster, self._element_bytes, self._settings, self._path = cluster, element_bytes, settings, path
-        self._tp = settings.train.tensor_model_parallel_size
-        self._shares = self._tp if settings.train.sequence_parallel else 1
+    def __init__(self, step: MeasuredStep, cluster: Cluster) -> None:
+        self._cluster, self._settings, self._path = cluster, step.settings, step.ranks[0].path
+        self._element_bytes: int = step.metadata["bytes_per_element"]
+        self._topology = step.topology
+        self._tp = step.settings.train.tensor_model_parallel_size
+        self._shares = self._tp if step.settings.train.sequence_parallel else 1
         self._layers: dict[tuple[Any, ...], _ModelledLayer] = {}
 
     def layer(
@@ -96,9 +95,8 @@ class _LayerSimulator:
         """Return one layer: forward, backward, and the forwards that the backward computes again."""
         key = documents, algorithm, tuple(options.items()), attention, layer
         if key not in self._layers:
-            topology = self._settings.context_parallel_suite.topology
             try:
-                plan = build_plan(documents, topology, attention, algorithm, **options)
+                plan = build_plan(documents, self._topology, attention, algorithm, **options)
             except ConfigError as error:
                 message = f"{self._path}: its plans cannot be made: {error}; remove it, and trace again"
                 raise ConfigError(message) from None
@@ -132,8 +130,7 @@ class _LayerSimulator:
 
     def _repeat_over_tp(self, values: np.ndarray) -> np.ndarray:
         """Repeat values of context-parallel ranks for their tensor-parallel ranks; return values of those unchanged."""
-        is_per_rank = len(values) * self._tp != self._settings.model_parallel_size
-        return values if is_per_rank else np.repeat(values, self._tp)
+        return np.repeat(values, self._tp) if len(values) == self._topology.ranks else values
 
 
 def _messages(plan: Plan, direction: str) -> np.ndarray:

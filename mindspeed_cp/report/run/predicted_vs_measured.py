@@ -253,7 +253,7 @@ def write_comparison_trace(result: PredictedVsMeasured, path: str | Path) -> Pat
     """
     target = check_output_path("--trace", path, (".json",))
     step = result.pairs[-1].step
-    topology = step.settings.context_parallel_suite.topology
+    topology = step.topology
     attention, layer = step.layers[0]
     documents, algorithm, options = step.micro_batches(0)[0]
     plan = build_plan(documents, topology, attention, algorithm, **options)

@@ -70,6 +70,7 @@ class _Metadata(_Schema):
     ranks: RankCount
     replica: Rank
     replicas: RankCount
+    pool: Annotated[tuple[RankCount, RankCount] | None, Field(strict=False)] = None
     device: str
     documents: Annotated[list[Lengths], Field(min_length=1)]
     parents: list[list[int] | None] | None = None

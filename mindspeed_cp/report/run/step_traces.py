@@ -25,7 +25,7 @@ from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.report.run.step_trace_schema import damaged_file_error, read_trace_file
 from mindspeed_cp.report.trace_events import Recording, TraceEvent, trace_events
 
@@ -125,8 +125,23 @@ class MeasuredStep:
             for kind, flops, hidden, qkv, out in self.metadata["layers"]
         ]
 
+    @property
+    def is_pooled(self) -> bool:
+        """True if the ranks of all replicas computed the step's micro-batches together."""
+        return self.metadata.get("pool") is not None
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks of the step's plans: those of a replica, or the pool of all."""
+        topology = self.settings.context_parallel_suite.topology
+        if not self.is_pooled:
+            return topology
+        nodes, ranks_per_node = self.metadata["pool"]
+        return Topology(nodes, ranks_per_node, topology.cluster)
+
     def micro_batches(self, replica: int) -> list[tuple[Documents, str, dict[str, Any]]]:
-        """Return the documents, the algorithm and its options of each micro-batch of a replica."""
+        """Return the documents, the algorithm and its options of each micro-batch of a replica; of a pooled step all
+        replicas have the same."""
         rank_metadata = next(trace.metadata for trace in self.ranks if trace.metadata["replica"] == replica)
         micro_batches = zip(_documents(rank_metadata), rank_metadata["plans"], strict=True)
         return [(documents, name, options) for documents, (name, options) in micro_batches]
@@ -281,6 +296,10 @@ def _check_settings(trace: RankTrace) -> None:
         raise damaged_file_error(
             path, f"ranks is {metadata['ranks']}, not {metadata['replicas']} replicas of {size} ranks"
         )
+    ranks = metadata["replicas"] * step.settings.context_parallel_suite.context_parallel_size
+    if step.is_pooled and step.topology.ranks != ranks:
+        nodes, ranks_per_node = metadata["pool"]
+        raise damaged_file_error(path, f"pool is {nodes} x {ranks_per_node} ranks, not the {ranks} of all replicas")
     last = max(kind for kind, *_ in metadata["layers"])
     if last >= len(metadata["attentions"]):
         raise damaged_file_error(path, f"layers have attention {last}, and attentions end before it")

@@ -75,7 +75,7 @@ def test_systems_that_place_documents_have_one_pool(system: str) -> None:
     assert timed.chosen[0].plan.ranks == 16 and timed.chosen[0].plan.documents.tokens == 4 * 4096
 
 
-@pytest.mark.parametrize("system", bases.EITHER)
+@pytest.mark.parametrize("system", [system for system in bases.EITHER if system not in bases.REPACKED])
 def test_systems_that_can_do_both_count_by_the_better(system: str) -> None:
     bench = Bench()
     timed = bench.time(system, ROWS, PLACE)
@@ -83,6 +83,18 @@ def test_systems_that_can_do_both_count_by_the_better(system: str) -> None:
     assert timed is not None and pool is not None
     rows = [bench.time(system, [row], Place("a800", "gqa8", 4)) for row in ROWS]
     assert timed.seconds == min(pool.seconds, max(row.seconds for row in rows if row is not None))
+
+
+@pytest.mark.parametrize("system", bases.REPACKED)
+def test_systems_that_pack_rows_anew_run_the_same_documents(system: str) -> None:
+    rows = [Documents([4096]), Documents([4096]), Documents([512] * 8), Documents([512] * 8)]
+    bench = Bench()
+    timed, pool = bench.time(system, rows, PLACE), bench.time(system, [pool_of(rows)], PLACE)
+    assert timed is not None and pool is not None
+    as_given = [bench.time(system, [row], Place("a800", "gqa8", 4)) for row in rows]
+    assert timed.seconds <= min(pool.seconds, max(row.seconds for row in as_given if row is not None))
+    lengths = [length for candidate in timed.chosen for length in candidate.plan.documents.lengths.tolist()]
+    assert sorted(lengths) == sorted(pool_of(rows).lengths.tolist())
 
 
 def test_ulysses_runs_rows_but_no_pool_of_more_ranks_than_heads() -> None:
@@ -118,6 +130,12 @@ def test_a_step_is_its_micro_batches_and_its_slowest_replica() -> None:
     alone, both = step_seconds([forwards], PLACE), step_seconds([forwards, other], PLACE)
     assert alone < both <= 2 * alone + 1e-12, "replicas wait at the end of the step alone"
     assert 0.5 * LAYERS * forwards.seconds < alone < 1.5 * LAYERS * forwards.seconds
+
+
+def test_steps_of_an_upper_comparator_are_its_layers() -> None:
+    timed = Bench().time("DistCA*", ROWS, PLACE)
+    assert timed is not None and bound(ROWS, PLACE) < timed.seconds
+    assert step_seconds([timed, timed], PLACE) == pytest.approx(2 * LAYERS * timed.seconds)
 
 
 def test_ranks_that_are_no_whole_nodes_are_refused() -> None:

@@ -14,7 +14,7 @@ from benchmarks.published.__main__ import main
 from benchmarks.published.csv_file import RESULT, SETTING, batch_lines
 from benchmarks.published.remarks import assumptions, beside_reported
 from benchmarks.published.reported import REPORTED, for_cluster
-from benchmarks.published.systems import BASE, OURS, SYSTEMS, VARIANTS
+from benchmarks.published.systems import BASE, COMPARATORS, OURS, SYSTEMS, VARIANTS
 from benchmarks.published.table import (
     Row,
     header,
@@ -47,6 +47,15 @@ def test_speeds_are_ratios_batch_by_batch() -> None:
     assert ONE.against().tolist() == [3.0, 1.0], "of published systems the fastest of each batch"
     np.testing.assert_allclose(ONE.against(()), [1.1, 0.95])
     np.testing.assert_allclose(ONE.fraction, [0.9, 0.9])
+
+
+def test_upper_comparators_do_not_count_among_published_systems() -> None:
+    seconds = {**ONE.seconds, **{name: [0.1, 0.1] for name in COMPARATORS}}
+    compared = Row("a800", "mha", "one", 64, seconds, ONE.bound)  # type: ignore[arg-type]
+    assert compared.against().tolist() == ONE.against().tolist()
+    assert compared.against(()).tolist() == ONE.against(()).tolist()
+    speed = compared.speed(COMPARATORS[0])
+    assert speed is not None and speed.tolist() == pytest.approx([80.0, 80.0]), "they have a column"
 
 
 def test_every_cluster_counts_alike_in_the_mean() -> None:
@@ -176,7 +185,7 @@ def test_further_sets_have_a_table_of_each_basis_and_equal_batches_once(capsys: 
 
 def test_a_line_of_the_file_has_the_fastest_published_system_and_empty_cells_for_those_that_cannot() -> None:
     seconds = {name: [None] if name == "Ulysses" else [0.004] for name in SYSTEMS}
-    seconds |= {OURS: [0.002], VARIANTS[0]: [0.001], "USP": [0.003]}
+    seconds |= {OURS: [0.002], VARIANTS[0]: [0.001], COMPARATORS[0]: [0.001], "USP": [0.003]}
     row = Row("a2", "mha", "pareto", 64, seconds, [0.0015], seeds=[3], documents=[(20, 700)])  # type: ignore[arg-type]
     ((*setting, bound),) = [cells[: len(SETTING)] for cells in batch_lines("basis 2", row)]
     assert setting == ["basis 2", "a2", "mha", "pareto", 64, 3, 20, 700] and bound == "1.5000"
@@ -197,7 +206,8 @@ def test_bf16_shortens_layers_and_steps_of_others_alone(tmp_path: Path) -> None:
         assert main([*words, *switch]) == 0
         calls.append(Row(**json.loads(file.read_text())["basis 1"][0]))
     fp32, bf16 = calls
-    layers = {name: bf16.seconds[name][0] / fp32.seconds[name][0] for name in SYSTEMS}  # type: ignore[operator]
+    able = [name for name in SYSTEMS if fp32.seconds[name][0] is not None]  # cycles need a mesh
+    layers = {name: bf16.seconds[name][0] / fp32.seconds[name][0] for name in able}  # type: ignore[operator]
     assert layers[OURS] == 1 and bf16.steps[OURS] == fp32.steps[OURS]
     for name in (BASE, "double ring", "USP"):
         assert layers[name] < 0.9 and bf16.steps[name] / fp32.steps[name] == pytest.approx(layers[name], rel=0.02)

@@ -7,7 +7,18 @@ import pytest
 
 from benchmarks.published.rings import grouped_rings
 from benchmarks.published.routed import RoutedLinkQueues, routing_pays
-from benchmarks.published.systems import LOOKED_AT, dynamic_cp, ours, ring, ulysses, usp, zeppelin
+from benchmarks.published.systems import (
+    dist_ca,
+    dynamic_cp,
+    hamilton,
+    magi_attention,
+    ours,
+    ring,
+    ulysses,
+    usp,
+    zeppelin,
+)
+from benchmarks.published.systems.case import LOOKED_AT
 from benchmarks.published.timing import Candidate, fastest, layer
 from benchmarks.published.training_step import MicroBatchTime, simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology
@@ -21,7 +32,7 @@ from tests.benchmarks.published.cases import case
 NEAR = 1e-9
 
 
-@pytest.mark.parametrize("system", [ring, ulysses, usp, dynamic_cp, ours])
+@pytest.mark.parametrize("system", [ring, ulysses, usp, dynamic_cp, magi_attention, ours])
 @pytest.mark.parametrize("cluster", ["a800", "a2"])
 def test_a_layer_takes_what_the_simulator_says(system, cluster: str) -> None:  # type: ignore[no-untyped-def]
     problem = case(cluster=cluster)
@@ -60,6 +71,24 @@ def test_evenly_spaced_ranks_stand_for_all_of_an_even_ring() -> None:
     assert candidate.representative is not None and len(np.unique(candidate.representative)) == LOOKED_AT
     exact = layer(Candidate("all", candidate.plan), problem.cluster).total
     assert layer(candidate, problem.cluster).total == pytest.approx(exact, rel=0.02)
+
+
+def test_evenly_spaced_ranks_stand_for_all_of_rings_on_cycles() -> None:
+    problem = case(nodes=5, per_node=8, cluster="a2")
+    (candidate,) = hamilton(problem)
+    exact = layer(Candidate("all", candidate.plan), problem.cluster).total
+    assert layer(candidate, problem.cluster).total == pytest.approx(exact, rel=0.02)
+
+
+def test_a_layer_without_waits_is_the_work_of_the_busiest_rank() -> None:
+    problem = case()
+    for candidate in dist_ca(problem):
+        actual = layer(candidate, problem.cluster)
+        assert candidate.free_transfers and not actual.exposed.any()
+        with_waits = layer(Candidate("", candidate.plan), problem.cluster)
+        np.testing.assert_allclose(actual.busy, with_waits.busy, rtol=NEAR)
+        assert actual.busy.max() <= actual.total * (1 + NEAR) and actual.total < with_waits.total
+        assert candidate.least(problem.cluster) <= actual.total
 
 
 def test_tiles_are_counted_once_for_all_heads_and_clusters() -> None:
