@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.published.bins import dealt_ranks, packed_bins, ring_seconds, seated
+from benchmarks.published.bins import assigned_ranks, packed_bins, ring_seconds, seated
 from benchmarks.published.groups import Thresholds, power_of_two_groups, zoned_groups
 from benchmarks.published.rings import Group, grouped_rings
 from benchmarks.published.routed import RoutedLinkQueues, routing_pays
@@ -83,7 +83,7 @@ def zeppelin_by_cost(case: Case) -> list[Candidate]:
 
 def dhp(case: Case) -> list[Candidate]:
     """Build DHP (arXiv 2602.21788): bins of documents on groups of any number of ranks, a ring in each. Documents are
-    packed by best fit, and ranks dealt out by its dynamic program over bins and ranks, by this project's speeds of
+    packed by best fit, and ranks assigned by its dynamic program over bins and ranks, by this project's speeds of
     kernels and links (`bins.py`). Its bound of memory is not public: several are tried, of tokens and of work, and the
     two whose slowest bin is done soonest by the objective are simulated. Assumed in its favour: all bins at once,
     groups inside nodes where they fit, linear layers where attention is, documents of a bin in one ring."""
@@ -96,11 +96,11 @@ def dhp(case: Case) -> list[Candidate]:
             if needs.sum() > ranks:
                 continue
             seconds = ring_seconds(lengths, bin_of, len(needs), ranks, case.attention, case.cluster)
-            dealt = dealt_ranks(seconds, needs)
-            assert dealt is not None, "there are enough ranks"
-            groups = seated(dealt[0], case.topology.nodes, case.topology.ranks_per_node)
+            assigned = assigned_ranks(seconds, needs)
+            assert assigned is not None, "there are enough ranks"
+            groups = seated(assigned[0], case.topology.nodes, case.topology.ranks_per_node)
             label = f"bins of {factor:g} x mean {what}"
-            plans.setdefault(tuple(groups[number] for number in bin_of.tolist()), (dealt[1], label))
+            plans.setdefault(tuple(groups[number] for number in bin_of.tolist()), (assigned[1], label))
     best = sorted(plans, key=lambda groups: plans[groups][0])[:SIMULATED]
     return [_rings(case, "DHP", plans[groups][1], groups, interleaved=False) for groups in best]
 

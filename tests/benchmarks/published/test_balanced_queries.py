@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks.published.bins import dealt_ranks, packed_bins, ring_seconds, seated
+from benchmarks.published.bins import assigned_ranks, packed_bins, ring_seconds, seated
 from benchmarks.published.chunks import chunked_plan, dispatched, in_stages, piece_pairs
 from benchmarks.published.moved_queries import balanced_queries, balanced_tasks, equal_runs, moved_plan, shards_of
 from benchmarks.published.packing import rows_of_equal_work
@@ -138,15 +138,15 @@ def test_ranks_are_dealt_so_that_the_slowest_bin_is_done_soonest() -> None:
     for _ in range(20):
         seconds = random.uniform(1, 9, (3, 7))
         needs = random.integers(1, 3, 3)
-        dealt = dealt_ranks(seconds, needs)
-        assert dealt is not None
-        degrees, slowest = dealt
+        assigned = assigned_ranks(seconds, needs)
+        assert assigned is not None
+        degrees, slowest = assigned
         assert (degrees >= needs).all() and degrees.sum() <= 7
         assert slowest == seconds[np.arange(3), degrees - 1].max()
         choices = product(*(range(least, 8) for least in needs.tolist()))
         best = min(max(seconds[i, d - 1] for i, d in enumerate(choice)) for choice in choices if sum(choice) <= 7)
         assert slowest == best
-    assert dealt_ranks(np.ones((3, 4)), np.array([2, 2, 1])) is None
+    assert assigned_ranks(np.ones((3, 4)), np.array([2, 2, 1])) is None
 
 
 def test_groups_of_any_size_are_inside_nodes_where_they_fit() -> None:
