@@ -6,7 +6,7 @@
                                    [--markdown FILE] [--json FILE] [--csv FILE]
 
 Every system runs the same documents by plans that verify_plan can prove, timed by the event simulation of
-mindspeed_cp.simulate on the presets of configs/clusters: nothing is measured. `systems.py` says for each where it is
+mindspeed_cp.simulate on the presets of configs/clusters: nothing is measured. `systems` says for each where it is
 from and what was assumed; what a paper leaves open was chosen in its favour, and a system that has options counts by
 the fastest of them in each batch, while ours is the one plan that its planner makes.
 
@@ -20,7 +20,8 @@ Further sets: lengths that corpora do not have (benchmarks/length_sets.py), on 6
 Columns: time of the even ring (ms of one layer, forward and backward, with its linear layers); how many times as fast
 each system is (mean of the batches); ours over the fastest published system of each batch, mean and least; and the
 fraction of the bound that ours reaches. The bound is perfect balance of all ranks with nothing exposed. Two columns are
-no published systems: dynamic CP and Zeppelin with this project's cost model.
+no published systems: dynamic CP and Zeppelin with this project's cost model. A column with a star is an upper
+comparator: the time of no plan, which does not count among the fastest published.
 
 Steps: all batches of a row as micro-batches of one training step through 32 layers, replicas beside each other; without
 the reduction of gradients, which is the same for all. --bf16 lets gradients of keys and values travel in bf16 in all

@@ -1,7 +1,7 @@
 """Bins of documents, each with a ring over a group of any number of ranks: the problem of DHP, arXiv 2602.21788.
 
 First documents are packed into bins by best fit, longest first; a bin has the fewest ranks that have room for it. Then
-the ranks are assigned so that the slowest bin is done soonest, by dynamic programming over bins and ranks::
+ranks are assigned so that the slowest bin is done soonest, by dynamic programming over bins and ranks::
 
     least[bin, ranks] = min over d of max(least[bin - 1, ranks - d], seconds[bin, d])
 """
@@ -79,7 +79,7 @@ def ring_seconds(
 
 
 def assigned_ranks(seconds: np.ndarray, needs: np.ndarray) -> tuple[np.ndarray, float] | None:
-    """Deal ranks to bins so that the slowest is done soonest.
+    """Assign ranks to bins so that the slowest is done soonest.
 
     Args:
         seconds: of each bin on 1, 2, ... ranks, fp64 [bins, ranks].

@@ -96,7 +96,7 @@ def balanced_queries(home: Layout, attention: AttentionConfig, size: int, tolera
 def balanced_tasks(
     documents: Documents, ranks: int, attention: AttentionConfig, share: float, tile_rows: float
 ) -> Layout:
-    """Deal the attention of documents out to any ranks as tasks: runs of queries with about equal work, so many of a
+    """Cut the attention of documents into tasks for any ranks: runs of queries with about equal work, so many of a
     document that none is above a share of the mean; largest first, each to the rank with least (Graham 1969).
 
     Args:

@@ -45,8 +45,13 @@ REPORTED = (
     Reported("Megatron dynamic CP", "up to 1.48x", "static context parallelism", "NVIDIA GPUs", "Megatron-core"),
     Reported("ByteScale", "up to 7.89x", "the state of the art (steps)", "NVIDIA GPUs", "arXiv 2502.21231"),
     Reported("FlexSP", "up to 1.98x", "the state of the art (steps)", "NVIDIA GPUs", "arXiv 2412.01523", (), "FlexSP"),
-    Reported("WLB-LLM", "1.23x", "its baseline (steps)", "NVIDIA GPUs", "arXiv 2503.17924"),
-    Reported("DistCA", "up to 1.35x", "its baseline (steps)", "NVIDIA GPUs", "hao-ai-lab/DistCA"),
+    Reported("WLB-LLM", "1.23x", "its baseline (steps)", "NVIDIA GPUs", "arXiv 2503.17924", (), "WLB-LLM"),
+    Reported(
+        "DHP", "up to 1.36x", "Megatron-LM and DeepSpeed (steps)", "8 nodes of Ascend 910B", "arXiv 2602.21788",
+        ("a2",), "DHP",
+    ),
+    Reported("TASP", "up to 3.58x", "ring attention (attention alone)", "H100, MI300X", "arXiv 2509.26541"),
+    Reported("DistCA", "up to 1.35x", "the state of the art (steps)", "512 H200", "arXiv 2510.18121", ("h200",)),
 )  # fmt: skip
 
 

@@ -126,9 +126,10 @@ def test_a_row_that_is_lost_says_what_takes_the_time() -> None:
 
 
 def test_reported_figures_stand_beside_the_clusters_they_are_from() -> None:
-    assert {figure.system for figure in for_cluster("a800")} == {"Zeppelin"} and not for_cluster("a2")
+    assert {figure.system for figure in for_cluster("a800")} == {"Zeppelin"} and not for_cluster("a3")
+    assert {figure.system for figure in for_cluster("a2")} == {"DHP"}
     assert all(figure.source and figure.figure for figure in REPORTED)
-    text = "\n".join(assumptions(["a800", "a2"], ["wikipedia"], bf16=False, placements=4))
+    text = "\n".join(assumptions(["a800", "a3"], ["wikipedia"], bf16=False, placements=4))
     assert "modelled" in text and "4,096 tokens a rank" in text and "attention reaches 0.6" in text
     assert "[reported] Zeppelin 2.80x" in text and "[reported] nothing for this cluster" in text
     zeppelin = Row("a800", "mha", "one", 64, {BASE: [8.0, 4.0], "Zeppelin": [2.0, 2.0], OURS: [1.0, 1.0]}, [1.0, 1.0])
