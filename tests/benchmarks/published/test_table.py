@@ -207,7 +207,7 @@ def test_bf16_shortens_layers_and_steps_of_others_alone(tmp_path: Path) -> None:
         assert main([*words, *switch]) == 0
         calls.append(Row(**json.loads(file.read_text())["basis 1"][0]))
     fp32, bf16 = calls
-    able = [name for name in SYSTEMS if fp32.seconds[name][0] is not None]  # cycles need a mesh
+    able = [name for name in SYSTEMS if fp32.seconds[name][0] is not None]
     layers = {name: bf16.seconds[name][0] / fp32.seconds[name][0] for name in able}  # type: ignore[operator]
     assert layers[OURS] == 1 and bf16.steps[OURS] == fp32.steps[OURS]
     for name in (BASE, "double ring", "USP"):
