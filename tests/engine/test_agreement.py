@@ -176,6 +176,6 @@ def test_what_is_no_plan_type_or_group_is_refused(workers: GlooPool) -> None:
 
 def test_what_is_said_of_a_plan_is_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = CASE.plan()
-    first = agreement._fingerprints(plan)
+    first = agreement.plan_fingerprints(plan)
     monkeypatch.setattr(agreement, "_with_digest", None)
-    assert agreement._fingerprints(plan) is first
+    assert agreement.plan_fingerprints(plan) is first

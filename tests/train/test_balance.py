@@ -278,7 +278,7 @@ def plans_otherwise(settings: str) -> str:
     """In a rank: rank 3 plans documents of other lengths, of as many tokens."""
     import torch.distributed as dist
 
-    from mindspeed_cp.algorithms import plan_cache as plans
+    from mindspeed_cp.train import micro_batch_loader as plans
 
     build = plans.build_plan
 
