@@ -1,21 +1,20 @@
 """Error of attention in bf16 on several ranks, relative to that on one rank.
 
     python -m benchmarks.bf16_error [--ranks 2 8 16] [--tokens 2000] [--algorithms ring direct] [--masks causal full]
-        [--seeds 2] [--backend cpu|npu|npu-fp16|npu-fp32] [--round-weights] [--arithmetic auto|bf16|fp32]
-        [--reduce-dtype float32|bfloat16]
+        [--seeds 2] [--backend cpu|cuda|npu|npu-fp16|npu-fp32] [--kernel auto|flash|tiles] [--round-weights]
+        [--arithmetic auto|bf16|fp32] [--reduce-dtype float32|bfloat16]
 
 The inputs are random and rounded to bf16; the reference is dense attention in fp64 of the same inputs. A figure is the
 L2 error over that of one rank, for out, dq, dk and dv: root mean squares over the seeds. 1.00 means that the ranks add
-nothing to the rounding of the inputs of each product and of the result. All ranks run in this process, on the CPU.
+nothing to the rounding of the inputs of each product and of the result. All ranks run in this process, on one device.
 
 A CPU without instructions for bf16 computes in fp32 (--arithmetic fp32); one that has them computes in bf16 what no
 other call adds to, and large backward calls (--arithmetic bf16). auto: what this CPU does.
 
 --backend npu runs the npu backend over the tests' stand-in for CANN's operators, whose arithmetic is in fp32 and which
 rounds the result of each call. With --round-weights it also rounds weights and gradients of scores to the type of the
-call, on one rank as on many, as CANN's public kernels do. npu-fp16, npu-fp32: the same with this npu_precision. The
-cuda backend is not here: torch's flash attention needs a GPU, and Triton's interpreter, which runs our kernel on a CPU,
-multiplies the bits of bf16 in tl.dot.
+call, on one rank as on many, as CANN's public kernels do. npu-fp16, npu-fp32: the same with this npu_precision.
+--backend cuda needs a GPU; --kernel is its kernel (docs/gpu.md).
 
 The last lines are two tables: the largest figure of each mask and algorithm, and the range of each result.
 """
@@ -33,10 +32,12 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.engine import attend_all_ranks
 from mindspeed_cp.ops.attention.cpu import cost_model
+from mindspeed_cp.ops.attention.cuda.backend import KERNELS, CudaAttention
 from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from mindspeed_cp.plan.program import REDUCE_BYTES
 
 NAMES = ("out", "dq", "dk", "dv")
+_CPU = torch.device("cpu")
 
 _WIDTHS = {"head_dim": 32, "head_dim_v": 32}
 #: Masks and features by name.
@@ -105,14 +106,14 @@ def planned(
 
 def l2_errors(
     attention: AttentionConfig, lengths: Sequence[int], algorithms: Sequence[str], ranks: Sequence[int], seeds: int,
-    backend: Any = None, **options: Any,
+    backend: Any = None, device: torch.device = _CPU, **options: Any,
 ) -> dict[tuple[str, int], np.ndarray]:  # fmt: skip
     """Return the relative L2 errors of out, dq, dk and dv by algorithm and number of ranks, 1 among them; options: of
     build_plan."""
     documents = Documents(list(lengths))
     squares: dict[tuple[str, int], list[list[float]]] = {}
     for seed in range(seeds):
-        inputs = draw_inputs(attention, documents.tokens, seed)
+        inputs = [x.to(device) for x in draw_inputs(attention, documents.tokens, seed)]
         wanted = exact(attention, documents, inputs)
         for algorithm in algorithms:
             for count in (1, *ranks):
@@ -151,10 +152,12 @@ def table_of_results(ratios: Ratios, ranks: Sequence[int]) -> list[str]:
     return lines
 
 
-def make_backend(name: str, round_weights: bool) -> Any:
-    """Return the backend of an argument of the command line; None: that of the CPU."""
+def make_backend(name: str, round_weights: bool, kernel: str | None) -> Any:
+    """Return the backend of arguments of the command line; None: that of the CPU."""
     if name == "cpu":
         return None
+    if name == "cuda":
+        return CudaAttention(kernel or "auto")
     from mindspeed_cp.ops.attention.npu.backend import NpuAttention
     from tests.host_cann import oracle_math
     from tests.ops.npu_oracle import OracleOperator
@@ -172,7 +175,8 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--backend", choices=("cpu", "npu", "npu-fp16", "npu-fp32"), default="cpu")
+    parser.add_argument("--backend", choices=("cpu", "cuda", "npu", "npu-fp16", "npu-fp32"), default="cpu")
+    parser.add_argument("--kernel", choices=KERNELS, help="cuda: of CudaAttention (auto)")
     parser.add_argument(
         "--round-weights", action="store_true", help="npu: round operands of second products, as devices do"
     )
@@ -182,16 +186,19 @@ def main() -> None:
     options = {"reduce_dtype": arguments.reduce_dtype}
     if arguments.arithmetic != "auto":
         cost_model.computes_in = lambda dtype: arguments.arithmetic == "bf16"  # type: ignore[assignment]
-    if arguments.round_weights and arguments.backend == "cpu":
+    if arguments.round_weights and not arguments.backend.startswith("npu"):
         parser.error("--round-weights is of the npu backends; valid: with --backend npu, npu-fp16 or npu-fp32")
-    backend = make_backend(arguments.backend, arguments.round_weights)
+    if arguments.kernel and arguments.backend != "cuda":
+        parser.error("--kernel is of the cuda backend; valid: with --backend cuda")
+    backend = make_backend(arguments.backend, arguments.round_weights, arguments.kernel)
+    device = torch.device("cuda" if arguments.backend == "cuda" else "cpu")
     ratios: dict[tuple[str, str, int], list[np.ndarray]] = {}
     masks = [name for name in arguments.masks if backend is None or name != "dropout"]  # a device draws its own
     for name in masks:
         attention = AttentionConfig(**MASKS[name])
         for kind, lengths in lengths_of(arguments.tokens).items():
             errors = l2_errors(
-                attention, lengths, arguments.algorithms, arguments.ranks, arguments.seeds, backend, **options
+                attention, lengths, arguments.algorithms, arguments.ranks, arguments.seeds, backend, device, **options
             )
             for algorithm in arguments.algorithms:
                 alone = errors[algorithm, 1]
