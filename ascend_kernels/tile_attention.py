@@ -18,10 +18,9 @@ from mindspeed_cp.ascend_kernels.tile_schedule import (
     TILE_MAX_HEAD_DIM,
     TileSchedule,
     block_rows,
+    launch_options,
     schedule_block_rows,
 )
-
-WARPS, STAGES = 8, 2
 
 #: Elements of `out` that one program of delta_kernel holds.
 DELTA_ELEMENTS = 4096
@@ -188,20 +187,25 @@ def _delta(out: Tensor, dout: Tensor) -> Tensor:
 
 def _launch(
     name: str, schedule: TileSchedule, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Tensor, ...], scale: float,
-    slopes: Tensor | None, rows: int,
+    slopes: Tensor | None, rows: int, blocks: tuple[int, int] | None = None, options: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
+    """Launch a kernel on the blocks of a schedule; blocks and options: of `block_rows` and `launch_options`, or what a
+    benchmark times instead."""
     from mindspeed_cp.ascend_kernels.device import tile_attention
 
     if not len(schedule.blocks):
         return
     heads, kv_heads, count = q.shape[1], k.shape[1], len(schedule.blocks)
-    own, visited = block_rows(name.removesuffix("_kernel"), q.dtype, max(q.shape[-1], v.shape[-1]), q.device.type)
-    bm, bn = (visited, own) if name == "dkdv_kernel" else (own, visited)
+    kind = name.removesuffix("_kernel")
+    width = max(q.shape[-1], v.shape[-1])
+    own, visited = blocks or block_rows(kind, q.dtype, width, q.device.type)
+    warps, stages = options or launch_options(kind, q.dtype, width)
+    bm, bn = (visited, own) if kind == "dkdv" else (own, visited)
     kernel = getattr(tile_attention, name)
     with device_guard(q):
-        kernel[launch_grid(count * (kv_heads if name == "dkdv_kernel" else heads))](
+        kernel[launch_grid(count * (kv_heads if kind == "dkdv" else heads))](
             q, k, v, *rest, schedule.visits, schedule.blocks, q if slopes is None else slopes, rows, count,
             SCALE=scale, HEADS=heads, GROUP=heads // kv_heads, DIM=q.shape[-1], DIM_V=v.shape[-1],
             WIDTH=max(16, next_power_of_2(q.shape[-1])), WIDTH_V=max(16, next_power_of_2(v.shape[-1])), BM=bm, BN=bn,
-            ALIBI=slopes is not None, DOT="ieee", num_warps=WARPS, num_stages=STAGES,
+            ALIBI=slopes is not None, DOT="ieee", num_warps=warps, num_stages=stages,
         )  # fmt: skip

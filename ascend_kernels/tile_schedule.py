@@ -17,15 +17,12 @@ from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 NO_DIAGONAL = 2**30
 
 #: (rows of a program's own block, rows of a block that it visits), by device type, bytes per element and kernel. The
-#: own block has queries, in "dkdv" keys. No value was timed on a device. GPUs: the largest blocks that spill at most
-#: 64 bytes at 128 channels by ptxas on sm_80 and sm_90 (table in docs/kernels.md; in "dkdv", bf16 (64, 64) spills 280
-#: bytes on sm_90, fp32 (64, 32) kilobytes), because larger own blocks read keys and values less often, and that fit
-#: the 99 KiB of shared memory of compute capability 8.6 and 8.9 (A100: 163, H100: 227). With 8 warps and more than 128
-#: registers one program runs on an SM at a time, so fewer than 255 registers gain nothing. NPUs: what fits their
-#: buffers by size; CANN's compiler has not seen them.
+#: own block has queries, in "dkdv" keys. GPUs: with LAUNCH_OPTIONS, the fastest or near it of those timed on an H200 at
+#: 128 channels (`python -m benchmarks.tile_blocks`, docs/kernels.md) that fit the 99 KiB of shared memory of compute
+#: capability 8.6 and 8.9 there. NPUs: what fits their buffers by size; CANN's compiler has not seen them.
 BLOCK_ROWS = {
     "cuda": {
-        2: {"forward": (128, 64), "dq": (64, 64), "dkdv": (64, 32)},
+        2: {"forward": (64, 64), "dq": (64, 64), "dkdv": (64, 64)},
         4: {"forward": (32, 32), "dq": (32, 32), "dkdv": (32, 32)},
     },
     "npu": {
@@ -33,6 +30,14 @@ BLOCK_ROWS = {
         4: {"forward": (32, 32), "dq": (32, 32), "dkdv": (32, 32)},
     },
 }
+
+#: (warps, stages) of launches of heads of up to 128 channels, by bytes per element and kernel, and of wider ones; of
+#: GPUs, as triton-ascend reads neither.
+LAUNCH_OPTIONS = {
+    2: {"forward": (4, 3), "dq": (4, 2), "dkdv": (4, 2)},
+    4: {"forward": (4, 2), "dq": (4, 2), "dkdv": (4, 2)},
+}
+WIDE_LAUNCH_OPTIONS = (8, 2)
 
 #: Maximum bytes of a block of heads wider than 128 channels, and the maximum number of channels: with twice as many
 #: bytes "dkdv" spills up to three kilobytes.
@@ -53,6 +58,11 @@ def block_rows(kernel: str, dtype: torch.dtype, width: int = 128, device: str = 
         return own, visited
     most_rows = max(16, BLOCK_BYTES // (next_power_of_2(width) * dtype.itemsize))
     return min(own, most_rows), min(visited, most_rows)
+
+
+def launch_options(kernel: str, dtype: torch.dtype, width: int = 128) -> tuple[int, int]:
+    """Return the warps and the stages of a launch; arguments as for :func:`block_rows`."""
+    return LAUNCH_OPTIONS[dtype.itemsize][kernel] if width <= 128 else WIDE_LAUNCH_OPTIONS
 
 
 def schedule_block_rows(dtype: torch.dtype, backward: bool, width: int = 128, device: str = "cuda") -> tuple[int, int]:

@@ -15,7 +15,8 @@ STEPS = 4
 SETTINGS = {
     "model.num_layers": 2, "model.hidden_size": 128, "model.num_attention_heads": 4, "data.seq_length": 1024,
     "train.train_iters": STEPS, "train.lr_warmup_iters": 0, "train.global_batch_size": 4,
-    "train.compare": "[]", "checkpoint.save_interval": 0, "output.progress": "none", "output.loss_png": "false",
+    "context_parallel_suite.nodes": 1, "train.compare": "[]", "checkpoint.save_interval": 0,
+    "output.progress": "none", "output.loss_png": "false",
 }  # fmt: skip
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(1800)]
