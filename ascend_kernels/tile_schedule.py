@@ -31,13 +31,13 @@ BLOCK_ROWS = {
     },
 }
 
-#: (warps, stages) of launches of heads of up to 128 channels, by bytes per element and kernel, and of wider ones; of
-#: GPUs, as triton-ascend reads neither.
+#: (warps, stages) of launches on GPUs, by bytes per element and kernel, for heads of up to 128 channels; of up to 256
+#: channels in two bytes; and of others, which were not timed. triton-ascend reads neither.
 LAUNCH_OPTIONS = {
     2: {"forward": (4, 3), "dq": (4, 2), "dkdv": (4, 2)},
     4: {"forward": (4, 2), "dq": (4, 2), "dkdv": (4, 2)},
 }
-WIDE_LAUNCH_OPTIONS = (8, 2)
+WIDE_LAUNCH_OPTIONS, OTHER_LAUNCH_OPTIONS = (4, 2), (8, 2)
 
 #: Maximum bytes of a block of heads wider than 128 channels, and the maximum number of channels: with twice as many
 #: bytes "dkdv" spills up to three kilobytes.
@@ -62,7 +62,9 @@ def block_rows(kernel: str, dtype: torch.dtype, width: int = 128, device: str = 
 
 def launch_options(kernel: str, dtype: torch.dtype, width: int = 128) -> tuple[int, int]:
     """Return the warps and the stages of a launch; arguments as for :func:`block_rows`."""
-    return LAUNCH_OPTIONS[dtype.itemsize][kernel] if width <= 128 else WIDE_LAUNCH_OPTIONS
+    if width <= 128:
+        return LAUNCH_OPTIONS[dtype.itemsize][kernel]
+    return WIDE_LAUNCH_OPTIONS if width <= 256 and dtype.itemsize == 2 else OTHER_LAUNCH_OPTIONS
 
 
 def schedule_block_rows(dtype: torch.dtype, backward: bool, width: int = 128, device: str = "cuda") -> tuple[int, int]:

@@ -29,12 +29,48 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, buil
 from mindspeed_cp.cli.lengths import draw_batches
 from mindspeed_cp.ops.attention import BackwardState, get_backend
 from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
+from mindspeed_cp.plan import document_mask
 
 DIRECTIONS = ("forward", "backward")
 
 
 class RankWork:
-    """Attention of one rank with filled slots."""
+    """Attention of one rank with filled slots, of the whole plan or of its parts one after the other."""
+
+    def __init__(self, plan: Any, rank: int, backend: Any, inputs: list[torch.Tensor]) -> None:
+        lengths = plan.documents.lengths
+        self.parts = [
+            PartWork(part, rank, backend, tensors_of_part(part, lengths, inputs)) for part in plan.parts_or_self
+        ]
+
+    @property
+    def steps(self) -> int:
+        """Number of (step, slot)s of the forward."""
+        return sum(len(part.slot_calls["forward"]) for part in self.parts)
+
+    def forward(self) -> None:
+        """Run the forward of all steps."""
+        for part in self.parts:
+            part.forward()
+
+    def both(self) -> None:
+        """Run forward and backward of all steps."""
+        for part in self.parts:
+            part.both()
+
+
+def tensors_of_part(part: Any, lengths: np.ndarray, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the rows of the documents of a part, of a batch of documents of these lengths; the tensors themselves if
+    the part has all documents."""
+    in_part = document_mask(part)
+    if in_part.all():
+        return tensors
+    rows = torch.from_numpy(np.flatnonzero(np.repeat(in_part, lengths))).to(tensors[0].device)
+    return [x[rows] for x in tensors]
+
+
+class PartWork:
+    """Attention of one rank in a plan without parts."""
 
     def __init__(self, plan: Any, rank: int, backend: Any, inputs: list[torch.Tensor]) -> None:
         self.plan, self.backend = plan, backend
@@ -143,7 +179,7 @@ def step_us(ranks: int, attention: AttentionConfig, device: torch.device, calls:
     for _ in range(calls):
         start = time.perf_counter()
         work.forward()
-        times.append((time.perf_counter() - start) * 1e6 / len(work.slot_calls["forward"]))
+        times.append((time.perf_counter() - start) * 1e6 / work.steps)
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
     return statistics.median(times)

@@ -264,12 +264,27 @@ def run(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def open_local_store() -> dist.TCPStore:
+    """Return the store by which local ranks meet. It listens on a free port before any rank starts, so that no other
+    program can take the port, and for this machine alone."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, port = listener.getsockname()
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False
+    )
+
+
+def take_local_rank(rank: int, ranks: int, port: int) -> None:
+    """Set the environment of one of the ranks that this program starts, as torchrun does: the store is its parent's."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    torch.set_num_threads(1)
+
+
 def run_local_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     """Train on one of the ranks that this program started."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": arguments.ranks, "LOCAL_WORLD_SIZE": arguments.ranks}
-    os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+    take_local_rank(rank, arguments.ranks, port)
     run(arguments)
 
 
@@ -282,10 +297,8 @@ def main() -> None:
         sys.exit(f"finetune_hf.py: {error}")
     if "RANK" in os.environ:
         return run(arguments)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run_local_rank, (arguments, port), nprocs=arguments.ranks)
+    store = open_local_store()
+    torch.multiprocessing.spawn(run_local_rank, (arguments, store.port), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from finetune_hf import BACKENDS, MODELS
+from finetune_hf import BACKENDS, MODELS, open_local_store, take_local_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -279,10 +278,7 @@ def make_model(arguments: argparse.Namespace, longest: int) -> Any:
 
 def run_local_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     """Train on one of the ranks that this program started."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": arguments.ranks, "LOCAL_WORLD_SIZE": arguments.ranks}
-    os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+    take_local_rank(rank, arguments.ranks, port)
     sys.exit(0 if run(arguments) else 1)
 
 
@@ -291,11 +287,9 @@ def main() -> None:
     arguments = read_arguments()
     if "RANK" in os.environ:
         sys.exit(0 if run(arguments) else 1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = open_local_store()
     try:
-        torch.multiprocessing.spawn(run_local_rank, (arguments, port), nprocs=arguments.ranks)
+        torch.multiprocessing.spawn(run_local_rank, (arguments, store.port), nprocs=arguments.ranks)
     except torch.multiprocessing.ProcessExitedException as error:
         sys.exit(error.exit_code or 1)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import engine, host, kernels
-from mindspeed_cp import AttentionConfig
+from benchmarks import engine, host, kernels, virtual_ranks
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.comm import GroupTransport
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
 
@@ -40,6 +40,20 @@ def test_virtual_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for title in ("one causal document", "packed, 100,40,200"):
         assert [row["direction"] for row in report[title]] == ["forward", "both"]
         assert all(len(row["rank_ms"]) == 2 and row["efficiency"] > 0 for row in report[title])
+
+
+def test_virtual_ranks_of_a_plan_in_parts() -> None:
+    """Every query is computed, in the documents of its part."""
+    attention = AttentionConfig(4, 4, 16)
+    plan = build_plan(Documents([300, 7, 900, 40, 120]), Topology(1, 4), attention, "hierarchical")
+    assert len(plan.parts_or_self) > 1
+    inputs = [torch.randn(plan.documents.tokens, 4, 16) for _ in range(4)]
+    works = [virtual_ranks.RankWork(plan, rank, CpuAttention(), inputs) for rank in range(4)]
+    for work in works:
+        work.both()
+    states = [part.rank.state for work in works for part in work.parts]
+    assert sum(state.q.shape[0] * state.q.shape[1] for state in states) == plan.documents.tokens * attention.heads
+    assert all(bool(torch.isfinite(state.lse).all()) for state in states)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
