@@ -53,21 +53,29 @@ class PlanSharing(Generic[ScopeT]):
         self._encoded: WeakKeyDictionary[Plan, dict[int, bytes]] = WeakKeyDictionary()
 
     def __enter__(self) -> PlanSharing[ScopeT]:
-        try:
-            self._sockets = connect_ranks(self._rank, self._pairs, self.paths, self._listener, self._patience)
-        finally:
-            self.stop_listening()
+        self.connect()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stop_listening()
+        self.close()
+
+    def connect(self) -> None:
+        """Connect to the other ranks; a collective of them.
+
+        Raises:
+            LoaderEnded: the loader ended first.
+            PeerError: another rank is gone, or does not answer.
+        """
+        try:
+            self._sockets = connect_ranks(self._rank, self._pairs, self.paths, self._listener, self._patience)
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+
+    def close(self) -> None:
+        """Close the connections; the other ranks still get what was sent."""
         for connection in self._sockets.values():
             connection.close()
-
-    def stop_listening(self) -> None:
-        """Close this rank's listener, if it has one; ranks that are connected stay so."""
-        if self._listener is not None:
-            self._listener.close()
 
     def is_planner(self, scope: ScopeT) -> bool:
         """Return True if this rank does the work of its ranks."""

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -208,11 +208,14 @@ def open_plan_sharing(
     """
     if not may_share_plans(planner, suite):
         return None
-    by_arguments = _open.setdefault(parallel_state.get_context_parallel_group(), {})
+    group = parallel_state.get_context_parallel_group()
+    by_arguments = _open.setdefault(group, {})
     key = planner, pooled, suite.verify_plans, setting
     if key not in by_arguments:
         patience = Patience(lambda: False, suite.timeout_seconds if seconds is None else seconds)
-        by_arguments[key] = _open_stage(planner, pooled, suite.verify_plans, patience, setting)
+        by_arguments[key] = sharing = _open_stage(planner, pooled, suite.verify_plans, patience, setting)
+        if sharing is not None:
+            finalize(group, sharing.close)
     return by_arguments[key]
 
 
@@ -255,7 +258,7 @@ def _open_stage(planner: Planner, pooled: bool, verify: bool, patience: Patience
         raise failure
     if sharing is not None:
         sharing.paths = {row[0]: text or None for row, text in zip(rows, paths, strict=True)}
-        sharing.__enter__()
+        sharing.connect()
     return sharing
 
 
