@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def error_from_bytes(content: bytes) -> BaseException:
     """Return the error of :func:`error_to_bytes`; raise ValueError for what no rank writes."""
     try:
         tag, *parts = json.loads(content)
-        return {"error": decode_error, "os error": decode_os_error}[tag](*parts)
+        readers: dict[str, Callable[..., BaseException]] = {"error": decode_error, "os error": decode_os_error}
+        return readers[tag](*parts)
     except (ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())[:200]
         raise ValueError(f"a message of another rank is not an error that ranks write ({text})") from None
