@@ -73,7 +73,7 @@ def script(rank: int, path: str, machine: int = 4, **arguments: Any) -> Iterator
 
     args = start(**arguments)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    with pytest.MonkeyPatch.context() as patch, megatron(tp=tp, cp=cp):
+    with pytest.MonkeyPatch.context() as patch, megatron(tp=tp, cp=cp, pp=args.pipeline_model_parallel_size):
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         patch.setenv("LOCAL_RANK", str(rank % machine))
@@ -157,6 +157,25 @@ def test_trajectories_take_the_plans_of_one_rank(ranks: MegatronRanks, plan_file
     shared = ranks.run(4, trained_on_trees, plan_file, "node")
     assert [losses for losses, _ in alone] == [losses for losses, _ in shared]
     assert [built for _, built in alone] == [2] * 4 and [built for _, built in shared] == [2, 0, 0, 0]
+
+
+def built_by_stages(rank: int, group: None, path: str) -> int:
+    """Plan two micro-batches, on the second of two pipeline stages after the first has sent them."""
+    stages = dict(pipeline_model_parallel_size=2, context_parallel_size=2, cp_plan_planner="node")
+    with script(rank, path, **SEARCHED, **stages) as (_, config, counts):
+        rows = torch.zeros(1)
+        for number in range(2):
+            if parallel_state.is_pipeline_first_stage():
+                pretrain.get_batch(iter([micro_batch(0, number)]), config)
+                dist.send(rows, rank + 2)
+            else:
+                dist.recv(rows, rank - 2)
+                pretrain.get_batch(iter([micro_batch(0, number)]), config)
+        return counts["built"]
+
+
+def test_no_pipeline_stage_waits_for_a_later_one(ranks: MegatronRanks, plan_file: str) -> None:
+    assert ranks.run(4, built_by_stages, plan_file) == [2, 0, 2, 0], "each stage has a planner"
 
 
 # errors
