@@ -24,6 +24,9 @@ from mindspeed_cp.schema.base import (
 )
 from mindspeed_cp.schema.messages import bad_value, unknown_key
 
+#: Which ranks make plans; see `train.planner`.
+Planner = Literal["auto", "replicated", "node"]
+
 
 class TrainSettings(Section):
     """Steps, optimizer, schedule, precision, and parallelism of the model."""
@@ -83,7 +86,7 @@ class TrainSettings(Section):
     prefetch_micro_batches: PositiveInt = Field(
         default=2, description="micro-batches packed and planned ahead, in a thread of each rank"
     )
-    planner: Literal["auto", "replicated", "node"] = Field(
+    planner: Planner = Field(
         default="auto",
         description="which ranks make plans: replicated: every rank its own; node: of the ranks of a machine that have "
         "the same plans, the first one, which sends the others what they need of them; auto: node where plans are "

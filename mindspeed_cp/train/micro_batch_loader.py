@@ -30,9 +30,10 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
+from mindspeed_cp.plan_sharing.node_sockets import LoaderEnded
+from mindspeed_cp.plan_sharing.sharing import ReceivedPlan, decode_plans
 from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
-from mindspeed_cp.train.node_sockets import LoaderEnded
-from mindspeed_cp.train.plan_sharing import PlanSharing, ReceivedPlan, Scope, SharedDispatcher, decode_plans
+from mindspeed_cp.train.plan_sharing import PlanSharing, Scope, SharedDispatcher
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from mindspeed_cp.train.world import World
 

@@ -26,33 +26,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed import DistError, distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import CheckpointException
 
-from mindspeed_cp import errors
 from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.plan_sharing.error_messages import decode_error, decode_os_error, encode_error
 
 _RECORDS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
-#: An error arrives as the first of its classes that is here; one of another class as a RuntimeError that names it.
-_ERRORS: dict[str, type[BaseException]] = {
-    kind.__name__: kind
-    for kind in (
-        errors.ConfigError,
-        errors.PeerError,
-        errors.DivergenceError,
-        errors.CorruptionError,
-        errors.OperatorError,
-        errors.PlanError,
-        DistError,
-        torch.OutOfMemoryError,
-        MemoryError,
-        AssertionError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    )
-}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -138,14 +118,7 @@ def _encode(value: Any) -> Any:
 def _encode_error(error: BaseException) -> list[Any]:
     if isinstance(error, CheckpointException):
         return ["failures", str(error.args[0]), _encode(error.failures)]  # its str() holds lines of files
-    if isinstance(error, OSError) and error.errno is not None:
-        filename = None if error.filename is None else str(error.filename)
-        return ["os error", error.errno, str(error.strerror), filename]
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    for kind in type(error).__mro__:
-        if kind in _ERRORS.values():
-            return ["error", kind.__name__, text]
-    return ["error", "RuntimeError", f"{type(error).__name__}: {text}"]
+    return encode_error(error)
 
 
 def _decode(value: Any) -> Any:
@@ -172,14 +145,6 @@ def _decode_tensor(dtype: str, shape: list[int], content: str) -> torch.Tensor:
 
 def _decode_failures(text: str, failures: Any) -> CheckpointException:
     return CheckpointException(text, _decode(failures))
-
-
-def _decode_error(name: str, text: str) -> BaseException:
-    return _ERRORS[name](text)
-
-
-def _decode_os_error(number: int, text: str, filename: str | None) -> OSError:
-    return OSError(number, text) if filename is None else OSError(number, text, filename)
 
 
 def _decode_record(module: str, name: str, *values: Any) -> Any:
@@ -233,8 +198,8 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "path": Path,
     "stack": lambda: traceback.StackSummary(),  # empty: frames would be filled with lines of any file that they name
     "failures": _decode_failures,
-    "error": _decode_error,
-    "os error": _decode_os_error,
+    "error": decode_error,
+    "os error": decode_os_error,
     "record": _decode_record,
     "enum": _decode_enum,
 }

@@ -27,10 +27,10 @@ from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Topology
+from mindspeed_cp.plan_sharing.node_ranks import NodeRanks, node_ranks, rank_row, usable_cores
 from mindspeed_cp.train.device import COLLECTIVE_LIBRARIES, device_memory, pick_device
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.memory import check_memory
-from mindspeed_cp.train.node_ranks import NodeRanks, gather_node_ranks
 from mindspeed_cp.train.process_groups import megatron_groups_with
 from mindspeed_cp.train.rank_messages import without_pickles_between_ranks
 from mindspeed_cp.train.rendezvous import open_store
@@ -180,7 +180,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
         check_memory(settings, local_size, device_memory(device) * local_size, size)
     if device.type == "npu" and settings.context_parallel_suite.npu_profile is not None:
         check_npu_profile(settings.context_parallel_suite.npu_profile)
-    torch.set_num_threads(settings.train.threads_per_rank or max(1, _cores() // local_size))
+    torch.set_num_threads(settings.train.threads_per_rank or max(1, usable_cores() // local_size))
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     suite = settings.context_parallel_suite
     library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
@@ -232,7 +232,7 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
             stages=train.pipeline_model_parallel_size,
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             pool=pool,
-            node=gather_node_ranks(rank, local_rank, local_size, size, _cores()),
+            node=_gather_node_ranks(rank, local_rank, local_size, size),
         )
 
 
@@ -268,9 +268,16 @@ def _destroy_groups(kind: type[BaseException] | None, error: BaseException | Non
             raise
 
 
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _gather_node_ranks(rank: int, local_rank: int, local_size: int, size: int) -> NodeRanks | None:
+    """Return the ranks of this machine; a collective of all ranks.
+
+    Returns:
+        None where the launcher does not number the ranks of a machine one after the other.
+    """
+    own = torch.tensor(rank_row(rank, local_rank, local_size, usable_cores()))
+    table = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(table, own)
+    return node_ranks({other: row.tolist() for other, row in enumerate(table)}, rank, size)
 
 
 def unused_accelerator(device: torch.device) -> str | None:

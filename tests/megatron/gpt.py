@@ -143,11 +143,12 @@ def one_rank() -> Iterator[None]:
 
 
 @contextmanager
-def megatron(tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator[None]:
+def megatron(tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1) -> Iterator[None]:
     """Megatron's groups on the CPU, over the default process group; gone afterwards."""
     with megatron_on_cpu(), megatron_compat():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=1,

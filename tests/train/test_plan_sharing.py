@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.errors import ConfigError, PeerError
-from mindspeed_cp.train.node_ranks import NodeRanks, node_ranks
+from mindspeed_cp.plan_sharing.node_ranks import NodeRanks, node_ranks
 from tests.limits import HANG
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_pool import COMMON, CP2, IN_TURN, POOL, choosing
@@ -26,11 +26,13 @@ from tests.train.test_training import tiny, train_here, values
 
 
 def test_ranks_of_a_machine_as_their_launcher_numbers_them() -> None:
-    table = [[0, 3, 8, 70]] * 3 + [[3, 3, 6, 71]] * 2
-    assert node_ranks(table, 1) == NodeRanks((0, 1, 2), 8 / 3)
-    assert node_ranks(table, 4) == NodeRanks((3, 4), 3.0), "fewer ranks than the launcher has room for"
-    cyclic = [[0, 2, 8, 70], [1, 2, 8, 71], [1, 2, 8, 70], [2, 2, 8, 71]]  # ranks 0 and 2 are on one machine
-    assert [node_ranks(cyclic, rank) for rank in range(4)] == [None] * 4
+    table = dict(enumerate([[0, 3, 8, 70]] * 3 + [[3, 3, 6, 71]] * 2))
+    assert node_ranks(table, 1, 5) == NodeRanks((0, 1, 2), 8 / 3)
+    assert node_ranks(table, 4, 5) == NodeRanks((3, 4), 3.0), "fewer ranks than the launcher has room for"
+    replica = {rank: table[rank] for rank in (1, 2, 3)}
+    assert node_ranks(replica, 2, 5) == NodeRanks((1, 2), 8 / 3), "another replica has cores of the machine, too"
+    cyclic = dict(enumerate([[0, 2, 8, 70], [1, 2, 8, 71], [1, 2, 8, 70], [2, 2, 8, 71]]))  # 0 and 2 are on one machine
+    assert [node_ranks(cyclic, rank, 4) for rank in range(4)] == [None] * 4
 
 
 def world_of(rank: int, size: int, local: int, **more: Any) -> Any:
@@ -181,7 +183,7 @@ def test_a_rank_that_is_gone_is_named_and_nobody_waits_for_it(shared: Any) -> No
 
 
 def test_a_thread_that_waits_ends_with_its_loader(shared: Any) -> None:
-    from mindspeed_cp.train.node_sockets import LoaderEnded
+    from mindspeed_cp.plan_sharing.node_sockets import LoaderEnded
 
     ranks, done = Ranks(4), threading.Event()
 
@@ -202,7 +204,7 @@ def test_a_thread_that_waits_ends_with_its_loader(shared: Any) -> None:
 
 def test_slices_come_with_the_digest_of_the_whole_plan(shared: Any) -> None:
     from mindspeed_cp.engine.agreement import plan_digest
-    from mindspeed_cp.train.plan_sharing import decode_plans
+    from mindspeed_cp.plan_sharing.sharing import decode_plans
 
     def work(rank: int, sharing: Any) -> Any:
         plan = build_plan(Documents([500, 0, 37, 4]), Topology(1, 2), AttentionConfig(2, 2, 8), "direct")

@@ -1,4 +1,5 @@
-"""The flag that plans the rows of all data-parallel replicas as one pool, and the flags that it takes the place of."""
+"""The flag that plans the rows of all data-parallel replicas as one pool, and the flags that it takes the place of; and
+the one that says which ranks plan."""
 
 from __future__ import annotations
 
@@ -80,6 +81,12 @@ POOL_RULES = (
         Outcome.REFUSED,
         "only the hierarchical algorithm places documents on groups of any ranks",
         becomes="--set algorithm=hierarchical with it, or leave the flag out",
+    ),
+    FlagRule(
+        "--cp-plan-planner",
+        1,
+        Outcome.STAYS,
+        "it says whether every rank plans, or one rank of a machine for the others",
     ),
 )
 

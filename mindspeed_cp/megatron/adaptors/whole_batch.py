@@ -17,8 +17,8 @@ from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.adaptors.batch import mrope_of_rank, planned_params, positions_of_rank, rows_of_rank
 from mindspeed_cp.megatron.adaptors.batch_documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
 from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
-from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
+from mindspeed_cp.megatron.adaptors.plan_sharing import StageSharing, micro_batch_plans
 from mindspeed_cp.megatron.adaptors.settings import rows_multiple
 
 #: Keys that describe the batch and are left out of the result, whose parameters say the same.
@@ -40,6 +40,7 @@ def planned_batch_from(
     dropout_seed: int | None = None,
     pass_through: Sequence[str] = (),
     pool: Topology | None = None,
+    sharing: StageSharing | None = None,
 ) -> tuple[dict[str, Any], PlannedBatchParams]:
     """Plan a whole batch by the documents that it tells, and return this rank's rows and ``packed_seq_params``.
 
@@ -71,6 +72,8 @@ def planned_batch_from(
         pass_through: keys that are returned as they are, such as those of images or provenance.
         pool: the context-parallel ranks of all data-parallel replicas, for a batch of the rows of all of them: it is
             planned over these ranks, and `rank` is the one among them; None: over the context-parallel ranks.
+        sharing: one rank of each machine plans for the others: result of :func:`open_plan_sharing`; None: this rank
+            plans alone.
 
     Returns:
         The same keys without those that describe documents: tensors over tokens [1, t, ...], packed into one row; and
@@ -80,6 +83,7 @@ def planned_batch_from(
     Raises:
         ConfigError: sources differ or do not fit the batch, there is a dense attention_mask, a key is neither a tensor
             over tokens nor named in `pass_through`, or no plan can be built.
+        PeerError: a rank with which this one shares plans is gone, or does not answer.
     """
     shape = token_shape(batch)
     _refuse(batch, suite)
@@ -87,10 +91,7 @@ def planned_batch_from(
     attentions = list(dict.fromkeys(layer_attentions(config, alibi=alibi)))
     documents = documents_of_batch(batch, shape, eod)
     topology = suite.topology if pool is None else pool
-    plans = [
-        plan_cache(None, suite.verify_plans).get(documents, topology, attention, suite.algorithm, suite.options)
-        for attention in attentions
-    ]
+    plans = micro_batch_plans(documents, topology, attentions, suite, suite.options, sharing, pool is not None)
     params = planned_params(
         plans,
         _rank(rank, suite),

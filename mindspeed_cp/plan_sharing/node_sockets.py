@@ -1,20 +1,23 @@
-"""Sockets between the ranks of one machine, for the threads that make batches.
+"""Sockets between the ranks of one machine, for the threads that plan.
 
-No process group is used: a wait may last as long as a checkpoint takes, and ends when the loader ends. The system
-closes the sockets of a rank that dies, so nobody waits for it. Only the user who runs the ranks can connect.
+No process group is used: a wait may last as long as a checkpoint takes, and ends when the work ends, or after a limit.
+The system closes the sockets of a rank that dies, so nobody waits for it. Only the user who runs the ranks can connect.
 
 A frame is a kind (1 byte), the length of its content (8 bytes) and the content.
 """
 
 from __future__ import annotations
 
+import math
 import select
 import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_cp.errors import ConfigError, PeerError
@@ -31,25 +34,53 @@ class LoaderEnded(Exception):
     """The loader ended while its thread waited for another rank."""
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a rank waits for another.
+
+    Attributes:
+        is_ended: returns True once the loader has ended.
+        seconds: limit of a wait.
+    """
+
+    is_ended: Callable[[], bool]
+    seconds: float = math.inf
+
+    def wait(self, connection: socket.socket, event: int) -> None:
+        """Wait until a socket can be read or written, or its other end is closed.
+
+        Raises:
+            LoaderEnded: the loader has ended.
+            TimeoutError: the limit has passed.
+        """
+        poll, began = select.poll(), time.monotonic()
+        poll.register(connection, event)
+        while not poll.poll(min(POLL_SECONDS, self.seconds) * 1e3):
+            if self.is_ended():
+                raise LoaderEnded
+            if time.monotonic() - began >= self.seconds:
+                raise TimeoutError(f"it did not answer within {self.seconds:g} s")
+
+
 class FrameSocket:
     """A connection to another rank, of one thread.
 
     Args:
         connection: the socket.
         rank, peer: this rank and the other one.
-        is_ended: returns True once the loader has ended.
+        patience: how long to wait for the other rank.
     """
 
-    def __init__(self, connection: socket.socket, rank: int, peer: int, is_ended: Callable[[], bool]) -> None:
+    def __init__(self, connection: socket.socket, rank: int, peer: int, patience: Patience) -> None:
         connection.setblocking(False)
-        self._connection, self._rank, self._peer, self._is_ended = connection, rank, peer, is_ended
+        self._connection, self._rank, self._peer, self._patience = connection, rank, peer, patience
 
     def send(self, kind: int, content: bytes) -> None:
         """Send a frame.
 
         Raises:
             LoaderEnded: the loader ended before the other rank had room for all of it.
-            PeerError: the other rank is gone.
+            PeerError: the other rank is gone, or does not answer.
         """
         self._write(_FRAME.pack(kind, len(content)))
         self._write(content)
@@ -75,8 +106,8 @@ class FrameSocket:
     def _write(self, content: bytes) -> None:
         left = memoryview(content)
         while left:
-            wait_for(self._connection, select.POLLOUT, self._is_ended)
             try:
+                self._patience.wait(self._connection, select.POLLOUT)
                 left = left[self._connection.send(left) :]
             except BlockingIOError:
                 continue
@@ -87,8 +118,8 @@ class FrameSocket:
         content = bytearray(size)
         left = memoryview(content)
         while left:
-            wait_for(self._connection, select.POLLIN, self._is_ended)
             try:
+                self._patience.wait(self._connection, select.POLLIN)
                 count = self._connection.recv_into(left)
             except BlockingIOError:
                 continue
@@ -105,18 +136,11 @@ class FrameSocket:
         )
 
 
-def wait_for(connection: socket.socket, event: int, is_ended: Callable[[], bool]) -> None:
-    """Wait until a socket can be read or written, or its other end is closed; raise LoaderEnded once the loader has
-    ended."""
-    poll = select.poll()
-    poll.register(connection, event)
-    while not poll.poll(POLL_SECONDS * 1e3):
-        if is_ended():
-            raise LoaderEnded
-
-
 class Listener:
     """A socket in a folder of its own, which only this user can enter.
+
+    Args:
+        setting: name of the setting by which ranks share plans.
 
     Attributes:
         path: path of the socket.
@@ -126,7 +150,7 @@ class Listener:
         ConfigError: the folder for temporary files cannot have one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, setting: str) -> None:
         self._folder = tempfile.mkdtemp(prefix="mindspeed-cp-")  # of mode 0700
         self.path = str(Path(self._folder) / "plans")
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -136,8 +160,8 @@ class Listener:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"train.planner: this rank cannot listen on {self.path}: {error}; valid: TMPDIR with a short "
-                "path on a local disk, or train.planner: replicated"
+                f"{setting}: this rank cannot listen on {self.path}: {error}; valid: TMPDIR with a short path on a "
+                f"local disk, or {setting} replicated"
             ) from None
 
     def close(self) -> None:
@@ -149,25 +173,25 @@ class Listener:
 def connect_ranks(
     rank: int,
     pairs: Sequence[Pair],
-    paths: Sequence[str | None],
+    paths: Mapping[int, str | None],
     listener: Listener | None,
-    is_ended: Callable[[], bool],
+    patience: Patience,
 ) -> dict[int, FrameSocket]:
     """Connect this rank to those with which it is in a pair.
 
     Args:
         rank: this rank.
-        pairs: pairs of ranks of this machine, the same on all of them.
-        paths: where each rank listens; None: nowhere.
+        pairs: pairs of ranks of this machine; those with this rank are the same on both of them.
+        paths: where each rank listens, by its number; None: nowhere.
         listener: this rank's own, if it listens.
-        is_ended: returns True once the loader has ended.
+        patience: how long to wait for another rank.
 
     Returns:
         The connection to each of these ranks.
 
     Raises:
         LoaderEnded: the loader ended first.
-        PeerError: another rank ended while it connected.
+        PeerError: another rank ended while it connected, or does not connect.
     """
     callers = {other for listening, other in pairs if listening == rank}
     sockets: dict[int, FrameSocket] = {}
@@ -179,14 +203,17 @@ def connect_ranks(
                 connection.connect(str(paths[peer]))
             except OSError as error:
                 raise PeerError(f"rank {rank} cannot reach rank {peer} of the same machine: {error}") from None
-            sockets[peer] = FrameSocket(connection, rank, peer, is_ended)
+            sockets[peer] = FrameSocket(connection, rank, peer, patience)
             sockets[peer].send_rank()
         while callers:
             assert listener is not None
-            wait_for(listener.connection, select.POLLIN, is_ended)
+            try:
+                patience.wait(listener.connection, select.POLLIN)
+            except TimeoutError as error:
+                raise PeerError(f"rank {rank} waits for rank {min(callers)} of the same machine: {error}") from None
             connection, _ = listener.connection.accept()
             stack.callback(connection.close)
-            caller = FrameSocket(connection, rank, min(callers), is_ended)
+            caller = FrameSocket(connection, rank, min(callers), patience)
             peer = caller.receive_rank()
             callers.remove(peer)
             sockets[peer] = caller
