@@ -1,4 +1,4 @@
-"""Work that one rank of a machine does for the others: choosing between pool and replicas, and plans.
+"""Work that one rank of a machine does for the others: choosing between pools and replicas, and plans.
 
 Without it every rank plans alone, the same plans as all others that share them. With it, the first of these ranks on
 each machine is their planner: it sends each of the others its slice (:mod:`mindspeed_cp.plan.rank_slice`), with the
@@ -41,8 +41,9 @@ from mindspeed_cp.train.world import World
 #: auto: a rank with fewer cores than this makes its plans on a core that its training needs.
 CORES_TO_PLAN_ALONE = 2
 
-#: Ranks of a machine that share work: all, those of a pipeline stage (the pool), or those of a replica in it.
-Scope = Literal["node", "pool", "replica"]
+#: Ranks of a machine that share work: all, those of a pipeline stage (the pool), of one of several pools in it, or of a
+#: replica in it.
+Scope = Literal["node", "pool", "subpool", "replica"]
 
 Result = TypeVar("Result")
 _RESULT, _ERROR = range(2)  # kinds of frames
@@ -96,15 +97,17 @@ def ranks_that_share(world: World, rank: int, scope: Scope) -> tuple[int, ...]:
 
     def key(rank: int) -> tuple[int, ...]:
         stage, number = divmod(rank, world.stage_size)
-        return {"node": (), "pool": (stage,), "replica": (stage, number // (world.tp_size * world.cp_size))}[scope]
+        if scope in ("node", "pool"):
+            return () if scope == "node" else (stage,)
+        replicas = 1 if scope == "replica" or world.subpools is None else world.replicas_of_plan(world.subpools.count)
+        return stage, number // (world.tp_size * world.cp_size * replicas)
 
     return tuple(other for other in world.node.ranks if key(other) == key(rank))
 
 
-def plan_rank(world: World, rank: int, pooled: bool) -> int:
-    """Return the number of a rank in its plans."""
-    number = rank % world.stage_size // world.tp_size
-    return number if pooled else number % world.cp_size
+def plan_rank(world: World, rank: int, pools: int) -> int:
+    """Return the number of a rank in its plans, those of a step on so many pools; 0: on replicas."""
+    return rank % world.stage_size // world.tp_size % (world.cp_size * world.replicas_of_plan(pools))
 
 
 class PlanSharing:
@@ -120,7 +123,7 @@ class PlanSharing:
 
     def __init__(self, world: World, is_ended: Callable[[], bool]) -> None:
         self._world, self._is_ended = world, is_ended
-        scopes: tuple[Scope, ...] = ("replica",) if world.pool is None else ("node", "pool", "replica")
+        scopes: tuple[Scope, ...] = ("replica",) if world.pool is None else ("node", "pool", "subpool", "replica")
         assert world.node is not None
         groups = {ranks_that_share(world, rank, scope) for scope in scopes for rank in world.node.ranks}
         self._pairs = sorted({(planner, other) for planner, *others in groups for other in others})
@@ -199,10 +202,10 @@ class PlanSharing:
             self._sockets[other].send(_RESULT, content)
         return result
 
-    def encode_plans(self, number: int, plans: Sequence[Plan], pooled: bool, ranks: Sequence[int]) -> Iterable[bytes]:
+    def encode_plans(self, number: int, plans: Sequence[Plan], pools: int, ranks: Sequence[int]) -> Iterable[bytes]:
         """Yield for each of some ranks a number, and its slices of plans with the fingerprints of the whole ones."""
         for rank in ranks:
-            slices = [self._slice(plan, plan_rank(self._world, rank, pooled)) for plan in plans]
+            slices = [self._slice(plan, plan_rank(self._world, rank, pools)) for plan in plans]
             header = {
                 "number": number,
                 "fingerprints": [dict(plan_fingerprints(plan)) for plan in plans],
@@ -251,7 +254,7 @@ def decode_plans(content: bytes) -> tuple[int, list[ReceivedPlan]]:
 
 @dataclass(frozen=True)
 class SharedDispatcher(Dispatcher):
-    """A dispatcher of which one rank of each machine compares replicas with the pool.
+    """A dispatcher of which one rank of each machine compares replicas with pools.
 
     Attributes:
         sharing: connections to the other ranks.
@@ -274,21 +277,21 @@ class SharedDispatcher(Dispatcher):
             return Dispatcher.__call__(self, rows)
 
         def encode(batch: DispatchedBatch, ranks: Sequence[int]) -> list[bytes]:
-            kept = batch.micro_batches[:1] if batch.pooled else batch.micro_batches
+            kept = batch.micro_batches[:: self.replicas // batch.pools if batch.pools else 1]
             numbers = [[part.tolist() for part in replica] for replica in kept]
-            message = {"micro_batches": numbers, "seconds": batch.seconds.tolist(), "pooled": batch.pooled}
+            message = {"micro_batches": numbers, "seconds": batch.seconds.tolist(), "pools": batch.pools}
             return [json.dumps(message).encode()] * len(ranks)
 
         def decode(content: bytes) -> DispatchedBatch:
             message: dict[str, Any] = json.loads(content)
             micro_batches = [[np.array(part, np.int64) for part in kept] for kept in message["micro_batches"]]
-            pooled = message["pooled"]
+            copies = self.replicas // len(micro_batches)  # replicas of a pool have the same ones
             return DispatchedBatch(
                 np.concatenate(rows),
-                micro_batches * self.replicas if pooled else micro_batches,
+                [own for own in micro_batches for _ in range(copies)],
                 np.array(message["seconds"]),
                 time.perf_counter() - began,
-                pooled,
+                message["pools"],
             )
 
         return self.sharing.share("node", make, encode, decode)

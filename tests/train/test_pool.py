@@ -31,7 +31,7 @@ def choosing(settings: str, pooled: list[bool]) -> dict[str, Any]:
     def chosen(self: PoolModel, *given: Any) -> Any:
         nonlocal count
         count += 1
-        return replace(choose(self, *given), pooled=pooled[(count - 1) % len(pooled)])
+        return replace(choose(self, *given), pools=pooled[(count - 1) % len(pooled)])
 
     PoolModel.choose = chosen  # type: ignore[method-assign]
     return train_here(settings)
@@ -136,7 +136,7 @@ def chooses_otherwise(settings: str, odd: int) -> str:
     from mindspeed_cp.data.pool import PoolModel
 
     choose = PoolModel.choose
-    PoolModel.choose = lambda *given: replace(choose(*given), pooled=dist.get_rank() != odd)  # type: ignore[method-assign]
+    PoolModel.choose = lambda *given: replace(choose(*given), pools=dist.get_rank() != odd)  # type: ignore[method-assign]
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
     return str(caught.value)

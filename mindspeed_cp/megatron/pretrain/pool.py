@@ -111,7 +111,7 @@ def pooled_batch(
     ends = np.cumsum([len(own) for own in lengths])
     replicas = [[np.arange(end - len(own), end)] for own, end in zip(lengths, ends, strict=True)]
     tokens = np.concatenate(lengths)
-    if not model.choose(tokens, replicas, [np.arange(len(tokens))]).pooled:
+    if not model.choose(tokens, replicas, [np.arange(len(tokens))]).pools:
         return None
     rows = {name: _gather_rows(whole[name], group) for name in GATHERED}
     borders = Documents(tokens).offsets.astype(np.int32)
