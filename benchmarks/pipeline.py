@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mindspeed_cp.data import Dispatcher, DocumentCost, assign
+from mindspeed_cp.data import DocumentCost, assign
 from mindspeed_cp.data.pipeline import BACKWARD, pipeline_time
+from mindspeed_cp.data.subpools import assign_to_pools
 
 WAYS = ("in order", "one stage", "time", "pool")
 Batch = tuple[np.ndarray, np.ndarray]  # lengths of the documents of a global batch, and the row of each
@@ -45,7 +46,9 @@ def compare_batch(
     began = time.perf_counter()
     staged = assign(lengths, cost, replicas, **bound, stages=stages)
     seconds = time.perf_counter() - began
-    pool = Dispatcher("pool", replicas, context, cost, fixed, stages=stages)._pool_micro_batches(lengths, costs, rows)
+    pool = assign_to_pools(
+        lengths, costs, 1, replicas, context=context, per_micro_batch=fixed, rows=rows, stages=stages
+    ).micro_batches[0]
     slowest = [
         max(step_seconds(costs, group, fixed, stages) for group in groups)
         for groups in (in_order, *([each.rows(r) for r in range(replicas)] for each in (one_stage, staged)))

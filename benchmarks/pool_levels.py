@@ -3,16 +3,15 @@
     python -m benchmarks.pool_levels [--ranks 1024] [--pools 1 2 4 8] [--lengths wikipedia prolong]
                                      [--heads mha gqa8] [--tokens 4096] [--cluster a800]
 
-Documents, longest work first, go to the pool with the least work; every pool is planned by itself as a plan without
-options is, and the layer of all takes as long as that of the slowest pool. Planning: CPU seconds of one process for all
-pools, one after the other. Layers, forward and backward, are modelled: fraction of the bound (perfect balance over all
-ranks, nothing exposed). Batch 0 of set s is drawn by default_rng([0, s, 0]), as in benchmarks.scale.
+Documents go to pools as in a training (mindspeed_cp/data/subpools.py); every pool is planned by itself as a plan
+without options is, and the layer of all takes as long as that of the slowest pool. Planning: CPU seconds of one process
+for all pools, one after the other. Layers, forward and backward, are modelled: fraction of the bound (perfect balance
+over all ranks, nothing exposed). Batch 0 of set s is drawn by default_rng([0, s, 0]), as in benchmarks.scale.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import time
 
 import numpy as np
@@ -25,18 +24,8 @@ from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.document_cost import DocumentCost
+from mindspeed_cp.data.subpools import assign_to_pools
 from mindspeed_cp.simulate.simulator import simulate_plan
-
-
-def assign_documents(work: np.ndarray, pools: int) -> list[np.ndarray]:
-    """Return the numbers of each pool's documents, ascending: the longest first, each to the pool with least work."""
-    loads = [(0.0, pool) for pool in range(pools)]
-    members: list[list[int]] = [[] for _ in range(pools)]
-    for number in np.argsort(-work, kind="stable").tolist():
-        load, pool = heapq.heappop(loads)
-        members[pool].append(number)
-        heapq.heappush(loads, (load + float(work[number]), pool))
-    return [np.sort(np.array(numbers, np.int64)) for numbers in members]
 
 
 def planned(lengths: np.ndarray, topology: Topology, attention: AttentionConfig, pools: int) -> tuple[float, float]:
@@ -50,9 +39,9 @@ def planned(lengths: np.ndarray, topology: Topology, attention: AttentionConfig,
     """
     began = time.process_time()
     cost = DocumentCost(cluster_of(topology), [(attention, LayerCost.for_attention(attention))], whole_documents=True)
-    members = assign_documents(cost(lengths), pools)
+    members = assign_to_pools(lengths, cost(lengths), pools, pools, context=int(lengths.sum())).micro_batches
     pool = Topology(topology.nodes // pools, topology.ranks_per_node, topology.cluster)
-    plans = [build_plan(Documents(lengths[numbers]), pool, attention, "hierarchical") for numbers in members]
+    plans = [build_plan(Documents(lengths[numbers]), pool, attention, "hierarchical") for (numbers,) in members]
     seconds = time.process_time() - began
     return seconds, max(simulate_plan(plan, cluster_of(pool)).total for plan in plans)
 

@@ -11,6 +11,10 @@ from mindspeed_cp.data.corpus import STDLIB
 from mindspeed_cp.schema.base import SETTING_LIMIT, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value
 
+#: The value of `balance` that plans replicas together, and the ranks up to which one pool is as good as two: plans of
+#: more are not simulated, and several pools are 6 to 15 % faster (modelled, `python -m benchmarks.pool_levels`).
+POOL, POOL_RANKS = "pool", 1024
+
 
 class DataSettings(Section):
     """The corpus and how it is packed."""
@@ -52,6 +56,12 @@ class DataSettings(Section):
         "replicas as one pool in the steps where that is modelled to be faster, with algorithm: hierarchical; none: "
         "rows in order",
     )
+    pool_ranks: PositiveInt = Field(
+        default=POOL_RANKS,
+        description="balance pool: ranks (context- times data-parallel) up to which all are one pool; more are divided "
+        "into as few equal pools of whole replicas as have at most so many, of which each rank plans its own; where a "
+        "document keeps one of them longer than the others, one pool of all is compared too",
+    )
 
     @property
     def rollout_shape(self) -> RolloutShape:
@@ -83,4 +93,6 @@ class DataSettings(Section):
             bounds = getattr(self, name)
             if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1] <= SETTING_LIMIT:
                 raise bad_value(name, bounds, "must be [least, most], two numbers of tokens from 1 on")
+        if self.balance != POOL and self.pool_ranks != POOL_RANKS:
+            raise bad_value("pool_ranks", self.pool_ranks, "has an effect only with balance: pool; remove it")
         return self

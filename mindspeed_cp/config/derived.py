@@ -11,6 +11,7 @@ from typing import Any
 from mindspeed_cp.algorithms import algorithm_options
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER
+from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.sections import Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, SuiteSettings
 from mindspeed_cp.data import (
@@ -80,7 +81,7 @@ def training_plan_options(settings: Sections) -> dict[str, Any]:
     """Return the options of build_plan in a training: those of the settings and, where the algorithm has it and no
     other is given, a bound of tokens of a rank: `TOKENS_OVER_MEAN` times its share of a full row, rounded up."""
     suite = settings.context_parallel_suite
-    is_shared = suite.context_parallel_size > 1 or settings.data.balance == "pool"
+    is_shared = suite.context_parallel_size > 1 or settings.data.balance == POOL
     return {**(default_token_bound(suite, settings.data.seq_length) if is_shared else {}), **settings.plan_options}
 
 

@@ -1,8 +1,11 @@
-"""Rules of data.balance: pool, and the topology of the pool."""
+"""Rules of data.balance: pool, and the topology of the pool, or of each of several (data.pool_ranks)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mindspeed_cp.cluster.cluster import cluster_of
+from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.sections import Sections
 from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.data.pool import POOL_ALGORITHM
@@ -10,7 +13,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, Topology
 from mindspeed_cp.schema.messages import bad_value
 
-KEY, POOL = "data.balance", "pool"
+KEY, RANKS_KEY = "data.balance", "data.pool_ranks"
 
 
 def check_pool(settings: Sections) -> None:
@@ -36,6 +39,75 @@ def check_pool(settings: Sections) -> None:
             "neighbours alone; use auto there, or time"
         )
         raise bad_value(KEY, POOL, rule)
+    if settings.train.data_parallel_size is not None:
+        replicas_of_pool(suite.context_parallel_size, settings.train.data_parallel_size, settings.data.pool_ranks)
+
+
+@dataclass(frozen=True)
+class Subpools:
+    """Equal pools of whole, consecutive replicas.
+
+    Attributes:
+        count: number of pools.
+        topology: context-parallel ranks of each, numbered replica by replica.
+    """
+
+    count: int
+    topology: Topology
+
+
+def replicas_of_pool(context_parallel: int, replicas: int, limit: int, per_node: int = 1) -> int:
+    """Return the number of replicas of each of the fewest equal pools of at most `limit` ranks.
+
+    Args:
+        context_parallel: ranks of a replica.
+        replicas: number of data-parallel replicas.
+        limit: data.pool_ranks.
+        per_node: context-parallel ranks of a node, of all replicas; a pool has whole nodes, or a node whole pools.
+
+    Raises:
+        SettingError: there are more ranks than `limit`, and no such pool has two replicas and half as many ranks as
+            it may have.
+    """
+    if replicas == 1 or context_parallel * replicas <= limit:
+        return replicas
+    sizes = {
+        context_parallel * count: count
+        for count in range(2, replicas + 1)
+        if replicas % count == 0
+        and (context_parallel * count % per_node == 0 or per_node % (context_parallel * count) == 0)
+    }
+    largest = max((ranks for ranks in sizes if ranks <= limit), default=0)
+    if 2 * largest >= limit:
+        return sizes[largest]
+    valid = sorted({largest, min(ranks for ranks in sizes if ranks > limit)} - {0})
+    rule = (
+        f"divides the {context_parallel * replicas} ranks of {replicas} replicas of context_parallel_size "
+        f"{context_parallel} into equal pools of at most so many and at least half as many ranks, of two replicas or "
+        f"more{f', on whole nodes of {per_node} ranks or equally many on each' if per_node > 1 else ''}, and there are "
+        f"none; nearest valid: {' or '.join(map(str, valid))}; or another number of replicas"
+    )
+    raise bad_value(RANKS_KEY, limit, rule)
+
+
+def subpools_of(suite: SuiteSettings, replicas: int, pool: Topology, limit: int) -> Subpools | None:
+    """Return the pools into which the pool of all ranks is divided, or None if it has no more ranks than `limit`.
+
+    Args:
+        suite: the section context_parallel_suite.
+        replicas: number of data-parallel replicas.
+        pool: result of `pool_topology`.
+        limit: data.pool_ranks.
+
+    Raises:
+        SettingError: as for `replicas_of_pool`.
+    """
+    count = replicas_of_pool(suite.context_parallel_size, replicas, limit, pool.ranks_per_node)
+    if count == replicas:
+        return None
+    ranks = suite.context_parallel_size * count
+    per_node = min(ranks, pool.ranks_per_node)
+    return Subpools(replicas // count, Topology(ranks // per_node, per_node, suite.cluster))
 
 
 def pool_topology(suite: SuiteSettings, replicas: int, local_ranks: int, tensor: int, key: str = KEY) -> Topology:

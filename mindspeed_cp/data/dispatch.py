@@ -1,10 +1,10 @@
-"""Dispatch of a global batch's documents to replicas: whole rows in turn, balanced by modelled time, or to one pool."""
+"""Dispatch of a global batch's documents to replicas: whole rows in turn, balanced by modelled time, or to pools."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from mindspeed_cp.data.balance import assign
 from mindspeed_cp.data.pool import PoolModel
+from mindspeed_cp.data.subpools import PoolAssignment, assign_to_pools
 from mindspeed_cp.data.trajectory_corpus import TrajectoryCorpus
 from mindspeed_cp.layout import Documents
 
@@ -29,14 +30,20 @@ class DispatchedBatch:
         micro_batches: micro-batches of each replica, each the ascending indices of its chunks, int64.
         seconds: modelled time of each replica, float64 [replicas].
         dispatch_seconds: wall time of the dispatch.
-        pooled: the ranks of all replicas compute every micro-batch together; all replicas have the same ones.
+        pools: number of pools of equally many consecutive replicas, whose ranks compute every micro-batch of the pool
+            together; the replicas of a pool have the same ones. 0: each replica has its own.
     """
 
     chunks: np.ndarray
     micro_batches: Sequence[Sequence[np.ndarray]]
     seconds: np.ndarray
     dispatch_seconds: float
-    pooled: bool = False
+    pools: int = 0
+
+    @property
+    def pooled(self) -> bool:
+        """True if replicas compute micro-batches together."""
+        return self.pools > 0
 
     @property
     def imbalance(self) -> float:
@@ -45,8 +52,8 @@ class DispatchedBatch:
 
     @property
     def digest(self) -> int:
-        """Hash of the documents, their assignment and whether they are pooled, an integer of 52 bits."""
-        digest = blake2b(digest_size=8, person=b"pool" if self.pooled else b"")
+        """Hash of the documents, their assignment and the number of pools, an integer of 52 bits."""
+        digest = blake2b(digest_size=8, person=b"pool %d" % self.pools if self.pooled else b"")
         for replica in self.micro_batches:
             digest.update(len(replica).to_bytes(8, "little"))
             for numbers in replica:
@@ -62,7 +69,7 @@ class Dispatcher:
 
     Attributes:
         balance: "none": row i is a micro-batch of replica i % replicas; "time": `balance.assign` decides; "pool": as
-            "time", or one pool of all ranks where `pool` finds that faster.
+            "time", or pools of the ranks of several replicas where `pool` finds that faster.
         replicas: number of data-parallel replicas.
         context: largest number of tokens in a micro-batch.
         cost: modelled seconds of documents, from lengths int64 [documents], or with `trees` from Documents, to float64
@@ -71,7 +78,8 @@ class Dispatcher:
         equal_counts: all replicas have the same number of micro-batches.
         keeps_document_numbers: documents keep their index in the global batch, on which attention dropout depends; in a
             micro-batch, documents of other micro-batches then have length 0.
-        pool: compares replicas with the pool; None, or with one replica: there is no pool.
+        pool: compares replicas with pools; None, or with one replica: there is no pool.
+        equal_pool_counts: as `equal_counts`, of several pools.
         stages: number of pipeline stages, for which micro-batches are packed and ordered unless `balance` is "none".
         trees: the corpus, if its documents are groups of trajectories: each costs what its trees cost. None: documents
             are what their lengths say.
@@ -87,6 +95,7 @@ class Dispatcher:
     pool: PoolModel | None = None
     stages: int = 1
     trees: TrajectoryCorpus | None = None
+    equal_pool_counts: bool = False
 
     def __call__(self, rows: Sequence[np.ndarray]) -> DispatchedBatch:
         """Dispatch the rows of one global batch, each DOC_CHUNK [chunks]; the number of rows is a multiple of
@@ -112,14 +121,10 @@ class Dispatcher:
             stages=self.stages,
         )
         micro_batches = [assignment.rows(replica) for replica in range(self.replicas)]
-        seconds, pooled = assignment.seconds, False
+        batch = DispatchedBatch(chunks, micro_batches, assignment.seconds, 0.0)
         if self.balance == "pool" and self.pool is not None and self.replicas > 1:
-            pool_micro_batches = self._pool_micro_batches(chunks["length"], costs, row_of_chunk)
-            choice = self.pool.choose(partial(self._documents, chunks), micro_batches, pool_micro_batches)
-            seconds, pooled = choice.seconds, choice.pooled
-            if pooled:
-                micro_batches = [pool_micro_batches] * self.replicas
-        return DispatchedBatch(chunks, micro_batches, seconds, time.perf_counter() - began, pooled)
+            batch = self._fastest(batch, self.pool, costs, row_of_chunk)
+        return replace(batch, dispatch_seconds=time.perf_counter() - began)
 
     def _seconds(self, chunks: np.ndarray) -> np.ndarray:
         """Return the modelled seconds of each chunk, float64 [chunks]."""
@@ -134,16 +139,46 @@ class Dispatcher:
             return Documents(chunks["length"][numbers])
         return self.trees.documents(chunks["document"][numbers])
 
-    def _pool_micro_batches(self, lengths: np.ndarray, costs: np.ndarray, row_of_chunk: np.ndarray) -> list[np.ndarray]:
-        """Return the micro-batches of the pool: as few as there can be (with pipeline stages, as many as end soonest),
-        equal in modelled time, each with as many tokens as the replicas have room for together."""
-        assignment = assign(
-            lengths,
-            costs / self.replicas,
-            1,
-            token_bound=self.context * self.replicas,
+    def _fastest(
+        self, batch: DispatchedBatch, model: PoolModel, costs: np.ndarray, row_of_chunk: np.ndarray
+    ) -> DispatchedBatch:
+        """Return the batch on replicas, as it is given, or on one pool or several, as is modelled to be fastest."""
+        whole = divided = None
+        if model.subpools > 1:
+            divided = self._pooled(batch.chunks, costs, row_of_chunk, model.subpools)
+        if divided is None or divided.is_uneven:
+            whole = self._pooled(batch.chunks, costs, row_of_chunk, 1)
+        order = np.argsort(-batch.seconds, kind="stable")
+        choice = model.choose(
+            partial(self._documents, batch.chunks),
+            [batch.micro_batches[replica] for replica in order],
+            None if whole is None else whole.micro_batches[0],
+            () if divided is None else [divided.micro_batches[pool] for pool in divided.slowest],
+        )
+        if not choice.pools:
+            seconds = np.empty(self.replicas)
+            seconds[order] = choice.seconds
+            return replace(batch, seconds=seconds)
+        pooled = whole if choice.pools == 1 else divided
+        assert pooled is not None
+        pool_of_replica = np.arange(self.replicas) * pooled.pools // self.replicas
+        return replace(
+            batch,
+            micro_batches=[pooled.micro_batches[pool] for pool in pool_of_replica],
+            seconds=(choice.seconds.max() * pooled.shares)[pool_of_replica],
+            pools=pooled.pools,
+        )
+
+    def _pooled(self, chunks: np.ndarray, costs: np.ndarray, row_of_chunk: np.ndarray, pools: int) -> PoolAssignment:
+        """Return the pool of each chunk."""
+        return assign_to_pools(
+            chunks["length"],
+            costs,
+            pools,
+            self.replicas,
+            context=self.context,
             per_micro_batch=self.per_micro_batch,
-            rows=row_of_chunk // self.replicas,
+            rows=row_of_chunk,
+            equal_counts=self.equal_pool_counts and pools > 1,
             stages=self.stages,
         )
-        return assignment.rows(0)

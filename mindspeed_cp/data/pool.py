@@ -1,14 +1,16 @@
-"""One pool of all data-parallel and context-parallel ranks for the documents of a step, or replicas with rows of their
-own: which of both ends earlier.
+"""Pools of data-parallel and context-parallel ranks for the documents of a step, or replicas with rows of their own:
+which of them ends earliest.
 
 Gradients are summed over the same ranks either way, and the loss is a sum over tokens divided by their number over all
 ranks, so a step may do either::
 
     replicas   [ row 0 ][ row 1 ]     each over its own ranks; the step lasts as long as the slowest one
     pool       [ rows 0 and 1   ]     every document on as many of all ranks as it needs
+    subpools   [ 0, 1 ][ 2, 3   ]     of very many ranks: equal pools of whole replicas, each with documents of its own
 
 A document as long as the context keeps one replica busy longer than the others, and a pool shares it among all ranks. A
-pool has more messages between nodes, and a larger placement to search, so replicas win where they are even already.
+pool has more messages between nodes, and a larger placement to search, so replicas win where they are even already. Of
+several pools a rank plans its own alone; :mod:`mindspeed_cp.data.subpools` says which documents each gets.
 """
 
 from __future__ import annotations
@@ -45,27 +47,29 @@ DocumentsOf = Callable[[np.ndarray], Documents]  # some documents of a step by t
 
 @dataclass(frozen=True)
 class PoolChoice:
-    """The faster of both for a step.
+    """The fastest way of a step.
 
     Attributes:
-        pooled: True for the pool.
-        seconds: modelled time of each replica, float64 [replicas]; of the pool, the same for all.
+        pools: number of pools; 0: replicas.
+        seconds: modelled time of each replica, float64 [replicas]; of pools, the same for all.
     """
 
-    pooled: bool
+    pools: int
     seconds: np.ndarray
 
 
 @dataclass(frozen=True)
 class PoolModel:
-    """Models the time of a step on replicas and on the pool of all their ranks.
+    """Models the time of a step on replicas, on the pool of all their ranks, and on several pools.
 
-    The placement model of the planner estimates all micro-batches. If the two times are within `SIMULATED_WITHIN` of
-    each other, or attention has a window, which that model leaves out, the pool and the replicas are simulated.
+    The placement model of the planner estimates micro-batches: of pools first, then of replicas until one of them is
+    surely slower. If the two times are within `SIMULATED_WITHIN` of each other, or attention has a window, which that
+    model leaves out, pools and replicas are simulated.
 
     Attributes:
         replica: context-parallel ranks of a replica.
         pool: those of all replicas, numbered replica by replica.
+        subpool: those of each of several equal pools; None: there is one pool.
         attention: attention of a layer on one tensor-parallel rank.
         layer: its linear part.
         layers: number of layers.
@@ -80,31 +84,60 @@ class PoolModel:
     layers: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     stages: int = 1
+    subpool: Topology | None = None
+
+    @property
+    def subpools(self) -> int:
+        """Number of equal pools of a step that is on several; 1: there is one pool."""
+        return 1 if self.subpool is None else self.pool.ranks // self.subpool.ranks
 
     def choose(
-        self, documents: np.ndarray | DocumentsOf, replicas: Sequence[MicroBatches], pooled: MicroBatches
+        self,
+        documents: np.ndarray | DocumentsOf,
+        replicas: Sequence[MicroBatches],
+        pooled: MicroBatches | None,
+        subpools: Sequence[MicroBatches] = (),
     ) -> PoolChoice:
-        """Return the faster of both.
+        """Return the fastest way.
 
         Args:
             documents: tokens of the documents of a step, int64 [documents]; or a function that gives some of them by
                 their numbers, int64 [n].
-            replicas: micro-batches of each replica.
-            pooled: micro-batches of the pool.
+            replicas: micro-batches of each replica; those that may be the slowest are best given first.
+            pooled: micro-batches of the pool of all ranks; None: it is not compared.
+            subpools: micro-batches of those of several pools that may be the slowest; empty: there is one pool.
 
         Raises:
             ConfigError: some micro-batch cannot be planned, for example under a bound of tokens.
         """
         given = documents if callable(documents) else partial(documents_of_lengths, documents)
-        of_replicas = np.array([self._estimate(given, group, self.replica) for group in replicas])
-        # Last, so that its placements are in the planner's cache when they are built.
-        of_pool = self._estimate(given, pooled, self.pool)
+        pools, groups, topology, of_pools = self._faster_pools(given, pooled, subpools)
+        of_replicas = np.zeros(len(replicas))
+        for number, group in enumerate(replicas):
+            of_replicas[number] = self._estimate(given, group, self.replica)
+            if of_replicas[number] > SIMULATED_WITHIN * of_pools:  # whatever the others take
+                return PoolChoice(pools, np.full(len(replicas), of_pools))
         static = float(of_replicas.max())
-        is_pooled = of_pool < CLEARLY_LESS * static
-        if not self._has_window and max(static, of_pool) <= SIMULATED_WITHIN * min(static, of_pool):
-            of_pool = self._simulate(given, pooled, self.pool)
-            is_pooled = self._is_any_slower(of_pool, given, replicas, of_replicas)
-        return PoolChoice(is_pooled, np.full(len(replicas), of_pool) if is_pooled else of_replicas)
+        is_pooled = of_pools < CLEARLY_LESS * static
+        if not self._has_window and max(static, of_pools) <= SIMULATED_WITHIN * min(static, of_pools):
+            of_pools = max(self._simulate(given, group, topology) for group in groups)
+            is_pooled = self._is_any_slower(of_pools, given, replicas, of_replicas)
+        return PoolChoice(pools, np.full(len(replicas), of_pools)) if is_pooled else PoolChoice(0, of_replicas)
+
+    def _faster_pools(
+        self, given: DocumentsOf, pooled: MicroBatches | None, subpools: Sequence[MicroBatches]
+    ) -> tuple[int, Sequence[MicroBatches], Topology, float]:
+        """Return the number of pools that is faster by estimate, the micro-batches of these pools, the ranks of each,
+        and the estimate, in seconds."""
+        ways: list[tuple[int, Sequence[MicroBatches], Topology]] = []
+        if subpools:
+            assert self.subpool is not None
+            ways.append((self.subpools, subpools, self.subpool))
+        if pooled is not None:
+            ways.append((1, [pooled], self.pool))
+        estimates = [max(self._estimate(given, group, topology) for group in groups) for _, groups, topology in ways]
+        best = len(ways) - 1 if estimates[-1] < CLEARLY_LESS * estimates[0] else 0
+        return *ways[best], estimates[best]
 
     def _is_any_slower(
         self, seconds: float, given: DocumentsOf, replicas: Sequence[MicroBatches], estimates: np.ndarray

@@ -59,9 +59,9 @@ class ReplicaBatch:
     """One replica's micro-batches of a global batch, and the dispatch of the whole batch.
 
     Attributes:
-        rows: the micro-batches; those of the pool where the batch is pooled.
+        rows: the micro-batches; those of the replica's pool where the batch is pooled.
         dispatched: the dispatch.
-        content_digest: digest of the tokens of the rows, 52 bits; equal on all ranks of a replica, or of the pool.
+        content_digest: digest of the tokens of the rows, 52 bits; equal on all ranks of a replica, or of a pool.
         sample_digest: digest of the tokens of the batch's first chunk, which every replica reads; equal on all ranks.
     """
 
@@ -169,7 +169,8 @@ class PackedStream:
         with self._restored_on_error():
             drawn = [self._packer.next_row() for _ in range(rows)]
             dispatched = dispatcher(drawn)
-            replica = 0 if dispatched.pooled else self.replica
+            of_pool = self.replicas // dispatched.pools if dispatched.pooled else 1
+            replica = self.replica - self.replica % of_pool  # the first one of those with these rows
             replica_rows = [
                 self._load_numbers(dispatched.chunks, numbers, number * self.replicas + replica, dispatcher)
                 for number, numbers in enumerate(dispatched.micro_batches[self.replica])

@@ -16,20 +16,20 @@ def canary_of_step(settings: Settings, step: int) -> AttentionCanary | None:
     return AttentionCanary(settings.model.num_layers, (settings.train.seed, step), suite.timeout_seconds)
 
 
-def check_canary(canary: AttentionCanary, step: int, world: World, pooled: bool) -> None:
+def check_canary(canary: AttentionCanary, step: int, world: World, pools: int) -> None:
     """Compare after the backward, before the weights are changed; a collective of all ranks.
 
     Args:
         canary: what it took in the step.
         step: number of the step.
         world: this rank among all.
-        pooled: the step's plans are over the pool.
+        pools: number of pools that the step is on; 0: replicas.
 
     Raises:
         CorruptionError: attention is wrong; raised on all ranks, and names layer, rank and queries.
         PeerError: a rank died or did not answer.
     """
-    differences = [text for text in world.gather_json(canary.check(world.plan_group(pooled))) if text is not None]
+    differences = [text for text in world.gather_json(canary.check(world.plan_group(pools))) if text is not None]
     if differences:
         raise CorruptionError(
             f"step {step}: {differences[0]}; the step was not kept, and the same command goes on from the newest "

@@ -101,7 +101,7 @@ def check_digests(digests: Tensor, step: int, replica_ranks: Sequence[Sequence[i
         )
 
 
-def check_calls(digests: Tensor, step: int, world: World, pooled: bool = False) -> None:
+def check_calls(digests: Tensor, step: int, world: World, pools: int = 0) -> None:
     """Raise ConfigError, naming the ranks, unless all ranks of each plan have called attention alike.
 
     Args:
@@ -109,9 +109,9 @@ def check_calls(digests: Tensor, step: int, world: World, pooled: bool = False) 
             are compared with the announcement of the next one.
         step: number of the step.
         world: this rank among all.
-        pooled: plans are over the pool, else over context-parallel ranks.
+        pools: number of pools that plans are over; 0: over context-parallel ranks.
     """
-    of_plan = world.cp_size * (world.replicas if pooled else 1)
+    of_plan = world.cp_size * world.replicas_of_plan(pools)
     ranks = torch.arange(world.size).view(-1, of_plan, world.tp_size).mT.reshape(-1, of_plan)
     different, is_tie = [], False
     for group in ranks.tolist():

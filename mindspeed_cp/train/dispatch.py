@@ -33,18 +33,22 @@ def make_dispatcher(
             layers=len(attentions),
             options=training_plan_options(settings),
             stages=world.stages,
+            subpool=None if world.subpools is None else world.subpools.topology,
         )
     # Megatron lays expert-parallel groups over consecutive ranks of a pipeline stage, and a replica's part of it is
-    # consecutive ranks. Where experts span replicas, these wait for each other in every layer and need equally many
-    # micro-batches.
+    # consecutive ranks. Where experts span replicas, or pools, these wait for each other in every layer and need
+    # equally many micro-batches.
     has_experts, expert_ranks = settings.model.num_moe_experts is not None, settings.train.expert_model_parallel_size
+    replica_ranks = world.cp_size * world.tp_size
+    pool_ranks = replica_ranks * world.replicas_of_plan(1 if world.subpools is None else world.subpools.count)
     return Dispatcher(
         balance=settings.data.balance,
         replicas=world.replicas,
         context=settings.data.seq_length,
         cost=cost,
         per_micro_batch=cost.per_micro_batch,
-        equal_counts=has_experts and world.cp_size * world.tp_size % expert_ranks != 0,
+        equal_counts=has_experts and replica_ranks % expert_ranks != 0,
+        equal_pool_counts=has_experts and pool_ranks % expert_ranks != 0,
         keeps_document_numbers=settings.model.attention_dropout > 0,
         pool=pool,
         stages=world.stages,

@@ -15,8 +15,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
+from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.derived import training_corpus
-from mindspeed_cp.config.pool import POOL, pool_topology
+from mindspeed_cp.config.pool import pool_topology, subpools_of
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.npu_errors import TIMEOUTS
@@ -108,7 +109,7 @@ def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
     replicas = data_parallel_size(settings, all_ranks)
     if settings.data.balance == POOL:
         suite, tensor = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
-        pool_topology(suite, replicas, ranks, tensor)
+        subpools_of(suite, replicas, pool_topology(suite, replicas, ranks, tensor), settings.data.pool_ranks)
     check_memory(settings, ranks, ranks=all_ranks)
     check_tensorboard(settings)
     check_open_files(all_ranks)

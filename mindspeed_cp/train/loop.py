@@ -151,10 +151,12 @@ def _warm_up_connections(settings: Settings, world: World, training: TrainingMod
     if world.device.type == "cpu":
         return
     if world.pool is not None and world.pool.ranks > 1:
-        rows = Documents([settings.data.seq_length] * world.replicas)
         algorithm, options = settings.context_parallel_suite.algorithm, training_plan_options(settings)
-        plan = build_plan(rows, world.pool, training.attentions[0], algorithm, **options)
-        warm_up(plan, world.plan_group(True), world.device)
+        # Of several pools; one of all ranks, which few steps are on then, connects when it first comes.
+        pools = 1 if world.subpools is None else world.subpools.count
+        rows = Documents([settings.data.seq_length] * world.replicas_of_plan(pools))
+        plan = build_plan(rows, world.pool_topology(pools), training.attentions[0], algorithm, **options)
+        warm_up(plan, world.plan_group(pools), world.device)
     if world.cp_size == 1:
         return
     suite = settings.context_parallel_suite
@@ -180,7 +182,7 @@ def _run_steps(
     """Run all remaining steps; return the progress, the newest checkpoint and the reason for an early stop."""
     settings, world, writer = run.settings, run.world, run.writer
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
-    # Ranks that choose differently between pool and replicas would wait for each other.
+    # Ranks that choose differently between pools and replicas would wait for each other.
     compare_digests = settings.context_parallel_suite.verify_plans or world.pool is not None
     policy = BadStepPolicy(settings)
     newest = run.files.checkpoint(progress.step) if progress.step else None

@@ -101,7 +101,7 @@ class MetricsWriter:
             "documents": result.documents,
             **({"flat_tokens": result.flat_tokens} if self._settings.data.trajectories else {}),
             "replica_imbalance": result.replica_imbalance,
-            **({"pooled": result.pooled} if self._settings.data.balance == "pool" else {}),
+            **({"pooled": result.pools} if self._settings.data.balance == "pool" else {}),
             "planning_seconds": result.planning_seconds,
             "waiting_seconds": result.waiting_seconds,
             "plans": result.plans,

@@ -52,7 +52,7 @@ class MicroBatch:
     Attributes:
         batch: tokens, labels, loss_mask and position_ids, each [1, t]; of trees the result of `trajectory_batch`.
         params: carries the row's plan to every layer.
-        tokens, documents: their numbers in the whole row, over all ranks; 0 for rows of the pool that the first replica
+        tokens, documents: their numbers in the whole row, over all ranks; 0 for rows of a pool that its first replica
             counts.
         flat_tokens: tokens of the row's trajectories, of which trees have some once for several; counted as `tokens`.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
@@ -67,7 +67,7 @@ class MicroBatch:
         sample_digest: digest of the tokens of that batch's first chunk; equal on all ranks.
         imbalance: modelled time of that batch's slowest replica over the mean.
         micro_batches: number of micro-batches that this replica has in that batch.
-        pooled: that batch is computed by the pool, the ranks of all replicas together.
+        pools: number of pools on which the ranks of several replicas compute that batch together; 0: on replicas.
     """
 
     batch: dict[str, Tensor]
@@ -86,7 +86,7 @@ class MicroBatch:
     sample_digest: int = 0
     imbalance: float = 1.0
     micro_batches: int = 1
-    pooled: bool = False
+    pools: int = 0
 
 
 class MicroBatchLoader:
@@ -124,7 +124,7 @@ class MicroBatchLoader:
         self._plans = PlanCache(self._prepare, build=self._build)
         self._received: Mapping[AttentionConfig, ReceivedPlan] = {}  # of the row that is being made
         self._verifies = False  # this rank proves the plans of the row that is being made
-        self._pooled = False  # the plans of these rows are over the pool
+        self._pools = 0  # number of pools that the plans of these rows are over
         self._ended = threading.Event()
         self._sharing = PlanSharing.open(settings, world, self._ended.is_set)
         if self._sharing is not None and dispatcher.pool is not None:
@@ -188,7 +188,7 @@ class MicroBatchLoader:
         """Put this replica's micro-batches of the next global batch into the queue."""
         batch = self._stream.next_batch(self._rows, self._dispatcher)
         dispatched, count = batch.dispatched, len(batch.rows)
-        self._pooled = dispatched.pooled
+        self._pools = dispatched.pools
         for number, row in enumerate(batch.rows):
             micro = self._make(row)
             seconds = micro.planning_seconds + (0.0 if number else dispatched.dispatch_seconds)
@@ -200,7 +200,7 @@ class MicroBatchLoader:
                     sample_digest=batch.sample_digest,
                     imbalance=dispatched.imbalance,
                     micro_batches=count,
-                    pooled=dispatched.pooled,
+                    pools=dispatched.pools,
                     planning_seconds=seconds,
                 )
             )
@@ -222,10 +222,8 @@ class MicroBatchLoader:
     @property
     def _topology_and_rank(self) -> tuple[Topology, int]:
         """The ranks of the plans, and this one among them."""
-        if not self._pooled:
-            return self._suite.topology, self._world.cp_rank
-        assert self._world.pool is not None
-        return self._world.pool, self._world.pool_rank
+        topology = self._world.pool_topology(self._pools) if self._pools else self._suite.topology
+        return topology, self._world.plan_rank(self._pools)
 
     def _planned(self, row: PackedRow) -> tuple[RowAlgorithm, Plans]:
         """Return the algorithm and the plans of a row, made here or by the rank that plans for this one."""
@@ -241,13 +239,13 @@ class MicroBatchLoader:
             turn = row.index // self._world.replicas % topology.ranks
             self._verifies = self._suite.verify_plans and turn == self._topology_and_rank[1]
             return make()
-        sharing, choices, pooled = self._sharing, self._choose.choices, self._pooled
-        scope: Scope = "pool" if pooled else "replica"
+        sharing, choices, pools = self._sharing, self._choose.choices, self._pools
+        scope: Scope = "replica" if not pools else "pool" if pools == 1 else "subpool"
         self._verifies = self._suite.verify_plans and sharing.is_planner(scope)
 
         def encode(planned: tuple[RowAlgorithm, Plans], ranks: Sequence[int]) -> Iterable[bytes]:
             choice, plans = planned
-            return sharing.encode_plans(choices.index(choice), list(plans.values()), pooled, ranks)
+            return sharing.encode_plans(choices.index(choice), list(plans.values()), pools, ranks)
 
         def decode(content: bytes) -> tuple[RowAlgorithm, Plans]:
             number, received = decode_plans(content)
@@ -276,7 +274,7 @@ class MicroBatchLoader:
         return build_plan(documents, topology, attention, algorithm, **options)
 
     def _make(self, row: PackedRow) -> MicroBatch:
-        world, pooled = self._world, self._pooled
+        world, pools = self._world, self._pools
         rank = self._topology_and_rank[1]
         began, hits = time.perf_counter(), self._plans.hits
         choice, plans = self._planned(row)
@@ -284,14 +282,15 @@ class MicroBatchLoader:
         options: dict[str, Any] = dict(
             rows_multiple=self._rows_multiple,
             dropout_seed=micro_batch_seed(self._seed, row.dropout_stream_id),
-            pooled=pooled,
+            pooled=pools > 0,
         )
         if isinstance(row, TreeRow):
             batch, params = trajectory_batch(row.trajectories, list(plans.values()), rank, row.weights, **options)
         else:
             whole = {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask}
             batch, params = planned_batch(whole, list(plans.values()), rank, **options)
-        counts = int(not pooled or world.replica == 0)
+        params.pool_groups = world.groups_of_pool(pools)
+        counts = int(world.replica % world.replicas_of_plan(pools) == 0)
         return MicroBatch(
             batch={name: x.to(world.device) for name, x in batch.items()},
             params=params,

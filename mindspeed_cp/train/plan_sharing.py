@@ -1,4 +1,4 @@
-"""Plans of a training: which ranks of a machine share them (`train.planner`), and the choice of the pool among them.
+"""Plans of a training: which ranks of a machine share them (`train.planner`), and the choice of pools among them.
 
 All of this runs in the threads that make batches; :mod:`mindspeed_cp.plan_sharing` has what travels, and how.
 """
@@ -24,8 +24,9 @@ from mindspeed_cp.train.world import World
 
 SETTING = "train.planner"
 
-#: Ranks of a machine that share work: all, those of a pipeline stage (the pool), or those of a replica in it.
-Scope = Literal["node", "pool", "replica"]
+#: Ranks of a machine that share work: all, those of a pipeline stage (the pool), of one of several pools in it, or of a
+#: replica in it.
+Scope = Literal["node", "pool", "subpool", "replica"]
 
 
 def may_share_plans(settings: Settings) -> bool:
@@ -59,15 +60,17 @@ def ranks_that_share(world: World, rank: int, scope: Scope) -> tuple[int, ...]:
 
     def key(rank: int) -> tuple[int, ...]:
         stage, number = divmod(rank, world.stage_size)
-        return {"node": (), "pool": (stage,), "replica": (stage, number // (world.tp_size * world.cp_size))}[scope]
+        if scope in ("node", "pool"):
+            return () if scope == "node" else (stage,)
+        replicas = 1 if scope == "replica" or world.subpools is None else world.replicas_of_plan(world.subpools.count)
+        return stage, number // (world.tp_size * world.cp_size * replicas)
 
     return tuple(other for other in world.node.ranks if key(other) == key(rank))
 
 
-def plan_rank(world: World, rank: int, pooled: bool) -> int:
-    """Return the number of a rank in its plans."""
-    number = rank % world.stage_size // world.tp_size
-    return number if pooled else number % world.cp_size
+def plan_rank(world: World, rank: int, pools: int) -> int:
+    """Return the number of a rank in its plans, those of a step on so many pools; 0: on replicas."""
+    return rank % world.stage_size // world.tp_size % (world.cp_size * world.replicas_of_plan(pools))
 
 
 class PlanSharing(sharing.PlanSharing[Scope]):
@@ -82,7 +85,7 @@ class PlanSharing(sharing.PlanSharing[Scope]):
     """
 
     def __init__(self, world: World, is_ended: Callable[[], bool]) -> None:
-        scopes: tuple[Scope, ...] = ("replica",) if world.pool is None else ("node", "pool", "replica")
+        scopes: tuple[Scope, ...] = ("replica",) if world.pool is None else ("node", "pool", "subpool", "replica")
         shared = {scope: ranks_that_share(world, world.rank, scope) for scope in scopes}
         super().__init__(world.rank, shared, Patience(is_ended), SETTING)
         self._world = world
@@ -102,14 +105,14 @@ class PlanSharing(sharing.PlanSharing[Scope]):
             shared.paths = dict(enumerate(paths))
         return shared
 
-    def encode_plans(self, number: int, plans: Sequence[Plan], pooled: bool, ranks: Sequence[int]) -> Iterable[bytes]:
+    def encode_plans(self, number: int, plans: Sequence[Plan], pools: int, ranks: Sequence[int]) -> Iterable[bytes]:
         """Yield for each of some ranks a number, and its slices of plans with the fingerprints of the whole ones."""
-        return self.encode_slices(number, plans, (plan_rank(self._world, rank, pooled) for rank in ranks))
+        return self.encode_slices(number, plans, (plan_rank(self._world, rank, pools) for rank in ranks))
 
 
 @dataclass(frozen=True)
 class SharedDispatcher(Dispatcher):
-    """A dispatcher of which one rank of each machine compares replicas with the pool.
+    """A dispatcher of which one rank of each machine compares replicas with pools.
 
     Attributes:
         sharing: connections to the other ranks.
@@ -132,21 +135,21 @@ class SharedDispatcher(Dispatcher):
             return Dispatcher.__call__(self, rows)
 
         def encode(batch: DispatchedBatch, ranks: Sequence[int]) -> list[bytes]:
-            kept = batch.micro_batches[:1] if batch.pooled else batch.micro_batches
+            kept = batch.micro_batches[:: self.replicas // batch.pools if batch.pools else 1]
             numbers = [[part.tolist() for part in replica] for replica in kept]
-            message = {"micro_batches": numbers, "seconds": batch.seconds.tolist(), "pooled": batch.pooled}
+            message = {"micro_batches": numbers, "seconds": batch.seconds.tolist(), "pools": batch.pools}
             return [json.dumps(message).encode()] * len(ranks)
 
         def decode(content: bytes) -> DispatchedBatch:
             message: dict[str, Any] = json.loads(content)
             micro_batches = [[np.array(part, np.int64) for part in kept] for kept in message["micro_batches"]]
-            pooled = message["pooled"]
+            copies = self.replicas // len(micro_batches)  # replicas of a pool have the same ones
             return DispatchedBatch(
                 np.concatenate(rows),
-                micro_batches * self.replicas if pooled else micro_batches,
+                [own for own in micro_batches for _ in range(copies)],
                 np.array(message["seconds"]),
                 time.perf_counter() - began,
-                pooled,
+                message["pools"],
             )
 
         return self.sharing.share("node", make, encode, decode)

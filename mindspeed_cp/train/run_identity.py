@@ -16,6 +16,7 @@ from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.train.run_files import RunFiles
 
 _NOT_MODEL = {"recompute_granularity"}
+_NOT_DATA = {"pool_ranks"}
 _TRAIN = (
     *("global_batch_size", "lr_decay_style", "lr_warmup_iters"),
     *("bf16", "seed", "use_distributed_optimizer"),
@@ -36,7 +37,7 @@ def identity(settings: Settings) -> dict[str, Any]:
     values: dict[str, Any] = {
         f"model.{key}": filled.get(key, value) for key, value in model.model_dump().items() if key not in _NOT_MODEL
     }
-    values |= {f"data.{key}": value for key, value in data.model_dump().items()}
+    values |= {f"data.{key}": value for key, value in data.model_dump().items() if key not in _NOT_DATA}
     if not model.attention_dropout:  # else the dropped weights depend on the rows
         del values["data.balance"]
     elif data.balance == "pool":  # documents keep the numbers by which weights are dropped, as with time

@@ -78,7 +78,7 @@ class StepSums:
         flat_tokens: tokens of the trajectories in the step's rows; without trajectories equal to `tokens`.
         imbalance: attention work of the slowest rank over the mean.
         replica_imbalance: modelled time of the slowest replica over the mean.
-        pooled: the ranks of all replicas computed the step as one pool.
+        pools: number of pools on which the ranks of several replicas computed the step together; 0: on replicas.
         planning_seconds: dispatch and planning, in the loader's thread, on the rank where they took longest.
         waiting_seconds: time that the training thread waited for micro-batches, on the rank where it waited longest.
         plans, cached_plans: number of plans of all replicas, and how many of them were in the cache.
@@ -96,7 +96,7 @@ class StepSums:
     flat_tokens: int
     imbalance: float
     replica_imbalance: float
-    pooled: bool
+    pools: int
     planning_seconds: float
     waiting_seconds: float
     plans: int
@@ -186,7 +186,7 @@ def forward_backward(
     training.probe.reset()
     feed = _MicroBatchFeed(batches, checks.canary)
     if checks.compare_digests:
-        check_digests(world.gather(feed.digests), step, _sharing_ranks(world, feed.pooled))
+        check_digests(world.gather(feed.digests), step, _sharing_ranks(world, feed.pools))
     parts = len(training.ddp_models)  # the virtual stages of a pipeline stage, each of which takes all micro-batches
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
@@ -209,26 +209,28 @@ def forward_backward(
                     *feed.sums.values(),
                     feed.waiting_seconds,
                     *feed.digests,
-                    calls_digest(world.plan_group(feed.pooled)),
+                    calls_digest(world.plan_group(feed.pools)),
                 ),
                 *(stop_request.level, gradient_norm(training.ddp_models), checks.probe_seconds),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
-    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, _sharing_ranks(world, feed.pooled))
-    check_calls(ranks["calls"], step, world, feed.pooled)
+    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, _sharing_ranks(world, feed.pools))
+    check_calls(ranks["calls"], step, world, feed.pools)
     nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
     if nonfinite is not None:
         first = training.probe.first_bad(world)
         nonfinite += f" (first seen: {first})" if first else " (no layer's output was seen to be)"
     elif checks.canary is not None:
-        check_canary(checks.canary, step, world, feed.pooled)
+        check_canary(checks.canary, step, world, feed.pools)
     return _sums(ranks, feed, world, nonfinite)
 
 
-def _sharing_ranks(world: World, pooled: bool) -> list[list[int]]:
-    """Return the ranks that have the same rows: those of each replica, or all."""
-    return [list(range(world.size))] if pooled else world.replica_ranks
+def _sharing_ranks(world: World, pools: int) -> list[list[int]]:
+    """Return the ranks that have the same rows: those of each replica, or of the replicas of each pool."""
+    replica_ranks, count = world.replica_ranks, world.replicas_of_plan(pools)
+    firsts = range(0, world.replicas, count)
+    return [[rank for ranks in replica_ranks[first : first + count] for rank in ranks] for first in firsts]
 
 
 def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepSums:
@@ -247,7 +249,7 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
         flat_tokens=total("flat_tokens"),
         imbalance=float(pairs.max() / pairs.mean()) if pairs.sum() else 1.0,
         replica_imbalance=feed.imbalance,
-        pooled=feed.pooled,
+        pools=feed.pools,
         planning_seconds=float(ranks["planning_seconds"].max()),
         waiting_seconds=float(ranks["waiting_seconds"].max()),
         plans=total("plans"),
@@ -266,7 +268,7 @@ class _MicroBatchFeed:
 
     Attributes:
         micro_batches: their number on this replica.
-        pooled: the ranks of all replicas compute them together.
+        pools: number of pools on which the ranks of several replicas compute them together.
         digests: digests of their documents and contents, by the order of _DIGESTS.
         imbalance, state: those of their global batch.
         sums: sums of _SUMMED_FIELDS, by name.
@@ -279,7 +281,7 @@ class _MicroBatchFeed:
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         self.algorithms: Counter[str] = Counter()
         first = self._take()
-        self.micro_batches, self.imbalance, self.pooled = first.micro_batches, first.imbalance, first.pooled
+        self.micro_batches, self.imbalance, self.pools = first.micro_batches, first.imbalance, first.pools
         self.digests = [float(getattr(first, name)) for name in _DIGESTS]
         self.state = first.state
         self._first: MicroBatch | None = first

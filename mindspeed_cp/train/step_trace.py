@@ -106,7 +106,7 @@ class StepTracer:
         """Write the file in a thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mindspeed-cp-traces")
-        metadata, peers = self._metadata(number, record, traced), self._peers(traced.pooled)
+        metadata, peers = self._metadata(number, record, traced), self._peers(traced.pools)
         self._pending.append(self._thread.submit(self._write, number, metadata, record, peers))
 
     def _write(self, number: int, metadata: dict[str, Any], record: RankTimings, peers: dict[str, list[int]]) -> None:
@@ -128,14 +128,17 @@ class StepTracer:
                     print(text, file=sys.stderr, flush=True)
                 self._is_incomplete = True
 
-    def _peers(self, pooled: bool) -> dict[str, list[int]]:
+    def _peers(self, pools: int) -> dict[str, list[int]]:
         """Return by kind of message the ranks of the group in which it is sent."""
-        ranks = dist.get_process_group_ranks(self._world.plan_group(pooled))
+        ranks = dist.get_process_group_ranks(self._world.plan_group(pools))
         hidden_states = ranks
         if self._settings.train.sequence_parallel:
             group = parallel_state.get_tensor_and_context_parallel_group()
-            if pooled:
+            if pools:
                 group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            groups = self._world.groups_of_pool(pools)
+            if groups is not None and groups.tensor is not None:
+                group = groups.tensor
             hidden_states = dist.get_process_group_ranks(group)
         return {"keys": ranks, "gradients": ranks, "redistribution": ranks, "hidden_states": hidden_states}
 
@@ -145,6 +148,7 @@ class StepTracer:
         world, settings = self._world, self._settings
         kinds = list(dict.fromkeys(self._training.attentions))
         layers = document_cost(settings, self._training.attentions).layers
+        pool = world.pool_topology(traced.pools) if traced.pools else None
         return {
             "version": TRACE_VERSION,
             "step": number,
@@ -154,7 +158,7 @@ class StepTracer:
             "replica": world.replica,
             "replicas": world.replicas,
             "cp_rank": world.cp_rank,
-            "pool": [world.pool.nodes, world.pool.ranks_per_node] if traced.pooled and world.pool is not None else None,
+            "pool": None if pool is None else [pool.nodes, pool.ranks_per_node],
             "device": world.device.type,
             "seconds": record.seconds,
             "documents": traced.documents,
@@ -178,11 +182,11 @@ class _TracedBatches:
         documents: lengths of the documents of each micro-batch.
         parents: parents of the documents of each micro-batch; None where none has one.
         plans: algorithm and options of each micro-batch.
-        pooled: the ranks of all replicas compute them together.
+        pools: number of pools on which the ranks of several replicas compute them together; 0: on replicas.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], recorder: Recorder) -> None:
-        self._batches, self._recorder, self.pooled = batches, recorder, False
+        self._batches, self._recorder, self.pools = batches, recorder, 0
         self.documents: list[list[int]] = []
         self.parents: list[list[int] | None] = []
         self.plans: list[tuple[str, dict[str, Any]]] = []
@@ -194,7 +198,7 @@ class _TracedBatches:
         with timed_span(NEXT_BATCH):
             micro = next(self._batches)
         assert micro.params.plan is not None
-        self.pooled = micro.pooled
+        self.pools = micro.pools
         self._recorder.micro_batch = len(self.documents)
         documents = micro.params.plan.documents
         self.documents.append(documents.lengths.tolist())

@@ -17,13 +17,15 @@ from mindspeed_cp.comm import open_directional_groups
 from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE
 from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.config.candidates import candidate_settings
-from mindspeed_cp.config.pool import POOL, pool_topology
+from mindspeed_cp.config.data import POOL
+from mindspeed_cp.config.pool import Subpools, pool_topology, subpools_of
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.device.select import batched_launches_problem, cann_version, set_hccl_timeouts
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
+from mindspeed_cp.megatron.adaptors.pool_groups import PoolGroups
 from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Topology
@@ -31,7 +33,7 @@ from mindspeed_cp.plan_sharing.node_ranks import NodeRanks, node_ranks, rank_row
 from mindspeed_cp.train.device import COLLECTIVE_LIBRARIES, device_memory, pick_device
 from mindspeed_cp.train.local_agent import STORE_VARIABLE
 from mindspeed_cp.train.memory import check_memory
-from mindspeed_cp.train.process_groups import megatron_groups_with
+from mindspeed_cp.train.process_groups import megatron_groups_with, open_pool_groups
 from mindspeed_cp.train.rank_messages import without_pickles_between_ranks
 from mindspeed_cp.train.rendezvous import open_store
 
@@ -56,6 +58,8 @@ class World:
         stages, stage: number of pipeline stages, and its stage; a stage is consecutive ranks.
         pool: context-parallel ranks of all replicas of a stage, numbered replica by replica, which may share plans;
             None without data.balance: pool.
+        subpools: equal pools into which it may be divided; None: it has at most data.pool_ranks ranks.
+        pool_groups: process groups of this rank's pool of these; None without them.
         store: the key-value store through which the ranks found each other.
         node: the ranks of this machine; None where the launcher does not number them one after the other.
     """
@@ -74,15 +78,33 @@ class World:
     stage: int = 0
     pool: Topology | None = None
     node: NodeRanks | None = None
+    subpools: Subpools | None = None
+    pool_groups: PoolGroups | None = None
 
-    @property
-    def pool_rank(self) -> int:
-        """Number of this rank in the pool: the context-parallel ranks of all replicas of its stage."""
-        return self.replica * self.cp_size + self.cp_rank
+    def replicas_of_plan(self, pools: int) -> int:
+        """Return the number of consecutive replicas that share plans in a step on so many pools; 0 pools: 1."""
+        return self.replicas // pools if pools else 1
 
-    def plan_group(self, pooled: bool) -> dist.ProcessGroup:
-        """Return the ranks of a plan: the pool, or the context-parallel ranks of this replica."""
-        if pooled:
+    def plan_rank(self, pools: int) -> int:
+        """Return the number of this rank in its plans, those of a step on so many pools."""
+        return self.replica % self.replicas_of_plan(pools) * self.cp_size + self.cp_rank
+
+    def pool_topology(self, pools: int) -> Topology:
+        """Return the ranks of a plan of a step on so many pools, 1 or more."""
+        topology = self.pool if pools == 1 or self.subpools is None else self.subpools.topology
+        assert topology is not None
+        return topology
+
+    def groups_of_pool(self, pools: int) -> PoolGroups | None:
+        """Return the process groups of this rank's pool of several; None where Megatron has those of the plans."""
+        return self.pool_groups if pools > 1 else None
+
+    def plan_group(self, pools: int) -> dist.ProcessGroup:
+        """Return the ranks of a plan of a step on so many pools; 0: the context-parallel ranks of this replica."""
+        groups = self.groups_of_pool(pools)
+        if groups is not None:
+            return groups.plan
+        if pools:
             return parallel_state.get_data_parallel_group(with_context_parallel=True)
         return self.cp_group
 
@@ -165,9 +187,11 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
     rank, size, local_size = _read_rank_environment(environment)
     replicas = data_parallel_size(settings, size)
     check_nodes(settings, local_size, size)
-    pool, tensor = None, settings.train.tensor_model_parallel_size
+    pool = subpools = pool_groups = None
     if settings.data.balance == POOL:
+        tensor = settings.train.tensor_model_parallel_size
         pool = pool_topology(settings.context_parallel_suite, replicas, min(local_size, size), tensor)
+        subpools = subpools_of(settings.context_parallel_suite, replicas, pool, settings.data.pool_ranks)
     check_memory(settings, local_size, ranks=size)
     check_open_files(size)
     if settings.train.deterministic_mode:
@@ -216,6 +240,9 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
                 expert_model_parallel_size=train.expert_model_parallel_size,
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
             )
+            if subpools is not None:
+                stages, tensor = train.pipeline_model_parallel_size, train.tensor_model_parallel_size
+                pool_groups = open_pool_groups(rank, size, stages, subpools.count, tensor, train.sequence_parallel)
         if device.type != "cpu" and cp > 1 and suite.uses_directional_groups:
             open_directional_groups(parallel_state.get_context_parallel_group(), device, timeout)
         yield World(
@@ -233,6 +260,8 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             pool=pool,
             node=_gather_node_ranks(rank, local_rank, local_size, size),
+            subpools=subpools,
+            pool_groups=pool_groups,
         )
 
 

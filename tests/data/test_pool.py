@@ -16,6 +16,7 @@ from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import Dispatcher, DocumentCost, PackedStream, PoolModel
 from mindspeed_cp.data.packing import DOC_CHUNK
 from mindspeed_cp.data.pool import documents_of_lengths
+from mindspeed_cp.data.subpools import assign_to_pools
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig, Topology
 from tests.data.corpora import ListCorpus, law
@@ -68,9 +69,9 @@ def test_the_faster_one_by_the_model_is_taken() -> None:
         together = model._simulate(documents, pooled, model.pool)
         choice = model.choose(tokens, groups, pooled)
         if max(static, together) > 1.2 * min(static, together):
-            assert choice.pooled == (together < static), lengths
+            assert choice.pools == (together < static), lengths
         assert choice.seconds.shape == (2,) and (choice.seconds > 0).all()
-        if choice.pooled:
+        if choice.pools:
             assert choice.seconds[0] == choice.seconds[1]
 
 
@@ -89,7 +90,7 @@ def test_near_times_and_windows_are_simulated(monkeypatch: pytest.MonkeyPatch) -
     assert simulated[:2] == [RANKS * 2, RANKS], "the pool, then replicas until one is slower"
     simulated.clear()
     pool_model(attention=replace(ATTENTION, window=(256, 0))).choose(np.array([4096, 64]), groups, pooled)
-    assert simulated == [RANKS, RANKS, RANKS * 2], "the placement model knows no window"
+    assert simulated == [RANKS * 2, RANKS, RANKS], "the placement model knows no window"
     simulated.clear()
     pool_model().choose(np.array([4096, 64]), groups, pooled)
     assert not simulated, "the estimates are far from each other"
@@ -106,11 +107,11 @@ def test_every_document_is_in_one_micro_batch_of_the_pool_within_its_room(
     lengths: list[list[int]], replicas: int
 ) -> None:
     context = 48
-    own = dispatcher(replicas, context)
+    cost = dispatcher(replicas, context).cost
     all_rows = rows(*lengths)
     numbers = np.repeat(np.arange(len(lengths)), [len(row) for row in lengths])
     tokens = np.concatenate(all_rows)["length"]
-    micro_batches = own._pool_micro_batches(tokens, own.cost(tokens), numbers)
+    (micro_batches,) = assign_to_pools(tokens, cost(tokens), 1, replicas, context=context, rows=numbers).micro_batches
     assert sorted(np.concatenate(micro_batches).tolist()) == list(range(len(tokens)))
     assert max(int(tokens[group].sum()) for group in micro_batches) <= context * replicas
     assert len(micro_batches) <= len(lengths) // replicas
@@ -133,9 +134,9 @@ def test_replicas_stay_where_both_are_equally_fast(monkeypatch: pytest.MonkeyPat
     for name in ("_estimate", "_simulate"):
         monkeypatch.setattr(PoolModel, name, lambda self, lengths, groups, topology: seconds[topology.ranks])
     groups = [[np.array([0])], [np.array([1])]]
-    assert not pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pooled
+    assert not pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pools
     seconds[RANKS * REPLICAS] = 0.99
-    assert pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pooled
+    assert pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pools == 1
 
 
 def test_one_replica_has_no_pool() -> None:

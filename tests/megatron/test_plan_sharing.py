@@ -69,7 +69,7 @@ def script(rank: int, path: str, machine: int = 4, **arguments: Any) -> Iterator
         return call
 
     def in_turn(*given: Any) -> Any:
-        return replace(choose(*given), pooled=counts["chosen"] % 2 == 1)
+        return replace(choose(*given), pools=counts["chosen"] % 2)
 
     args = start(**arguments)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.config.pool import Subpools
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.plan_sharing.node_ranks import NodeRanks, node_ranks
 from tests.limits import HANG
@@ -57,11 +58,16 @@ def test_who_plans_for_whom() -> None:
     assert ranks_that_share(world, 5, "replica") == (4, 5, 6, 7) and ranks_that_share(world, 5, "pool") == tuple(
         range(8)
     )
-    assert [plan_rank(world, rank, False) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [plan_rank(world, rank, True) for rank in (0, 2, 5, 7, 8, 15)] == [0, 1, 2, 3, 0, 3]
+    assert [plan_rank(world, rank, 0) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [plan_rank(world, rank, 1) for rank in (0, 2, 5, 7, 8, 15)] == [0, 1, 2, 3, 0, 3]
     one_machine = world_of(5, 16, 16, tp_size=2, stages=2)
     assert ranks_that_share(one_machine, 12, "pool") == tuple(range(8, 16))
     assert ranks_that_share(one_machine, 12, "node") == tuple(range(16))
+    halves = world_of(13, 32, 16, tp_size=2, stages=2, subpools=Subpools(2, Topology(1, 4)))  # 4 replicas of 2 x 2
+    assert ranks_that_share(halves, 13, "subpool") == tuple(range(8, 16))
+    assert ranks_that_share(halves, 3, "subpool") == tuple(range(8))
+    assert [plan_rank(halves, rank, 2) for rank in (0, 4, 7, 8, 14, 16, 31)] == [0, 2, 3, 0, 3, 0, 3]
+    assert [halves.plan_rank(pools) for pools in (0, 1, 2)] == [0, 6, 2], "replica 3 of 4, its first rank"
     across = world_of(1, 4, 1, cp_size=4)
     assert ranks_that_share(across, 1, "replica") == (1,), "no other rank of the machine"
 
@@ -215,7 +221,7 @@ def test_slices_come_with_the_digest_of_the_whole_plan(shared: Any) -> None:
             return received.read()
 
         given = sharing.share(
-            "replica", lambda: plan, lambda value, ranks: sharing.encode_plans(7, [value], False, ranks), decode
+            "replica", lambda: plan, lambda value, ranks: sharing.encode_plans(7, [value], 0, ranks), decode
         )
         assert plan_digest(given) == plan_digest(plan) and (given.work_of(rank % 2) == plan.work_of(rank % 2)).all()
         return len(given.forward.contents)
@@ -231,6 +237,7 @@ def test_slices_come_with_the_digest_of_the_whole_plan(shared: Any) -> None:
     ("ranks", "changes"),
     [
         pytest.param(4, {**CP2, "train__use_distributed_optimizer": True}, id="4 ranks, in turn pool and replicas"),
+        pytest.param(4, {"data__pool_ranks": 2}, id="4 ranks, in turn two pools and one"),
         pytest.param(
             4, {"train__tensor_model_parallel_size": 2, "train__sequence_parallel": True, "data__balance": "none"},
             id="tensor-parallel ranks", marks=pytest.mark.thorough,
@@ -246,7 +253,8 @@ def test_the_curve_is_that_of_ranks_that_plan_alone(
     for planner in ("replicated", "node"):
         more = {**COMMON, **POOL, **changes, "train__planner": planner, "train__train_iters": 4}
         settings = tiny(corpus, tmp_path / planner, **more)
-        results = fresh_ranks.run(ranks, counts_plans, settings.model_dump_json(), IN_TURN)
+        pools = [2, 1] if "data__pool_ranks" in changes else IN_TURN
+        results = fresh_ranks.run(ranks, counts_plans, settings.model_dump_json(), pools)
         lines.append(results[0]["lines"])
         built = [result["built"] for result in results]
         assert all(built) if planner == "replicated" else built.count(0) >= ranks // 2 and built[0], built
@@ -254,7 +262,7 @@ def test_the_curve_is_that_of_ranks_that_plan_alone(
     assert values(lines[0], "grad_norm") == values(lines[1], "grad_norm")
 
 
-def counts_plans(settings: str, pooled: list[bool]) -> dict[str, Any]:
+def counts_plans(settings: str, pools: list[int]) -> dict[str, Any]:
     """In a rank: train; also the number of plans that it built."""
     from mindspeed_cp.train import micro_batch_loader as batches
 
@@ -265,7 +273,7 @@ def counts_plans(settings: str, pooled: list[bool]) -> dict[str, Any]:
         return build(*given, **options)
 
     batches.build_plan = counted
-    return {**choosing(settings, pooled), "built": built[0]}
+    return {**choosing(settings, pools), "built": built[0]}
 
 
 def fails_to_plan(settings: str) -> str:

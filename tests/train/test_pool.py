@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_cp import Topology
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.run.predicted_vs_measured import compare_with_prediction
 from tests.train.fresh_ranks import FreshRanks
@@ -18,28 +19,32 @@ from tests.train.test_training import assert_same_curve, curve, tiny, train_here
 CP2: dict[str, Any] = dict(context_parallel_suite__context_parallel_size=2)
 COMMON: dict[str, Any] = dict(train__train_iters=5, train__lr_decay_iters=20, train__global_batch_size=4)
 POOL: dict[str, Any] = dict(data__balance="pool", context_parallel_suite__algorithm="hierarchical")
-ALWAYS, NEVER, IN_TURN = [True], [False], [True, False]
+TWO_POOLS: dict[str, Any] = {**POOL, "data__pool_ranks": 2}  # of 4 ranks
+#: Pools of a step, in turn; 0: replicas.
+ALWAYS, IN_TURN, SEVERAL, ALL_WAYS = [1], [1, 0], [2], [2, 1, 0]
 TOLERANCE = 1e-5
 
 
-def choosing(settings: str, pooled: list[bool]) -> dict[str, Any]:
-    """In a rank: train, with these choices between pool and replicas, again and again."""
+def choosing(settings: str, pools: list[int]) -> dict[str, Any]:
+    """In a rank: train, with these choices between pools and replicas, again and again."""
+    from mindspeed_cp.data import subpools
     from mindspeed_cp.data.pool import PoolModel
 
+    subpools.UNEVEN = 0  # one pool of all ranks is always compared with several
     choose, count = PoolModel.choose, 0
 
     def chosen(self: PoolModel, *given: Any) -> Any:
         nonlocal count
         count += 1
-        return replace(choose(self, *given), pooled=pooled[(count - 1) % len(pooled)])
+        return replace(choose(self, *given), pools=pools[(count - 1) % len(pools)])
 
     PoolModel.choose = chosen  # type: ignore[method-assign]
     return train_here(settings)
 
 
-def pool_curve(fresh_ranks: FreshRanks, settings: Any, ranks: int, pooled: list[bool]) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = fresh_ranks.run(ranks, choosing, settings.model_dump_json(), pooled)[0]["lines"]
-    expected = [pooled[index % len(pooled)] for index in range(len(lines))]
+def pool_curve(fresh_ranks: FreshRanks, settings: Any, ranks: int, pools: list[int]) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = fresh_ranks.run(ranks, choosing, settings.model_dump_json(), pools)[0]["lines"]
+    expected = [pools[index % len(pools)] for index in range(len(lines))]
     assert ranks == 1 or values(lines, "pooled") == expected
     return lines
 
@@ -51,8 +56,9 @@ def reference(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.Te
 
 
 @pytest.mark.parametrize(
-    ("pooled", "more"),
+    ("pools", "more"),
     [
+        pytest.param(ALL_WAYS, {"data__pool_ranks": 2}, id="2 pools, 1 and none in turn, 4 replicas of one rank"),
         pytest.param(IN_TURN, CP2, id="in turn, 2 replicas of 2 ranks"),
         pytest.param(ALWAYS, CP2, id="always, 2 replicas of 2 ranks", marks=pytest.mark.thorough),
         pytest.param(ALWAYS, {"train__use_distributed_optimizer": True}, id="always, 4 replicas of one rank"),
@@ -63,13 +69,13 @@ def test_the_losses_are_those_of_one_rank(
     corpus: Path,
     tmp_path: Path,
     reference: list[dict[str, Any]],
-    pooled: list[bool],
+    pools: list[int],
     more: dict[str, Any],
 ) -> None:
     """With proofs of all plans, and attention compared with fp64 in every step."""
     checks: dict[str, Any] = {"context_parallel_suite__verify_plans": True, "train__check_attention_interval": 1}
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **checks, **more)
-    assert_same_curve(pool_curve(fresh_ranks, settings, 4, pooled), reference, TOLERANCE)
+    assert_same_curve(pool_curve(fresh_ranks, settings, 4, pools), reference, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -99,34 +105,41 @@ def test_other_parallelism_beside_the_pool(
 
 
 @pytest.mark.thorough  # tests/train/test_balance.py has experts over replicas with other numbers of micro-batches
-def test_experts_over_all_replicas(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    """An expert-parallel group spans the replicas, whose micro-batches must be equally many in both kinds of steps."""
+@pytest.mark.parametrize(
+    ("pools", "changes"),
+    [
+        pytest.param(IN_TURN, {**POOL, **CP2}, id="one pool"),
+        pytest.param(ALL_WAYS, TWO_POOLS, id="two pools"),
+    ],
+)
+def test_experts_over_all_replicas(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, pools: list[int], changes: dict[str, Any]
+) -> None:
+    """An expert-parallel group spans the replicas, whose micro-batches must be equally many in all kinds of steps."""
     model = {**MODELS["experts"], "model__moe_aux_loss_coeff": 0.0, "train__train_iters": 3}
     alone = curve(fresh_ranks, tiny(corpus, tmp_path / "one", **{**COMMON, **model}), 1)
-    settings = tiny(
-        corpus, tmp_path / "pool", **{**COMMON, **model}, **POOL, **CP2, train__expert_model_parallel_size=4
-    )
-    assert_same_curve(pool_curve(fresh_ranks, settings, 4, IN_TURN), alone, TOLERANCE)
+    settings = tiny(corpus, tmp_path / "pool", **{**COMMON, **model}, **changes, train__expert_model_parallel_size=4)
+    assert_same_curve(pool_curve(fresh_ranks, settings, 4, pools), alone, TOLERANCE)
 
 
 @pytest.mark.thorough  # the numbers of documents are those of balance: time
 def test_what_dropout_drops_does_not_depend_on_the_pool(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     changes = {**COMMON, "model__attention_dropout": 0.1, "train__train_iters": 3}
     alone = curve(fresh_ranks, tiny(corpus, tmp_path / "one", **changes, data__balance="time"), 1)
-    settings = tiny(corpus, tmp_path / "pool", **changes, **POOL, **CP2)
-    assert_same_curve(pool_curve(fresh_ranks, settings, 4, IN_TURN), alone, TOLERANCE)
+    settings = tiny(corpus, tmp_path / "pool", **changes, **TWO_POOLS)
+    assert_same_curve(pool_curve(fresh_ranks, settings, 4, ALL_WAYS), alone, TOLERANCE)
 
 
 def test_a_checkpoint_of_replicas_resumes_under_the_pool_and_back(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
-    """The optimizer's state is sharded over all ranks, in both."""
-    for last, changes in ((2, {}), (4, POOL), (5, {})):
-        more = {**COMMON, **CP2, "train__train_iters": last, "train__use_distributed_optimizer": True}
+    """The optimizer's state is sharded over all ranks, in all three: replicas, one pool, two pools."""
+    for last, changes, pools in ((2, CP2, ALWAYS), (3, {**CP2, **POOL}, ALWAYS), (4, TWO_POOLS, SEVERAL), (5, CP2, [])):
+        more = {**COMMON, "train__train_iters": last, "train__use_distributed_optimizer": True}
         settings = tiny(corpus, tmp_path, **more, **changes)
-        lines = fresh_ranks.run(4, choosing, settings.model_dump_json(), ALWAYS)[0]["lines"]
+        lines = fresh_ranks.run(4, choosing, settings.model_dump_json(), pools)[0]["lines"]
     assert_same_curve(lines, reference, TOLERANCE)
-    assert [line.get("pooled") for line in lines] == [None, None, True, True, None]
+    assert [line.get("pooled") for line in lines] == [None, None, 1, 2, None]
 
 
 def chooses_otherwise(settings: str, odd: int) -> str:
@@ -136,7 +149,7 @@ def chooses_otherwise(settings: str, odd: int) -> str:
     from mindspeed_cp.data.pool import PoolModel
 
     choose = PoolModel.choose
-    PoolModel.choose = lambda *given: replace(choose(*given), pooled=dist.get_rank() != odd)  # type: ignore[method-assign]
+    PoolModel.choose = lambda *given: replace(choose(*given), pools=int(dist.get_rank() != odd))  # type: ignore[method-assign]
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
     return str(caught.value)
@@ -177,6 +190,41 @@ def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
         assert (pair.predicted.messages == pair.measured.messages).all()
         assert (pair.measured.sent.sum() > 0) == (pair.step.topology.ranks > 1)
         assert np.ptp(pair.predicted.seconds) == pytest.approx(0, abs=1e-12)
+
+
+def test_traces_of_a_step_on_two_pools_have_the_messages_of_both(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
+) -> None:
+    settings = tiny(corpus, tmp_path, **COMMON, **TWO_POOLS, output__trace_steps=[3])
+    fresh_ranks.run(4, choosing, settings.model_dump_json(), SEVERAL)
+    (pair,) = compare_with_prediction(tmp_path).pairs
+    assert pair.step.is_pooled and pair.step.groups == 2 and pair.step.topology == Topology(1, 2)
+    assert (pair.predicted.sent == pair.measured.sent).all() and pair.measured.sent.sum() > 0
+    assert (pair.predicted.messages == pair.measured.messages).all()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({**CP2, "data__pool_ranks": 4}, id="2 pools of 2 replicas of 2 ranks"),
+        pytest.param({"train__pipeline_model_parallel_size": 2, "data__pool_ranks": 2}, id="2 stages"),
+        pytest.param(
+            {
+                "train__tensor_model_parallel_size": 2,
+                "train__sequence_parallel": True,
+                "context_parallel_suite__remap": "hidden",
+                "data__pool_ranks": 2,
+            },
+            id="sequence parallel, hidden states move",
+        ),
+    ],
+)
+def test_two_pools_of_eight_ranks(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], more: dict[str, Any]
+) -> None:
+    settings = tiny(corpus, tmp_path, **COMMON, **POOL, **more)
+    assert_same_curve(pool_curve(fresh_ranks, settings, 8, ALL_WAYS), reference, TOLERANCE)
 
 
 def test_no_rank_holds_more_tokens_than_one_and_a_half_shares(

@@ -119,7 +119,7 @@ def pooled_batch(
     tokens = np.concatenate(lengths)
 
     def choose() -> bool:
-        return bool(model.choose(tokens, replicas, [np.arange(len(tokens))]).pooled)
+        return bool(model.choose(tokens, replicas, [np.arange(len(tokens))]).pools)
 
     if not (choose() if sharing is None else sharing.share_choice(choose)):
         return None

@@ -24,7 +24,7 @@ from mindspeed_cp.simulate.simulator import simulate_plan
 
 @dataclass(frozen=True, eq=False)
 class _ModelledLayer:
-    """One layer, modelled: seconds, bytes and messages of each rank of a replica, or of the pool, fp64 [cp * tp],
+    """One layer, modelled: seconds, bytes and messages of each rank of a replica, or of a pool, fp64 [cp * tp],
     tensor-parallel ranks beside each other; and seconds of all of it."""
 
     attention: np.ndarray
@@ -50,7 +50,7 @@ def predict_step(step: MeasuredStep, cluster: Cluster) -> TimeBreakdown:
     counts = {kind: step.layers.count(kind) for kind in dict.fromkeys(step.layers)}
     simulator = _LayerSimulator(step, cluster)
     ranks = metadata["replicas"] * settings.model_parallel_size
-    groups = 1 if step.is_pooled else metadata["replicas"]  # of ranks that share plans
+    groups = step.groups
     sums = np.zeros((5, groups, ranks // groups))
     done = np.zeros(groups)
     for group in range(groups):

@@ -127,21 +127,28 @@ class MeasuredStep:
 
     @property
     def is_pooled(self) -> bool:
-        """True if the ranks of all replicas computed the step's micro-batches together."""
+        """True if the ranks of several replicas computed the step's micro-batches together."""
         return self.metadata.get("pool") is not None
 
     @property
     def topology(self) -> Topology:
-        """The ranks of the step's plans: those of a replica, or the pool of all."""
+        """The ranks of the step's plans: those of a replica, or of a pool."""
         topology = self.settings.context_parallel_suite.topology
         if not self.is_pooled:
             return topology
         nodes, ranks_per_node = self.metadata["pool"]
         return Topology(nodes, ranks_per_node, topology.cluster)
 
-    def micro_batches(self, replica: int) -> list[tuple[Documents, str, dict[str, Any]]]:
-        """Return the documents, the algorithm and its options of each micro-batch of a replica; of a pooled step all
+    @property
+    def groups(self) -> int:
+        """Number of groups of consecutive ranks that share plans: the replicas, or the pools."""
+        replica_ranks: int = self.settings.context_parallel_suite.context_parallel_size
+        return self.metadata["replicas"] * replica_ranks // self.topology.ranks
+
+    def micro_batches(self, group: int) -> list[tuple[Documents, str, dict[str, Any]]]:
+        """Return the documents, the algorithm and its options of each micro-batch of a replica, or of a pool, whose
         replicas have the same."""
+        replica = group * self.metadata["replicas"] // self.groups
         rank_metadata = next(trace.metadata for trace in self.ranks if trace.metadata["replica"] == replica)
         micro_batches = zip(_documents(rank_metadata), rank_metadata["plans"], strict=True)
         return [(documents, name, options) for documents, (name, options) in micro_batches]
@@ -297,9 +304,12 @@ def _check_settings(trace: RankTrace) -> None:
             path, f"ranks is {metadata['ranks']}, not {metadata['replicas']} replicas of {size} ranks"
         )
     ranks = metadata["replicas"] * step.settings.context_parallel_suite.context_parallel_size
-    if step.is_pooled and step.topology.ranks != ranks:
+    replica_ranks = ranks // metadata["replicas"]
+    if step.is_pooled and (ranks % step.topology.ranks or step.topology.ranks % replica_ranks):
         nodes, ranks_per_node = metadata["pool"]
-        raise damaged_file_error(path, f"pool is {nodes} x {ranks_per_node} ranks, not the {ranks} of all replicas")
+        raise damaged_file_error(
+            path, f"pool is {nodes} x {ranks_per_node} ranks, of which the {ranks} of all replicas are no equal pools"
+        )
     last = max(kind for kind, *_ in metadata["layers"])
     if last >= len(metadata["attentions"]):
         raise damaged_file_error(path, f"layers have attention {last}, and attentions end before it")
