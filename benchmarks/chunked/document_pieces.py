@@ -38,7 +38,7 @@ def cut_documents(plan: Plan, inner: Sequence[float], first: Sequence[float], la
         if part.q_layout_compute.heads is None:
             return [replace(part, layout=part.q_layout_compute, kv_layout_in=part.kv_layout_compute)]
         shares = inner if number not in edges else first if number == edges[0] else last
-        groups, size = _groups(part)
+        groups = _groups(part)[0]
         pieces = [groups] if len(part.forward.fetch) else _cut_groups(groups, part, shares)
         return [head_groups_part(piece, piece, part.topology, part.attention) for piece in pieces]
 
@@ -69,7 +69,8 @@ def _groups(part: Plan) -> tuple[Layout, int]:
 
 
 def _cut_groups(groups: Layout, part: Plan, shares: Sequence[float]) -> list[Layout]:
-    """Divide the documents of a part: those with most work first, each to the piece of its group that it fills least."""
+    """Divide the documents of a part: those with most work first, each to the piece of its group that it leaves least
+    filled."""
     work = document_pairs(part.documents, part.documents, part.attention)
     load = np.zeros((groups.ranks, len(shares)))
     piece_of = np.full(len(work), -1)

@@ -1,7 +1,7 @@
 """Heads in pieces: a part becomes several, each with some of every rank's heads of the same documents.
 
 The redistribution, messages and tiles of a piece are those of the part for fewer heads, so tiles are as large as
-before. `Plan` does not know such plans (its parts have different documents); here they are simulated, and every piece is
+before. A real plan cannot have such parts, which are of the same documents; here they are simulated, and every piece is
 proved by itself, as a plan of attention with that many heads.
 """
 
@@ -19,8 +19,7 @@ from mindspeed_cp.plan.program import Plan
 def cut_heads(plan: Plan, pieces: int, only_edges: bool = False) -> Plan:
     """Return the plan in which parts with messages are cut into pieces of their heads.
 
-    A part stays whole if a rank has too few heads, or if a key/value head would be in several pieces on a rank and these
-    do not divide its query heads.
+    A part stays whole if a rank has too few heads, or if pieces of a key/value head's query heads would be unequal.
 
     Args:
         plan: any plan.

@@ -12,11 +12,9 @@ from mindspeed_cp.plan.records import Messages
 def with_pieces(plan: Plan, pieces: list[list[Plan]]) -> Plan:
     """Return a plan in which each part is replaced by pieces, which take its steps in turn.
 
-    A piece may have a multiple of the part's steps; it then takes as many of them where the part takes one.
-
     Args:
         plan: any plan.
-        pieces: plans without parts, one or more for each part of the plan.
+        pieces: plans without parts, one or more for each part of the plan, with as many steps.
     """
     if len(pieces) == 1 and len(pieces[0]) == 1:
         return replace(pieces[0][0], linear_layout=plan.linear_layout)
@@ -25,9 +23,7 @@ def with_pieces(plan: Plan, pieces: list[list[Plan]]) -> Plan:
     def order(direction: str) -> tuple[tuple[int, int], ...]:
         out: list[tuple[int, int]] = []
         for part, step in plan.step_order(direction):
-            for number, piece in enumerate(pieces[part]):
-                factor = getattr(piece, direction).steps // getattr(plan.parts_or_self[part], direction).steps
-                out += [(first[part] + number, step * factor + i) for i in range(factor)]
+            out += [(first[part] + number, step) for number in range(len(pieces[part]))]
         return tuple(out)
 
     return replace(
@@ -45,7 +41,9 @@ def with_pieces(plan: Plan, pieces: list[list[Plan]]) -> Plan:
 def edge_parts(plan: Plan) -> tuple[int, ...]:
     """Return the first and the last part whose heads are split, () if there is none: the first way in and the last way
     back have nothing beside them."""
-    split = [part for part, _ in plan.step_order("forward") if plan.parts_or_self[part].q_layout_compute.heads is not None]
+    split = [
+        part for part, _ in plan.step_order("forward") if plan.parts_or_self[part].q_layout_compute.heads is not None
+    ]
     return (split[0], split[-1]) if split else ()
 
 

@@ -26,7 +26,9 @@ def layer_seconds(plan: Plan, cluster: Cluster, posting: tuple[float, ...] = (0.
     cost = ComputeCost(cluster, plan.attention)
     tiles = TileCounter(plan, representative_ranks(plan, COARSE_SPANS))
     kernels = {way: tiles.work(way).seconds(cost, way == "backward") for way in DIRECTIONS}
-    tables = {way: transfers(plan, way, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes) for way in DIRECTIONS}
+    tables = {
+        way: transfers(plan, way, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes) for way in DIRECTIONS
+    }
     linear = {way: linear_times(plan, cost, way == "backward") for way in DIRECTIONS}
     out = []
     for seconds in posting:

@@ -1,14 +1,15 @@
-"""Fetched keys in pieces: every message of a step is cut by rows, and tiles of a piece begin when it is there.
+"""Fetched keys in pieces: every message of a step is cut by rows, and attention on a piece begins when it is there.
 
 A step becomes as many steps as there are pieces. What lies in a receive slot is cut into equal runs of rows; step i of
 them computes run i, which is due just before, and its gradients leave in the step after::
 
-    step            0                        1
-    whole           post A, compute own      compute A, post dA
-    two pieces      post A0 | post A1, own   compute A0 | post dA0, compute A1 | post dA1 ...
+    step              0                               1
+    whole             post A   compute own            compute A                 post dA
+    two pieces        post A0  post A1, compute own   compute A0  post dA0, compute A1  post dA1
 
-A relay passes a piece on when that piece is there. The local block stays whole in step 0, behind all posts; shares of
-it in later steps of the backward are cut, too.
+A relay passes a piece on when that piece is there. The local block stays whole in step 0, behind all posts, so that the
+first piece of all messages goes before the second; shares of it in later steps of the backward are cut, too. Slots and
+bytes stay the same; messages, kernel calls and steps are as many times as many.
 """
 
 from __future__ import annotations
@@ -17,27 +18,50 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.chunked.pieces import each_part
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.layout.runs import group_starts
+from mindspeed_cp.plan.parts import StepOrder
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import MESSAGE, ROW_RUN, Messages, sorted_contents
 
 
-def cut_rows(plan: Plan, pieces: int) -> Plan:
-    """Return the plan whose fetches, and the reduces of their gradients, are cut into `pieces`; parts that fetch nothing
-    stay as they are."""
+def cut_fetches(plan: Plan, pieces: int) -> Plan:
+    """Return a plan in which fetches, and the reduces of their gradients, are cut into pieces.
 
-    def cut(_: int, part: Plan) -> list[Plan]:
-        if not len(part.forward.fetch):
-            return [part]
-        forward, backward = (_cut_program(program, pieces) for program in (part.forward, part.backward))
-        return [replace(part, forward=forward, backward=backward)]
+    Args:
+        plan: plan of KV fetches: every reduce carries the gradients of rows that a fetch brought before. Parts that
+            fetch nothing stay as they are.
+        pieces: pieces of what lies in a slot, 1 or more.
 
-    return each_part(plan, cut)
+    Returns:
+        The new plan, or the given one if nothing is cut.
+    """
+    cut = [len(part.forward.fetch) > 0 for part in plan.parts_or_self]
+    if pieces == 1 or not any(cut):
+        return plan
+    parts = tuple(
+        _cut_part(part, pieces) if is_cut else part for part, is_cut in zip(plan.parts_or_self, cut, strict=True)
+    )
+    if not plan.parts:
+        return parts[0]
+
+    def order(direction: str) -> StepOrder:
+        steps: list[tuple[int, int]] = []
+        for part, step in plan.step_order(direction):
+            steps += [(part, step * pieces + i) for i in range(pieces)] if cut[part] else [(part, step)]
+        return tuple(steps)
+
+    return replace(plan, parts=parts, forward_order=order("forward"), backward_order=order("backward"))
+
+
+def _cut_part(part: Plan, pieces: int) -> Plan:
+    forward, backward = (_cut_program(program, pieces) for program in (part.forward, part.backward))
+    return replace(part, forward=forward, backward=backward)
 
 
 def _cut_program(program: Program, pieces: int) -> Program:
+    """Cut a direction. What starts, is computed or lands in piece i of a slot does so in the i-th of the new steps, or
+    of those after the step in which the whole was there."""
     fills = _Fills.of(program)
     contents, spans = _cut_contents(program, fills, pieces)
     last = program.steps * pieces - 1
