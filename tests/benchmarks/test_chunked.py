@@ -29,7 +29,12 @@ PLANS: dict[str, tuple[AttentionConfig, Topology, tuple[int, ...], dict[str, Any
     "relays": (MHA, Topology(4, 2, "a800"), LENGTHS, {"head_split": False}),
     "owners": (GQA, Topology(2, 4, "a800"), LENGTHS, {"head_split": False, "routing": False}),
     "groups of nodes": (AttentionConfig(heads=4, head_dim=8), Topology(4, 2, "a800"), (30000, 500, 700, 90), {}),
-    "split heads": (AttentionConfig(heads=32, head_dim=128), Topology(2, 4, "a800"), (*[2600, 2400] * 8, 90), {}),
+    "split heads": (
+        AttentionConfig(heads=32, head_dim=128),
+        Topology(2, 4, "a800"),
+        (9000, 8000, *[3100, 2900] * 5, 700),
+        {},
+    ),
 }
 
 
