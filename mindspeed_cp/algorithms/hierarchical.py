@@ -13,7 +13,6 @@ second travel: half of them at the beginning, half at the end. Zeppelin (2509.21
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -21,6 +20,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from mindspeed_cp.algorithms.head_groups import head_groups_part
+from mindspeed_cp.algorithms.kv_fetch.pieces import cut_fetches
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.algorithms.linear_layout import can_move_hidden, cheapest_mode, with_linear_layout
 from mindspeed_cp.algorithms.options import AtLeast, FromModel
@@ -29,7 +29,8 @@ from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
 from mindspeed_cp.algorithms.placement.search import PlacementResult, search_placements
 from mindspeed_cp.algorithms.placement.split_parts import split_parts
 from mindspeed_cp.algorithms.placement.token_cap import apply_token_cap
-from mindspeed_cp.cluster import Cluster, LayerCost
+from mindspeed_cp.algorithms.simulated_choice import default_simulations, fastest, in_pieces_if_faster
+from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout
@@ -39,12 +40,6 @@ from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.schema.numbers import check_count
-from mindspeed_cp.simulate.simulator import simulate_plan
-from mindspeed_cp.simulate.tile_work import COARSE_SPANS
-from mindspeed_cp.simulate.timeline import Timeline
-
-#: Placements that are simulated by default on up to so many ranks; on more none.
-SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 5))
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
@@ -66,6 +61,7 @@ def build_hierarchical(
     tensor_model_parallel_size: Annotated[int, AtLeast(1), FromModel()] = 1,
     sequence_parallel: Annotated[bool, FromModel()] = False,
     simulated_placements: Annotated[int | None, AtLeast(1, "placements")] = None,
+    fetch_pieces: Annotated[int | None, AtLeast(1, "pieces")] = None,
 ) -> Plan:
     """Every document on the ranks where it is cheapest: one rank, some ranks of a node, or several nodes.
 
@@ -92,6 +88,8 @@ def build_hierarchical(
             different policies, and of different kinds if one is nearly as fast; the others are the fastest of them with
             less work for the ranks that waited long. Default: 3 on up to 16 ranks, 4 on up to 128, 5 on up to 1,024,
             else 1, which is not simulated.
+        fetch_pieces: pieces in which fetched keys and values, and their gradients, travel; attention on a piece begins
+            when it is there. Default: 2 if that is faster where placements are simulated, else 1.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
@@ -99,7 +97,7 @@ def build_hierarchical(
     """
     sizes, cap = (hidden_size, ffn_hidden_size, tensor_model_parallel_size), max_seqlen_per_dp_cp_rank
     if simulated_placements is None:
-        simulated_placements = next((count for most, count in SIMULATED_PLACEMENTS if topology.ranks <= most), 1)
+        simulated_placements = default_simulations(topology.ranks)
     levelled = (simulated_placements - 1) // 2
 
     def build(placement: Placement) -> Plan | None:
@@ -108,8 +106,8 @@ def build_hierarchical(
         if cap is not None and plan.layout.token_counts.max() > cap:
             return None
         if placement.policy.remap:
-            return _with_linear_layout(plan, remap, hidden_size, tensor_model_parallel_size, sequence_parallel)
-        return plan
+            plan = _with_linear_layout(plan, remap, hidden_size, tensor_model_parallel_size, sequence_parallel)
+        return plan if fetch_pieces is None else cut_fetches(plan, fetch_pieces)
 
     for may_split in (head_split, False):  # equal parts of documents with split heads are rounded up, above the cap
         result = choose_placement(documents, kv_documents, topology, attention, routing, may_split, remap, cap, *sizes)
@@ -125,41 +123,9 @@ def build_hierarchical(
     if simulated_placements == 1:
         return next(iter(plans.values()))
     layer = _layer_cost(attention, *sizes, sequence_parallel)
-    return _fastest(plans, result, build, levelled, cluster_of(topology), layer)
-
-
-def _fastest(
-    plans: dict[Placement, Plan],
-    result: PlacementResult,
-    build: Callable[[Placement], Plan | None],
-    levelled: int,
-    cluster: Cluster,
-    layer: LayerCost,
-) -> Plan:
-    """Return the plan that is simulated fastest.
-
-    Args:
-        plans: plans of the best placements by the model.
-        result: the search that found them.
-        build: builds the plan of a placement.
-        levelled: number of placements, the fastest ones first, that are placed anew by their simulated waits.
-        cluster, layer: as for simulate_plan.
-    """
-
-    def simulate(plan: Plan) -> Timeline:
-        return simulate_plan(plan, cluster, layer, COARSE_SPANS)
-
-    timelines = {placement: simulate(plan) for placement, plan in plans.items()}
-    fastest = sorted(timelines, key=lambda placement: timelines[placement].total)
-    best = timelines[fastest[0]]
-    for placement in fastest[:levelled]:
-        timeline = timelines[placement]
-        delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
-        another = result.levelled(placement, delay)
-        plan = None if another is None else build(another)
-        if plan is not None:
-            best = min(best, simulate(plan), key=lambda timeline: timeline.total)
-    return best.plan
+    cluster = cluster_of(topology)
+    timeline = fastest(plans, result, build, levelled, cluster, layer)
+    return timeline.plan if fetch_pieces is not None else in_pieces_if_faster(timeline, cluster, layer)
 
 
 def _with_linear_layout(

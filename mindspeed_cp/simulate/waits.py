@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.cluster import Cluster
+from mindspeed_cp.plan.transfers import GRADIENTS, KEYS
 from mindspeed_cp.simulate.timeline import Timeline
 
 #: After the kernels of step `step`, rank `rank` waits from `begin` to `end` (seconds) for messages that are due; the
@@ -60,6 +61,17 @@ def waiting_causes(timeline: Timeline) -> list[tuple[str, float]]:
     if late > 1e-12 + 1e-9 * timeline.total:
         seconds_by_cause["the slowest rank at the end"] = late
     return sorted(seconds_by_cause.items(), key=lambda entry: -entry[1])
+
+
+def fetch_waits(timeline: Timeline) -> float:
+    """Return the mean seconds in which a rank waits for keys and values, or their gradients, between steps."""
+    seconds = 0.0
+    for direction, sent in (("forward", timeline.transfers_forward), ("backward", timeline.transfers_backward)):
+        if np.isin(sent["kind"], (KEYS, GRADIENTS)).any():
+            waits = wait_records(timeline, direction)
+            waits = waits[np.isin(sent["kind"][waits["message"]], (KEYS, GRADIENTS))]
+            seconds += float((waits["end"] - waits["begin"]).sum())
+    return seconds / timeline.ranks
 
 
 def is_internode(sent: np.ndarray, cluster: Cluster) -> np.ndarray:

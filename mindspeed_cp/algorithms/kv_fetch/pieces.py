@@ -1,0 +1,193 @@
+"""Fetched keys in pieces: every message of a step is cut by rows, and attention on a piece begins when it is there.
+
+A step becomes as many steps as there are pieces. What lies in a receive slot is cut into equal runs of rows; step i of
+them computes run i, which is due just before, and its gradients leave in the step after::
+
+    step              0                               1
+    whole             post A   compute own            compute A                 post dA
+    two pieces        post A0  post A1, compute own   compute A0  post dA0, compute A1  post dA1
+
+A relay passes a piece on when that piece is there. The local block stays whole in step 0, behind all posts, so that the
+first piece of all messages goes before the second; shares of it in later steps of the backward are cut, too. Slots and
+bytes stay the same; messages, kernel calls and steps are as many times as many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mindspeed_cp.layout import ragged_arange
+from mindspeed_cp.layout.runs import group_starts
+from mindspeed_cp.plan.parts import StepOrder
+from mindspeed_cp.plan.program import Plan, Program
+from mindspeed_cp.plan.records import MESSAGE, ROW_RUN, Messages, sorted_contents
+
+
+def cut_fetches(plan: Plan, pieces: int) -> Plan:
+    """Return a plan in which fetches, and the reduces of their gradients, are cut into pieces.
+
+    Args:
+        plan: plan of KV fetches: every reduce carries the gradients of rows that a fetch brought before. Parts that
+            fetch nothing stay as they are.
+        pieces: pieces of what lies in a slot, 1 or more.
+
+    Returns:
+        The new plan, or the given one if nothing is cut.
+    """
+    cut = [len(part.forward.fetch) > 0 for part in plan.parts_or_self]
+    if pieces == 1 or not any(cut):
+        return plan
+    parts = tuple(
+        _cut_part(part, pieces) if is_cut else part for part, is_cut in zip(plan.parts_or_self, cut, strict=True)
+    )
+    if not plan.parts:
+        return parts[0]
+
+    def order(direction: str) -> StepOrder:
+        steps: list[tuple[int, int]] = []
+        for part, step in plan.step_order(direction):
+            steps += [(part, step * pieces + i) for i in range(pieces)] if cut[part] else [(part, step)]
+        return tuple(steps)
+
+    return replace(plan, parts=parts, forward_order=order("forward"), backward_order=order("backward"))
+
+
+def _cut_part(part: Plan, pieces: int) -> Plan:
+    forward, backward = (_cut_program(program, pieces) for program in (part.forward, part.backward))
+    return replace(part, forward=forward, backward=backward)
+
+
+def _cut_program(program: Program, pieces: int) -> Program:
+    """Cut a direction. What starts, is computed or lands in piece i of a slot does so in the i-th of the new steps, or
+    of those after the step in which the whole was there."""
+    fills = _Fills.of(program)
+    contents, spans = _cut_contents(program, fills, pieces)
+    last = program.steps * pieces - 1
+    fetch, src_piece, dst_piece = _cut_messages(program.fetch, fills, pieces, "done")
+    items = fetch.items
+    items["start"] = items["start"] * pieces + np.where(items["src_slot"] > 0, src_piece, dst_piece)
+    items["done"] = np.minimum((items["done"] + 1) * pieces - 1 + dst_piece, last)
+    reduce, src_piece, dst_piece = _cut_messages(program.reduce, fills, pieces, "start")
+    items = reduce.items
+    items["start"] = (items["start"] - 1) * pieces + 1 + src_piece
+    items["done"] = items["done"] * pieces + np.where(items["dst_slot"] > 0, dst_piece, pieces - 1)
+    return replace(
+        program,
+        steps=program.steps * pieces,
+        contents=contents,
+        spans=spans,
+        fetch=fetch.in_global_order(),
+        reduce=reduce.in_global_order(),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Fills:
+    """Rows that fetches bring to each receive slot, stage by stage.
+
+    Attributes:
+        slots, steps: number of slots and of steps of the program.
+        key: (rank, slot, step in which the rows are there) as one number, ascending, int64 [n].
+        rows: number of rows, int64 [n].
+    """
+
+    slots: int
+    steps: int
+    key: np.ndarray
+    rows: np.ndarray
+
+    @staticmethod
+    def of(program: Program) -> _Fills:
+        slots, steps = program.capacity.shape[1], program.steps
+        owner, runs = program.fetch.flat_runs
+        items = program.fetch.items[owner]
+        key = (items["dst"] * slots + items["dst_slot"]) * steps + items["done"]
+        order = np.argsort(key, kind="stable")
+        first = group_starts(key[order])
+        rows = np.maximum.reduceat((runs["dst_row"] + runs["rows"])[order], first) if len(first) else first
+        return _Fills(slots, steps, key[order][first], rows)
+
+    def before(self, rank: np.ndarray, slot: np.ndarray, step: np.ndarray) -> np.ndarray:
+        """Return the rows of what reached a slot last before a step, int64 [n]; 0 for slot 0."""
+        index = np.searchsorted(self.key, (rank * self.slots + slot) * self.steps + step) - 1
+        return np.where(slot > 0, self.rows[np.maximum(index, 0)] if len(self.rows) else 0, 0)
+
+
+def _borders(fill: np.ndarray, pieces: int) -> np.ndarray:
+    """Return the first rows of the pieces of slots with so many rows, and the end, int64 [n, pieces + 1]. Where `fill`
+    is 0 (slot 0), all rows are in piece 0."""
+    out = fill[:, None] * np.arange(pieces + 1) // pieces
+    out[fill == 0, 1:] = np.iinfo(np.int64).max // 4
+    return out
+
+
+def _cut_messages(
+    messages: Messages, fills: _Fills, pieces: int, filled: str
+) -> tuple[Messages, np.ndarray, np.ndarray]:
+    """Cut messages where pieces of their source slots and target slots begin; steps stay as they are.
+
+    Args:
+        messages: messages of one kind.
+        fills: rows of the receive slots.
+        pieces: pieces of a slot.
+        filled: "done" if the messages themselves fill their target slots, "start" if these are full when they start.
+
+    Returns:
+        The messages, and the pieces of source and target slot of each, int64 [messages].
+    """
+    owner, runs = messages.flat_runs
+    items = messages.items[owner]
+    src_fill = fills.before(items["src"], items["src_slot"], items["start"])
+    dst_fill = fills.before(items["dst"], items["dst_slot"], items[filled] + (filled == "done"))
+    shift = (runs["dst_row"] - runs["src_row"])[:, None]
+    src, dst = _borders(src_fill, pieces) + shift, _borders(dst_fill, pieces)  # in rows of the target
+    first, last = runs["dst_row"], runs["dst_row"] + runs["rows"]
+    low = np.maximum(first[:, None, None], np.maximum(src[:, :-1, None], dst[:, None, :-1]))
+    high = np.minimum(last[:, None, None], np.minimum(src[:, 1:, None], dst[:, None, 1:]))
+    run, i, j = np.nonzero(high > low)
+    order = np.lexsort((run, j, i, owner[run]))
+    run, i, j = run[order], i[order], j[order]
+    cut = np.empty(len(run), ROW_RUN)
+    cut["dst_row"], cut["rows"] = low[run, i, j], high[run, i, j] - low[run, i, j]
+    cut["src_row"] = cut["dst_row"] - shift[run, 0]
+    begin = group_starts(owner[run], i, j)
+    out = np.empty(len(begin), MESSAGE)
+    out[...] = messages.items[owner[run[begin]]]
+    out["first"], out["count"] = begin, np.diff(np.append(begin, len(run)))
+    out["rows"] = np.add.reduceat(cut["rows"], begin) if len(begin) else 0
+    return Messages(out, cut), i[begin], j[begin]
+
+
+def _cut_contents(program: Program, fills: _Fills, pieces: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the contents of the steps of all pieces, and their spans."""
+    contents = program.contents
+    whole = contents[(contents["slot"] == 0) & (contents["step"] == 0)].copy()
+    whole["step"] = pieces - 1
+    others = contents[(contents["slot"] > 0) | (contents["step"] > 0)]
+    owner = np.repeat(np.arange(len(others)), others["count"])
+    spans = program.spans[ragged_arange(others["first"], others["count"])]
+    length = spans["stop"] - spans["start"]
+    before = np.cumsum(length) - length
+    begin = np.cumsum(others["count"]) - others["count"]
+    row = before - before[begin][owner] + others["row"][owner] if len(others) else before
+    fill = fills.before(others["rank"], others["slot"], others["step"])
+    rows = np.add.reduceat(length, begin) if len(begin) else fill
+    own = others["slot"] == 0
+    borders = _borders(np.where(own, rows, fill), pieces) + np.where(own, others["row"], 0)[:, None]
+    low = np.maximum(row[:, None], borders[owner, :-1])
+    high = np.minimum((row + length)[:, None], borders[owner, 1:])
+    span, piece = np.nonzero(high > low)
+    order = np.lexsort((span, piece, owner[span]))
+    span, piece = span[order], piece[order]
+    cut = spans[span]
+    cut["start"] = spans["start"][span] + low[span, piece] - row[span]
+    cut["stop"] = cut["start"] + high[span, piece] - low[span, piece]
+    first = group_starts(owner[span], piece)
+    out = others[owner[span[first]]]
+    out["step"] = out["step"] * pieces + piece[first]
+    out["row"] = low[span[first], piece[first]]
+    out["first"] = len(program.spans) + first
+    out["count"] = np.diff(np.append(first, len(span)))
+    return sorted_contents(np.concatenate([whole, out])), np.concatenate([program.spans, cut])

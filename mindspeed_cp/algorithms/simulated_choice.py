@@ -1,0 +1,70 @@
+"""Choice of a plan by simulation: among placements, and whether fetched keys travel whole or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mindspeed_cp.algorithms.kv_fetch.pieces import cut_fetches
+from mindspeed_cp.algorithms.placement.policy import Placement
+from mindspeed_cp.algorithms.placement.search import PlacementResult
+from mindspeed_cp.cluster import Cluster, LayerCost
+from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.simulate.simulator import simulate_plan
+from mindspeed_cp.simulate.tile_work import COARSE_SPANS
+from mindspeed_cp.simulate.timeline import Timeline
+from mindspeed_cp.simulate.waits import fetch_waits
+
+#: Placements that are simulated by default on up to so many ranks; on more none.
+SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 5))
+
+#: Pieces of fetched keys that are tried, and what they must win to be worth their posts, which a simulation leaves out.
+FETCH_PIECES, PIECES_GAIN = 2, 0.995
+
+
+def default_simulations(ranks: int) -> int:
+    """Return how many placements are simulated by default."""
+    return next((count for most, count in SIMULATED_PLACEMENTS if ranks <= most), 1)
+
+
+def fastest(
+    plans: dict[Placement, Plan],
+    result: PlacementResult,
+    build: Callable[[Placement], Plan | None],
+    levelled: int,
+    cluster: Cluster,
+    layer: LayerCost,
+) -> Timeline:
+    """Return the timeline of the plan that is simulated fastest.
+
+    Args:
+        plans: plans of the best placements by the model.
+        result: the search that found them.
+        build: builds the plan of a placement.
+        levelled: number of placements, the fastest ones first, that are placed anew by their simulated waits.
+        cluster, layer: as for simulate_plan.
+    """
+
+    def simulate(plan: Plan) -> Timeline:
+        return simulate_plan(plan, cluster, layer, COARSE_SPANS)
+
+    timelines = {placement: simulate(plan) for placement, plan in plans.items()}
+    fastest = sorted(timelines, key=lambda placement: timelines[placement].total)
+    best = timelines[fastest[0]]
+    for placement in fastest[:levelled]:
+        timeline = timelines[placement]
+        delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
+        another = result.levelled(placement, delay)
+        plan = None if another is None else build(another)
+        if plan is not None:
+            best = min(best, simulate(plan), key=lambda timeline: timeline.total)
+    return best
+
+
+def in_pieces_if_faster(timeline: Timeline, cluster: Cluster, layer: LayerCost) -> Plan:
+    """Return the plan of a timeline, its fetches in pieces if it is faster so; other arguments as for simulate_plan."""
+    plan = timeline.plan
+    if fetch_waits(timeline) < (1 - PIECES_GAIN) * timeline.total:
+        return plan
+    cut = cut_fetches(plan, FETCH_PIECES)
+    faster = simulate_plan(cut, cluster, layer, COARSE_SPANS).total < PIECES_GAIN * timeline.total
+    return cut if faster else plan
