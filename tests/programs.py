@@ -67,7 +67,9 @@ def _text(file: str) -> str:
     return Path(file).read_text() if os.path.exists(file) else ""
 
 
-def _begin(environment: Mapping[str, str], outputs: Outputs, target: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _begin(
+    environment: Mapping[str, str], outputs: Outputs, target: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
     """In a process that was forked: take environment and outputs of the program, and call the target."""
     os.environ.clear()
     os.environ.update(environment)
@@ -89,7 +91,9 @@ class _ProgramContext:
     def __init__(self, outputs: Outputs) -> None:
         self._outputs = outputs
 
-    def Process(self, *, target: Callable[..., Any], args: Sequence[Any] = (), daemon: bool | None = None) -> BaseProcess:
+    def Process(
+        self, *, target: Callable[..., Any], args: Sequence[Any] = (), daemon: bool | None = None
+    ) -> BaseProcess:
         return forked.Process(target=_begin, args=(dict(os.environ), self._outputs, target, args), daemon=daemon)
 
     def __getattr__(self, name: str) -> Any:

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from mindspeed_cp import ConfigError
-
 from tests.programs import run_programs
 
 ROOT = Path(__file__).parents[3]
