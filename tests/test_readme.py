@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
+from tests.processes import preload
+from tests.programs import run_programs
+
+preload("mindspeed_cp.engine")
 
 ROOT = Path(__file__).resolve().parent.parent
 LANGUAGES = ("README.md", "README.zh.md")
@@ -45,12 +49,18 @@ def test_the_settings_section_is_valid(tmp_path: Path) -> None:
     assert suite.algorithm == "hybrid" and suite.options == {"ulysses_degree": 4} and suite.topology.nodes == 2
 
 
+def script(words: list[str]) -> None:
+    runpy.run_path(words[0], run_name="__main__")
+
+
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
+    """With the variables of torchrun, which starts ranks in tests/launch_scripts/test_training.py."""
     example = next(code for code in blocks("README.md", "python") if "init_process_group" in code)
     (tmp_path / "example.py").write_text(example)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    held = [int(count) for count in re.findall(r"rank \d: (\d+) of 6237 tokens", done.stdout)]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ended = run_programs(script, [str(tmp_path / "example.py")], ranks)
+    assert [done.returncode for done in ended] == [0, 0], [done.stderr for done in ended]
+    output = "".join(done.stdout for done in ended)
+    held = [int(count) for count in re.findall(r"rank \d: (\d+) of 6237 tokens", output)]
     assert len(held) == 2 and sum(held) == 6237

@@ -17,6 +17,10 @@ from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.errors import PeerError
 from tests.limits import HANG
 from tests.ports import free_port
+from tests.processes import preload
+from tests.programs import forked_processes, run_programs
+
+preload("mindspeed_cp.calibrate", "mindspeed_cp.engine")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = (
@@ -61,10 +65,9 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A preset of this CPU, and what the command says of it."""
     path = tmp_path_factory.mktemp("calibrate") / "mine.yaml"
-    process = start(str(path), *SMALL, "--json")
-    out, messages = process.communicate(timeout=HANG)
-    assert process.returncode == 0, messages
-    return path, json.loads(out)
+    [done] = run_programs(run, ["calibrate", str(path), *SMALL, "--json"], [{"OMP_NUM_THREADS": "1"}])
+    assert done.returncode == 0, done.stderr
+    return path, json.loads(done.stdout)
 
 
 def test_this_cpu_is_measured_and_its_preset_loads(measured: tuple[Path, dict[str, Any]]) -> None:
@@ -201,8 +204,9 @@ def test_nproc_under_a_launcher_is_refused(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="needs a rank that cannot start")
-def test_a_rank_that_cannot_start_is_named() -> None:
+def test_a_rank_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from mindspeed_cp.calibrate.links import measure_local_links
 
+    monkeypatch.setattr("mindspeed_cp.comm.local_ranks.mp", forked_processes())
     with pytest.raises(PeerError, match=r"calibrate: rank [01]: ConfigError: --device npu: torch_npu is not installed"):
         measure_local_links("npu", 2)

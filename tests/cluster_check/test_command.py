@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -16,26 +13,33 @@ import pytest
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.cluster_check.batches import BATCHES
-from tests.limits import HANG
 from tests.ports import free_port
+from tests.processes import preload
+from tests.programs import run_programs
+
+preload("mindspeed_cp.engine")
 
 SMALL = ("--tokens-per-rank", "64", "--heads", "2", "--head-dim", "16", "--kernel-seconds", "0.1", "--device", "cpu")
+
+
+def mindspeed_cp(words: list[str]) -> int:
+    from mindspeed_cp.cli.main import run
+
+    return run(words)
 
 
 def run(folder: Path, *options: str, ranks: int = 2) -> list[tuple[int, str, str]]:
     """Exit code, output and messages of each rank."""
     port = str(free_port())
-    command = [sys.executable, "-m", "mindspeed_cp", "doctor", "--cluster", "--folder", str(folder), *SMALL, *options]
-    processes = []
-    for rank in range(ranks):
-        settings = {
+    places = [
+        {
             "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        out: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, env=os.environ | settings, **out))  # type: ignore[call-overload]
-    outputs = [process.communicate(timeout=HANG) for process in processes]
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+        }
+        for rank in range(ranks)
+    ]  # fmt: skip
+    ended = run_programs(mindspeed_cp, ["doctor", "--cluster", "--folder", str(folder), *SMALL, *options], places)
+    return [(done.returncode, done.stdout, done.stderr) for done in ended]
 
 
 def test_two_ranks_write_a_report_and_an_archive(tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ import pytest
 
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall, run_guarded
 from tests.limits import HANG
+from tests.processes import preload
+from tests.programs import forked_processes
+
+preload("pytest", "mindspeed_cp.doctor")
 
 
 def nothing() -> None:
@@ -40,6 +44,12 @@ def killed(_: int) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are forked: a start of Python for each, as the first test has it, takes seconds."""
+    monkeypatch.setattr("mindspeed_cp.doctor.guarded.mp", forked_processes())
+
+
 def call(function: object, number: int = 0, kind: str = "") -> GuardedCall:
     return GuardedCall(function, (number,), kind or getattr(function, "__name__", ""))  # type: ignore[arg-type]
 
@@ -50,6 +60,7 @@ def test_results_are_in_order_and_an_error_is_a_row() -> None:
     assert results[1] == Failure("ValueError: row 7 is wrong")
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_call_that_is_lost_ends_its_process_alone() -> None:
     calls = [call(process_of), call(exiting, 3), call(process_of), call(killed), call(process_of)]
     results = run_guarded(calls, nothing, HANG)
@@ -58,6 +69,7 @@ def test_a_call_that_is_lost_ends_its_process_alone() -> None:
     assert len({results[number] for number in (0, 2, 4)}) == 3  # a new process after each
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_call_that_hangs_is_ended_and_those_of_its_kind_are_not_made() -> None:
     calls = [call(hanging), call(process_of), call(hanging), call(process_of)]
     start = time.monotonic()
@@ -67,6 +79,7 @@ def test_a_call_that_hangs_is_ended_and_those_of_its_kind_are_not_made() -> None
     assert results[1] == results[3] and time.monotonic() - start < HANG
 
 
+@pytest.mark.usefixtures("forks")
 def test_after_many_lost_calls_the_others_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindspeed_cp.doctor.guarded.MAX_LOST_CALLS", 1)
     results = run_guarded([call(exiting, 1, kind=str(number)) for number in range(4)], nothing, HANG)
@@ -74,6 +87,7 @@ def test_after_many_lost_calls_the_others_are_given_up(monkeypatch: pytest.Monke
     assert results[2:] == [Failure("was not made, after 2 that hung or crashed")] * 2
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_process_that_cannot_start_fails_all_rows() -> None:
     assert run_guarded([call(process_of)] * 2, broken_setup, HANG) == [Failure("OSError: no device")] * 2
     assert run_guarded([], broken_setup, HANG) == []

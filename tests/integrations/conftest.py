@@ -1,4 +1,4 @@
-"""Four gloo processes that have transformers' models imported."""
+"""Four gloo processes that have transformers' models imported: once, by the server that forks them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 from tests.processes import preload
 from tests.workers import GlooPool
 
+preload("tests.integrations.huggingface.preload")
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[GlooPool]:
-    """Four processes; the server that forks them imports transformers once."""
-    preload("tests.integrations.huggingface.preload")
+    """Four processes."""
     pool = GlooPool(4)
     yield pool
     pool.close()

@@ -21,6 +21,7 @@ from mindspeed_cp.ops.attention import attention
 from mindspeed_cp.train.failures import FAILED, classify_error
 from tests.host_cann import cann_rules_shapes, task_queue
 from tests.limits import HANG
+from tests.npu.commands import run_commands
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -64,6 +65,18 @@ main()
 COMMAND = "from tests.npu.command import main; main()"
 
 
+def command_line(folder: Path, ranks: int, change: dict[str, object] | None = None) -> tuple[list[str], dict[str, str]]:
+    """Words of the command of all ranks, and what their environments have in common."""
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": "the plan of a ring " * (3 + n % 9)}) + "\n" for n in range(50)))
+    settings = SHORT | {"output.folder": folder / "run", "data.corpus": corpus}
+    settings |= {"context_parallel_suite.context_parallel_size": ranks} | (change or {})
+    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    words = ["train", str(ROOT / "configs" / "quickstart.yaml")]
+    return words + [word for name, value in settings.items() for word in ("--set", f"{name}={value}")], place
+
+
 def start(
     folder: Path,
     ranks: int,
@@ -74,14 +87,8 @@ def start(
 ) -> list[tuple[int, str, dict]]:
     """Exit code, standard error and the record for torchrun, of each rank; of the first alone when the others are not
     started. Ranks that others have given up are ended. `change`: settings besides SHORT."""
-    corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": "the plan of a ring " * (3 + n % 9)}) + "\n" for n in range(50)))
-    settings = SHORT | {"output.folder": folder / "run", "data.corpus": corpus}
-    settings |= {"context_parallel_suite.context_parallel_size": ranks} | (change or {})
-    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", program, "train", str(ROOT / "configs" / "quickstart.yaml")]
-    command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    words, place = command_line(folder, ranks, change)
+    command = [sys.executable, "-c", program, *words]
     running = []
     for rank in range(1 if alone else ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(folder / f"record{rank}")}
@@ -150,7 +157,8 @@ def test_batched_messages_elsewhere(version: str | None, stages: int) -> None:
 
 
 def test_more_ranks_than_devices(tmp_path: Path) -> None:
-    [(code, errors, _)] = start(tmp_path, 2, COMMAND, alone=True, HOST_CANN_DEVICES="1")
+    words, place = command_line(tmp_path, 2)
+    [(code, errors)] = run_commands(words, [{**place, "RANK": "0", "LOCAL_RANK": "0", "HOST_CANN_DEVICES": "1"}])
     assert code == 2 and len(lines(errors)) == 1, errors
     assert "2 ranks on this machine, which has 1 NPUs; start at most 1 ranks on it" in errors
 

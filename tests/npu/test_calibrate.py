@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_cp.cluster import load_cluster
+from tests.npu.commands import run_commands
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: fp32, as a CPU without bf16 of its own takes minutes for one of the products.
@@ -42,6 +43,7 @@ def test_two_npus_are_measured(tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_npus_are_refused(tmp_path: Path) -> None:
-    code, _, messages = calibrate(tmp_path / "mine.yaml", *SMALL, "--nproc", "3", HOST_CANN_DEVICES="2")
+    words = ["calibrate", str(tmp_path / "mine.yaml"), "--device", "npu", *SMALL, "--nproc", "3"]
+    [(code, messages)] = run_commands(words, [{"HOST_CANN_DEVICES": "2"}])
     assert code == 2 and "error: --nproc 3: this machine has 2 NPUs; every rank needs its own" in messages
     assert not (tmp_path / "mine.yaml").exists()

@@ -83,7 +83,7 @@ def _start_python(words: list[str], places: list[dict[str, str]]) -> list[tuple[
 @pytest.fixture(scope="module")
 def on_the_cpu(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The run of one rank on the CPU."""
-    return train(1, tmp_path_factory.mktemp("cpu"), f"data.corpus={corpus}", "train.device=cpu")
+    return train(1, tmp_path_factory.mktemp("cpu"), f"data.corpus={corpus}", "train.device=cpu", forked=True)
 
 
 def assert_same(actual: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from mindspeed_cp import ConfigError
+from tests.programs import run_programs
 
 ROOT = Path(__file__).parents[3]
 CHATS = [
@@ -23,11 +22,17 @@ CHATS = [
 ]  # fmt: skip
 
 
+def example(_: list[str]) -> None:
+    """The program; its ranks import it by its name."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import finetune_hf
+
+    finetune_hf.main()
+
+
 def started(*arguments: str) -> list[str]:
     """Lines that the example prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "examples/finetune_hf.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    [done] = run_programs(example, arguments, [{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}])
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 

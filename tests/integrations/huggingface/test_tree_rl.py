@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +14,33 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from mindspeed_cp import Documents
+from tests.programs import run_programs
 
 ROOT = Path(__file__).parents[3]
 SMALL = ("--prompts", "3", "--answers", "3", "--prompt-tokens", "12", "--answer-tokens", "6", "--traces", "2", "--levels", "3", "--repeats", "1")  # fmt: skip
 
 
-def example(command: list[str], **places: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"OMP_NUM_THREADS": "1", **places}
-    return subprocess.run([sys.executable, *command, *SMALL], env=environment, capture_output=True, text=True)
+def example(_: list[str]) -> None:
+    """The program; its ranks import it by its name."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import tree_rl
+
+    tree_rl.main()
+
+
+def differing(words: list[str]) -> None:
+    """The program, to which every number differs from every other."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import tree_rl
+
+    tree_rl.TOLERANCE = -1.0
+    example(words)
+
+
+def run(program: Callable[[list[str]], None], *arguments: str, **places: str) -> subprocess.CompletedProcess[str]:
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **places}
+    [done] = run_programs(program, [*arguments, *SMALL], [environment])
+    return done
 
 
 @pytest.mark.parametrize(
@@ -35,16 +53,15 @@ def example(command: list[str], **places: str) -> subprocess.CompletedProcess[st
     ],
 )
 def test_trees_and_flat_trajectories_are_the_same_step(arguments: tuple[str, ...]) -> None:
-    done = example([str(ROOT / "examples" / "tree_rl.py"), *arguments])
+    done = run(example, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     for line in ("cross-entropy ", "clipped ratio ", " tokens as trees, "):  # once for each batch
         assert done.stdout.count(line) == 2
 
 
 def test_a_difference_ends_with_1() -> None:
-    code = "import tree_rl; tree_rl.TOLERANCE = -1.0; tree_rl.main()"
     places = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = example(["-c", code], **places)
+    done = run(differing, **places)
     assert done.returncode == 1 and done.stdout.count("DIFFERS by more than -1.0") == 4, done.stderr[-3000:]
 
 
