@@ -70,6 +70,16 @@ class Scale:
         emulated = self.nic_rate / 8 * PAYLOAD
         return self.wire_dim / self.attention.head_dim * self.cluster.effective_nic / emulated
 
+    def with_seconds(self, seconds: float) -> Scale:
+        """Return the same with NICs so slow that a real second takes so many.
+
+        Raises:
+            ConfigError: a NIC would be slower than 1 Mbit/s.
+        """
+        if not 0 < seconds < float("inf"):
+            raise ConfigError(f"--slowdown is {seconds:g}; valid: a number above 0")
+        return replace(self, nic_rate=round(self.nic_rate * self.seconds / seconds))
+
     @property
     def wire(self) -> AttentionConfig:
         """The attention of the rows that really travel."""
