@@ -90,6 +90,7 @@ def _run_forked(names: Names, rank: int, rank_main: Callable[[int], None], folde
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # whatever they were before
         os.setsid()
         for number in ENDING:
             signal.signal(number, signal.SIG_DFL)

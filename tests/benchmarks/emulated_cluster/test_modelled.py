@@ -80,7 +80,7 @@ def test_short_tiles_take_longer_for_a_pair():
 
 def test_the_linear_part_takes_twice_as_long_backward():
     backend, naps = model()
-    plan = build_plan(Documents([100]), Topology(2), WIRE, "direct", layout="local")
+    plan = build_plan(Documents([100]), Topology(2), WIRE, "all_gather")
     forward, backward = (backend.linear_times(plan, direction) for direction in (False, True))
     launch = 10 * COST.cluster.launch
     tokens = plan.layout.token_counts

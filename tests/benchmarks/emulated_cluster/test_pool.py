@@ -24,7 +24,7 @@ from mindspeed_cp.plan import traffic
 from tests.limits import HANG
 
 LACK = missing()
-CASE = PoolCase(replicas=2, ranks=2, context=4096, cluster="a2", simulated_placements=1)
+CASE = PoolCase(replicas=2, ranks=2, context=16384, cluster="a2", simulated_placements=1)
 SCALE = Scale("a2", 2, CASE.attention, 2, 1_000_000_000).with_seconds(100.0)
 JOB = Job(SCALE.shape(2, "preset"), SCALE, "", linear=True)
 
@@ -33,9 +33,9 @@ JOB = Job(SCALE.shape(2, "preset"), SCALE, "", linear=True)
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlannedBatch, list[Step]]:
     """One batch with a document as long as the context, in all ways."""
     folder = tmp_path_factory.mktemp("lengths")
-    np.savez(folder / "wikipedia.npz", lengths=np.array([4096, *[300] * 13], np.uint32))
+    np.savez(folder / "wikipedia.npz", lengths=np.array([16384, *[512] * 8], np.uint32))
     args = arguments(
-        ["--replicas", "2", "--ranks", "2", "--context", "4096", "--batches", "1", "--lengths-folder", str(folder)]
+        ["--replicas", "2", "--ranks", "2", "--context", "16384", "--batches", "1", "--lengths-folder", str(folder)]
     )
     (batch,), steps = plan_steps(args, CASE, JOB)
     return batch, steps
@@ -51,7 +51,7 @@ def test_replicas_are_groups_of_consecutive_ranks_and_the_pool_is_all(planned: t
     assert everybody.ranks == (0, 1, 2, 3) and len(everybody.plans) == 1
     for step in steps:
         tokens = sum(int(plan.documents.lengths.sum()) for group in step.groups for plan in group.plans)
-        assert tokens == batch.lengths.sum() == 2 * 4096
+        assert tokens == batch.lengths.sum() == 2 * 16384
 
 
 def test_bytes_and_work_are_those_of_the_plans(planned: tuple[PlannedBatch, list[Step]]) -> None:
@@ -67,11 +67,11 @@ def test_bytes_and_work_are_those_of_the_plans(planned: tuple[PlannedBatch, list
     assert sum(steps[2].planned) > 0
     # the document as long as the context keeps one replica busy, and is shared in the pool
     in_order, _, shared = (max(step.busy) / np.mean(step.busy) for step in steps)
-    assert shared < 1.1 < in_order
+    assert shared < 1.05 < 1.2 < in_order
 
 
 def test_batches_and_modelled_seconds_are_those_of_the_benchmark_of_balance() -> None:
-    (batch,) = global_batches(np.full(100, 700), 4096, 2, 1)
+    (batch,) = global_batches(np.full(100, 2800), 16384, 2, 1)
     result = plan_batch(CASE, *batch)
     assert sorted(result.lengths) == sorted(batch[0]) and not result.replicas.keys() ^ {"in order", "time"}
     replicas = [simulated_step(CASE, [plans]) for plans in result.replicas["in order"]]
