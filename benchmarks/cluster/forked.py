@@ -1,7 +1,7 @@
 """Ranks that are forks of this process, each in its own namespace: nothing is imported or planned twice.
 
-A Python that imports torch takes seconds of a core and 0.2 GB; a fork takes milliseconds, and shares what it does not
-write. So a machine of a few cores can have 64 ranks.
+A Python that imports torch and Megatron takes seconds of a core; a fork does not, and shares what it does not write. So
+a machine of a few cores can have 64 ranks.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """One pool of all ranks against static replicas, measured on the emulated cluster.
 
-    python -m benchmarks.cluster.pool [--replicas 8] [--ranks 8] [--context 32768] [--lengths wikipedia] [--batches 4]
-        [--first 0] [--ways "in order" time pool] [--repeat 2] [--slowdown 1000] [--preset a2] [--wire-dim 2]
+    python -m benchmarks.cluster.pool [--replicas 8] [--ranks 8] [--context 32768] [--lengths wikipedia] [--batches 3]
+        [--first 0] [--ways "in order" time pool] [--repeat 2] [--slowdown 2000] [--preset a2] [--wire-dim 2]
         [--lengths-folder DIR] [--json FILE]
 
 Needs root and iproute2 (`python -m benchmarks.cluster --help`). Global batches, plans and ways are those of
 `python -m benchmarks.balance --only pool` (benchmarks/pool.py), its first batches: one row of --context tokens for each
 replica, a replica is a node. A step is one layer: attention forward, linear layers forward and backward, attention
 backward. A rank is a process in a namespace of its own, forked from this one (`forked.py`), so that a machine of two
-cores has 64 of them.
+cores has 64 of them; the defaults take 17 minutes there.
 
 in order   row i on replica i, over its own ranks; the step lasts as long as the slowest replica
 time       documents assigned to replicas by modelled time; as above
@@ -22,7 +22,9 @@ how many of this machine were busy, whoever kept them so.
 
 "over perfect" is the time over that of perfect balance: all documents' attention in whole tiles and all linear layers,
 forward and backward, by the cost model, spread evenly over all ranks; without launches, and nothing exposed. No way can
-be faster. "modelled" is the event simulation of the same plans (mindspeed_cp.simulate).
+be faster. Beside it, and beside the ratio to the pool, is the event simulation of the same plans
+(mindspeed_cp.simulate): messages share links fairly, as in benchmarks.balance, or first in, first out, as TCP has them
+here.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Measured:
         number, way: of the batch, and how it is computed.
         seconds: median of the repeats, of the emulation.
         spread: longest over shortest repeat.
-        modelled: seconds of the simulation, of the emulation.
+        fair, fifo: simulated seconds by the two ways to share a link, of the emulation.
         perfect: seconds of perfect balance, of the emulation.
         busy: share of the time in which the mean rank computes.
         host: CPU time of the rank that needed most, over the time.
@@ -79,7 +81,8 @@ class Measured:
     way: str
     seconds: float
     spread: float
-    modelled: float
+    fair: float
+    fifo: float
     perfect: float
     busy: float
     host: float
@@ -95,11 +98,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=32768, help="most tokens of a row, and of a document")
     parser.add_argument("--lengths", default="wikipedia", choices=SETS)
     parser.add_argument("--lengths-folder", type=Path, help="of <set>.npz with real lengths; default: as of balance")
-    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--first", type=int, default=0, help="number of the first of them")
     parser.add_argument("--ways", nargs="+", choices=MEASURED_WAYS, default=list(MEASURED_WAYS))
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--slowdown", type=float, default=1000.0, help="seconds here for one of the real cluster")
+    parser.add_argument("--slowdown", type=float, default=2000.0, help="seconds here for one of the real cluster")
     parser.add_argument("--preset", default="a2")
     parser.add_argument("--wire-dim", type=int, default=2, help="channels of a head that really travel")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -154,15 +157,37 @@ def measure(job: Job, first: Step, steps: Sequence[Step], console: Console) -> l
         return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-def measured(rows: Sequence[show.Row], number: int, way: str, modelled: float, perfect: float) -> Measured:
-    """Return the figures of one batch in one way; `modelled` and `perfect` are seconds of the emulation."""
+def measured(
+    rows: Sequence[show.Row], number: int, way: str, simulated: tuple[float, float], perfect: float
+) -> Measured:
+    """Return the figures of one batch in one way.
+
+    Args:
+        rows: of all runs.
+        number, way: of the batch, and how it is computed.
+        simulated: seconds of the emulation with fair links, and first in, first out.
+        perfect: seconds of the emulation.
+    """
     rows = [row for row in rows if (row["number"], row["variant"]) == (number, way)]
     seconds = [row["seconds"] for row in rows]
     return Measured(
-        number, way, statistics.median(seconds), max(seconds) / min(seconds), modelled, perfect,
+        number, way, statistics.median(seconds), max(seconds) / min(seconds), *simulated, perfect,
         statistics.median(statistics.mean(row["busy"]) / row["seconds"] for row in rows),
         statistics.median(max(rank["own"] for rank in row["ranks"]) for row in rows),
     )  # fmt: skip
+
+
+def figures_of(
+    args: argparse.Namespace, case: PoolCase, scale: Scale, batches: Sequence[PlannedBatch], rows: Sequence[show.Row]
+) -> list[Measured]:
+    """Return the figures of all batches in all ways."""
+    figures = []
+    for number, batch in enumerate(batches, args.first):
+        for way in args.ways:
+            groups = groups_of(batch, way)
+            fair, fifo = (simulated_step(case, groups, sharing) * scale.seconds for sharing in ("fair", "fifo"))
+            figures.append(measured(rows, number, way, (fair, fifo), batch.perfect * scale.seconds))
+    return figures
 
 
 def pool_table(title: str, figures: Sequence[Measured], factor: float) -> Table:
@@ -175,8 +200,8 @@ def pool_table(title: str, figures: Sequence[Measured], factor: float) -> Table:
     """
     table = Table(title=title, title_justify="left", caption="* modelled", caption_justify="left")
     heads = (
-        "batch", "", "s here", "longest/shortest", "ms at full speed", "modelled*", "over perfect", "modelled*",
-        "x pool", "modelled*", "busy*", "host",
+        "batch", "", "s here", "longest/shortest", "ms at full speed", "over perfect", "fair*", "fifo*", "x pool",
+        "fair*", "fifo*", "busy*", "host",
     )  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head in ("batch", "") else "right")
@@ -185,13 +210,14 @@ def pool_table(title: str, figures: Sequence[Measured], factor: float) -> Table:
     cells: dict[str, list[list[float]]] = {way: [] for way in ways}
     for figure in figures:
         pool = pools.get(figure.number)
-        over_pool = [float("nan")] * 2
+        seconds = figure.seconds, figure.fair, figure.fifo
+        over_pool = [float("nan")] * 3
         if pool is not None:
-            over_pool = [figure.seconds / pool.seconds, figure.modelled / pool.modelled]
+            over_pool = [x / y for x, y in zip(seconds, (pool.seconds, pool.fair, pool.fifo), strict=True)]
         cells[figure.way].append(
             [
-                figure.seconds, figure.spread, figure.seconds / factor * 1e3, figure.modelled / factor * 1e3,
-                figure.seconds / figure.perfect, figure.modelled / figure.perfect, *over_pool, figure.busy, figure.host,
+                figure.seconds, figure.spread, figure.seconds / factor * 1e3, *(x / figure.perfect for x in seconds),
+                *over_pool, figure.busy, figure.host,
             ]
         )  # fmt: skip
         table.add_row(str(figure.number), figure.way, *_formatted(cells[figure.way][-1]))
@@ -203,7 +229,7 @@ def pool_table(title: str, figures: Sequence[Measured], factor: float) -> Table:
 
 
 def _formatted(values: Sequence[float]) -> list[str]:
-    formats = ("{:.2f}", "{:.3f}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.1%}", "{:.2%}")
+    formats = ("{:.2f}", "{:.3f}", "{:.2f}", *["{:.3f}"] * 6, "{:.1%}", "{:.2%}")
     return ["-" if value != value else text.format(value) for text, value in zip(formats, values, strict=True)]
 
 
@@ -228,17 +254,7 @@ def run(args: argparse.Namespace) -> None:
     console.print(f"{os.cpu_count()} cores", highlight=False)
     console.print(scale.told(args.replicas, "preset"), highlight=False)
     rows = measure(job, trial_step(case, job), steps, console)
-    figures = [
-        measured(
-            rows,
-            number,
-            way,
-            simulated_step(case, groups_of(batch, way)) * scale.seconds,
-            batch.perfect * scale.seconds,
-        )
-        for number, batch in enumerate(batches, args.first)
-        for way in args.ways
-    ]
+    figures = figures_of(args, case, scale, batches, rows)
     documents = [len(batch.lengths) for batch in batches]
     title = (
         f"{args.replicas} replicas of {args.ranks} ranks of {scale.cluster.name}, one row of {args.context} tokens a "

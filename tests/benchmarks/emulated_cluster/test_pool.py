@@ -97,7 +97,7 @@ def test_figures_are_medians_over_perfect_balance_and_over_the_pool() -> None:
         row(1, "pool", 3.0),
     ]
     numbers = ((0, "time", 4.2), (0, "pool", 2.1), (1, "time", 2.4), (1, "pool", 3.0))
-    figures = [measured(rows, number, way, modelled, 1.6) for number, way, modelled in numbers]
+    figures = [measured(rows, number, way, (fair, 1.1 * fair), 1.6) for number, way, fair in numbers]
     assert figures[0].seconds == 4.4 and figures[0].spread == 9 / 4 and figures[0].host == 0.02
     assert figures[0].busy == pytest.approx(1.5 / 4.4)
     console = show.Console(width=200, record=True, file=io.StringIO())
@@ -124,7 +124,7 @@ def test_figures_are_medians_over_perfect_balance_and_over_the_pool() -> None:
 
 def test_without_the_pool_nothing_is_over_it() -> None:
     console = show.Console(width=200, record=True, file=io.StringIO())
-    console.print(pool_table("title", [measured([row(0, "time", 4.0)], 0, "time", 4.0, 2.0)], 10.0))
+    console.print(pool_table("title", [measured([row(0, "time", 4.0)], 0, "time", (4.0, 4.0), 2.0)], 10.0))
     assert " - " in console.export_text()
 
 
