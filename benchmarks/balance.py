@@ -21,6 +21,7 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,22 +44,26 @@ SETS = ("wikipedia", "prolong", "lognormal")
 DRAWN = 200_000
 
 
-def draw(name: str, count: int, random: np.random.Generator) -> tuple[np.ndarray, str]:
-    """Draw lengths of documents, int64 [count], and where they come from."""
+def draw(name: str, count: int, random: np.random.Generator, folder: Path | None = None) -> tuple[np.ndarray, str]:
+    """Draw lengths of documents, int64 [count], and where they come from; `folder` is as for `draw_set`."""
     if name == "lognormal":  # Megatron's own set: mean 1024, sigma 1.5
         drawn = random.lognormal(np.log(1024) - 1.5**2 / 2, 1.5, count)
         return np.clip(drawn, 128, 8192).astype(np.int64), "mean 1024, sigma 1.5, clipped to 128 .. 8192"
-    folder = real_lengths_folder(name)
+    folder = real_lengths_folder(name) if folder is None else folder
     lengths = load_lengths(name, folder).draw(count, random).astype(np.int64)
     return lengths, "bins of configs/lengths" if folder is None else "real lengths"
 
 
-def draw_set(name: str) -> tuple[np.ndarray, str]:
+def draw_set(name: str, folder: Path | None = None) -> tuple[np.ndarray, str]:
     """Draw the documents that batches are packed from, int64 [DRAWN], and where they come from.
+
+    Args:
+        name: of the set.
+        folder: of <name>.npz with real lengths; default: ../shared/data/lengths, if there; else the project's bins.
 
     The packer shuffles by the stream of default_rng(0): lengths need another one, or rows have them in their order.
     """
-    return draw(name, DRAWN, np.random.default_rng([0, 0, 1]))
+    return draw(name, DRAWN, np.random.default_rng([0, 0, 1]), folder)
 
 
 def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -> list[Batch]:

@@ -13,7 +13,7 @@ chosen     what data.balance: pool takes in that step, by its model
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from mindspeed_cp.config.derived import TOKENS_OVER_MEAN
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.data import Dispatcher, DocumentCost, PoolModel
 from mindspeed_cp.data.packing import DOC_CHUNK
+from mindspeed_cp.plan import Plan
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 
@@ -87,8 +88,29 @@ class BatchResult:
     seconds: float
 
 
-def compare_batch(case: PoolCase, lengths: np.ndarray, row_of_document: np.ndarray) -> BatchResult:
-    """Compute a global batch in all ways."""
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """A global batch and its plans.
+
+    Attributes:
+        lengths: of its documents, int64 [documents], row by row.
+        replicas: of "in order" and of "time", the plans of each replica's micro-batches, one after the other.
+        pool: plan of all documents over all ranks.
+        pooled: the pool is what data.balance: pool takes.
+        perfect: seconds of perfect balance.
+        seconds: dispatch with the choice, on one core.
+    """
+
+    lengths: np.ndarray
+    replicas: Mapping[str, Sequence[Sequence[Plan]]]
+    pool: Plan
+    pooled: bool
+    perfect: float
+    seconds: float
+
+
+def plan_batch(case: PoolCase, lengths: np.ndarray, row_of_document: np.ndarray) -> PlannedBatch:
+    """Plan a global batch on replicas and on the pool."""
     model = case.model()
     cost = DocumentCost(cluster_of(model.replica), ((case.attention, model.layer),), case.ranks, whole_documents=True)
     order = np.argsort(row_of_document, kind="stable")
@@ -102,27 +124,47 @@ def compare_batch(case: PoolCase, lengths: np.ndarray, row_of_document: np.ndarr
         balance: Dispatcher(balance, case.replicas, case.context, cost, cost.per_micro_batch, pool=model)
         for balance in ("none", "time", "pool")
     }
-    static = [dispatchers[name](rows).micro_batches for name in ("none", "time")]
+    static = {way: dispatchers[name](rows).micro_batches for way, name in zip(WAYS, ("none", "time"), strict=False)}
     began = time.perf_counter()
     batch = dispatchers["pool"](rows)
     seconds = time.perf_counter() - began
-    plan = build_plan(Documents(lengths), model.pool, case.attention, "hierarchical", **case.options)
-    pool_seconds = simulate_plan(plan, cluster_of(model.pool), model.layer, COARSE_SPANS).total
-    times = [*(max(_simulated(case, lengths, group) for group in groups) for groups in static), pool_seconds]
-    times.append(times[2] if batch.pooled else times[1])
+    replicas = {
+        way: [[_plan(case, lengths[numbers], model.replica) for numbers in group] for group in groups]
+        for way, groups in static.items()
+    }
     documents = Documents(lengths)
     perfect = choose_placement(documents, documents, model.pool, case.attention).bound
-    counts = plan.layout.token_counts
-    return BatchResult(tuple(x / perfect for x in times), batch.pooled, float(counts.max() / counts.mean()), seconds)
+    return PlannedBatch(lengths, replicas, _plan(case, lengths, model.pool), batch.pooled, perfect, seconds)
 
 
-def _simulated(case: PoolCase, lengths: np.ndarray, micro_batches: Sequence[np.ndarray]) -> float:
-    """Return the seconds of a replica's micro-batches, one after the other."""
-    model, seconds = case.model(), 0.0
-    for numbers in micro_batches:
-        plan = build_plan(Documents(lengths[numbers]), model.replica, case.attention, "hierarchical", **case.options)
-        seconds += simulate_plan(plan, cluster_of(model.replica), model.layer, COARSE_SPANS).total
-    return seconds
+def compare_batch(case: PoolCase, lengths: np.ndarray, row_of_document: np.ndarray) -> BatchResult:
+    """Compute a global batch in all ways."""
+    batch = plan_batch(case, lengths, row_of_document)
+    times = [simulated_step(case, batch.replicas[way]) for way in ("in order", "time")]
+    times.append(simulated_step(case, [[batch.pool]]))
+    times.append(times[2] if batch.pooled else times[1])
+    counts = batch.pool.layout.token_counts
+    over_perfect = tuple(seconds / batch.perfect for seconds in times)
+    return BatchResult(over_perfect, batch.pooled, float(counts.max() / counts.mean()), batch.seconds)
+
+
+def _plan(case: PoolCase, lengths: np.ndarray, topology: Topology) -> Plan:
+    return build_plan(Documents(lengths), topology, case.attention, "hierarchical", **case.options)
+
+
+def simulated_step(case: PoolCase, groups: Sequence[Sequence[Plan]], sharing: str = "fair") -> float:
+    """Return the seconds of the slowest group of ranks.
+
+    Args:
+        case: of the plans.
+        groups: plans of each group's micro-batches, one after the other.
+        sharing: of links by messages, "fair" or "fifo" (:mod:`mindspeed_cp.simulate.link_queues`).
+    """
+    layer = case.model().layer
+    return max(
+        sum(simulate_plan(plan, cluster_of(plan.topology), layer, COARSE_SPANS, sharing).total for plan in plans)
+        for plans in groups
+    )
 
 
 def print_pool_rows(

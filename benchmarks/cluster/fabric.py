@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,10 @@ def _namespaces(names: Names, make: Callable[[Names], Iterable[Command]]) -> Ite
     if made(names):
         raise ClusterError(f"namespaces {', '.join(made(names))} exist, and are not of this run; `clean` removes them")
     try:
-        for command in make(names):
-            run(command)
+        run_all(make(names))
         yield names
     finally:
-        with _unbroken():
+        with unbroken():
             for command in remove(made(names)):
                 run(command)
 
@@ -91,16 +91,41 @@ def made(names: Names) -> list[str]:
     return sorted(path.name for path in Path("/run/netns").glob(f"{names.prefix}*"))
 
 
-def run(command: Sequence[str]) -> None:
+def run(command: Sequence[str], lines: str | None = None) -> None:
     """Run one command to its end.
+
+    Args:
+        command: with its arguments.
+        lines: its input; None: it has none.
 
     Raises:
         ClusterError: it failed.
     """
     # A session of its own: Ctrl-C is for this program, which then stops between two commands.
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise ClusterError(f"`{' '.join(command)}` failed: {' '.join((done.stderr or done.stdout).split())}")
+
+
+def run_all(commands: Iterable[Command]) -> None:
+    """Run commands in their order; those of ip or tc that follow each other in one namespace by one process.
+
+    Raises:
+        ClusterError: a command failed.
+    """
+    for prefix, group in groupby(commands, _batch_prefix):
+        if prefix is None:
+            for command in group:
+                run(command)
+        else:
+            run([*prefix, "-batch", "-"], "".join(" ".join(command[len(prefix) :]) + "\n" for command in group))
+
+
+def _batch_prefix(command: Command) -> tuple[str, ...] | None:
+    """Return what commands have in common that one process of ip or tc runs; None: the command runs by itself."""
+    if command[:2] == ["ip", "netns"]:
+        return None
+    return tuple(command[:3] if command[1] == "-n" else command[:1])
 
 
 def run_ranks(
@@ -135,16 +160,16 @@ def run_ranks(
             watch()
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
-                raise ClusterError(_told(folder, failed, codes))
+                raise ClusterError(failure_line(folder, failed, codes))
             if all(code == 0 for code in codes):
                 return
             time.sleep(0.1)
     finally:
-        with _unbroken():
+        with unbroken():
             _end(processes)
 
 
-def _told(folder: Path, failed: list[int], codes: Sequence[int | None]) -> str:
+def failure_line(folder: Path, failed: list[int], codes: Sequence[int | None]) -> str:
     """Return a line that names the first rank that failed by itself, or else the first that failed, and its error."""
     lines = {rank: Path(folder, f"rank{rank}.log").read_text(errors="replace").strip().splitlines() for rank in failed}
     last = {rank: text[-1] if text else f"ended with {codes[rank]}" for rank, text in lines.items()}
@@ -161,7 +186,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _unbroken() -> Iterator[None]:
+def unbroken() -> Iterator[None]:
     """Block signals until the context ends, so that cleaning up is not interrupted."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mindspeed_cp.cluster import ComputeCost
 from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads
-from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.plan import AttentionConfig, Plan
 from mindspeed_cp.plan.tiles import count_pairs
+from mindspeed_cp.simulate.linear_times import LinearTimes, linear_times
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,19 @@ class ModelledAttention:
         """See the contract."""
         self._take(calls, attention, state.heads)
 
-    def linear(self, tokens: int, backward: bool = False) -> None:
-        """Take the modelled time of the layer's linear part."""
-        self._wait(self.linear_layer_seconds(tokens, backward))
-
-    def linear_layer_seconds(self, tokens: int, backward: bool = False) -> float:
-        """Return the seconds of the linear layers of `tokens` tokens on this machine, as one launch."""
-        cost = self._cost
-        return (
-            (float(cost.linear_layer_seconds(tokens, backward)) + cost.cluster.launch) * self._factor if tokens else 0.0
+    def linear_times(self, plan: Plan, backward: bool) -> LinearTimes:
+        """Return the seconds of each rank's linear layers on this machine, where the simulator has them too: each of
+        the three parts that has tokens is one launch."""
+        times = linear_times(plan, self._cost, backward)
+        launch = self._cost.cluster.launch
+        before, after, rest = (
+            (seconds + launch * (seconds > 0)) * self._factor for seconds in (times.before, times.after, times.rest)
         )
+        return LinearTimes(before, after, rest)
+
+    def take(self, seconds: float) -> None:
+        """Take so many seconds of this machine for anything else that is modelled."""
+        self._wait(seconds)
 
     def _take(self, calls: Sequence[Work], attention: AttentionConfig, heads: Heads) -> None:
         share = (heads.q[1] - heads.q[0]) / attention.heads

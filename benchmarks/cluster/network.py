@@ -10,7 +10,8 @@ holds the fabric. The routes of a rank decide which link a connection takes, by 
 The NIC's limit is on both ends of the pair up/down: tc shapes what leaves an interface, so `up` limits what the NIC's
 ranks send and `down` what they receive, whoever sends it. Links inside a node have such a limit at both ends too, or
 none. All gloo connections of a rank start from its one address, so what rank i sends to rank j leaves by i's NIC and
-arrives by j's.
+arrives by j's. Every rank knows the hardware addresses of all others: nobody asks for them over slow links, and the
+kernel's table of those that were asked for, one for all namespaces, is not filled (64 ranks have 4,032 neighbours).
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Shape:
         nic_rate: bits/second of a NIC, each way.
         fabric: links inside a node: "mesh": one for each pair of ranks; "switch": one port for each rank.
         link_rate: bits/second of each of these links, each way; None: no limit.
+        patience: seconds after which TCP sends again what nobody has acknowledged. What waits in a queue is late, not
+            lost: sent twice it would only be more to wait for. More than any queue takes; the kernel has 120 at most.
     """
 
     nodes: int
@@ -59,6 +62,7 @@ class Shape:
     nic_rate: int
     fabric: str = "switch"
     link_rate: int | None = None
+    patience: int = 2
 
     @property
     def ranks(self) -> int:
@@ -127,12 +131,26 @@ def commands(shape: Shape, names: Names) -> list[Command]:
         out += [_member(fabric, f"up{nic}", f"nic{nic}"), _member(fabric, f"down{nic}", "switch")]
     for rank in range(shape.ranks):
         space = names.rank(rank)
-        out += _link((space, "nic"), (fabric, f"rank{rank}"), None)
+        out += _link((space, "nic"), (fabric, f"rank{rank}"), None, hardware_address(rank))
         out.append(_member(fabric, f"rank{rank}", f"nic{shape.nic(rank)}"))
         out.append(["ip", "-n", space, "address", "add", f"{shape.address(rank)}/32", "dev", "nic"])
-        out.append(_route(space, "10.83.0.0/16", "nic", shape.address(rank)))
+        out.append(_route(space, "10.83.0.0/16", "nic", shape, rank))
     out += _mesh(shape, names) if shape.fabric == "mesh" else _ports(shape, names)
-    return out
+    return out + _neighbours(shape, names)
+
+
+def hardware_address(rank: int, link: int | None = None) -> str:
+    """Return the hardware address of a rank's NIC, or of one of its links in the node.
+
+    Args:
+        rank: its number.
+        link: rank at the other end of a mesh's link; a switch's port has the rank's own number. None: the NIC.
+    """
+    high, low = divmod(rank, 256)
+    peer_high, peer_low = divmod(0 if link is None else link, 256)
+    if max(high, peer_high) > 255:
+        raise ValueError(f"rank {max(rank, link or 0)} is too large for a hardware address; valid: up to 65535")
+    return f"02:{link is not None:02x}:{high:02x}:{low:02x}:{peer_high:02x}:{peer_low:02x}"
 
 
 def trial(names: Names) -> list[Command]:
@@ -188,9 +206,10 @@ def _mesh(shape: Shape, names: Names) -> list[Command]:
         for neighbour in shape.neighbours(rank):
             if rank < neighbour:
                 ends = (names.rank(rank), f"in{neighbour}"), (names.rank(neighbour), f"in{rank}")
-                out += _link(*ends, shape.link_rate)
-                out.append(_route(ends[0][0], f"{shape.address(neighbour)}/32", ends[0][1], shape.address(rank)))
-                out.append(_route(ends[1][0], f"{shape.address(rank)}/32", ends[1][1], shape.address(neighbour)))
+                hardware = hardware_address(rank, neighbour), hardware_address(neighbour, rank)
+                out += _link(*ends, shape.link_rate, *hardware)
+                out.append(_route(ends[0][0], f"{shape.address(neighbour)}/32", ends[0][1], shape, rank))
+                out.append(_route(ends[1][0], f"{shape.address(rank)}/32", ends[1][1], shape, neighbour))
     return out
 
 
@@ -203,10 +222,10 @@ def _ports(shape: Shape, names: Names) -> list[Command]:
         out += _bridge(names.fabric, f"node{node}")
     for rank in range(shape.ranks):
         space, port = names.rank(rank), f"port{rank}"
-        out += _link((space, "in"), (names.fabric, port), shape.link_rate)
+        out += _link((space, "in"), (names.fabric, port), shape.link_rate, hardware_address(rank, rank))
         out.append(_member(names.fabric, port, f"node{shape.node(rank)}"))
         for neighbour in shape.neighbours(rank):
-            out.append(_route(space, f"{shape.address(neighbour)}/32", "in", shape.address(rank)))
+            out.append(_route(space, f"{shape.address(neighbour)}/32", "in", shape, rank))
     return out
 
 
@@ -217,9 +236,32 @@ def _bridge(space: str, name: str) -> list[Command]:
     ]
 
 
-def _link(first_end: tuple[str, str], other: tuple[str, str], rate: int | None) -> list[Command]:
-    """Return the commands that make a pair of interfaces, each (namespace, name), limited at both ends."""
+def _neighbours(shape: Shape, names: Names) -> list[Command]:
+    """Return the commands that tell every rank the hardware addresses of all others."""
+    out = []
+    for rank in range(shape.ranks):
+        in_node = set(shape.neighbours(rank))
+        for other in range(shape.ranks):
+            if other == rank:
+                continue
+            device, hardware = "nic", hardware_address(other)
+            if other in in_node and shape.fabric == "mesh":
+                device, hardware = f"in{other}", hardware_address(other, rank)
+            elif other in in_node:
+                device, hardware = "in", hardware_address(other, other)
+            out.append(
+                ["ip", "-n", names.rank(rank), "neighbour", "add", shape.address(other), "lladdr", hardware,
+                 "dev", device, "nud", "permanent"]
+            )  # fmt: skip
+    return out
+
+
+def _link(first_end: tuple[str, str], other: tuple[str, str], rate: int | None, *hardware: str) -> list[Command]:
+    """Return the commands that make a pair of interfaces, each (namespace, name), limited at both ends; with hardware
+    addresses of the first or of both."""
     first, second = (["name", end, "netns", where, "mtu", str(MTU)] for where, end in (first_end, other))
+    for end, address in zip((first, second), hardware, strict=False):
+        end += ["address", address]
     out = [["ip", "link", "add", *first, "type", "veth", "peer", *second]]
     for where, end in (first_end, other):
         out.append(["ip", "-n", where, "link", "set", end, "addrgenmode", "none", "up"])
@@ -232,6 +274,6 @@ def _member(space: str, name: str, bridge: str) -> Command:
     return ["ip", "-n", space, "link", "set", name, "master", bridge]
 
 
-def _route(space: str, to: str, device: str, source: str) -> Command:
-    # What waits in a queue is late, not lost: sent twice it would only be more to wait for.
-    return ["ip", "-n", space, "route", "add", to, "dev", device, "src", source, "rto_min", "2s"]
+def _route(space: str, to: str, device: str, shape: Shape, rank: int) -> Command:
+    patience = ["rto_min", f"{shape.patience}s"]
+    return ["ip", "-n", space, "route", "add", to, "dev", device, "src", shape.address(rank), *patience]

@@ -70,6 +70,16 @@ class Scale:
         emulated = self.nic_rate / 8 * PAYLOAD
         return self.wire_dim / self.attention.head_dim * self.cluster.effective_nic / emulated
 
+    def with_seconds(self, seconds: float) -> Scale:
+        """Return the same with NICs so slow that a real second takes so many.
+
+        Raises:
+            ConfigError: a NIC would be slower than 1 Mbit/s.
+        """
+        if not 0 < seconds < float("inf"):
+            raise ConfigError(f"--slowdown is {seconds:g}; valid: a number above 0")
+        return replace(self, nic_rate=round(self.nic_rate * self.seconds / seconds))
+
     @property
     def wire(self) -> AttentionConfig:
         """The attention of the rows that really travel."""
@@ -101,13 +111,18 @@ class Scale:
     def told(self, nodes: int, in_node: str) -> str:
         """Return a description of the setting in a few lines."""
         c, a, shape = self.cluster, self.attention, self.shape(nodes, in_node)
-        links = "no limit" if shape.link_rate is None else f"{shape.link_rate / 1e6:.0f} Mbit/s"
+        links = "no limit" if shape.link_rate is None else _megabits(shape.link_rate)
         kind = "a link for each pair" if shape.fabric == "mesh" else "a port for each rank"
         return (
             f"preset {c.name}: {nodes} nodes x {c.ranks_per_node} ranks, {shape.nics} NICs in a node of "
-            f"{shape.nic_rate / 1e6:.0f} Mbit/s each way; in a node {kind}, {links}\n"
+            f"{_megabits(shape.nic_rate)} each way; in a node {kind}, {links}\n"
             f"attention {a.heads} heads, {a.kv_heads} kv heads x {a.head_dim}; rows that travel have {self.wire_dim} "
             f"channels a head\n"
             f"one second of the real cluster is {self.seconds:.1f} s here (NIC: {c.nic_bandwidth / 1e9:g} GB/s x "
             f"{c.communication_efficiency:g})"
         )
+
+
+def _megabits(rate: int) -> str:
+    """Return a rate in words."""
+    return f"{rate / 1e6:.{0 if rate >= 10e6 else 2}f} Mbit/s"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
-import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,20 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster.layer import DTYPE, Border, busy_seconds, planned_bytes
+from benchmarks.cluster.forked import end_with_parent
+from benchmarks.cluster.layer import DTYPE, busy_seconds, layer_run, planned_bytes
 from benchmarks.cluster.modelled import ModelledAttention
 from benchmarks.cluster.network import Shape
 from benchmarks.cluster.rails import MESSAGES
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.variants import Batch, narrowed, plan_for
 from benchmarks.wire import count_sent_bytes
-from mindspeed_cp import context_parallel_attention
 from mindspeed_cp.cluster import ComputeCost
-from mindspeed_cp.engine import prepare
 from mindspeed_cp.ops.host_memory import keep_freed_memory
-from mindspeed_cp.plan import Plan
 
-AHEAD = 0.05  # seconds between agreeing on a start and the start
+AHEAD = 0.05  # seconds between agreeing on a start and the start, for a few ranks
 
 
 @dataclass(frozen=True)
@@ -62,17 +58,24 @@ class Job:
 
 
 class Rank:
-    """This process: timing, counters and results."""
+    """This process: timing, counters and results.
 
-    def __init__(self, job: Job, rank: int) -> None:
-        self.job, self.rank = job, rank
+    Attributes:
+        job: of all ranks.
+        rank: of this one.
+        ahead: seconds between agreeing on a start and the start.
+    """
+
+    def __init__(self, job: Job, rank: int, ahead: float = AHEAD) -> None:
+        self.job, self.rank, self.ahead = job, rank, ahead
         self._results = Path(job.folder, "results.jsonl")
 
-    def time(self, run: Callable[[], None], **told: Any) -> None:
+    def time(self, run: Callable[[], None], peers: Sequence[int] | None = None, **told: Any) -> None:
         """Run on all ranks from one moment on; rank 0 writes down the time of the slowest, and everybody's counters.
 
         Args:
             run: this rank's part.
+            peers: ranks of the group in which it runs; None: all.
             told: written beside the figures.
         """
         with count_sent_bytes() as sent:
@@ -84,8 +87,11 @@ class Rank:
             dist.barrier()
             after, cpu, own = counters(), busy_cores() - cpu, time.process_time() - own
             elapsed = time.monotonic() - asked
+        handed = [0] * self.job.shape.ranks
+        for peer, size in sent.items():
+            handed[peer if peers is None else peers[peer]] = size
         figures = {
-            "seconds": spent, "handed": [sent[peer] for peer in range(self.job.shape.ranks)],
+            "seconds": spent, "handed": handed,
             "cores": cpu / elapsed, "own": own / elapsed,
             **{key: after[key] - links[key] for key in links},
         }  # fmt: skip
@@ -102,7 +108,7 @@ class Rank:
     def _start(self) -> float:
         """Return one starting time for all ranks, which share the clock of the machine."""
         dist.barrier()
-        moment = torch.tensor([time.monotonic() + AHEAD], dtype=torch.float64)
+        moment = torch.tensor([time.monotonic() + self.ahead], dtype=torch.float64)
         dist.broadcast(moment, 0)
         begin = float(moment)
         time.sleep(max(0.0, begin - time.monotonic()))
@@ -112,11 +118,14 @@ class Rank:
 def counters() -> dict[str, int]:
     """Return the bytes that passed this rank's NIC, and all its links in the node, since they are up."""
     out = {"nic_sent": 0, "nic_received": 0, "in_sent": 0, "in_received": 0}
-    for device in Path("/sys/class/net").iterdir():
-        kind = "nic" if device.name == "nic" else "in" if device.name.startswith("in") else None
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:  # sysfs may be that of another namespace
+        device, numbers = line.split(":")
+        name = device.strip()
+        kind = "nic" if name == "nic" else "in" if name.startswith("in") else None
         if kind is not None:
-            for name, file in (("sent", "tx_bytes"), ("received", "rx_bytes")):
-                out[f"{kind}_{name}"] += int((device / "statistics" / file).read_text())
+            columns = numbers.split()
+            out[f"{kind}_received"] += int(columns[0])
+            out[f"{kind}_sent"] += int(columns[8])
     return out
 
 
@@ -136,7 +145,7 @@ def layer(rank: Rank) -> None:
         plans = {name: narrowed(plan, job.scale) for name, plan in plans.items()}
         planned = {name: planned_bytes(plan) for name, plan in plans.items()}
         busy = {name: busy_seconds(plan, model, job.linear) for name, plan in plans.items()}
-        runs = {name: layer_run(plan, me, model, job) for name, plan in plans.items()}
+        runs = {name: layer_run(plan, me, model, job.kernels, job.linear) for name, plan in plans.items()}
         if batch is job.batches[0]:
             next(iter(runs.values()))()  # once without a clock: what is done once in a process
         for repeat in range(job.repeat):
@@ -147,42 +156,20 @@ def layer(rank: Rank) -> None:
                 )  # fmt: skip
 
 
-def layer_run(plan: Plan, rank: int, model: ModelledAttention, job: Job) -> Callable[[], None]:
-    """Run this rank's share of a layer."""
-    a, backend = plan.attention, model if job.kernels == "modelled" else None
-    rows, kv_rows = int(plan.layout.token_counts[rank]), int(plan.kv_layout_in.token_counts[rank])
-    shapes = (
-        (rows, a.heads, a.head_dim),
-        (kv_rows, a.kv_heads, a.head_dim),
-        (kv_rows, a.kv_heads, a.head_dim_v),
-        (rows, a.heads, a.head_dim_v),
-    )
-    generator = torch.Generator().manual_seed(rank)
-    q, k, v, dout = (
-        torch.randn(shape, generator=generator).to(DTYPE).requires_grad_(i < 3) for i, shape in enumerate(shapes)
-    )
-    prepare(plan, rank, DTYPE, backend)
-    border = Border(plan, rank)
+def connect(elements: int = 1 << 18, group: dist.ProcessGroup | None = None) -> None:
+    """Send a message between every two ranks of a group, so that connections are up and their windows open.
 
-    def run() -> None:
-        border.there()
-        out = context_parallel_attention(q, k, v, plan, backend=backend, timeout=300.0)
-        border.back()
-        if job.linear:
-            model.linear(border.rows)
-            model.linear(border.rows, backward=True)
-        border.there()
-        torch.autograd.grad(out, (q, k, v), dout)
-        border.back()
-
-    return run
-
-
-def connect(rank: Rank) -> None:
-    """Send a message of a megabyte between every two ranks, so that connections are up and their windows open."""
-    for distance in range(1, rank.job.shape.ranks):
-        to, by = ((rank.rank + sign * distance) % rank.job.shape.ranks for sign in (1, -1))
-        works = [dist.isend(torch.zeros(1 << 18), to), dist.irecv(torch.empty(1 << 18), by)]
+    Args:
+        elements: of the message, 4 bytes each.
+        group: None: all processes.
+    """
+    me, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for distance in range(1, ranks):
+        to, by = ((me + sign * distance) % ranks for sign in (1, -1))
+        works = [
+            dist.isend(torch.zeros(elements), group=group, group_dst=to),
+            dist.irecv(torch.empty(elements), group=group, group_src=by),
+        ]
         for work in works:
             assert work is not None
             work.wait()
@@ -200,14 +187,6 @@ def message(rank: Rank) -> None:
                 raise SystemExit(f"{name}: the message did not arrive as it was sent")
 
 
-def end_with_parent() -> None:
-    """End this rank when the program that started it ends, even if that is killed."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        raise SystemExit("the program that started this rank is gone")
-
-
 def main() -> None:
     end_with_parent()
     job: Job = pickle.loads(Path(sys.argv[1]).read_bytes())
@@ -216,7 +195,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{job.folder}/store", rank=number, world_size=job.shape.ranks)
     rank = Rank(job, number)
-    connect(rank)
+    connect()
     message(rank) if job.message else layer(rank)
     dist.barrier()
     dist.destroy_process_group()

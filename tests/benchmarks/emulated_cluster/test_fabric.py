@@ -55,6 +55,32 @@ def test_only_what_is_its_own_and_over_is_left_over(monkeypatch):
         alive.wait()
 
 
+def test_commands_keep_their_order_and_those_of_one_namespace_share_a_process(monkeypatch):
+    ran = []
+    monkeypatch.setattr(fabric, "run", lambda command, lines=None: ran.append((command, lines)))
+    fabric.run_all(
+        [
+            ["ip", "netns", "add", "a"], ["ip", "netns", "exec", "a", "sh", "-c", "echo x > y"],
+            ["ip", "-n", "a", "link", "set", "lo", "up"], ["ip", "-n", "a", "address", "add", "x"],
+            ["tc", "-n", "a", "qdisc"], ["ip", "link", "add", "p"], ["ip", "link", "add", "q"], ["ip", "-n", "b", "z"],
+        ]
+    )  # fmt: skip
+    assert ran == [
+        (["ip", "netns", "add", "a"], None),
+        (["ip", "netns", "exec", "a", "sh", "-c", "echo x > y"], None),
+        (["ip", "-n", "a", "-batch", "-"], "link set lo up\naddress add x\n"),
+        (["tc", "-n", "a", "-batch", "-"], "qdisc\n"),
+        (["ip", "-batch", "-"], "link add p\nlink add q\n"),
+        (["ip", "-n", "b", "-batch", "-"], "z\n"),
+    ]
+
+
+@needs_cluster
+def test_a_command_of_many_that_fails_is_an_error():
+    with pytest.raises(ClusterError, match="-batch"):
+        fabric.run_all([["ip", "link", "show", "mindspeed-none"]])
+
+
 @needs_cluster
 def test_everything_is_removed_at_the_end_and_on_failure():
     with cluster(SMALL) as names:

@@ -2,7 +2,16 @@
 
 import pytest
 
-from benchmarks.cluster.network import ACKNOWLEDGEMENT, Names, Shape, commands, limiter, remove
+from benchmarks.cluster.network import (
+    ACKNOWLEDGEMENT,
+    MTU,
+    Names,
+    Shape,
+    commands,
+    hardware_address,
+    limiter,
+    remove,
+)
 
 NAMES = Names("mindspeed-cp-1-")
 RATE = 100_000_000
@@ -43,6 +52,42 @@ def test_ranks_are_spread_over_the_nics_of_their_node(nics, nic_of_rank):
     made = words(shape)
     for rank in range(8):
         assert f"ip -n {NAMES.fabric} link set rank{rank} master nic{nic_of_rank[rank]}" in made
+
+
+@pytest.mark.parametrize("nodes, per_node, nics", [(2, 4, 2), (8, 8, 8), (3, 3, 1), (3, 1, 1)])
+@pytest.mark.parametrize("fabric", ["switch", "mesh"])
+def test_every_rank_knows_the_hardware_address_by_which_it_reaches_each_other_rank(nodes, per_node, nics, fabric):
+    shape = Shape(nodes, per_node, nics, RATE, fabric, RATE)
+    made = commands(shape, NAMES)
+    hardware = {}  # (namespace, device) -> address
+    for command in made:
+        for i, word in enumerate(command):
+            if word == "address" and command[i - 1] == str(MTU):
+                begin = max(j for j in range(i) if command[j] == "name")
+                hardware[command[begin + 3], command[begin + 1]] = command[i + 1]
+    assert len(set(hardware.values())) == len(hardware)
+    assert all(int(address[:2], 16) & 3 == 2 for address in hardware.values())  # of one interface, and given by hand
+    for rank in range(shape.ranks):
+        told = [command[5:] for command in made if command[2] == NAMES.rank(rank) and "neighbour" in command]
+        assert len(told) == shape.ranks - 1
+        for other in set(range(shape.ranks)) - {rank}:
+            device = back = "nic"
+            if shape.node(rank) == shape.node(other):
+                device, back = ("in", "in") if fabric == "switch" else (f"in{other}", f"in{rank}")
+            address = hardware[NAMES.rank(other), back]
+            assert [shape.address(other), "lladdr", address, "dev", device, "nud", "permanent"] in told
+
+
+def test_a_rank_beyond_all_hardware_addresses_is_refused():
+    assert hardware_address(300) == "02:00:01:2c:00:00" and hardware_address(1, 65535) == "02:01:00:01:ff:ff"
+    with pytest.raises(ValueError, match="rank 65536 is too large"):
+        hardware_address(65536)
+
+
+def test_tcp_waits_as_long_as_the_shape_says():
+    made = words(Shape(2, 2, 1, RATE, patience=100))
+    routes = [line for line in made if " route add " in line]
+    assert routes and all(line.endswith("rto_min 100s") for line in routes)
 
 
 def limits(shape: Shape) -> dict[tuple[str, str], int]:
