@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Plan
 
 AHEAD = 1.0  # seconds between agreeing on a start and the start: many ranks share few cores
+Number = TypeVar("Number", int, float)
 SHORT = 1024  # elements of the messages that bring connections up; more than slow links need to open their windows
 
 
@@ -66,7 +68,9 @@ def make_step(batch: str, number: int, way: str, plans: Sequence[Sequence[Plan]]
         plans: of each group's micro-batches, with the rows that really travel; every group has one at least.
         model: of the kernels.
     """
-    groups, planned, busy = [], [], []
+    groups: list[RankGroup] = []
+    planned: list[int] = []
+    busy: list[float] = []
     for plans_of_group in plans:
         ranks = plans_of_group[0].ranks
         groups.append(RankGroup(tuple(range(len(planned), len(planned) + ranks)), tuple(plans_of_group)))
@@ -136,6 +140,6 @@ def _run(step: Step, rank: int, model: ModelledAttention, groups: Groups) -> Cal
     return run
 
 
-def _sums(rows: Sequence[Sequence[float]]) -> list:
+def _sums(rows: Sequence[Sequence[Number]]) -> list[Number]:
     """Return the sum of each column."""
     return [sum(column) for column in zip(*rows, strict=True)]
