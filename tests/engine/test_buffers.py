@@ -122,7 +122,13 @@ def check(cases, ranks):
                 in_turn = remapped or plan.gradient_bytes < 4  # rows are gathered before they are rounded, one by one
                 in_turn |= plan.exchange == "all_to_all"  # scattered rows are gathered one by one, into the buffer
                 loose = ("gradients", "staging") if plan.parts else ("staging",) if in_turn else ()
-                assert all(a == b or (a < b and name in loose) for name, (a, b) in got.items()), (direction, rank, got)
+                # A row of zeros is made while gradients of rows in several places begin: `peak_bytes` counts it in the total.
+                attention = plan.attention
+                row = 4 * attention.kv_heads * max(attention.head_dim, attention.head_dim_v) * (direction == "backward")
+                assert all(
+                    a == b or (a < b and name in loose) or (name == "staging" and b < a <= b + row)
+                    for name, (a, b) in got.items()
+                ), (direction, rank, got)
                 assert peak["total"] <= limit[rank]["total"], (direction, rank, case)
 
 

@@ -44,6 +44,7 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
 
     Returns:
         Records of dtype PEAK [ranks]. The fields may reach their peaks at different times; the total is an upper bound.
+        It also counts one row of zeros, from which gradients of keys that land in several places begin.
     """
     buffers = [
         buffer_bytes(part, direction, bytes_per_element, _rows(plan, index, False), _rows(plan, index, True))
@@ -59,6 +60,19 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
         out["redistributed"] = only.saved_inputs + only.inputs + only.outputs
         out["staging"] = np.maximum(only.staging.max(0), np.maximum(only.input_staging, only.output_staging))
     out["total"] = out["kv"] + out["gradients"] + out["redistributed"] + out["staging"]
+    if direction == "backward":
+        out["total"] += _row_of_zeros(plan)
+    return out
+
+
+def _row_of_zeros(plan: Plan) -> np.ndarray:
+    """Return the bytes of a row of fp32 gradients on the ranks where keys land in several places, int64 [ranks]."""
+    kv_row, out = plan.attention.kv_row, np.zeros(plan.ranks, np.int64)
+    for part in plan.parts_or_self:
+        fetch = part.backward.fetch
+        heads = part.kv_layout_compute.head_counts(kv_row.heads)
+        ranks = np.unique(fetch.items["dst"][~fetch.is_contiguous("dst")])
+        out[ranks] = np.maximum(out[ranks], 4 * heads[ranks] * max(kv_row.dim, kv_row.dim_v))
     return out
 
 
