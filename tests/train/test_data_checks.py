@@ -51,6 +51,9 @@ class Ranks:
     def size(self) -> int:
         return self.replicas * self.cp_size * self.tp_size
 
+    def replicas_of_plan(self, pools: int) -> int:
+        return self.replicas // pools if pools else 1
+
 
 def calls_told(digests: list[float], ranks: Ranks) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -61,6 +64,7 @@ def calls_told(digests: list[float], ranks: Ranks) -> str:
 def test_calls_are_compared_in_each_context_parallel_group() -> None:
     check_calls(torch.tensor([4.0, 4, 4, 7, 7, 7]), 12, Ranks(2, 3, 1))  # type: ignore[arg-type]
     check_calls(torch.tensor([4.0, 5, 4, 5, 7, 8, 7, 8]), 12, Ranks(2, 2, 2))  # type: ignore[arg-type]
+    check_calls(torch.tensor([4.0, 4, 5, 5]), 12, Ranks(4, 1, 1), 2)  # type: ignore[arg-type]
     text = calls_told([4.0, 4, 4, 7, 8, 7], Ranks(2, 3, 1))
     assert text.startswith("step 12: rank 4 called attention differently") and "from the other ranks of 6" in text
     text = calls_told([4.0, 5, 4, 5, 7, 8, 7, 9], Ranks(2, 2, 2))
