@@ -28,12 +28,13 @@ LOWERED = [*DTYPES[:2], pytest.param("fp16", marks=pytest.mark.thorough)]
 #: Bytes of shared memory that a program may have.
 SHARED = {80: 163 << 10, 90: 227 << 10}
 
-#: Bytes of registers that a program may store and load again for want of room, in all; none elsewhere. At 128 channels, of
-#: tensors that begin at a multiple of 16 bytes; and of wide heads, of which fp32 at 512 has the most.
-SPILLED, SPILLED_WIDE = 64, 128
+#: Bytes of registers that a program may store and load again for want of room, in all; none elsewhere: what the choices
+#: by time spill (docs/kernels.md), which are faster than others that spill nothing. At 128 channels, of tensors that
+#: begin at a multiple of 16 bytes, where fp32 has the most; and of wide heads, where 256 channels in two bytes have.
+SPILLED, SPILLED_WIDE = 3072, 1024
 
 #: The same of tensors that do not, as views may: served, slowly.
-SPILLED_UNALIGNED = 2048
+SPILLED_UNALIGNED = 8192
 
 
 def lines(command: list[str], cache: Path) -> list[dict[str, Any]]:
