@@ -48,9 +48,9 @@ def fastest(
         return simulate_plan(plan, cluster, layer, COARSE_SPANS)
 
     timelines = {placement: simulate(plan) for placement, plan in plans.items()}
-    fastest = sorted(timelines, key=lambda placement: timelines[placement].total)
-    best = timelines[fastest[0]]
-    for placement in fastest[:levelled]:
+    order = sorted(timelines, key=lambda placement: timelines[placement].total)
+    best = timelines[order[0]]
+    for placement in order[:levelled]:
         timeline = timelines[placement]
         delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
         another = result.levelled(placement, delay)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import chain, repeat
 
 
 def assign_to_least_loaded(
@@ -34,20 +34,20 @@ def assign_to_least_loaded(
     filled = [0.0] * len(loads) if filled is None else filled
     heap = [(load, 0, number) for number, load in enumerate(loads)]
     heapq.heapify(heap)
+    without_room: list[tuple[float, tuple[float, int, int]]] = []  # by negative room: the most room comes first
     bins: list[int] = []
     for cost, tie, size in zip(costs, ties or repeat(0), sizes or repeat(1), strict=False):
-        full = []
-        while heap and filled[heap[0][2]] + size > bound:
-            full.append(heapq.heappop(heap))
-        if heap:
-            load, sum_of_ties, number = heap[0]
-            heapq.heapreplace(heap, (load + cost, sum_of_ties + tie, number))
-            filled[number] += size
-            bins.append(number)
-        for entry in full:
-            heapq.heappush(heap, entry)
-        if len(full) == len(loads):
+        while without_room and -without_room[0][0] >= size:
+            heapq.heappush(heap, heapq.heappop(without_room)[1])
+        while heap and bound - filled[heap[0][2]] < size:
+            entry = heapq.heappop(heap)
+            heapq.heappush(without_room, (filled[entry[2]] - bound, entry))
+        if not heap:
             break
-    for load, _, number in heap:
+        load, sum_of_ties, number = heap[0]
+        heapq.heapreplace(heap, (load + cost, sum_of_ties + tie, number))
+        filled[number] += size
+        bins.append(number)
+    for load, _, number in chain(heap, (entry for _, entry in without_room)):
         loads[number] = load
     return bins

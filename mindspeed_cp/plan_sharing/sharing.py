@@ -9,12 +9,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.engine.agreement import adopt_fingerprints, plan_fingerprints
 from mindspeed_cp.errors import PeerError
-from mindspeed_cp.plan import Plan
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from mindspeed_cp.plan.plan_bytes import plan_from_bytes, plan_to_bytes
 from mindspeed_cp.plan.rank_slice import slice_plan
 from mindspeed_cp.plan_sharing.error_messages import error_from_bytes, error_to_bytes
@@ -157,6 +159,29 @@ class ReceivedPlan:
         plan = plan_from_bytes(self.content)
         adopt_fingerprints(plan, self.fingerprints)
         return plan
+
+
+def read_or_build(
+    received: Mapping[AttentionConfig, ReceivedPlan],
+    documents: Documents,
+    topology: Topology,
+    attention: AttentionConfig,
+    algorithm: str,
+    **options: Any,
+) -> Plan:
+    """Read the plan that this rank's planner has sent, by attention, unless it is of other documents; else build it.
+
+    Ranks compare their plans before they run, and name the one whose documents differ.
+
+    Args:
+        received: slices of the plans of this micro-batch.
+        documents, topology, attention, algorithm, options: as for build_plan.
+    """
+    if attention in received:
+        plan = received[attention].read()
+        if plan.documents == documents:
+            return plan
+    return build_plan(documents, topology, attention, algorithm, **options)
 
 
 def decode_plans(content: bytes) -> tuple[int, list[ReceivedPlan]]:

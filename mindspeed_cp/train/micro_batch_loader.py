@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream, TreeRow
@@ -31,7 +30,7 @@ from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
 from mindspeed_cp.plan_sharing.node_sockets import LoaderEnded
-from mindspeed_cp.plan_sharing.sharing import ReceivedPlan, decode_plans
+from mindspeed_cp.plan_sharing.sharing import ReceivedPlan, decode_plans, read_or_build
 from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
 from mindspeed_cp.train.plan_sharing import PlanSharing, Scope, SharedDispatcher
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
@@ -262,16 +261,9 @@ class MicroBatchLoader:
             for attention in self._layers
         }
 
-    def _build(
-        self, documents: Documents, topology: Topology, attention: AttentionConfig, algorithm: str, **options: Any
-    ) -> Plan:
-        """Build a plan, or read the one that the planner of this rank has sent, unless it is of other documents: ranks
-        compare their plans, and name the one whose corpus differs."""
-        if attention in self._received:
-            plan = self._received[attention].read()
-            if plan.documents == documents:
-                return plan
-        return build_plan(documents, topology, attention, algorithm, **options)
+    def _build(self, *problem: Any, **options: Any) -> Plan:
+        """Return the plan that the planner of this rank has sent, or a new one; arguments as for build_plan."""
+        return read_or_build(self._received, *problem, **options)
 
     def _make(self, row: PackedRow) -> MicroBatch:
         world, pools = self._world, self._pools

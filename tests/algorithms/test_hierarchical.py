@@ -17,7 +17,7 @@ from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
 from mindspeed_cp.algorithms.placement.policy import PlacementPolicy
 from mindspeed_cp.algorithms.placement.search import min_cross_node_length
-from mindspeed_cp.algorithms.placement.water_fill import water_fill
+from mindspeed_cp.algorithms.placement.water_fill import MOST_MEMBERS, fill_fewest, water_fill
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch
@@ -217,6 +217,28 @@ def test_shares_fill_the_emptiest_places_first() -> None:
     unlimited = [float("inf")] * 3
     assert water_fill([3.0, 1.0, 2.0], 6.0, unlimited) == pytest.approx([1 / 6, 3 / 6, 2 / 6])
     assert water_fill([9.0, 1.0, 2.0], 3.0, unlimited) == pytest.approx([0, 2 / 3, 1 / 3])
+
+
+def test_a_document_is_on_few_ranks_where_those_with_room_for_work_have_none_for_tokens() -> None:
+    """Ranks are all full of work; each may take .17 of the document, the emptiest next to nothing."""
+    loads, limits = [0.9, *[1.2] * 63], [0.001, *[0.17] * 63]
+    ranks, shares = fill_fewest(range(64), loads, 1.0, 0.01, 1.0, limits)
+    assert 6 <= len(ranks) <= MOST_MEMBERS * 6 and 0 not in ranks
+    assert sum(shares) == pytest.approx(1) and max(shares) <= 0.17 + 1e-9
+    barely = [0.001, *[0.999] * 2]  # the crumb is needed to hold all of it
+    assert sum(fill_fewest(range(3), [1.0] * 3, 1.0, 0.01, 1.0, barely)[1]) == pytest.approx(1)
+
+
+def test_a_bound_of_tokens_keeps_documents_on_few_ranks() -> None:
+    """Linear layers in a layout of their own leave the work of attention alone: most ranks are then full of tokens."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(7, 1.6, 400).astype(int), 16, 131072)
+    lengths = lengths[np.cumsum(lengths) <= 256 * 4096]
+    documents, topology = Documents(lengths), Topology(32, 8, "a2")
+    for placement in choose_placement(documents, documents, topology, GQA, max_seqlen_per_dp_cp_rank=6144).ranked:
+        if placement.policy.can_be_levelled:
+            doc, ranks = np.unique(placement.whole.doc, return_counts=True)
+            assert ranks[lengths[doc] < 4096].max(initial=0) <= topology.ranks // 8
 
 
 @pytest.mark.parametrize("name", ["wikipedia", "prolong"])

@@ -23,7 +23,7 @@ from mindspeed_cp.errors import PeerError
 from mindspeed_cp.megatron import install, install_model, layer_attentions, loss_function, megatron_imports, pretrain
 from mindspeed_cp.megatron.adaptors import plan_sharing
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
-from mindspeed_cp.plan_sharing import node_ranks
+from mindspeed_cp.plan_sharing import node_ranks, sharing
 from tests.limits import HANG
 from tests.megatron.gpt import VOCABULARY, build, layer_spec, megatron, transformer_config
 from tests.megatron.ranks import MegatronRanks
@@ -80,7 +80,7 @@ def script(rank: int, path: str, machine: int = 4, **arguments: Any) -> Iterator
         patch.setenv("LOCAL_WORLD_SIZE", str(machine))
         patch.setattr(node_ranks.socket, "gethostname", lambda: f"machine {rank // machine}")
         patch.setattr(plan_sharing, "usable_cores", lambda: machine)
-        for module in (plan_sharing, cached_plans):
+        for module in (sharing, cached_plans):
             patch.setattr(module, "build_plan", counted("built", build_plan))
         patch.setattr(plan_sharing, "verify_plan", counted("proved", verify_plan))
         patch.setattr(PoolModel, "choose", counted("chosen", in_turn))
@@ -197,7 +197,7 @@ def error_of(rank: int, group: None, path: str, fault: str) -> tuple[str, str]:
     ):
         numbers = [0, 1]
         if fault == "plan":
-            patch.setattr(plan_sharing, "build_plan", fails_later(plan_sharing.build_plan, ConfigError("no placement")))
+            patch.setattr(sharing, "build_plan", fails_later(sharing.build_plan, ConfigError("no placement")))
         elif fault == "proof":
             patch.setattr(plan_sharing, "verify_plan", fails_later(plan_sharing.verify_plan, PlanError("no proof")))
         elif fault == "documents" and rank == 1:
@@ -260,12 +260,12 @@ def test_the_planner_proves_its_plans(ranks: MegatronRanks, plan_file: str) -> N
 
 def waits_for_a_rank(rank: int, group: None, path: str) -> str:
     with script(rank, path, **CP4) as (args, config, _):
-        sharing = plan_sharing.open_plan_sharing(pretrain.settings_of(args), "node", seconds=0.1)
-        assert sharing is not None
+        shared = plan_sharing.open_plan_sharing(pretrain.settings_of(args), "node", seconds=0.1)
+        assert shared is not None
         message = ""
         if rank:
             with pytest.raises(PeerError) as caught:
-                sharing.plans(Documents([8]), pretrain.settings_of(args).topology, layer_attentions(config), "ring", {})
+                shared.plans(Documents([8]), pretrain.settings_of(args).topology, layer_attentions(config), "ring", {})
             message = str(caught.value)
         dist.barrier()
         return message

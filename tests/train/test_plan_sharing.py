@@ -264,23 +264,23 @@ def test_the_curve_is_that_of_ranks_that_plan_alone(
 
 def counts_plans(settings: str, pools: list[int]) -> dict[str, Any]:
     """In a rank: train; also the number of plans that it built."""
-    from mindspeed_cp.train import micro_batch_loader as batches
+    from mindspeed_cp.plan_sharing import sharing
 
-    build, built = batches.build_plan, [0]
+    build, built = sharing.build_plan, [0]
 
     def counted(*given: Any, **options: Any) -> Any:
         built[0] += 1
         return build(*given, **options)
 
-    batches.build_plan = counted
+    sharing.build_plan = counted
     return {**choosing(settings, pools), "built": built[0]}
 
 
 def fails_to_plan(settings: str) -> str:
     """In a rank: the third plan of the planner fails; return the error of every rank."""
-    from mindspeed_cp.train import micro_batch_loader as batches
+    from mindspeed_cp.plan_sharing import sharing
 
-    build, built = batches.build_plan, [0]
+    build, built = sharing.build_plan, [0]
 
     def fails(*given: Any, **options: Any) -> Any:
         built[0] += 1
@@ -288,7 +288,7 @@ def fails_to_plan(settings: str) -> str:
             raise ConfigError("max_seqlen_per_dp_cp_rank is 1: no placement found")
         return build(*given, **options)
 
-    batches.build_plan = fails
+    sharing.build_plan = fails
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
     return str(caught.value)

@@ -24,7 +24,7 @@ from mindspeed_cp.algorithms.placement.policy import (
 )
 from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, NodeRoom, RankLoads
 from mindspeed_cp.algorithms.placement.repair import repair_placement
-from mindspeed_cp.algorithms.placement.water_fill import FILL_LIMIT, fill_fewest, water_fill_without_crumbs
+from mindspeed_cp.algorithms.placement.water_fill import FILL_LIMIT, MIN_SHARE, fill_fewest, water_fill_without_crumbs
 from mindspeed_cp.layout import assign_to_least_loaded
 
 #: Part of redistributions inside a node that other parts do not hide, in flexible groups.
@@ -210,11 +210,12 @@ class DocumentPlacer:
         is_long = costs.lengths[doc] >= self.min_cross_node_length
         if loads.room(ranks) < costs.lengths[doc] or (room.free[node] < costs.divided[doc] and is_long):
             order = np.argsort(-room.free, kind="stable").tolist()
+            tokens_of = [loads.room(range(node * per_node, (node + 1) * per_node)) for node in range(self.nodes)]
+            order.sort(key=lambda node: tokens_of[node] < MIN_SHARE * costs.lengths[doc])  # next to none: last
             work, tokens, count = 0.0, 0.0, 0
             while count < self.nodes and (work < costs.divided[doc] or tokens < costs.lengths[doc]):
-                node = order[count]
-                work += float(room.free[node])
-                tokens += loads.room(range(node * per_node, (node + 1) * per_node))
+                work += float(room.free[order[count]])
+                tokens += tokens_of[order[count]]
                 count += 1
             ranks = [rank for node in sorted(order[:count]) for rank in range(node * per_node, (node + 1) * per_node)]
         limits = loads.share_limits(ranks, doc)

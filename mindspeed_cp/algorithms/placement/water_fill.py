@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import gt
 
 #: A member is filled up to this multiple of an equal part of all work before a document is cut over more members.
 FILL_LIMIT = 1.01
@@ -10,11 +11,16 @@ FILL_LIMIT = 1.01
 #: No member takes less than this multiple of an equal share: it would fetch nearly all keys for a few queries.
 MIN_SHARE = 0.2
 
+#: A document is on at most so many times the members that would do if they were empty, even if these are then filled
+#: above FILL_LIMIT: once all members are nearly full, what is left of their room would cut it over hundreds of them.
+MOST_MEMBERS = 2
+
 
 def fill_fewest(
     members: Sequence[int], loads: list[float], work: float, overhead: float, fair: float, limits: list[float]
 ) -> tuple[list[int], list[float]]:
-    """Choose the fewest members, from the emptiest on, that have room for a document.
+    """Choose the fewest members, from the emptiest on, that have room for a document; those that are allowed next to
+    nothing of it come last.
 
     Args:
         members: ranks or groups of nodes.
@@ -26,19 +32,32 @@ def fill_fewest(
     Returns:
         The chosen members, ascending, and the shares that level them.
     """
-    order = sorted(range(len(loads)), key=loads.__getitem__)
+    allowed = _fewest_allowed(limits)
+    least = MIN_SHARE / allowed
+    most = MOST_MEMBERS * max(allowed, work / fair if fair else 1.0)
+    order = sorted(range(len(loads)), key=lambda i: (limits[i] < least, loads[i]))
     room, shares, count = 0.0, 0.0, 0
     for i in order:
         count += 1
         room += max(FILL_LIMIT * fair - loads[i] - overhead, 0.0)
         shares += limits[i]
         fits_on_first = count == 1 and FILL_LIMIT * fair - loads[i] >= work + overhead
-        if shares >= 1 and (room >= work or fits_on_first):
+        if shares >= 1 and (room >= work or fits_on_first or count >= most):
             break
     chosen = sorted(order[:count])
     return water_fill_without_crumbs(
         [members[i] for i in chosen], [loads[i] for i in chosen], work, overhead, [limits[i] for i in chosen]
     )
+
+
+def _fewest_allowed(limits: list[float]) -> int:
+    """Return the number of members that can hold a document, those with the largest limits first; at least 1."""
+    total, count = 0.0, 0
+    for limit in sorted(limits, reverse=True):
+        total, count = total + limit, count + 1
+        if total >= 1:
+            break
+    return max(count, 1)
 
 
 def water_fill_without_crumbs(
@@ -58,8 +77,6 @@ def water_fill_without_crumbs(
 def water_fill(loads: list[float], work: float, limits: list[float]) -> list[float]:
     """Return the shares of the work, none above its limit, that minimize the highest load."""
     count = len(loads)
-    if min(limits) < 1 and work > 0 and count > 1:
-        return _water_fill_capped(loads, work, limits)
     if count == 1 or work <= 0:
         total_share = sum(min(limit, 1.0) for limit in limits)
         return [min(limit, 1.0) / total_share for limit in limits] if total_share >= 1 else [1.0 / count] * count
@@ -69,25 +86,27 @@ def water_fill(loads: list[float], work: float, limits: list[float]) -> list[flo
         if total / number <= load and number > 1:
             break
         level = total / number  # the level if the `number` emptiest members are filled up to it
-    return [max(level - load, 0.0) / work for load in loads]
+    shares = [max(level - load, 0.0) / work for load in loads]
+    if any(map(gt, shares, limits)):
+        return _water_fill_limited(loads, work, limits)
+    return shares
 
 
-def _water_fill_capped(loads: list[float], work: float, limits: list[float]) -> list[float]:
-    """Do as `water_fill`, by bisection on the level, for members that may not take the whole document."""
-    caps = [min(limit, 1.0) * work for limit in limits]
-    if sum(caps) <= work:
-        return [cap / sum(caps) for cap in caps]
-    low, high = min(loads), max(loads) + work
-    for _ in range(60):
-        level = (low + high) / 2
-        if sum(_taken(loads, caps, level)) >= work:
-            high = level
-        else:
-            low = level
-    taken = _taken(loads, caps, high)
-    return [part / sum(taken) for part in taken]
-
-
-def _taken(loads: list[float], caps: list[float], level: float) -> list[float]:
-    """Return the work that each member takes if all are filled up to a level or to their caps."""
-    return [min(max(level - load, 0.0), cap) for load, cap in zip(loads, caps, strict=True)]
+def _water_fill_limited(loads: list[float], work: float, limits: list[float]) -> list[float]:
+    """Do as `water_fill` where limits bind: between two levels at which a member begins or ends to take work, the work
+    taken grows in a straight line."""
+    most = [min(limit, 1.0) * work for limit in limits]
+    total = sum(most)
+    if total <= work:
+        return [part / total for part in most]
+    changes = [(load, 1) for load in loads] + [(load + part, -1) for load, part in zip(loads, most, strict=True)]
+    level, taking, taken = 0.0, 0, 0.0
+    for at, change in sorted(changes):
+        taken += taking * (at - level)
+        if taken >= work:
+            level = at - (taken - work) / taking
+            break
+        level, taking = at, taking + change
+    parts = [min(max(level - load, 0.0), part) for load, part in zip(loads, most, strict=True)]
+    total = sum(parts)
+    return [part / total for part in parts]

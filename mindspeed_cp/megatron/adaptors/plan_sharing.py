@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.sections import Planner
@@ -34,7 +33,7 @@ from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
 from mindspeed_cp.plan_sharing.node_ranks import NodeRanks, node_ranks, rank_row, usable_cores
 from mindspeed_cp.plan_sharing.node_sockets import Patience
 from mindspeed_cp.plan_sharing.rule import may_share_plans, sharing_problem, wants_to_share
-from mindspeed_cp.plan_sharing.sharing import PlanSharing, ReceivedPlan, decode_plans
+from mindspeed_cp.plan_sharing.sharing import PlanSharing, ReceivedPlan, decode_plans, read_or_build
 
 #: Ranks of a machine that share work: those of a replica's stage, or of the stage of all replicas.
 Scope = Literal["replica", "pool"]
@@ -140,15 +139,9 @@ class StageSharing(PlanSharing[Scope]):
             "pool", make, lambda choice, ranks: [bytes([choice])] * len(ranks), lambda sent: sent != b"\0"
         )
 
-    def _build(
-        self, documents: Documents, topology: Topology, attention: AttentionConfig, algorithm: str, **options: Any
-    ) -> Plan:
-        """Read the plan that this rank's planner has sent, if it is one of these documents; else build it."""
-        if attention in self._received:
-            plan = self._received[attention].read()
-            if plan.documents == documents:
-                return plan
-        return build_plan(documents, topology, attention, algorithm, **options)
+    def _build(self, *problem: Any, **options: Any) -> Plan:
+        """Return the plan that this rank's planner has sent, or a new one; arguments as for build_plan."""
+        return read_or_build(self._received, *problem, **options)
 
     def _prove(self, plan: Plan) -> None:
         """Prove a new plan, if it is whole and plans are to be proved."""
