@@ -101,12 +101,12 @@ def _water_fill_limited(loads: list[float], work: float, limits: list[float]) ->
         return [part / total for part in most]
     changes = [(load, 1) for load in loads] + [(load + part, -1) for load, part in zip(loads, most, strict=True)]
     level, taking, taken = 0.0, 0, 0.0
-    for at, change in sorted(changes):
-        taken += taking * (at - level)
+    for next_level, change in sorted(changes):
+        taken += taking * (next_level - level)
         if taken >= work:
-            level = at - (taken - work) / taking
+            level = next_level - (taken - work) / taking
             break
-        level, taking = at, taking + change
+        level, taking = next_level, taking + change
     parts = [min(max(level - load, 0.0), part) for load, part in zip(loads, most, strict=True)]
     total = sum(parts)
     return [part / total for part in parts]
