@@ -25,11 +25,13 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.config.derived import TOKENS_OVER_MEAN
+from mindspeed_cp.config.pool import replicas_of_pool
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.data import Dispatcher, PoolModel
 from mindspeed_cp.data.document_cost import DocumentCost
 from mindspeed_cp.data.packing import DOC_CHUNK
 from mindspeed_cp.data.pool import POOL_ALGORITHM
+from mindspeed_cp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Chosen:
     Attributes:
         documents: number of documents, cut at the ends of rows.
         pools: number of pools of the step; 0: replicas.
-        choosing, planning: CPU seconds of the choice, and of the plan of the first pool or replica.
+        choosing, planning: CPU seconds of the choice, and of the plan of the pool or replica with least work, whose
+            search the choice has not made before if there are several.
     """
 
     documents: int
@@ -72,12 +75,12 @@ def choose(rows: list[np.ndarray], replica: Topology, attention: AttentionConfig
         rows: one of each replica.
         replica: ranks of a replica, whole nodes.
         attention: attention of a layer.
-        pool_ranks: most ranks of one of several pools.
+        pool_ranks: data.pool_ranks.
     """
     cluster, layer, replicas = cluster_of(replica), LayerCost.for_attention(attention), len(rows)
     context = int(rows[0]["length"].sum())
     options = {TOKEN_CAP_OPTION: ceil(TOKENS_OVER_MEAN * context / replica.ranks)}
-    pools = next(n for n in range(1, replicas + 1) if replicas % n == 0 and replicas // n * replica.ranks <= pool_ranks)
+    pools = replicas // replicas_of_pool(replica.ranks, replicas, pool_ranks, replica.ranks_per_node)
     whole, part = (Topology(replica.nodes * replicas // n, replica.ranks_per_node, replica.cluster) for n in (1, pools))
     cost = DocumentCost(cluster, [(attention, layer)], replica.ranks, whole_documents=True)
     model = PoolModel(replica, whole, attention, layer, options=options, subpool=part if pools > 1 else None)
@@ -86,7 +89,7 @@ def choose(rows: list[np.ndarray], replica: Topology, attention: AttentionConfig
     batch = dispatcher(rows)
     chosen = time.process_time()
     topology = {0: replica, 1: whole}.get(batch.pools, part)
-    for numbers in batch.micro_batches[0]:
+    for numbers in batch.micro_batches[int(batch.seconds.argmin())]:
         build_plan(Documents(batch.chunks["length"][numbers]), topology, attention, POOL_ALGORITHM, **options)
     return Chosen(len(batch.chunks), batch.pools, chosen - began, time.process_time() - chosen)
 
@@ -104,12 +107,17 @@ def main() -> None:
     parser.add_argument("--cluster", default="a800")
     arguments = parser.parse_args()
     replica = place_of(arguments.cluster, arguments.replica)
-    if arguments.pool_ranks < replica.ranks:
-        parser.error(f"--pool-ranks {arguments.pool_ranks}: valid: {replica.ranks}, the ranks of a replica, or more")
+    node = cluster_of(replica).ranks_per_node
+    if replica.ranks % node:
+        parser.error(f"--replica {arguments.replica}: valid: a multiple of {node}, the ranks of a node")
     print(f"{'lengths':12}{'heads':7}{'ranks':>6}{'documents':>11}{'pools':>7}{'choice, s':>11}{'plan, s':>9}")
     for ranks in arguments.ranks:
         if ranks < 1 or ranks % replica.ranks:
             parser.error(f"--ranks {ranks}: valid: a multiple of {replica.ranks}, the ranks of a replica")
+        try:
+            replicas_of_pool(replica.ranks, ranks // replica.ranks, arguments.pool_ranks, replica.ranks_per_node)
+        except ConfigError as error:
+            parser.error(f"--pool-ranks: {error}")
         for name in arguments.lengths:
             for number in range(arguments.batches):
                 draw = np.random.default_rng([number, list(SETS).index(name), 0])

@@ -110,7 +110,14 @@ def build_hierarchical(
         return plan if fetch_pieces is None else cut_fetches(plan, fetch_pieces)
 
     for may_split in (head_split, False):  # equal parts of documents with split heads are rounded up, above the cap
-        result = choose_placement(documents, kv_documents, topology, attention, routing, may_split, remap, cap, *sizes)
+        try:
+            result = choose_placement(
+                documents, kv_documents, topology, attention, routing, may_split, remap, cap, *sizes
+            )
+        except ConfigError:
+            if not may_split:
+                raise
+            continue
         placements = result.best_of_policies(simulated_placements - levelled)
         plans = {placement: plan for placement in placements if (plan := build(placement)) is not None}
         if plans:

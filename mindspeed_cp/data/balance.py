@@ -16,7 +16,8 @@ their number over all replicas, the result of the step is the same, as the docum
 All decisions use integers: costs are rounded to multiples of 2**-40 of the largest one. Every rank, on any machine,
 therefore derives the same assignment from the same costs. The candidates use longest processing time first (Graham
 1969), best fit decreasing for micro-batches, and exchanges of documents between the slowest replica and others. The
-documents in their given order are a candidate too, so the result is never worse than that.
+documents in their given order are a candidate too, so the result is never worse than that (with pipeline stages it may
+be: candidates are compared by their work, and the best one is then arranged for the schedule).
 """
 
 from __future__ import annotations

@@ -69,16 +69,14 @@ def in_order(problem: DispatchProblem) -> DocumentGroups:
 def fill_by_cost(problem: DispatchProblem, documents: Iterable[int], count: int) -> list[Row] | None:
     """Pack documents into `count` micro-batches of similar time: the costliest first, each into the fastest micro-batch
     that has room. Return None if a document finds no room."""
+    order = problem.by_cost(documents)
+    costs, lengths = ([of_all[document] for document in order] for of_all in (problem.costs, problem.lengths))
+    owners = assign_to_least_loaded(costs, [0] * count, sizes=lengths, bound=problem.token_bound)
+    if len(owners) < len(order):
+        return None
     rows: list[Row] = [[] for _ in range(count)]
-    times, rooms = [0] * count, [problem.token_bound] * count
-    for document in problem.by_cost(documents):
-        length = problem.lengths[document]
-        row = min((row for row, room in enumerate(rooms) if room >= length), key=times.__getitem__, default=None)
-        if row is None:
-            return None
+    for document, row in zip(order, owners, strict=True):
         rows[row].append(document)
-        times[row] += problem.costs[document]
-        rooms[row] -= length
     return rows
 
 

@@ -29,6 +29,7 @@ from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.document_cost import LINEAR_KERNELS
 from mindspeed_cp.data.pipeline import BACKWARD, pipeline_time
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.simulate.simulator import simulate_plan
@@ -108,16 +109,18 @@ class PoolModel:
             subpools: micro-batches of those of several pools that may be the slowest; empty: there is one pool.
 
         Raises:
-            ConfigError: some micro-batch cannot be planned, for example under a bound of tokens.
+            ConfigError: neither replicas nor pools can be planned, for example under a bound of tokens.
         """
         given = documents if callable(documents) else partial(documents_of_lengths, documents)
         pools, groups, topology, of_pools = self._faster_pools(given, pooled, subpools)
         of_replicas = np.zeros(len(replicas))
         for number, group in enumerate(replicas):
-            of_replicas[number] = self._estimate(given, group, self.replica)
+            of_replicas[number] = self._estimate_or_never(given, group, self.replica)
             if of_replicas[number] > SIMULATED_WITHIN * of_pools:  # whatever the others take
                 return PoolChoice(pools, np.full(len(replicas), of_pools))
         static = float(of_replicas.max())
+        if min(static, of_pools) == np.inf:
+            self._estimate(given, replicas[int(of_replicas.argmax())], self.replica)  # raises the error again
         is_pooled = of_pools < CLEARLY_LESS * static
         if not self._has_window and max(static, of_pools) <= SIMULATED_WITHIN * min(static, of_pools):
             of_pools = max(self._simulate(given, group, topology) for group in groups)
@@ -135,7 +138,9 @@ class PoolModel:
             ways.append((self.subpools, subpools, self.subpool))
         if pooled is not None:
             ways.append((1, [pooled], self.pool))
-        estimates = [max(self._estimate(given, group, topology) for group in groups) for _, groups, topology in ways]
+        estimates = [
+            max(self._estimate_or_never(given, group, topology) for group in groups) for _, groups, topology in ways
+        ]
         best = len(ways) - 1 if estimates[-1] < CLEARLY_LESS * estimates[0] else 0
         return *ways[best], estimates[best]
 
@@ -159,6 +164,13 @@ class PoolModel:
     def _per_micro_batch(self) -> float:
         """Seconds of a micro-batch's kernel launches besides attention."""
         return self.layers * LINEAR_KERNELS * cluster_of(self.replica).launch
+
+    def _estimate_or_never(self, given: DocumentsOf, micro_batches: MicroBatches, topology: Topology) -> float:
+        """Return the same as `_estimate`; infinity if some micro-batch cannot be planned."""
+        try:
+            return self._estimate(given, micro_batches, topology)
+        except ConfigError:
+            return float("inf")
 
     def _estimate(self, given: DocumentsOf, micro_batches: MicroBatches, topology: Topology) -> float:
         """Return the seconds of micro-batches, one after the other: of the placement model, or simulated."""

@@ -111,13 +111,14 @@ class PlanSharing(Generic[ScopeT]):
             return decode(content)
         try:
             result = make()
+            contents = list(encode(result, others))
         except Exception as error:
             message = error_to_bytes(error)
             for other in others:
                 with suppress(LoaderEnded, PeerError):  # the first error is the cause
                     self._sockets[other].send(_ERROR, message)
             raise
-        for other, content in zip(others, encode(result, others), strict=True):
+        for other, content in zip(others, contents, strict=True):
             self._sockets[other].send(_RESULT, content)
         return result
 

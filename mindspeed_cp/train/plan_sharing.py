@@ -99,8 +99,14 @@ class PlanSharing(sharing.PlanSharing[Scope]):
         """
         if not may_share_plans(settings):
             return None
-        shared = PlanSharing(world, is_ended) if shares_plans(settings, world) else None
+        shared, failure = None, None
+        try:
+            shared = PlanSharing(world, is_ended) if shares_plans(settings, world) else None
+        except ConfigError as error:  # raised once the other ranks know that no path is coming
+            failure = error
         paths = world.gather_json(None if shared is None else shared.path)
+        if failure is not None:
+            raise failure
         if shared is not None:
             shared.paths = dict(enumerate(paths))
         return shared

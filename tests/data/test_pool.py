@@ -148,3 +148,13 @@ def test_what_cannot_be_planned_is_an_error() -> None:
     with pytest.raises(ConfigError, match="max_seqlen_per_dp_cp_rank"):
         groups = [[np.array([0])], [np.array([1])]]
         pool_model(max_seqlen_per_dp_cp_rank=16).choose(lengths, groups, [np.arange(2)])
+
+
+def test_of_ways_that_cannot_be_planned_the_other_is_taken() -> None:
+    """A document longer than all ranks of a replica may hold is within what the pool holds."""
+    lengths, model = np.array([4096, 64]), pool_model(max_seqlen_per_dp_cp_rank=600)
+    choice = model.choose(lengths, [[np.array([0])], [np.array([1])]], [np.arange(2)])
+    assert choice.pools == 1 and np.isfinite(choice.seconds).all()
+    groups = [[np.array([1]), np.array([2])], [np.array([3])]]  # together they are more than the pool may hold
+    choice = model.choose(np.array([0, 2300, 2300, 2300]), groups, [np.arange(1, 4)])
+    assert choice.pools == 0 and np.isfinite(choice.seconds).all()

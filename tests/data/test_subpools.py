@@ -93,7 +93,7 @@ def test_every_document_is_in_one_micro_batch_of_one_pool(lengths: list[list[int
     assert max(int(tokens[numbers].sum()) for numbers in micro_batches) <= 48 * REPLICAS // pools
     loads = [sum(work[numbers].sum() for numbers in pool) for pool in assigned.micro_batches]
     assert max(loads) - min(loads) <= work.max() and len(loads) == pools and all(loads)
-    assert int(np.argmax(loads)) in assigned.slowest or max(loads) == loads[assigned.slowest[0]]
+    assert max(loads) in [loads[pool] for pool in assigned.slowest]  # several may be equally slow
 
 
 def test_replicas_of_a_pool_have_its_micro_batches() -> None:

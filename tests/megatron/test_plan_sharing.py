@@ -138,6 +138,21 @@ def test_outputs_and_gradients_are_those_of_ranks_that_plan_alone(
         assert [result["chosen"] for result in shared] == [3, 0, 0, 0]
 
 
+def chosen_by_most(rank: int, group: None, path: str) -> bool:
+    """Plan a micro-batch, for which all ranks but one choose the pool; True if it is of the pool."""
+    pool = {**SEARCHED, "context_parallel_size": 2, "cp_plan_pool": True, "cp_plan_planner": "replicated"}
+    with script(rank, path, **pool) as (_, config, _), pytest.MonkeyPatch.context() as patch:
+        choose = PoolModel.choose
+        patch.setattr(PoolModel, "choose", lambda *given: replace(choose(*given), pools=int(rank != 2)))
+        _, params = pretrain.get_batch(iter([micro_batch(parallel_state.get_data_parallel_rank(), 0)]), config)
+        return bool(params.pooled)
+
+
+def test_the_pool_is_taken_only_if_all_ranks_choose_it(ranks: MegatronRanks, plan_file: str) -> None:
+    """Machines may round differently; nobody waits for rows that others do not send."""
+    assert ranks.run(4, chosen_by_most, plan_file) == [False] * 4
+
+
 def trained_on_trees(rank: int, group: None, path: str, planner: str) -> tuple[list[float], int]:
     """Losses of trajectories, and the number of plans that this rank built."""
     own: dict[str, Any] = dict(reset_position_ids=False, reset_attention_mask=False, cp_plan_planner=planner)

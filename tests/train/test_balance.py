@@ -278,16 +278,16 @@ def plans_otherwise(settings: str) -> str:
     """In a rank: rank 3 plans documents of other lengths, of as many tokens."""
     import torch.distributed as dist
 
-    from mindspeed_cp.train import micro_batch_loader as plans
+    from mindspeed_cp.plan_sharing import sharing
 
-    build = plans.build_plan
+    build = sharing.build_plan
 
     def other(documents: Documents, *given: Any, **options: Any) -> Any:
         if dist.get_rank() == 3:
             documents = Documents(documents.lengths[::-1].copy())
         return build(documents, *given, **options)
 
-    plans.build_plan = other
+    sharing.build_plan = other
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
     return str(caught.value)

@@ -116,9 +116,9 @@ class Ranks:
         from mindspeed_cp.train.plan_sharing import PlanSharing
 
         def rank(number: int) -> Any:
-            sharing = PlanSharing.open(settings, self.worlds[number], self.ended[number].is_set)
-            assert sharing is not None
             try:
+                sharing = PlanSharing.open(settings, self.worlds[number], self.ended[number].is_set)
+                assert sharing is not None
                 with sharing:
                     return work(number, sharing)
             except Exception as error:
@@ -175,6 +175,33 @@ def test_an_error_of_the_planner_is_raised_by_all(shared: Any) -> None:
 
     for error in Ranks(4).run(shared, work):
         assert type(error) is ConfigError and str(error) == "max_seqlen_per_dp_cp_rank is 3: no placement"
+
+
+def test_an_error_of_what_is_sent_is_raised_by_all(shared: Any) -> None:
+    """Also where some shares were made before it."""
+
+    def fails_later(value: int, ranks: Sequence[int]) -> Iterable[bytes]:
+        yield from as_text(value, ranks)
+        raise MemoryError("no memory for the slices")
+
+    def work(rank: int, sharing: Any) -> Any:
+        return sharing.share("replica", lambda: 1, fails_later, bytes.decode)
+
+    for error in Ranks(4).run(shared, work):
+        assert isinstance(error, (MemoryError, RuntimeError)) and "no memory for the slices" in str(error)
+
+
+def test_a_rank_is_told_that_its_planner_cannot_be_reached(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that listens fails before ranks exchange where they listen; nobody waits for it."""
+    from mindspeed_cp.plan_sharing import sharing as shared_work
+
+    def cannot(setting: str) -> Any:
+        raise ConfigError(f"{setting} is 'node', and no socket can be opened")
+
+    monkeypatch.setattr(shared_work, "Listener", cannot)
+    results = Ranks(4).run(shared, lambda rank, sharing: sharing.share("replica", lambda: 1, as_text, bytes.decode))
+    assert [type(result) for result in results[::2]] == [ConfigError] * 2
+    assert all(isinstance(result, PeerError) for result in results[1::2])
 
 
 def test_a_rank_that_is_gone_is_named_and_nobody_waits_for_it(shared: Any) -> None:

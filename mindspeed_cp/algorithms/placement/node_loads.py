@@ -94,4 +94,4 @@ class NodeLoads:
             return UNBOUNDED
         nodes = range(group * width, (group + 1) * width)
         most = max(self.tokens[node] / self._per_node + self._surplus[node] for node in nodes)
-        return self._per_node * width * (self._cap - most) / max(self._costs.lengths[doc], 1)
+        return self._per_node * width * max(self._cap - most, 0.0) / max(self._costs.lengths[doc], 1)

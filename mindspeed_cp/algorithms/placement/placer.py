@@ -86,6 +86,8 @@ class DocumentPlacer:
     def counts(self, policy: PlacementPolicy) -> tuple[int, int]:
         """Return how many documents may be cut, and how many have their heads split; policies with equal counts place
         alike."""
+        if not self.fair:
+            return 0, 0
         cut = int(np.searchsorted(-self._sorted_work, -policy.cut * self.fair, "left"))
         return cut, int(np.searchsorted(-self._sorted_work, -policy.split * self.fair * self.per_node, "left"))
 
@@ -166,19 +168,21 @@ class DocumentPlacer:
         return Placement(policy, members, {})
 
     def place_flexible(self, policy: PlacementPolicy) -> Placement | None:
-        """Return the placement of a policy of flexible groups; None if there is none, or tokens are capped."""
+        """Return the placement of a policy of flexible groups, maybe above the token cap; None if there is none."""
         cut, _ = self.counts(policy)
         docs = self._docs[:cut]
         groups = flexible_groups(self._flexible_seconds, docs, self.ranks, self.fair)
-        if groups is None or self.cap < UNBOUNDED:
+        if groups is None:
             return None
         loads = RankLoads(self._costs, self.ranks, self.cap)
         by_size: dict[int, list[DocumentRanks]] = {}
+        shared: list[DocumentRanks] = []
         for doc, size, first in zip(docs, *groups, strict=True):
             by_size.setdefault(size, []).append((doc, [first // size], [1.0]))
             for rank in range(first, first + size):
                 loads.seconds[rank] += self._flexible_seconds[size][doc]
-        whole = by_size.pop(1, []) + self._place_whole(loads, self._docs[cut:], [], self.fair)
+                loads.tokens[rank] += self._costs.lengths[doc] / size
+        whole = by_size.pop(1, []) + self._place_whole(loads, self._docs[cut:], shared, self.fair) + shared
         return Placement(
             policy,
             DocumentShares.from_lists(whole),

@@ -11,8 +11,9 @@ FILL_LIMIT = 1.01
 #: No member takes less than this multiple of an equal share: it would fetch nearly all keys for a few queries.
 MIN_SHARE = 0.2
 
-#: A document is on at most so many times the members that would do if they were empty, even if these are then filled
-#: above FILL_LIMIT: once all members are nearly full, what is left of their room would cut it over hundreds of them.
+#: A document gets no further members once it is on so many times as many as would do with the tokens that they may
+#: still take and no other work, even if these are then filled above FILL_LIMIT: once all are nearly full, what is left
+#: of their room would cut it over hundreds of them.
 MOST_MEMBERS = 2
 
 
@@ -41,8 +42,7 @@ def fill_fewest(
         count += 1
         room += max(FILL_LIMIT * fair - loads[i] - overhead, 0.0)
         shares += limits[i]
-        fits_on_first = count == 1 and FILL_LIMIT * fair - loads[i] >= work + overhead
-        if shares >= 1 and (room >= work or fits_on_first or count >= most):
+        if shares >= 1 and (room >= work or count >= most):
             break
     chosen = sorted(order[:count])
     return water_fill_without_crumbs(
@@ -70,6 +70,8 @@ def water_fill_without_crumbs(
         keep = [i for i, share in enumerate(shares) if share >= least]
         if len(keep) == len(members) or not keep or sum(limits[i] for i in keep) < 1:
             positive = [i for i, share in enumerate(shares) if share > 0]
+            if not positive:  # next to no work beside the loads
+                return [members[loads.index(min(loads))]], [1.0]
             return [members[i] for i in positive], [shares[i] for i in positive]
         members, loads, limits = [members[i] for i in keep], [loads[i] for i in keep], [limits[i] for i in keep]
 
@@ -98,7 +100,7 @@ def _water_fill_limited(loads: list[float], work: float, limits: list[float]) ->
     most = [min(limit, 1.0) * work for limit in limits]
     total = sum(most)
     if total <= work:
-        return [part / total for part in most]
+        return [part / total for part in most] if total else [1.0 / len(loads)] * len(loads)
     changes = [(load, 1) for load in loads] + [(load + part, -1) for load, part in zip(loads, most, strict=True)]
     level, taking, taken = 0.0, 0, 0.0
     for next_level, change in sorted(changes):

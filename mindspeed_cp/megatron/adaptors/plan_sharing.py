@@ -184,7 +184,8 @@ def open_plan_sharing(
     """Return the shared plans of this rank, or None if it plans alone.
 
     The first call is a collective of the context- and tensor-parallel ranks of this replica's stage, with `pooled` of
-    all replicas; a later call with the same arguments returns the same object, as long as Megatron's groups live.
+    all replicas; a later call with the same arguments but `seconds` returns the same object, as long as Megatron's
+    groups live.
 
     Args:
         suite: the section context_parallel_suite, the same on all ranks.

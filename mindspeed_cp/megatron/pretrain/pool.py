@@ -114,18 +114,28 @@ def pooled_batch(
         layers=len(attentions),
         options=suite.options,
     )
-    ends = np.cumsum([len(own) for own in lengths])
+    ends, tokens = np.cumsum([len(own) for own in lengths]), np.concatenate(lengths)
     replicas = [[np.arange(end - len(own), end)] for own, end in zip(lengths, ends, strict=True)]
-    tokens = np.concatenate(lengths)
+    replicas.sort(key=lambda rows: -int((tokens[rows[0]] ** 2).sum()))  # the one that may be the slowest first
 
     def choose() -> bool:
         return bool(model.choose(tokens, replicas, [np.arange(len(tokens))]).pools)
 
-    if not (choose() if sharing is None else sharing.share_choice(choose)):
+    if not _all_agree(choose() if sharing is None else sharing.share_choice(choose)):
         return None
     rows = {name: _gather_rows(whole[name], group) for name in GATHERED}
     borders = Documents(tokens).offsets.astype(np.int32)
     return {**rows, "cu_seqlens": torch.from_numpy(borders)}, zlib.crc32(np.array(digests, np.int64).tobytes())
+
+
+def _all_agree(is_pooled: bool) -> bool:
+    """Return True if all ranks of the stage, tensor-parallel ones too, choose the pool. Machines may round differently,
+    and a rank that chose otherwise would leave the others waiting for its rows."""
+    chosen = torch.tensor([int(is_pooled)])
+    wide = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for group in (wide, parallel_state.get_tensor_model_parallel_group()):
+        chosen = _gathered(chosen.to(_device(group)), group).amin(0)
+    return bool(chosen.item())
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
