@@ -83,7 +83,7 @@ def build_hierarchical(
         ffn_hidden_size: FFN size of the model, for the cost of linear layers; default: 8/3 of hidden_size.
         tensor_model_parallel_size: tensor-parallel ranks of the model, for the cost of linear layers.
         sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
-        simulated_placements: number of placements that are built and simulated (:func:`mindspeed_cp.simulate_plan`);
+        simulated_placements: number of placements that are built and simulated (`mindspeed_cp.simulate_plan`);
             the fastest is used. Two of three, and three of four or five, are the best of the planner's model, of
             different policies, and of different kinds if one is nearly as fast; the others are the fastest of them with
             less work for the ranks that waited long. Default: 3 on up to 16 ranks, 4 on up to 128, 5 on up to 1,024,

@@ -23,6 +23,8 @@ MAX_RING_CHUNKS = 2**24  # chunks of documents over all ranks; also the most doc
 SHOWN = 40  # characters of a list of lengths in a message
 MAX_LENGTHS_BYTES = 2**28  # of a file
 
+ADVICE = "give whole numbers >= 0, with spaces, commas or new lines between them"
+
 
 def draw_batches(text: str, tokens: int, count: int, seed: int) -> tuple[Documents, ...]:
     """Draw batches of documents from the lengths that --lengths gives; the last document of each batch is cut.
@@ -131,11 +133,9 @@ def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.nda
                 location = "" if number is None else f" line {number}:"
                 negative = re.fullmatch(r"-[0-9]+", word) is not None
                 problem = "is too long for a document" if too_long else "is negative" if negative else "is not a length"
-                raise ConfigError(
-                    f"{name}:{location} {_shown(word)!r} {problem}; give whole numbers >= 0, one on a line"
-                )
+                raise ConfigError(f"{name}:{location} {_shown(word)!r} {problem}; {ADVICE}")
     if not lengths:
-        raise ConfigError(f"{name}: there are no lengths in it; give whole numbers >= 0, one on a line")
+        raise ConfigError(f"{name}: there are no lengths in it; {ADVICE}")
     return np.array(lengths, np.int64)
 
 

@@ -242,5 +242,6 @@ def cluster_of(topology: Topology) -> Cluster:
         )
     raise ConfigError(
         f"cluster is {topology.cluster!r}, whose nodes have {cluster.ranks_per_node} ranks, but the topology has "
-        f"{ranks_per_node} on a node; valid: at most as many, or a file with ranks_per_node and links of your own"
+        f"{ranks_per_node} on a node; valid: at most as many, on more nodes, or a file with ranks_per_node and links "
+        "of your own"
     )

@@ -24,19 +24,19 @@ def check_pool(settings: Sections) -> None:
     if suite.algorithm != POOL_ALGORITHM:
         rule = (
             f"plans the documents of a step in groups of any size, which context_parallel_suite.algorithm = "
-            f"{suite.algorithm} has not; use context_parallel_suite.algorithm: {POOL_ALGORITHM}, or time"
+            f"{suite.algorithm} has not; use context_parallel_suite.algorithm: {POOL_ALGORITHM}, or {KEY}: time"
         )
         raise bad_value(KEY, POOL, rule)
     if suite.row_candidates:
         rule = (
             f"has one algorithm, {POOL_ALGORITHM}, and context_parallel_suite.candidates names others; use null there, "
-            "or time"
+            f"or {KEY}: time"
         )
         raise bad_value(KEY, POOL, rule)
     if suite.p2p_groups == "directional":
         rule = (
             "sends between any two ranks, and context_parallel_suite.p2p_groups = directional opens groups for "
-            "neighbours alone; use auto there, or time"
+            f"neighbours alone; use auto there, or {KEY}: time"
         )
         raise bad_value(KEY, POOL, rule)
     if settings.train.data_parallel_size is not None:

@@ -108,7 +108,7 @@ def apply_overrides(base: SettingsFile, overrides: Iterable[str]) -> SettingsFil
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")):
-            raise ConfigError(f"--set {text!r}: must be KEY=VALUE with a dotted key, for example --set train.lr=0.001")
+            raise ConfigError(f"--set {text!r}: must be KEY=VALUE, a key of the file (section.key in a section)")
         if _SURROGATE.search(key):
             raise ConfigError(f"--set {text!r}: the key is no Unicode text")
         base = with_value(base, key, _load(value, f"--set {text!r}", {}))

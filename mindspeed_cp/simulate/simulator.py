@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.cluster.cluster import Cluster
+from mindspeed_cp.cluster.cluster import Cluster, load_cluster
 from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.program import Plan
@@ -30,7 +30,7 @@ from mindspeed_cp.simulate.timeline import TIMED_TRANSFER, Timeline
 
 def simulate_plan(
     plan: Plan,
-    cluster: Cluster,
+    cluster: Cluster | str,
     layer: LayerCost | None = None,
     max_exact_spans: int = SIMULATED_SPANS,
     sharing: str = "fair",
@@ -39,15 +39,17 @@ def simulate_plan(
 
     Args:
         plan: any plan.
-        cluster: its nodes need at least `plan.topology.ranks_per_node` ranks.
+        cluster: its nodes need at least `plan.topology.ranks_per_node` ranks; or a preset's name, or a YAML file.
         layer: linear part of the layer; default: :meth:`LayerCost.for_attention`.
         max_exact_spans: number of key spans up to which the tiles of every rank are counted; in larger plans some
             ranks represent their neighbours.
         sharing: "fair" or "fifo" (:mod:`.link_queues`).
 
     Raises:
-        ConfigError: The cluster's nodes have fewer ranks than the plan's, or `sharing` is invalid.
+        ConfigError: The cluster's nodes have fewer ranks than the plan's, there is no such cluster, or `sharing` is
+            invalid.
     """
+    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
     cluster = cluster.with_ranks(plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
     representative = representative_ranks(plan, max_exact_spans)

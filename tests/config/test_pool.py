@@ -29,10 +29,16 @@ def of_pool(settings: Settings, replicas: int, local_ranks: int) -> Topology:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("context_parallel_suite.algorithm=ring", "context_parallel_suite.algorithm: hierarchical, or time"),
+        (
+            "context_parallel_suite.algorithm=ring",
+            "context_parallel_suite.algorithm: hierarchical, or data.balance: time",
+        ),
         ("context_parallel_suite.algorithm=auto", "algorithm = auto has not"),
         ("context_parallel_suite.candidates=[ring]", "context_parallel_suite.candidates names others; use null there"),
-        ("context_parallel_suite.p2p_groups=directional", "p2p_groups = directional .* use auto there, or time"),
+        (
+            "context_parallel_suite.p2p_groups=directional",
+            "p2p_groups = directional .* use auto there, or data.balance: time",
+        ),
         ("model.num_moe_experts=4", "model.moe_aux_loss_coeff: 0"),
     ],
 )

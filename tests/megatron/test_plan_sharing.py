@@ -329,7 +329,7 @@ def test_a_planner_that_this_rank_cannot_have_is_refused(
         pretrain.suite_of(run(cp_plan_planner="machine"))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="is 'node', but LOCAL_RANK of launchers such as torchrun not in the env"):
+    with pytest.raises(ConfigError, match="is 'node', but LOCAL_RANK of launchers such as torchrun is not in the env"):
         pretrain.suite_of(run(cp_plan_planner="node"))
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert pretrain.suite_of(run(cp_plan_planner="node")).algorithm == "ring"

@@ -222,3 +222,10 @@ def test_tiles_of_all_ranks_are_counted_in_passes_as_one_by_one(
     monkeypatch.setattr(tile_work, "WINDOW_TOKENS_PER_PASS", 2000)
     counted = tile_work.TileCounter(plan).work("forward").pairs
     assert counted == pytest.approx(plan.work() / attention.heads)
+
+
+def test_a_cluster_may_be_named() -> None:
+    plan = build_plan(Documents([900, 3000, 200]), Topology(1, 4, "a3"), AttentionConfig(8, 2, 64), "hierarchical")
+    assert simulate_plan(plan, "a3").total == simulate_plan(plan, load_cluster("a3")).total
+    with pytest.raises(ConfigError, match="a33"):
+        simulate_plan(plan, "a33")

@@ -216,7 +216,10 @@ def open_plan_sharing(
 def launcher_problem() -> str | None:
     """Return what the launcher does not say of this rank, or None."""
     missing = [name for name in LAUNCHER_VARIABLES if not os.environ.get(name, "").isdigit()]
-    return f"{' and '.join(missing)} of launchers such as torchrun not in the environment" if missing else None
+    if not missing:
+        return None
+    are = "is" if len(missing) == 1 else "are"
+    return f"{' and '.join(missing)} of launchers such as torchrun {are} not in the environment"
 
 
 def _open_stage(planner: Planner, pooled: bool, verify: bool, patience: Patience, setting: str) -> StageSharing | None:

@@ -110,7 +110,7 @@ def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> 
         key, value = ("algorithm", AUTO) if suite.algorithm == AUTO else ("candidates", suite.candidates)
         raise ConfigError(
             f"{path}: {key} is {value!r}; valid in Megatron's own scripts: one algorithm by name, which all rows take; "
-            "`mindspeed-cp plan` compares them for lengths of documents"
+            "`mindspeed-cp simulate --choose` compares them for lengths of documents"
         )
     _refuse_group_keys(path, suite)
     return suite
