@@ -31,7 +31,7 @@ class Layer:
 
     Attributes:
         total: seconds until the last rank is done.
-        busy: seconds of kernels and linear layers of each rank, fp64 [ranks].
+        busy: seconds of kernels, linear layers and posting of each rank, fp64 [ranks].
         exposed: seconds in which each rank waits for messages that are due, fp64 [ranks].
     """
 
@@ -118,7 +118,7 @@ def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES
         table = transfer_table(plan, name, cost, gradient)
         begin = now + linear.rest if backward else now
         steps, _ = simulate_direction(kernels, table, candidate.links(cluster, plan.topology.nodes), begin)
-        busy += kernels.sum(1) + linear.rest
+        busy += (steps[:, :, 1] - steps[:, :, 0]).sum(1) + linear.rest
         exposed += (steps[:, :, 2] - steps[:, :, 1]).sum(1)
         now = steps[:, -1, 2] + (0.0 if backward else linear.rest)
     return Layer(float(now.max()), busy, exposed)

@@ -17,8 +17,8 @@ from mindspeed_cp.simulate.waits import fetch_waits
 #: Placements that are simulated by default on up to so many ranks; on more none.
 SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 5))
 
-#: Pieces of fetched keys that are tried, and what they must win to be worth their posts, which a simulation leaves out.
-FETCH_PIECES, PIECES_GAIN = 2, 0.995
+#: Pieces of fetched keys that are tried, and the least share of a layer that ranks wait for keys where they are.
+FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005
 
 
 def default_simulations(ranks: int) -> int:
@@ -63,8 +63,7 @@ def fastest(
 def in_pieces_if_faster(timeline: Timeline, cluster: Cluster, layer: LayerCost) -> Plan:
     """Return the plan of a timeline, its fetches in pieces if it is faster so; other arguments as for simulate_plan."""
     plan = timeline.plan
-    if fetch_waits(timeline) < (1 - PIECES_GAIN) * timeline.total:
+    if fetch_waits(timeline) < LEAST_FETCH_WAITS * timeline.total:
         return plan
     cut = cut_fetches(plan, FETCH_PIECES)
-    faster = simulate_plan(cut, cluster, layer, COARSE_SPANS).total < PIECES_GAIN * timeline.total
-    return cut if faster else plan
+    return cut if simulate_plan(cut, cluster, layer, COARSE_SPANS).total < timeline.total else plan

@@ -1,5 +1,5 @@
 """Seconds of messages: between two ranks of a node, all ranks of a node at once, two nodes, and all NICs of a node at
-once.
+once; and of posting them.
 
 Messages use the transport of the engine (:class:`mindspeed_cp.comm.GroupTransport`): HCCL between NPUs, gloo between
 CPUs.
@@ -29,6 +29,7 @@ from mindspeed_cp.plan import AttentionConfig, Topology
 SIZES = tuple(1 << power for power in range(10, 25, 2))  # bytes of a message: 1 KiB to 16 MiB
 BYTES_TO_EACH_PEER = 1 << 23  # when all ranks send at once
 BYTES_OF_A_SIZE = 1 << 26  # sent in total for each size, about
+POSTED_MESSAGES, ROUNDS_OF_POSTING = 8, 20
 TIMEOUT = 90.0  # seconds to wait for a rank
 
 
@@ -48,8 +49,8 @@ def measure_links(
         sign: called between rounds.
 
     Returns:
-        Measurements of "in_node" and "in_node_all" if a node has several ranks, and of "network" and "network_all" if
-        there are several nodes; the same on every rank.
+        Measurements of "in_node" and "in_node_all" if a node has several ranks, of "network" and "network_all" if there
+        are several nodes, and of "posting" between CPUs; the same on every rank.
 
     Raises:
         PeerError: a rank died or did not answer.
@@ -69,6 +70,8 @@ def measure_links(
         measurements += timer.time_pair("network", 0, local_size)
         peer = (rank + local_size) % (2 * local_size)
         measurements.append(timer.time_all("network_all", [peer] if rank < 2 * local_size else []))
+    if device.type == "cpu" and size > 1:  # beside a device the host is ahead, and its seconds are not the device's
+        measurements.append(timer.time_posting())
     return measurements
 
 
@@ -117,6 +120,22 @@ class _LinkTimer:
 
         seconds = self._slowest_rank(exchange if peers else None, repeats=4)
         return Measurement(kind, seconds, bytes=size * self._max_over_ranks(len(peers)))
+
+    def time_posting(self) -> Measurement:
+        """Time the posting of messages of two tensors, as keys and values are, half of them sends, on the first two
+        ranks."""
+        seconds = []
+        for _ in range(ROUNDS_OF_POSTING if self.rank < 2 else 0):
+            data = [torch.zeros(64, dtype=torch.uint8) for _ in range(2 * POSTED_MESSAGES)]
+            transfers = [
+                Transfer(x, 1 - self.rank, i % 4 < 2, i // 4 * 2 + i % 2, "posting") for i, x in enumerate(data)
+            ]
+            start = time.perf_counter()
+            pending = self.transport.post(transfers)
+            seconds.append(time.perf_counter() - start)
+            for each in pending:
+                each.wait()
+        return Measurement("posting", self._max_over_ranks(min(seconds, default=0.0)), calls=POSTED_MESSAGES)
 
     def _transfer(self, transfers: Sequence[Transfer]) -> None:
         for pending in self.transport.post(transfers):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_cp.cluster.cluster import Cluster
+from mindspeed_cp.cluster.cluster import DEFAULT_POSTING, Cluster
 from mindspeed_cp.cluster.measurements import MeasuredFits
 from mindspeed_cp.errors import ConfigError
 
@@ -64,6 +64,10 @@ def assemble_cluster(
         draft.put("measured" if ranks_per_node else "assumed: one rank", ranks_per_node=ranks_per_node or 1)
     _kernels(draft, fits, peak_flops)
     _links(draft, fits, base)
+    if fits.posting is not None:
+        draft.put("measured", posting=fits.posting)
+    elif base is None:
+        draft.put("assumed: the presets'", posting=DEFAULT_POSTING)
     return Cluster(**draft.values), draft.sources
 
 

@@ -25,13 +25,16 @@ PRESET_FOLDER = Path(__file__).parent / "presets"  # a link to configs/clusters 
 #: The cluster whose speeds are used if a topology names none.
 DEFAULT_CLUSTER = "a2"
 
+#: Seconds of posting a message where a cluster file says nothing, as files written before the key was there.
+DEFAULT_POSTING = 2.5e-6
+
 Rate = Annotated[float, Field(gt=0, le=1e21)]
 Seconds = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ClusterSettings(Section):
-    """Keys of a preset, all of them required; :class:`Cluster` documents them."""
+    """Keys of a preset, required but for `posting`; :class:`Cluster` documents them."""
 
     name: Annotated[str, Field(min_length=1)]
     ranks_per_node: PositiveInt
@@ -49,6 +52,7 @@ class ClusterSettings(Section):
     launch: Seconds
     communication_efficiency: Share
     memory: Rate
+    posting: Seconds = DEFAULT_POSTING
 
     @model_validator(mode="after")
     def _links_agree(self) -> ClusterSettings:
@@ -85,6 +89,7 @@ class Cluster:
         launch: seconds of one kernel launch.
         communication_efficiency: share of the nominal bandwidths that transfers reach.
         memory: bytes of a rank's device.
+        posting: seconds in which a rank computes nothing, for each message that it posts, a send or a receive.
 
     Raises:
         ConfigError: A value is out of range. The message names it and the valid values.
@@ -106,6 +111,7 @@ class Cluster:
     launch: float
     communication_efficiency: float
     memory: float
+    posting: float = DEFAULT_POSTING
 
     def __post_init__(self) -> None:
         ClusterSettings(**dataclasses.asdict(self))

@@ -22,6 +22,7 @@ MEASURED_KINDS = {
     "in_node_all": ("bytes",),
     "network": ("bytes",),
     "network_all": ("bytes",),
+    "posting": ("calls",),
 }
 CSV_COLUMNS = ("kind", "seconds", "flops", "short_side", "calls", "bytes")
 
@@ -33,11 +34,12 @@ class Measurement:
     Attributes:
         kind: "attention", a kernel; "linear", a matrix product; "in_node" or "network", a single one-way message inside
             a node or between nodes; "in_node_all", every rank of a node sends to every other at once; "network_all",
-            every rank of a node sends to its counterpart on another node at once.
+            every rank of a node sends to its counterpart on another node at once; "posting", messages that a rank
+            posts.
         seconds: measured seconds.
         flops: for attention (forward 2 * pairs * heads * (head_dim + head_dim_v), backward 2.5 times that) and linear.
         short_side: for attention: rows of the shorter side of the tile.
-        calls: for attention: number of kernel calls.
+        calls: for attention: number of kernel calls; for posting: number of messages.
         bytes: of the message; for "_all" kinds the sum of all messages that a rank sends.
     """
 
@@ -56,6 +58,7 @@ class MeasuredFits:
     Attributes:
         attention, linear, in_node, network: fitted models.
         in_node_all, network_all: total bytes/second that a rank sends in its node, or that a node sends.
+        posting: seconds to post a message.
     """
 
     attention: AttentionFit | None = None
@@ -64,6 +67,7 @@ class MeasuredFits:
     network: RateFit | None = None
     in_node_all: float | None = None
     network_all: float | None = None
+    posting: float | None = None
 
     @staticmethod
     def from_measurements(measurements: Iterable[Measurement], ranks_per_node: int = 1) -> MeasuredFits:
@@ -93,6 +97,9 @@ class MeasuredFits:
         if "attention" in kinds:
             columns = [column("attention", name) for name in ("flops", "short_side", "calls", "seconds")]
             attention = fit_attention(*columns)
+        posting = None
+        if "posting" in kinds:
+            posting = float(np.median(column("posting", "seconds") / column("posting", "calls")))
         network_all = highest_rate("network_all")
         return MeasuredFits(
             attention,
@@ -101,6 +108,7 @@ class MeasuredFits:
             rate("network", "bytes"),
             highest_rate("in_node_all"),
             None if network_all is None else network_all * ranks_per_node,
+            posting,
         )
 
     def table(self) -> dict[str, dict[str, float]]:

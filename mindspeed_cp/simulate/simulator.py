@@ -1,8 +1,9 @@
 """Simulation of a plan on a cluster: the steps, tiles and messages that the engine runs, in modelled time.
 
 Every rank runs the plan's steps in order, as the engine does: it posts the step's messages, computes its tiles on its
-compute stream, and waits for the messages that are due. Sends and receives have their own streams: a message travels
-from the moment at which both ends have posted it, in parallel with computation. Links are queues
+compute stream, and waits for the messages that are due. Posting takes a rank a moment for each message, in which it
+computes nothing (:mod:`.posting`). Sends and receives have their own streams: a message travels from the moment at
+which both ends have posted all messages of the step, in parallel with computation. Links are queues
 (:class:`.link_queues.LinkQueues`). An exchange begins when all ranks have posted it, and ends on all ranks when the
 last of its rows has arrived. Relayed messages are messages of the plan like all others: a rank posts them in the step
 after their arrival.
@@ -24,6 +25,7 @@ from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.transfers import TRANSFER, step_count, transfers
 from mindspeed_cp.simulate.linear_times import LinearTimes, linear_times, with_projections
 from mindspeed_cp.simulate.link_queues import LinkQueues
+from mindspeed_cp.simulate.posting import posting_seconds
 from mindspeed_cp.simulate.tile_work import SIMULATED_SPANS, TileCounter, representative_ranks
 from mindspeed_cp.simulate.timeline import TIMED_TRANSFER, Timeline
 
@@ -78,8 +80,8 @@ def simulate_plan(
 
 @dataclass(frozen=True, eq=False)
 class _DirectionTimes:
-    """One simulated direction: (start, computed, end) fp64 [ranks, steps, 3], seconds of attention kernels fp64
-    [ranks], and TIMED_TRANSFER records."""
+    """One simulated direction: (start, computed, end) fp64 [ranks, steps, 3], seconds of attention kernels and of
+    posting fp64 [ranks], and TIMED_TRANSFER records."""
 
     steps: np.ndarray
     compute: np.ndarray
@@ -101,7 +103,8 @@ def _simulate_direction_of_plan(
         raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last step")
     links = LinkQueues(cost.cluster, plan.topology.nodes, sharing)
     steps, timed = simulate_direction(with_projections(kernels, linear, plan), table, links, begin)
-    return _DirectionTimes(steps, kernels.sum(1), timed)
+    projections = 0.0 if plan.linear_layout is None else linear.before + linear.after
+    return _DirectionTimes(steps, (steps[:, :, 1] - steps[:, :, 0]).sum(1) - projections, timed)
 
 
 def simulate_direction(
@@ -112,11 +115,13 @@ def simulate_direction(
     Args:
         kernels: seconds that each rank computes in each step, fp64 [ranks, steps].
         table: records of dtype TRANSFER, sorted by `start`.
-        links: queues that serve the messages, after what they have served before.
+        links: queues that serve the messages, after what they have served before. Posting takes what their cluster
+            says.
         begin: seconds at which each rank begins, fp64 [ranks].
 
     Returns:
-        (start, computed, end) of each rank's steps, fp64 [ranks, steps, 3], and records of dtype TIMED_TRANSFER.
+        (start, computed, end) of each rank's steps, fp64 [ranks, steps, 3], where posting comes first, and records of
+        dtype TIMED_TRANSFER.
     """
     ranks, steps = kernels.shape
     out = np.zeros((ranks, steps, 3))
@@ -124,10 +129,13 @@ def simulate_direction(
     timed = np.zeros(len(table), TIMED_TRANSFER)
     for field in TRANSFER.names or ():
         timed[field] = table[field]
+    posting = posting_seconds(table, ranks, steps, links.cluster.posting)
     bounds = np.searchsorted(table["start"], np.arange(steps + 1))
     now = np.asarray(begin, np.float64)
     for step in range(steps):
         posted = timed[bounds[step] : bounds[step + 1]]
+        out[:, step, 0] = now
+        now = now + posting[:, step]
         if len(posted):
             src, dst = posted["src"], posted["dst"]
             both_posted = np.where(posted["exchange"], now.max(), np.maximum(now[src], now[dst]))
@@ -136,7 +144,6 @@ def simulate_direction(
                 np.maximum.at(arrived, (rank, posted["done"]), posted["end"])
             in_exchange = posted[posted["exchange"] > 0]
             np.maximum.at(arrived.T, in_exchange["done"], in_exchange["end"][:, None])
-        out[:, step, 0] = now
         out[:, step, 1] = now + kernels[:, step]
         out[:, step, 2] = now = np.maximum(out[:, step, 1], arrived[:, step])
     return out, timed

@@ -28,7 +28,7 @@ class Timeline:
 
     Attributes:
         total: seconds until the last rank is done.
-        compute: attention kernels of each rank, both directions, fp64 [ranks].
+        compute: attention of each rank, both directions: kernels, and the posting of messages, fp64 [ranks].
         linear: linear layers of each rank, including projections, both directions, fp64 [ranks].
         waiting: total - compute - linear: waits for messages, and for other ranks at the end, fp64 [ranks].
         steps_forward, steps_backward: (start, computed, end) of each rank's timeline steps, fp64 [ranks, steps, 3]: the
@@ -79,9 +79,12 @@ class Timeline:
         return edge_steps(self.plan)
 
     def is_attention(self, direction: str) -> np.ndarray:
-        """Mask of the plan's steps among a direction's timeline steps, bool [steps]; the others run projections."""
-        steps = np.arange(step_count(self.plan, direction))
-        return (steps >= self.edge_steps) & (steps < len(steps) - self.edge_steps)
+        """Mask of a direction's timeline steps in which ranks compute attention or post messages, bool [steps]; the
+        others run projections."""
+        out = np.ones(step_count(self.plan, direction), bool)
+        if self.plan.linear_layout is not None:
+            out[[1, -2]] = False
+        return out
 
     @property
     def imbalance(self) -> float:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms.kv_fetch.pieces import cut_fetches
-from mindspeed_cp.algorithms.simulated_choice import PIECES_GAIN
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch
@@ -156,9 +155,9 @@ def test_the_default_is_what_a_simulation_finds_faster(batch: tuple[str, int, in
     cluster = cluster_of(topology)
     seconds = simulate_plan(whole, cluster).total
     if pieces > 1:
-        assert simulate_plan(default, cluster).total < PIECES_GAIN * seconds
+        assert simulate_plan(default, cluster).total < seconds
     else:
-        assert simulate_plan(cut_fetches(whole, 2), cluster).total >= PIECES_GAIN * seconds
+        assert simulate_plan(cut_fetches(whole, 2), cluster).total >= seconds
 
 
 def test_waits_for_keys_are_those_of_the_report() -> None:

@@ -107,7 +107,7 @@ def test_short_runs_travel_whole_and_in_turn() -> None:
 
 def test_over_links_alone_it_takes_a_seventh_of_a_rings_time() -> None:
     """Devices that compute in no time, under a full mask: a step takes a seventh of a block over a link."""
-    cluster = load_cluster("a2").with_values(peak_flops=1e21, launch=0.0, in_node_latency=0.0)
+    cluster = load_cluster("a2").with_values(peak_flops=1e21, launch=0.0, posting=0.0, in_node_latency=0.0)
     attention, tokens = AttentionConfig(32, head_dim=128, mask="full"), 8 * 7 * 1024
     spent = {}
     for cycles in ("one", "all"):

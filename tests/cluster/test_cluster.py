@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mindspeed_cp.cluster import Cluster, cluster_names, load_cluster
+from mindspeed_cp.cluster.cluster import DEFAULT_POSTING
 from mindspeed_cp.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -54,7 +55,7 @@ def test_a_preset_loads_and_each_of_its_numbers_has_a_source(name: str) -> None:
 def test_the_presets_are_the_published_machines() -> None:
     a2, a3, a800, h200 = (load_cluster(name) for name in ("a2", "a3", "a800", "h200"))
     assert (a2.fabric, a2.pair_bandwidth, a2.rank_bandwidth, a2.nic_bandwidth) == ("mesh", 28e9, 196e9, 25e9)
-    assert (a3.ranks_per_node, a3.nic_bandwidth, a3.network_latency) == (16, 196e9, 5.5e-6)
+    assert (a3.ranks_per_node, a3.nic_bandwidth, a3.network_latency) == (16, 196e9, 15.5e-6)
     assert (a800.nics_per_node, a800.nic_bandwidth, a800.peak_flops) == (4, 25e9, 312e12)
     pod, atlas350, a950 = (load_cluster(name) for name in ("a3_superpod", "atlas350", "a950"))
     assert (pod.ranks_per_node, pod.nics_per_node, pod.pair_bandwidth) == (768, 384, a3.nic_bandwidth)
@@ -63,11 +64,17 @@ def test_the_presets_are_the_published_machines() -> None:
     assert (h200.pair_bandwidth, h200.nic_bandwidth, h200.memory) == (450e9, 50e9, 141e9)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "posting"])
 def test_a_missing_number_is_named(key: str, tmp_path: Path) -> None:
     path = changed(tmp_path, rf"^{key}:.*\n", "")
     with pytest.raises(ConfigError, match=rf"changed\.yaml: {key}: is missing"):
         load_cluster(path)
+
+
+def test_a_file_of_a_version_without_posting_is_charged_as_the_presets_are(tmp_path: Path) -> None:
+    assert (
+        load_cluster(changed(tmp_path, r"^posting:.*\n", "")).posting == load_cluster("a2").posting == DEFAULT_POSTING
+    )
 
 
 @pytest.mark.parametrize(

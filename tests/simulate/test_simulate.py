@@ -22,7 +22,7 @@ ROW = 32 * 256 * 2  # bytes of K and V of a token
 
 def only_links(name: str, ranks: int = 8) -> object:
     """Devices that compute in no time."""
-    return load_cluster(name).with_ranks(ranks).with_values(peak_flops=1e21, launch=0.0)
+    return load_cluster(name).with_ranks(ranks).with_values(peak_flops=1e21, launch=0.0, posting=0.0)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -82,7 +82,7 @@ def test_all_gather_and_ulysses_of_equal_parts(name: str) -> None:
 
 def test_a_document_over_two_nodes_crosses_once_over_all_nics_with_routing() -> None:
     """Of equal halves each node gets the other's keys once: over 4 NICs with relays, and 4 times without."""
-    cluster = only_links("a2", 4)
+    cluster = only_links("a2", 4).with_values(in_node_latency=0.0, network_latency=0.0)
     documents, topology = Documents([8 * 4096]), Topology(2, 4)
     spent = {}
     for routing in (True, False):

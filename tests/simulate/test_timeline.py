@@ -28,7 +28,7 @@ def test_one_rank_computes_and_waits_for_nothing() -> None:
 @pytest.mark.parametrize("name", ["a2", "a800"])
 def test_a_ring_that_only_transfers_takes_its_messages_one_after_the_other(name: str) -> None:
     """Without compute, a full ring forward is (n - 1) hops of a block over one link."""
-    cluster = load_cluster(name).with_values(peak_flops=1e21, launch=0.0)
+    cluster = load_cluster(name).with_values(peak_flops=1e21, launch=0.0, posting=0.0)
     full = AttentionConfig(heads=32, head_dim=128, mask="full")
     plan = build_plan(Documents([8 * 4096]), Topology(1, 8), full, "ring")
     made = simulate_plan(plan, cluster, NO_LINEAR)
@@ -41,11 +41,11 @@ def test_an_exchange_over_a_mesh_uses_all_links_and_one_over_a_switch_shares_its
     full = AttentionConfig(heads=32, head_dim=128, mask="full")
     plan = build_plan(Documents([8 * 4096]), Topology(1, 8), full, "all_gather")
     block = 4096 * 32 * 256 * 2
-    mesh = load_cluster("a2").with_values(peak_flops=1e21, launch=0.0)
+    mesh = load_cluster("a2").with_values(peak_flops=1e21, launch=0.0, posting=0.0)
     assert simulate_plan(plan, mesh, NO_LINEAR).steps_forward[:, -1, 2].max() == pytest.approx(
         block / mesh.effective_pair, rel=0.01
     )
-    switch = load_cluster("a800").with_values(peak_flops=1e21, launch=0.0)
+    switch = load_cluster("a800").with_values(peak_flops=1e21, launch=0.0, posting=0.0)
     expected = 7 * block / switch.effective_rank
     assert simulate_plan(plan, switch, NO_LINEAR).steps_forward[:, -1, 2].max() == pytest.approx(expected, rel=0.01)
 
@@ -54,7 +54,7 @@ def test_nics_are_shared_by_their_ranks() -> None:
     """Two ranks of a node with one NIC take twice as long across as two with one each."""
     full = AttentionConfig(heads=32, head_dim=128, mask="full")
     plan = build_plan(Documents([4 * 4096]), Topology(2, 2), full, "all_gather")
-    own = load_cluster("a2").with_ranks(2).with_values(peak_flops=1e21, launch=0.0)
+    own = load_cluster("a2").with_ranks(2).with_values(peak_flops=1e21, launch=0.0, posting=0.0)
     shared = own.with_values(nics_per_node=1)
     block = 4096 * 32 * 256 * 2
     for cluster, messages in ((own, 2), (shared, 4)):

@@ -26,7 +26,7 @@ from mindspeed_cp.plan.problem import AttentionConfig, Topology
 EXTRA_CALLS = 3
 
 #: Parts of the documents whose heads are split inside nodes, and the launches that the kernels of a part must outlast.
-MAX_SPLIT_PARTS, PART_LAUNCHES = 4, 16
+MAX_SPLIT_PARTS, PART_LAUNCHES, PART_ROUNDING = 4, 16, 0.7
 
 BYTES_PER_ELEMENT = 2  # of q, k, v and out
 
@@ -201,10 +201,23 @@ class PlacementModel:
 
     def parts(self, placement: Placement) -> int:
         """Return the number of parts of documents whose heads are split inside nodes: up to MAX_SPLIT_PARTS, none with
-        less work on the mean rank than PART_LAUNCHES launches take."""
-        inside = [members for size, members in placement.split.items() if size <= self.topology.ranks_per_node]
-        seconds = sum(float(self.alone[members.doc] @ members.share) for members in inside) / self.topology.ranks
-        return int(np.clip(seconds / (PART_LAUNCHES * self.cluster.launch), 1, MAX_SPLIT_PARTS))
+        less work on the mean rank than PART_LAUNCHES launches take.
+
+        Of p parts, a p-th of the redistributions is exposed, and each part costs its launch and its posts: the sum is
+        least at the root of their ratio.
+        """
+        ranks = self.topology.ranks
+        inside = {size: each for size, each in placement.split.items() if size <= self.topology.ranks_per_node}
+        seconds = sum(float(self.alone[each.doc] @ each.share) for each in inside.values()) / ranks
+        most = seconds / (PART_LAUNCHES * self.cluster.launch)
+        travel = sum(float(self.redistribution_work(size)[each.doc] @ each.share) for size, each in inside.items())
+        best = (travel / 2 / ranks / (self._posting_seconds(max(inside, default=1)) + self.cluster.launch)) ** 0.5
+        return int(np.clip(np.floor(min(most, best + PART_ROUNDING)), 1, MAX_SPLIT_PARTS))
+
+    def _posting_seconds(self, size: int) -> float:
+        """Return the seconds in which a rank posts the messages of one direction of a part whose heads are split over
+        `size` ranks: q, keys and values, and out, to each of the others and from each."""
+        return 6 * (size - 1) * self.cluster.posting
 
     def _redistribution_seconds(self, size: int) -> float:
         """Return the seconds in which each of a group of `size` ranks gets its heads of a byte of a document's rows,
@@ -249,7 +262,8 @@ class PlacementModel:
                 getattr(phases, name).reshape(groups, size)[...] += total[:, None]
             calls = np.zeros(groups)  # all documents of a step share one call
             steps = np.where(several, 2.0, float(phases.parts if inside else 1))
-            np.maximum.at(calls, group[chosen], steps[chosen] * cluster.launch)
+            part_seconds = cluster.launch + self._posting_seconds(size)
+            np.maximum.at(calls, group[chosen], steps[chosen] * part_seconds)
             for name in ("attention", f"split{inside}"):
                 getattr(phases, name).reshape(groups, size)[...] += calls[:, None]
         largest = phases.largest_into.reshape(groups, size)

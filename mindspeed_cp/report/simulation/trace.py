@@ -77,7 +77,7 @@ def timeline_recording(timeline: Timeline, name: str) -> Recording:
 def _computed(
     timeline: Timeline, direction: str, ranks: Sequence[int], detailed: Sequence[int]
 ) -> Iterator[TraceEvent]:
-    """Yield the kernels, and the waits for messages that are due."""
+    """Yield the kernels, with the posting before them, and the waits for messages that are due."""
     times = timeline.steps(direction)
     sent = timeline.transfers(direction)
     computed_tiles, waits = ComputedTiles(timeline.plan, direction, detailed), wait_records(timeline, direction)
@@ -90,6 +90,10 @@ def _computed(
             if computed > start and not is_attention[step]:
                 tokens = {"step": step, "tokens": int(timeline.plan.layout.token_counts[rank])}
                 yield TraceEvent(rank, "compute", f"projections {direction}", start, computed - start, "linear", tokens)
+            elif computed > start and not 0 <= step - timeline.edge_steps < len(names):
+                yield TraceEvent(
+                    rank, "compute", f"posts messages {direction}", start, computed - start, "attention", {"step": step}
+                )
             elif computed > start:
                 details = {
                     "step": step,

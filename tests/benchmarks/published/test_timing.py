@@ -82,13 +82,15 @@ def test_evenly_spaced_ranks_stand_for_all_of_rings_on_cycles() -> None:
 
 def test_a_layer_without_waits_is_the_work_of_the_busiest_rank() -> None:
     problem = case()
+    cluster = problem.cluster.with_values(posting=0.0)
     for candidate in dist_ca(problem):
-        actual = layer(candidate, problem.cluster)
+        actual = layer(candidate, cluster)
         assert candidate.free_transfers and not actual.exposed.any()
-        with_waits = layer(Candidate("", candidate.plan), problem.cluster)
+        with_waits = layer(Candidate("", candidate.plan), cluster)
         np.testing.assert_allclose(actual.busy, with_waits.busy, rtol=NEAR)
         assert actual.busy.max() <= actual.total * (1 + NEAR) and actual.total < with_waits.total
-        assert candidate.least(problem.cluster) <= actual.total
+        assert candidate.least(cluster) <= actual.total
+        assert layer(candidate, problem.cluster).total == actual.total  # nor does it post
 
 
 def test_tiles_are_counted_once_for_all_heads_and_clusters() -> None:
