@@ -164,7 +164,7 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
         own: algorithm of a settings file with its options; it replaces its bare name.
 
     Raises:
-        ConfigError: a name or an option is unknown; lists the valid ones.
+        ConfigError: a name or an option is unknown, or the value of an option is valid for no ranks; lists what is.
     """
     algorithms = []
     words = [word.strip() for word in text.split(",") if word.strip()]

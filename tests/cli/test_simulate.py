@@ -280,6 +280,18 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
         ),
         (("--lengths", "700", "--algorithms", "rings"), ("--algorithms", "did you mean ring?")),
         (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2': ring has no such option", "layout=")),
+        (
+            ("--lengths", "700", "--algorithms", "ring,hierarchical:fetch_pieces=0"),
+            ("--algorithms hierarchical:fetch_pieces=0: fetch_pieces is 0; valid: a whole number of pieces >= 1",),
+        ),
+        (
+            ("--lengths", "700", "--algorithms", "hybrid:ulysses_degree=0"),
+            ("ulysses_degree is 0; valid: a divisor of the ranks",),
+        ),
+        (
+            ("--lengths", "700", "--algorithms", "direct:layout=even"),
+            ("layout is 'even'; valid: one of", "zigzag"),
+        ),
         (("--lengths", "700", "--algorithms", "all,ring"), ("all stands alone",)),
         (("--lengths", "700", "--algorithms", ","), ("names no algorithm", "hierarchical")),
         (("--lengths", "700", "--algorithms", ""), ("--algorithms ''", "names no algorithm", "hierarchical")),
