@@ -164,9 +164,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
         )
     rows.append(_corpus_row(summary))
     incidents = [
-        f"{summary[key]:,} {key.replace('_', ' ')}"
+        f"{number:,} {key.replace('_', ' ').removesuffix('s')}{'s' * (number != 1)}"
         for key in ("restarts", "rollbacks", "skipped_steps")
-        if summary[key]
+        if (number := summary[key])
     ]
     if incidents:
         rows.append(("incidents", ", ".join(incidents)))

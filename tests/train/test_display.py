@@ -82,7 +82,7 @@ def test_the_summary_names_everything() -> None:
         "12 of 1,790",
         "40 chunks",
         "runs/a/loss.png",
-        "2 restarts, 1 skipped steps",
+        "2 restarts, 1 skipped step",
     ):
         assert part in text
     line = stopped_line(SUMMARY)
