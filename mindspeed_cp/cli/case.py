@@ -92,9 +92,7 @@ def read_case(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]
     return case, read_algorithms(request.algorithms, own)
 
 
-def layer_cost(
-    given: CommandSettings, file: SettingsFile, settings: Settings, attention: AttentionConfig
-) -> LayerCost:
+def layer_cost(given: CommandSettings, file: SettingsFile, settings: Settings, attention: AttentionConfig) -> LayerCost:
     """Return the cost of the linear part of a layer: that of the settings, or of a plain layer with this attention."""
     if given.has_linear_part(file):
         return mean_layer_cost(settings)
