@@ -241,5 +241,8 @@ def _rows(request: SimulateRequest, ranks: int, settings: Settings) -> tuple[tup
     batch_size = settings.train.global_batch_size
     count = min(batch_size, MAX_SAMPLE_ROWS) if request.batches is None else request.batches
     rows = tuple(first_rows(settings, count))
-    number = f"the {batch_size} rows" if count == batch_size else f"{count} rows, from the first of the {batch_size}"
+    noun = "row" if count == 1 else "rows"
+    number = f"{count} {noun}, from the first of the {batch_size}"
+    if count == batch_size:
+        number = "the row" if count == 1 else f"the {count} rows"
     return rows, f"{number} of the first global batch, packed from {settings.data.corpus}"

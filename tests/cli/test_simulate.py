@@ -193,6 +193,20 @@ def test_options_and_overrides_apply_with_and_without_a_settings_file() -> None:
     assert (case.topology.ranks, case.layer.hidden_size, case.sizes, case.notes) == (8, 4096, {}, ())
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "said"),
+    [
+        (1, None, "the row of the first global batch"),
+        (4, None, "the 4 rows of the first global batch"),
+        (4, 1, "1 row, from the first of the 4 of"),
+    ],
+)
+def test_one_row_is_no_plural(rows: int, count: int | None, said: str) -> None:
+    overrides = (f"train.global_batch_size={rows}",)
+    case, _ = read_case(SimulateRequest(config=ROOT / "configs" / "ring.yaml", overrides=overrides, batches=count))
+    assert case.source.startswith(said)
+
+
 def test_what_a_settings_file_leaves_open_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("data.balance=time", "model.window_size=[100, 0]", "model.window_attn_skip_freq=2")
     problem, _ = read_case(SimulateRequest(config=ROOT / "configs" / "ring.yaml", overrides=overrides))
