@@ -94,6 +94,11 @@ class AlgorithmOption:
         limit = "" if self.minimum is None else f" >= {self.minimum}"
         return {int: number + limit, float: f"a number{limit}", bool: "true or false"}.get(self.type, "text")
 
+    def with_words(self, value: Any) -> Any:
+        """Return a value, true and false as on and off where these are choices: YAML reads a bare off as false."""
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else None
+        return word if word in self.choices else value
+
     def problem(self, value: object, ranks: int | None = None) -> str | None:
         """Return the valid values on this number of ranks if `value` is none of them, else None; without a number, if
         it is valid on no number of ranks."""

@@ -72,7 +72,7 @@ def parse_candidate(word: str) -> Candidate:
             raise ConfigError(f"{pair!r}: {name} has no such option; valid: {valid}")
         if key in options:
             raise ConfigError(f"{pair!r}: {key} is given twice")
-        options[key] = parse_option_value(value)
+        options[key] = known[key].with_words(parse_option_value(value))
         problem = known[key].problem(options[key])
         if problem is not None:
             raise ConfigError(f"{key} is {short_repr(options[key])}; valid: {problem}")

@@ -227,6 +227,7 @@ def test_names_with_options_become_algorithms() -> None:
         ("hierarchical", {"routing": False}),
     ]
     assert wanted[2].as_setting == "hierarchical:routing=false"
+    assert read_algorithms("hierarchical:remap=false")[0].as_setting == "hierarchical:remap=off"
 
 
 @pytest.mark.parametrize(
