@@ -94,8 +94,14 @@ class AlgorithmOption:
         limit = "" if self.minimum is None else f" >= {self.minimum}"
         return {int: number + limit, float: f"a number{limit}", bool: "true or false"}.get(self.type, "text")
 
-    def problem(self, value: object, ranks: int) -> str | None:
-        """Return the valid values on this number of ranks if `value` is none of them, else None."""
+    def with_words(self, value: Any) -> Any:
+        """Return a value, true and false as on and off where these are choices: YAML reads a bare off as false."""
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else None
+        return word if word in self.choices else value
+
+    def problem(self, value: object, ranks: int | None = None) -> str | None:
+        """Return the valid values on this number of ranks if `value` is none of them, else None; without a number, if
+        it is valid on no number of ranks."""
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         valid = {int: is_int(value), float: number}.get(self.type, isinstance(value, self.type))
         if valid and self.choices:
@@ -105,7 +111,7 @@ class AlgorithmOption:
             too_large = not valid and abs(value) > MAX_SIZE  # type: ignore
             if too_large:
                 return f"{self.valid_values(ranks)}, at most {MAX_SIZE}"
-        if valid and self.divides_ranks:
+        if valid and self.divides_ranks and ranks is not None:
             valid = ranks % value == 0  # type: ignore
         return None if valid or (value is None and self.optional) else self.valid_values(ranks)
 

@@ -13,6 +13,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.schema.messages import short_repr
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def parse_candidate(word: str) -> Candidate:
     """Parse a candidate such as hybrid:ulysses_degree=4.
 
     Raises:
-        ConfigError: The algorithm or an option is unknown, or an option is given twice; lists what is valid.
+        ConfigError: The algorithm or an option is unknown, an option is given twice, or its value is valid for no
+            documents and ranks; lists what is valid.
     """
     alias, *pairs = word.split(":")
     name = algorithm_name(alias)
@@ -70,7 +72,10 @@ def parse_candidate(word: str) -> Candidate:
             raise ConfigError(f"{pair!r}: {name} has no such option; valid: {valid}")
         if key in options:
             raise ConfigError(f"{pair!r}: {key} is given twice")
-        options[key] = parse_option_value(value)
+        options[key] = known[key].with_words(parse_option_value(value))
+        problem = known[key].problem(options[key])
+        if problem is not None:
+            raise ConfigError(f"{key} is {short_repr(options[key])}; valid: {problem}")
     return Candidate(name, tuple(options.items()))
 
 

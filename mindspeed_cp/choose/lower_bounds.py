@@ -42,12 +42,16 @@ class LowerBound:
         return "its busiest link" if self.links > self.compute else "its work"
 
 
-def balanced_lower_bound(documents: Documents, ranks: int, cost: ComputeCost) -> float:
+def balanced_lower_bound(
+    documents: Documents, ranks: int, cost: ComputeCost, kv_documents: Documents | None = None
+) -> float:
     """Return the bound in seconds of all plans of a batch: perfect balance, tiles as long as their documents, no
-    exposed communication."""
+    exposed communication; kv_documents: in cross-attention, lengths of the keys of each document."""
+    keys = documents if kv_documents is None else kv_documents
     lengths = documents.tree_sums(documents.lengths)
-    pairs = documents.tree_sums(document_pairs(documents, documents, cost.attention))
-    attention = cost.attention_seconds(pairs, lengths) * (1 + ATTENTION_BACKWARD)
+    pairs = documents.tree_sums(document_pairs(documents, keys, cost.attention))
+    shorter = np.minimum(lengths, keys.tree_sums(keys.lengths))
+    attention = cost.attention_seconds(pairs, shorter) * (1 + ATTENTION_BACKWARD)
     return float((attention + cost.linear_layer_seconds(lengths) * (1 + LINEAR_BACKWARD)).sum()) / ranks
 
 

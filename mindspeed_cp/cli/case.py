@@ -20,12 +20,13 @@ from mindspeed_cp.cli.lengths import (
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
 from mindspeed_cp.config import Settings
+from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
 from mindspeed_cp.config.settings import make_settings
 from mindspeed_cp.data.lengths import length_names, sample_lengths
 from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import Topology
+from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.schema.yaml_file import SettingsFile, with_value
 from mindspeed_cp.simulate.link_queues import LINK_SHARING
 
@@ -71,9 +72,8 @@ def read_case(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]
     topology = settings.context_parallel_suite.topology
     batches, source = _batches(request, topology.ranks, None if request.config is None else settings)
     attention, suite, sizes = rank_attention(settings), settings.context_parallel_suite, {}
-    layer = LayerCost.for_attention(attention, settings.train.tensor_model_parallel_size)
+    layer = layer_cost(request, file, settings, attention)
     if request.has_linear_part(file):
-        layer = mean_layer_cost(settings)
         sizes = settings.model_sizes | {k: v for k, v in suite.options.items() if k in settings.model_sizes}
     own = None
     if suite.algorithm in ALGORITHMS:  # auto chooses only when the training begins
@@ -90,6 +90,20 @@ def read_case(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]
         sizes,
     )
     return case, read_algorithms(request.algorithms, own)
+
+
+def layer_cost(given: CommandSettings, file: SettingsFile, settings: Settings, attention: AttentionConfig) -> LayerCost:
+    """Return the cost of the linear part of a layer: that of the settings, or of a plain layer with this attention."""
+    if given.has_linear_part(file):
+        return mean_layer_cost(settings)
+    return LayerCost.for_attention(attention, settings.train.tensor_model_parallel_size)
+
+
+def balance_notes(settings: Settings, shown: str) -> list[str]:
+    """Return a note if a training with data.balance: pool may have other plans than what is shown."""
+    if settings.data.balance != POOL:
+        return []
+    return [f"data.balance: pool: {shown}; a training chooses replicas or pools in each step (docs/balancing.md)"]
 
 
 def _read_settings_file(given: CommandSettings) -> SettingsFile:
@@ -151,7 +165,8 @@ def _notes(request: SimulateRequest, settings: Settings, topology: Topology) -> 
                 f"nodes of {topology.ranks_per_node} ranks are imagined, each with a NIC and with links to all others; "
                 f"those of {DEFAULT_CLUSTER} have {ranks_per_node}"
             )
-    if request.lengths is None and settings.data.balance != "none":
+    notes += balance_notes(settings, "simulated are rows of one replica")
+    if request.lengths is None and settings.data.balance == "time":
         notes.append("data.balance lays rows anew over replicas; simulated are rows as they are drawn")
     return tuple(notes)
 
@@ -164,7 +179,7 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
         own: algorithm of a settings file with its options; it replaces its bare name.
 
     Raises:
-        ConfigError: a name or an option is unknown; lists the valid ones.
+        ConfigError: a name or an option is unknown, or the value of an option is valid for no ranks; lists what is.
     """
     algorithms = []
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -226,5 +241,8 @@ def _rows(request: SimulateRequest, ranks: int, settings: Settings) -> tuple[tup
     batch_size = settings.train.global_batch_size
     count = min(batch_size, MAX_SAMPLE_ROWS) if request.batches is None else request.batches
     rows = tuple(first_rows(settings, count))
-    number = f"the {batch_size} rows" if count == batch_size else f"{count} rows, from the first of the {batch_size}"
+    noun = "row" if count == 1 else "rows"
+    number = f"{count} {noun}, from the first of the {batch_size}"
+    if count == batch_size:
+        number = "the row" if count == 1 else f"the {count} rows"
     return rows, f"{number} of the first global batch, packed from {settings.data.corpus}"

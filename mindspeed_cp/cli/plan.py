@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from mindspeed_cp.errors import ConfigError
 if TYPE_CHECKING:
     from mindspeed_cp.config import Settings
     from mindspeed_cp.plan import Plan
+    from mindspeed_cp.report.plan.modelled_time import ModelledTime
     from mindspeed_cp.schema.yaml_file import SettingsFile
 
 MASKS = ("causal", "full")
@@ -64,17 +65,18 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Draw who computes which tile when.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show how a packed batch is split over ranks: layout, tiles of every step, balance, bytes sent, buffers.
+    """Show how a packed batch is split over ranks: layout, tiles, balance, bytes sent, buffers, modelled time.
 
     mindspeed-cp plan --lengths 700,30,4100 --algorithm hybrid --set ulysses_degree=2 --png map.png
     """
     from mindspeed_cp.algorithms import build_plan
-    from mindspeed_cp.cli.case import read_batch
+    from mindspeed_cp.cli.case import balance_notes, layer_cost, read_batch
     from mindspeed_cp.cli.command_settings import CommandSettings
     from mindspeed_cp.cli.lengths import read_lengths, read_numbers
     from mindspeed_cp.cli.tree_file import read_trees
     from mindspeed_cp.config.derived import rank_attention
     from mindspeed_cp.layout import Documents
+    from mindspeed_cp.report.plan.modelled_time import modelled_time
     from mindspeed_cp.schema.yaml_file import with_value
 
     if mask not in MASKS:
@@ -99,8 +101,26 @@ def plan(
     suite = settings.context_parallel_suite
     plan_options = settings.plan_options if options.has_linear_part(file) else suite.options
     result = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **plan_options)
-    write_plan(result, 2 if settings.train.bf16 else 4, plan_options, verify=verify, png=png, as_json=as_json)
+    time = modelled_time(result, attention, layer_cost(options, file, settings, attention), _too_large(result))
+    remarks = [*notes(result, plan_options), *balance_notes(settings, "shown is the plan of one replica's row")]
+    write_plan(result, 2 if settings.train.bf16 else 4, time, remarks, verify=verify, png=png, as_json=as_json)
     return 0
+
+
+def _too_large(plan: Plan) -> str:
+    """Return why a plan is not simulated, by the limits of `mindspeed-cp simulate`; empty if it is."""
+    from mindspeed_cp.cli.case import MAX_SIMULATED_RANKS
+    from mindspeed_cp.cli.lengths import MAX_RING_CHUNKS, MAX_SIMULATED_TOKENS
+
+    chunks = int(plan.documents.lengths.clip(1, 2 * plan.ranks).sum())
+    for number, limit, what in (
+        (plan.ranks, MAX_SIMULATED_RANKS, "ranks"),
+        (plan.documents.tokens, MAX_SIMULATED_TOKENS, "tokens"),
+        (chunks, MAX_RING_CHUNKS, "chunks of documents"),
+    ):
+        if number > limit:
+            return f"{number:,} {what}, and at most {limit:,} are simulated"
+    return ""
 
 
 def _make_settings(file: SettingsFile) -> Settings:
@@ -137,7 +157,14 @@ def notes(plan: Plan, options: Mapping[str, Any]) -> list[str]:
 
 
 def write_plan(
-    plan: Plan, bytes_per_element: int, options: Mapping[str, Any], *, verify: bool, png: Path | None, as_json: bool
+    plan: Plan,
+    bytes_per_element: int,
+    time: ModelledTime,
+    remarks: Sequence[str],
+    *,
+    verify: bool,
+    png: Path | None,
+    as_json: bool,
 ) -> None:
     """Print the tables or the JSON of a plan; prove and draw it if asked to."""
     from mindspeed_cp.report.plan.summary import summarize_plan
@@ -153,12 +180,13 @@ def write_plan(
 
         draw_tile_map(plan, png, summary)
     if as_json:
-        print(json.dumps({**summary.as_dict(), "verified": verify, "png": str(png) if png else None}))
+        more = {**time.as_dict(), "notes": list(remarks), "verified": verify, "png": str(png) if png else None}
+        print(json.dumps({**summary.as_dict(), **more}))
         return
     from mindspeed_cp.report.text import print_tables, wrap_text
 
-    print_tables(plan_tables(summary))
-    for note in notes(plan, options):
+    print_tables(plan_tables(summary, time))
+    for note in remarks:
         print(wrap_text(f"note: {note}"))
     if verify:
         print("proved: every visible pair once, every message matched, no dead-lock")

@@ -20,9 +20,7 @@ def options_by_name() -> dict[str, dict[str, AlgorithmOption]]:
 
 def check_option(option: AlgorithmOption, value: Any, ranks: int) -> Any:
     """Return the value of an option; raise SettingError if it is invalid on this number of ranks."""
-    if isinstance(value, bool):  # YAML reads a bare off as false, and on as true
-        word = "on" if value else "off"
-        value = word if word in option.choices else value
+    value = option.with_words(value)
     problem = option.problem(value, ranks)
     if problem is not None:
         raise bad_value(option.name, value, f"must be {problem} or null")

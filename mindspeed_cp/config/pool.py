@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mindspeed_cp.cluster.cluster import cluster_of
@@ -80,14 +81,28 @@ def replicas_of_pool(context_parallel: int, replicas: int, limit: int, per_node:
     largest = max((ranks for ranks in sizes if ranks <= limit), default=0)
     if 2 * largest >= limit:
         return sizes[largest]
-    valid = sorted({largest, min(ranks for ranks in sizes if ranks > limit)} - {0})
+    nodes = f", and of whole nodes of {per_node} ranks or equally many on a node" if per_node > 1 else ""
     rule = (
-        f"divides the {context_parallel * replicas} ranks of {replicas} replicas of context_parallel_size "
-        f"{context_parallel} into equal pools of at most so many and at least half as many ranks, of two replicas or "
-        f"more{f', on whole nodes of {per_node} ranks or equally many on each' if per_node > 1 else ''}, and there are "
-        f"none; nearest valid: {' or '.join(map(str, valid))}; or another number of replicas"
+        f"must be {_valid_limits(sizes, context_parallel * replicas)} with {replicas} replicas of "
+        f"context_parallel_size {context_parallel}, because pools are of equally many whole replicas, at least 2"
+        f"{nodes}, and none of these have {-(-limit // 2)} to {limit} ranks, half of the value to the value; or "
+        "use another number of replicas"
     )
     raise bad_value(RANKS_KEY, limit, rule)
+
+
+def _valid_limits(sizes: Iterable[int], ranks: int) -> str:
+    """Return the values of data.pool_ranks with which pools have some of these sizes, or all `ranks`, as text."""
+    ranges: list[list[int]] = []
+    for size in sorted(size for size in sizes if size < ranks):
+        if ranges and size <= ranges[-1][1] + 1:
+            ranges[-1][1] = 2 * size
+        else:
+            ranges.append([size, 2 * size])
+    least = ranks
+    while ranges and least <= ranges[-1][1] + 1:
+        least = ranges.pop()[0]
+    return ", or ".join([*(f"{first} to {last}" for first, last in ranges), f"{least} or more"])
 
 
 def subpools_of(suite: SuiteSettings, replicas: int, pool: Topology, limit: int) -> Subpools | None:

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.choose.candidates import parse_candidate
-from mindspeed_cp.cluster import load_cluster
-from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.config.algorithm_options import check_divides
 from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings, replace_algorithm
@@ -16,6 +14,7 @@ from mindspeed_cp.config.pipeline import check_interleaved_batch, check_pipeline
 from mindspeed_cp.config.pool import check_pool
 from mindspeed_cp.config.sections import Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
+from mindspeed_cp.config.suite_surroundings import check_cluster
 from mindspeed_cp.device.npu_limits import check_npu_limits
 from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.errors import ConfigError
@@ -88,13 +87,7 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
 def _check_cluster(settings: Sections) -> None:
     """Check that the cluster has such nodes, and that the ranks may hold a full row."""
     suite, context = settings.context_parallel_suite, settings.data.seq_length
-    if suite.cluster is not None or suite.algorithm in ("hierarchical", AUTO):
-        try:
-            if suite.cluster == "":  # a topology takes it for none
-                load_cluster(suite.cluster)
-            cluster_of(suite.topology)
-        except ConfigError as error:
-            raise bad_value("context_parallel_suite.cluster", suite.cluster, f"cannot be used: {error}") from None
+    check_cluster(suite.cluster, suite.topology, "context_parallel_suite.cluster")
     bound, ranks = suite.options.get(TOKEN_CAP_OPTION), suite.context_parallel_size
     if bound is not None and ranks * bound < context:
         rule = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,6 +17,7 @@ from mindspeed_cp.config.aliases import (
     read_algorithm,
     translate_megatron_keys,
 )
+from mindspeed_cp.config.suite_surroundings import check_cluster, import_modules
 from mindspeed_cp.device.npu_variants import DEFAULTS, Need, profile_of_process, profile_variants
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
@@ -280,7 +280,7 @@ class SuiteSettings(Section):
                     f"{location}: no section {name}, and {unknown[0]} is not one of its keys; {similar}valid: "
                     f"{', '.join(cls.key_names())}"
                 )
-            return with_file_location(file, "", lambda: cls(**file.data))
+            return with_file_location(file, "", lambda: cls._of_known_cluster(file.data))
         section = {} if file.data[name] is None else file.data[name]
         if not isinstance(section, dict):
             keys = ", ".join(cls.key_names())
@@ -291,14 +291,10 @@ class SuiteSettings(Section):
             key = f"{name}.context_parallel_size"
             rule = f"differs from model_parallel.context_parallel_size = {outer}; give the same, or only one"
             raise ConfigError(f"{file.location(key)}: {bad_value(key, section['context_parallel_size'], rule)}")
-        return with_file_location(file, f"{name}.", lambda: cls(**section))
+        return with_file_location(file, f"{name}.", lambda: cls._of_known_cluster(section))
 
-
-def import_modules(names: Any) -> None:
-    """Import the modules that register algorithms; other types of the value are reported as an invalid field."""
-    for name in names if isinstance(names, list) else ():
-        try:
-            importlib.import_module(name)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            rule = f"{name!r} cannot be imported: {error}; give modules that Python finds, for example by PYTHONPATH"
-            raise bad_value("algorithm_modules", names, rule) from None
+    @classmethod
+    def _of_known_cluster(cls, values: dict[str, Any]) -> SuiteSettings:
+        suite = cls(**values)
+        check_cluster(suite.cluster, suite.topology)
+        return suite

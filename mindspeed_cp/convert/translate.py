@@ -92,7 +92,11 @@ class _Work:
     changes: list[Change] = field(default_factory=list)
 
     def convert(self, flag: Flag, counts: bool) -> None:
-        """Convert a flag; `counts` is False if a later flag of the same name takes precedence."""
+        """Convert a flag; `counts` is False if a later flag of the same name takes precedence.
+
+        Raises:
+            ConfigError: the training script would refuse the value.
+        """
         values = flag.values
         named = [candidate for candidate in RULES if candidate.flag == flag.name]
         rule = next((candidate for candidate in named if candidate.fits(values, self.given)), None)
@@ -106,6 +110,9 @@ class _Work:
         if rule is None:
             self.remaining += [token.text for token in (*flag.tokens, *flag.rest)]
             return
+        if rule.check is not None and not flag.unknowns:
+            for value in values:
+                rule.check(value)
         if not counts and rule.outcome is not Outcome.STAYS:
             self._row(
                 flag, Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED, "", "a later one takes precedence"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import socket
-from typing import get_args
 
 from mindspeed_cp.config.sections import Planner
 from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.data.pool import POOL_ALGORITHM
 from mindspeed_cp.plan_sharing.node_ranks import NodeRanks
-
-PLANNERS: tuple[Planner, ...] = get_args(Planner)
 
 #: auto: a rank with fewer cores than this makes its plans on a core that its training needs.
 CORES_TO_PLAN_ALONE = 2

@@ -138,7 +138,7 @@ def lower_bound(timeline: Timeline) -> float:
     """Return the seconds that no plan of the same batch, ranks and layer can beat."""
     plan = timeline.plan
     cost = ComputeCost(timeline.cluster, plan.attention, timeline.layer)
-    return balanced_lower_bound(plan.documents, plan.ranks, cost)
+    return balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
 
 
 def plot_timeline(timeline: Timeline, ranks: Sequence[int] | None = None) -> Figure:

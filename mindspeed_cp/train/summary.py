@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
+from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import FileCorpus, TrajectoryCorpus
 from mindspeed_cp.report.text import Table, format_count
@@ -64,6 +65,7 @@ def summarize_run(
         "tokens_per_s": tokens / seconds if seconds else None,
         "imbalance": totals["imbalance"] / tokens if tokens else None,
         **_planning(totals),
+        **(_pool_steps(lines.sums) if settings.data.balance == POOL else {}),
         "documents": int(lines.sums["documents"]),
         "corpus_documents": len(corpus),
         "flat_tokens": int(lines.sums["flat_tokens"]) if settings.data.trajectories else None,
@@ -110,6 +112,9 @@ class _Totals:
             self.sums[key] += line[key]
         self.sums["flat_tokens"] += line.get("flat_tokens", line["tokens"])
         self.sums["imbalance"] += line["imbalance"] * line["tokens"]
+        if _is_figure(line.get("pooled")):  # lines of steps without data.balance: pool have none
+            self.sums["pool_choices"] += 1
+            self.sums["pooled_steps"] += line["pooled"] > 0
         if "planning_seconds" not in line:  # a line of a version without these
             return
         # The first step's batch has nothing to be computed meanwhile.
@@ -142,6 +147,11 @@ def _planning(totals: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def _pool_steps(sums: dict[str, float]) -> dict[str, int]:
+    """Return in how many steps pools were taken, and in how many the choice was made, over all starts of the run."""
+    return {key: int(sums[key]) for key in ("pooled_steps", "pool_choices")}
+
+
 def summary_table(summary: dict[str, Any]) -> Table:
     """Return the summary as a table for people."""
     rows = [("steps", f"{summary['step']:,} of {summary['steps']:,}")]
@@ -162,11 +172,15 @@ def summary_table(summary: dict[str, Any]) -> Table:
         rows.append(
             ("planning", f"{text}; {summary['cached_plans']:,} of {summary['plans']:,} plans were in the cache")
         )
+    if "pooled_steps" in summary:
+        taken, choices = summary["pooled_steps"], summary["pool_choices"]
+        text = f"taken in {taken:,} of {choices:,} step{'s' * (choices != 1)}, where it was modelled to be faster"
+        rows.append(("pool", text))
     rows.append(_corpus_row(summary))
     incidents = [
-        f"{summary[key]:,} {key.replace('_', ' ')}"
+        f"{number:,} {key.replace('_', ' ').removesuffix('s')}{'s' * (number != 1)}"
         for key in ("restarts", "rollbacks", "skipped_steps")
-        if summary[key]
+        if (number := summary[key])
     ]
     if incidents:
         rows.append(("incidents", ", ".join(incidents)))

@@ -50,6 +50,65 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["imbalance"] == pytest.approx(work.sum(1).max() / work.sum(1).mean())
 
 
+def test_plan_names_its_cluster_and_its_modelled_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is that of `simulate` for the same plan."""
+    sizes = ["--lengths", "5000,37,1200", "--heads", "8", "--kv-heads", "8", "--head-dim", "64", "--ranks", "4"]
+    assert run(["simulate", *sizes, "--cluster", "a3", "--algorithms", "hierarchical", "--json"]) == 0
+    expected = next(
+        entry for entry in json.loads(capsys.readouterr().out)["algorithms"] if entry["name"] == "hierarchical"
+    )
+    command = ["plan", *sizes, "--algorithm", "hierarchical", "--set", "cluster=a3"]
+    assert run([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"] == "a3" and told["modelled"]["left_out"] is None
+    assert told["modelled"]["seconds"] == pytest.approx(expected["seconds"])
+    assert told["modelled"]["fraction_of_bound"] == pytest.approx(expected["fraction_of_bound"])
+    assert run(command) == 0
+    text = capsys.readouterr().out
+    rows = {line.split("  ")[0].strip(): line for line in text.splitlines()}
+    assert f"{1e3 * expected['seconds']:.4f} ms" in rows["a layer, modelled"] and "a3" in rows["cluster"]
+    assert f"{100 * expected['fraction_of_bound']:.1f} % of it" in rows["... lower bound"]
+    assert run(["plan", "--lengths", "700", "--ranks", "16"]) == 0
+    assert "a2 (no cluster is named; nodes of 16 ranks are imagined)" in capsys.readouterr().out
+    monkeypatch.setattr("mindspeed_cp.cli.case.MAX_SIMULATED_RANKS", 3)
+    assert run([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"] == "a3" and told["modelled"]["seconds"] is None
+    assert told["modelled"]["left_out"] == "4 ranks, and at most 3 are simulated"
+
+
+def test_plan_has_no_time_without_tokens_and_a_bound_of_cross_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--lengths", "0,0", "--ranks", "2"]) == 0
+    assert "left out: the batch has no tokens" in capsys.readouterr().out
+    bounds = []
+    for keys in ("4000", "8000"):
+        assert run(["plan", "--lengths", "4000", "--kv-lengths", keys, "--mask", "full", "--json"]) == 0
+        modelled = json.loads(capsys.readouterr().out)["modelled"]
+        assert 0 < modelled["bound"] < modelled["seconds"]
+        bounds.append(modelled["bound"])
+    assert bounds[0] < bounds[1], "more keys are more work"
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [("plan", "shown is the plan of one replica's row"), ("simulate", "simulated are rows of one replica")],
+)
+def test_commands_that_have_no_pool_say_what_they_show(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = str(Path(__file__).parents[2] / "configs" / "pool.yaml")
+    note = f"data.balance: pool: {shown}; a training chooses replicas or pools in each step (docs/balancing.md)"
+    assert run([command, file]) == 0
+    assert f"note: {note}" in capsys.readouterr().out.splitlines()
+    assert run([command, file, "--json"]) == 0
+    assert note in json.loads(capsys.readouterr().out)["notes"]
+    assert run([command, file, "--set", "data.balance=none"]) == 0
+    assert "data.balance" not in capsys.readouterr().out
+
+
 def test_plan_reads_lengths_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [5000, 37, 1200]
     (tmp_path / "a.txt").write_text("5000 37\n1200\n")
@@ -146,7 +205,8 @@ def test_plan_options_are_those_of_build_plan(
     monkeypatch.chdir(ROOT)
     assert run(["plan", *arguments, "--lengths", "500 37 120", "--json", "--verify", "--set", "train.bf16=false"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told == {**summarize_plan(expected(Documents([500, 37, 120])), 4).as_dict(), "verified": True, "png": None}
+    counts = {name: value for name, value in told.items() if name not in ("cluster", "modelled", "notes")}
+    assert counts == {**summarize_plan(expected(Documents([500, 37, 120])), 4).as_dict(), "verified": True, "png": None}
 
 
 @pytest.mark.parametrize(

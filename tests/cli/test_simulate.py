@@ -193,6 +193,20 @@ def test_options_and_overrides_apply_with_and_without_a_settings_file() -> None:
     assert (case.topology.ranks, case.layer.hidden_size, case.sizes, case.notes) == (8, 4096, {}, ())
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "said"),
+    [
+        (1, None, "the row of the first global batch"),
+        (4, None, "the 4 rows of the first global batch"),
+        (4, 1, "1 row, from the first of the 4 of"),
+    ],
+)
+def test_one_row_is_no_plural(rows: int, count: int | None, said: str) -> None:
+    overrides = (f"train.global_batch_size={rows}",)
+    case, _ = read_case(SimulateRequest(config=ROOT / "configs" / "ring.yaml", overrides=overrides, batches=count))
+    assert case.source.startswith(said)
+
+
 def test_what_a_settings_file_leaves_open_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("data.balance=time", "model.window_size=[100, 0]", "model.window_attn_skip_freq=2")
     problem, _ = read_case(SimulateRequest(config=ROOT / "configs" / "ring.yaml", overrides=overrides))
@@ -213,6 +227,7 @@ def test_names_with_options_become_algorithms() -> None:
         ("hierarchical", {"routing": False}),
     ]
     assert wanted[2].as_setting == "hierarchical:routing=false"
+    assert read_algorithms("hierarchical:remap=false")[0].as_setting == "hierarchical:remap=off"
 
 
 @pytest.mark.parametrize(
@@ -280,6 +295,18 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
         ),
         (("--lengths", "700", "--algorithms", "rings"), ("--algorithms", "did you mean ring?")),
         (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2': ring has no such option", "layout=")),
+        (
+            ("--lengths", "700", "--algorithms", "ring,hierarchical:fetch_pieces=0"),
+            ("--algorithms hierarchical:fetch_pieces=0: fetch_pieces is 0; valid: a whole number of pieces >= 1",),
+        ),
+        (
+            ("--lengths", "700", "--algorithms", "hybrid:ulysses_degree=0"),
+            ("ulysses_degree is 0; valid: a divisor of the ranks",),
+        ),
+        (
+            ("--lengths", "700", "--algorithms", "direct:layout=even"),
+            ("layout is 'even'; valid: one of", "zigzag"),
+        ),
         (("--lengths", "700", "--algorithms", "all,ring"), ("all stands alone",)),
         (("--lengths", "700", "--algorithms", ","), ("names no algorithm", "hierarchical")),
         (("--lengths", "700", "--algorithms", ""), ("--algorithms ''", "names no algorithm", "hierarchical")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,10 @@ def test_a_pool_of_more_ranks_than_the_limit_is_divided_into_the_fewest_equal_po
 @pytest.mark.parametrize(
     ("limit", "replicas", "local_ranks", "says"),
     [
-        (2, 4, 8, "equal pools .* nearest valid: 4; or another number of replicas"),
-        (1024, 521, 1042, "divides the 1042 ranks of 521 replicas .* nearest valid: 1042; or"),
-        (50, 55, 22, "on whole nodes of 22 ranks or equally many on each, .* nearest valid: 22 or 110; or"),
-        (1024, 513, 6, "nearest valid: 342 or 1026; or"),
+        (2, 4, 8, "must be 4 or more with 4 replicas of context_parallel_size 2, .* or use another number of replicas"),
+        (1024, 521, 1042, "must be 1042 or more with 521 replicas .* none of these have 512 to 1024 ranks"),
+        (50, 55, 22, "must be 22 to 44, or 110 or more with .* whole nodes of 22 ranks or equally many on a node, "),
+        (1024, 513, 6, ", or 342 to 684, or 1026 or more with"),
     ],
 )
 def test_ranks_that_do_not_divide_into_pools_are_refused(
@@ -127,10 +128,21 @@ def test_ranks_that_do_not_divide_into_pools_are_refused(
     with pytest.raises(ConfigError, match=says) as caught:
         subpools(limit, replicas, local_ranks)
     assert str(caught.value).startswith(f"data.pool_ranks = {limit}: ") and "\n" not in str(caught.value)
+    words = str(caught.value).split(" with ")[0].split("must be ")[1]
+    valid = set()
+    for part in words.split(", or "):
+        first, _, last = part.removesuffix(" or more").partition(" to ")
+        valid |= set(range(int(first), int(last or 3000) + 1))
+    taken, per_node = set(), pool_topology(pool().context_parallel_suite, replicas, local_ranks, 1).ranks_per_node
+    for value in range(1, 3001):
+        with suppress(ConfigError):
+            replicas_of_pool(2, replicas, value, per_node)
+            taken.add(value)
+    assert valid == taken
 
 
 def test_pools_that_do_not_fit_are_refused_when_the_settings_are_read() -> None:
-    with pytest.raises(ConfigError, match=r"data\.pool_ranks = 2: .* nearest valid: 4"):
+    with pytest.raises(ConfigError, match=r"data\.pool_ranks = 2: must be 4 or more with"):
         pool("data.pool_ranks=2")
     with pytest.raises(ConfigError, match=r"data\.pool_ranks = 64: has an effect only with balance: pool; remove it"):
         pool("data.pool_ranks=64", "data.balance=time")

@@ -49,6 +49,11 @@ def test_the_suite_alone_and_inside_megatrons_yaml(tmp_path: Path) -> None:
             "context_parallel_suite:\n  algorithm: auto\n  routing: false",
             ":3: context_parallel_suite.routing = false: must be left out with algorithm: auto",
         ),
+        (
+            "context_parallel_suite:\n  context_parallel_size: 2\n  cluster: a9",
+            ":3: context_parallel_suite.cluster = .a9.: cannot be used: cluster 'a9': no such preset; .*valid: a2, ",
+        ),
+        ("context_parallel_size: 16\ncluster: a2", ":2: cluster = .a2.: cannot be used: .* nodes have 8 ranks"),
         ("context_parallel_size: x", ":1: context_parallel_size = .x.: must be an integer >= 1"),
     ],
 )

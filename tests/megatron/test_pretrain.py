@@ -85,6 +85,10 @@ def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namesp
         (dict(reset_position_ids=False), "attention would cross them"),
         (dict(cp_plan_set=["p2p_groups=directional"]), "p2p_groups is 'directional'; valid .* 'auto' or 'batched'"),
         (dict(cp_plan_set=["ulysses_degree=3"]), "^--cp-plan-set: .*ulysses_degree"),
+        (
+            dict(cp_plan_set=["cluster=a9"]),
+            '^--cp-plan-set: .*cluster = "a9": cannot be used: cluster .a9.: no such preset; .*valid: a2, ',
+        ),
         (dict(cp_plan_set=["hccl_buffer_mb=50"]), "hccl_buffer_mb is 50; valid .* null.*set HCCL_BUFFSIZE"),
         (dict(reset_attention_mask=False), "True with --reset-position-ids"),
         (

@@ -126,7 +126,7 @@ def test_a_section_alone_checks_what_rows_choose_from() -> None:
         ),
         ({"candidates": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
         ({"candidates": ["hybrid:ulysses_degree=3"]}, "must be a divisor of the 2 ranks: 1, 2 or null"),
-        ({"candidates": ["ring:layout=round"]}, "context_parallel_suite.layout"),
+        ({"candidates": ["ring:layout=round"]}, "layout is 'round'; valid: one of zigzag, contiguous, balanced"),
         ({"candidates": "auto"}, 'candidates = "auto": needs algorithm: auto; or name the algorithms'),
         (
             {"algorithm": "auto", "candidates": ["ring"]},

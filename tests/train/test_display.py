@@ -82,7 +82,7 @@ def test_the_summary_names_everything() -> None:
         "12 of 1,790",
         "40 chunks",
         "runs/a/loss.png",
-        "2 restarts, 1 skipped steps",
+        "2 restarts, 1 skipped step",
     ):
         assert part in text
     line = stopped_line(SUMMARY)
@@ -103,6 +103,9 @@ def test_the_summary_names_everything() -> None:
         "3 of 8 plans were in the cache",
     ):
         assert part in text
+    pooled = {**SUMMARY, "pooled_steps": 3, "pool_choices": 7}
+    assert ("pool", "taken in 3 of 7 steps, where it was modelled to be faster") in summary_table(pooled).rows
+    assert "pool" not in [row[0] for row in summary_table(SUMMARY).rows]
     empty = {**SUMMARY, "step": 0, "last_loss": None, "tokens_per_s": None, "loss_png": None, "checkpoint": None}
     assert summary_table(empty).rows
 

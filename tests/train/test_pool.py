@@ -43,8 +43,11 @@ def choosing(settings: str, pools: list[int]) -> dict[str, Any]:
 
 
 def pool_curve(fresh_ranks: FreshRanks, settings: Any, ranks: int, pools: list[int]) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = fresh_ranks.run(ranks, choosing, settings.model_dump_json(), pools)[0]["lines"]
+    outcome: dict[str, Any] = fresh_ranks.run(ranks, choosing, settings.model_dump_json(), pools)[0]
+    lines: list[dict[str, Any]] = outcome["lines"]
     expected = [pools[index % len(pools)] for index in range(len(lines))]
+    taken = sum(line["pooled"] > 0 for line in lines)
+    assert (outcome["summary"]["pooled_steps"], outcome["summary"]["pool_choices"]) == (taken, len(lines))
     assert ranks == 1 or values(lines, "pooled") == expected
     return lines
 

@@ -99,6 +99,7 @@ class FlagRule:
         becomes: REPLACED: new value; REFUSED: the alternative; by hand: what to do.
         when: condition on the other flags; None: always.
         is_read: True if conditions of other rules need the value.
+        check: raises ConfigError for a value that the training script would refuse; None: any value is taken.
         key: REFUSED: key of context_parallel_suite that, given by --set, decides in place of the flag.
     """
 
@@ -112,6 +113,7 @@ class FlagRule:
     when: Condition | None = None
     key: str = ""
     is_read: bool = False
+    check: Callable[[str], None] | None = None
 
     def fits(self, values: tuple[str, ...], given: Given) -> bool:
         """Return True if the rule is for these values of the flag beside the other flags."""

@@ -3,6 +3,9 @@ the one that says which ranks plan."""
 
 from __future__ import annotations
 
+from functools import partial
+
+from mindspeed_cp.config.sections import check_planner
 from mindspeed_cp.convert.rules.flag_rule import Added, Condition, FlagRule, Given, Outcome
 from mindspeed_cp.convert.rules.model import EXPERTS
 
@@ -87,6 +90,7 @@ POOL_RULES = (
         1,
         Outcome.STAYS,
         "it says whether every rank plans, or one rank of a machine for the others",
+        check=partial(check_planner, "cp_plan_planner"),
     ),
 )
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.config.sections import PLANNERS
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.arguments import check_arguments
 from mindspeed_cp.megatron.beside_mindspeed import check_beside_mindspeed
 from mindspeed_cp.megatron.pretrain.planner import check_planner_argument
 from mindspeed_cp.megatron.pretrain.pool import check_pool_arguments
-from mindspeed_cp.plan_sharing.rule import PLANNERS
 from mindspeed_cp.schema.yaml_file import read_settings_file
 
 SECTION = "context_parallel_suite"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.config.sections import check_planner
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.plan_sharing import StageSharing, launcher_problem, open_plan_sharing
-from mindspeed_cp.plan_sharing.rule import PLANNERS, system_problem
+from mindspeed_cp.plan_sharing.rule import system_problem
 
 SETTING = "cp_plan_planner"
 
@@ -15,8 +16,7 @@ SETTING = "cp_plan_planner"
 def check_planner_argument(args: Namespace) -> None:
     """Raise ConfigError if the planner is unknown, or is one that this rank cannot have."""
     planner = getattr(args, SETTING, "auto")
-    if planner not in PLANNERS:
-        raise ConfigError(f"{SETTING} is {planner!r}; valid: {', '.join(PLANNERS)}")
+    check_planner(SETTING, planner)
     problem = (system_problem() or launcher_problem()) if planner == "node" else None
     if problem is not None:
         raise ConfigError(f"{SETTING} is 'node', but {problem}; valid here: replicated, or auto")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mindspeed_cp.report.plan.modelled_time import ModelledTime
 from mindspeed_cp.report.plan.summary import PlanSummary
 from mindspeed_cp.report.text import (
     Table,
@@ -20,11 +21,11 @@ from mindspeed_cp.report.text import (
 TABLE_RANK_LIMIT, TABLE_STEP_LIMIT = 64, 16  # a larger table has the extremes, or the first steps
 
 
-def plan_tables(summary: PlanSummary) -> list[Table]:
-    """Return the tables of `mindspeed-cp plan`: the plan, its parts, what ranks hold and send, tiles and work step by
-    step."""
+def plan_tables(summary: PlanSummary, time: ModelledTime | None = None) -> list[Table]:
+    """Return the tables of `mindspeed-cp plan`: the plan, with its modelled time if it is given, its parts, what ranks
+    hold and send, tiles and work step by step."""
     return [
-        _plan_table(summary),
+        _plan_table(summary, time),
         *([_part_table(summary)] if summary.parts else []),
         _rank_table(summary),
         *_step_tables(summary),
@@ -43,7 +44,7 @@ def _range(first: int, last: int) -> str:
     return str(first) if last == first + 1 else f"{first}-{last - 1}"
 
 
-def _plan_table(summary: PlanSummary) -> Table:
+def _plan_table(summary: PlanSummary, time: ModelledTime | None) -> Table:
     attention, topology, sent = summary.plan.attention, summary.plan.topology, summary.traffic
     width = f"{attention.head_dim}" + (f"/{attention.head_dim_v}" * (attention.head_dim != attention.head_dim_v))
     backward = sent["fetch_backward"].sum() + sent["reduce"].sum()
@@ -64,6 +65,7 @@ def _plan_table(summary: PlanSummary) -> Table:
         ("imbalance of attention", f"{summary.imbalance:.3f} (slowest rank / mean)"),
         ("... if ranks wait at every step", f"{summary.step_imbalance:.3f}"),
         ("imbalance of tokens", f"{summary.token_imbalance:.3f}"),
+        *([] if time is None else time.rows()),
     ]
     if summary.kv_lengths is not summary.lengths:
         rows.insert(5, ("keys of the documents", format_lengths(summary.kv_lengths)))
