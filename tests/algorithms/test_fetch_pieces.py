@@ -69,7 +69,7 @@ def test_pieces_are_proved_and_have_the_bytes_and_the_slots_of_the_whole(name: s
     for direction in DIRECTIONS:
         peak, peak_cut = peak_bytes(plan, direction), peak_bytes(cut, direction)
         assert all(peak_cut[name].tolist() == peak[name].tolist() for name in ("kv", "gradients", "redistributed"))
-        assert (peak_cut["total"] <= 1.08 * peak["total"]).all(), "pieces of two steps are staged at once"
+        assert (peak_cut["total"] <= 1.16 * peak["total"]).all(), "pieces of two steps are staged at once"
     for part, part_cut in zip(plan.parts_or_self, cut.parts_or_self, strict=True):
         factor = pieces if len(part.forward.fetch) else 1
         for direction in DIRECTIONS:
@@ -135,8 +135,8 @@ def test_what_fetches_nothing_stays_as_it_is() -> None:
     assert cut_fetches(fetching, 1) is fetching
 
 
-#: Batches of ProLong and of Wikipedia in which two pieces are faster, and in which ranks do not wait for keys.
-FASTER, NOT_FASTER = ("prolong", 128, 1), ("wikipedia", 16, 0)
+#: Batches in which two pieces are faster, and in which they are not.
+FASTER, NOT_FASTER = ("wikipedia", 256, 2), ("wikipedia", 64, 2)
 
 
 @pytest.mark.parametrize(("batch", "pieces"), [(FASTER, 2), (NOT_FASTER, 1)])

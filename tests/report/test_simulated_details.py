@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "balanced": {"algorithm": "direct", "layout": "balanced"},
     "no routing": {"algorithm": "hierarchical", "routing": False},
     "no head split": {"algorithm": "hierarchical", "head_split": False},
-    "parts": {"algorithm": "hierarchical", "lengths": [60000, 300, 900, 30000, 0, 29000, 28000, 1000]},
+    "parts": {"algorithm": "hierarchical", "lengths": [360000, 1800, 5400, 180000, 0, 174000, 168000, 6000]},
     "remap": {"algorithm": "hierarchical", "remap": "hidden"},
 }
 
@@ -153,7 +153,8 @@ def test_parts_share_each_document_once() -> None:
     assert len(plan.parts_or_self) > 1
     shares = document_shares(plan, 99)
     assert [share.doc for share in shares] == [0, 3, 5, 6, 7, 2, 1]
-    assert [sum(rows for _, rows in share.queries) for share in shares] == [60000, 30000, 29000, 28000, 1000, 900, 300]
+    lengths = [share_of_all * 6 for share_of_all in (60000, 30000, 29000, 28000, 1000, 900, 300)]
+    assert [sum(rows for _, rows in share.queries) for share in shares] == lengths
 
 
 def test_spread_counts_documents_and_tokens() -> None:

@@ -168,7 +168,11 @@ class DocumentPlacer:
         return Placement(policy, members, {})
 
     def place_flexible(self, policy: PlacementPolicy) -> Placement | None:
-        """Return the placement of a policy of flexible groups, maybe above the token cap; None if there is none."""
+        """Return the placement of a policy of flexible groups, maybe above the token cap; None if there is none.
+
+        If the policy is not `wide`, heads are split inside nodes alone: the keys of a document over several whole nodes
+        are fetched between them.
+        """
         cut, _ = self.counts(policy)
         docs = self._docs[:cut]
         groups = flexible_groups(self._flexible_seconds, docs, self.ranks, self.fair)
@@ -178,7 +182,10 @@ class DocumentPlacer:
         by_size: dict[int, list[DocumentRanks]] = {}
         shared: list[DocumentRanks] = []
         for doc, size, first in zip(docs, *groups, strict=True):
-            by_size.setdefault(size, []).append((doc, [first // size], [1.0]))
+            groups_of_doc = 1 if policy.wide or size % self.per_node or first % self.per_node else size // self.per_node
+            split_over = size // groups_of_doc
+            members = list(range(first // split_over, first // split_over + groups_of_doc))
+            by_size.setdefault(split_over, []).append((doc, members, [1 / groups_of_doc] * groups_of_doc))
             for rank in range(first, first + size):
                 loads.seconds[rank] += self._flexible_seconds[size][doc]
                 loads.tokens[rank] += self._costs.lengths[doc] / size

@@ -264,6 +264,14 @@ class _Search:
         if len(self._splits) > 1:
             for cut in FLEXIBLE_ABOVE if len(self._model.lengths) <= MAX_FLEXIBLE else FLEXIBLE_ABOVE[:1]:
                 yield PlacementPolicy(cut, never, flexible=True)
+                last = self.tried[-1].placement if self.tried else None
+                if (
+                    wide
+                    and last is not None
+                    and any(size > self._model.topology.ranks_per_node for size in last.split)
+                    and last.policy.flexible
+                ):
+                    yield PlacementPolicy(cut, never, flexible=True, wide=False)
         yield PlacementPolicy(1.0, never, power=True)
         if len(self._model.lengths) * self._model.topology.ranks > MAX_DOC_CHUNKS:
             return
