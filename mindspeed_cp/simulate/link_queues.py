@@ -19,6 +19,7 @@ import numpy as np
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.runs import group_starts
+from mindspeed_cp.simulate.shared_links import share_busy_periods
 
 #: Valid sharing modes.
 LINK_SHARING = ("fair", "fifo")
@@ -59,6 +60,7 @@ class LinkQueues:
         self.free_at = np.zeros(len(self.rate))
         self.idle_gap = np.zeros((len(self.rate), 2))
         self.busy_seconds = np.zeros(len(self.rate))
+        self._ranks_share_nics = sharing == "fair" and nics < ranks
 
     def serve(
         self, src: np.ndarray, dst: np.ndarray, size: np.ndarray, posted: np.ndarray
@@ -106,9 +108,19 @@ class LinkQueues:
                 turns.note_gaps(begun, ended, free, gap)
             free = ended[turns.last]
         self.free_at[used], self.idle_gap[used] = free, gap
+        if self._ranks_share_nics:
+            begun, ended = self._share_nics(link, ready, begun, ended)
         begin, end = np.empty(len(link)), np.empty(len(link))
         begin[order], end[order] = begun, ended
         return begin, end
+
+    def _share_nics(
+        self, link: np.ndarray, ready: np.ndarray, begun: np.ndarray, ended: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Let messages on NICs advance together; `link` is sorted, times are those of messages in turns."""
+        nics = slice(*np.searchsorted(link, [self.first_of_kind["nic out"], self.first_of_kind["pair"]]))
+        begun[nics], ended[nics] = share_busy_periods(link[nics], ready[nics], begun[nics], ended[nics])
+        return begun, ended
 
 
 class _Turns:
