@@ -103,17 +103,28 @@ class FluidDirection:
         table: records of dtype TRANSFER, sorted by `start`.
         links: links of the cluster.
         begin: seconds at which each rank begins, fp64 [ranks].
+        in_order: an exchange begins after the one before it has ended; False: all that are posted are under way.
 
     Attributes:
         end: seconds at which each rank's steps end, fp64 [ranks, steps].
         message_end: seconds at which each message has arrived, fp64 [messages].
     """
 
-    def __init__(self, kernels: np.ndarray, table: np.ndarray, links: FluidLinks, begin: np.ndarray) -> None:
+    def __init__(
+        self, kernels: np.ndarray, table: np.ndarray, links: FluidLinks, begin: np.ndarray, in_order: bool = True
+    ) -> None:
         ranks, steps = kernels.shape
         self.kernels, self.links = kernels, links
         self.src, self.dst, self.done = (table[name].copy() for name in ("src", "dst", "done"))
         self.in_exchange, self.left = table["exchange"] > 0, table["bytes"].copy()
+        keys = np.stack([table[name][self.in_exchange] for name in ("start", "part", "done")], 1)
+        self.exchange = np.full(len(table), -1)  # number of the exchange of each message, in order of posting
+        self.exchange[self.in_exchange] = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+        self.exchange_step = np.unique(keys, axis=0)[:, 0]
+        self.exchange_left = np.bincount(self.exchange[self.in_exchange])  # messages that are not through
+        self.exchange_end = np.zeros(len(self.exchange_left))
+        self.allowed = 0 if in_order else len(table)  # number of the last exchange that may begin
+        self.in_order = in_order
         self.tolerance = TOLERANCE * np.maximum(self.left, 1)
         self.way = links.way(self.src, self.dst)
         self.latency = links.latency(self.src, self.dst)
@@ -126,6 +137,7 @@ class FluidDirection:
         self.posted = np.zeros(len(table), bool)
         self.under_way = np.zeros(0, np.int64)
         self.begins = [(float(time), rank, 0) for rank, time in enumerate(begin)]  # (seconds, rank, step)
+        # A rank of -1 stands for the end of an exchange.
         heapq.heapify(self.begins)
 
     def run(self) -> FluidDirection:
@@ -158,18 +170,28 @@ class FluidDirection:
         steps: dict[int, list[int]] = {}
         while self.begins and self.begins[0][0] <= now:
             _, rank, step = heapq.heappop(self.begins)
-            steps.setdefault(step, []).append(rank)
+            if rank < 0:
+                self.allowed += 1
+                if self.allowed < len(self.exchange_step):
+                    self._post(int(self.exchange_step[self.allowed]))
+            else:
+                steps.setdefault(step, []).append(rank)
         for step, ranks in steps.items():
             self.begun[ranks, step] = True
             self.earliest[ranks, step] = np.maximum(self.earliest[ranks, step], now + self.kernels[ranks, step])
-            messages = np.arange(self.bounds[step], self.bounds[step + 1])
-            messages = messages[~self.posted[messages]]
-            begun = self.begun[:, step]
-            both = begun[self.src[messages]] & begun[self.dst[messages]]
-            messages = messages[np.where(self.in_exchange[messages], begun.all(), both)]
-            self.posted[messages] = True
-            self.under_way = np.concatenate([self.under_way, messages])
+            self._post(step)
             self._end_steps(np.array(ranks), np.full(len(ranks), step))
+
+    def _post(self, step: int) -> None:
+        """Send the messages of a step that may begin."""
+        messages = np.arange(self.bounds[step], self.bounds[step + 1])
+        messages = messages[~self.posted[messages]]
+        begun = self.begun[:, step]
+        both = begun[self.src[messages]] & begun[self.dst[messages]]
+        may = begun.all() & (self.exchange[messages] <= self.allowed)
+        messages = messages[np.where(self.in_exchange[messages], may, both)]
+        self.posted[messages] = True
+        self.under_way = np.concatenate([self.under_way, messages])
 
     def _arrive(self, messages: np.ndarray, now: float) -> None:
         self.message_end[messages] = arrived = now + self.latency[messages]
@@ -178,6 +200,14 @@ class FluidDirection:
             np.maximum.at(self.earliest, (rank[messages], done), arrived)
         np.maximum.at(self.earliest.T, done[exchanged], arrived[exchanged, None])
         self._count_due(messages, -1)
+        if self.in_order:
+            for exchange in np.unique(self.exchange[messages[exchanged]]).tolist():
+                mine = messages[self.exchange[messages] == exchange]
+                self.exchange_left[exchange] -= len(mine)
+                end = max(float(self.exchange_end[exchange]), float(self.message_end[mine].max()))
+                self.exchange_end[exchange] = end
+                if not self.exchange_left[exchange]:
+                    heapq.heappush(self.begins, (end, -1, 0))
         for step in np.unique(done).tolist():
             ranks = np.flatnonzero(self.begun[:, step])
             self._end_steps(ranks, np.full(len(ranks), step))
@@ -191,18 +221,21 @@ class FluidDirection:
                 heapq.heappush(self.begins, (end, rank, step + 1))
 
 
-def fluid_ends(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+def fluid_ends(timeline: Timeline, in_order: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Return when each rank's steps end, forward and backward, fp64 [ranks, steps] each, by the fluid simulation.
 
     Args:
         timeline: as simulated: kernels, linear layers and messages are taken from it, and no times of messages.
+        in_order: as for :class:`FluidDirection`.
     """
     links = FluidLinks(timeline.cluster, timeline.plan.topology.nodes)
     out, begin = [], np.zeros(timeline.ranks)
     rest = timeline.steps_backward[:, 0, 0] - timeline.steps_forward[:, -1, 2]  # linear layers between the directions
     for direction in ("forward", "backward"):
         steps = timeline.steps(direction)
-        made = FluidDirection(steps[:, :, 1] - steps[:, :, 0], timeline.transfers(direction), links, begin).run()
+        made = FluidDirection(
+            steps[:, :, 1] - steps[:, :, 0], timeline.transfers(direction), links, begin, in_order
+        ).run()
         out.append(made.end)
         begin = made.end[:, -1] + rest
     return out[0], out[1]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-TOLERANCE = 1e-12  # of a busy period: times that are the same
+ROUNDING = 1e-12  # relative, of times in a busy period
+ARRIVALS = 16  # of a busy period of a link; where messages arrive at more times, some arrive with those before them
 
 
 def share_busy_periods(
@@ -35,8 +36,8 @@ def share_busy_periods(
     used = column < count[:, None]
     messages = order[np.minimum(first[:, None] + column, len(order) - 1)]
     start = begun[messages[:, :1]]
-    arrival = np.where(used, np.maximum(ready[messages] - start, 0), np.inf)
     work = np.where(used, (ended - begun)[messages], 0)
+    arrival = np.where(used, np.maximum(ready[messages] - start, 0), work.sum(1, keepdims=True))
     through = _even_shares(arrival, work)
     begun, ended = begun.copy(), ended.copy()
     begun[messages[used]], ended[messages[used]] = (start + arrival)[used], (start + through)[used]
@@ -46,24 +47,31 @@ def share_busy_periods(
 def _even_shares(arrival: np.ndarray, work: np.ndarray) -> np.ndarray:
     """Return when each message of some links is through, if a link's messages share it evenly, fp64 [links, messages].
 
+    Between two arrivals the message with the least work left is through first, after it has got as much as all others.
+
     Args:
-        arrival: seconds from which a message may pass, inf for none; the first of each link is 0.
-        work: seconds that each message takes alone.
+        arrival: seconds from which a message may pass, ascending, the first of each link 0; for none the sum of `work`.
+        work: seconds that each message takes alone; 0 for none.
     """
-    tolerance = TOLERANCE * work.sum(1, keepdims=True)
-    left, through, now = work.copy(), arrival.copy(), np.zeros((len(work), 1))
-    while True:
-        here = arrival <= now
-        passing = here & (left > 0)
-        count = passing.sum(1, keepdims=True)
-        next_arrival = np.where(here, np.inf, arrival).min(1, keepdims=True)
-        span = np.where(passing, left, np.inf).min(1, keepdims=True) * np.maximum(count, 1)
-        until = np.minimum(now + span, next_arrival)
-        if np.isinf(until).all():
-            return through
-        until = np.where(np.isinf(until), now, until)
-        left -= np.where(passing, (until - now) / np.maximum(count, 1), 0)
-        ends = passing & (left <= tolerance)
-        left[ends] = 0
-        through = np.where(ends, until, through)
+    messages = work.shape[1]
+    first = np.append(0, 1 + np.flatnonzero((arrival[:, 1:] > arrival[:, :-1]).any(0)))  # of those that arrive together
+    if len(first) > ARRIVALS:
+        first = first[np.linspace(0, len(first), ARRIVALS, endpoint=False).astype(int)]
+    now, through, left = np.zeros((len(work), 1)), np.zeros_like(work), np.zeros_like(work)
+    for begin, end in zip(first, np.append(first[1:], messages), strict=True):
+        left[:, begin:end] = work[:, begin:end]
+        until = arrival[:, end : end + 1] if end < messages else np.full_like(now, np.inf)
+        order = np.argsort(left[:, :end], 1)
+        least_first = np.take_along_axis(left[:, :end], order, 1)
+        got = np.cumsum(least_first, 1)
+        ends = now + got + least_first * np.arange(end - 1, -1, -1)
+        done = ends <= until * (1 + ROUNDING)
+        passed = np.where(done & (least_first > 0), ends, 0)
+        others = end - done.sum(1, keepdims=True)
+        rest = until - now - np.where(done, least_first, 0).sum(1, keepdims=True)
+        least_first -= np.where(done, least_first, rest / np.maximum(others, 1))
+        through_before = np.take_along_axis(through[:, :end], order, 1)
+        np.put_along_axis(through[:, :end], order, np.maximum(passed, through_before), 1)
+        np.put_along_axis(left[:, :end], order, least_first, 1)
         now = until
+    return np.maximum(through, arrival + work)
