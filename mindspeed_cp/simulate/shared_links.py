@@ -40,7 +40,7 @@ def share_busy_periods(
     arrival = np.where(used, np.maximum(ready[messages] - start, 0), work.sum(1, keepdims=True))
     through = _even_shares(arrival, work)
     begun, ended = begun.copy(), ended.copy()
-    begun[messages[used]], ended[messages[used]] = (start + arrival)[used], (start + through)[used]
+    begun[messages[used]], ended[messages[used]] = np.maximum(ready[messages], start)[used], (start + through)[used]
     return begun, ended
 
 
