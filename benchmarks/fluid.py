@@ -1,7 +1,8 @@
 """The simulator's times against a fluid simulation, in which messages share links max-min fairly.
 
     python -m benchmarks.fluid [--clusters a2 a800 h800 a3 atlas350] [--ranks 16 32] [--kv-heads 8 32]
-                               [--lengths wikipedia prolong] [--algorithms ring direct ...] [--seeds 0] [--tokens 4096]
+                               [--lengths wikipedia prolong] [--algorithms ring direct ...] [--seeds 0]
+                               [--tokens 4096] [--together]
 
 Prints time of a layer by the simulator over that of the fluid simulation: below 1 the simulator is early. The fluid
 simulation is event-driven: between two events every message that is under way has a constant rate, and the rates are
@@ -26,7 +27,10 @@ from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.simulate.timeline import Timeline
 
-ALGORITHMS = ("ring", "direct", "direct:exchange=all_to_all", "hybrid", "ulysses", "double_ring", "hierarchical")
+ALGORITHMS = (
+    *("ring", "direct", "direct:prefetch=2", "direct:exchange=all_to_all", "direct:exchange=all_to_all:prefetch=2"),
+    *("hybrid", "ulysses", "double_ring", "hierarchical"),
+)
 TOLERANCE = 1e-9  # relative: shares that are equal, and bytes that are through
 
 
@@ -119,9 +123,9 @@ class FluidDirection:
         self.in_exchange, self.left = table["exchange"] > 0, table["bytes"].copy()
         keys = np.stack([table[name][self.in_exchange] for name in ("start", "part", "done")], 1)
         self.exchange = np.full(len(table), -1)  # number of the exchange of each message, in order of posting
-        self.exchange[self.in_exchange] = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
-        self.exchange_step = np.unique(keys, axis=0)[:, 0]
-        self.exchange_left = np.bincount(self.exchange[self.in_exchange])  # messages that are not through
+        exchanges, number = np.unique(keys, axis=0, return_inverse=True)
+        self.exchange[self.in_exchange] = number = number.reshape(-1)
+        self.exchange_step, self.exchange_left = exchanges[:, 0], np.bincount(number)  # left: messages not through
         self.exchange_end = np.zeros(len(self.exchange_left))
         self.allowed = 0 if in_order else len(table)  # number of the last exchange that may begin
         self.in_order = in_order
@@ -136,8 +140,9 @@ class FluidDirection:
         self.begun = np.zeros((ranks, steps), bool)
         self.posted = np.zeros(len(table), bool)
         self.under_way = np.zeros(0, np.int64)
-        self.begins = [(float(time), rank, 0) for rank, time in enumerate(begin)]  # (seconds, rank, step)
-        # A rank of -1 stands for the end of an exchange.
+        self.begins = [
+            (float(seconds), rank, 0) for rank, seconds in enumerate(begin)
+        ]  # and step; -1: an exchange ends
         heapq.heapify(self.begins)
 
     def run(self) -> FluidDirection:
@@ -180,7 +185,7 @@ class FluidDirection:
             self.begun[ranks, step] = True
             self.earliest[ranks, step] = np.maximum(self.earliest[ranks, step], now + self.kernels[ranks, step])
             self._post(step)
-            self._end_steps(np.array(ranks), np.full(len(ranks), step))
+            self._end_steps(np.array(ranks), step)
 
     def _post(self, step: int) -> None:
         """Send the messages of a step that may begin."""
@@ -209,13 +214,11 @@ class FluidDirection:
                 if not self.exchange_left[exchange]:
                     heapq.heappush(self.begins, (end, -1, 0))
         for step in np.unique(done).tolist():
-            ranks = np.flatnonzero(self.begun[:, step])
-            self._end_steps(ranks, np.full(len(ranks), step))
+            self._end_steps(np.flatnonzero(self.begun[:, step]), step)
 
-    def _end_steps(self, ranks: np.ndarray, steps: np.ndarray) -> None:
-        """Note when steps end for which all is known: kernels run, and no message is due any more."""
-        known = (self.due[ranks, steps] == 0) & np.isnan(self.end[ranks, steps])
-        for rank, step in zip(ranks[known].tolist(), steps[known].tolist(), strict=True):
+    def _end_steps(self, ranks: np.ndarray, step: int) -> None:
+        """Note when the step of ranks ends for which all is known: kernels run, and no message is due any more."""
+        for rank in ranks[(self.due[ranks, step] == 0) & np.isnan(self.end[ranks, step])].tolist():
             self.end[rank, step] = end = float(self.earliest[rank, step])
             if step + 1 < self.end.shape[1]:
                 heapq.heappush(self.begins, (end, rank, step + 1))
@@ -241,15 +244,16 @@ def fluid_ends(timeline: Timeline, in_order: bool = True) -> tuple[np.ndarray, n
     return out[0], out[1]
 
 
-def ratio(timeline: Timeline) -> float:
+def ratio(timeline: Timeline, in_order: bool = True) -> float:
     """Return time of a layer by the simulator over that of the fluid simulation."""
-    return timeline.total / float(fluid_ends(timeline)[1][:, -1].max())
+    return timeline.total / float(fluid_ends(timeline, in_order)[1][:, -1].max())
 
 
 def build(label: str, documents: Documents, topology: Topology, attention: AttentionConfig) -> Timeline:
     """Plan and simulate an algorithm with options, such as "direct:exchange=all_to_all"."""
     name, *options = label.split(":")
-    values = dict(option.split("=") for option in options)
+    values: dict[str, object] = dict(option.split("=") for option in options)
+    values |= {key: int(value) for key, value in values.items() if str(value).isdigit()}
     return simulate_plan(build_plan(documents, topology, attention, name, **values), str(topology.cluster))
 
 
@@ -274,20 +278,21 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each rank")
+    parser.add_argument("--together", action="store_true", help="fluid exchanges do not wait for each other")
     options = parser.parse_args()
-    print(f"{'cluster':10}{'algorithm':28}{'mean':>8}{'least':>8}{'most':>8}{'cases':>7}{'host s':>8}")
+    print(f"{'cluster':10}{'algorithm':40}{'mean':>8}{'least':>8}{'most':>8}{'cases':>7}{'host s':>8}")
     for cluster in options.clusters:
         for label in options.algorithms:
             begin, ratios = time.perf_counter(), []
             for problem in cases(options, cluster):
                 try:
-                    ratios.append(ratio(build(label, *problem)))
+                    ratios.append(ratio(build(label, *problem), not options.together))
                 except ConfigError:  # an algorithm that these ranks or heads do not allow
                     continue
             if ratios:
                 figures = "".join(f"{value:8.3f}" for value in (np.mean(ratios), min(ratios), max(ratios)))
                 seconds = time.perf_counter() - begin
-                print(f"{cluster:10}{label:28}{figures}{len(ratios):7}{seconds:8.1f}", flush=True)
+                print(f"{cluster:10}{label:40}{figures}{len(ratios):7}{seconds:8.1f}", flush=True)
 
 
 if __name__ == "__main__":
