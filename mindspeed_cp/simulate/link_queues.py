@@ -6,7 +6,8 @@ A link serves messages in the order of steps, and within a step in the order in 
 * "fair": they are independent. A message has arrived when both links have served it, and a message of a later step may
   use a gap in which a link was idle. This models links on which messages advance together in small packets (NVLink,
   HCCS, RDMA): a sender whose receiver is busy continues with other receivers. Every link finishes all of its bytes
-  when it would with fair shares; a single message may be early.
+  when it would with fair shares. On NICs that ranks share, messages of a step advance together
+  (:mod:`.shared_links`); elsewhere a single message may be early.
 * "fifo": the receiver's link may begin with a message when the sender's link has begun. A message that has left the
   sender waits at a busy receiver, so that senders that start with the same receiver delay each other. This models
   large TCP windows, as in the emulated cluster of `benchmarks/cluster`.
@@ -19,6 +20,7 @@ import numpy as np
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.runs import group_starts
+from mindspeed_cp.simulate.shared_links import share_busy_periods
 
 #: Valid sharing modes.
 LINK_SHARING = ("fair", "fifo")
@@ -59,6 +61,7 @@ class LinkQueues:
         self.free_at = np.zeros(len(self.rate))
         self.idle_gap = np.zeros((len(self.rate), 2))
         self.busy_seconds = np.zeros(len(self.rate))
+        self._ranks_share_nics = sharing == "fair" and nics < ranks
 
     def serve(
         self, src: np.ndarray, dst: np.ndarray, size: np.ndarray, posted: np.ndarray
@@ -106,9 +109,19 @@ class LinkQueues:
                 turns.note_gaps(begun, ended, free, gap)
             free = ended[turns.last]
         self.free_at[used], self.idle_gap[used] = free, gap
+        if self._ranks_share_nics:
+            begun, ended = self._share_nics(link, ready, begun, ended)
         begin, end = np.empty(len(link)), np.empty(len(link))
         begin[order], end[order] = begun, ended
         return begin, end
+
+    def _share_nics(
+        self, link: np.ndarray, ready: np.ndarray, begun: np.ndarray, ended: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Let messages on NICs advance together; `link` is sorted, times are those of messages in turns."""
+        nics = slice(*np.searchsorted(link, [self.first_of_kind["nic out"], self.first_of_kind["pair"]]))
+        begun[nics], ended[nics] = share_busy_periods(link[nics], ready[nics], begun[nics], ended[nics])
+        return begun, ended
 
 
 class _Turns:
