@@ -15,7 +15,7 @@ from mindspeed_cp.simulate.timeline import Timeline
 from mindspeed_cp.simulate.waits import fetch_waits
 
 #: Placements that are simulated by default on up to so many ranks; on more none.
-SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 5))
+SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 9))
 
 #: Pieces of fetched keys that are tried, and the least share of a layer that ranks wait for keys where they are.
 FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005

@@ -261,9 +261,11 @@ class PlacementModel:
                 total = np.bincount(group[chosen], value[chosen], groups)
                 getattr(phases, name).reshape(groups, size)[...] += total[:, None]
             calls = np.zeros(groups)  # all documents of a step share one call
-            steps = np.where(several, 2.0, float(phases.parts if inside else 1))
-            part_seconds = cluster.launch + self._posting_seconds(size)
-            np.maximum.at(calls, group[chosen], steps[chosen] * part_seconds)
+            parts = float(phases.parts if inside else 1)
+            # Attention takes longer in the backward, posting does not.
+            posting = parts * self._posting_seconds(size) * 2 / (1 + ATTENTION_BACKWARD)
+            steps = np.where(several, 2.0, parts) * cluster.launch + posting
+            np.maximum.at(calls, group[chosen], steps[chosen])
             for name in ("attention", f"split{inside}"):
                 getattr(phases, name).reshape(groups, size)[...] += calls[:, None]
         largest = phases.largest_into.reshape(groups, size)
