@@ -1,7 +1,7 @@
 """What messages in pieces would bring to the plans that `algorithm: hierarchical` makes by default.
 
     python -m benchmarks.chunked [--clusters a800 a2] [--heads mha gqa8] [--ranks 16 64 128] [--batches 3]
-                                 [--lengths wikipedia prolong] [--tokens 4096] [--posting 10] [--launch US]
+                                 [--lengths wikipedia prolong] [--tokens 4096] [--posting US] [--launch US]
                                  [--each] [--json FILE]
 
 A message of a step is sent whole, and attention on it begins when all of it is there. Here the finished plans are cut
@@ -12,11 +12,11 @@ nothing beside them. "best" is the fastest of all and of the whole plan, in each
 links that take no time: the most that hiding could bring.
 
 Modelled: one layer of 32 heads of 128 channels, forward and backward; percent of the whole plan's time that is saved,
-means of the batches. Each piece costs its latencies and launches, and shorter tiles cost more. The simulator lets
-posting take no time; the means of all are also printed with --posting microseconds for each part of which a rank posts
-messages in a step. --launch replaces the cluster's launch of a kernel in the simulation, in microseconds; plans stay
-the same. Batch i of set s is drawn by default_rng([i, s, 0]), as in benchmarks.scale; lengths are real ones where a
-checkout has them, else drawn from the bins of configs/lengths.
+means of the batches. Each piece costs its latencies, launches and posts, and shorter tiles cost more. The means of all
+are also printed without the time of posting. --posting and --launch replace the cluster's seconds of posting a message
+and of launching a kernel in the simulation, in microseconds; plans stay the same. Batch i of set s is drawn by
+default_rng([i, s, 0]), as in benchmarks.scale; lengths are real ones where a checkout has them, else drawn from the
+bins of configs/lengths.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import numpy as np
 
 from benchmarks.chunked.document_pieces import cut_documents
 from benchmarks.chunked.head_pieces import cut_heads
-from benchmarks.chunked.posting import layer_seconds
 from benchmarks.data import HEADS, real_lengths_folder
 from benchmarks.length_sets import SETS
 from benchmarks.topologies import place_of
@@ -41,6 +40,8 @@ from mindspeed_cp.algorithms.kv_fetch.pieces import cut_fetches
 from mindspeed_cp.cluster import Cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.simulate.simulator import simulate_plan
+from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 
 #: Ways to cut a plan, by name.
 CUTS: dict[str, Callable[[Plan], Plan]] = {
@@ -69,7 +70,7 @@ class Row:
         fetches: True if the plan fetches keys.
         splits: True if it splits heads.
         bound: modelled seconds of perfect balance with nothing exposed.
-        seconds: modelled seconds by way of cutting, without and with the time of posting; "whole" and "free" are the
+        seconds: modelled seconds by way of cutting, with and without the time of posting; "whole" and "free" are the
             plan as it is.
     """
 
@@ -86,28 +87,32 @@ class Row:
         return 1 - min(self.seconds[each][posting] for each in names) / whole
 
 
-def measure(setting: Setting, lengths: np.ndarray, posting: float, launch: float | None) -> Row:
+def measure(setting: Setting, lengths: np.ndarray, **changes: float) -> Row:
     """Cut the default plan of a batch in all ways, and simulate.
 
     Args:
         setting: cluster, heads, ranks and set of lengths.
         lengths: of all documents, int64 [documents].
-        posting: seconds of posting.
-        launch: seconds of a kernel's launch in the simulation; None: the cluster's.
+        changes: values of the cluster that are others in the simulation.
     """
     topology, attention, documents = place_of(setting[0], setting[2]), HEADS[setting[1]], Documents(lengths)
     plan = build_plan(documents, topology, attention, "hierarchical", fetch_pieces=1)
     bound = choose_placement(documents, documents, topology, attention).bound
-    cluster = cluster_of(topology)
-    cluster = cluster if launch is None else cluster.with_values(launch=launch)
-    seconds = {"whole": layer_seconds(plan, cluster, (0.0, posting))}
+    cluster = cluster_of(topology).with_values(**changes)
+    seconds = {"whole": layer_seconds(plan, cluster)}
     for name, cut in CUTS.items():
         other = cut(plan)
-        seconds[name] = seconds["whole"] if other is plan else layer_seconds(other, cluster, (0.0, posting))
-    seconds["free"] = layer_seconds(plan, without_transfer_times(cluster), (0.0, posting))
+        seconds[name] = seconds["whole"] if other is plan else layer_seconds(other, cluster)
+    seconds["free"] = layer_seconds(plan, without_transfer_times(cluster))
     fetches = any(len(part.forward.fetch) > 0 for part in plan.parts_or_self)
     splits = any(part.q_layout_compute.heads is not None for part in plan.parts_or_self)
     return Row(setting, fetches, splits, bound, seconds)
+
+
+def layer_seconds(plan: Plan, cluster: Cluster) -> list[float]:
+    """Return the modelled seconds of a layer, with and without the time of posting."""
+    clusters = cluster, cluster.with_values(posting=0.0)
+    return [simulate_plan(plan, each, max_exact_spans=COARSE_SPANS).total for each in clusters]
 
 
 def without_transfer_times(cluster: Cluster) -> Cluster:
@@ -131,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", choices=list(SETS), default=["wikipedia", "prolong"])
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
-    parser.add_argument("--posting", type=float, default=10.0, help="microseconds of posting, of a part in a step")
+    parser.add_argument("--posting", type=float, help="microseconds of posting a message; default: the cluster's")
     parser.add_argument("--launch", type=float, help="microseconds of a kernel's launch; default: the cluster's")
     parser.add_argument("--each", action="store_true", help="a line for each batch")
     parser.add_argument("--json", type=Path, help="write every figure there")
@@ -164,9 +169,9 @@ def run(options: argparse.Namespace) -> list[Row]:
             for ranks in options.ranks:
                 for name in options.lengths:
                     drawn = [draw(name, ranks, options.tokens, batch) for batch in range(options.batches)]
-                    setting, launch = (cluster, heads, ranks, name), options.launch
-                    launch = None if launch is None else launch * 1e-6
-                    batches = [measure(setting, lengths, options.posting * 1e-6, launch) for lengths in drawn]
+                    setting, given = (cluster, heads, ranks, name), vars(options)
+                    changes = {key: given[key] * 1e-6 for key in ("posting", "launch") if given[key] is not None}
+                    batches = [measure(setting, lengths, **changes) for lengths in drawn]
                     for number, row in enumerate(batches) if options.each else ():
                         show(f"  batch {number}, fetches {row.fetches}", [row], 0)
                     show(f"{cluster:6}{heads:6}{ranks:5} {name}", batches, 0)
@@ -175,7 +180,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         chosen = [row for row in rows if row.setting[1] == heads]
         fetching = [row for row in chosen if row.fetches]
         show(f"{heads}, {len(chosen)} batches", chosen, 0)
-        show(f"{heads}, posting takes {options.posting:g} us", chosen, 1)
+        show(f"{heads}, posting takes no time", chosen, 1)
         if fetching:
             show(f"{heads}, {len(fetching)} that fetch keys", fetching, 0)
     return rows

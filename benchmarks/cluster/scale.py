@@ -61,8 +61,9 @@ class Scale:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The preset, its nodes cut to the ranks of an emulated one: with the links among these and their NICs."""
-        return load_cluster(self.preset).with_ranks(self.ranks_per_node)
+        """The preset, its nodes cut to the ranks of an emulated one: with the links among these and their NICs. Posting
+        is real there, and takes no modelled time."""
+        return load_cluster(self.preset).with_ranks(self.ranks_per_node).with_values(posting=0.0)
 
     @property
     def seconds(self) -> float:

@@ -84,10 +84,10 @@ def build_hierarchical(
         tensor_model_parallel_size: tensor-parallel ranks of the model, for the cost of linear layers.
         sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
         simulated_placements: number of placements that are built and simulated (`mindspeed_cp.simulate_plan`);
-            the fastest is used. Two of three, and three of four or five, are the best of the planner's model, of
-            different policies, and of different kinds if one is nearly as fast; the others are the fastest of them with
-            less work for the ranks that waited long. Default: 3 on up to 16 ranks, 4 on up to 128, 5 on up to 1,024,
-            else 1, which is not simulated.
+            the fastest is used. More than half are the best of the planner's model, of different policies, and of
+            different kinds if one is nearly as fast; the others are the fastest of them with less work for the ranks
+            that waited long. Default: 3 on up to 16 ranks, 4 on up to 128, 9 on up to 1,024, else 1, which is not
+            simulated.
         fetch_pieces: pieces in which fetched keys and values, and their gradients, travel; attention on a piece begins
             when it is there. Default: 2 if that is faster where placements are simulated, else 1.
 
