@@ -207,9 +207,9 @@ class FluidDirection:
         self._count_due(messages, -1)
         if self.in_order:
             for exchange in np.unique(self.exchange[messages[exchanged]]).tolist():
-                mine = messages[self.exchange[messages] == exchange]
-                self.exchange_left[exchange] -= len(mine)
-                end = max(float(self.exchange_end[exchange]), float(self.message_end[mine].max()))
+                arrived_now = messages[self.exchange[messages] == exchange]
+                self.exchange_left[exchange] -= len(arrived_now)
+                end = max(float(self.exchange_end[exchange]), float(self.message_end[arrived_now].max()))
                 self.exchange_end[exchange] = end
                 if not self.exchange_left[exchange]:
                     heapq.heappush(self.begins, (end, -1, 0))

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from benchmarks import engine, host, kernels, virtual_ranks
-from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp import AttentionConfig, Documents
 from mindspeed_cp.comm import GroupTransport
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
+from tests.plan.parts import mixed_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--heads", "2", "--kv-heads", "2", "--dim", "16", "--repeat", "1"]
@@ -45,7 +46,7 @@ def test_virtual_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_virtual_ranks_of_a_plan_in_parts() -> None:
     """Every query is computed, in the documents of its part."""
     attention = AttentionConfig(4, 4, 16)
-    plan = build_plan(Documents([300, 7, 900, 40, 120]), Topology(1, 4), attention, "hierarchical")
+    plan = mixed_plan(Documents([300, 7, 900, 40, 120]), 4, attention)
     assert len(plan.parts_or_self) > 1
     inputs = [torch.randn(plan.documents.tokens, 4, 16) for _ in range(4)]
     works = [virtual_ranks.RankWork(plan, rank, CpuAttention(), inputs) for rank in range(4)]

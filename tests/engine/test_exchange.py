@@ -193,7 +193,7 @@ def test_ranks_that_differ_have_other_plans_and_other_names_are_refused() -> Non
 def test_the_simulator_lets_all_ranks_meet() -> None:
     """Ranks with unequal work: no row of an exchange travels before the last rank has come to its step, and the step in
     which it is due ends on no rank before its last row has arrived. Messages by themselves begin earlier."""
-    cluster, documents = load_cluster("a2"), Documents([8 * 4096, 4096, 4096])
+    cluster, documents = load_cluster("a2").with_values(posting=0.0), Documents([8 * 4096, 4096, 4096])
     attention = AttentionConfig(32, head_dim=128)
     early, timelines = {}, {}
     for exchange in ("messages", "all_to_all"):

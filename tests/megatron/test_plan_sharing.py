@@ -201,7 +201,7 @@ def error_of(rank: int, group: None, path: str, fault: str) -> tuple[str, str]:
     machine = 3 if fault == "machine" else 4  # four ranks on machines of three: the last is alone
     keys = ["algorithm=hierarchical", f"verify_plans={'true' if fault == 'proof' else 'false'}"]
     if fault == "option" and rank == 3:
-        keys.append("max_seqlen_per_dp_cp_rank=13")
+        keys.append("max_seqlen_per_dp_cp_rank=12")
     with (
         script(rank, path, machine, **{**CP4, "cp_plan_set": keys, "cp_plan_planner": "node"}) as (
             _,

@@ -14,7 +14,7 @@ MHA, NO_LINEAR, POST = AttentionConfig(heads=8, head_dim=128), LayerCost(0.0, 10
 
 
 def table(*rows: tuple[int, int, int, int, int, int]) -> np.ndarray:
-    """Transfers of one byte by (src, dst, start, done, part, exchange)."""
+    """Transfers of a byte by (src, dst, start, done, part, exchange)."""
     out = np.zeros(len(rows), TRANSFER)
     for i, (src, dst, start, done, part, exchange) in enumerate(rows):
         out[i] = (src, dst, start, done, 0, part, exchange, 1.0)
@@ -28,8 +28,8 @@ def test_both_ends_of_each_message_pay() -> None:
 
 
 def test_every_rank_posts_an_exchange_once_and_each_exchange_of_a_step() -> None:
-    one = table((0, 1, 0, 1, 0, 1), (1, 0, 0, 1, 0, 1))
-    assert posting_seconds(one, 3, 2, 2.0).tolist() == [[2, 0]] * 3
+    single = table((0, 1, 0, 1, 0, 1), (1, 0, 0, 1, 0, 1))
+    assert posting_seconds(single, 3, 2, 2.0).tolist() == [[2, 0]] * 3
     three = table((0, 1, 0, 1, 0, 1), (1, 0, 0, 0, 0, 1), (1, 0, 0, 1, 1, 1), (2, 0, 1, 1, 0, 0))
     assert posting_seconds(three, 3, 2, 2.0).tolist() == [[6, 2], [6, 0], [6, 2]]
 

@@ -23,11 +23,11 @@ def from_event_to_event(ready: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return when messages of one link are through that share it evenly."""
     left, end, now = seconds.copy(), ready.copy(), 0.0
     while (left > 0).any():
-        here = (left > 0) & (ready <= now)
+        under_way = (left > 0) & (ready <= now)
         later = ready[ready > now].min(initial=np.inf)
-        span = min(later - now, left[here].min(initial=np.inf) * here.sum() if here.any() else np.inf)
-        left[here] -= span / max(here.sum(), 1)
-        through = here & (left <= 1e-12)
+        span = min(later - now, left[under_way].min(initial=np.inf) * under_way.sum() if under_way.any() else np.inf)
+        left[under_way] -= span / max(under_way.sum(), 1)
+        through = under_way & (left <= 1e-12)
         now = later if span == later - now else now + span
         left[through], end[through] = 0, now
     return end
@@ -61,10 +61,10 @@ def test_links_as_followed_from_event_to_event(seed: int, most: int) -> None:
     begun, ended = share_busy_periods(link, ready, *turns)
     assert (begun >= ready).all() and (ended >= ready + seconds - 1e-9).all()
     for number in np.unique(link):
-        mine = link == number
-        assert ended[mine].max() == pytest.approx(turns[1][mine].max())
+        on_link = link == number
+        assert ended[on_link].max() == pytest.approx(turns[1][on_link].max())
         if most == ARRIVALS:
-            assert ended[mine] == pytest.approx(from_event_to_event(ready[mine], seconds[mine]))
+            assert ended[on_link] == pytest.approx(from_event_to_event(ready[on_link], seconds[on_link]))
 
 
 @pytest.mark.parametrize("sharing", ["fair", "fifo"])
