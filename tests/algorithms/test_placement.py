@@ -218,3 +218,35 @@ def test_placements_of_thousands_of_ranks_are_few() -> None:
     documents, topology = Documents([1000] * 9000), Topology(512, 8, "a800")
     result = choose_placement(documents, documents, topology, MHA)
     assert 1 <= len(result.ranked) <= 12
+
+
+def test_all_documents_go_to_groups_of_any_number_of_nodes_that_heads_allow() -> None:
+    """Four nodes of two ranks and eight heads: groups of four nodes, of two and of one."""
+    documents, topology = Documents([5000, 40, 700]), Topology(4, 2, "a2")
+    model = model_of(documents, topology, AttentionConfig(heads=8, head_dim=64))
+    placer, found = DocumentPlacer(model), {}
+    for nodes in (1, 2, 4):
+        placement = placer.place(PlacementPolicy(0, 0, everywhere=True, group_nodes=nodes))
+        ((size, members),) = placement.split.items()
+        assert size == 2 * nodes and len(members.doc) == 3 * 4 // nodes
+        assert members.share == pytest.approx(nodes / 4)
+        found[nodes] = placement
+    default = placer.place(PlacementPolicy(0, 0, everywhere=True))
+    assert default.split.keys() == found[4].split.keys()
+    tried = {trial.placement.policy.group_nodes for trial in search_placements(model).search.tried}
+    assert tried == {0, 2}
+
+
+def test_flexible_groups_of_whole_nodes_split_heads_inside_nodes_alone() -> None:
+    """Two giants over two nodes each and a middle one: no group is smaller than a node, and none is wider."""
+    documents, topology = Documents([64000, 64000, 30000, 30, 30]), Topology(6, 2, "a2")
+    model = model_of(documents, topology, AttentionConfig(heads=8, head_dim=64))
+    policy = PlacementPolicy(0.1, NEVER, flexible=True, wide=False, group_nodes=1)
+    placement = DocumentPlacer(model).place_flexible(policy)
+    assert placement is not None
+    ((size, members),) = placement.split.items()
+    assert size == 2
+    nodes = {doc: members.rank[members.doc == doc].tolist() for doc in (0, 1, 2)}
+    assert len(nodes[0]) == len(nodes[1]) == 2 and not set(nodes[0]) & set(nodes[1])
+    assert all(members.share[members.doc == doc].sum() == pytest.approx(1) for doc in (0, 1, 2))
+    assert sorted(placement.whole.doc.tolist()) == [3, 4]

@@ -158,7 +158,7 @@ class DocumentPlacer:
 
     def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
         """Place every document on all ranks, or on all groups of nodes by heads."""
-        width = self.widest if policy.wide else 1
+        width = policy.group_nodes or (self.widest if policy.wide else 1)
         count = self.nodes // width if policy.split == 0 else self.ranks
         doc = np.arange(len(self._docs))
         share = np.full(len(doc) * count, 1.0 / count)
@@ -175,7 +175,9 @@ class DocumentPlacer:
         """
         cut, _ = self.counts(policy)
         docs = self._docs[:cut]
-        groups = flexible_groups(self._flexible_seconds, docs, self.ranks, self.fair)
+        least = policy.group_nodes * self.per_node
+        seconds = {size: each for size, each in self._flexible_seconds.items() if size >= least}
+        groups = flexible_groups(seconds, docs, self.ranks, self.fair) if seconds else None
         if groups is None:
             return None
         loads = RankLoads(self._costs, self.ranks, self.cap)

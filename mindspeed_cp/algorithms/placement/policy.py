@@ -24,7 +24,10 @@ class PlacementPolicy:
         wide: split the heads of a document that needs several nodes over 2, 4, ... nodes together, as far as the number
             of heads allows; otherwise split them inside each node, and fetch its keys between nodes.
         power: cut documents go to 1, 2, 4, ... neighbouring ranks in equal shares, as in other systems.
-        everywhere: cut all documents over all ranks: by heads inside nodes if `split` is 0, else by tokens.
+        everywhere: cut all documents over all ranks: by tokens, or if `split` is 0 by heads inside groups of nodes and
+            by tokens between them.
+        group_nodes: nodes of such a group; 0: as many as there are heads for if `wide`, else one. Of flexible groups:
+            nodes of the smallest one; 0: a rank.
         flexible: documents with more work than `cut` are whole in groups of 1, 2, 4, ... ranks that split their heads
             (:mod:`mindspeed_cp.algorithms.placement.flexible_groups`); others are on one rank.
         remap: linear layers have their own layout, so only the work of attention counts.
@@ -35,6 +38,7 @@ class PlacementPolicy:
     wide: bool = True
     power: bool = False
     everywhere: bool = False
+    group_nodes: int = 0
     flexible: bool = False
     remap: bool = False
 

@@ -183,9 +183,9 @@ class _Search:
         """Try all policies, with or without a layout for linear layers, until one is close to the bound."""
         placer = self._placer(remap)
         seen: set[tuple[Any, ...]] = set()
-        for policy in self._policies(remap, placer.widest > 1):
+        for policy in self._policies(remap, placer.widest):
             cut, halved = placer.counts(policy)
-            flags = policy.wide, policy.power, policy.everywhere, policy.flexible
+            flags = policy.wide, policy.power, policy.everywhere, policy.group_nodes, policy.flexible
             key = (max(cut, halved), halved, *flags)  # equal keys place alike
             if key not in seen:
                 seen.add(key)
@@ -239,8 +239,19 @@ class _Search:
             self.tried.append(_Trial(placement, score, seconds, len(self.tried)))
         return score
 
-    def _policies(self, remap: bool, wide: bool) -> Iterator[PlacementPolicy]:
-        """Yield the policies in the order of trying; later ones depend on the results of earlier ones."""
+    def _over_nodes(self, trials: Sequence[_Trial]) -> list[_Trial]:
+        """Return those that split the heads of some document over several nodes."""
+        node = self._model.topology.ranks_per_node
+        return [trial for trial in trials if any(size > node for size in trial.placement.split)]
+
+    def _policies(self, remap: bool, widest: int) -> Iterator[PlacementPolicy]:
+        """Yield the policies in the order of trying; later ones depend on the results of earlier ones.
+
+        Args:
+            remap: linear layers have a layout of their own.
+            widest: nodes over which heads can be split.
+        """
+        wide = widest > 1
         before, never = len(self.tried), float("inf")
         for split in self._splits:
             yield PlacementPolicy(CUT_ABOVE[0], split, remap=remap)
@@ -255,8 +266,7 @@ class _Search:
             for cut in CUT_ABOVE[1:]:
                 yield PlacementPolicy(cut, split, remap=remap)
         if wide:
-            node = self._model.topology.ranks_per_node
-            over_nodes = [trial for trial in self.tried[before:] if any(size > node for size in trial.placement.split)]
+            over_nodes = self._over_nodes(self.tried[before:])
             if over_nodes:
                 yield replace(min(over_nodes, key=_sort_key).placement.policy, wide=False)
         if remap or self._model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
@@ -264,14 +274,8 @@ class _Search:
         if len(self._splits) > 1:
             for cut in FLEXIBLE_ABOVE if len(self._model.lengths) <= MAX_FLEXIBLE else FLEXIBLE_ABOVE[:1]:
                 yield PlacementPolicy(cut, never, flexible=True)
-                last = self.tried[-1].placement if self.tried else None
-                if (
-                    wide
-                    and last is not None
-                    and any(size > self._model.topology.ranks_per_node for size in last.split)
-                    and last.policy.flexible
-                ):
-                    yield PlacementPolicy(cut, never, flexible=True, wide=False)
+                if wide and self._over_nodes([trial for trial in self.tried[-1:] if trial.placement.policy.flexible]):
+                    yield PlacementPolicy(cut, never, flexible=True, wide=False, group_nodes=1)
         yield PlacementPolicy(1.0, never, power=True)
         if len(self._model.lengths) * self._model.topology.ranks > MAX_DOC_CHUNKS:
             return
@@ -279,6 +283,8 @@ class _Search:
         if len(self._splits) > 1:
             for is_wide in (True, False) if wide else (False,):
                 yield PlacementPolicy(0, 0, wide=is_wide, everywhere=True)
+            for power in range(1, widest.bit_length() - 1):
+                yield PlacementPolicy(0, 0, everywhere=True, group_nodes=2**power)
 
 
 def min_cross_node_length(model: PlacementModel) -> float:
