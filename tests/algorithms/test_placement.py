@@ -224,15 +224,15 @@ def test_all_documents_go_to_groups_of_any_number_of_nodes_that_heads_allow() ->
     """Four nodes of two ranks and eight heads: groups of four nodes, of two and of one."""
     documents, topology = Documents([5000, 40, 700]), Topology(4, 2, "a2")
     model = model_of(documents, topology, AttentionConfig(heads=8, head_dim=64))
-    placer, found = DocumentPlacer(model), {}
+    placer, placements = DocumentPlacer(model), {}
     for nodes in (1, 2, 4):
         placement = placer.place(PlacementPolicy(0, 0, everywhere=True, group_nodes=nodes))
         ((size, members),) = placement.split.items()
         assert size == 2 * nodes and len(members.doc) == 3 * 4 // nodes
         assert members.share == pytest.approx(nodes / 4)
-        found[nodes] = placement
+        placements[nodes] = placement
     default = placer.place(PlacementPolicy(0, 0, everywhere=True))
-    assert default.split.keys() == found[4].split.keys()
+    assert default.split.keys() == placements[4].split.keys()
     tried = {trial.placement.policy.group_nodes for trial in search_placements(model).search.tried}
     assert tried == {0, 2}
 
