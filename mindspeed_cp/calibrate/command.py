@@ -33,6 +33,7 @@ def measure(request: CalibrationRequest, *, as_json: bool) -> None:
     given = [] if request.csv is None else read_measurements(request.csv)
     given_kinds = {measurement.kind for measurement in given}
     links, ranks = _measure_links(request, kind, given_kinds, base)
+    links = [measurement for measurement in links if measurement.kind not in given_kinds]
     if os.environ.get("RANK", "0") != "0":
         return
     measurements = [*given, *links, *_measure_kernels(request, kind, given_kinds)]
@@ -165,7 +166,7 @@ def _source_with_file(source: str, path: Path, given: set[str], key: str) -> str
         "attention_efficiency": "attention", "tile_rows": "attention", "launch": "attention",
         "linear_efficiency": "linear",
         "fabric": "in_node", "pair_bandwidth": "in_node", "rank_bandwidth": "in_node", "in_node_latency": "in_node",
-        "nics_per_node": "network", "nic_bandwidth": "network", "network_latency": "network",
+        "nics_per_node": "network", "nic_bandwidth": "network", "network_latency": "network", "posting": "posting",
     }  # fmt: skip
     return (
         source.replace("measured", path.name) if source.startswith("measured") and kinds.get(key) in given else source

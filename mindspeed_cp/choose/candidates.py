@@ -75,7 +75,7 @@ def parse_candidate(word: str) -> Candidate:
         options[key] = known[key].with_words(parse_option_value(value))
         problem = known[key].problem(options[key])
         if problem is not None:
-            raise ConfigError(f"{key} is {short_repr(options[key])}; valid: {problem}")
+            raise ConfigError(f"{name}: {key} is {short_repr(options[key])}; valid: {problem}")
     return Candidate(name, tuple(options.items()))
 
 

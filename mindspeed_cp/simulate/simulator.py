@@ -8,8 +8,9 @@ which both ends have posted all messages of the step, in parallel with computati
 ended, since calls of one communicator run in order; it ends on all ranks when the last of its rows has arrived. Relayed
 messages are messages of the plan like all others: a rank posts them in the step after their arrival.
 
-Each step is simulated for all ranks at once. This is exact with one exception: where ranks share a NIC, a message of an
-earlier step is served before a message of a later step that was posted before it.
+Each step is simulated for all ranks at once. This is exact with two exceptions where ranks share a NIC: a message of an
+earlier step is served before a message of a later step that was posted before it, and messages of a step that come at
+more than 16 times are grouped (:mod:`.shared_links`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from mindspeed_cp.cluster.compute import LayerCost
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count
 from mindspeed_cp.simulate.memory import attention_peak_bytes
+from mindspeed_cp.simulate.posting import posting_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,6 +92,11 @@ class Timeline:
         """Busy seconds of the busiest rank over the mean; 1 is even, also for no work."""
         busy = self.compute + self.linear
         return float(busy.max() / busy.mean()) if busy.mean() > 0 else 1.0
+
+    def posting(self, direction: str) -> np.ndarray:
+        """Return the part of `compute` in which ranks post messages, in each timeline step, fp64 [ranks, steps]."""
+        steps = step_count(self.plan, direction)
+        return posting_seconds(self.transfers(direction), self.ranks, steps, self.cluster.posting)
 
     @property
     def exposed(self) -> np.ndarray:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +22,7 @@ from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, 
 from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, NodeRoom, RankLoads
 from mindspeed_cp.algorithms.placement.search import PlacementResult, _Trial, search_placements
 from mindspeed_cp.algorithms.placement.split_parts import split_parts
-from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.simulate.simulator import simulate_plan
@@ -235,6 +237,15 @@ def test_all_documents_go_to_groups_of_any_number_of_nodes_that_heads_allow() ->
     assert default.split.keys() == placements[4].split.keys()
     tried = {trial.placement.policy.group_nodes for trial in search_placements(model).search.tried}
     assert tried == {0, 2}
+
+
+def test_clusters_whose_launches_and_posts_take_no_time_are_planned_for(tmp_path: Path) -> None:
+    for launch, posting in ((0, 0), (0, 1e-6), (1e-6, 0)):
+        path = tmp_path / f"{launch} {posting}.yaml"
+        values = asdict(load_cluster("a2")) | {"launch": launch, "posting": posting}
+        path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()), encoding="utf-8")
+        model = model_of(Documents([5000, 40, 700]), Topology(2, 2, str(path)), AttentionConfig(heads=8, head_dim=64))
+        assert search_placements(model).score.total >= model.bound
 
 
 def test_flexible_groups_of_whole_nodes_split_heads_inside_nodes_alone() -> None:

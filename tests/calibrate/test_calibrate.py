@@ -122,6 +122,15 @@ def test_measurements_of_a_file_are_fitted(tmp_path: Path, capsys: pytest.Captur
     assert "given.csv" in next(line for line in out.read_text().splitlines() if line.startswith("tile_rows"))
 
 
+def test_posting_of_a_file_is_not_measured_again(tmp_path: Path) -> None:
+    """With and without links of the file: the value is the file's, and so is its source."""
+    posting = "posting,6e-6,,,2,\nposting,9e-6,,,3,\n"
+    for links, ranks in ((LINKS, "4"), ("", "2")):
+        code, out = calibrated(tmp_path, CSV + links + posting, "--nproc", ranks, "--overwrite")
+        line = next(line for line in out.read_text().splitlines() if line.startswith("posting"))
+        assert code == 0 and load_cluster(out).posting == pytest.approx(3e-6) and "given.csv" in line
+
+
 def test_a_base_gives_what_is_not_measured(tmp_path: Path) -> None:
     code, out = calibrated(tmp_path, CSV, "--base", "a800", "--nproc", "1")
     made, base = load_cluster(out), load_cluster("a800")

@@ -124,11 +124,15 @@ def test_the_prediction_is_the_simulator_s(tmp_path: Path, capsys: pytest.Captur
     made = [simulate_plan(plan, cluster, LAYER) for plan in plans]
     total = 3 * sum(timeline.total for timeline in made) + cluster.reduction_seconds(GRADIENT_BYTES, 2)
     assert step["predicted"]["seconds"] == pytest.approx(total)
+    both = ("forward", "backward")
     for rank, said in enumerate(step["ranks"]):
         predicted = said["predicted"]
-        assert predicted["attention"] == pytest.approx(3 * sum(timeline.compute[rank] for timeline in made))
+        posted = sum(timeline.posting(way)[rank].sum() for timeline in made for way in both)
+        assert posted > 0
+        kernels = sum(timeline.compute[rank] for timeline in made) - posted
+        assert predicted["attention"] == pytest.approx(3 * kernels)
         assert predicted["other"] == pytest.approx(3 * sum(timeline.linear[rank] for timeline in made))
-        assert predicted["exposed"] == pytest.approx(3 * sum(timeline.exposed[rank] for timeline in made))
+        assert predicted["exposed"] == pytest.approx(3 * (sum(timeline.exposed[rank] for timeline in made) + posted))
         assert predicted["seconds"] == pytest.approx(total) and predicted["waiting"] >= 0
         assert predicted["sent"] == 3 * sum(traffic(plan)["total"][rank] for plan in plans)
 

@@ -2,8 +2,9 @@
 
 It counts the seconds of each rank's tiles, the bytes that it receives over in-node links, and those that its node
 receives over its NICs. A direction has the phases of all plans of this kind: local blocks while q, k and v are
-redistributed to heads, split heads while keys travel, fetched keys while outputs and gradients return. Latencies are
-left out, because only placements of one batch are compared. :mod:`mindspeed_cp.simulate.simulator` simulates a finished
+redistributed to heads, split heads while keys travel, fetched keys while outputs and gradients return. Latencies, and
+the posting of fetched keys, are left out, because only placements of one batch are compared; posts of redistributions
+count, since every part has its own. :mod:`mindspeed_cp.simulate.simulator` simulates a finished
 plan step by step.
 """
 
@@ -209,9 +210,12 @@ class PlacementModel:
         ranks = self.topology.ranks
         inside = {size: each for size, each in placement.split.items() if size <= self.topology.ranks_per_node}
         seconds = sum(float(self.alone[each.doc] @ each.share) for each in inside.values()) / ranks
-        most = seconds / (PART_LAUNCHES * self.cluster.launch)
+        part_seconds = self._posting_seconds(max(inside, default=1)) + self.cluster.launch
+        if part_seconds == 0:
+            return MAX_SPLIT_PARTS
+        most = seconds / (PART_LAUNCHES * self.cluster.launch) if self.cluster.launch else MAX_SPLIT_PARTS
         travel = sum(float(self.redistribution_work(size)[each.doc] @ each.share) for size, each in inside.items())
-        best = (travel / 2 / ranks / (self._posting_seconds(max(inside, default=1)) + self.cluster.launch)) ** 0.5
+        best = (travel / 2 / ranks / part_seconds) ** 0.5
         return int(np.clip(np.floor(min(most, best + PART_ROUNDING)), 1, MAX_SPLIT_PARTS))
 
     def _posting_seconds(self, size: int) -> float:

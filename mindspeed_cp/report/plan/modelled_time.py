@@ -52,6 +52,7 @@ class ModelledTime:
         return {
             "cluster": self.cluster,
             "modelled": {
+                "cluster_remark": self.remark.strip(" ()") or None,
                 "seconds": self.seconds,
                 "bound": self.bound,
                 "fraction_of_bound": self.fraction,

@@ -107,21 +107,25 @@ class _LayerSimulator:
         bytes_sent = traffic(plan, self._element_bytes)
         timeline = simulate_plan(plan, self._cluster, layer)
         forward, is_attention = timeline.steps_forward, timeline.is_attention("forward")
+        posting, posting_backward = (timeline.posting(direction) for direction in ("forward", "backward"))
         linear = linear_times(plan, ComputeCost(self._cluster, plan.attention, layer), backward=False)
         granularity = self._settings.model.recompute_granularity
         recomputes, full = int(granularity is not None), int(granularity == "full")
         edge = 0 if full else timeline.edge_steps - 1  # without them: attention alone
         repeated = forward[:, edge : forward.shape[1] - edge]
-        kernels = (forward[:, is_attention, 1] - forward[:, is_attention, 0]).sum(1)
-        exposed = (repeated[:, :, 2] - repeated[:, :, 1]).sum(1)
+        kernels = (forward[:, :, 1] - forward[:, :, 0] - posting)[:, is_attention].sum(1)
+        # Measured posting is a part of what messages expose.
+        posting_repeated = posting[:, edge : forward.shape[1] - edge].sum(1)
+        exposed = (repeated[:, :, 2] - repeated[:, :, 1]).sum(1) + posting_repeated
+        posted = posting.sum(1) + posting_backward.sum(1)
         seconds = float((repeated[:, -1, 2] - repeated[:, 0, 0]).max()) + full * float(linear.rest.max())
         fetched_again = bytes_sent["fetch_forward"] + bytes_sent["redistribution_forward"]
         messages = _messages(plan, "forward") * (1 + recomputes) + _messages(plan, "backward")
         rows, moves = _hidden_state_traffic(plan, self._shares) * (2 + full)  # forward and backward
         hidden_bytes = self._repeat_over_tp(rows) * layer.hidden_size * self._element_bytes
         return _ModelledLayer(
-            self._repeat_over_tp(timeline.compute + recomputes * kernels),
-            self._repeat_over_tp(timeline.exposed + recomputes * exposed),
+            self._repeat_over_tp(timeline.compute - posted + recomputes * kernels),
+            self._repeat_over_tp(timeline.exposed + posted + recomputes * exposed),
             self._repeat_over_tp(timeline.linear + full * linear.total),
             self._repeat_over_tp(bytes_sent["total"] + recomputes * fetched_again) + hidden_bytes,
             self._repeat_over_tp(messages) + self._repeat_over_tp(moves),
