@@ -22,7 +22,7 @@ DEFAULT = "1"  # torch_npu's own
 REFUSAL = 60  # seconds within which the queue's thread notes an error
 
 _lock = threading.RLock()
-_begun = _done = False
+_begun = _done = _ended = False
 
 
 def mode() -> int:
@@ -38,16 +38,36 @@ def mode() -> int:
 
 
 def wait_for_refusal() -> None:
-    """Wait until the queue reports the error of a call that it made; for calls that must fail.
+    """Wait until the queue or a stream reports the error of a call; for calls that must fail.
 
-    One wait is not enough: when a call fails, the queue's thread drops what is left of the queue, and notes the error after
-    that (Ascend/pytorch, NPUQueue.cpp, `ReadQueue`). A wait in between finds the queue empty and ends without an error.
+    First by recording an event until the queue has got past the call or refuses to take more. `torch.npu.synchronize` would
+    do neither: when a call fails, the queue's thread drops what is left of the queue and notes the error after that
+    (Ascend/pytorch, NPUQueue.cpp, `ReadQueue`), and what another thread puts into the queue just then stays there, so that
+    who waits for an empty queue waits forever.
     """
+    global _ended
     end = time.monotonic() + REFUSAL
+    if mode():
+        event = torch.npu.Event()
+        try:
+            event.record()
+            while not event.query():
+                assert time.monotonic() < end, "the queue stands still"
+                time.sleep(0.001)
+                event.record()
+            event.record()  # after an error, a query finds nothing that is still to be recorded
+        except RuntimeError:
+            _ended = True
+            raise
     while True:
         torch.npu.synchronize()
         assert time.monotonic() < end, "no call was refused"
         time.sleep(0.001)
+
+
+def has_ended() -> bool:
+    """Whether the queue of this process has reported an error. It makes no more calls, and nothing may wait for it."""
+    return _ended
 
 
 def release_lock_in_waits() -> None:

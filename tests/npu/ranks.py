@@ -197,6 +197,7 @@ def _in_a_group(rank: int, size: int, port: int, function: Callable[..., Any], a
     from torch.distributed.distributed_c10d import _get_default_store
 
     import tests.npu.preload  # noqa: F401  (done before, in a forked process)
+    from tests.host_cann import task_queue
 
     torch.set_num_threads(1)
     torch.npu.set_device(rank)
@@ -205,6 +206,8 @@ def _in_a_group(rank: int, size: int, port: int, function: Callable[..., Any], a
     dist.init_process_group("hccl", store=store, rank=rank, world_size=size, timeout=limit)
     _get_default_store().set(f"process {rank}", str(os.getpid()))
     value = function(rank, size, *args)
+    if task_queue.has_ended():
+        return value
     torch.npu.synchronize()
     dist.destroy_process_group()
     return value
