@@ -16,6 +16,7 @@ def assign_to_least_loaded(
     sizes: Sequence[int] | None = None,
     filled: list[float] | None = None,
     bound: float = math.inf,
+    order: Sequence[int] | None = None,
 ) -> list[int]:
     """Assign items in the given order, each to the bin with the least load. Given by descending cost, the busiest bin
     is at most 4/3 times as loaded as it must be (Graham 1969).
@@ -27,27 +28,28 @@ def assign_to_least_loaded(
         sizes: how much of the bound each item takes; 1 if not given.
         filled: how much of the bound each bin has taken before; what the items take is added.
         bound: most that a bin takes.
+        order: all bins, as "the first one" is meant; default: ascending.
 
     Returns:
         The bin of each item, up to the first item that no bin has room for.
     """
     filled = [0.0] * len(loads) if filled is None else filled
-    heap = [(load, 0, number) for number, load in enumerate(loads)]
+    heap = [(loads[number], 0, place, number) for place, number in enumerate(order or range(len(loads)))]
     heapq.heapify(heap)
-    without_room: list[tuple[float, tuple[float, int, int]]] = []  # by negative room: the most room comes first
+    without_room: list[tuple[float, tuple[float, int, int, int]]] = []  # by negative room: the most room comes first
     bins: list[int] = []
     for cost, tie, size in zip(costs, ties or repeat(0), sizes or repeat(1), strict=False):
         while without_room and -without_room[0][0] >= size:
             heapq.heappush(heap, heapq.heappop(without_room)[1])
-        while heap and bound - filled[heap[0][2]] < size:
+        while heap and bound - filled[heap[0][3]] < size:
             entry = heapq.heappop(heap)
-            heapq.heappush(without_room, (filled[entry[2]] - bound, entry))
+            heapq.heappush(without_room, (filled[entry[3]] - bound, entry))
         if not heap:
             break
-        load, sum_of_ties, number = heap[0]
-        heapq.heapreplace(heap, (load + cost, sum_of_ties + tie, number))
+        load, sum_of_ties, place, number = heap[0]
+        heapq.heapreplace(heap, (load + cost, sum_of_ties + tie, place, number))
         filled[number] += size
         bins.append(number)
-    for load, _, number in chain(heap, (entry for _, entry in without_room)):
+    for load, _, _, number in chain(heap, (entry for _, entry in without_room)):
         loads[number] = load
     return bins

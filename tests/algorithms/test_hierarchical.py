@@ -152,7 +152,7 @@ def test_a_topology_that_its_cluster_cannot_have_is_refused() -> None:
 
 def test_long_documents_take_the_fewest_ranks_that_have_room() -> None:
     """Any number of them, not a power of two; short ones stay whole."""
-    documents = Documents([20000, *[500] * 100])
+    documents = Documents([18000, *[500] * 100])
     choice = choose_placement(documents, documents, Topology(2, 8, "a2"), MHA, head_split=False)
     members = choice.ranked[0].whole
     count = np.bincount(members.doc)

@@ -104,6 +104,14 @@ def test_short_documents_are_not_cut_over_nodes_that_they_would_fill() -> None:
     assert [placed.place(doc, 1, 4.0)[1] for doc in range(3)] == [[0], [1], [0]]
 
 
+def test_of_equally_loaded_ranks_those_of_all_nodes_get_documents_in_turn() -> None:
+    """22 equal documents on 4 nodes of 4: the second documents of 6 ranks are not all on the first two nodes."""
+    placer = DocumentPlacer(model_of(Documents([5000] * 22), Topology(4, 4, "h200")))
+    owners = placer.place(PlacementPolicy(cut=2.0, split=NEVER, power=True)).whole.rank  # without repair
+    assert sorted(np.bincount(owners // 4, minlength=4)) == [5, 5, 6, 6]
+    assert np.bincount(owners, minlength=16).max() == 2
+
+
 @settings(max_examples=50, deadline=None)
 @given(works)
 def test_room_of_nodes_is_kept(work):  # type: ignore[no-untyped-def]

@@ -57,6 +57,8 @@ class DocumentPlacer:
     ) -> None:
         topology, heads = model.topology, model.attention.heads
         self.nodes, self.per_node, self.ranks = topology.nodes, topology.ranks_per_node, topology.ranks
+        #: Nodes in turn: equal documents, of which some ranks get more, then leave all nodes equally many tokens.
+        self._ranks_in_turn = np.arange(self.ranks).reshape(self.nodes, self.per_node).T.ravel().tolist()
         self.min_cross_node_length = min_cross_node_length
         check_token_cap(model.lengths, self.ranks, token_cap)
         self.widest = 1  # nodes over which heads can be split: every rank needs one
@@ -254,14 +256,14 @@ class DocumentPlacer:
     def _place_whole(
         self, loads: RankLoads, docs: list[int], shared: list[DocumentRanks], fair: float
     ) -> list[DocumentRanks]:
-        """Place documents, longest first, each whole on the rank with the least work that has room. A document
-        that fits on no rank is cut, and added to `shared`."""
+        """Place documents, longest first, each whole on the rank with the least work that has room, of equal ones on
+        nodes in turn. A document that fits on no rank is cut, and added to `shared`."""
         work, lengths = self._costs.work, self._costs.lengths
         whole_share, rank_lists, placed = [1.0], [[rank] for rank in range(self.ranks)], []  # lists are not copied
         while docs:
             owners = assign_to_least_loaded(
                 [work[doc] for doc in docs], loads.seconds,
-                sizes=[lengths[doc] for doc in docs], filled=loads.tokens, bound=self.cap,
+                sizes=[lengths[doc] for doc in docs], filled=loads.tokens, bound=self.cap, order=self._ranks_in_turn,
             )  # fmt: skip
             placed += [(doc, rank_lists[rank], whole_share) for doc, rank in zip(docs, owners, strict=False)]
             docs = docs[len(owners) :]
