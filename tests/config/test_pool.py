@@ -19,7 +19,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "pool.yaml"
 
 
 def pool(*overrides: str) -> Settings:
-    return load_settings(CONFIG, overrides)
+    return load_settings(CONFIG, ["context_parallel_suite.cluster=null", *overrides])  # nodes of any size
 
 
 def of_pool(settings: Settings, replicas: int, local_ranks: int) -> Topology:
