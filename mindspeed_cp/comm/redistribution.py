@@ -1,13 +1,16 @@
 """Redistribution of tensors between layouts: all-to-all-v over rows and heads, in two phases (post, then finish).
 
-Every rank sends each peer one tensor with the rows and heads that the peer needs, as NCCL and HCCL do inside their
-all-to-all-v. Contiguous rows with all heads are sent and received in place; other rows pass through a staging copy.
+Every rank sends each peer one message with the rows and heads that the peer needs, as NCCL and HCCL do inside their
+all-to-all-v. Small rows of several tensors for one peer, as of q, k and v, are packed into one message
+(:data:`mindspeed_cp.layout.redistribution.PACKED_BYTES`). Of a single tensor, contiguous rows with all heads are sent
+and received in place; other rows pass through a staging copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from mindspeed_cp.comm.transport import Pending, Transfer, Transport, staging_buffer
 from mindspeed_cp.layout import Redistribution, ragged_arange
+from mindspeed_cp.layout.redistribution import PACKED_BYTES
 from mindspeed_cp.ops.rows import RowIndex, add_rows, put_rows, take_rows
 
 
@@ -132,7 +136,7 @@ class RedistributionsInFlight:
 def start_redistributions(
     work: Sequence[tuple[Tensor, RankRedistribution]], transport: Transport | None, label: str, tag: int = 0
 ) -> RedistributionsInFlight:
-    """Post several redistributions at once.
+    """Post several redistributions at once. What goes to one peer is one message, if it has at most PACKED_BYTES.
 
     Args:
         work: for each redistribution, the contiguous input of this rank [rows, heads, dim]; dims and types may differ.
@@ -143,23 +147,35 @@ def start_redistributions(
     Raises:
         PeerError: a peer is known to be gone.
     """
-    transfers: list[Transfer] = []
-    unpackers: list[Callable[[], None]] = []
     outputs = []
+    messages: dict[tuple[int, bool], list[_Piece]] = {}  # by peer and direction
     for number, (x, redistribution) in enumerate(work, tag):
         shape = (*redistribution.out_shape, *x.shape[2:])
         out = x.new_zeros(shape) if redistribution.accumulates else x.new_empty(shape)
         outputs.append(out)
         for part in redistribution.to_send:
-            buffer = _send_buffer(x, part, redistribution)
-            transfers.append(Transfer(buffer, part.peer, True, number, f"{label}, {part.count} rows"))
+            view = x if redistribution.adjoint else x[:, part.heads]
+            piece = _Piece(number, view, part.rows, part.count, False)
+            messages.setdefault((part.peer, True), []).append(piece)
         for part in redistribution.to_receive:
-            buffer, unpack = _receive_buffer(out, part, redistribution)
-            if unpack is not None:
-                unpackers.append(unpack)
-            transfers.append(Transfer(buffer, part.peer, False, number, f"{label}, {part.count} rows"))
+            view = out[:, part.heads] if redistribution.adjoint else out
+            piece = _Piece(number, view, part.rows, part.count, redistribution.accumulates)
+            messages.setdefault((part.peer, False), []).append(piece)
         if redistribution.local is not None:
             _copy_local(x, out, redistribution.local, redistribution)
+    transfers: list[Transfer] = []
+    unpackers: list[Callable[[], None]] = []
+    for (peer, sends), together in messages.items():
+        is_packed = sum(piece.bytes for piece in together) <= PACKED_BYTES
+        for pieces in [together] if is_packed else [[piece] for piece in together]:
+            if sends:
+                buffer = _send_buffer(pieces)
+            else:
+                buffer, unpack = _receive_buffer(pieces)
+                if unpack is not None:
+                    unpackers.append(unpack)
+            rows = max(piece.count for piece in pieces)
+            transfers.append(Transfer(buffer, peer, sends, pieces[0].tag, f"{label}, {rows} rows"))
     if not transfers:
         return RedistributionsInFlight(outputs, (), unpackers)
     assert transport is not None, "a single rank keeps all rows"
@@ -181,21 +197,80 @@ def as_row_index(
     return torch.from_numpy(ragged_arange(first, count)).to(device)
 
 
-def _send_buffer(x: Tensor, part: PeerRows, redistribution: RankRedistribution) -> Tensor:
-    """Return the rows and heads to send: a view if they are contiguous in memory, else a copy."""
-    return take_rows(x if redistribution.adjoint else x[:, part.heads], part.rows).contiguous()
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of one tensor in a message.
+
+    Attributes:
+        tag: tag of its redistribution.
+        tensor: the tensor, with those heads alone that travel.
+        rows: which of its rows, `count` of them.
+        accumulates: received rows are added to it.
+    """
+
+    tag: int
+    tensor: Tensor
+    rows: RowIndex
+    count: int
+    accumulates: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows, heads and channels."""
+        return self.count, *self.tensor.shape[1:]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the rows."""
+        return prod(self.shape) * self.tensor.element_size()
+
+    def unpack(self, values: Tensor) -> None:
+        """Set the rows, or add to them."""
+        (add_rows if self.accumulates else put_rows)(self.tensor, self.rows, values)
 
 
-def _receive_buffer(
-    out: Tensor, part: PeerRows, redistribution: RankRedistribution
-) -> tuple[Tensor, Callable[[], None] | None]:
-    """Return where rows arrive, and the function that unpacks them; None if they arrive in place."""
-    view = out[:, part.heads] if redistribution.adjoint else out
-    rows, accumulates = part.rows, redistribution.accumulates
-    if isinstance(rows, slice) and not accumulates and view[rows].is_contiguous():
-        return view[rows], None
-    buffer = staging_buffer(view, part.count)
-    return buffer, lambda: (add_rows if accumulates else put_rows)(view, rows, buffer)
+def _send_buffer(pieces: Sequence[_Piece]) -> Tensor:
+    """Return what to send: a view of a single tensor if it is contiguous in memory, else a copy."""
+    if len(pieces) == 1:
+        return take_rows(pieces[0].tensor, pieces[0].rows).contiguous()
+    buffer, views = _packed(pieces)
+    for piece, view in zip(pieces, views, strict=True):
+        if isinstance(piece.rows, slice):
+            view.copy_(piece.tensor[piece.rows])
+        else:
+            torch.index_select(piece.tensor, 0, piece.rows, out=view)
+    return buffer
+
+
+def _receive_buffer(pieces: Sequence[_Piece]) -> tuple[Tensor, Callable[[], None] | None]:
+    """Return where a message arrives, and the function that unpacks it; None if it arrives in place."""
+    if len(pieces) > 1:
+        buffer, views = _packed(pieces)
+
+        def unpack() -> None:
+            for piece, view in zip(pieces, views, strict=True):
+                piece.unpack(view)
+
+        return buffer, unpack
+    (piece,) = pieces
+    if isinstance(piece.rows, slice) and not piece.accumulates and piece.tensor[piece.rows].is_contiguous():
+        return piece.tensor[piece.rows], None
+    buffer = staging_buffer(piece.tensor, piece.count)
+    return buffer, lambda: piece.unpack(buffer)
+
+
+def _packed(pieces: Sequence[_Piece]) -> tuple[Tensor, list[Tensor]]:
+    """Allocate a message and return it with the view of each piece in it. A message of several types has bytes; pieces
+    of larger elements come first, so that each begins at a multiple of its element's size."""
+    types = {piece.tensor.dtype for piece in pieces}
+    dtype = types.pop() if len(types) == 1 else torch.uint8
+    sizes = [piece.bytes // dtype.itemsize for piece in pieces]
+    buffer = torch.empty(sum(sizes), dtype=dtype, device=pieces[0].tensor.device)
+    views, end = {}, 0
+    for i in sorted(range(len(pieces)), key=lambda i: -pieces[i].tensor.element_size()):
+        begin, end = end, end + sizes[i]
+        views[i] = buffer[begin:end].view(pieces[i].tensor.dtype).view(pieces[i].shape)
+    return buffer, [views[i] for i in range(len(pieces))]
 
 
 def _copy_local(x: Tensor, out: Tensor, part: PeerRows, redistribution: RankRedistribution) -> None:

@@ -7,6 +7,7 @@ the other needs in the target, as runs of rows and a range of heads. Rows that s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,11 @@ import numpy as np
 from mindspeed_cp.errors import PlanError
 from mindspeed_cp.layout.layout import Layout
 from mindspeed_cp.layout.runs import ROW_RUN, intersect_runs, join_runs
+
+#: What one rank gives another of several tensors that move together, such as q, k and v, is one message if that has at
+#: most so many bytes. A host then posts fewer, and HcclBatchSendRecv of CANN 8, which takes one to each rank, has
+#: fewer launches. Larger ones take longer to travel than to post, and packing them takes memory at both ends.
+PACKED_BYTES = 4 * 2**20
 
 #: Rank `src` gives rank `dst` `rows` rows, runs[first : first + count], of heads head .. head + heads - 1, numbered
 #: over all heads.
@@ -129,3 +135,23 @@ class Redistribution:
         sender = remote["dst" if adjoint else "src"]
         count = np.bincount(sender, weights=remote["rows"] * remote["heads"], minlength=self.source.ranks)
         return count.astype(np.int64)
+
+
+def packed_pairs(moved: Sequence[tuple[Redistribution, float, int]]) -> list[np.ndarray]:
+    """Return which rows of redistributions that are posted together travel in one message with those of others.
+
+    Args:
+        moved: redistributions between the same ranks; of each the bytes of a row of one head, and the number of tensors
+            with such rows.
+
+    Returns:
+        For each redistribution, bool [rank_pairs]; for pairs of a rank with itself without meaning.
+    """
+    keys = [pairs["src"] * each.source.ranks + pairs["dst"] for each, *_ in moved for pairs in [each.rank_pairs]]
+    sizes = [each.rank_pairs["rows"] * each.rank_pairs["heads"] * width for each, width, _ in moved]
+    _, message = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]), return_inverse=True)
+    message = message.reshape(-1)
+    size = np.bincount(message, np.concatenate([np.zeros(0), *sizes]))
+    tensors = np.bincount(message, np.repeat([count for *_, count in moved], [len(key) for key in keys]))
+    packed = ((tensors > 1) & (size <= PACKED_BYTES))[message]
+    return np.split(packed, np.cumsum([len(key) for key in keys])[:-1]) if moved else []

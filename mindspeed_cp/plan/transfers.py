@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mindspeed_cp.layout import Redistribution
+from mindspeed_cp.layout.redistribution import packed_pairs
 from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.parts import part_ends
 from mindspeed_cp.plan.program import Plan, Program
@@ -27,6 +30,9 @@ TRANSFER = np.dtype(
     ]
 )
 
+
+#: A redistribution, the bytes of a row of one head, and the number of tensors with such rows.
+Moved = tuple[Redistribution, float, int]
 
 #: Bytes that a rank sends in one forward and backward: K/V of fetches in the forward and in the backward, gradients of
 #: reduces, and redistributions between the layouts of the caller and of the computation, forward and backward.
@@ -131,19 +137,16 @@ def _redistributions(plan: Plan, direction: str, element: int) -> list[np.ndarra
     tables = []
     for number, (part, plan_steps) in enumerate(zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True)):
         before, after = int(plan_steps.min(initial=last)) - 1, min(ends[number] + 2 + first, last)
-        if part.q_redistribution is not None:
-            inward, outward = (width, width_v) if forward else (width_v, width)
-            tables.append(
-                _messages(part.q_redistribution, False, inward * element, first, before, REDISTRIBUTION, number)
-            )
-            tables.append(
-                _messages(part.q_redistribution, True, outward * element, after, last, REDISTRIBUTION, number)
-            )
-        if part.kv_redistribution is not None:
-            size = GRADIENT_BYTES if part.kv_redistribution.has_copies and not forward else element
-            row = (attention.kv_row.dim + attention.kv_row.dim_v) * size
-            start, done = (first, before) if forward else (after, last)
-            tables.append(_messages(part.kv_redistribution, not forward, row, start, done, REDISTRIBUTION, number))
+        inward, outward = (width, width_v) if forward else (width_v, width)
+        q, kv = part.q_redistribution, part.kv_redistribution
+        size = GRADIENT_BYTES if kv is not None and kv.has_copies and not forward else element
+        kv_row = (attention.kv_row.dim + attention.kv_row.dim_v) * size
+        into: list[Moved] = [] if q is None else [(q, inward * element, 1)]
+        out: list[Moved] = [] if q is None else [(q, outward * element, 1)]
+        if kv is not None:
+            (into if forward else out).append((kv, kv_row, 2))
+        tables.append(_messages(into, False, first, before, REDISTRIBUTION, number))
+        tables.append(_messages(out, True, after, last, REDISTRIBUTION, number))
     return tables
 
 
@@ -155,17 +158,26 @@ def _hidden_states(plan: Plan, direction: str, row: float) -> list[np.ndarray]:
         return []
     last = step_count(plan, direction) - 1
     return [
-        _messages(hidden, adjoint, row, step, step, HIDDEN_STATES, 0) for adjoint, step in ((False, 0), (True, last))
+        _messages([(hidden, row, 1)], adjoint, step, step, HIDDEN_STATES, 0)
+        for adjoint, step in ((False, 0), (True, last))
     ]
 
 
-def _messages(
-    redistribution: Redistribution, adjoint: bool, row: float, start: int, done: int, kind: int, part: int
-) -> np.ndarray:
-    """Return the messages of a redistribution between different ranks; `row` is the bytes of a row of one head."""
-    pairs = redistribution.remote_pairs
-    out = np.empty(len(pairs), TRANSFER)
-    out["src"], out["dst"] = (pairs["dst"], pairs["src"]) if adjoint else (pairs["src"], pairs["dst"])
+def _messages(moved: Sequence[Moved], adjoint: bool, start: int, done: int, kind: int, part: int) -> np.ndarray:
+    """Return the messages of redistributions that are posted together; `adjoint`: they move rows back."""
+    if not moved:
+        return np.empty(0, TRANSFER)
+    pairs = np.concatenate([redistribution.rank_pairs for redistribution, *_ in moved])
+    size = np.concatenate([each.rank_pairs["rows"] * each.rank_pairs["heads"] * float(row) for each, row, _ in moved])
+    if len(moved) > 1:
+        packed, ranks = np.concatenate(packed_pairs(moved)), moved[0][0].source.ranks
+        message = np.where(packed, pairs["src"] * ranks + pairs["dst"], ranks**2 + np.arange(len(pairs)))
+        _, first, number = np.unique(message, return_index=True, return_inverse=True)
+        pairs, size = pairs[first], np.bincount(number.reshape(-1), size)
+    remote = pairs["src"] != pairs["dst"]
+    out = np.empty(int(remote.sum()), TRANSFER)
+    for name, end in zip(("src", "dst"), ("dst", "src") if adjoint else ("src", "dst"), strict=True):
+        out[name] = pairs[end][remote]
     out["start"], out["done"], out["kind"], out["part"], out["exchange"] = start, done, kind, part, 0
-    out["bytes"] = pairs["rows"] * pairs["heads"] * float(row)
+    out["bytes"] = size[remote]
     return out

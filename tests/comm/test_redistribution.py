@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_cp.comm import GroupTransport, InMemoryNetwork, rank_redistribution, start_redistributions
+from mindspeed_cp.comm import (
+    GroupTransport,
+    InMemoryNetwork,
+    InMemoryTransport,
+    rank_redistribution,
+    start_redistributions,
+)
+from mindspeed_cp.comm import redistribution as comm_redistribution
 from mindspeed_cp.layout import Documents, Redistribution, contiguous, zigzag
+from mindspeed_cp.layout import redistribution as layout_redistribution
+from mindspeed_cp.layout.redistribution import PACKED_BYTES, packed_pairs
 from mindspeed_cp.plan.verify.buffers import staging_volume
 from tests.engine.meters import Meter
 
@@ -58,6 +67,12 @@ def moved(inputs, parts, meters, transports):
     return results
 
 
+def limit_messages(monkeypatch, most):
+    """Several tensors are one message if they have at most so many bytes."""
+    for module in (comm_redistribution, layout_redistribution):
+        monkeypatch.setattr(module, "PACKED_BYTES", most)
+
+
 def in_memory(ranks):
     network = InMemoryNetwork(ranks, lazy=ranks % 2 == 0)
     return [network.transport(rank) for rank in range(ranks)]
@@ -78,11 +93,13 @@ def whole(seed):
     return a, torch.randint(-9, 9, (63, HEADS, 2), generator=generator).to(torch.bfloat16)
 
 
+@pytest.mark.parametrize("most", [0, 600, PACKED_BYTES], ids="in one message: {}".format)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_rows_and_heads_arrive_and_copies_are_summed_on_the_way_back(ranks):
+def test_rows_and_heads_arrive_and_copies_are_summed_on_the_way_back(ranks, most, monkeypatch):
     """Whole numbers: sums are exact. The adjoint gives each (token, head) as often as it was copied. What is held apart
-    meanwhile is what `peak_bytes` counts."""
-    copied = 0
+    meanwhile is what `peak_bytes` counts. Both tensors travel as one message, or only if it is small, or never."""
+    limit_messages(monkeypatch, most)
+    copied, packed = 0, set()
     for seed in range(2, 14):
         redistribution, tensors = pair(ranks, seed), whole(seed)
         times = torch.zeros(63, HEADS, 1)
@@ -101,11 +118,36 @@ def test_rows_and_heads_arrive_and_copies_are_summed_on_the_way_back(ranks):
             for rank in range(ranks):
                 kept = redistribution.local_pair(rank)
                 gathered = 0 if kept is None else int(kept["rows"] * kept["heads"]) * WIDTH
-                stated = int(staging_volume(redistribution, adjoint)[rank]) * WIDTH
+                together = packed_pairs([(redistribution, WIDTH, len(tensors))])[0]
+                packed |= set(together.tolist())
+                stated = int(staging_volume(redistribution, adjoint, packed=together)[rank]) * WIDTH
                 assert meters[rank].peak["staging"] <= stated <= meters[rank].peak["staging"] + gathered
                 for actual, x in zip(held[rank], tensors, strict=True):
                     assert torch.equal(actual, layout.shard((x * times).to(x.dtype) if adjoint else x, rank))
     assert copied, "some moves copy heads"
+    assert packed == {0: {False}, PACKED_BYTES: {True}}.get(most, {False, True})
+
+
+def test_what_goes_to_a_peer_is_one_message_of_several_types(monkeypatch):
+    """Of fp32 and bf16 together, in bytes; apart, if there are more than PACKED_BYTES."""
+    redistribution, posted = pair(3, 2), []
+    post = InMemoryTransport.post
+    monkeypatch.setattr(
+        InMemoryTransport,
+        "post",
+        lambda self, transfers, **more: posted.append(transfers) or post(self, transfers, **more),
+    )
+    held = [redistribution.source.shard(x, 0) for x in whole(2)]
+    part = rank_redistribution(redistribution, 0, CPU)
+    rows = sum(1 for pair in redistribution.remote_pairs for rank in (pair["src"], pair["dst"]) if rank == 0)
+    for most, count, types in ((PACKED_BYTES, rows, {torch.uint8}), (0, 2 * rows, {torch.float32, torch.bfloat16})):
+        limit_messages(monkeypatch, most)
+        start_redistributions([(x, part) for x in held], in_memory(3)[0], "test")
+        sent = posted.pop()
+        assert len(sent) == len({(t.peer, t.sends, t.tag) for t in sent}) == count
+        assert {t.tensor.dtype for t in sent} == types
+    start_redistributions([(held[0], part)] * 2, in_memory(3)[0], "test")
+    assert {t.tensor.dtype for t in posted.pop()} == {torch.float32}
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

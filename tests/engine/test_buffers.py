@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from mindspeed_cp.comm import InMemoryTransport
+from mindspeed_cp.comm import redistribution as comm_redistribution
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping
+from mindspeed_cp.layout import redistribution as layout_redistribution
+from mindspeed_cp.layout.redistribution import PACKED_BYTES
 from mindspeed_cp.plan import peak_bytes, traffic
 from tests.engine.cases import Case, all_ranks, attend_here, filled_with_nan, variants
 from tests.engine.draw import problem
@@ -137,8 +140,11 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(variant, ranks):
     check([case.on(ranks, variant) for case in PROBLEMS], ranks)
 
 
+@pytest.mark.parametrize("most", [1000, PACKED_BYTES], ids="q, k and v in one message: {}".format)
 @pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.thorough), 6])
-def test_so_they_are_for_any_problem(ranks):
+def test_so_they_are_for_any_problem(ranks, most, monkeypatch):
+    for module in (comm_redistribution, layout_redistribution):
+        monkeypatch.setattr(module, "PACKED_BYTES", most)
     rng = Random(ranks)
     cells = rng.sample(
         [cell for cell in capabilities.all_cells() if capabilities.refusal(cell) is None], 16 if ranks == 2 else 8

@@ -38,7 +38,7 @@ def batch_direction(call: BatchCall) -> str | None:
 
 @batch_rules.add(
     "batch-dtype", "The type is an integer of 8 to 64 bits, fp16, bf16, fp32 or fp64.",
-    "HcclBatchSendRecv.md: data types", "messages have the type of q, k, v, or fp32",
+    "HcclBatchSendRecv.md: data types", "messages have the type of q, k, v, fp32, or uint8",
 )  # fmt: skip
 def batch_dtype(call: BatchCall) -> str | None:
     other = [x.dtype for x in call.items if x.dtype not in TYPES]

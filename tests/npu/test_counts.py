@@ -118,13 +118,12 @@ def test_calls_are_those_of_the_plan(name: str, directional: bool) -> None:
 
 
 def moves_of(plan: Plan, rank: int) -> int:
-    """Launches of the all-to-alls of q, k and v, of the output, and of their gradients: three tensors to a peer, one,
-    one, and three."""
+    """Launches of the all-to-alls of q, k and v together, of the output, of its gradient, and of those of q, k and v."""
     parts = (
         [] if plan.q_redistribution is None else [*plan.q_redistribution.rank_pairs, *plan.kv_redistribution.rank_pairs]
     )
     moves = any(rank in (part["src"], part["dst"]) and part["src"] != part["dst"] for part in parts)
-    return 3 + 1 + 1 + 3 if moves else 0
+    return 4 if moves else 0
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_cp.layout import Redistribution, ragged_arange
+from mindspeed_cp.layout.redistribution import packed_pairs
 from mindspeed_cp.plan.exchanges import aligned
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages
@@ -112,27 +113,38 @@ def _result_bytes(plan: Plan, moved: Sequence[Moved], adjoint: bool) -> np.ndarr
 
 
 def _staging_bytes(plan: Plan, moved: Sequence[Moved], adjoint: bool) -> np.ndarray:
-    """Return the bytes of the staging of redistributions, int64 [ranks]."""
+    """Return the bytes of the staging of redistributions that are posted together, of q or out and then of k and v,
+    int64 [ranks]."""
     out = np.zeros(plan.ranks, np.int64)
-    for redistribution, width, rows in moved:
-        if redistribution is not None:
-            out += staging_volume(redistribution, adjoint, rows) * width
+    present = [
+        (each, width, rows, tensors)
+        for (each, width, rows), tensors in zip(moved, (1, 2), strict=False)
+        if each is not None
+    ]
+    packed = packed_pairs([(each, width, tensors) for each, width, _, tensors in present])
+    for (each, width, rows, _), is_packed in zip(present, packed, strict=True):
+        out += staging_volume(each, adjoint, rows, is_packed) * width
     return out
 
 
-def staging_volume(redistribution: Redistribution, adjoint: bool, rows: Rows = None) -> np.ndarray:
+def staging_volume(
+    redistribution: Redistribution, adjoint: bool, rows: Rows = None, packed: np.ndarray | bool = False
+) -> np.ndarray:
     """Return the (row, head) pairs that a redistribution stages, int64 [ranks]; an upper bound.
 
-    Staged are, on the side with all heads, rows of some heads only and rows from several places; on the other side,
-    rows from several places; copies that are summed; and rows that stay on a rank but are gathered from several places.
+    Staged are messages that several tensors are packed into; of a single one, on the side with all heads, rows of some
+    heads only and rows from several places; on the other side, rows from several places; copies that are summed; and
+    rows that stay on a rank but are gathered from several places.
 
     Args:
         redistribution: redistribution.
         adjoint: True for the move back to the source.
         rows: indices of the source's rows among the caller's rows.
+        packed: of each of `rank_pairs`, or of all: there are rows of other tensors in the same message.
     """
+    pairs = redistribution.rank_pairs
     out = np.zeros(redistribution.source.ranks, np.int64)
-    for pair in redistribution.rank_pairs:
+    for pair, is_packed in zip(pairs, np.broadcast_to(packed, len(pairs)), strict=True):
         runs, volume = redistribution.runs_of(pair), int(pair["rows"] * pair["heads"])
         src_row, count = runs["src_row"], runs["rows"]
         if rows is not None and not adjoint:  # the adjoint writes to the part's own rows
@@ -144,9 +156,9 @@ def staging_volume(redistribution: Redistribution, adjoint: bool, rows: Rows = N
                 out[pair["src"]] += volume
             continue
         some_heads = pair["heads"] < redistribution.heads and pair["rows"] > 1
-        if some_heads or not src_is_run or (adjoint and redistribution.has_copies):
+        if is_packed or some_heads or not src_is_run or (adjoint and redistribution.has_copies):
             out[pair["src"]] += volume
-        if not dst_is_run:
+        if is_packed or not dst_is_run:
             out[pair["dst"]] += volume
     return out
 

@@ -117,8 +117,9 @@ def documents_in_messages(plan: Plan, direction: str, sent: np.ndarray, wanted: 
             )
             tables.append(_fetch_and_reduce_documents(part_plan, program, messages, kind, numbers, wanted))
         redistribution_numbers = np.flatnonzero((sent["kind"] == REDISTRIBUTION) & (sent["part"] == part) & wanted)
-        for move in [part_plan.q_redistribution or part_plan.kv_redistribution] * bool(len(redistribution_numbers)):
+        for move in (part_plan.q_redistribution, part_plan.kv_redistribution):  # the first that has the message
             tables.append(_redistributed_documents(move, sent, redistribution_numbers, edge_steps(plan)))
+            redistribution_numbers = np.setdiff1d(redistribution_numbers, tables[-1]["message"])
     redistribution_numbers = np.flatnonzero((sent["kind"] == HIDDEN_STATES) & wanted)
     if len(redistribution_numbers) and plan.linear_layout is not None:
         tables.append(
@@ -215,11 +216,11 @@ def _in_receive_buffer(
 def _redistributed_documents(
     move: Redistribution | None, sent: np.ndarray, numbers: np.ndarray, before: int
 ) -> np.ndarray:
-    """Return the documents in the messages of a redistribution.
+    """Return the documents that a redistribution moves in messages.
 
     Messages posted before step `before` (the first of the plan) belong to the redistribution, others to its adjoint.
     """
-    if move is None:
+    if move is None or not len(numbers):
         return np.empty(0, MESSAGE_DOCUMENT)
     parts, layout, ranks = move.rank_pairs, move.source, move.source.ranks
     part = np.repeat(np.arange(len(parts)), parts["count"])
@@ -233,6 +234,7 @@ def _redistributed_documents(
     number_of[parts["src"] * ranks + parts["dst"]] = np.arange(len(parts))
     src, dst = sent["src"][numbers], sent["dst"][numbers]
     pair = number_of[np.where(sent["start"][numbers] < before, src * ranks + dst, dst * ranks + src)]
+    numbers, pair = numbers[pair >= 0], pair[pair >= 0]
     count = bar_offsets[pair + 1] - bar_offsets[pair]
     out = table[ragged_arange(bar_offsets[pair], count)]
     out["message"] = np.repeat(numbers, count)
