@@ -220,7 +220,7 @@ class PlacementModel:
 
     def _posting_seconds(self, size: int) -> float:
         """Return the seconds in which a rank posts the messages of one direction of a part whose heads are split over
-        `size` ranks: q with keys and values (as one message, as small ones are), and out, to each of the others and from
+        `size` ranks: q, k and v, which are one message if they are small, and out, to each of the others and from
         each."""
         return 4 * (size - 1) * self.cluster.posting
 
