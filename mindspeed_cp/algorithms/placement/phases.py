@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindspeed_cp.algorithms.placement.split_parts import part_weights
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE
 
 #: Bytes of keys, values and their gradients in the backward divided by those of the forward: K and V once more, and
@@ -73,9 +74,10 @@ class PhaseSeconds:
 
     @property
     def part(self) -> np.ndarray:
-        """Share of the largest part of documents whose heads are split inside a node, fp64 [ranks]."""
+        """Share of the first and of the last part of documents whose heads are split inside a node, or of the largest
+        document if that is more, fp64 [ranks]."""
         share = self.largest_into / np.maximum(self.into_node, 1e-12)
-        return np.where(self.into_node > 0, np.maximum(share, 1 / self.parts), 1.0)
+        return np.where(self.into_node > 0, np.maximum(share, part_weights(self.parts)[0]), 1.0)
 
     def redistributions(self) -> tuple[Redistributions, Redistributions]:
         """Return the redistributions to split heads, and back."""

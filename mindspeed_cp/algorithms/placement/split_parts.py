@@ -1,9 +1,10 @@
 """Parts of the documents whose heads are split, so that the redistribution of one part travels beside another.
 
 Before attention a rank gets its heads of all rows of its group, and afterwards it returns them. Nothing hides this if
-all documents are one part. In several parts of about equal work, only the first way in and the last way back are
-exposed. Documents over several nodes travel longest, over NICs, so they are computed between the others. Those over
-several groups of nodes have further steps, for keys of other groups, which alternate with the other parts::
+all documents are one part. In several parts, only the first way in and the last way back are exposed. These two parts
+have less work than the others, and some of the longest documents, with few tokens for their work. Documents over
+several nodes travel longest, over NICs, so they are computed between the others. Those over several groups of nodes
+have further steps, for keys of other groups, which alternate with the other parts::
 
     computes       part 0       several nodes       part 1       part 2
     travels in     ...          part 1              part 2
@@ -15,6 +16,17 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
+
+#: Work of the first and of the last part over that of the others, if there are others.
+EDGE_WORK = 0.35
+
+
+def part_weights(parts: int) -> np.ndarray:
+    """Return the share of each part in the work of all, fp64 [parts]."""
+    out = np.ones(parts)
+    if parts > 2:
+        out[[0, -1]] = EDGE_WORK
+    return out / out.sum()
 
 
 def split_parts(placement: Placement, work: np.ndarray, ranks_per_node: int) -> list[tuple[int, DocumentShares]]:
@@ -34,16 +46,18 @@ def split_parts(placement: Placement, work: np.ndarray, ranks_per_node: int) -> 
         several = np.bincount(members.doc, minlength=len(work))[members.doc] > 1
         crossing = several | (size > ranks_per_node)
         across += [(size, members.select(crossing))] if crossing.any() else []
-        for number, part in enumerate(_equal_parts(members.select(~crossing), work, placement.parts)):
+        for number, part in enumerate(_weighted_parts(members.select(~crossing), work, placement.parts)):
             inside[number].append((size, part))
     return [*inside[0], *across, *(part for parts in inside[1:] for part in parts)]
 
 
-def _equal_parts(members: DocumentShares, work: np.ndarray, parts: int) -> list[DocumentShares]:
-    """Divide documents into parts so that each group of ranks has about equal work in all of them; the documents with
-    most work first, each to the part that is emptiest on its busiest group. Empty parts are left out."""
+def _weighted_parts(members: DocumentShares, work: np.ndarray, parts: int) -> list[DocumentShares]:
+    """Divide documents into parts so that each group of ranks has its work in all of them by :func:`part_weights`; the
+    documents with most work first, each to the part that is emptiest on its busiest group: the first and the last part
+    get some of the longest ones. Empty parts are left out."""
     if parts == 1 or not len(members.doc):
         return [members] if len(members.doc) else []
+    weights = part_weights(parts)
     load = np.zeros((parts, int(members.rank.max()) + 1))
     docs, first = np.unique(members.doc, return_index=True)
     last = np.append(first[1:], len(members.doc))
@@ -51,7 +65,7 @@ def _equal_parts(members: DocumentShares, work: np.ndarray, parts: int) -> list[
     for i in np.argsort(-work[docs], kind="stable").tolist():
         groups = members.rank[first[i] : last[i]]
         part = int(load[:, groups].max(1).argmin())
-        load[part, groups] += work[docs[i]] * members.share[first[i] : last[i]]
+        load[part, groups] += work[docs[i]] * members.share[first[i] : last[i]] / weights[part]
         part_of[i] = part
     part_of_member = np.repeat(part_of, last - first)
     return [members.select(part_of_member == part) for part in range(parts) if (part_of == part).any()]
